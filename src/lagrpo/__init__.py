@@ -1,0 +1,1 @@
+"""On-policy and off-policy GRPO and its family on verifiable rewards."""

@@ -1,0 +1,108 @@
+"""The data that flows through Algorithm 1: Prompt, Completion, Group.
+
+Shape suffixes, used everywhere:
+
+    N   prompts of a batch
+    G   completions of a group
+    C   completions of a batch (N * G, less where some were not scored)
+    T   completion tokens of the whole batch, flat: no padding anywhere
+    V   vocabulary
+
+`rewards_G` is one group's rewards, `logp_T` the log-probs of all completion tokens of a batch, one after the other,
+`completion_T` the index (0 .. C-1) of the completion that each of those tokens belongs to.
+
+A worked example, one group of two completions of three and two tokens:
+
+>>> import torch
+>>> prompt = Prompt(key=7, messages=({"role": "user", "content": "2+3="},), gold="5", token_ids=(11, 12, 13))
+>>> right = Completion(
+...     token_ids=torch.tensor([5, 8, 2]), logp_alpha=torch.tensor([-0.1, -0.2, -0.3]),
+...     versions=torch.tensor([4, 4, 4]), finished=True, text="5.", outcome=Outcome.scored(1.0))
+>>> wrong = Completion(
+...     token_ids=torch.tensor([6, 2]), logp_alpha=torch.tensor([-2.0, -0.1]),
+...     versions=torch.tensor([4, 4]), finished=True, text="6", outcome=Outcome.scored(0.0))
+>>> group = Group(prompt, (right, wrong))
+>>> group.rewards
+(1.0, 0.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a task. `key` is its index in its split and the address of its random draws;
+    `messages` is what the chat template gets; `gold` is what a completion is judged against (JSON-serialisable);
+    `token_ids` is the templated prompt, filled in once a tokenizer is at hand."""
+
+    key: int
+    messages: tuple[Mapping[str, str], ...]
+    gold: Any
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a completion: *scored* (it has a reward), *rejected* (its answer could not be judged: unparsable
+    gold, an error in the judge, its deadline) or *failed* (infrastructure: the sampler died). Only scored ones enter
+    group statistics and the loss; a failure is never a reward of 0."""
+
+    kind: Literal["scored", "rejected", "failed"]
+    reward: float | None = None
+    reason: str = ""
+
+    @staticmethod
+    def scored(reward: float) -> Outcome:
+        return Outcome("scored", reward=reward)
+
+    @staticmethod
+    def rejected(reason: str) -> Outcome:
+        return Outcome("rejected", reason=reason)
+
+    @staticmethod
+    def failed(reason: str) -> Outcome:
+        return Outcome("failed", reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One completion as its sampler drew it, with t tokens (the end-of-sequence token included when it was drawn).
+
+    `token_ids` int64 [t]; `logp_alpha` float32 [t], nats, at the sampling temperature; `versions` int64 [t], the version
+    of the policy that drew each token; `finished` False when it was cut at the token limit; `text` without special
+    tokens; `outcome` None until it has been judged."""
+
+    token_ids: torch.Tensor
+    logp_alpha: torch.Tensor
+    versions: torch.Tensor
+    finished: bool
+    text: str
+    outcome: Outcome | None = None
+
+    @property
+    def reward(self) -> float | None:
+        return self.outcome.reward if self.outcome is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A prompt and its G completions, all drawn for the same batch."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+
+    @property
+    def scored(self) -> tuple[Completion, ...]:
+        """The completions that have a reward."""
+        return tuple(c for c in self.completions if c.outcome is not None and c.outcome.kind == "scored")
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Rewards of the scored completions, in their order."""
+        return tuple(c.outcome.reward for c in self.scored if c.outcome and c.outcome.reward is not None)
