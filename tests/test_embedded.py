@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def test_weights_are_those_of_the_file_rounded_once(directory):
 def test_answers_a_question(directory, tokenizer):
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     assert "quantization_config" not in json.loads(Path(directory, "config.json").read_text())
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
