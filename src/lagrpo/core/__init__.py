@@ -1,0 +1,9 @@
+"""The mathematics of group-relative policy optimisation: pure functions of tensors and floats, torch only.
+
+advantages   rewards of a group -> an advantage per completion          objectives   the surrogates, per token
+ratios       pi/alpha per token, per sequence, length-normalised        divergences  k1 k2 k3, exact KL, TV, chi2, ESS
+reductions   completion lengths -> a weight per completion              estimators   pass@k and intervals
+loss         the pieces put together: the loss of a micro-batch, with additive diagnostics
+
+Token quantities are flat [T] tensors with the index of the completion each token belongs to; there is no padding.
+"""

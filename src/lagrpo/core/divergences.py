@@ -1,0 +1,83 @@
+"""Divergences: estimates from the log-probs of sampled tokens, and exact values for discrete distributions.
+
+The three estimators are J. Schulman's ("Approximating KL Divergence", 2020), with d = logp - logp_ref. As values on
+tokens drawn by pi, k1 and k3 are unbiased for KL(pi || pi_ref). As penalties, what counts is the expected gradient on
+tokens drawn by pi, d being differentiable in logp:
+
+    k1: E[grad logp] = 0                         no penalty at all
+    k2: E[d grad logp] = grad KL(pi || pi_ref)   the exact gradient
+    k3: E[(1 - e^-d) grad logp] = grad KL(pi_ref || pi)   the gradient of the *other* KL (alike near d = 0)
+
+On tokens drawn by another policy alpha all of these are biased; `importance_weighted` restores the expectations above.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lagrpo.core.shapes import require_same_shape, require_vector
+
+
+def k1(logp_T: Float[Tensor, "T"], logp_ref_T: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+    """d = logp - logp_ref. Raises ValueError on shapes."""
+    require_vector(logp_T=logp_T, logp_ref_T=logp_ref_T)
+    return logp_T - logp_ref_T
+
+
+def k2(logp_T: Float[Tensor, "T"], logp_ref_T: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+    """d^2 / 2. Raises ValueError on shapes."""
+    return k1(logp_T, logp_ref_T).square() / 2
+
+
+def k3(logp_T: Float[Tensor, "T"], logp_ref_T: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+    """e^-d + d - 1 >= 0, GRPO's choice (Shao et al., arXiv 2402.03300, Eq. 4). Raises ValueError on shapes."""
+    d_T = k1(logp_T, logp_ref_T)
+    return torch.expm1(-d_T) + d_T
+
+
+def importance_weighted(estimate_T: Float[Tensor, "T"], ratio_T: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+    """sg(rho) times the estimate: what tokens drawn by alpha must be weighted by to stand for tokens drawn by pi.
+    rho carries no gradient. Raises ValueError on shapes."""
+    require_vector(estimate_T=estimate_T, ratio_T=ratio_T)
+    return ratio_T.detach() * estimate_T
+
+
+def kl(p: Float[Tensor, "*N K"], q: Float[Tensor, "*N K"]) -> Float[Tensor, "*N"]:
+    """KL(p || q) = sum p log(p/q) over the last dimension, in nats, with 0 log 0 = 0; infinite where q = 0 < p.
+    Raises ValueError unless p and q are distributions of one shape."""
+    _require_distributions(p=p, q=q)
+    return torch.where(p > 0, p * (p / q).log(), torch.zeros_like(p)).sum(dim=-1)
+
+
+def tv(p: Float[Tensor, "*N K"], q: Float[Tensor, "*N K"]) -> Float[Tensor, "*N"]:
+    """TV(p, q) = sum |p - q| / 2, in [0, 1], as Mroueh et al. define it before Theorem 1. Raises as `kl` does."""
+    _require_distributions(p=p, q=q)
+    return (p - q).abs().sum(dim=-1) / 2
+
+
+def chi2(p: Float[Tensor, "*N K"], q: Float[Tensor, "*N K"]) -> Float[Tensor, "*N"]:
+    """chi2(p || q) = sum (p - q)^2 / q = E_q[(p/q)^2] - 1, the variance of the ratio p/q under q; infinite where
+    q = 0 < p. Raises as `kl` does."""
+    _require_distributions(p=p, q=q)
+    return torch.where(p == q, torch.zeros_like(p), (p - q).square() / q).sum(dim=-1)
+
+
+def ess(ratio: Float[Tensor, "*N n"]) -> Float[Tensor, "*N"]:
+    """Effective sample size of n importance weights: (sum rho)^2 / sum rho^2, between 1 and n; ESS/n estimates
+    1/(1 + chi2(pi || alpha)). Raises ValueError for no weights, negative weights, or none above 0."""
+    if ratio.dim() == 0 or ratio.shape[-1] == 0:
+        raise ValueError(f"ess needs at least one weight, but ratio has shape {tuple(ratio.shape)}")
+    if bool((ratio < 0).any()) or not bool((ratio > 0).any(dim=-1).all()):
+        raise ValueError("ess needs weights that are not negative and not all zero")
+    scaled = ratio / ratio.amax(dim=-1, keepdim=True)
+    return scaled.sum(dim=-1).square() / scaled.square().sum(dim=-1)
+
+
+def _require_distributions(**tensors: Tensor) -> None:
+    require_same_shape(**tensors)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 0 or bool((tensor < 0).any()):
+            raise ValueError(f"{name} must hold probabilities over its last dimension, none of them negative")
+        off = float((tensor.sum(dim=-1) - 1).abs().max())
+        if not off <= 1e-4:
+            raise ValueError(f"{name} must sum to 1 over its last dimension, but is off by {off:.2g}")

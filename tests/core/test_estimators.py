@@ -1,0 +1,88 @@
+from itertools import combinations
+from math import comb
+
+import pytest
+import torch
+from torch import tensor
+
+from lagrpo.core.estimators import bootstrap_interval, pass_at_k, wilson_interval
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k"), [(n, c, k) for n in range(1, 8) for c in range(n + 1) for k in range(1, n + 1)]
+)
+def test_pass_at_k_is_the_share_of_subsets_with_a_success(n, c, k):
+    completions = [True] * c + [False] * (n - c)
+    subsets = list(combinations(completions, k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-15)
+
+
+def test_pass_at_k_is_unbiased():
+    n, k, p = 10, 4, 0.3
+    expected = sum(comb(n, c) * p**c * (1 - p) ** (n - c) * pass_at_k(n, c, k) for c in range(n + 1))
+    assert expected == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
+
+
+def test_pass_at_k_at_the_edges_and_at_large_n():
+    assert pass_at_k(5, 0, 5) == 0.0
+    assert pass_at_k(5, 1, 5) == 1.0
+    assert pass_at_k(50, 10, 1) == 0.2
+    assert pass_at_k(100_000, 1, 1) == 1e-5
+    assert pass_at_k(10_000, 5_000, 100) == 1.0  # 1 - 4.6e-31
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5), (0, 0, 1)])
+def test_pass_at_k_refuses_what_cannot_be(n, c, k):
+    with pytest.raises(ValueError, match=f"n = {n}, c = {c}, k = {k}"):
+        pass_at_k(n, c, k)
+
+
+def test_wilson_by_hand():
+    # z = 1.959964: 9 of 10: (.9 + z^2/20 -+ z sqrt(.009 + z^2/400)) / (1 + z^2/10)
+    assert wilson_interval(9, 10) == pytest.approx((0.595850, 0.982124), abs=1e-6)
+    low, high = wilson_interval(0, 20)
+    assert low == 0.0
+    assert high == pytest.approx(0.161125, abs=1e-6)
+    assert wilson_interval(20, 20) == pytest.approx((1 - high, 1.0))
+
+
+def test_wilson_covers_on_average_over_p():
+    n = 40
+    intervals = [wilson_interval(c, n) for c in range(n + 1)]
+    coverage = []
+    for p in [i / 200 for i in range(1, 200)]:
+        inside = [c for c, (low, high) in enumerate(intervals) if low <= p <= high]
+        coverage.append(sum(comb(n, c) * p**c * (1 - p) ** (n - c) for c in inside))
+    assert sum(coverage) / len(coverage) == pytest.approx(0.95, abs=0.006)
+    assert min(coverage) > 0.83
+
+
+def test_bootstrap_is_a_function_of_its_seed_and_matches_the_normal_interval():
+    values_N = torch.rand(400, generator=torch.Generator().manual_seed(1))
+    low, high = bootstrap_interval(values_N, seed=3)
+    assert (low, high) == bootstrap_interval(values_N, seed=3)
+    assert (low, high) != bootstrap_interval(values_N, seed=4)
+    half = 1.96 * float(values_N.std()) / 20
+    assert low == pytest.approx(float(values_N.mean()) - half, abs=0.1 * half)
+    assert high == pytest.approx(float(values_N.mean()) + half, abs=0.1 * half)
+
+
+def test_bootstrap_covers_the_mean():
+    generator, covered = torch.Generator().manual_seed(0), 0
+    for trial in range(400):
+        low, high = bootstrap_interval(torch.rand(60, generator=generator) ** 2, resamples=400, seed=trial)
+        covered += low <= 1 / 3 <= high
+    assert covered / 400 == pytest.approx(0.95, abs=0.035)  # three standard errors of 400 trials
+
+
+def test_bootstrap_of_equal_values_has_no_width():
+    assert bootstrap_interval(tensor([0.5, 0.5, 0.5])) == (0.5, 0.5)
+
+
+def test_bad_arguments_are_refused(unchecked):
+    with pytest.raises(ValueError, match="N >= 1"):
+        bootstrap_interval(torch.zeros(0))
+    with pytest.raises(ValueError, match="confidence must lie between 0 and 1, but is 95"):
+        bootstrap_interval(torch.zeros(3), confidence=95)
+    with pytest.raises(ValueError, match="5 of 4"):
+        wilson_interval(5, 4)

@@ -1,0 +1,96 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import tensor
+from torch.testing import assert_close
+
+from lagrpo.core.objectives import clipped, clipped_exact, f_eps, f_eps_cut, reinforce, unclipped
+
+LOW, HIGH = 0.2, 0.3  # asymmetric on purpose
+
+
+@pytest.mark.parametrize(
+    ("ratio", "centre", "advantage", "value", "cut"),
+    [
+        # A >= 0: A min(r, c + HIGH)
+        (1.0, 1.0, 2.0, 2.0, False),
+        (1.4, 1.0, 2.0, 2.6, True),
+        (0.1, 1.0, 2.0, 0.2, False),  # far below the range, but raising it is what A > 0 asks for
+        (1.4, 1.5, 2.0, 2.8, False),  # the range follows pi_k
+        (0.5, 0.1, 2.0, 0.8, True),
+        # A < 0: A max(r, max(c - LOW, 0))
+        (1.0, 1.0, -2.0, -2.0, False),
+        (0.5, 1.0, -2.0, -1.6, True),
+        (9.0, 1.0, -2.0, -18.0, False),  # no upper clip for A < 0
+        (0.05, 0.1, -2.0, -0.1, False),  # c - LOW < 0: the lower end is 0, nothing is cut
+        (0.0, 0.1, -2.0, 0.0, False),
+        (2.0, 2.5, -2.0, -4.6, True),
+        (1.4, 1.0, 0.0, 0.0, False),
+        (0.5, 1.0, 0.0, 0.0, False),
+    ],
+)
+def test_the_case_table_of_f_eps(ratio, centre, advantage, value, cut):
+    arguments = (tensor([ratio]), tensor([centre]), tensor([advantage]), LOW, HIGH)
+    assert_close(f_eps(*arguments), tensor([value]))
+    assert f_eps_cut(*arguments).tolist() == [cut]
+
+
+numbers = st.floats(0.0, 4.0, allow_subnormal=False)
+
+
+@given(numbers, numbers, st.floats(-3, 3), st.floats(0, 1), st.floats(0, 1))
+def test_f_eps_is_the_case_distinction_of_the_paper(ratio, centre, advantage, low, high):
+    value = f_eps(tensor([ratio]), tensor([centre]), tensor([advantage]), low, high)
+    above = advantage * min(ratio, centre + high)
+    below = advantage * max(ratio, max(centre - low, 0.0))
+    assert_close(value, tensor([above if advantage >= 0 else below]), atol=1e-5, rtol=1e-5)
+
+
+@given(numbers, numbers, st.floats(-3, 3))
+def test_cut_is_exactly_where_the_gradient_is_cut(ratio, centre, advantage):
+    ratio_T = tensor([ratio], dtype=torch.float64, requires_grad=True)
+    rest = (tensor([centre], dtype=torch.float64), tensor([advantage], dtype=torch.float64), LOW, HIGH)
+    gradient = torch.autograd.grad(f_eps(ratio_T, *rest).sum(), ratio_T)[0]
+    at_the_edge = min(abs(ratio - centre - HIGH), abs(ratio - max(centre - LOW, 0))) < 1e-12
+    if advantage != 0 and not at_the_edge:
+        assert (float(gradient) == 0) == bool(f_eps_cut(ratio_T, *rest)), (ratio, centre, advantage)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        lambda logp_T, ratio_T, advantage_T: clipped(ratio_T, advantage_T, LOW, HIGH),
+        lambda logp_T, ratio_T, advantage_T: clipped_exact(ratio_T, torch.ones_like(ratio_T), advantage_T, LOW, HIGH),
+        lambda logp_T, ratio_T, advantage_T: unclipped(ratio_T, advantage_T),
+        lambda logp_T, ratio_T, advantage_T: reinforce(logp_T, advantage_T),
+    ],
+)
+def test_at_pi_equal_alpha_every_surrogate_has_the_gradient_of_reinforce(objective):
+    logp_alpha_T, advantage_T = tensor([-0.3, -2.0, -1.1]), tensor([1.5, -0.5, 0.0])
+    logp_T = logp_alpha_T.clone().requires_grad_()
+    objective(logp_T, (logp_T - logp_alpha_T).exp(), advantage_T).sum().backward()
+    assert logp_T.grad is not None
+    assert_close(logp_T.grad, advantage_T)
+
+
+def test_clipped_is_f_eps_around_one():
+    ratio_T, advantage_T = tensor([0.5, 1.0, 1.5, 0.5, 1.5]), tensor([1.0, 1.0, 1.0, -1.0, -1.0])
+    assert_close(clipped(ratio_T, advantage_T, LOW, HIGH), tensor([0.5, 1.0, 1.3, -0.8, -1.5]))
+
+
+def test_the_centre_carries_no_gradient():
+    centre_T = tensor([0.5]).requires_grad_()
+    ratio_T = tensor([2.0]).requires_grad_()
+    value = clipped_exact(ratio_T, centre_T, tensor([1.0]), LOW, HIGH).sum()  # f_eps itself gives 1 in centre_T
+    gradients = torch.autograd.grad(value, (ratio_T, centre_T), allow_unused=True)
+    assert [None if gradient is None else float(gradient) for gradient in gradients] == [0.0, None]
+
+
+def test_bad_shapes_and_a_negative_epsilon_are_refused(unchecked):
+    with pytest.raises(ValueError, match="one shape"):
+        clipped(tensor([1.0, 1.0]), tensor([1.0]), LOW, HIGH)
+    with pytest.raises(ValueError, match="flat"):
+        unclipped(torch.ones(1, 2), torch.ones(1, 2))
+    with pytest.raises(ValueError, match=r"epsilon_low must be at least 0, but is -0.2"):
+        clipped(tensor([1.0]), tensor([1.0]), -0.2, HIGH)

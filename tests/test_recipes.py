@@ -1,0 +1,120 @@
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import tensor
+from torch.testing import assert_close
+
+from lagrpo.core import pieces
+from lagrpo.recipes import PRESETS, Composition, resolve
+
+REWARDS_G, UNIFORM_G = tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_row_resolves_and_says_what_and_whence(name):
+    recipe = resolve(name)
+    assert recipe.name == name
+    assert recipe.formula
+    assert "arXiv" in recipe.source
+    assert recipe.advantage(REWARDS_G, UNIFORM_G).shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", Composition(beta=0.04)),
+        ("grpo_masked", Composition(beta=0.1, mask_zero_variance=True)),
+        ("off_policy_grpo", Composition(beta=0.1)),
+        ("off_policy_grpo_exact", Composition(beta=0.1, surrogate="clipped_exact")),
+        ("dr_grpo", Composition(advantage="centred", reduction="constant_length", beta=0.0)),
+        ("dapo", Composition(reduction="token_mean", epsilon_high=0.28, mask_zero_variance=True, beta=0.0)),
+        ("rloo", Composition(advantage="leave_one_out", surrogate="reinforce", reduction="sequence_sum", beta=0.0)),
+    ],
+)
+def test_the_published_settings(name, expected):
+    assert resolve(name).composition == expected
+
+
+def test_the_advantages_of_the_rows():
+    assert_close(resolve("grpo", {"eps_std": 1 / 16}).advantage(REWARDS_G, UNIFORM_G), tensor([1.5, -0.5, -0.5, -0.5]))
+    assert_close(resolve("dr_grpo").advantage(REWARDS_G, UNIFORM_G), tensor([0.75, -0.25, -0.25, -0.25]))
+    assert_close(resolve("rloo").advantage(REWARDS_G, UNIFORM_G), tensor([1.0, -1 / 3, -1 / 3, -1 / 3]))
+
+
+def test_what_a_row_needs():
+    assert {name for name in PRESETS if resolve(name).needs_pi_k} == {"off_policy_grpo_exact"}
+    assert resolve("off_policy_grpo").needs_pi_ref
+    assert not resolve("dapo").needs_pi_ref
+    assert not resolve("off_policy_grpo", {"beta": 0.0}).needs_pi_ref
+
+
+def test_an_importance_weighted_kl_weighs_each_token_by_rho():
+    tokens = (tensor([-1.0, -2.0]), tensor([-1.5, -1.0]), None, tensor([-1.2, -1.2]))
+    rest = (tensor([0.0]), tensor([0, 0]), tensor([1.0]))  # no advantage: only the KL is left
+    loss, _ = resolve("grpo", {"kl_importance": True}).loss(*tokens, *rest)
+    rho_T, d_T = (tokens[0] - tokens[1]).exp(), tokens[0] - tokens[3]
+    assert_close(loss, 0.04 * (rho_T * ((-d_T).exp() + d_T - 1)).sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("gpro", {}, r"unknown recipe 'gpro'; the nearest is 'grpo' \(all: grpo, grpo_masked"),
+        ("grpo", {"epsilon_hihg": 0.3}, "unknown setting 'epsilon_hihg'; the nearest is 'epsilon_high'"),
+        ("grpo", {"surrogate": "cliped"}, "unknown surrogate 'cliped'; the nearest is 'clipped'"),
+        ("grpo", {"advantage": "whiten"}, "the nearest is 'whitened'"),
+        ("grpo", {"ratio": "sequences"}, "the nearest is 'sequence'"),
+        ("grpo", {"reduction": "mean_token"}, "the nearest is 'token_mean'"),
+        ("grpo", {"kl": "k4"}, "unknown kl 'k4'"),
+        ("grpo", {"beta": -0.1}, r"beta must be at least 0, but is -0\.1"),
+        ("grpo", {"epsilon_low": float("nan")}, "epsilon_low must be at least 0, but is nan"),
+        ("grpo", {"surrogate": "unclipped", "epsilon_low": 0.1}, "epsilon_low was set, but .* 'unclipped' reads it"),
+        ("dr_grpo", {"eps_std": 0.1}, "eps_std was set, but neither advantage 'centred'"),
+        ("rloo", {"ratio": "sequence"}, "surrogate 'reinforce' has no ratio"),
+        ("grpo", {"masked_count": True}, "mask_zero_variance is off"),
+        ("dapo", {"kl": "k2"}, "beta is 0: there is no KL term"),
+        ("dapo", {"kl_importance": True}, "beta is 0: there is no KL term"),
+        ("grpo", {"kl": "k1"}, "k1 = logp - logp_ref is no penalty"),
+    ],
+)
+def test_what_is_refused_and_why(name, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(name, overrides)
+
+
+def test_the_settings_name_every_piece():
+    """The docstrings of the settings are the --help of the command line: each names what can be chosen."""
+    import ast
+    import inspect
+
+    body = ast.parse(inspect.getsource(Composition)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    documented = [ast.literal_eval(node.value) for node in body.body if isinstance(node, ast.Expr)][1:]
+    described = dict(zip([field.name for field in fields(Composition)], documented, strict=True))
+    tables = {
+        "advantage": pieces.ADVANTAGES,
+        "ratio": pieces.RATIOS,
+        "surrogate": pieces.SURROGATES,
+        "reduction": pieces.REDUCTIONS,
+        "kl": pieces.KLS,
+    }
+    for key, table in tables.items():
+        assert [name for name in table if name not in described[key]] == []
+
+
+def test_listing_the_recipes_loads_no_torch():
+    code = "import sys, lagrpo.recipes as r; assert r.PRESETS; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_core_imports_torch_and_jaxtyping_and_nothing_else():
+    code = (
+        "import sys, lagrpo.core.pieces, lagrpo.core.estimators;"
+        "ours = {m for m in sys.modules if m.startswith('lagrpo') and not m.startswith('lagrpo.core')};"
+        "sys.exit(str(ours - {'lagrpo'}) if ours - {'lagrpo'} or 'transformers' in sys.modules else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
