@@ -1,0 +1,139 @@
+"""The directory of a run, and everything that is put into it while it runs.
+
+    runs/arithmetic-grpo-v10-i1-20261120-054512/
+        config.toml                     the settings as resolved          environment.json   versions, machine, commit
+        metrics.jsonl                   one line per batch                reward.png         the reward curve
+        rollouts/step-000120.parquet    one row per completion
+        evaluations/NAME.json, .parquet the summary, and one row per prompt
+        weights/final, weights/v000120  Hugging Face model directories
+
+Files are the store: nothing else holds a run's state, and every file but metrics.jsonl appears whole, by a rename.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lagrpo.runs.files import append_line, to_json, write_atomically, write_directory_atomically
+from lagrpo.runs.rollouts import rollout_rows, write_rollouts
+from lagrpo.types import Group
+
+
+class RunExistsError(FileExistsError):
+    """The directory of a new run already has something in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run on disk. Cheap to make: it holds nothing but the path."""
+
+    path: Path
+
+    @staticmethod
+    def create(
+        root: Path, name: str | None, settings: Mapping[str, Any], settings_toml: str, environment: Mapping[str, Any]
+    ) -> Run:
+        """Makes root/name with config.toml (`settings_toml`) and environment.json. Without a name the run is called
+        after its settings and the time: task-recipe-vV-iI-YYYYMMDD-HHMMSS.
+
+        Raises RunExistsError if that directory is there and not empty, ValueError for a name that is not one.
+        """
+        path = _new_directory(root, default_name(settings)) if name is None else _named_directory(root, name)
+        run = Run(path)
+        write_atomically(path / "environment.json", json.dumps(json.loads(to_json(environment)), indent=2) + "\n")
+        write_atomically(path / "config.toml", settings_toml)
+        return run
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def record(self, metrics: Mapping[str, Any]) -> None:
+        """Appends the metrics of one batch to metrics.jsonl, flushed. NaN and infinities become null."""
+        append_line(self.metrics, to_json(metrics))
+
+    def record_rollouts(
+        self,
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float | None]],
+        zero_variance: Sequence[bool],
+        *,
+        batch: int,
+        stage: int,
+        pi_k_version: int,
+    ) -> Path:
+        """Writes rollouts/step-BATCH.parquet; see `rollouts.rollout_rows` for the arguments."""
+        rows = list(
+            rollout_rows(groups, advantages, zero_variance, batch=batch, stage=stage, pi_k_version=pi_k_version)
+        )
+        target = self.path / "rollouts" / f"step-{batch:06d}.parquet"
+        return write_atomically(target, lambda path: write_rollouts(path, rows))
+
+    def record_evaluation(self, name: str, summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Path:
+        """Writes evaluations/NAME.parquet, one row per prompt, then evaluations/NAME.json. For the reward curve the
+        summary has `batch` (0 before the first), `pass_at_1`, `pass_at_1_low` and `pass_at_1_high`."""
+
+        def write(path: Path) -> None:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            pq.write_table(pa.Table.from_pylist([dict(record) for record in records]), path, compression="zstd")
+
+        folder = self.path / "evaluations"
+        write_atomically(folder / f"{name}.parquet", write)
+        return write_atomically(folder / f"{name}.json", to_json({"name": name, **summary}) + "\n")
+
+    def record_weights(self, write: Callable[[Path], None], version: int | None = None) -> Path:
+        """Has `write` fill a directory with a Hugging Face model and puts it at weights/final, or weights/v000120 for a
+        version, in place of what was there."""
+        name = "final" if version is None else f"v{version:06d}"
+        return write_directory_atomically(self.path / "weights" / name, write)
+
+
+def default_name(settings: Mapping[str, Any], now: datetime.datetime | None = None) -> str:
+    """A readable name from what tells runs apart, and the local time to the second.
+
+    >>> settings = {"task": {"name": "arithmetic"}, "recipe": {"name": "grpo"}, "schedule": {"v": 10, "i": 1}}
+    >>> default_name(settings, datetime.datetime(2026, 11, 20, 5, 45, 12))
+    'arithmetic-grpo-v10-i1-20261120-054512'
+    """
+    schedule = settings.get("schedule") or {}
+    parts = [_short_name(settings.get("task")), _short_name(settings.get("recipe"))]
+    parts += [f"{knob}{schedule[knob]}" for knob in ("v", "i") if knob in schedule]
+    parts.append((now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S"))
+    return "-".join(part for part in parts if part)
+
+
+def _short_name(part: Any) -> str:
+    name = part.get("name") if isinstance(part, Mapping) else part
+    tail = str(name or "").replace(":", ".").rpartition(".")[2]  # package.module:function is called by its function
+    return "".join(character if character.isalnum() or character == "_" else "-" for character in tail)
+
+
+def _named_directory(root: Path, name: str) -> Path:
+    if name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(
+            f"run name {name!r} is not the name of a directory: leave out slashes, and set the root instead"
+        )
+    path = root / name
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunExistsError(f"the run {path} already exists and is not empty: choose another name, or remove it")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _new_directory(root: Path, name: str) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    for attempt in range(1, 1000):  # runs that start within one second are numbered
+        path = root / (name if attempt == 1 else f"{name}-{attempt}")
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue
+    raise RunExistsError(f"a thousand runs called {root / name} exist already: give this one a name")

@@ -1,0 +1,68 @@
+"""Where a run ran: what one needs to know to run it again, or to explain why it came out otherwise."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("lagrpo", "torch", "transformers", "numpy", "datasets", "math-verify")
+
+
+def collect_environment(device: str = "cpu") -> dict[str, Any]:
+    """Versions, machine, device, threads, git commit of the working directory (None outside a repository), command line
+    and the time of the start (UTC). Imports none of the packages whose versions it gives."""
+    return {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "directory": os.getcwd(),
+        "git": git_state(Path.cwd()),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": device,
+        "device_name": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
+        "cuda": torch.version.cuda,
+    }
+
+
+def git_state(directory: Path) -> dict[str, Any] | None:
+    """`{"commit": …, "dirty": …}` of the repository around `directory`; dirty also counts untracked files."""
+    try:
+        commit = _git(directory, "rev-parse", "HEAD")
+        return {"commit": commit, "dirty": bool(_git(directory, "status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or a repository without a commit
+        return None
+
+
+def cpu_model() -> str:
+    """The CPU's name as the system gives it."""
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _git(directory: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(directory), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

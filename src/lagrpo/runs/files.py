@@ -1,0 +1,93 @@
+"""Files that are whole or absent: temporary names and renames, and JSON that any reader accepts."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: Path, content: bytes | str | Callable[[Path], None]) -> Path:
+    """Writes `path` (and its parent directories) under a temporary name beside it and renames it, so that a reader sees
+    the old file or the new one, whole. `content` is the content, or a function that writes the file it is given."""
+    with _temporary_name(path) as scratch:
+        if callable(content):
+            content(scratch)
+        else:
+            scratch.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(scratch, path)
+    return path
+
+
+def write_directory_atomically(path: Path, write: Callable[[Path], None]) -> Path:
+    """The same for a directory: `write` fills a new one, which then takes the place of what `path` was."""
+    with _temporary_name(path) as scratch, _temporary_name(path) as old:
+        scratch.mkdir()
+        write(scratch)
+        if path.exists():
+            path.rename(old)
+        scratch.rename(path)
+    return path
+
+
+def append_line(path: Path, line: str) -> None:
+    """Appends one line. What a killed writer left of a line without its end is removed first."""
+    with path.open("ab+") as file:
+        file.truncate(_end_of_last_line(file))
+        file.write(line.encode() + b"\n")
+
+
+def to_json(value: Any, where: str = "") -> str:
+    """One line of strict JSON: NaN and infinities, which JSON cannot say, become null; numpy scalars become numbers.
+
+    Raises TypeError naming the place of a value that is none of these, for example a tensor.
+    """
+    return json.dumps(_plain(value, where), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(
+        f"{where.lstrip('.') or 'value'} is a {type(value).__name__}; JSON takes numbers, text, lists and maps"
+    )
+
+
+def _end_of_last_line(file: Any) -> int:
+    end = file.seek(0, os.SEEK_END)
+    position, tail = end, b""
+    while position > 0 and b"\n" not in tail:
+        step = min(1 << 16, position)
+        position = file.seek(position - step)
+        tail = file.read(step)
+    return position + tail.rfind(b"\n") + 1
+
+
+@contextmanager
+def _temporary_name(path: Path) -> Iterator[Path]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        yield scratch
+    finally:
+        if scratch.is_dir():
+            shutil.rmtree(scratch)
+        else:
+            scratch.unlink(missing_ok=True)

@@ -1,0 +1,93 @@
+"""A run read back: metrics, evaluations and rollouts, whether the run is finished, killed or still going."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lagrpo.runs.directory import Run
+from lagrpo.runs.rollouts import SCHEMA_KEY, SCHEMA_NAME
+
+
+class RunNotFoundError(FileNotFoundError):
+    """There is no run there, or it has not yet written what was asked for."""
+
+
+def open_run(run: Run | Path | str) -> Run:
+    """The run in a directory. Raises RunNotFoundError, which names the runs nearby, when there is none."""
+    path = run.path if isinstance(run, Run) else Path(run).expanduser()
+    if (path / "config.toml").is_file():
+        return Run(path)
+    if not path.exists():
+        wrong = f"there is no run at {path}"
+    elif not path.is_dir():
+        wrong = f"{path} is a file; a run is a directory"
+    else:
+        wrong = f"{path} is not a run: it has no config.toml"
+    raise RunNotFoundError(wrong + _runs_nearby(path))
+
+
+def load_metrics(run: Run | Path | str) -> list[dict[str, Any]]:
+    """The metrics of the batches so far, in order; empty before the first. A torn last line (the run was killed
+    while it wrote, or is writing now) is left out; a broken line anywhere else raises ValueError with its number."""
+    path = open_run(run).metrics
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    metrics = []
+    for number, line in enumerate(lines[:-1], start=1):  # after the last newline: nothing, or a torn line
+        try:
+            metrics.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+    return metrics
+
+
+def load_evaluations(run: Run | Path | str) -> list[dict[str, Any]]:
+    """The summaries of the run's evaluations, in the order of the batch they were made at."""
+    summaries = [json.loads(path.read_bytes()) for path in (open_run(run).path / "evaluations").glob("*.json")]
+    return sorted(summaries, key=lambda summary: (summary.get("batch") or 0, summary["name"]))
+
+
+def rollout_batches(run: Run | Path | str) -> list[int]:
+    """The batches whose rollouts are on disk, in order."""
+    names = (re.fullmatch(r"step-(\d+)\.parquet", path.name) for path in (open_run(run).path / "rollouts").glob("*"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def load_rollouts(
+    run: Run | Path | str, batches: Iterable[int] | None = None, columns: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """One dict per completion of these batches (default: all), in their order; `gold` is still JSON text.
+
+    Raises RunNotFoundError for a batch that is not on disk, ValueError for a file of another schema.
+    """
+    run = open_run(run)
+    there = rollout_batches(run)
+    rows: list[dict[str, Any]] = []
+    for batch in there if batches is None else batches:
+        if batch not in there:
+            span = f"batches {there[0]} to {there[-1]}" if there else "no batch at all"
+            raise RunNotFoundError(f"{run.path} has no rollouts of batch {batch}; it has those of {span}")
+        rows += _read_rollouts(run.path / "rollouts" / f"step-{batch:06d}.parquet", columns)
+    return rows
+
+
+def _read_rollouts(path: Path, columns: list[str] | None) -> list[dict[str, Any]]:
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(path)
+    schema = (file.schema_arrow.metadata or {}).get(SCHEMA_KEY, b"no schema").decode()
+    if schema != SCHEMA_NAME:
+        raise ValueError(f"{path} is written in {schema}; this version of lagrpo reads {SCHEMA_NAME}")
+    return file.read(columns).to_pylist()
+
+
+def _runs_nearby(path: Path) -> str:
+    folder = path if path.is_dir() else path.parent
+    runs = sorted(config.parent for config in folder.glob("*/config.toml"))
+    if not runs:
+        return ""
+    named = ", ".join(str(run) for run in runs[-5:])
+    return f". Runs in {folder}: {named}" + (f" and {len(runs) - 5} more" if len(runs) > 5 else "")

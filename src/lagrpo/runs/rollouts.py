@@ -1,0 +1,121 @@
+"""Rollouts as Parquet: one row per completion, schema `lagrpo.rollouts/1`.
+
+docs/run-directory.md says what each column is. Nothing is padded: token quantities are
+lists of the completion's own length.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lagrpo.types import Completion, Group, Prompt
+
+if TYPE_CHECKING:
+    import pyarrow
+
+SCHEMA_NAME = "lagrpo.rollouts/1"
+SCHEMA_KEY = b"lagrpo.schema"
+
+
+def rollout_schema() -> pyarrow.Schema:
+    """The columns, in their order, with the schema's name in the metadata of the file."""
+    import pyarrow as pa
+
+    columns: list[tuple[str, Any]] = [
+        ("batch", pa.int32()),
+        ("stage", pa.int32()),
+        ("prompt_key", pa.int64()),
+        ("prompt_text", pa.string()),
+        ("prompt_token_ids", pa.list_(pa.int32())),
+        ("gold", pa.string()),
+        ("completion", pa.int32()),
+        ("text", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("logp_alpha", pa.list_(pa.float32())),
+        ("versions", pa.list_(pa.int32())),
+        ("pi_k_version", pa.int32()),
+        ("lag", pa.int32()),
+        ("finished", pa.bool_()),
+        ("outcome", pa.string()),
+        ("reward", pa.float64()),
+        ("reason", pa.string()),
+        ("advantage", pa.float64()),
+        ("masked", pa.string()),
+    ]
+    return pa.schema(columns, metadata={SCHEMA_KEY: SCHEMA_NAME.encode()})
+
+
+def rollout_rows(
+    groups: Sequence[Group],
+    advantages: Sequence[Sequence[float | None]],
+    zero_variance: Sequence[bool],
+    *,
+    batch: int,
+    stage: int,
+    pi_k_version: int,
+) -> Iterator[dict[str, Any]]:
+    """The rows of one batch. `advantages` has a list per group with one entry per completion (None where it is not
+    scored); `zero_variance` says per group whether it was left out because its rewards are all equal.
+
+    Raises ValueError when the three do not fit together.
+    """
+    for group, group_advantages, masked in zip(groups, advantages, zero_variance, strict=True):
+        prompt = _prompt_columns(group.prompt)
+        pairs = zip(group.completions, group_advantages, strict=True)
+        for index, (completion, advantage) in enumerate(pairs):
+            yield {
+                "batch": batch,
+                "stage": stage,
+                **prompt,
+                "completion": index,
+                **_completion_columns(completion, pi_k_version),
+                "advantage": advantage,
+                "masked": _mask_reason(completion, masked),
+            }
+
+
+def write_rollouts(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the file at `path` itself; the caller sees to the temporary name."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pylist([dict(row) for row in rows], schema=rollout_schema())
+    pq.write_table(table, path, compression="zstd")
+
+
+def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
+    messages = prompt.messages
+    single = messages[0]["content"] if len(messages) == 1 else None
+    return {
+        "prompt_key": prompt.key,
+        "prompt_text": single if single is not None else "\n".join(f"{m['role']}: {m['content']}" for m in messages),
+        "prompt_token_ids": list(prompt.token_ids),
+        "gold": json.dumps(prompt.gold, ensure_ascii=False),
+    }
+
+
+def _completion_columns(completion: Completion, pi_k_version: int) -> dict[str, Any]:
+    if completion.outcome is None:
+        raise ValueError("a completion without an outcome cannot be recorded: judge the groups first")
+    versions = completion.versions.tolist()
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids.tolist(),
+        "logp_alpha": completion.logp_alpha.tolist(),
+        "versions": versions,
+        "pi_k_version": pi_k_version,
+        "lag": pi_k_version - min(versions) if versions else None,
+        "finished": completion.finished,
+        "outcome": completion.outcome.kind,
+        "reward": completion.outcome.reward,
+        "reason": completion.outcome.reason,
+    }
+
+
+def _mask_reason(completion: Completion, zero_variance: bool) -> str:
+    if completion.outcome is not None and completion.outcome.kind != "scored":
+        return completion.outcome.kind
+    return "zero_variance" if zero_variance else ""
