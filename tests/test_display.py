@@ -1,0 +1,190 @@
+"""What a run shows while it goes on, on a terminal and elsewhere, and at its end."""
+
+from __future__ import annotations
+
+import math
+import os
+import pty
+import signal
+import sys
+import time
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lagrpo.display import COLUMNS, LiveDisplay, PlainDisplay, columns_for, make_display, summary, time_left
+
+METRICS = {
+    "stage": 2, "batch": 12, "version": 12, "lag_min": 0, "lag_max": 9, "lag_mean": 4.5, "reward_mean": 0.25,
+    "reward_std": 0.4, "zero_variance_share": 0.375, "rejected": 3, "failed": 0, "completions": 128,
+    "tokens_mean": 9.4, "finished_share": 1.0, "kl_alpha": 0.00123, "clip_low_share": 0.01, "clip_high_share": 0.025,
+    "tokens_per_s_sampling": 1340.4, "tokens_per_s_learning": 2750.0, "seconds_total": 5.04, "delivered": True,
+}  # fmt: skip
+
+
+def console(width: int = 120, terminal: bool = False) -> Console:
+    return Console(file=StringIO(), width=width, height=40, force_terminal=terminal, color_system=None)
+
+
+def written(to: Console) -> str:
+    return to.file.getvalue()  # type: ignore[attr-defined]
+
+
+def rendered(display: LiveDisplay, width: int) -> str:
+    to = console(width)
+    to.print(display._render())
+    return written(to)
+
+
+def test_a_terminal_gets_the_live_display_and_a_file_plain_lines():
+    assert isinstance(make_display(10, "run", console(terminal=True)), LiveDisplay)
+    assert isinstance(make_display(10, "run", console()), PlainDisplay)
+
+
+def test_plain_lines_have_every_metric_under_its_heading():
+    to = console()
+    with make_display(120, "arithmetic [v10]", to) as display:
+        display.phase("sampling", "128 completions")
+        display.batch(METRICS)
+        display.note("weights [final] written")
+    title, *_, header, line, note = written(to).splitlines()
+    assert title == "arithmetic [v10]: 120 batches"
+    assert note == "weights [final] written"
+    cells = dict(zip([column.heading for column in COLUMNS], _cells(line), strict=True))
+    assert [column.heading for column in COLUMNS] == _cells(header)
+    assert cells == {
+        "batch": "12", "reward": "0.250", "no signal": "38%", "lag": "0..9", "KL to α": "1.2e-03", "clipped": "3.5%",
+        "sampled/s": "1,340", "learned/s": "2,750", "seconds": "5.0", "stage": "2", "tokens": "9", "rejected": "3",
+        "new α": "yes",
+    }  # fmt: skip
+
+
+def _cells(line: str) -> list[str]:
+    ends = [sum(column.width + 2 for column in COLUMNS[: at + 1]) - 2 for at in range(len(COLUMNS))]
+    return [line[end - column.width : end].strip() for end, column in zip(ends, COLUMNS, strict=True)]
+
+
+def test_every_plain_line_is_narrower_than_120_columns():
+    to = console()
+    with make_display(120, "run", to) as display:
+        large = {"batch": 999_999, "reward_mean": -99.999, "kl_alpha": -1.2e-10, "rejected": 99_999, "lag_max": 9999}
+        rates = {"tokens_per_s_sampling": 999_999.0, "tokens_per_s_learning": 999_999.0, "seconds_total": 86_400.0}
+        display.batch(METRICS | large | rates)
+    assert max(map(len, written(to).splitlines())) < 120
+
+
+@pytest.mark.parametrize("missing", [None, math.nan, math.inf, "absent"])
+@pytest.mark.parametrize("key", sorted(METRICS))
+def test_any_metric_may_be_missing_on_either_display(key, missing):
+    metrics = {name: value for name, value in METRICS.items() if name != key}
+    if missing != "absent":
+        metrics[key] = missing
+    to = console()
+    live = LiveDisplay(120, "run", console(terminal=True))
+    with PlainDisplay(120, "run", to) as plain:
+        plain.batch(metrics)
+        plain.batch({})
+        live.batch(metrics)
+        live.batch({})
+    assert "–" in rendered(live, 100)
+    assert set(_cells(written(to).splitlines()[-1])) == {"–", ""}
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
+def test_the_live_display_fits_the_terminal(width):
+    live = LiveDisplay(120, "run", console(width, terminal=True))
+    for batch in range(1, 15):
+        live.batch(METRICS | {"batch": batch})
+    live.phase("sampling", "128 completions of [8] prompts")
+    text = rendered(live, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "batch 14 of 120" in text
+
+
+def test_a_usual_terminal_shows_what_the_run_is_judged_by():
+    shown = {column.heading for column in columns_for(80)}
+    assert shown >= {"batch", "reward", "no signal", "lag", "KL to α", "clipped", "sampled/s", "learned/s"}
+
+
+def test_the_live_table_holds_the_last_ten_batches_with_the_phase_and_the_time_left():
+    live = LiveDisplay(120, "run", console(100, terminal=True))
+    for batch in range(1, 61):
+        live.batch(METRICS | {"batch": batch, "seconds_total": 10.0})
+    live.phase("learning", "2 of 4 [micro-batches]")
+    lines = rendered(live, 100).splitlines()
+    assert [int(line.split()[0]) for line in lines if line.split()[0].isdigit()] == list(range(51, 61))
+    assert any("50%" in line and "10:00 left" in line for line in lines), "60 batches of 10 s"
+    assert "learning 2 of 4 [micro-batches]" in lines[-1]
+
+
+def test_time_left_is_unknown_before_the_first_batch():
+    assert time_left([], 10) == "–"
+    assert time_left([{"seconds_total": 2.0}, {}, {"seconds_total": 4.0}], 10) == "0:30"
+
+
+LOOP = """
+import time
+from lagrpo.display import make_display
+with make_display(100, "run") as display:
+    for batch in range(1, 101):
+        display.phase("sampling")
+        time.sleep(0.05)
+        display.batch({"batch": batch, "reward_mean": batch / 100})
+"""
+
+
+def test_ctrl_c_gives_the_terminal_back():
+    process, terminal = pty.fork()
+    if process == 0:
+        os.environ.update(TERM="xterm-256color", COLUMNS="100", LINES="40")
+        os.execv(sys.executable, [sys.executable, "-c", LOOP])
+    shown = b""
+    deadline = time.monotonic() + 60
+    while b"batch 3 of 100" not in shown and time.monotonic() < deadline:
+        shown += os.read(terminal, 65536)
+    os.kill(process, signal.SIGINT)
+    while chunk := _read(terminal):
+        shown += chunk
+    _, status = os.waitpid(process, 0)
+    hide, give_back = b"\x1b[?25l", b"\x1b[?25h"
+    assert shown.count(hide) == 1, "the cursor is hidden once, not at every frame"
+    assert shown.index(hide) < shown.index(give_back) < shown.index(b"KeyboardInterrupt")
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGINT
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # the other end is closed
+        return b""
+
+
+BEFORE = {"pass_at_1": 0.1525, "pass_at_1_low": 0.12, "pass_at_1_high": 0.19, "prompts": 1000, "samples": 4}
+AFTER = {"pass_at_1": 0.98, "pass_at_1_low": 0.96, "pass_at_1_high": 1.0}
+
+
+def test_the_summary_says_what_came_out_and_where_it_lies():
+    to = console(80)
+    run = Path("runs") / ("a-name-that-is-far-too-long-for-one-line-of-this-terminal" * 2)
+    old = [{"prompt": "2+3=", "text": "[bold]6[/bold]\x1b[2J", "reward": 0.0}]
+    new = [{"prompt": "2+3=", "text": "5", "reward": 1.0}]
+    summary(BEFORE, AFTER, run, run / "reward.png", old, new, f"lagrpo show {run}", console=to)
+    text = written(to)
+    interval = "  pass@1 before  15.2%   95 % interval 12.0% to 19.0%   (1,000 held-out prompts, 4 samples of each)"
+    assert interval in text.splitlines()
+    assert "  pass@1 after   98.0%   95 % interval 96.0% to 100.0%" in text.splitlines()
+    assert "✗ [bold]6[/bold]␛[2J" in text
+    assert "✓ 5" in text
+    assert f"  run           {run}" in text.splitlines(), "a path is never broken across lines"
+    assert f"  next          lagrpo show {run}" in text.splitlines()
+
+
+def test_the_summary_of_a_run_that_was_stopped_before_its_end():
+    to = console(80)
+    summary(BEFORE, None, Path("runs/x"), None, [{"prompt": "2+3="}], [], "lagrpo show runs/x", "Stopped.", to)
+    text = written(to)
+    assert "Stopped." in text
+    assert "pass@1 after" not in text
+    assert "reward curve" not in text
