@@ -1,0 +1,156 @@
+"""The direction of dependencies, read from the imports, and what importing a part loads."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parent.parent / "src" / "lagrpo"
+
+# What each part may import of ours: `parts` of the package, by the first name below lagrpo.
+PLAIN = {"addressed", "text", "interrupts"}  # small helpers of numpy and the standard library alone
+ALLOWED: dict[str, set[str]] = {
+    "addressed": set(),
+    "text": set(),
+    "interrupts": set(),
+    "embedded": set(),
+    "core": set(),
+    "types": {"core"},
+    "compose": {"core"},
+    "recipes": {"core", "compose"},
+    "policy": {"core", "types"} | PLAIN,
+    "sampling": {"core", "types", "policy"} | PLAIN,  # the local sampler runs the policy's own operations
+    "tasks": {"core", "types"} | PLAIN,
+    "verify": {"core", "types", "tasks"} | PLAIN,  # tasks say what an answer that cannot be judged is
+    "runs": {"types"} | PLAIN,
+    "display": PLAIN,
+    "config": {"recipes", "compose"},
+    "metrics": {"core", "types", "policy"},
+    "prompts": {"types", "policy", "sampling", "tasks"},
+}
+BELOW_THE_LOOP = set(ALLOWED)
+ALLOWED |= {
+    "loop": BELOW_THE_LOOP,
+    "evaluate": BELOW_THE_LOOP,
+    "train": BELOW_THE_LOOP | {"loop", "evaluate"},
+    "cli": BELOW_THE_LOOP | {"loop", "evaluate", "train"},
+    "__init__": BELOW_THE_LOOP | {"loop", "evaluate", "train"},
+    "__main__": {"cli"},
+}
+CORE_MAY_USE = {"torch", "jaxtyping"} | set(sys.stdlib_module_names)
+
+
+def imported(source: str, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The dotted names that a module imports, wherever in it the import stands; `package` is what relative imports
+    start from. `from lagrpo import x` counts as lagrpo.x."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = (*base, *(node.module.split(".") if node.module else ()))
+            yield from ((*module, alias.name) for alias in node.names) if module == ("lagrpo",) else (module,)
+
+
+def violations(part: str, source: str, package: tuple[str, ...] = ("lagrpo",)) -> list[str]:
+    """The imports of a module of `part` that its place does not allow."""
+    names = set(imported(source, package))
+    wrong = {n for n in names if n[0] == "lagrpo" and (n[1:2] or ("__init__",))[0] not in ALLOWED[part] | {part}}
+    if part == "core":
+        wrong |= {name for name in names if name[0] not in CORE_MAY_USE | {"lagrpo"}}
+    return sorted(".".join(name) for name in wrong)
+
+
+def modules() -> list[Path]:
+    return sorted(path.relative_to(SOURCES) for path in SOURCES.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", modules(), ids=str)
+def test_every_module_imports_only_what_stands_below_it(path):
+    part = path.parts[0].removesuffix(".py")
+    assert part in ALLOWED, f"{part} has no place in ALLOWED yet: say there what it may import"
+    package = ("lagrpo", *path.parts[:-1])
+    assert violations(part, (SOURCES / path).read_text(encoding="utf-8"), package) == []
+
+
+def test_the_allowed_directions_have_no_circle():
+    remaining = dict(ALLOWED)
+    while remaining:
+        free = {part for part, below in remaining.items() if not below & set(remaining)}
+        assert free, f"these import each other in a circle: {sorted(remaining)}"
+        remaining = {part: below for part, below in remaining.items() if part not in free}
+
+
+@pytest.mark.parametrize(
+    ("part", "source", "package", "found"),
+    [
+        ("core", "import numpy", (), ["numpy"]),
+        ("core", "import torch, math\nfrom jaxtyping import Float", (), []),
+        ("core", "def f():\n    from transformers import AutoConfig", (), ["transformers"]),
+        ("core", "from lagrpo.types import Group", (), ["lagrpo.types"]),
+        ("core", "from ..types import Group", ("lagrpo", "core"), ["lagrpo.types"]),
+        ("core", "from . import shapes\nfrom .shapes import x", ("lagrpo", "core"), []),
+        ("policy", "from lagrpo import config", (), ["lagrpo.config"]),
+        ("policy", "from lagrpo import train", (), ["lagrpo.train"]),
+        ("policy", "import lagrpo", (), ["lagrpo"]),
+        ("tasks", "if True:\n    import lagrpo.verify.pool as pool", (), ["lagrpo.verify.pool"]),
+        ("runs", "from lagrpo.loop import train", (), ["lagrpo.loop"]),
+        ("sampling", "from lagrpo.policy.model import Policy\nimport transformers", (), []),
+        ("loop", "from lagrpo.cli import main", (), ["lagrpo.cli"]),
+    ],
+)
+def test_the_check_finds_what_it_should(part, source, package, found):
+    assert violations(part, source, package or ("lagrpo",)) == found
+
+
+def loaded(code: str) -> set[str]:
+    """The top-level modules, and ours in full, that are loaded after `code` has run in a fresh interpreter."""
+    script = f"{code}\nimport sys; print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = done.stderr.splitlines()[-1].split()
+    return {name if name.startswith("lagrpo") else name.partition(".")[0] for name in names}
+
+
+HEAVY = {"torch", "transformers", "datasets", "pyarrow", "matplotlib", "math_verify", "sympy", "pandas"}
+
+
+def test_core_alone_loads_torch_and_nothing_of_ours_or_anybody_elses():
+    files = [path for path in modules() if path.parts[0] == "core" and path.name != "__init__.py"]
+    names = loaded("\n".join(f"import lagrpo.core.{path.stem}" for path in files))
+    assert "torch" in names
+    assert names & {"transformers", "datasets", "accelerate", "pydantic", "rich", "matplotlib", "vllm"} == set()
+    ours = {name for name in names if name.startswith("lagrpo")}
+    assert ours == {"lagrpo", "lagrpo.core", *(f"lagrpo.core.{path.stem}" for path in files)}
+
+
+@pytest.mark.parametrize("module", ["config", "recipes", "tasks", "display", "embedded", "sampling.schedule"])
+def test_settings_and_display_load_nothing_heavy(module):
+    assert loaded(f"import lagrpo.{module}") & HEAVY == set()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["eval", "--help"], ["show", "--help"]])
+def test_help_loads_nothing_heavy(arguments):
+    code = f"""
+import sys
+from lagrpo.cli import main
+sys.argv = ["lagrpo", *{arguments!r}]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+"""
+    assert loaded(code) & HEAVY == set()
+
+
+def test_runs_write_metrics_without_pyarrow_or_matplotlib():
+    assert (
+        loaded("import lagrpo.runs.directory, lagrpo.runs.reading, lagrpo.runs.show, lagrpo.runs.plots")
+        & (HEAVY - {"torch"})
+        == set()
+    )
