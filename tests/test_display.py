@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lagrpo.display import COLUMNS, LiveDisplay, PlainDisplay, columns_for, make_display, summary, time_left
+from lagrpo.columns import COLUMNS, columns_for
+from lagrpo.display import LiveDisplay, PlainDisplay, make_display, summary, time_left
 
 METRICS = {
     "stage": 2, "batch": 12, "version": 12, "lag_min": 0, "lag_max": 9, "lag_mean": 4.5, "reward_mean": 0.25,
@@ -38,9 +39,30 @@ def rendered(display: LiveDisplay, width: int) -> str:
     return written(to)
 
 
-def test_a_terminal_gets_the_live_display_and_a_file_plain_lines():
-    assert isinstance(make_display(10, "run", console(terminal=True)), LiveDisplay)
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_the_live_display_and_everything_else_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(make_display(10, "run", Console(file=Terminal())), LiveDisplay)
     assert isinstance(make_display(10, "run", console()), PlainDisplay)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert isinstance(make_display(10, "run", Console(file=StringIO())), PlainDisplay), "a log with colours"
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(make_display(10, "run", Console(file=Terminal())), PlainDisplay)
+
+
+def test_the_settings_may_ask_for_another_display():
+    assert isinstance(make_display(10, "run", console(), mode="live"), LiveDisplay)
+    assert isinstance(make_display(10, "run", Console(file=Terminal()), mode="plain"), PlainDisplay)
+    to = console()
+    with make_display(10, "run", to, mode="none") as display:
+        display.phase("sampling")
+        display.batch(METRICS)
+        display.note("nothing")
+    assert written(to) == ""
 
 
 def test_plain_lines_have_every_metric_under_its_heading():
@@ -170,6 +192,7 @@ def test_the_summary_says_what_came_out_and_where_it_lies():
     run = Path("runs") / ("a-name-that-is-far-too-long-for-one-line-of-this-terminal" * 2)
     old = [{"prompt": "2+3=", "text": "[bold]6[/bold]\x1b[2J", "reward": 0.0}]
     new = [{"prompt": "2+3=", "text": "5", "reward": 1.0}]
+    old.append({"prompt": "3+3=", "text": "nearly", "reward": 0.5})
     summary(BEFORE, AFTER, run, run / "reward.png", old, new, f"lagrpo show {run}", console=to)
     text = written(to)
     interval = "  pass@1 before  15.2%   95 % interval 12.0% to 19.0%   (1,000 held-out prompts, 4 samples of each)"
@@ -177,6 +200,7 @@ def test_the_summary_says_what_came_out_and_where_it_lies():
     assert "  pass@1 after   98.0%   95 % interval 96.0% to 100.0%" in text.splitlines()
     assert "✗ [bold]6[/bold]␛[2J" in text
     assert "✓ 5" in text
+    assert "✗ nearly" in text, "right is a reward of at least 1, as in evaluations"
     assert f"  run           {run}" in text.splitlines(), "a path is never broken across lines"
     assert f"  next          lagrpo show {run}" in text.splitlines()
 

@@ -28,7 +28,8 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": {"core", "types"} | PLAIN,
     "verify": {"core", "types", "tasks"} | PLAIN,  # tasks say what an answer that cannot be judged is
     "runs": {"types"} | PLAIN,
-    "display": PLAIN,
+    "columns": PLAIN,
+    "display": {"columns"} | PLAIN,
     "config": {"recipes", "compose"},
     "metrics": {"core", "types", "policy"},
     "prompts": {"types", "policy", "sampling", "tasks"},

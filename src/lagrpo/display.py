@@ -13,10 +13,10 @@ is recorded in metrics.jsonl; a metric that is missing, None or NaN is shown as 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -25,10 +25,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from lagrpo.columns import COLUMNS, LEGEND, Metrics, columns_for
 from lagrpo.text import ABSENT, clipped, duration, finite, formatted, sparkline, visible
 
 ROWS = 10  # batches in the live table
-Metrics = Mapping[str, Any]
 
 
 class Display(Protocol):
@@ -50,70 +50,32 @@ class Display(Protocol):
         ...
 
 
-def make_display(total_batches: int, title: str, console: Console | None = None) -> Display:
-    """The live display on a terminal, plain lines elsewhere. `total_batches` is S·M, over all stages."""
-    console = console or Console()
-    if console.is_terminal and not console.is_dumb_terminal:
-        return LiveDisplay(total_batches, title, console)
-    return PlainDisplay(total_batches, title, console)
+def make_display(
+    total_batches: int,
+    title: str,
+    console: Console | None = None,
+    mode: Literal["auto", "live", "plain", "none"] = "auto",
+) -> Display:
+    """The live display on a terminal and plain lines elsewhere, or what `mode` says. `total_batches` is S·M."""
+    console = console or Console(force_terminal=True if mode == "live" else None)
+    if mode == "auto":
+        # The file is asked, not the console: FORCE_COLOR makes a console of a CI log a terminal.
+        mode = "live" if console.file.isatty() and not console.is_dumb_terminal else "plain"
+    if mode == "none":
+        return SilentDisplay()
+    return (LiveDisplay if mode == "live" else PlainDisplay)(total_batches, title, console)
 
 
-class Column(NamedTuple):
-    """One column of the table: its heading, its width, and the text of a batch's metrics."""
+class SilentDisplay:
+    """Shows nothing."""
 
-    heading: str
-    width: int
-    text: Callable[[Metrics], str]
+    def __enter__(self) -> SilentDisplay:
+        return self
 
-
-def number(key: str, form: str) -> Callable[[Metrics], str]:
-    """The text of one metric, in a format of Python's mini-language."""
-    return lambda metrics: formatted(metrics.get(key), form)
-
-
-def lag(metrics: Metrics) -> str:
-    """The measured lag of the batch's tokens: one number, or the least and the greatest."""
-    low, high = (formatted(metrics.get(key), ".0f") for key in ("lag_min", "lag_max"))
-    return low if low == high else f"{low}..{high}"
-
-
-def clip_share(metrics: Metrics) -> str:
-    """The share of tokens outside the clip range on either side."""
-    low, high = metrics.get("clip_low_share"), metrics.get("clip_high_share")
-    return ABSENT if low is None and high is None else formatted((low or 0) + (high or 0), ".1%")
-
-
-LEGEND = (
-    "no signal: groups with all rewards equal · lag: in updates, read from the tokens\n"
-    "clipped: tokens outside the clip range · sampled/s, learned/s: tokens a second"
-)
-# In order of importance: a narrow terminal shows the first ones, 80 columns hold the first eight.
-COLUMNS = (
-    Column("batch", 6, number("batch", "d")),
-    Column("reward", 7, number("reward_mean", ".3f")),
-    Column("no signal", 9, number("zero_variance_share", ".0%")),
-    Column("lag", 7, lag),
-    Column("KL to α", 8, number("kl_alpha", ".1e")),
-    Column("clipped", 7, clip_share),
-    Column("sampled/s", 9, number("tokens_per_s_sampling", ",.0f")),
-    Column("learned/s", 9, number("tokens_per_s_learning", ",.0f")),
-    Column("seconds", 7, number("seconds_total", ".1f")),
-    Column("stage", 5, number("stage", "d")),
-    Column("tokens", 6, number("tokens_mean", ".0f")),
-    Column("rejected", 8, number("rejected", "d")),
-    Column("new α", 5, lambda metrics: "yes" if metrics.get("delivered") else ""),
-)
-
-
-def columns_for(width: int) -> list[Column]:
-    """The columns that fit, with two spaces between them."""
-    used, chosen = 0, []
-    for column in COLUMNS:
-        used += column.width + 2
-        if used - 2 > width:
-            break
-        chosen.append(column)
-    return chosen
+    def __exit__(self, *error: object) -> None: ...
+    def phase(self, name: str, detail: str = "") -> None: ...
+    def batch(self, metrics: Metrics) -> None: ...
+    def note(self, text: str) -> None: ...
 
 
 class PlainDisplay:
@@ -269,5 +231,5 @@ def _sample(sample: Metrics) -> Text:
     if not sample:
         return Text(ABSENT)
     reward = finite(sample.get("reward"))
-    mark, style = ("?", "yellow") if reward is None else ("✓", "green") if reward > 0 else ("✗", "red")
+    mark, style = ("?", "yellow") if reward is None else ("✓", "green") if reward >= 1 else ("✗", "red")
     return Text.assemble((f"{mark} ", f"bold {style}"), clipped(visible(sample.get("text") or "(empty)"), 300))

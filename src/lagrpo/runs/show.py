@@ -29,8 +29,8 @@ def show(
 ) -> None:
     """Prints up to `count` completions of one batch (default: the last), of the prompt with key `prompt` only if given.
 
-    `only`: "right" are those with a reward above 0, "wrong" the other scored ones, "rejected" those without a reward
-    (rejected or failed). Raises RunNotFoundError when the run, its rollouts or the batch are not there.
+    `only`: "right" are those with a reward of at least 1, "wrong" the other scored ones, "rejected" those without a
+    reward (rejected or failed). Raises RunNotFoundError when the run, its rollouts or the batch are not there.
     """
     console = console or Console()
     run = open_run(run_dir)
@@ -55,13 +55,13 @@ def is_kind(row: dict[str, Any], only: Only) -> bool:
         return True
     if only == "rejected":
         return row["outcome"] != "scored"
-    return row["outcome"] == "scored" and (row["reward"] > 0) == (only == "right")
+    return row["outcome"] == "scored" and (row["reward"] >= 1) == (only == "right")
 
 
 def render_completion(row: dict[str, Any]) -> Group:
     """One completion: a line of facts, and its text."""
     scored = row["outcome"] == "scored"
-    right = scored and row["reward"] > 0
+    right = scored and row["reward"] >= 1
     mark, style = ("✓", "green") if right else ("✗", "red") if scored else ("?", "yellow")
     facts = [f"{row['reward']:g}" if scored else row["outcome"], f"{len(row['token_ids'])} tokens"]
     facts += [] if row["finished"] else ["cut at the limit"]
