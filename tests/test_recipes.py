@@ -18,19 +18,19 @@ def test_every_row_resolves_and_says_what_and_whence(name):
     recipe = resolve(name)
     assert recipe.name == name
     assert recipe.formula
-    assert "arXiv" in recipe.source
+    assert recipe.source
     assert recipe.advantage(REWARDS_G, UNIFORM_G).shape == (4,)
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("grpo", Composition(beta=0.04)),
-        ("grpo_masked", Composition(beta=0.1, mask_zero_variance=True)),
-        ("off_policy_grpo", Composition(beta=0.1)),
-        ("off_policy_grpo_exact", Composition(beta=0.1, surrogate="clipped_exact")),
+        ("grpo", Composition(beta=0.04, reduction="sequence_mean")),
+        ("grpo_masked", Composition(beta=0.1, reduction="sequence_mean", mask_zero_variance=True)),
+        ("off_policy_grpo", Composition(beta=0.1, reduction="sequence_mean")),
+        ("off_policy_grpo_exact", Composition(beta=0.1, reduction="sequence_mean", surrogate="clipped_exact")),
         ("dr_grpo", Composition(advantage="centred", reduction="constant_length", beta=0.0)),
-        ("dapo", Composition(reduction="token_mean", epsilon_high=0.28, mask_zero_variance=True, beta=0.0)),
+        ("dapo", Composition(epsilon_high=0.28, mask_zero_variance=True, beta=0.0)),
         ("rloo", Composition(advantage="leave_one_out", surrogate="reinforce", reduction="sequence_sum", beta=0.0)),
     ],
 )
@@ -45,10 +45,30 @@ def test_the_advantages_of_the_rows():
 
 
 def test_what_a_row_needs():
-    assert {name for name in PRESETS if resolve(name).needs_pi_k} == {"off_policy_grpo_exact"}
-    assert resolve("off_policy_grpo").needs_pi_ref
-    assert not resolve("dapo").needs_pi_ref
+    rows = {name: resolve(name) for name in PRESETS}
+    centred_on_pi_k = {"off_policy_grpo_exact", "clipped_proportional", "geppo"}
+    assert {name for name, row in rows.items() if row.needs_pi_k} == centred_on_pi_k | {"opmd_pairwise"}
+    with_kl = {"grpo", "grpo_masked", "off_policy_grpo", "off_policy_grpo_exact"}
+    assert {name for name, row in rows.items() if row.needs_pi_ref} == with_kl | {"opmd_kimi"}
+    assert {name for name, row in rows.items() if row.needs_whole_groups} == {"opmd_pairwise"}
+    any_data = {
+        "reinforce",
+        "stale_reinforce",
+        "rloo",
+        "asymre",
+        "red_drop",
+        "red_weight",
+        "opmd_kimi",
+        "opmd_pairwise",
+    }
+    assert {name for name, row in rows.items() if not row.needs_logp_alpha} == any_data
+
+
+def test_what_a_change_needs():
     assert not resolve("off_policy_grpo", {"beta": 0.0}).needs_pi_ref
+    assert resolve("reinforce", {"weight": "ratio"}).needs_logp_alpha
+    assert resolve("opmd", {"anchor": "pi_ref"}).needs == {"logp_ref"}
+    assert resolve("stale_reinforce", {"beta": 0.1, "kl_importance": True}).needs == {"logp_ref", "logp_alpha"}
 
 
 def test_an_importance_weighted_kl_weighs_each_token_by_rho():
@@ -62,7 +82,7 @@ def test_an_importance_weighted_kl_weighs_each_token_by_rho():
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("gpro", {}, r"unknown recipe 'gpro'; the nearest is 'grpo' \(all: grpo, grpo_masked"),
+        ("grop", {}, r"unknown recipe 'grop'; the nearest is 'grpo' \(all: grpo, grpo_masked"),
         ("grpo", {"epsilon_hihg": 0.3}, "unknown setting 'epsilon_hihg'; the nearest is 'epsilon_high'"),
         ("grpo", {"surrogate": "cliped"}, "unknown surrogate 'cliped'; the nearest is 'clipped'"),
         ("grpo", {"advantage": "whiten"}, "the nearest is 'whitened'"),
@@ -71,9 +91,18 @@ def test_an_importance_weighted_kl_weighs_each_token_by_rho():
         ("grpo", {"kl": "k4"}, "unknown kl 'k4'"),
         ("grpo", {"beta": -0.1}, r"beta must be at least 0, but is -0\.1"),
         ("grpo", {"epsilon_low": float("nan")}, "epsilon_low must be at least 0, but is nan"),
-        ("grpo", {"surrogate": "unclipped", "epsilon_low": 0.1}, "epsilon_low was set, but .* 'unclipped' reads it"),
-        ("dr_grpo", {"eps_std": 0.1}, "eps_std was set, but neither advantage 'centred'"),
-        ("rloo", {"ratio": "sequence"}, "surrogate 'reinforce' has no ratio"),
+        (
+            "grpo",
+            {"surrogate": "unclipped", "epsilon_low": 0.1},
+            "epsilon_low was set, but nothing reads it: .* 'unclipped'",
+        ),
+        ("dr_grpo", {"eps_std": 0.1}, "eps_std was set, but nothing reads it: .* advantage 'centred'"),
+        ("rloo", {"ratio": "sequence"}, "ratio was set, but nothing reads it: .* weight 'one'"),
+        ("rec_ring_is", {"mask": "rings"}, "unknown mask 'rings'; the nearest is 'ring'"),
+        ("grpo", {"mask": "ring"}, "mask was set, but nothing reads it: surrogate 'clipped'"),
+        ("rec_ring_is", {"outer_low": 0.1}, "outer range of the ring must lie outside"),
+        ("rec_two_side_is", {"outer_low": 0.7}, "outer_low was set, but nothing reads it"),
+        ("red_weight", {"weight_temperature": 0.0}, "weight_temperature must be greater than 0"),
         ("grpo", {"masked_count": True}, "mask_zero_variance is off"),
         ("dapo", {"kl": "k2"}, "beta is 0: there is no KL term"),
         ("dapo", {"kl_importance": True}, "beta is 0: there is no KL term"),
@@ -94,14 +123,7 @@ def test_the_settings_name_every_piece():
     assert isinstance(body, ast.ClassDef)
     documented = [ast.literal_eval(node.value) for node in body.body if isinstance(node, ast.Expr)][1:]
     described = dict(zip([field.name for field in fields(Composition)], documented, strict=True))
-    tables = {
-        "advantage": pieces.ADVANTAGES,
-        "ratio": pieces.RATIOS,
-        "surrogate": pieces.SURROGATES,
-        "reduction": pieces.REDUCTIONS,
-        "kl": pieces.KLS,
-    }
-    for key, table in tables.items():
+    for key, table in pieces.TABLES.items():
         assert [name for name in table if name not in described[key]] == []
 
 

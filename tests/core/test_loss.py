@@ -6,7 +6,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from lagrpo.core.loss import objective_sum
+from lagrpo.core.loss import Terms, objective_sum
 from lagrpo.recipes import PRESETS, resolve
 
 HALF, QUARTER, FULL = log(0.5), log(0.25), 0.0
@@ -26,6 +26,7 @@ def batch(C: int = 7, seed: int = 0) -> tuple[torch.Tensor, dict[str, Any]]:
         "logp_ref_T": logp_alpha_T + 0.4 * noise_ref_T,
         "advantage_C": torch.randn(C, generator=generator, dtype=torch.float64),
         "completion_T": completion_T,
+        "group_C": (torch.arange(C) >= 3).long(),
     }
 
 
@@ -38,6 +39,7 @@ def part(batch: dict[str, Any], weight_C: torch.Tensor, completions: list[int]) 
     return flat | {
         "completion_T": renumbered_T,
         "advantage_C": batch["advantage_C"][completions],
+        "group_C": batch["group_C"][completions],
         "weight_C": weight_C[completions],
     }
 
@@ -75,6 +77,8 @@ def test_loss_and_diagnostics_by_hand():
 @pytest.mark.parametrize("parts", [[[0, 1, 2], [3, 4, 5, 6]], [[6], [2, 0], [5, 1, 4, 3]], [[c] for c in range(7)]])
 def test_neither_the_split_into_micro_batches_nor_the_order_changes_gradient_or_diagnostics(name, parts):
     recipe = resolve(name)
+    if recipe.needs_whole_groups:
+        parts = [[2, 0, 1], [6, 4, 3, 5]]
     lengths_C, whole = batch()
     weight_C = recipe.weights(lengths_C, tensor([False, True] + [False] * 5), max_length=9)
     loss, sums = recipe.loss(**whole, weight_C=weight_C)
@@ -125,8 +129,17 @@ def test_masked_groups_counted_or_not_differ_by_the_normaliser_only():
     assert_close(unmasked, tensor([1 / 10] * 3))
 
 
+AT_PI_EQUAL_ALPHA = {  # the coefficient of weight * grad logp at each token, where it is not A itself
+    "asymre": lambda A_C, length_C: A_C + 0.1,
+    "red_weight": lambda A_C, length_C: A_C * A_C.exp(),
+    "unclipped": lambda A_C, length_C: A_C * length_C,  # every token carries the ratio of the sequence
+    "opmd_kimi": lambda A_C, length_C: 2 * 0.1 * A_C,
+    "opmd_pairwise": lambda A_C, length_C: 2 * 0.1 * torch.cat([A_C[:3] - A_C[:3].mean(), A_C[3:] - A_C[3:].mean()]),
+}
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_at_pi_equal_alpha_every_preset_without_kl_starts_as_reinforce(name):
+def test_at_pi_equal_alpha_every_preset_starts_as_reinforce_or_as_stated(name):
     lengths_C, whole = batch()
     recipe = resolve(name)
     whole |= {"logp_T": whole["logp_alpha_T"].clone().requires_grad_(), "logp_k_T": whole["logp_alpha_T"]}
@@ -134,7 +147,8 @@ def test_at_pi_equal_alpha_every_preset_without_kl_starts_as_reinforce(name):
     weight_C = recipe.weights(lengths_C, tensor([False] * 7), max_length=9)
     loss, sums = recipe.loss(**whole, weight_C=weight_C)
     (gradient_T,) = torch.autograd.grad(loss, whole["logp_T"])
-    assert_close(gradient_T, -(weight_C * whole["advantage_C"])[whole["completion_T"]])
+    coefficient_C = AT_PI_EQUAL_ALPHA.get(name, lambda A_C, length_C: A_C)(whole["advantage_C"], lengths_C)
+    assert_close(gradient_T, -(weight_C * coefficient_C)[whole["completion_T"]])
     assert float(sums["clipped_positive"] + sums["clipped_negative"] + sums["kl_alpha"] + sums["kl_ref"]) == 0.0
 
 
@@ -155,28 +169,27 @@ def test_log_probs_that_are_missing_or_misaligned_are_refused(unchecked):
     _, whole = batch()
     weight_C = torch.ones(7, dtype=torch.float64)
     whole |= {"logp_k_T": None}
-    with pytest.raises(ValueError, match="centred on pi_k/alpha: logp_k_T must be given"):
+    with pytest.raises(ValueError, match="this objective needs logp_k: the log-probs of the policy at the start"):
         resolve("off_policy_grpo_exact").loss(**whole, weight_C=weight_C)
     with pytest.raises(ValueError, match="one shape"):
         resolve("grpo").loss(**(whole | {"logp_ref_T": whole["logp_ref_T"][1:]}), weight_C=weight_C)
     whole |= {"logp_ref_T": None}
-    with pytest.raises(ValueError, match="logp_ref_T must be given when beta > 0"):
+    with pytest.raises(ValueError, match="this objective needs logp_ref"):
         resolve("grpo").loss(**whole, weight_C=weight_C)
-    with pytest.raises(ValueError, match=r"one shape: advantage_C \(7,\), weight_C \(6,\)"):
+    with pytest.raises(ValueError, match=r"one shape: advantages \(7,\), weight_C \(6,\)"):
         resolve("grpo").loss(**whole, weight_C=weight_C[:6])
 
 
 def test_any_functions_make_an_objective():
     """The loss knows nothing of recipes: here a user's own surrogate, sg(rho)^2 A logp."""
     _, whole = batch()
-    token = resolve("grpo").ratio
+    logp_T, logp_alpha_T = whole["logp_T"], whole["logp_alpha_T"]
     loss, _ = objective_sum(
-        **whole,
-        weight_C=torch.ones(7, dtype=torch.float64),
-        ratio=token,
-        value=lambda terms: terms.ratio.detach().square() * terms.advantage * terms.logp,
+        Terms(logp_T, logp_alpha_T, None, None, whole["completion_T"], whole["advantage_C"]),
+        torch.ones(7, dtype=torch.float64),
+        value=lambda terms: (terms.logp - terms.alpha).detach().exp().square() * terms.advantage * terms.logp,
         cut=lambda terms: torch.zeros_like(terms.logp, dtype=torch.bool),
     )
-    (gradient_T,) = torch.autograd.grad(loss, whole["logp_T"])
-    rho_T = (whole["logp_T"] - whole["logp_alpha_T"]).exp()
-    assert_close(gradient_T, -(rho_T.square() * whole["advantage_C"][whole["completion_T"]]).detach())
+    (gradient_T,) = torch.autograd.grad(loss, logp_T)
+    squared_T = (2 * (logp_T - logp_alpha_T)).exp()
+    assert_close(gradient_T, -(squared_T * whole["advantage_C"][whole["completion_T"]]).detach())

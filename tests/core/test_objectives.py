@@ -5,9 +5,23 @@ from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
 
-from lagrpo.core.objectives import clipped, clipped_exact, f_eps, f_eps_cut, reinforce, unclipped
+from lagrpo.core.objectives import (
+    clip_range,
+    clipped,
+    clipped_between,
+    clipped_exact,
+    cut_between,
+    f_eps,
+    proportional_range,
+    reinforce,
+    unclipped,
+)
 
 LOW, HIGH = 0.2, 0.3  # asymmetric on purpose
+
+
+def f_eps_cut(ratio_T, centre_T, advantage_T, epsilon_low, epsilon_high):
+    return cut_between(ratio_T, *clip_range(centre_T, epsilon_low, epsilon_high), advantage_T)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +77,7 @@ def test_cut_is_exactly_where_the_gradient_is_cut(ratio, centre, advantage):
         lambda logp_T, ratio_T, advantage_T: clipped(ratio_T, advantage_T, LOW, HIGH),
         lambda logp_T, ratio_T, advantage_T: clipped_exact(ratio_T, torch.ones_like(ratio_T), advantage_T, LOW, HIGH),
         lambda logp_T, ratio_T, advantage_T: unclipped(ratio_T, advantage_T),
-        lambda logp_T, ratio_T, advantage_T: reinforce(logp_T, advantage_T),
+        lambda logp_T, ratio_T, advantage_T: reinforce(logp_T, advantage_T, torch.ones(3).bool(), torch.ones(3)),
     ],
 )
 def test_at_pi_equal_alpha_every_surrogate_has_the_gradient_of_reinforce(objective):
@@ -85,6 +99,32 @@ def test_the_centre_carries_no_gradient():
     value = clipped_exact(ratio_T, centre_T, tensor([1.0]), LOW, HIGH).sum()  # f_eps itself gives 1 in centre_T
     gradients = torch.autograd.grad(value, (ratio_T, centre_T), allow_unused=True)
     assert [None if gradient is None else float(gradient) for gradient in gradients] == [0.0, None]
+
+
+def test_the_maximum_with_zero_in_the_lower_end_changes_nothing_so_geppo_is_f_eps():
+    ratio_T, centre_T, advantage_T = torch.rand(3, 10_000, generator=torch.Generator().manual_seed(0))
+    advantage_T = advantage_T - 0.5
+    without_max = clipped_between(ratio_T, centre_T - LOW, centre_T + HIGH, advantage_T)
+    assert_close(without_max, f_eps(ratio_T, centre_T, advantage_T, LOW, HIGH))
+    assert int((centre_T < LOW).sum()) > 1000  # the case is there
+
+
+def test_the_proportional_range_scales_with_its_centre():
+    low_T, high_T = proportional_range(tensor([1.0, 0.1, 4.0]), LOW, HIGH)
+    assert_close(low_T, tensor([0.8, 0.08, 3.2]))
+    assert_close(high_T, tensor([1.3, 0.13, 5.2]))
+    assert_close(
+        clipped_between(tensor([9.0, 9.0, 9.0]), low_T, high_T, tensor([1.0, 2.0, -1.0])), tensor([1.3, 0.26, -9.0])
+    )
+
+
+def test_mask_and_weight_of_reinforce_carry_no_gradient():
+    logp_T = tensor([-1.0, -2.0, -3.0]).requires_grad_()
+    weight_T = (logp_T + 3).exp()
+    value_T = reinforce(logp_T, tensor([2.0, -1.0, 1.0]), tensor([True, True, False]), weight_T)
+    assert_close(value_T.detach(), tensor([-2.0, 2.0, 0.0]) * weight_T.detach())
+    (gradient,) = torch.autograd.grad(value_T.sum(), logp_T)
+    assert_close(gradient, tensor([2.0, -1.0, 0.0]) * weight_T.detach())
 
 
 def test_bad_shapes_and_a_negative_epsilon_are_refused(unchecked):

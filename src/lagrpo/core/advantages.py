@@ -9,11 +9,13 @@ Two conventions hold in every function here:
   a tiny standard deviation.
 """
 
+from math import log
+
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lagrpo.core.shapes import require_at_least, require_group
+from lagrpo.core.shapes import require_above, require_at_least, require_group, require_vector
 
 
 def zero_variance(rewards: Float[Tensor, "*N G"]) -> Bool[Tensor, "*N"]:
@@ -62,3 +64,43 @@ def leave_one_out(rewards: Float[Tensor, "*N G"]) -> Float[Tensor, "*N G"]:
     require_group(rewards)
     G = rewards.shape[-1]
     return centred(rewards) * (G / max(G - 1, 1))
+
+
+def red_drop(rewards_G: Float[Tensor, "G"], uniform_G: Float[Tensor, "G"]) -> Float[Tensor, "G"]:
+    """RED-Drop (Yao et al., arXiv 2509.24203): where completions below the mean outnumber the others, so many of them
+    as are too many, chosen at random, get advantage 0; the rest get r - mean of the rest.
+
+    The dropped ones stay in the batch, and so in the denominator of a token mean. The draws are an argument: those of
+    the completions below the mean with the smallest `uniform_G` are dropped. [1, 0 x 7] keeps one of each: +-0.5.
+    Raises ValueError for an empty group, a reward that is not finite, and unequal shapes."""
+    require_group(rewards_G)
+    require_vector(rewards_G=rewards_G, uniform_G=uniform_G)
+    if bool(zero_variance(rewards_G)):
+        return centred(rewards_G)
+    below_G = rewards_G.double() < rewards_G.double().mean()  # a tie with the mean is not below it
+    too_many = max(int(below_G.sum()) - int((~below_G).sum()), 0)
+    order = torch.where(below_G, uniform_G, torch.full_like(uniform_G, 2.0)).argsort(stable=True)
+    kept_G = torch.ones_like(below_G).index_fill(0, order[:too_many], False)
+    return torch.where(kept_G, rewards_G - rewards_G[kept_G].mean(), torch.zeros_like(rewards_G))
+
+
+def log_mean_exp(rewards: Float[Tensor, "*N G"], strength: float) -> Float[Tensor, "*N G"]:
+    """A_i = r_i - strength log mean_j e^(r_j / strength), the soft baseline of OPMD (Kimi k1.5, arXiv 2501.12599).
+
+    Between r_i - max and r_i - mu: it does not sum to 0. Raises ValueError as `zero_variance` does, and for
+    strength <= 0."""
+    require_group(rewards)
+    require_above(0.0, strength=strength)
+    if rewards.shape[-1] == 1:
+        return rewards.clone()
+    log_sum = (rewards / strength).logsumexp(dim=-1, keepdim=True)
+    return rewards - strength * (log_sum - log(rewards.shape[-1]))
+
+
+def overlong_penalty(lengths: Int[Tensor, "*N G"], max_length: int, buffer: int) -> Float[Tensor, "*N G"]:
+    """What DAPO adds to the reward of a long completion (Yu et al., arXiv 2503.14476, Eq. 13): 0 up to
+    max_length - buffer tokens, then down linearly to -1 at max_length, -1 beyond.
+    Raises ValueError unless 1 <= buffer <= max_length."""
+    if not 1 <= buffer <= max_length:
+        raise ValueError(f"the buffer of the overlong penalty must lie in 1 .. {max_length}, but is {buffer}")
+    return ((max_length - buffer - lengths) / buffer).clamp(-1.0, 0.0)

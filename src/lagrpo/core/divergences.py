@@ -15,27 +15,27 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lagrpo.core.shapes import require_same_shape, require_vector
+from lagrpo.core.shapes import FloatT, require_same_shape, require_vector
 
 
-def k1(logp_T: Float[Tensor, "T"], logp_ref_T: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+def k1(logp_T: FloatT, logp_ref_T: FloatT) -> FloatT:
     """d = logp - logp_ref. Raises ValueError on shapes."""
     require_vector(logp_T=logp_T, logp_ref_T=logp_ref_T)
     return logp_T - logp_ref_T
 
 
-def k2(logp_T: Float[Tensor, "T"], logp_ref_T: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+def k2(logp_T: FloatT, logp_ref_T: FloatT) -> FloatT:
     """d^2 / 2. Raises ValueError on shapes."""
     return k1(logp_T, logp_ref_T).square() / 2
 
 
-def k3(logp_T: Float[Tensor, "T"], logp_ref_T: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+def k3(logp_T: FloatT, logp_ref_T: FloatT) -> FloatT:
     """e^-d + d - 1 >= 0, GRPO's choice (Shao et al., arXiv 2402.03300, Eq. 4). Raises ValueError on shapes."""
     d_T = k1(logp_T, logp_ref_T)
     return torch.expm1(-d_T) + d_T
 
 
-def importance_weighted(estimate_T: Float[Tensor, "T"], ratio_T: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+def importance_weighted(estimate_T: FloatT, ratio_T: FloatT) -> FloatT:
     """sg(rho) times the estimate: what tokens drawn by alpha must be weighted by to stand for tokens drawn by pi.
     rho carries no gradient. Raises ValueError on shapes."""
     require_vector(estimate_T=estimate_T, ratio_T=ratio_T)

@@ -8,119 +8,129 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from lagrpo.core.ratios import token_ratio
-from lagrpo.core.shapes import require_vector
+from lagrpo.core.shapes import BoolT, FloatC, FloatT, IntC, IntT, require_vector
 
-Ratio = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""(logp_T, logp_alpha_T, completion_T, C) -> ratio_T, at the level of a token, a sequence, a normalised sequence."""
+
+class MissingError(ValueError):
+    """An objective looked at something that was not given; `name` says at what."""
+
+    def __init__(self, name: str, meaning: str) -> None:
+        super().__init__(f"this objective needs {name}: {meaning}")
+        self.name = name
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What an objective may look at: one number per completion token, flat [T].
+    """What an objective may look at. Per completion token, flat [T]: the log-probs under pi (differentiable), alpha,
+    pi_k and pi_ref, and the index of its completion; per completion [C]: the `advantages`, and in `groups` the index of
+    its group.
 
-    `ratio` is pi/alpha at the level that `level` gives, differentiable in `logp`; `advantage` is that of the token's
-    completion; `completion` its index, 0 .. C-1. `logp_k` and `logp_ref` are None where nobody computed them."""
+    What may be absent is None, and is read through a property that raises `MissingError` where it is."""
 
-    logp: Float[Tensor, "T"]
-    logp_alpha: Float[Tensor, "T"]
-    logp_k: Float[Tensor, "T"] | None
-    logp_ref: Float[Tensor, "T"] | None
-    advantage: Float[Tensor, "T"]
-    ratio: Float[Tensor, "T"]
-    completion: Int[Tensor, "T"]
-    C: int
-    level: Ratio
-
-    @property
-    def centre(self) -> Float[Tensor, "T"]:
-        """pi_k/alpha at the level of `ratio`, without gradient. Raises ValueError without logp_k."""
-        if self.logp_k is None:
-            raise ValueError("this surrogate is centred on pi_k/alpha: logp_k_T must be given")
-        return self.level(self.logp_k, self.logp_alpha, self.completion, self.C).detach()
+    logp: FloatT
+    logp_alpha: FloatT | None
+    logp_k: FloatT | None
+    logp_ref: FloatT | None
+    completion: IntT
+    advantages: FloatC
+    groups: IntC | None = None
 
     @property
-    def reference(self) -> Float[Tensor, "T"]:
-        """logp_ref. Raises ValueError where it was not computed."""
-        if self.logp_ref is None:
-            raise ValueError("the KL term needs the reference policy: logp_ref_T must be given when beta > 0")
-        return self.logp_ref
+    def C(self) -> int:  # noqa: N802
+        return self.advantages.shape[0]
+
+    @property
+    def advantage(self) -> FloatT:
+        """The advantage of each token's completion."""
+        return self.advantages[self.completion]
+
+    @property
+    def alpha(self) -> FloatT:
+        return _given(self.logp_alpha, "logp_alpha", "the log-probs of the policy that drew the samples")
+
+    @property
+    def pi_k(self) -> FloatT:
+        return _given(self.logp_k, "logp_k", "the log-probs of the policy at the start of the batch")
+
+    @property
+    def pi_ref(self) -> FloatT:
+        return _given(self.logp_ref, "logp_ref", "the log-probs of the reference policy")
+
+    @property
+    def group(self) -> IntC:
+        return _given(self.groups, "group_C", "the group of each completion, all of the group in one micro-batch")
 
 
-def no_kl(terms: Terms) -> Float[Tensor, "T"]:
+def _given(tensor: Tensor | None, name: str, meaning: str) -> Tensor:
+    if tensor is None:
+        raise MissingError(name, meaning)
+    return tensor
+
+
+def no_kl(terms: Terms) -> FloatT:
     """The KL term of an objective that has none: 0 at every token."""
     return torch.zeros_like(terms.logp)
 
 
 def objective_sum(
-    logp_T: Float[Tensor, "T"],
-    logp_alpha_T: Float[Tensor, "T"],
-    logp_k_T: Float[Tensor, "T"] | None,
-    logp_ref_T: Float[Tensor, "T"] | None,
-    advantage_C: Float[Tensor, "C"],
-    completion_T: Int[Tensor, "T"],
-    weight_C: Float[Tensor, "C"],
+    terms: Terms,
+    weight_C: FloatC,
     *,
-    ratio: Ratio,
     value: Callable[[Terms], Tensor],
     cut: Callable[[Terms], Tensor],
     kl: Callable[[Terms], Tensor] = no_kl,
     beta: float = 0.0,
 ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-    """loss = - sum_t weight_C[completion_T[t]] (value_t - beta kl_t): a micro-batch's share of minus Eq. 7 (of Eq. 8
+    """loss = - sum_t weight_C[completion_t] (value_t - beta kl_t): a micro-batch's share of minus Eq. 7 (of Eq. 8
     when masked completions are left out) of Mroueh et al., arXiv 2505.22257. Backward on each micro-batch in turn
     gives the gradient of the whole batch.
 
     `value` gives the surrogate per token, `cut` the mask of the tokens whose gradient it cuts, `kl` the estimate of
-    KL(pi || pi_ref) per token. `C` here counts the completions of this micro-batch, each of them whole.
-    The second result holds detached sums over tokens, see `diagnostics`. Raises ValueError on shapes and where a
-    function needs log-probs that were not given."""
-    given = {"logp_k_T": logp_k_T, "logp_ref_T": logp_ref_T}
-    require_vector(
-        logp_T=logp_T,
-        logp_alpha_T=logp_alpha_T,
-        completion_T=completion_T,
-        **{name: logp for name, logp in given.items() if logp is not None},
-    )
-    require_vector(advantage_C=advantage_C, weight_C=weight_C)
-    C = advantage_C.shape[0]
-    ratio_T = ratio(logp_T, logp_alpha_T, completion_T, C)
-    advantage_T = advantage_C[completion_T]
-    terms = Terms(logp_T, logp_alpha_T, logp_k_T, logp_ref_T, advantage_T, ratio_T, completion_T, C, ratio)
-    weight_T, value_T, kl_T = weight_C[completion_T], value(terms), kl(terms)
+    KL(pi || pi_ref) per token. Each completion must be whole. The second result holds detached sums over tokens, see
+    `diagnostics`. Raises ValueError on shapes, MissingError where a function needs log-probs that were not given."""
+    optional = {"logp_alpha": terms.logp_alpha, "logp_k": terms.logp_k, "logp_ref": terms.logp_ref}
+    present = {name: logp for name, logp in optional.items() if logp is not None}
+    require_vector(logp=terms.logp, completion=terms.completion, **present)
+    require_vector(advantages=terms.advantages, weight_C=weight_C)
+    weight_T, value_T, kl_T = weight_C[terms.completion], value(terms), kl(terms)
     loss = -(weight_T * (value_T - beta * kl_T)).sum()
     with torch.no_grad():
         return loss, diagnostics(terms, weight_T * value_T, kl_T, cut(terms))
 
 
-def diagnostics(
-    terms: Terms, weighted_value_T: Float[Tensor, "T"], kl_T: Float[Tensor, "T"], cut_T: Tensor
-) -> dict[str, Tensor]:
+def diagnostics(terms: Terms, weighted_value_T: FloatT, kl_T: FloatT, cut_T: BoolT) -> dict[str, Tensor]:
     """Sums over tokens, to be added over micro-batches and divided by `tokens` (or combined as stated):
 
     tokens            how many
-    ratio             rho = pi/alpha of each token, whatever level the objective uses; the mean is near 1 at small lag
-    ratio_squared     rho^2: ESS = ratio^2 / ratio_squared, chi2(pi || alpha) = ratio_squared / tokens - 1
-    abs_log_ratio     |ln rho|: the mean mismatch between learner and sampler, nats
-    kl_alpha          rho - 1 - ln rho: estimates KL(alpha || pi) per token, nats, never negative
     kl_ref            the estimate of KL(pi || pi_ref) that the objective uses; 0 without one
     clipped_positive  tokens with A > 0 whose gradient is cut (by a PPO-like clip: those above its upper end)
     clipped_negative  tokens with A < 0 whose gradient is cut (by a PPO-like clip: those below its lower end)
     objective         the surrogate, already weighted: the sum itself is the value, without the KL term
+
+    and where logp_alpha is given, with rho = pi/alpha of each token, whatever level the objective uses:
+
+    ratio             rho; the mean is near 1 at small lag
+    ratio_squared     rho^2: ESS = ratio^2 / ratio_squared, chi2(pi || alpha) = ratio_squared / tokens - 1
+    abs_log_ratio     |ln rho|: the mean mismatch between learner and sampler, nats
+    kl_alpha          rho - 1 - ln rho: estimates KL(alpha || pi) per token, nats, never negative
     """
-    log_rho_T = (terms.logp - terms.logp_alpha).detach()
-    rho_T = token_ratio(terms.logp, terms.logp_alpha).detach()
-    return {
-        "tokens": torch.tensor(float(rho_T.shape[0]), device=rho_T.device),
-        "ratio": rho_T.sum(),
-        "ratio_squared": rho_T.square().sum(),
-        "abs_log_ratio": log_rho_T.abs().sum(),
-        "kl_alpha": (torch.expm1(log_rho_T) - log_rho_T).sum(),
-        "kl_ref": kl_T.detach().sum(),
+    sums = {
+        "tokens": torch.tensor(float(terms.logp.shape[0]), device=terms.logp.device),
+        "kl_ref": kl_T.sum(),
         "clipped_positive": (cut_T & (terms.advantage > 0)).sum(),
         "clipped_negative": (cut_T & (terms.advantage < 0)).sum(),
-        "objective": weighted_value_T.detach().sum(),
+        "objective": weighted_value_T.sum(),
     }
+    if terms.logp_alpha is not None:
+        log_rho_T, rho_T = terms.logp - terms.logp_alpha, token_ratio(terms.logp, terms.logp_alpha)
+        sums |= {
+            "ratio": rho_T.sum(),
+            "ratio_squared": rho_T.square().sum(),
+            "abs_log_ratio": log_rho_T.abs().sum(),
+            "kl_alpha": (torch.expm1(log_rho_T) - log_rho_T).sum(),
+        }
+    return {name: value.detach() for name, value in sums.items()}

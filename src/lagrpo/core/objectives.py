@@ -1,81 +1,75 @@
 """Surrogates: the value of the objective at each token [T], to be *maximised*, not yet reduced.
 
-`ratio_T` is pi/alpha, `centre_T` is pi_k/alpha (no gradient), `advantage_T` the advantage of the token's completion.
-Sources: Mroueh et al., arXiv 2505.22257 (Eq. 3, 6, 7).
+`ratio_T` is pi/alpha, `centre_T` is pi_k/alpha (its gradient is stopped), `advantage_T` that of the token's completion.
+Sources: [P1] Mroueh et al., arXiv 2505.22257; [P2] Yao et al., arXiv 2509.24203.
 
-The clipped objectives come with the mask of the tokens whose gradient they cut. Which those are depends on the sign of
-the advantage: beyond the upper end only A > 0 is cut, beyond the lower end only A < 0.
+Each clip comes with the mask of the tokens whose gradient it cuts. Which those are depends on the sign of the
+advantage: beyond the upper end only A > 0 is cut, beyond the lower end only A < 0.
+All functions raise ValueError on shapes that differ.
 """
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
-from lagrpo.core.shapes import require_at_least, require_vector
+from lagrpo.core.shapes import BoolT, FloatT, require_at_least, require_vector
 
 
-def f_eps(
-    ratio_T: Float[Tensor, "T"],
-    centre_T: Float[Tensor, "T"],
-    advantage_T: Float[Tensor, "T"],
-    epsilon_low: float,
-    epsilon_high: float,
-) -> Float[Tensor, "T"]:
-    """f_eps(r, c, A) = min(r A, clip(r, max(c - epsilon_low, 0), c + epsilon_high) A), above Eq. 6.
-
-    A >= 0: A min(r, c + epsilon_high);  A < 0: A max(r, max(c - epsilon_low, 0)). Raises ValueError on shapes and on a
-    negative epsilon."""
-    low_T, high_T = _range(ratio_T, centre_T, advantage_T, epsilon_low, epsilon_high)
-    return torch.minimum(ratio_T * advantage_T, ratio_T.clamp(low_T, high_T) * advantage_T)
+def unclipped(ratio_T: FloatT, advantage_T: FloatT) -> FloatT:
+    """r A, Eq. 3 of [P1]: the importance-weighted advantage."""
+    require_vector(ratio_T=ratio_T, advantage_T=advantage_T)
+    return ratio_T * advantage_T
 
 
-def f_eps_cut(
-    ratio_T: Float[Tensor, "T"],
-    centre_T: Float[Tensor, "T"],
-    advantage_T: Float[Tensor, "T"],
-    epsilon_low: float,
-    epsilon_high: float,
-) -> Bool[Tensor, "T"]:
-    """The tokens whose gradient `f_eps` cuts: r > c + epsilon_high with A > 0; r < max(c - epsilon_low, 0) with A < 0.
-    Raises as `f_eps` does."""
-    low_T, high_T = _range(ratio_T, centre_T, advantage_T, epsilon_low, epsilon_high)
-    return ((ratio_T > high_T) & (advantage_T > 0)) | ((ratio_T < low_T) & (advantage_T < 0))
+def reinforce(logp_T: FloatT, advantage_T: FloatT, mask_T: BoolT, weight_T: FloatT) -> FloatT:
+    """M W A logp, the one formula of the REC and RED methods [P2]; M, W and A carry no gradient (see core.reinforce).
+    Where M and W are 1 it is REINFORCE, whoever drew the samples."""
+    require_vector(logp_T=logp_T, advantage_T=advantage_T, mask_T=mask_T, weight_T=weight_T)
+    return (mask_T * weight_T * advantage_T).detach() * logp_T
 
 
-def clipped(
-    ratio_T: Float[Tensor, "T"], advantage_T: Float[Tensor, "T"], epsilon_low: float, epsilon_high: float
-) -> Float[Tensor, "T"]:
-    """f_eps(r, 1, A): the practice for every alpha = pi_{k-v}, end of section 3.2 (pi_k/alpha taken as 1); with
+def f_eps(ratio_T: FloatT, centre_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_high: float) -> FloatT:
+    """f_eps(r, c, A) = min(r A, clip(r, max(c - epsilon_low, 0), c + epsilon_high) A), [P1] above Eq. 6.
+
+    A >= 0: A min(r, c + epsilon_high);  A < 0: A max(r, max(c - epsilon_low, 0)).
+    Raises ValueError also for a negative epsilon."""
+    return clipped_between(ratio_T, *clip_range(centre_T, epsilon_low, epsilon_high), advantage_T)
+
+
+def clipped(ratio_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_high: float) -> FloatT:
+    """f_eps(r, 1, A): the practice for every alpha = pi_{k-v}, end of section 3.2 of [P1]: pi_k/alpha taken as 1. With
     alpha = pi_k it is the on-policy GRPO objective (Shao et al., arXiv 2402.03300)."""
     return f_eps(ratio_T, torch.ones_like(ratio_T), advantage_T, epsilon_low, epsilon_high)
 
 
 def clipped_exact(
-    ratio_T: Float[Tensor, "T"],
-    centre_T: Float[Tensor, "T"],
-    advantage_T: Float[Tensor, "T"],
-    epsilon_low: float,
-    epsilon_high: float,
-) -> Float[Tensor, "T"]:
-    """f_eps(pi/alpha, pi_k/alpha, A), Eq. 6 as derived: the clip range follows pi_k, wherever alpha is."""
-    return f_eps(ratio_T, centre_T.detach(), advantage_T, epsilon_low, epsilon_high)
+    ratio_T: FloatT, centre_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_high: float
+) -> FloatT:
+    """f_eps(pi/alpha, pi_k/alpha, A), Eq. 6 of [P1] as derived: the clip range follows pi_k, wherever alpha is."""
+    return f_eps(ratio_T, centre_T, advantage_T, epsilon_low, epsilon_high)
 
 
-def unclipped(ratio_T: Float[Tensor, "T"], advantage_T: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
-    """r A, Eq. 3: the importance-weighted advantage. Raises ValueError on shapes."""
-    require_vector(ratio_T=ratio_T, advantage_T=advantage_T)
-    return ratio_T * advantage_T
+def clip_range(centre_T: FloatT, epsilon_low: float, epsilon_high: float) -> tuple[FloatT, FloatT]:
+    """The ends max(c - epsilon_low, 0) and c + epsilon_high of f_eps. Raises ValueError for a negative epsilon.
 
-
-def reinforce(logp_T: Float[Tensor, "T"], advantage_T: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
-    """A logp: REINFORCE, the ratio left at 1 whoever drew the samples. Raises ValueError on shapes."""
-    require_vector(logp_T=logp_T, advantage_T=advantage_T)
-    return advantage_T * logp_T
-
-
-def _range(
-    ratio_T: Tensor, centre_T: Tensor, advantage_T: Tensor, epsilon_low: float, epsilon_high: float
-) -> tuple[Tensor, Tensor]:
-    require_vector(ratio_T=ratio_T, centre_T=centre_T, advantage_T=advantage_T)
+    The max changes nothing, as no ratio is negative: without it (GePPO, Queeney et al., arXiv 2111.00072) the
+    objective is the same function."""
     require_at_least(0.0, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-    return (centre_T - epsilon_low).clamp(min=0.0), centre_T + epsilon_high
+    return (centre_T.detach() - epsilon_low).clamp(min=0.0), centre_T.detach() + epsilon_high
+
+
+def proportional_range(centre_T: FloatT, epsilon_low: float, epsilon_high: float) -> tuple[FloatT, FloatT]:
+    """The ends c (1 - epsilon_low) and c (1 + epsilon_high): pi may leave pi_k by a factor, wherever alpha is
+    (off-policy PPO, Meng et al. 2023). Raises ValueError for a negative epsilon."""
+    require_at_least(0.0, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    return centre_T.detach() * (1 - epsilon_low), centre_T.detach() * (1 + epsilon_high)
+
+
+def clipped_between(ratio_T: FloatT, low_T: FloatT, high_T: FloatT, advantage_T: FloatT) -> FloatT:
+    """min(r A, clip(r, low, high) A)."""
+    require_vector(ratio_T=ratio_T, low_T=low_T, high_T=high_T, advantage_T=advantage_T)
+    return torch.minimum(ratio_T * advantage_T, ratio_T.clamp(low_T, high_T) * advantage_T)
+
+
+def cut_between(ratio_T: FloatT, low_T: FloatT, high_T: FloatT, advantage_T: FloatT) -> BoolT:
+    """The tokens whose gradient `clipped_between` cuts: r > high with A > 0, or r < low with A < 0."""
+    require_vector(ratio_T=ratio_T, low_T=low_T, high_T=high_T, advantage_T=advantage_T)
+    return ((ratio_T > high_T) & (advantage_T > 0)) | ((ratio_T < low_T) & (advantage_T < 0))

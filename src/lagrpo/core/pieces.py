@@ -1,74 +1,143 @@
 """The pieces a recipe is composed of, by name. Within a table all functions are called alike, so that any can stand in
-for any other; the numbers a piece reads are its keyword-only arguments, and nothing else of the settings reaches it.
+for any other. What a piece reads beyond its arguments is keyword-only: a number, or a piece of the table of that name.
+Nothing else of the settings reaches it.
 
-    ADVANTAGES   (rewards_G, uniform_G, *, knobs) -> advantage_G    uniform_G: a draw in [0, 1) for each completion
-    RATIOS       (logp_T, logp_alpha_T, completion_T, C) -> ratio_T
-    SURROGATES   value, cut: (Terms, *, knobs) -> [T]               see `Surrogate`
-    KLS          (logp_T, logp_ref_T) -> estimate_T
-    REDUCTIONS   (lengths_C, kept_C, counted_C, max_length) -> weight_C
+    advantage                   (rewards_G, uniform_G) -> advantage_G    uniform_G: a draw in [0, 1) per completion
+    surrogate                   (Terms) -> value [T], and the mask of the tokens whose gradient it cuts
+    ratio                       (Terms, logp_T) -> the ratio of these log-probs to alpha's [T]
+    mask, weight, regulariser   (Terms) -> M, W, R in M W A logp - R [T]
+    anchor                      (Terms) -> log-probs of the policy that OPMD stays near [T]
+    kl                          (Terms) -> estimate of KL(pi || pi_ref) [T]
+    reduction                   (lengths_C, kept_C, counted_C, max_length) -> weight_C
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lagrpo.core import advantages, divergences, objectives, ratios, reductions
-from lagrpo.core.loss import Ratio
+from lagrpo.core import advantages, divergences, objectives, ratios, reductions, reinforce
+
+Piece = Callable[..., Tensor]
 
 
-class Surrogate(NamedTuple):
-    """An objective per token and the mask of the tokens whose gradient it cuts. `reads_ratio`: whether the level of the
-    ratio matters to it; `needs_pi_k`: whether it is centred on pi_k/alpha and so needs pi_k's log-probs."""
-
-    value: Callable[..., Tensor]
-    cut: Callable[..., Tensor]
-    reads_ratio: bool = True
-    needs_pi_k: bool = False
+def _everywhere(t):
+    return torch.ones_like(t.logp, dtype=torch.bool)
 
 
-def _nothing_cut(t):
+def _nowhere(t):
     return torch.zeros_like(t.logp, dtype=torch.bool)
 
 
-ADVANTAGES: dict[str, Callable[..., Tensor]] = {
-    "whitened": lambda r, u, *, eps_std: advantages.whitened(r, eps_std),
-    "centred": lambda r, u: advantages.centred(r),
-    "leave_one_out": lambda r, u: advantages.leave_one_out(r),
+def _clip(ends: Callable[..., tuple[Tensor, Tensor]], centre: Piece) -> tuple[Piece, Piece]:
+    """A clipped surrogate and what it cuts, from the ends of its range around a centre."""
+
+    def value(t, *, ratio, epsilon_low, epsilon_high):
+        low_T, high_T = ends(centre(t, ratio), epsilon_low, epsilon_high)
+        return objectives.clipped_between(ratio(t, t.logp), low_T, high_T, t.advantage)
+
+    def cut(t, *, ratio, epsilon_low, epsilon_high):
+        low_T, high_T = ends(centre(t, ratio), epsilon_low, epsilon_high)
+        return objectives.cut_between(ratio(t, t.logp), low_T, high_T, t.advantage)
+
+    return value, cut
+
+
+def _one(t, ratio):
+    return torch.ones_like(t.logp)
+
+
+def _pi_k_over_alpha(t, ratio):
+    return ratio(t, t.pi_k)
+
+
+ADVANTAGES: dict[str, Piece] = {
+    "whitened": lambda r, u=None, *, eps_std: advantages.whitened(r, eps_std),
+    "centred": lambda r, u=None: advantages.centred(r),
+    "leave_one_out": lambda r, u=None: advantages.leave_one_out(r),
+    "red_drop": lambda r, u: advantages.red_drop(r, u),
+    "log_mean_exp": lambda r, u=None, *, strength: advantages.log_mean_exp(r, strength),
 }
 
-RATIOS: dict[str, Ratio] = {
-    "token": lambda logp, logp_alpha, completion, C: ratios.token_ratio(logp, logp_alpha),
-    "sequence": ratios.sequence_ratio,
-    "length_normalised": ratios.length_normalised_ratio,
-}
-
-SURROGATES: dict[str, Surrogate] = {
-    "clipped": Surrogate(
-        lambda t, *, epsilon_low, epsilon_high: objectives.clipped(t.ratio, t.advantage, epsilon_low, epsilon_high),
-        lambda t, *, epsilon_low, epsilon_high: objectives.f_eps_cut(
-            t.ratio, torch.ones_like(t.ratio), t.advantage, epsilon_low, epsilon_high
+SURROGATES: dict[str, tuple[Piece, Piece]] = {
+    "unclipped": (lambda t, *, ratio: objectives.unclipped(ratio(t, t.logp), t.advantage), _nowhere),
+    "clipped": _clip(objectives.clip_range, _one),
+    "clipped_exact": _clip(objectives.clip_range, _pi_k_over_alpha),
+    "clipped_proportional": _clip(objectives.proportional_range, _pi_k_over_alpha),
+    "reinforce": (
+        lambda t, *, mask, weight, regulariser: (
+            objectives.reinforce(t.logp, t.advantage, mask(t), weight(t)) - regulariser(t)
         ),
+        lambda t, *, mask: ~mask(t),
     ),
-    "clipped_exact": Surrogate(
-        lambda t, *, epsilon_low, epsilon_high: objectives.clipped_exact(
-            t.ratio, t.centre, t.advantage, epsilon_low, epsilon_high
-        ),
-        lambda t, *, epsilon_low, epsilon_high: objectives.f_eps_cut(
-            t.ratio, t.centre, t.advantage, epsilon_low, epsilon_high
-        ),
-        needs_pi_k=True,
+    "opmd_kimi": (
+        lambda t, *, anchor, strength: reinforce.opmd_kimi(t.logp, anchor(t), t.advantages, t.completion, strength),
+        _nowhere,
     ),
-    "unclipped": Surrogate(lambda t: objectives.unclipped(t.ratio, t.advantage), _nothing_cut),
-    "reinforce": Surrogate(lambda t: objectives.reinforce(t.logp, t.advantage), _nothing_cut, reads_ratio=False),
+    "opmd_pairwise": (
+        lambda t, *, anchor, strength: reinforce.opmd_pairwise(
+            t.logp, anchor(t), t.advantages, t.completion, t.group, strength
+        ),
+        _nowhere,
+    ),
 }
 
-KLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": divergences.k1, "k2": divergences.k2, "k3": divergences.k3}
+RATIOS: dict[str, Piece] = {
+    "token": lambda t, logp_T: ratios.token_ratio(logp_T, t.alpha),
+    "sequence": lambda t, logp_T: ratios.sequence_ratio(logp_T, t.alpha, t.completion, t.C),
+    "length_normalised": lambda t, logp_T: ratios.length_normalised_ratio(logp_T, t.alpha, t.completion, t.C),
+}
 
-REDUCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {
+MASKS: dict[str, Piece] = {
+    "none": _everywhere,
+    "one_side": lambda t, *, ratio, epsilon_low, epsilon_high: reinforce.one_side(
+        ratio(t, t.logp), t.advantage, epsilon_low, epsilon_high
+    ),
+    "two_side": lambda t, *, ratio, epsilon_low, epsilon_high: reinforce.two_side(
+        ratio(t, t.logp), epsilon_low, epsilon_high
+    ),
+    "ring": lambda t, *, ratio, epsilon_low, epsilon_high, outer_low, outer_high: reinforce.ring(
+        ratio(t, t.logp), t.advantage, epsilon_low, epsilon_high, outer_low, outer_high
+    ),
+}
+
+WEIGHTS: dict[str, Piece] = {
+    "one": lambda t: torch.ones_like(t.logp),
+    "ratio": lambda t, *, ratio: ratio(t, t.logp),
+    "capped_ratio": lambda t, *, ratio, epsilon_high: reinforce.capped_ratio(ratio(t, t.logp), epsilon_high),
+    "tapered_ratio": lambda t, *, ratio: reinforce.tapered_ratio(ratio(t, t.logp), t.advantage),
+    "exp_advantage": lambda t, *, weight_temperature: reinforce.exp_advantage(t.advantage, weight_temperature),
+}
+
+REGULARISERS: dict[str, Piece] = {
+    "none": lambda t: torch.zeros_like(t.logp),
+    "asymre": lambda t, *, strength: reinforce.asymre(t.logp, strength),
+    "opmd": lambda t, *, anchor, strength: reinforce.opmd(t.logp, anchor(t), strength),
+}
+
+ANCHORS: dict[str, Piece] = {"alpha": lambda t: t.alpha, "pi_k": lambda t: t.pi_k, "pi_ref": lambda t: t.pi_ref}
+
+KLS: dict[str, Piece] = {
+    "k1": lambda t: divergences.k1(t.logp, t.pi_ref),
+    "k2": lambda t: divergences.k2(t.logp, t.pi_ref),
+    "k3": lambda t: divergences.k3(t.logp, t.pi_ref),
+}
+
+REDUCTIONS: dict[str, Piece] = {
     "token_mean": lambda lengths, kept, counted, max_length: reductions.token_mean(lengths, kept, counted),
     "sequence_mean": lambda lengths, kept, counted, max_length: reductions.sequence_mean(lengths, kept, counted),
     "sequence_sum": lambda lengths, kept, counted, max_length: reductions.sequence_sum(lengths, kept, counted),
     "constant_length": reductions.constant_length,
+}
+
+TABLES = {
+    "advantage": ADVANTAGES,
+    "surrogate": SURROGATES,
+    "ratio": RATIOS,
+    "mask": MASKS,
+    "weight": WEIGHTS,
+    "regulariser": REGULARISERS,
+    "anchor": ANCHORS,
+    "kl": KLS,
+    "reduction": REDUCTIONS,
 }

@@ -5,41 +5,31 @@ pi_k/alpha is the same function of (logp_k_T, logp_alpha_T).
 """
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from lagrpo.core.shapes import require_vector
+from lagrpo.core.shapes import FloatT, IntT, per_index, require_vector
 
 
-def token_ratio(logp_T: Float[Tensor, "T"], logp_alpha_T: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+def token_ratio(logp_T: FloatT, logp_alpha_T: FloatT) -> FloatT:
     """rho_t = exp(logp_t - logp_alpha_t): each token on its own. Raises ValueError on shapes."""
     require_vector(logp_T=logp_T, logp_alpha_T=logp_alpha_T)
     return (logp_T - logp_alpha_T).exp()
 
 
-def sequence_ratio(
-    logp_T: Float[Tensor, "T"], logp_alpha_T: Float[Tensor, "T"], completion_T: Int[Tensor, "T"], C: int
-) -> Float[Tensor, "T"]:
+def sequence_ratio(logp_T: FloatT, logp_alpha_T: FloatT, completion_T: IntT, C: int) -> FloatT:
     """pi(y|x)/alpha(y|x) = exp(sum over the completion of logp - logp_alpha), the ratio of Eq. 3 and Eq. 6
     (Mroueh et al., arXiv 2505.22257), at every token of the completion.
 
     `completion_T` holds 0 .. C-1; all tokens of a completion must be in one call. Raises ValueError on shapes."""
     require_vector(logp_T=logp_T, logp_alpha_T=logp_alpha_T, completion_T=completion_T)
-    return _per_completion(logp_T - logp_alpha_T, completion_T, C).exp()[completion_T]
+    return per_index(logp_T - logp_alpha_T, completion_T, C).exp()[completion_T]
 
 
-def length_normalised_ratio(
-    logp_T: Float[Tensor, "T"], logp_alpha_T: Float[Tensor, "T"], completion_T: Int[Tensor, "T"], C: int
-) -> Float[Tensor, "T"]:
+def length_normalised_ratio(logp_T: FloatT, logp_alpha_T: FloatT, completion_T: IntT, C: int) -> FloatT:
     """(pi(y|x)/alpha(y|x))^(1/|y|) = exp(mean over the completion of logp - logp_alpha), GSPO (Zheng et al., arXiv
     2507.18071, Eq. 7), at every token of the completion.
 
     The gradient flows through the mean: d ratio / d logp_t = ratio / |y| for every token of the completion.
     Raises ValueError on shapes."""
     require_vector(logp_T=logp_T, logp_alpha_T=logp_alpha_T, completion_T=completion_T)
-    lengths_C = _per_completion(torch.ones_like(logp_T), completion_T, C)
-    return (_per_completion(logp_T - logp_alpha_T, completion_T, C) / lengths_C.clamp(min=1)).exp()[completion_T]
-
-
-def _per_completion(value_T: Float[Tensor, "T"], completion_T: Int[Tensor, "T"], C: int) -> Float[Tensor, "C"]:
-    return torch.zeros(C, dtype=value_T.dtype, device=value_T.device).index_add(0, completion_T, value_T)
+    lengths_C = per_index(torch.ones_like(logp_T), completion_T, C)
+    return (per_index(logp_T - logp_alpha_T, completion_T, C) / lengths_C.clamp(min=1)).exp()[completion_T]

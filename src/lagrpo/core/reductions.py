@@ -12,42 +12,33 @@ are 0.
 """
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lagrpo.core.shapes import require_vector
+from lagrpo.core.shapes import BoolC, FloatC, IntC, require_vector
 
 
-def token_mean(
-    lengths_C: Int[Tensor, "C"], kept_C: Bool[Tensor, "C"], counted_C: Bool[Tensor, "C"]
-) -> Float[Tensor, "C"]:
+def token_mean(lengths_C: IntC, kept_C: BoolC, counted_C: BoolC) -> FloatC:
     """1 / (tokens counted): the mean over the tokens of the batch, long completions weighing more
     (DAPO, Yu et al., arXiv 2503.14476, Eq. 8). Raises ValueError on shapes, empty completions, kept but not counted."""
     _check(lengths_C, kept_C, counted_C)
     return _weights(torch.ones_like(lengths_C), (lengths_C * counted_C).sum(), kept_C)
 
 
-def sequence_mean(
-    lengths_C: Int[Tensor, "C"], kept_C: Bool[Tensor, "C"], counted_C: Bool[Tensor, "C"]
-) -> Float[Tensor, "C"]:
+def sequence_mean(lengths_C: IntC, kept_C: BoolC, counted_C: BoolC) -> FloatC:
     """1 / (completions counted * own length): the mean over completions of the mean over their tokens
     (GRPO as published, Shao et al., arXiv 2402.03300, Eq. 3). Raises as `token_mean` does."""
     _check(lengths_C, kept_C, counted_C)
     return _weights(lengths_C, counted_C.sum(), kept_C)
 
 
-def sequence_sum(
-    lengths_C: Int[Tensor, "C"], kept_C: Bool[Tensor, "C"], counted_C: Bool[Tensor, "C"]
-) -> Float[Tensor, "C"]:
+def sequence_sum(lengths_C: IntC, kept_C: BoolC, counted_C: BoolC) -> FloatC:
     """1 / (completions counted): the mean over completions of the *sum* over their tokens, the policy gradient of a
     whole completion (RLOO, Ahmadian et al., arXiv 2402.14740). Raises as `token_mean` does."""
     _check(lengths_C, kept_C, counted_C)
     return _weights(torch.ones_like(lengths_C), counted_C.sum(), kept_C)
 
 
-def constant_length(
-    lengths_C: Int[Tensor, "C"], kept_C: Bool[Tensor, "C"], counted_C: Bool[Tensor, "C"], max_length: int
-) -> Float[Tensor, "C"]:
+def constant_length(lengths_C: IntC, kept_C: BoolC, counted_C: BoolC, max_length: int) -> FloatC:
     """1 / (completions counted * max_length): the sum over tokens divided by a constant, so that the length of a
     completion cannot change the weight of its tokens (Dr. GRPO, Liu et al., arXiv 2503.20783).
     Raises as `token_mean` does, and for a completion longer than max_length."""

@@ -1,6 +1,21 @@
-"""The checks that open every function of core: a wrong shape is an error that names the tensors, never a broadcast."""
+"""Shapes: their names in signatures, and the checks that open every function of core. A wrong shape is an error that
+names the tensors, never a broadcast."""
 
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+FloatT = Float[Tensor, "T"]
+BoolT = Bool[Tensor, "T"]
+IntT = Int[Tensor, "T"]
+FloatC = Float[Tensor, "C"]
+BoolC = Bool[Tensor, "C"]
+IntC = Int[Tensor, "C"]
+
+
+def per_index(value_T: Tensor, index_T: Tensor, count: int) -> Tensor:
+    """Sums of the values that share an index, 0 .. count-1: over the tokens of a completion, say."""
+    return torch.zeros(count, dtype=value_T.dtype, device=value_T.device).index_add(0, index_T, value_T)
 
 
 def require_same_shape(**tensors: Tensor) -> None:
@@ -32,3 +47,10 @@ def require_at_least(minimum: float, **numbers: float) -> None:
     for name, number in numbers.items():
         if not number >= minimum:
             raise ValueError(f"{name} must be at least {minimum:g}, but is {number}")
+
+
+def require_above(minimum: float, **numbers: float) -> None:
+    """Raises ValueError unless every number is greater than `minimum` (and not NaN)."""
+    for name, number in numbers.items():
+        if not number > minimum:
+            raise ValueError(f"{name} must be greater than {minimum:g}, but is {number}")
