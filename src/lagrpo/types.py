@@ -30,9 +30,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+if TYPE_CHECKING:  # annotations only: the verifier's worker processes import this module and must start fast
+    import torch
 
 
 @dataclass(frozen=True, slots=True)

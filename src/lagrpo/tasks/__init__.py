@@ -1,0 +1,96 @@
+"""Tasks: what is asked, and how an answer is judged. One file each.
+
+`load_task(settings, seed)` gives the task that the settings name; `check_options(settings)` refuses settings that
+contradict each other, at no cost.
+"""
+
+from __future__ import annotations
+
+from lagrpo.tasks.base import Judge, RowTask, Task, TaskSettings, Unjudgeable, chat, nearest, prompt_order
+from lagrpo.tasks.importing import is_reference, load_function
+
+__all__ = [
+    "Judge",
+    "RowTask",
+    "Task",
+    "TaskSettings",
+    "Unjudgeable",
+    "chat",
+    "check_options",
+    "load_task",
+    "prompt_order",
+]
+
+_DATA = ("data", "train_split", "test_split")
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "arithmetic": ("operations", "digits", "words"),
+    "countdown": ("numbers",),
+    "gsm8k": _DATA,
+    "math": _DATA,
+    "custom": (*_DATA, "prompt_column", "answer_column"),
+}
+"""The options that each task takes, besides `system_prompt` and `reward`, which every task takes."""
+
+_UNSET = {"train_split": (None, "train"), "test_split": (None, "test")}
+
+JUDGES = {
+    "arithmetic": "lagrpo.tasks.arithmetic:judge",
+    "countdown": "lagrpo.tasks.countdown:judge",
+    "number": "lagrpo.tasks.gsm8k:judge",
+    "math": "lagrpo.tasks.math:judge",
+    "exact": "lagrpo.tasks.custom:judge_exact",
+}
+"""The built-in rewards that the setting `reward` can name."""
+
+
+def check_options(settings: TaskSettings) -> None:
+    """Raises ValueError for a task that does not exist, an option that the named task does not take, and a reward that
+    does not exist. Loads nothing."""
+    name = settings.name
+    reward = settings.reward
+    if reward is not None and not is_reference(reward) and reward not in JUDGES:
+        raise ValueError(
+            f"task.reward: there is no built-in reward {reward!r}; there are {', '.join(JUDGES)}, and a function of "
+            f"your own as 'package.module:function'.{nearest(reward, JUDGES)}"
+        )
+    if is_reference(name):
+        return
+    if name not in OPTIONS:
+        raise ValueError(
+            f"task.name: there is no task {name!r}; there are {', '.join(OPTIONS)}, and a task of your own as "
+            f"'package.module:function'.{nearest(name, OPTIONS)}"
+        )
+    for option in sorted(set().union(*OPTIONS.values()) - set(OPTIONS[name])):
+        if getattr(settings, option) not in _UNSET.get(option, (None,)):
+            takers = " and ".join(task for task, options in OPTIONS.items() if option in options)
+            raise ValueError(f"task.{option} is set, but the task {name!r} does not take it: {takers} does")
+
+
+def load_task(settings: TaskSettings, seed: int) -> Task:
+    """The task that the settings name, its generated part drawn from the seed.
+
+    A task of the user's own, "package.module:function", is what function(settings, seed) returns.
+
+    Raises ValueError where the settings are wrong (before anything heavy is loaded) or the data is not as it should be,
+    TypeError where a user's function returns something that is not a Task, and ImportError where the task needs a
+    package that is not installed.
+    """
+    check_options(settings)
+    if not is_reference(settings.name):
+        return load_function(f"lagrpo.tasks.{settings.name}:load")(settings, seed)
+    task = load_function(settings.name)(settings, seed)
+    if not isinstance(task, Task):
+        raise TypeError(
+            f"task.name: {settings.name!r} returned a {type(task).__name__}, which is no Task: that has name, judge, "
+            "size(split) and prompt(split, index)"
+        )
+    return task
+
+
+def load_judge(reward: str | None, default: Judge) -> Judge:
+    """The judge that the setting `reward` names (built in, or "package.module:function"), the task's own without it."""
+    if reward is None:
+        return default
+    if reward == "math":
+        load_function("lagrpo.tasks.math:require_math_verify")()
+    return load_function(JUDGES.get(reward, reward))

@@ -1,0 +1,124 @@
+"""Task `arithmetic`: "What is 3 + 4?", generated from the seed.
+
+Settings: `operations` (of + - *; default +), `digits` (1 to 4: both numbers are 0 .. 10^digits - 1; default 1) and
+`words` (number words: "What is three plus four?"; default no). Subtraction goes below zero.
+
+Train and test are disjoint, also under exchange of the two numbers: 3 + 4 and 4 + 3 are on the same side. A fifth of
+all problems is for testing, at most 1,000, and at most 10,000 of the others are for training: of the 100 single-digit
+additions 80 and 20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable
+from lagrpo.tasks.reading import last_number, numerals, plain
+
+WORDING = "What is {problem}? Answer with just the number."
+
+OPERATIONS: dict[str, tuple[str, Callable[[int, int], int]]] = {
+    "+": ("plus", lambda a, b: a + b),
+    "-": ("minus", lambda a, b: a - b),
+    "*": ("times", lambda a, b: a * b),
+}
+_TRAIN, _TEST = 10_000, 1_000
+_FEW = 2**17
+
+Problem = tuple[str, int, int]
+
+
+def load(settings: TaskSettings, seed: int) -> RowTask:
+    """The task for these settings. Raises ValueError for operations or digits that there are not."""
+    from lagrpo.tasks import load_judge
+
+    operations = tuple(dict.fromkeys(settings.operations or ("+",)))
+    digits = 1 if settings.digits is None else settings.digits
+    for operation in operations:
+        if operation not in OPERATIONS:
+            known = ", ".join(OPERATIONS)
+            raise ValueError(f"task.operations: there is no operation {operation!r}; there are {known}")
+    if not 1 <= digits <= 4:
+        raise ValueError(f"task.digits is {digits}; it is 1, 2, 3 or 4")
+
+    def ask(problem: Problem) -> tuple[str, str]:
+        operation, a, b = problem
+        shown = f"{spell(a)} {OPERATIONS[operation][0]} {spell(b)}" if settings.words else f"{a} {operation} {b}"
+        return WORDING.format(problem=shown), str(OPERATIONS[operation][1](a, b))
+
+    train, test = split(operations, digits, seed)
+    return RowTask(
+        "arithmetic", {"train": train, "test": test}, ask, load_judge(settings.reward, judge), settings.system_prompt
+    )
+
+
+def judge(text: str, gold: Any) -> float:
+    """1.0 where the answer's last numeral names the gold number, else 0.0.
+
+    What a numeral is, and which one names no number because it is part of a list or of an unfinished expression, is
+    stated at the head of `lagrpo.tasks.reading`. Right for gold 7: "7", "7.0", "07", "7 apples", "3 + 4 = 7.". Wrong:
+    "-7", "seven", "７", "3 + 4", "5 6 7", "6 or 7", "7, not 8". Raises Unjudgeable where the gold answer is no integer.
+    """
+    try:
+        right = int(gold)
+    except (TypeError, ValueError) as error:
+        raise Unjudgeable(f"the gold answer {gold!r} is no integer") from error
+    text = plain(text)
+    return float(last_number(text, numerals(text)) == Fraction(right))
+
+
+def split(operations: tuple[str, ...], digits: int, seed: int) -> tuple[list[Problem], list[Problem]]:
+    """The training and the test problems, in an order drawn from the seed."""
+    from lagrpo.addressed import permutation
+
+    numbers = 10**digits
+    test_size = min(_TEST, len(operations) * numbers**2 // 5)
+    train: list[Problem] = []
+    test: list[Problem] = []
+    for operation, a, b in _unordered(operations, numbers, seed):
+        both = [(operation, a, b)] if a == b else [(operation, a, b), (operation, b, a)]
+        (test if len(test) + len(both) <= test_size else train).extend(both)
+    shuffled = [
+        [problems[index] for index in permutation(len(problems), seed, "arithmetic", "order", name)]
+        for name, problems in (("train", train), ("test", test))
+    ]
+    return shuffled[0][:_TRAIN], shuffled[1]
+
+
+def _unordered(operations: tuple[str, ...], numbers: int, seed: int) -> list[Problem]:
+    """Distinct problems with a <= b in random order: all of them where they are few, else as many as are needed."""
+    from lagrpo.addressed import permutation, uniforms
+
+    space = len(operations) * numbers**2
+    if space <= _FEW:
+        drawn = permutation(space, seed, "arithmetic", "problems").tolist()
+    else:
+        drawn = dict.fromkeys((uniforms(_TRAIN + _TEST, seed, "arithmetic", "problems") * space).astype(int).tolist())
+    problems = ((operations[code // numbers**2], code // numbers % numbers, code % numbers) for code in drawn)
+    return list(dict.fromkeys((operation, min(a, b), max(a, b)) for operation, a, b in problems))
+
+
+# fmt: off
+_ONES = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+# fmt: on
+
+
+def spell(number: int) -> str:
+    """A number from 0 to 9,999 in words.
+
+    >>> spell(7), spell(40), spell(9317)
+    ('seven', 'forty', 'nine thousand three hundred seventeen')
+    """
+    if number < 20:
+        return _ONES[number]
+    if number < 100:
+        return _TENS[number // 10 - 2] + (f"-{_ONES[number % 10]}" if number % 10 else "")
+    size, name = (100, "hundred") if number < 1000 else (1000, "thousand")
+    rest = f" {spell(number % size)}" if number % size else ""
+    return f"{_ONES[number // size]} {name}{rest}"

@@ -1,0 +1,166 @@
+"""Task `countdown`: reach a target from some numbers, generated from the seed.
+
+Settings: `numbers`, how many there are (3 to 6; default 4). They are drawn from 1 to 99, and the target, 10 to 999 and
+none of the numbers, is what some expression in all of them gives, so every problem can be solved.
+
+Train (10,000 problems) and test (500) are disjoint by construction: the digest of a problem's sorted numbers and target
+says which side it is on.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable
+
+WORDING = (
+    "Write an expression that equals {target}. Use only the numbers {numbers}, each of them at most once, with + - * / "
+    "and parentheses. Answer with just the expression."
+)
+
+_SIZES = {"train": 10_000, "test": 500}
+_LARGEST, _TARGETS = 99, range(10, 1000)
+_LONGEST = 200
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_SPELLINGS = {"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", r"\times": "*", r"\cdot": "*", r"\div": "/"}
+_STRETCH = re.compile(r"[-+*/() 0-9]+")
+_OPERATION = re.compile(r"[0-9)] *[-+*/]+ *[-+( ]*[0-9]")
+_ARITHMETIC: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+}
+
+
+def load(settings: TaskSettings, seed: int) -> RowTask:
+    """The task for these settings. Raises ValueError for a number of numbers outside 3 .. 6."""
+    from lagrpo.tasks import load_judge
+
+    count = 4 if settings.numbers is None else settings.numbers
+    if not 3 <= count <= 6:
+        raise ValueError(f"task.numbers is {count}; it is 3, 4, 5 or 6")
+    rows = {name: Problems(name, count, seed) for name in _SIZES}
+    return RowTask("countdown", rows, _ask, load_judge(settings.reward, judge), settings.system_prompt)
+
+
+def judge(text: str, gold: Any) -> float:
+    """1.0 where the answer's expression equals the target and uses each given number at most once, else 0.0.
+
+    `gold` is {"numbers": [...], "target": ...}. The expression is the last stretch of the answer (within its last
+    <answer> ... </answer>, if it has one) that is made of the digits 0-9, + - * / ( ) and spaces only and has an
+    operation between two numbers; × · ÷ and LaTeX's \\times \\cdot \\div are read as * and /. So "(7 - 3) * 5 = 20"
+    is the expression before "=", and what is claimed after "=" plays no part.
+
+    It must be a well-formed expression of at most 200 characters in + - * / (also a sign, as in -3 + 10), each of its
+    numbers one of the given ones, none more often than it is given. Not all need be used. It is computed in exact
+    fractions; division by zero is wrong. Raises Unjudgeable where `gold` is not of its form.
+    """
+    numbers, target = _read_gold(gold)
+    expression = find_expression(text)
+    if expression is None or len(expression) > _LONGEST:
+        return 0.0
+    try:
+        tree = ast.parse(expression, mode="eval").body
+        used = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+        return float(used <= Counter(numbers) and _value(tree) == target)
+    except (SyntaxError, ZeroDivisionError, _NotArithmetic):
+        return 0.0
+
+
+def find_expression(text: str) -> str | None:
+    """The expression that an answer gives (see `judge`), None if it gives none.
+
+    >>> find_expression("First 7 - 3 = 4, so (7 − 3) × 5 = 20.")
+    '(7 - 3) * 5'
+    """
+    if tagged := _TAG.findall(text):
+        text = tagged[-1]
+    for spelling, operator in _SPELLINGS.items():
+        text = text.replace(spelling, operator)
+    stretches = [found for found in _STRETCH.findall(text) if _OPERATION.search(found)]
+    return stretches[-1].strip() if stretches else None
+
+
+class _NotArithmetic(Exception):  # noqa: N818
+    pass
+
+
+def _value(node: ast.AST) -> Fraction:
+    """The value of an expression of + - * /. Short expressions only: it recurses as deep as they nest."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        return _ARITHMETIC[type(node.op)](_value(node.left), _value(node.right))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        operand = _value(node.operand)
+        return -operand if isinstance(node.op, ast.USub) else operand
+    raise _NotArithmetic(type(node).__name__)
+
+
+def _read_gold(gold: Any) -> tuple[list[int], int]:
+    numbers = gold.get("numbers") if isinstance(gold, Mapping) else None
+    target = gold.get("target") if isinstance(gold, Mapping) else None
+    if not isinstance(numbers, Sequence) or not all(type(number) is int for number in (*numbers, target)):
+        raise Unjudgeable(f"the gold answer {gold!r} is not of the form {{'numbers': [3, 5, 7], 'target': 20}}")
+    return list(numbers), int(target or 0)
+
+
+def _ask(problem: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    numbers = ", ".join(map(str, problem["numbers"]))
+    return WORDING.format(target=problem["target"], numbers=numbers), problem
+
+
+@dataclass(frozen=True, slots=True)
+class Problems(Sequence[dict[str, Any]]):
+    """The problems of one split, each generated when it is asked for: a pure function of (seed, split, index)."""
+
+    split: str
+    drawn: int
+    seed: int
+
+    def __len__(self) -> int:
+        return _SIZES[self.split]
+
+    def __getitem__(self, index: Any) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"the {self.split} split has problems 0 .. {len(self) - 1}; there is no {index}")
+        attempt = 0
+        while True:
+            numbers, target = _attempt(self.drawn, self.seed, self.split, index, attempt)
+            if target in _TARGETS and target not in numbers and _side(numbers, target) == self.split:
+                return {"numbers": numbers, "target": target}
+            attempt += 1
+
+
+def _side(numbers: list[int], target: int) -> str:
+    """One problem in twenty is for testing."""
+    digest = hashlib.blake2b(repr((sorted(numbers), target)).encode(), digest_size=8).digest()
+    return "test" if int.from_bytes(digest, "little") % 20 == 0 else "train"
+
+
+def _attempt(count: int, *address: int | str) -> tuple[list[int], int]:
+    """Random numbers, and what they give when two random ones at a time are combined by a random operation that gives a
+    positive integer (as in the television game), until one is left."""
+    from lagrpo.addressed import uniforms
+
+    draws = iter(uniforms(4 * count, "countdown", *address).tolist())
+    numbers = [1 + int(next(draws) * _LARGEST) for _ in range(count)]
+    left = list(numbers)
+    while len(left) > 1:
+        a = left.pop(int(next(draws) * len(left)))
+        b = left.pop(int(next(draws) * len(left)))
+        results = [a + b, a * b]
+        if a != b:
+            results.append(abs(a - b))
+        if max(a, b) % min(a, b) == 0:
+            results.append(max(a, b) // min(a, b))
+        left.append(results[int(next(draws) * len(results))])
+    return numbers, left[0]

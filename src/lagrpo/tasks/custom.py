@@ -1,0 +1,130 @@
+"""Task `custom`: a dataset and a reward of the user's own.
+
+`data` is a file (.jsonl, .json, .csv, .parquet), a directory of such files named after their splits, or a dataset of
+the hub (see `lagrpo.tasks.files`). `prompt_column` holds a text or a list of chat messages; `answer_column` what a
+completion is judged against; `reward` is a built-in reward or "package.module:function", called as function(text, gold)
+with the answer column's value as gold, or with the whole row as a dict when `answer_column` is not set.
+
+Where there is only one split, a tenth of its rows (at most 1,000), drawn by the seed, is held out for testing; that is
+logged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lagrpo.tasks.base import Messages, RowTask, TaskSettings, Unjudgeable, nearest
+from lagrpo.tasks.files import Rows, check_columns, data_source, hold_out, hub_rows, log
+from lagrpo.tasks.importing import is_reference
+
+_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def load(settings: TaskSettings, seed: int) -> RowTask:
+    """The task for these settings. Raises ValueError where a setting is missing, the data is not there, or a column is
+    not what it should be."""
+    from lagrpo.tasks import JUDGES, load_judge
+
+    if settings.reward is None:
+        known = ", ".join(JUDGES)
+        raise ValueError(f"the task 'custom' needs task.reward: one of {known}, or a 'package.module:function'")
+    if settings.answer_column is None and not is_reference(settings.reward):
+        raise ValueError(f"the reward {settings.reward!r} needs task.answer_column, the column to judge against")
+    reward = load_judge(settings.reward, judge_exact)
+    rows = _splits(settings, seed)
+    _check(settings, rows)
+    return RowTask("custom", rows, _Ask(settings), reward, settings.system_prompt)
+
+
+def judge_exact(text: str, gold: Any) -> float:
+    """1.0 where the answer is the gold answer, letter by letter, but for white space around either; else 0.0. Raises
+    Unjudgeable where there is no gold answer."""
+    if gold is None:
+        raise Unjudgeable("the gold answer is empty")
+    return float(text.strip() == str(gold).strip())
+
+
+class _Ask:
+    """A row's prompt and gold answer, by the columns that the settings name."""
+
+    def __init__(self, settings: TaskSettings) -> None:
+        self._prompt_column = settings.prompt_column
+        self._answer_column = settings.answer_column
+
+    def __call__(self, row: Mapping[str, Any]) -> tuple[str | Messages, Any]:
+        prompt = row[str(self._prompt_column)]
+        gold = dict(row) if self._answer_column is None else row[self._answer_column]
+        if isinstance(prompt, str):
+            return prompt, gold
+        if isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) and "role" in turn for turn in prompt):
+            return [{key: value for key, value in turn.items() if value is not None} for turn in prompt], gold
+        raise ValueError(
+            f"the column {self._prompt_column!r} holds {prompt!r:.80}: a prompt is a text, or a list of messages such "
+            "as {'role': 'user', 'content': '...'}"
+        )
+
+
+def _check(settings: TaskSettings, rows: Mapping[str, Rows]) -> None:
+    for side, split in rows.items():
+        columns = [column for column in (settings.prompt_column, settings.answer_column) if column is not None]
+        check_columns(split, columns, f"the {side} split")
+        if settings.prompt_column is None:
+            raise ValueError(
+                f"the task 'custom' needs task.prompt_column; the columns of the {side} split are {', '.join(split[0])}"
+            )
+        _, gold = _Ask(settings)(split[0])
+        try:
+            json.dumps(gold)
+        except TypeError as error:
+            column = settings.answer_column or "the whole row, as task.answer_column is not set"
+            raise ValueError(f"the gold answers ({column}) cannot be written as JSON: {error}") from error
+
+
+def _splits(settings: TaskSettings, seed: int) -> dict[str, Rows]:
+    there = _available(settings)
+    train = settings.train_split
+    if train == "train" and len(there) == 1:
+        (train,) = there
+    for setting, split in (("train_split", train), ("test_split", settings.test_split)):
+        if split not in there and (setting, split) != ("test_split", "test"):
+            known = ", ".join(there)
+            raise ValueError(f"task.{setting}: there is no split {split!r}; there are {known}.{nearest(split, there)}")
+    if settings.test_split in there:
+        return {"train": _read(there[train]), "test": _read(there[settings.test_split])}
+    rows = _read(there[train])
+    kept, held_out = hold_out(len(rows), seed)
+    log.warning(
+        "%s has no test split: %d rows are for training, %d drawn by seed %d are held out for testing",
+        settings.data, len(kept), len(held_out), seed,
+    )  # fmt: skip
+    return {"train": rows.select(kept), "test": rows.select(held_out)}
+
+
+def _available(settings: TaskSettings) -> dict[str, Any]:
+    """The splits that there are: files yet to read, or a hub dataset's."""
+    endings = ", ".join(_FORMATS)
+    source = data_source(
+        settings.data, f"a file ending in {endings}, or a directory of such files", "openai/gsm8k:main"
+    )
+    if isinstance(source, str):
+        return dict(hub_rows(source, None))
+    files = sorted(source.iterdir()) if source.is_dir() else [source]
+    there = {path.stem: path for path in files if path.suffix in _FORMATS}
+    if not there:
+        raise ValueError(f"task.data: {source} is no file that ends in {endings}, nor a directory of such files")
+    return there
+
+
+def _read(split: Any) -> Any:
+    if not isinstance(split, Path):
+        return split
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        return datasets.load_dataset(_FORMATS[split.suffix], data_files=str(split), split="train")
+    except (DatasetGenerationError, ValueError) as error:
+        raise ValueError(f"{split} cannot be read as {_FORMATS[split.suffix]}: {error.__cause__ or error}") from error

@@ -1,0 +1,142 @@
+"""Where a task's rows come from: files, or datasets of the Hugging Face hub.
+
+The setting `task.data`, else the environment variable LAGRPO_DATA, is a path or a hub dataset: "owner/name", or
+"owner/name:config" where it has several configurations. A split that contains a slash, "owner/name:split", is a hub
+dataset of its own, whatever `task.data` says.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lagrpo.tasks.base import TaskSettings, nearest
+
+log = logging.getLogger("lagrpo.tasks")
+
+Rows = Sequence[Mapping[str, Any]]
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
+
+
+def task_rows(
+    settings: TaskSettings, file_names: Callable[[str], Sequence[str]], hub: str, question: str, answer: str
+) -> dict[str, Rows]:
+    """The train and test rows of a built-in dataset task, each with its question and its answer column.
+
+    In a directory, a split is the first of file_names(split) that is there. `hub` is what to suggest where no data is
+    named, and the configuration to take where `task.data` is that dataset's name alone.
+
+    Rows with an empty answer are left out, which is logged. Raises ValueError where data is missing, cannot be read or
+    lacks a column.
+    """
+    rows: dict[str, Rows] = {}
+    for side, split in (("train", settings.train_split), ("test", settings.test_split)):
+        if "/" in split:
+            name, _, hub_split = split.partition(":")
+            found = hub_rows(name, hub_split or side)
+        else:
+            source = data_source(settings.data, f"{' or '.join(file_names(split))} is looked for there", hub)
+            if isinstance(source, Path):
+                found = read_jsonl(_first_file(source, file_names(split)))
+            else:
+                found = hub_rows(hub if source == hub.partition(":")[0] else source, split)
+        check_columns(found, (question, answer), f"the {side} split")
+        rows[side] = [row for row in found if row[answer] not in (None, "")]
+        if left_out := len(found) - len(rows[side]):
+            log.warning("%d of the %d rows of the %s split have no answer and are left out", left_out, len(found), side)
+    return rows
+
+
+def data_source(data: str | None, needed: str, hub: str) -> Path | str:
+    """The path or the hub name that the setting or the environment names. Raises ValueError without either, saying what
+    is needed, and for a path where nothing is."""
+    named = data or os.environ.get("LAGRPO_DATA")
+    if not named:
+        raise ValueError(
+            f"this task needs data: set task.data (or the environment variable LAGRPO_DATA) to a path ({needed}), or "
+            f"to a dataset of the Hugging Face hub such as {hub!r}"
+        )
+    path = Path(named).expanduser()
+    if path.exists():
+        return path
+    if data and _HUB_ID.fullmatch(named):
+        return named
+    setting = "task.data" if data else "LAGRPO_DATA"
+    raise ValueError(f"{setting}: there is no file or directory {named!r} (seen from {os.getcwd()})")
+
+
+def hub_rows(name: str, split: str | None) -> Any:
+    """The rows of one split of the hub dataset "owner/name" or "owner/name:config"; all its splits by name for None."""
+    import datasets
+
+    repository, _, config = name.partition(":")
+    wanted = f"the split {split!r} of a dataset of that name" if split else "a dataset of that name"
+    try:
+        return datasets.load_dataset(repository, config or None, split=split)
+    except (FileNotFoundError, ConnectionError, ValueError) as error:
+        raise ValueError(
+            f"{name!r} is no file or directory here (seen from {os.getcwd()}), and {wanted} could not be loaded from "
+            f"the Hugging Face hub: {error}"
+        ) from error
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file. Raises ValueError, with file and line, for a line that is none."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: this is not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number}: this is a {type(row).__name__}, not an object with columns")
+        rows.append(row)
+    return rows
+
+
+def check_columns(rows: Rows, columns: Iterable[str], where: str) -> None:
+    """Raises ValueError for rows that are none, or where the first lacks one of these columns."""
+    if not len(rows):
+        raise ValueError(f"{where} has no rows")
+    for column in columns:
+        if column not in rows[0]:
+            known = list(rows[0])
+            raise ValueError(
+                f"{where} has no column {column!r}; its columns are {', '.join(known)}.{nearest(column, known)}"
+            )
+
+
+def hold_out(count: int, seed: int) -> tuple[list[int], list[int]]:
+    """The training and the test rows of data with one split: a tenth of the rows (at least one, at most 1,000), drawn
+    by the seed, is held out for testing; the others are for training. Both in their order.
+
+    >>> [len(rows) for rows in hold_out(40, seed=0)]
+    [36, 4]
+    """
+    from lagrpo.addressed import permutation
+
+    if count < 2:
+        raise ValueError(f"the data has {count} rows: too few to hold any out for testing")
+    order = permutation(count, seed, "hold-out").tolist()
+    test = max(1, min(1000, count // 10))
+    return sorted(order[test:]), sorted(order[:test])
+
+
+def _first_file(directory: Path, names: Sequence[str]) -> Path:
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is a file; this task wants the directory that holds {' or '.join(names)}")
+    for name in names:
+        if (directory / name).is_file():
+            return directory / name
+    there = sorted(path.name for path in directory.glob("*.jsonl"))
+    raise ValueError(
+        f"there is no {' or '.join(names)} in {directory}; "
+        + (f"there are {', '.join(there)}.{nearest(names[0], there)}" if there else "no .jsonl file is there")
+    )

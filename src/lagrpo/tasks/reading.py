@@ -1,0 +1,174 @@
+"""What an answer says: its boxes and its numbers, read the same way by every judge.
+
+A *numeral* is a run of the digits 0-9, with or without
+
+- commas between groups of three ("1,234" but not "12,34" or "0,123"), a decimal part ("7.0", ".5"), an exponent of at
+  most three digits ("1e6"), leading zeros ("07");
+- a sign before it. A hyphen, minus or en dash is a sign where it touches the numeral (a currency sign may stand
+  between) and nothing that it could subtract from touches it on its left ("-7", "(-7)", "-$7", but not "10-7"), and
+  after "=", ":" or "(" also with spaces ("= - 7", on one line). The words "minus" and "negative" directly before it are
+  signs too;
+- a unit after it, touching or not, which is ignored ("7 apples", "7km", "7%"), except that a touching "k" and the words
+  hundred, thousand, million, billion and trillion multiply.
+
+A run with a digit in it that is none of this ("x7", "7.1.2", "0x1F", "1_000", "7,8", "7²"), a numeral of more than 100
+characters, and any run with a digit other than 0-9 ("７", "٧", "½") is an *unreadable* numeral: it stands for no
+number. Number words ("seven") are not numerals.
+
+Two numerals on one line are *joined* when nothing stands between them but spaces, brackets, list punctuation
+(, ; | & or a colon without spaces), an operator (+ - * / × ÷ ^ ±, "plus", "minus", "times", "over", "x") or the words
+"or", "and", "to". A numeral that is joined to another is part of a list or of an expression that nobody has worked out,
+and names no number: "1 2 3 4", "6 or 7", "3 + 4". Only a list of equal numbers names that number: "7 (7)".
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+_ODD_DIGITS = r"\d²³¹¼-¾\u2070-\u209f\u2150-\u218b\u2460-\u24ff\u2776-\u2793"
+_WORD = rf"[0-9A-Za-z_{_ODD_DIGITS}]"
+_TOKEN = re.compile(rf"(?:(?<![0-9A-Za-z.])\.(?=[0-9]))?{_WORD}+(?:(?<=[0-9])[.,](?=[0-9]){_WORD}+)*")
+_HAS_DIGIT = re.compile(rf"[{_ODD_DIGITS}]")
+_NUMERAL = re.compile(
+    r"_*(?P<digits>(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?:[eE](?P<exponent>[0-9]{1,3})(?![A-Za-z]))?(?P<unit>[A-Za-z_]*)"
+)
+_LONGEST = 100
+
+_CURRENCY = r"(?:\\?[$]|[€£¥₹])?"
+_NEGATIVE = re.compile(
+    rf"(?:(?<![0-9A-Za-z)\]}}%–−-])[-–−]{_CURRENCY}|[$€£][-–−]|[=:(]\s{{0,3}}[-–−]\s{{0,3}}{_CURRENCY}"
+    rf"|\b(?:minus|negative)\s{{1,3}}{_CURRENCY})$",
+    re.IGNORECASE,
+)
+_SCALES = {"k": 3, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALE_WORD = re.compile(r"[ ]?(hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
+
+_OPERATOR = re.compile(r"[-+*/×·÷⁄^±–−]|\b(?:plus|minus|times|over|x|divided by)\b", re.IGNORECASE)
+_LIST = re.compile(r"(?:[ \t,;|&(){}\[\]$€£]|\b(?:or|and|to)\b)*", re.IGNORECASE)
+
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([0-9]{1,40})\s*\}\s*\{\s*([0-9]{1,40})\s*\}|\\[dt]?frac\s*([0-9])([0-9])")
+_WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|left|right|displaystyle)(?![A-Za-z])\s*")
+_ROOT = re.compile(r"\\sqrt\s*(?:\[[^\]]*\])?\s*(?:\{[^{}]*\}|[0-9])")
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
+
+
+@dataclass(frozen=True, slots=True)
+class Numeral:
+    """A numeral at text[start:end]; `value` is None for an unreadable one."""
+
+    value: Fraction | None
+    start: int
+    end: int
+
+
+def last_box(text: str) -> str | None:
+    r"""What the last \boxed{} (or \fbox{}) holds: of the boxes that are closed, the one that begins last, so the inner
+    one of nested boxes. None without a closed box.
+
+    >>> last_box(r"\boxed{1}, no: \boxed{\frac{1}{2}} or \boxed{3")
+    '\\frac{1}{2}'
+    """
+    open_braces: list[tuple[bool, int]] = []
+    best: tuple[int, str] | None = None
+    for brace in _BRACE.finditer(text):
+        if brace.group() != "}":
+            open_braces.append((brace.group() != "{", brace.end()))
+        elif open_braces:
+            boxed, start = open_braces.pop()
+            if boxed and (best is None or start > best[0]):
+                best = (start, text[start : brace.start()])
+    return best[1] if best else None
+
+
+def plain(text: str) -> str:
+    r"""The text with LaTeX's spelling of numbers made plain: \frac{a}{b} as a/b, \$ and \% without the backslash, no
+    thin spaces or {,} within numbers, \times as *, \text{...} as its content, roots as the word "root"."""
+    text = text.replace("\\!", "").replace("{,}", ",").replace("\\$", "$").replace("\\%", "%")
+    text = re.sub(r"(?<=[0-9])\\,(?=[0-9]{3})", "", text).replace("\\,", " ").replace("\\ ", " ")
+    text = re.sub(r"\\(?:times|cdot)(?![A-Za-z])", " * ", text)
+    text = re.sub(r"\\div(?![A-Za-z])", " / ", text)
+    text = _ROOT.sub(" root ", text)
+    text = _FRACTION.sub(lambda found: f" {found[1] or found[3]}/{found[2] or found[4]} ", text)
+    return _WRAPPER.sub(" ", text)
+
+
+def numerals(text: str) -> list[Numeral]:
+    """The numerals of a text, in order, unreadable ones among them (see the head of this file)."""
+    return [
+        Numeral(_value(text, token), token.start(), token.end())
+        for token in _TOKEN.finditer(text)
+        if _HAS_DIGIT.search(token.group())
+    ]
+
+
+def with_fractions(text: str, found: list[Numeral]) -> list[Numeral]:
+    """The numerals with every "a/b" (b not 0) read as one numeral of that value; of "a/b/c" only the first two."""
+    merged: list[Numeral] = []
+    for numeral in found:
+        left = merged[-1] if merged and merged[-1] in found else None
+        if left and left.value is not None and numeral.value and _between(text, left, numeral).strip() in ("/", "⁄"):
+            merged[-1] = Numeral(left.value / numeral.value, left.start, numeral.end)
+        else:
+            merged.append(numeral)
+    return merged
+
+
+def last_number(text: str, found: list[Numeral]) -> Fraction | None:
+    """The number that the last numeral names: None without one, where it is unreadable, and where it is joined to the
+    one before it.
+
+    >>> [last_number(text, numerals(text)) for text in ("3 + 4 = 7.", "6 or 7", "3 + 4", "no")]
+    [Fraction(7, 1), None, None, None]
+    """
+    if not found or (len(found) > 1 and _joined(text, found[-2], found[-1])):
+        return None
+    return found[-1].value
+
+
+def first_number(text: str, found: list[Numeral]) -> Fraction | None:
+    """The number that the first numeral names, or, where an expression with "=" comes first, the one after its "=":
+    None without one, where it is unreadable, and where it is joined to the next.
+
+    >>> [first_number(text, numerals(text)) for text in ("7, as 3 + 4 = 7", "3 * 20 = 60 dollars", "6 or 7", "3 + 4")]
+    [Fraction(7, 1), Fraction(60, 1), None, None]
+    """
+    at, in_expression = 0, False
+    while at + 1 < len(found):
+        between = _between(text, found[at], found[at + 1])
+        if _joined(text, found[at], found[at + 1]):
+            if not _OPERATOR.search(between):
+                return None
+            in_expression = True
+        elif in_expression and between.count("=") == 1:
+            in_expression = False
+        else:
+            break
+        at += 1
+    return found[at].value if found and not in_expression else None
+
+
+def _joined(text: str, left: Numeral, right: Numeral) -> bool:
+    between = _between(text, left, right)
+    if _LIST.fullmatch(_OPERATOR.sub(" ", between)) is None and between != ":":
+        return False
+    return bool(_OPERATOR.search(between)) or left.value is None or left.value != right.value
+
+
+def _between(text: str, left: Numeral, right: Numeral) -> str:
+    return text[left.end : right.start]
+
+
+def _value(text: str, token: re.Match[str]) -> Fraction | None:
+    written = token.group()
+    parts = _NUMERAL.fullmatch(written) if len(written) <= _LONGEST else None
+    if parts is None or not written.isascii():
+        return None
+    scale = _SCALES["k"] if parts["unit"].lower() == "k" else 0
+    if word := _SCALE_WORD.match(text, token.end()):
+        scale = _SCALES[word[1].lower()]
+    value = Fraction(parts["digits"].replace(",", "")) * 10 ** (int(parts["exponent"] or 0) + scale)
+    negative = _NEGATIVE.search(text[max(0, token.start() - 20) : token.start()])
+    return -value if negative else value
