@@ -46,19 +46,19 @@ class Terminal(StringIO):
 
 def test_a_terminal_gets_the_live_display_and_everything_else_plain_lines(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(make_display(10, "run", Console(file=Terminal())), LiveDisplay)
-    assert isinstance(make_display(10, "run", console()), PlainDisplay)
+    assert isinstance(make_display(10, "run", console=Console(file=Terminal())), LiveDisplay)
+    assert isinstance(make_display(10, "run", console=console()), PlainDisplay)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert isinstance(make_display(10, "run", Console(file=StringIO())), PlainDisplay), "a log with colours"
+    assert isinstance(make_display(10, "run", console=Console(file=StringIO())), PlainDisplay), "a log with colours"
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(make_display(10, "run", Console(file=Terminal())), PlainDisplay)
+    assert isinstance(make_display(10, "run", console=Console(file=Terminal())), PlainDisplay)
 
 
 def test_the_settings_may_ask_for_another_display():
-    assert isinstance(make_display(10, "run", console(), mode="live"), LiveDisplay)
-    assert isinstance(make_display(10, "run", Console(file=Terminal()), mode="plain"), PlainDisplay)
+    assert isinstance(make_display(10, "run", "live", console=console()), LiveDisplay)
+    assert isinstance(make_display(10, "run", "plain", console=Console(file=Terminal())), PlainDisplay)
     to = console()
-    with make_display(10, "run", to, mode="none") as display:
+    with make_display(10, "run", "none", console=to) as display:
         display.phase("sampling")
         display.batch(METRICS)
         display.note("nothing")
@@ -67,7 +67,7 @@ def test_the_settings_may_ask_for_another_display():
 
 def test_plain_lines_have_every_metric_under_its_heading():
     to = console()
-    with make_display(120, "arithmetic [v10]", to) as display:
+    with make_display(120, "arithmetic [v10]", console=to) as display:
         display.phase("sampling", "128 completions")
         display.batch(METRICS)
         display.note("weights [final] written")
@@ -90,7 +90,7 @@ def _cells(line: str) -> list[str]:
 
 def test_every_plain_line_is_narrower_than_120_columns():
     to = console()
-    with make_display(120, "run", to) as display:
+    with make_display(120, "run", console=to) as display:
         large = {"batch": 999_999, "reward_mean": -99.999, "kl_alpha": -1.2e-10, "rejected": 99_999, "lag_max": 9999}
         rates = {"tokens_per_s_sampling": 999_999.0, "tokens_per_s_learning": 999_999.0, "seconds_total": 86_400.0}
         display.batch(METRICS | large | rates)

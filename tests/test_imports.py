@@ -33,6 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"recipes", "compose"},
     "metrics": {"core", "types", "policy"},
     "prompts": {"types", "policy", "sampling", "tasks"},
+    "build": {"compose", "config", "embedded", "policy", "prompts", "recipes", "sampling", "tasks"} | PLAIN,
+    "meaning": {"config", "policy", "recipes", "compose"},
 }
 BELOW_THE_LOOP = set(ALLOWED)
 ALLOWED |= {

@@ -53,8 +53,8 @@ class Display(Protocol):
 def make_display(
     total_batches: int,
     title: str,
-    console: Console | None = None,
     mode: Literal["auto", "live", "plain", "none"] = "auto",
+    console: Console | None = None,
 ) -> Display:
     """The live display on a terminal and plain lines elsewhere, or what `mode` says. `total_batches` is S·M."""
     console = console or Console(force_terminal=True if mode == "live" else None)

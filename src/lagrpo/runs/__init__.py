@@ -5,3 +5,19 @@ directory.py    Run: the directory and what is put into it    show.py      compl
 rollouts.py     one row per completion, as Parquet            plots.py     the reward curve
 environment.py  versions, machine, git commit, command line
 """
+
+from __future__ import annotations
+
+from lagrpo.runs.directory import Run, RunExistsError
+from lagrpo.runs.environment import collect_environment
+from lagrpo.runs.reading import RunNotFoundError, load_evaluations, load_metrics, load_rollouts
+
+__all__ = [
+    "Run",
+    "RunExistsError",
+    "RunNotFoundError",
+    "collect_environment",
+    "load_evaluations",
+    "load_metrics",
+    "load_rollouts",
+]
