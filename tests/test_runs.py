@@ -434,8 +434,10 @@ def test_the_curve_shows_the_numbers_of_the_run():
     assert [low, high] == [pytest.approx([0.12, 0.19]), pytest.approx([0.96, 1.0])]
     legend = {text.get_text() for text in reward.get_legend().get_texts()}
     assert legend == {"delivery", "new stage", "reward of a batch", "mean of 3 batches", "pass@1, held-out prompts"}
-    assert max(lag.get_lines()[-1].get_ydata()) == 9
-    assert set(variance.get_lines()[-1].get_ydata()) == {0.25}
+    filled, line = (patch.get_data() for patch in lag.patches)
+    assert list(line.values) == list(filled.baseline) == [k % 10 for k in range(1, 41)]
+    assert list(line.edges) == [k + 0.5 for k in range(41)]
+    assert set(variance.patches[1].get_data().values) == {0.25}
 
 
 def test_smoothing_keeps_a_constant_and_the_length():

@@ -6,6 +6,7 @@ Drawn from the run's files alone, so it can be drawn while the run goes on, or l
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -128,9 +129,9 @@ def _name_value(axes: Axes, batch: int, value: float, align: Literal["left", "ri
 
 
 def _draw_zero_variance(axes: Axes, metrics: Sequence[dict[str, Any]]) -> None:
-    batches, values = curve(metrics, "zero_variance_share")
-    axes.fill_between(batches, values, step="mid", color=GREEN, alpha=0.25, linewidth=0)
-    axes.step(batches, values, where="mid", color=GREEN, linewidth=1 if len(values) <= 300 else 0.4)
+    edges, shares = _steps(metrics, "zero_variance_share")
+    axes.stairs(shares, edges, fill=True, color=GREEN, alpha=0.25, linewidth=0)
+    axes.stairs(shares, edges, baseline=None, color=GREEN, linewidth=_thin(shares))
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("share of groups\nwithout signal", color=INK, fontsize=9)
 
@@ -138,14 +139,24 @@ def _draw_zero_variance(axes: Axes, metrics: Sequence[dict[str, Any]]) -> None:
 def _draw_lag(axes: Axes, metrics: Sequence[dict[str, Any]]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    batches, lowest = curve(metrics, "lag_min")
-    also, highest = curve(metrics, "lag_max")
-    if batches == also:
-        axes.fill_between(batches, lowest, highest, step="mid", color=PURPLE, alpha=0.25, linewidth=0)
-    axes.step(also, highest, where="mid", color=PURPLE, linewidth=1)
-    axes.set_ylim(-0.15 * max([*highest, 1]), 1.2 * max([*highest, 1]))
+    edges, highest = _steps(metrics, "lag_max")
+    _, lowest = _steps(metrics, "lag_min")
+    axes.stairs(highest, edges, baseline=lowest, fill=True, color=PURPLE, alpha=0.25, linewidth=0)
+    axes.stairs(highest, edges, baseline=None, color=PURPLE, linewidth=_thin(highest))
+    top = max([1.0, *curve(metrics, "lag_max")[1]])
+    axes.set_ylim(-0.15 * top, 1.2 * top)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
     axes.set_ylabel("measured lag\n(updates)", color=INK, fontsize=9)
+
+
+def _steps(metrics: Sequence[dict[str, Any]], key: str) -> Curve:
+    """The edges of the batches, half a batch to either side, and their values (NaN, a gap, where there is none)."""
+    values = [math.nan if m.get(key) is None else float(m[key]) for m in metrics]
+    return [m["batch"] - 0.5 for m in metrics] + [metrics[-1]["batch"] + 0.5], values
+
+
+def _thin(values: Sequence[float]) -> float:
+    return 1.0 if len(values) <= 300 else 0.4
 
 
 def _mark_events(axes: Axes, metrics: Sequence[dict[str, Any]]) -> None:
