@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": {"core", "types", "policy"},
     "prompts": {"types", "policy", "sampling", "tasks"},
     "build": {"compose", "config", "embedded", "policy", "prompts", "recipes", "sampling", "tasks"} | PLAIN,
-    "meaning": {"config", "policy", "recipes", "compose"},
+    "meaning": {"compose", "config", "embedded", "policy", "recipes", "sampling"} | PLAIN,
 }
 BELOW_THE_LOOP = set(ALLOWED)
 ALLOWED |= {
