@@ -1,1 +1,22 @@
-"""On-policy and off-policy GRPO and its family on verifiable rewards."""
+"""On-policy and off-policy GRPO and its family on verifiable rewards.
+
+`lagrpo.core` is the mathematics and imports torch alone; `lagrpo.train` runs Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lagrpo.training import Result, train
+
+__all__ = ["Result", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """`lagrpo.train` and `lagrpo.Result`, loaded when asked for: `import lagrpo.core` stays light."""
+    if name not in __all__:
+        raise AttributeError(f"module 'lagrpo' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module("lagrpo.training"), name)

@@ -1,0 +1,136 @@
+"""pass@k of a policy on the held-out prompts of a task.
+
+Completions are drawn at the sampling temperature, `samples` for each prompt; pass@1 is the mean reward of the scored
+completions where rewards are 0 or 1, pass@k the unbiased estimator; intervals are bootstraps over prompts. The draws
+have the same addresses every time, so before and after differ in the policy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lagrpo.build import DTYPES, pick_device, use_threads
+from lagrpo.config import EvalSettings, SettingsError
+from lagrpo.core.estimators import bootstrap_interval, pass_at_k
+from lagrpo.embedded import resolve_model
+from lagrpo.policy.model import check_context, load_policy
+from lagrpo.prompts import PromptSource
+from lagrpo.runs.files import to_json, write_atomically
+from lagrpo.sampling.base import Request, Sampler
+from lagrpo.sampling.local import LocalSampler
+from lagrpo.tasks import check_options, load_task
+from lagrpo.types import Group
+from lagrpo.verify import Verifier
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """`summary` for people and plots, `records` one row per prompt, `groups` what was drawn."""
+
+    summary: dict[str, Any]
+    records: list[dict[str, Any]]
+    groups: list[Group]
+
+
+def evaluate(sampler: Sampler, verifier: Verifier, requests: Sequence[Request], samples: int, seed: int) -> Evaluation:
+    """Draw, judge and count. A completion counts as right when its reward is at least 1.
+
+    Raises:
+        ValueError: no prompts.
+    """
+    if not requests:
+        raise ValueError("there are no test prompts to evaluate on")
+    drawn = (group for _, group in sampler.sample(requests, samples))
+    groups = sorted(verifier.judge(drawn), key=lambda group: group.prompt.key)
+    records = [_record(group) for group in groups]
+    return Evaluation(_summary(records, samples, seed), records, groups)
+
+
+def _record(group: Group) -> dict[str, Any]:
+    rewards = group.rewards
+    right = sum(reward >= 1 for reward in rewards)
+    tokens = [len(c.token_ids) for c in group.completions]
+    return {
+        "prompt_key": group.prompt.key,
+        "prompt": group.prompt.messages[-1]["content"],
+        "gold": str(group.prompt.gold),
+        "samples": len(group.completions),
+        "scored": len(rewards),
+        "right": right,
+        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "pass_at_1": right / len(rewards) if rewards else None,
+        "tokens_mean": sum(tokens) / len(tokens),
+        "finished_share": sum(c.finished for c in group.completions) / len(group.completions),
+        "completions": [c.text for c in group.completions],
+        "rewards": [c.reward for c in group.completions],
+    }
+
+
+def _summary(records: list[dict[str, Any]], samples: int, seed: int) -> dict[str, Any]:
+    scored = [r for r in records if r["scored"]]
+    unscored = sum(r["samples"] - r["scored"] for r in records)
+    summary: dict[str, Any] = {"prompts": len(records), "samples": samples, "unscored": unscored}
+    if not scored:
+        return summary
+    rewards = [r["reward_mean"] for r in scored]
+    summary["reward_mean"] = sum(rewards) / len(rewards)
+    for k in [k for k in (1 << n for n in range(20)) if k <= samples]:
+        values = [pass_at_k(r["scored"], r["right"], k) for r in scored if r["scored"] >= k]
+        if values:
+            low, high = bootstrap_interval(torch.tensor(values, dtype=torch.float64), seed=seed)
+            summary |= {f"pass_at_{k}": sum(values) / len(values), f"pass_at_{k}_low": low, f"pass_at_{k}_high": high}
+    return summary
+
+
+def evaluate_model(model: str, settings: EvalSettings) -> Evaluation:
+    """Evaluate a model directory, hub id or "smollm2" on the test prompts of a task; prints the summary, and writes
+    summary and per-prompt records where settings.output says.
+
+    Raises:
+        SettingsError: settings that contradict each other, before anything heavy is loaded.
+    """
+    try:
+        check_options(settings.task)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    use_threads(settings.model.threads)
+    task = load_task(settings.task, settings.seed)
+    device, dtype = pick_device(settings.model.device), DTYPES[settings.model.dtype]
+    policy = load_policy(resolve_model(model), dtype, device, settings.temperature)
+    check_context(policy, settings.max_prompt_tokens + settings.max_tokens)
+    prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens)
+    requests = prompts.held_out(settings.prompts or task.size("test"))
+    sampler = LocalSampler(policy, settings.seed, settings.max_tokens, settings.rows, purpose="evaluate")
+    v = settings.verifier
+    with Verifier(task.judge, workers=v.workers, deadline=v.deadline, max_unscored_share=v.max_unscored) as verifier:
+        evaluation = evaluate(sampler, verifier, requests, settings.samples, settings.seed)
+    summary = {"model": model, "task": task.name, "temperature": settings.temperature, **evaluation.summary}
+    output = Path(settings.output or f"evaluations/{Path(model).name}-{task.name}")
+    _write(output, summary, evaluation.records)
+    _print(summary, output)
+    return evaluation
+
+
+def _write(output: Path, summary: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    output.mkdir(parents=True, exist_ok=True)
+    write_atomically(output / "records.parquet", lambda path: pq.write_table(pa.Table.from_pylist(records), path))
+    write_atomically(output / "summary.json", to_json(summary) + "\n")
+
+
+def _print(summary: dict[str, Any], output: Path) -> None:
+    print(f"{summary['model']} on {summary['task']}: {summary['prompts']} prompts x {summary['samples']} samples")
+    for name, value in summary.items():
+        if name.startswith("pass_at_") and name.count("_") == 2:
+            low, high = summary[f"{name}_low"], summary[f"{name}_high"]
+            print(f"  {name.replace('_at_', '@'):<9} {value:6.1%}   95 % interval {low:.1%} to {high:.1%}")
+    if summary["unscored"]:
+        print(f"  {summary['unscored']} completions could not be judged and are not counted")
+    print(f"  per-prompt records: {output / 'records.parquet'}")

@@ -1,0 +1,130 @@
+"""From judged groups to what the learner steps on: advantages, weights, micro-batches.
+
+Only scored completions take part. A masked group (its rewards all equal, where the recipe masks those) leaves the
+whole objective before any forward pass. Weights carry the normaliser of the whole batch, so the split into
+micro-batches, made to a budget of tokens, cannot change the gradient.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lagrpo.core.advantages import zero_variance
+from lagrpo.policy.model import Packed
+from lagrpo.types import Completion, Group
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The scored completions of a batch, in order of group and completion. `member_C` (group, index in the group);
+    `advantage_C`, `zero_variance_C`, `lengths_C` in tokens, `weight_C` (0: masked)."""
+
+    groups: tuple[Group, ...]
+    member_C: tuple[tuple[int, int], ...]
+    advantage_C: Tensor
+    zero_variance_C: Tensor
+    lengths_C: Tensor
+    weight_C: Tensor
+
+    def completion(self, c: int) -> Completion:
+        group, index = self.member_C[c]
+        return self.groups[group].completions[index]
+
+
+def assemble(
+    groups: Sequence[Group],
+    advantage: Callable[[Tensor, Tensor, int], Tensor],
+    weights: Callable[[Tensor, Tensor], Tensor],
+) -> Batch:
+    """Lines 12-13 of Algorithm 1: advantage(rewards_G, lengths_G, g) -> A_G from the scored completions of group g,
+    then weights(lengths_C, zero_variance_C) -> weight_C over the batch."""
+    member: list[tuple[int, int]] = []
+    advantages, flat = [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
+    lengths = [torch.empty(0, dtype=torch.long)]
+    for g, group in enumerate(groups):
+        scored = [(g, j) for j, c in enumerate(group.completions) if c.outcome and c.outcome.kind == "scored"]
+        if not scored:
+            continue
+        rewards_G = torch.tensor(group.rewards, dtype=torch.float64)
+        lengths_G = torch.tensor([len(group.completions[j].token_ids) for _, j in scored])
+        member += scored
+        advantages.append(advantage(rewards_G, lengths_G, g).float())
+        flat.append(zero_variance(rewards_G).expand(len(scored)))
+        lengths.append(lengths_G)
+    lengths_C, zero_variance_C = torch.cat(lengths), torch.cat(flat)
+    weight_C = weights(lengths_C, zero_variance_C) if member else torch.empty(0)
+    return Batch(tuple(groups), tuple(member), torch.cat(advantages), zero_variance_C, lengths_C, weight_C)
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Whole completions packed into one row, with what the objective reads. Flat [T] and per completion [C];
+    `group_C` numbers the groups. `logp_k_T` is filled by the first of the i updates, `logp_ref_T` before them where the recipe needs it."""
+
+    packed: Packed
+    logp_alpha_T: Tensor
+    completion_T: Tensor
+    advantage_C: Tensor
+    weight_C: Tensor
+    group_C: Tensor
+    logp_k_T: Tensor | None = None
+    logp_ref_T: Tensor | None = None
+
+
+def micro_batches(
+    batch: Batch, tokens: int, device: torch.device | str = "cpu", whole_groups: bool = False
+) -> list[MicroBatch]:
+    """Completions with a weight, packed group by group into rows of at most `tokens` tokens (a single longer
+    completion has a row of its own). A group that does not fit is cut, and its prompt is computed once per piece; with
+    `whole_groups`, for objectives that compare the completions of a group, it has a longer row instead."""
+    rows: list[tuple[int, list[list[int]]]] = []  # tokens, pieces
+    for piece in sorted(_pieces(batch, tokens if not whole_groups else sys.maxsize), key=lambda p: -_cost(batch, p)):
+        cost = _cost(batch, piece)
+        home = next((n for n, (used, _) in enumerate(rows) if used + cost <= tokens), None)
+        if home is None:
+            rows.append((cost, [piece]))
+        else:
+            rows[home] = (rows[home][0] + cost, [*rows[home][1], piece])
+    return [_pack(batch, pieces, device) for _, pieces in rows]
+
+
+def _cost(batch: Batch, piece: list[int]) -> int:
+    """Tokens that a piece puts through the model: its prompt once, its completions without their last token."""
+    prompt = batch.groups[batch.member_C[piece[0]][0]].prompt
+    return len(prompt.token_ids) + sum(int(batch.lengths_C[c]) - 1 for c in piece)
+
+
+def _pieces(batch: Batch, tokens: int) -> list[list[int]]:
+    """Runs of completions of one group, each within the budget where that is possible."""
+    pieces: list[list[int]] = []
+    for c in range(len(batch.member_C)):
+        if batch.weight_C[c] == 0:
+            continue
+        last = pieces[-1] if pieces else None
+        if last and batch.member_C[last[0]][0] == batch.member_C[c][0] and _cost(batch, [*last, c]) <= tokens:
+            last.append(c)
+        else:
+            pieces.append([c])
+    return pieces
+
+
+def _pack(batch: Batch, pieces: list[list[int]], device: torch.device | str) -> MicroBatch:
+    members = [c for piece in pieces for c in piece]
+    groups = [
+        (batch.groups[batch.member_C[piece[0]][0]].prompt.token_ids, [batch.completion(c).token_ids for c in piece])
+        for piece in pieces
+    ]
+    lengths = batch.lengths_C[members]
+    return MicroBatch(
+        packed=Packed.build(groups, device),
+        logp_alpha_T=torch.cat([batch.completion(c).logp_alpha for c in members]).to(device),
+        completion_T=torch.arange(len(members)).repeat_interleave(lengths).to(device),
+        advantage_C=batch.advantage_C[members].to(device),
+        weight_C=batch.weight_C[members].to(device),
+        group_C=torch.tensor([batch.member_C[c][0] for c in members]).to(device),
+    )

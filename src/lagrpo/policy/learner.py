@@ -1,0 +1,163 @@
+"""The learner: gradient steps on one policy, π.
+
+The working copy of the weights is what sampler and learner compute with (bfloat16, or float32 throughout). In bfloat16
+the optimiser keeps float32 masters: gradients of the micro-batches are added up in float32, AdamW steps on the masters
+and the working copy is their rounding. No autocast anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lagrpo.interrupts import whole
+from lagrpo.policy.batch import MicroBatch
+from lagrpo.policy.model import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Optimisation:
+    """The numbers of AdamW and of its learning-rate schedule; `updates` is how many the run makes in all."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: int = 0
+    updates: int = 1
+
+    def rate(self, update: int) -> float:
+        """The learning rate of update 0, 1, …: linear warm-up over `warmup` updates, then constant, or down to 0 at
+        the last update along a line or half a cosine."""
+        if update < self.warmup:
+            return self.lr * (update + 1) / (self.warmup + 1)
+        progress = (update - self.warmup) / max(1, self.updates - self.warmup)
+        factor = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+        return self.lr * max(0.0, factor[self.schedule])
+
+
+class Learner:
+    """Steps `policy` along the objective of `recipe` (see lagrpo.recipes), with `reference` = π_ref where it has a KL
+    term. `policy.version` counts the updates."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        recipe: Any,
+        optimisation: Optimisation,
+        reference: Policy | None = None,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        if recipe.needs_pi_ref and reference is None:
+            raise ValueError(f"recipe {recipe.name!r} has a KL term (beta > 0): the learner needs a reference policy")
+        self.policy, self.recipe, self.optimisation, self.reference = policy, recipe, optimisation, reference
+        if activation_checkpointing:
+            policy.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            policy.model.train()  # transformers checkpoints in training mode only; dropout is off
+        self._masters = self._make_masters()
+        self.reset_optimizer()
+
+    def _make_masters(self) -> list[torch.nn.Parameter]:
+        """float32 masters of the working copy's parameters, which pass their gradients on to them."""
+        parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
+        if self.policy.dtype == torch.float32:
+            return parameters
+        masters = []
+        for parameter in parameters:
+            master = torch.nn.Parameter(parameter.detach().float())
+            parameter.register_post_accumulate_grad_hook(_passes_gradient_to(master))
+            masters.append(master)
+        self._working = parameters
+        return masters
+
+    def reset_optimizer(self) -> None:
+        """A fresh AdamW: moments at zero."""
+        o = self.optimisation
+        self._optimizer = torch.optim.AdamW(
+            self._masters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, fused=True
+        )
+
+    def end_stage(self, reset_optimizer: bool) -> None:
+        """Line 16 of Algorithm 1: π_ref <- π. With `reset_optimizer` the next stage starts with moments at zero."""
+        if self.reference is not None:
+            self.reference.load_weights(self.policy.weights(), self.policy.version)
+        if reset_optimizer:
+            self.reset_optimizer()
+
+    @torch.no_grad()
+    def score_reference(self, micro_batches: list[MicroBatch]) -> None:
+        """Fill in log π_ref where the objective has a KL term; once per batch."""
+        if self.reference is not None and self.recipe.needs_pi_ref:
+            for micro in micro_batches:
+                micro.logp_ref_T = self.reference.logp(micro.packed)
+
+    def step(self, micro_batches: list[MicroBatch]) -> dict[str, float]:
+        """Lines 14-15 of Algorithm 1: one optimiser update on a batch; returns its sums and figures.
+
+        The first update on a batch starts at π = π_k, so its log-probs are π_k's and need no forward pass of their own.
+        A batch without a single completion in the objective makes no update.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; nothing has been changed.
+        """
+        sums: defaultdict[str, float] = defaultdict(float)
+        for micro in micro_batches:
+            logp_T = self.policy.logp(micro.packed)
+            if micro.logp_k_T is None:
+                micro.logp_k_T = logp_T.detach()
+            loss, diagnostics = self.recipe.loss(
+                logp_T, micro.logp_alpha_T, micro.logp_k_T, micro.logp_ref_T,
+                micro.advantage_C, micro.completion_T, micro.weight_C, micro.group_C,
+            )  # fmt: skip
+            loss.backward()
+            mismatch_T = (logp_T.detach() - micro.logp_alpha_T).abs()
+            sums["max_abs_log_ratio"] = max(sums["max_abs_log_ratio"], mismatch_T.max().item())
+            sums["loss"] += loss.item()
+            for name, value in diagnostics.items():
+                sums[name] += value.item()
+        if micro_batches:
+            sums |= self._update()
+        return dict(sums)
+
+    def _update(self) -> dict[str, float]:
+        limit = self.optimisation.max_grad_norm or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self._masters, limit).item()
+        if not math.isfinite(norm):
+            self._optimizer.zero_grad()
+            raise FloatingPointError(
+                f"the gradient of update {self.policy.version + 1} is not finite (norm {norm}); the policy is still "
+                f"version {self.policy.version}. Lower optimizer.lr, or look at the last rollouts for extreme ratios"
+            )
+        rate = self.optimisation.rate(self.policy.version)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        with whole():
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self._round_masters()
+            self.policy.version += 1
+        return {"grad_norm": norm, "lr": rate}
+
+    @torch.no_grad()
+    def _round_masters(self) -> None:
+        if self.policy.dtype != torch.float32:
+            torch._foreach_copy_(self._working, self._masters)
+
+
+def _passes_gradient_to(master: torch.nn.Parameter):
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad += parameter.grad
+        parameter.grad = None
+
+    return hook

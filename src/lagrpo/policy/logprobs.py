@@ -1,0 +1,83 @@
+"""Log-probs of given tokens from hidden states, without keeping a [T, V] tensor.
+
+The sampler draws from softmax(logits / tau) and the learner differentiates it: both call `log_normaliser` on the same
+rounded logits, so right after a delivery the ratio π/α is 1 up to rounding in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK_LOGITS = 1 << 24  # logits held at a time: 64 MiB in float32
+
+
+def log_normaliser(scaled: Tensor) -> Tensor:
+    """log Σ_v exp(x_v) of float32 logits already divided by tau: [rows, V] -> [rows]."""
+    top = scaled.amax(-1)
+    return top + (scaled - top.unsqueeze(-1)).exp_().sum(-1).log_()
+
+
+def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, tau: float) -> Tensor:
+    """float32 logits / tau: hidden [rows, H], weight [V, H], bias [V] -> [rows, V]. The product is rounded to the
+    model's dtype first, as the model itself does."""
+    x = F.linear(hidden, weight, bias)
+    x = x.float() if x.dtype != torch.float32 else x
+    return x if tau == 1.0 else x.div_(tau)
+
+
+def token_logp(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, token_ids_T: Tensor, tau: float) -> Tensor:
+    """log softmax(logits / tau)[token] for each row: float32 [T], nats, differentiable in hidden, weight and bias.
+
+    Raises:
+        ValueError: shapes that do not go together, or tau that is not positive.
+    """
+    if hidden_TH.shape[0] != token_ids_T.shape[0] or hidden_TH.shape[1] != weight_VH.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden_TH.shape)}, weight {tuple(weight_VH.shape)} and token_ids "
+            f"{tuple(token_ids_T.shape)} do not go together: [T, H], [V, H], [T]"
+        )
+    if not tau > 0:
+        raise ValueError(f"tau is {tau}; a sampling temperature is positive")
+    return _TokenLogp.apply(hidden_TH, weight_VH, bias_V, token_ids_T, tau)  # type: ignore[return-value]
+
+
+class _TokenLogp(torch.autograd.Function):
+    """Chunks of rows forward and again backward; the gradient of a row is g/tau · (onehot - softmax)."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, tau: float) -> Tensor:
+        logp = torch.empty(len(token_ids), dtype=torch.float32, device=hidden.device)
+        lse = torch.empty_like(logp)
+        for rows in _chunks(len(token_ids), weight.shape[0]):
+            x = scaled_logits(hidden[rows], weight, bias, tau)
+            chosen = x.gather(1, token_ids[rows].unsqueeze(1)).squeeze(1)
+            lse[rows] = log_normaliser(x)
+            logp[rows] = chosen - lse[rows]
+        ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
+        ctx.tau = tau
+        return logp
+
+    @staticmethod
+    def backward(ctx, grad_logp: Tensor):  # type: ignore[override]
+        hidden, weight, bias, token_ids, lse = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        for rows in _chunks(len(token_ids), weight.shape[0]):
+            g = (grad_logp[rows] / ctx.tau).unsqueeze(1)
+            dx = scaled_logits(hidden[rows], weight, bias, ctx.tau).sub_(lse[rows].unsqueeze(1)).exp_().mul_(-g)
+            dx.scatter_add_(1, token_ids[rows].unsqueeze(1), g)
+            dx = dx.to(weight.dtype)
+            grad_hidden[rows] = dx @ weight
+            grad_weight += dx.mT @ hidden[rows]
+            if grad_bias is not None:
+                grad_bias += dx.sum(0, dtype=torch.float32)
+        grad_bias = grad_bias.to(bias.dtype) if bias is not None and grad_bias is not None else None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
+
+
+def _chunks(rows: int, vocabulary: int) -> list[slice]:
+    step = max(1, CHUNK_LOGITS // vocabulary)
+    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]

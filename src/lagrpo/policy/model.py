@@ -1,0 +1,233 @@
+"""Policy: a causal language model of transformers, called on packed rows.
+
+Loads a model with group attention, refuses by name what that attention does not reproduce, and proves on a small
+input that it computes what transformers computes. Gives hidden states and log-probs of completion tokens only: the LM
+head never runs on prompt positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lagrpo.policy import attention
+from lagrpo.policy.layout import PackedLayout
+from lagrpo.policy.logprobs import token_logp
+from lagrpo.types import Prompt
+
+PROOF_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}  # mean |Δ log-prob|, nats
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A packed row ready for the model: its layout, `input_ids` [rows] and the completion tokens `token_ids` [T]."""
+
+    layout: PackedLayout
+    input_ids: Tensor
+    token_ids: Tensor
+
+    @staticmethod
+    def build(groups: Sequence[tuple[Sequence[int], Sequence[Tensor]]], device: torch.device | str = "cpu") -> Packed:
+        """From (prompt token ids, [completion token ids int64 [t]]) of each group."""
+        layout = PackedLayout.build([(len(p), [len(c) for c in cs]) for p, cs in groups], device)
+        rows, tokens = [], []
+        for prompt_ids, completions in groups:
+            rows.append(torch.tensor(prompt_ids, dtype=torch.long))
+            rows += [c[:-1] for c in completions]
+            tokens += completions
+        ids = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.long)
+        return Packed(layout, torch.cat(rows).to(device), ids.to(device))
+
+
+class Policy:
+    """A model, its tokenizer, and the version of the weights in it (how many optimiser updates they have had)."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any, tau: float = 1.0, version: int = 0) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.tau = tau
+        self.version = version
+        self.decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
+        self.head: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.weight.dtype
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Every id that ends a completion: the generation config's (one or several) and the tokenizer's."""
+        ids = {self.tokenizer.eos_token_id} if self.tokenizer is not None else set()
+        configured = self.model.generation_config.eos_token_id  # type: ignore[union-attr]
+        ids |= set(configured) if isinstance(configured, list | tuple) else {configured}
+        return frozenset(int(i) for i in ids if i is not None)
+
+    def twin(self) -> Policy:
+        """A second policy of the same architecture with storage of its own and the same weights."""
+        import copy
+
+        model = copy.deepcopy(self.model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        return Policy(model, self.tokenizer, self.tau, self.version)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Name -> tensor of every parameter and buffer that a checkpoint has; tied weights once."""
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Copy π_version into this policy's own storage.
+
+        Raises:
+            ValueError: names or shapes that are not this model's.
+        """
+        own = dict(self.model.named_parameters())
+        if own.keys() != weights.keys():
+            odd = sorted(own.keys() ^ weights.keys())
+            raise ValueError(f"weights of version {version} do not fit the model: {len(odd)} names differ, e.g. {odd[0]}")
+        for name, parameter in own.items():
+            if parameter.shape != weights[name].shape:
+                raise ValueError(f"{name} is {tuple(weights[name].shape)} in version {version}, not {tuple(parameter.shape)}")
+            parameter.copy_(weights[name])
+        self.version = version
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: attention.Layout) -> Tensor:
+        """Final hidden states of one packed row: input_ids and position_ids [rows] -> [rows, H]."""
+        out = self.decoder(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
+            use_cache=False,
+            group_layout=layout,
+        )
+        return out.last_hidden_state.squeeze(0)
+
+    def logp(self, packed: Packed) -> Tensor:
+        """log π(token | prompt, tokens before it) at the policy's tau, of every completion token: float32 [T], nats."""
+        hidden = self.hidden(packed.input_ids, packed.layout.position_ids, packed.layout)
+        rows = hidden.index_select(0, packed.layout.logit_rows)
+        return token_logp(rows, self.head.weight, self.head.bias, packed.token_ids, self.tau)
+
+    def tokenize(self, prompt: Prompt) -> Prompt:
+        """The prompt with its token ids: through the chat template, or its plain text where the tokenizer has none."""
+        if self.tokenizer.chat_template is None:
+            text = "\n".join(message["content"] for message in prompt.messages)
+            ids = self.tokenizer(text)["input_ids"]
+        else:
+            messages = [dict(message) for message in prompt.messages]
+            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return replace(prompt, token_ids=tuple(int(i) for i in ids))
+
+    def save(self, directory: Path) -> None:
+        """A Hugging Face model directory: weights as safetensors, config, tokenizer and generation config."""
+        self.model.save_pretrained(directory)  # type: ignore[operator]
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(directory)
+
+
+def load_policy(
+    path: str, dtype: torch.dtype, device: torch.device | str = "cpu", tau: float = 1.0, chat_template: str | None = None
+) -> Policy:
+    """A policy from a hub id or a directory, with group attention.
+
+    Raises:
+        ValueError: a model that group attention does not reproduce (named, with the reason).
+        OSError: nothing that transformers can load is at `path`.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    attention.register()
+    config = AutoConfig.from_pretrained(path)
+    refuse(config)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention.NAME)
+    model.to(device)
+    switch_off_dropout(model)
+    policy = Policy(model, tokenizer, tau)
+    prove_attention(policy)
+    return policy
+
+
+def refuse(config: Any) -> None:
+    """Raise for a model whose forward pass this package does not reproduce, by name and with the reason."""
+    text = config.get_text_config()
+    name = text.model_type
+    reasons = {
+        "attention soft-capping (attn_logit_softcapping)": getattr(text, "attn_logit_softcapping", None),
+        "soft-capping of the logits (final_logit_softcapping)": getattr(text, "final_logit_softcapping", None),
+        "a scale on the logits (logit_scale)": getattr(text, "logit_scale", 1.0) not in (None, 1.0),
+        "a scale on the logits (logits_scaling)": getattr(text, "logits_scaling", 1.0) not in (None, 1.0),
+        "an encoder (is_encoder_decoder)": getattr(config, "is_encoder_decoder", False),
+        "attention sinks": name == "gpt_oss",
+        "latent attention (kv_lora_rank)": getattr(text, "kv_lora_rank", None),
+        "layers that are not attention": set(getattr(text, "layer_types", None) or ())
+        - {"full_attention", "sliding_attention"},
+    }
+    for reason, present in reasons.items():
+        if present:
+            raise ValueError(
+                f"models of type {name!r} have {reason}, which lagrpo's group attention does not reproduce; "
+                "Llama, Qwen2, Qwen3, Mistral, Gemma (1) and their relatives are supported"
+            )
+
+
+def check_context(policy: Policy, tokens: int) -> None:
+    """Raise ValueError if prompts and completions of `tokens` tokens do not fit the model's window or positions."""
+    text = policy.model.config.get_text_config()  # type: ignore[union-attr]
+    sliding = "sliding_attention" in (getattr(text, "layer_types", None) or ("sliding_attention",))
+    window = getattr(text, "sliding_window", None) if sliding and getattr(text, "use_sliding_window", True) else None
+    for limit, what in ((window, "sliding window"), (text.max_position_embeddings, "longest position")):
+        if limit is not None and tokens > limit:
+            raise ValueError(
+                f"a prompt and its completion may be {tokens} tokens long, but the {what} of this {text.model_type} "
+                f"model is {limit}; lower sampling.max_prompt_tokens or sampling.max_tokens"
+            )
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """No randomness inside the policy: sampler and learner are the same function of the weights."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+@torch.no_grad()
+def prove_attention(policy: Policy) -> float:
+    """Compare log-probs on a packed row with transformers' own attention on whole sequences; returns mean |Δ|, nats.
+
+    Raises:
+        ValueError: a difference beyond PROOF_TOLERANCE of the dtype: this model does something else than attend.
+    """
+    vocabulary = policy.head.weight.shape[0]
+    draw = torch.Generator().manual_seed(0)
+    ids = lambda n: torch.randint(vocabulary, (n,), generator=draw)  # noqa: E731
+    prompt, completions = ids(9), [ids(5), ids(12)]
+    tau, policy.tau = policy.tau, 1.0
+    ours = policy.logp(Packed.build([(prompt.tolist(), completions)], policy.device)).cpu()
+    policy.tau = tau
+    model: Any = policy.model
+    model.set_attn_implementation("eager")
+    theirs = []
+    for completion in completions:
+        row = torch.cat([prompt, completion]).to(policy.device)
+        logits = model(input_ids=row.unsqueeze(0), use_cache=False).logits[0].float()
+        theirs.append(logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, row[len(prompt) :, None]).squeeze(1).cpu())
+    model.set_attn_implementation(attention.NAME)
+    difference = (ours - torch.cat(theirs)).abs().mean().item()
+    if not difference <= PROOF_TOLERANCE[policy.dtype]:
+        raise ValueError(
+            f"{type(model).__name__}: log-probs with group attention differ from transformers' by {difference:.3g} on "
+            f"average (tolerance {PROOF_TOLERANCE[policy.dtype]} in {policy.dtype}); this model is not supported"
+        )
+    return difference

@@ -1,0 +1,48 @@
+"""Which prompts a batch has: a function of the seed and the batch, nothing else.
+
+The prompts of a split are visited epoch after epoch, each epoch in an order of its own; batch b takes the places
+(b - 1)·N .. b·N - 1 of that endless sequence.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from lagrpo.policy.model import Policy
+from lagrpo.sampling.base import Request
+from lagrpo.tasks import Task, prompt_order
+from lagrpo.types import Prompt
+
+
+class PromptSource:
+    """The requests of training batches and of evaluations, tokenised. Raises ValueError for an empty split."""
+
+    def __init__(self, task: Task, policy: Policy, seed: int, N: int, max_prompt_tokens: int) -> None:
+        self.task, self.policy, self.seed, self.N, self.max_prompt_tokens = task, policy, seed, N, max_prompt_tokens
+        self._size = task.size("train")
+        if self._size < 1:
+            raise ValueError(f"task {task.name!r} has no training prompts")
+        self._order = lru_cache(maxsize=2)(lambda epoch: prompt_order(seed, epoch, self._size))
+
+    def batch(self, b: int) -> list[Request]:
+        """The N requests of batch b = 1, 2, …"""
+        requests = []
+        for place in range((b - 1) * self.N, b * self.N):
+            epoch, position = divmod(place, self._size)
+            requests.append(Request(b, epoch, self.tokenised("train", self._order(epoch)[position])))
+        return requests
+
+    def held_out(self, count: int) -> list[Request]:
+        """Up to `count` test prompts, the same ones whenever it is asked: the first of a fixed random order."""
+        order = prompt_order(self.seed, -1, self.task.size("test"))
+        return [Request(0, 0, self.tokenised("test", index)) for index in order[:count]]
+
+    def tokenised(self, split: str, index: int) -> Prompt:
+        """A prompt with its token ids. Raises ValueError when it is longer than max_prompt_tokens."""
+        prompt = self.policy.tokenize(self.task.prompt(split, index))
+        if len(prompt.token_ids) > self.max_prompt_tokens:
+            raise ValueError(
+                f"prompt {index} of the {split} split of {self.task.name!r} has {len(prompt.token_ids)} tokens; "
+                f"sampling.max_prompt_tokens is {self.max_prompt_tokens}"
+            )
+        return prompt

@@ -1,0 +1,51 @@
+"""The Sampler protocol: what the loop asks of whatever draws the completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from lagrpo.types import Group, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """G completions of `prompt` (tokenised) for batch `batch`, the prompt coming from epoch `epoch` of its split. A
+    prompt can stand in one batch twice where two epochs meet, so the epoch is part of the address of its draws."""
+
+    batch: int
+    epoch: int
+    prompt: Prompt
+
+    @property
+    def address(self) -> tuple[int, int, int]:
+        """Where the draws of this group come from, within a seed and a purpose."""
+        return self.batch, self.epoch, self.prompt.key
+
+
+class Sampler(Protocol):
+    """Draws completions from the policy that was delivered last, and stamps its version on every token."""
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that new tokens are drawn from."""
+        ...
+
+    def deliver(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Load π_version. Raises RuntimeError while completions of the previous version are under way."""
+        ...
+
+    def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
+        """One group for each request, each as soon as its last completion has ended (in whatever order)."""
+        ...
+
+    def score(self, prompt_ids: Sequence[int], token_ids: Tensor) -> Tensor:
+        """log α(token | …) of given completion tokens int64 [t] under the served weights: float32 [t], nats."""
+        ...
+
+    def close(self) -> None:
+        """End whatever the sampler started."""
+        ...

@@ -1,0 +1,176 @@
+"""Decoding with group attention: prompt keys and values once per group, completions' in one growing block.
+
+`DecodeState` holds what a set of live completions (*rows*) needs: for each group its prompt's keys and values, for each
+row the keys and values of its own tokens. Live rows are always rows 0 .. R-1: when one ends, the last one moves into
+its place. One step takes one token per row and returns the final hidden states, by the same two attention parts as
+the learner (policy/attention.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lagrpo.policy.attention import MIN_KEYS, fold_queries, merge, part, unfold_queries
+from lagrpo.policy.layout import PackedLayout
+from lagrpo.policy.model import Policy
+
+BLOCK = 64  # the own cache grows by this many tokens, or doubles
+MIN_ROWS = 2  # a matrix product with one row takes another kernel, with another order of summation
+
+
+class DecodeState:
+    """Keys and values of the live rows, and who belongs to which group.
+
+    own [2, layers, rows, Hkv, tokens, D] and prefix [2, layers, groups, Hkv, tokens, D] (0: keys, 1: values)."""
+
+    def __init__(self, policy: Policy, max_rows: int) -> None:
+        text = policy.model.config.get_text_config()  # type: ignore[union-attr]
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        self.policy = policy
+        self.shape = (2, text.num_hidden_layers)
+        self.tail = (heads, head_dim)
+        self.max_rows = max(max_rows, MIN_ROWS)
+        self.own = self._empty(self.max_rows, BLOCK)
+        self.prefix = self._empty(0, MIN_KEYS)
+        self.prompt_lengths = torch.empty(0, dtype=torch.long)  # of each group
+        self.group_of_row = torch.empty(0, dtype=torch.long)
+        self.lengths = torch.empty(0, dtype=torch.long)  # tokens in each row's own cache
+
+    def _empty(self, batch: int, tokens: int) -> Tensor:
+        heads, head_dim = self.tail
+        shape = (*self.shape, batch, heads, tokens, head_dim)
+        return torch.zeros(shape, dtype=self.policy.dtype, device=self.policy.device)
+
+    @property
+    def rows(self) -> int:
+        return len(self.group_of_row)
+
+    @torch.no_grad()
+    def admit(self, prompts: Sequence[Sequence[int]], G: int) -> Tensor:
+        """Prefill new groups of G rows each, behind the live ones; returns hidden [prompts, H] of the last prompt
+        tokens, from which the first token of every row is drawn."""
+        longest = max(MIN_KEYS, *map(len, prompts))
+        first, kept = self.prefix.shape[2], self.prefix
+        self.prefix = self._empty(first + len(prompts), max(longest, kept.shape[4]))
+        self.prefix[:, :, :first, :, : kept.shape[4]] = kept
+        layout = PackedLayout.build([(len(p), ()) for p in prompts], self.policy.device)
+        ids = torch.cat([torch.tensor(p, dtype=torch.long) for p in prompts]).to(self.policy.device)
+        hidden = self.policy.hidden(ids, layout.position_ids, _Prefill(layout, self.prefix, first, [*map(len, prompts)]))
+        self.prompt_lengths = torch.cat([self.prompt_lengths, torch.tensor([*map(len, prompts)])])
+        members = torch.arange(first, first + len(prompts)).repeat_interleave(G)
+        self.group_of_row = torch.cat([self.group_of_row, members])
+        self.lengths = torch.cat([self.lengths, torch.zeros(len(members), dtype=torch.long)])
+        return hidden.index_select(0, layout.last_prompt_rows)
+
+    @torch.no_grad()
+    def step(self, token_ids: Tensor) -> Tensor:
+        """One token per live row, int64 [R] -> final hidden states [R, H]."""
+        longest = int(self.lengths.max()) + 1
+        if longest > self.own.shape[4]:
+            grown = self._empty(self.max_rows, max(longest, 2 * self.own.shape[4]))
+            grown[:, :, :, :, : self.own.shape[4]] = self.own
+            self.own = grown
+        copies = torch.arange(max(self.rows, MIN_ROWS)) % self.rows  # a lone row is computed twice
+        group_of_row, lengths = self.group_of_row[copies], self.lengths[copies]
+        positions = (self.prompt_lengths[group_of_row] + lengths).to(self.policy.device)
+        layout = _Decode(self, group_of_row, lengths)
+        hidden = self.policy.hidden(token_ids[copies].to(self.policy.device), positions, layout)
+        self.lengths += 1
+        return hidden[: self.rows]
+
+    def retire(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """Drop ended rows; returns the moves (from row, to row) that keep the live ones at 0 .. R-1. A group whose
+        last row has ended gives its prompt's place back."""
+        ended = set(rows)
+        live = self.rows - len(ended)
+        holes = sorted(r for r in ended if r < live)
+        movers = [r for r in range(live, self.rows) if r not in ended]
+        if holes:
+            to, source = torch.tensor(holes), torch.tensor(movers)
+            used = int(self.lengths[source].max())
+            self.own[:, :, to, :, :used] = self.own[:, :, source, :, :used]
+            self.group_of_row[to], self.lengths[to] = self.group_of_row[source], self.lengths[source]
+        self.group_of_row, self.lengths = self.group_of_row[:live], self.lengths[:live]
+        self._drop_empty_groups()
+        return list(zip(movers, holes, strict=True))
+
+    def _drop_empty_groups(self) -> None:
+        alive = torch.unique(self.group_of_row)
+        if len(alive) == self.prefix.shape[2]:
+            return
+        self.prompt_lengths = self.prompt_lengths[alive]
+        longest = max(MIN_KEYS, int(self.prompt_lengths.max()) if len(alive) else 0)
+        self.prefix = self.prefix[:, :, alive.to(self.prefix.device), :, :longest].contiguous()
+        renumbered = torch.full((int(alive.max()) + 1 if len(alive) else 0,), -1)
+        renumbered[alive] = torch.arange(len(alive))
+        self.group_of_row = renumbered[self.group_of_row]
+
+
+class _Prefill:
+    """Packed prompts whose keys and values are kept."""
+
+    def __init__(self, layout: PackedLayout, prefix: Tensor, first: int, lengths: list[int]) -> None:
+        self.layout, self.prefix, self.first, self.lengths = layout, prefix, first, lengths
+        self.longest = layout.longest
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        row = 0
+        for group, length in enumerate(self.lengths, start=self.first):
+            for which, source in enumerate((key, value)):
+                self.prefix[which, layer, group, :, :length] = source[row : row + length].transpose(0, 1)
+            row += length
+        return self.layout.attend(layer, query, key, value, scaling)
+
+
+class _Decode:
+    """One token per live row: its key and value go into the own cache, its query to both parts."""
+
+    def __init__(self, state: DecodeState, group_of_row: Tensor, lengths: Tensor) -> None:
+        device = state.policy.device
+        self.own, self.prefix, self.rows = state.own, state.prefix, len(lengths)
+        self.keys = max(MIN_KEYS, int(lengths.max()) + 1)
+        self.longest = int((state.prompt_lengths[group_of_row] + lengths).max()) + 1
+        self.row_index = torch.arange(self.rows, device=device)
+        self.slot = lengths.to(device)
+        own_hidden = torch.arange(self.keys)[None, :] > lengths[:, None]
+        self.own_hidden = _per_batch(own_hidden, device)
+        prefix_hidden = torch.arange(state.prefix.shape[4])[None, :] >= state.prompt_lengths[:, None]
+        self.prefix_hidden = _per_batch(prefix_hidden, device)
+        grid, place = pair_rows_with_groups(group_of_row, state.prefix.shape[2])
+        self.grid, self.place = grid.to(device), place.to(device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        keys, values = self.own[0, layer], self.own[1, layer]
+        keys[self.row_index, :, self.slot], values[self.row_index, :, self.slot] = key, value
+        heads = key.shape[1]
+        cached = [cache[: self.rows, :, : self.keys].flatten(0, 1) for cache in (keys, values)]
+        own, lse_own = part(fold_queries(query.unsqueeze(1), heads), *cached, self.own_hidden, scaling)
+        gathered = query.index_select(0, self.grid.flatten()).view(*self.grid.shape, *query.shape[1:])
+        prompt = [cache.flatten(0, 1) for cache in (self.prefix[0, layer], self.prefix[1, layer])]
+        pre, lse_pre = part(fold_queries(gathered, heads), *prompt, self.prefix_hidden, scaling)
+        pre = unfold_queries(pre, *self.grid.shape).index_select(0, self.place)
+        lse_pre = unfold_queries(lse_pre.unsqueeze(-1), *self.grid.shape).squeeze(-1).index_select(0, self.place)
+        own, lse_own = unfold_queries(own, self.rows, 1), unfold_queries(lse_own.unsqueeze(-1), self.rows, 1).squeeze(-1)
+        return merge(own, lse_own, pre, lse_pre)[0]
+
+
+def _per_batch(hidden: Tensor, device: torch.device) -> Tensor | None:
+    """[B, K] as the mask that `part` takes, [B, 1, 1, K], or None where nothing is hidden."""
+    return hidden[:, None, None].to(device) if bool(hidden.any()) else None
+
+
+def pair_rows_with_groups(group_of_row: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """grid [groups, c], the rows of each group (row 0 where there are fewer than c), and place [R], where in the
+    flattened grid each row stands."""
+    counts = torch.bincount(group_of_row, minlength=groups)
+    order = torch.argsort(group_of_row, stable=True)
+    within = torch.empty_like(order)
+    within[order] = torch.arange(len(order)) - (counts.cumsum(0) - counts)[group_of_row[order]]
+    place = group_of_row * int(counts.max()) + within
+    grid = torch.zeros(groups, int(counts.max()), dtype=torch.long)
+    grid.view(-1)[place] = torch.arange(len(order))
+    return grid, place

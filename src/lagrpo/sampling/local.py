@@ -1,0 +1,173 @@
+"""The in-process sampler: α's own copy of the weights, exact draws, exact log-probs.
+
+Tokens are drawn by inverting the cumulative distribution at a uniform number whose address is (seed, "sample", batch,
+epoch, prompt, completion, position): the same completion whatever else is being drawn. No top-k, no top-p: the distribution
+that is sampled is the one the learner differentiates. `logp_alpha` is float32 at the sampling temperature.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lagrpo.addressed import uniforms
+from lagrpo.policy.logprobs import log_normaliser, scaled_logits
+from lagrpo.policy.model import Policy
+from lagrpo.sampling.base import Request
+from lagrpo.sampling.decode import DecodeState
+from lagrpo.types import Completion, Group
+
+CDF_BLOCK = 256  # the cumulative distribution is searched first over blocks of this many tokens
+
+
+def draw(scaled_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens drawn from softmax(scaled) by inverse CDF, and their log-probs: int64 [R], float32 [R] (nats).
+
+    Two levels: sums of blocks in float64, then the cumulative sum inside the chosen block, so a token's interval of
+    uniform numbers is exact to about 1e-7 of its probability, wherever it lies in the vocabulary."""
+    rows, vocabulary = scaled_RV.shape
+    top = scaled_RV.amax(-1, keepdim=True)
+    weights = (scaled_RV - top).exp_()
+    padded = torch.nn.functional.pad(weights, (0, -vocabulary % CDF_BLOCK)).view(rows, -1, CDF_BLOCK)
+    block_ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = (uniform_R * block_ends[:, -1]).unsqueeze(1)
+    block = torch.searchsorted(block_ends, target, right=True).clamp_(max=block_ends.shape[1] - 1)
+    before = torch.where(block > 0, block_ends.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = padded.gather(1, block.unsqueeze(-1).expand(-1, -1, CDF_BLOCK)).squeeze(1)
+    ends = inside.double().cumsum(-1)
+    offset = torch.searchsorted(ends, target - before, right=True)
+    last = CDF_BLOCK - 1 - inside.flip(-1).gt(0).int().argmax(-1, keepdim=True)  # rounding must not pick a zero
+    token = (block * CDF_BLOCK + torch.minimum(offset, last)).squeeze(1)
+    logp = scaled_RV.gather(1, token.unsqueeze(1)).squeeze(1) - log_normaliser(scaled_RV)
+    return token, logp
+
+
+@dataclass(slots=True)
+class _Row:
+    """One completion under way. `uniform` [max_tokens] its random numbers."""
+
+    group: _Open
+    index: int
+    uniform: np.ndarray
+    tokens: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A group under way and its ended completions."""
+
+    request: Request
+    done: dict[int, Completion] = field(default_factory=dict)
+
+
+class LocalSampler:
+    """Sampler over a policy of its own (a twin of the one that learns), at most `rows` completions at a time, each of at
+    most `max_tokens` tokens, at temperature `tau` (the policy's unless given). `purpose` is part of the address of every
+    draw, so that an evaluation does not repeat the draws of training."""
+
+    def __init__(
+        self, policy: Policy, seed: int, max_tokens: int, rows: int, tau: float | None = None, purpose: str = "sample"
+    ) -> None:
+        self.policy = policy
+        self.seed, self.max_tokens, self.rows, self.purpose = seed, max_tokens, rows, purpose
+        self.tau = policy.tau if tau is None else tau
+        self._under_way = 0
+
+    @property
+    def version(self) -> int:
+        return self.policy.version
+
+    def deliver(self, weights: Mapping[str, Tensor], version: int) -> None:
+        if self._under_way:
+            raise RuntimeError(
+                f"version {version} was delivered while {self._under_way} groups of version {self.version} are open"
+            )
+        self.policy.load_weights(weights, version)
+
+    def close(self) -> None:
+        pass
+
+    def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
+        """Groups as they end. Rows that have ended make room for the next group in the order of the requests."""
+        if G > self.rows:
+            raise ValueError(f"a group of G = {G} completions does not fit sampling.rows = {self.rows}")
+        waiting = deque(requests)
+        state = DecodeState(self.policy, min(self.rows, G * len(waiting)))
+        live: list[_Row] = []
+        tokens = torch.empty(0, dtype=torch.long)
+        self._under_way = len(waiting)
+        try:
+            while waiting or live:
+                hidden = state.step(tokens) if live else None
+                admitted = self._admit(waiting, state, live, G)
+                hidden = torch.cat([h for h in (hidden, admitted) if h is not None])
+                tokens = self._draw(hidden, live)
+                ended = [r for r, row in enumerate(live) if self._ended(row)]
+                if ended:
+                    full = [group for r in ended if len((group := self._close(live[r])).done) == G]
+                    tokens = self._compact(state, live, tokens, ended)
+                    for group in full:
+                        self._under_way -= 1
+                        completions = tuple(group.done[g] for g in range(G))
+                        yield group.request, Group(group.request.prompt, completions)
+        finally:
+            self._under_way = 0
+
+    def score(self, prompt_ids: Sequence[int], token_ids: Tensor) -> Tensor:
+        """By the decoding path, fed with the given tokens."""
+        state = DecodeState(self.policy, 1)
+        hidden = [state.admit([prompt_ids], 1)]
+        hidden += [state.step(token_ids[t : t + 1]) for t in range(len(token_ids) - 1)]
+        scaled = self._logits(torch.cat(hidden))
+        chosen = scaled.gather(1, token_ids.to(scaled.device).unsqueeze(1)).squeeze(1)
+        return chosen - log_normaliser(scaled)
+
+    @torch.no_grad()
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return scaled_logits(hidden, self.policy.head.weight, self.policy.head.bias, self.tau)
+
+    def _admit(self, waiting: deque[Request], state: DecodeState, live: list[_Row], G: int) -> Tensor | None:
+        """Open as many waiting groups as there is room for; hidden states [new rows, H] for their first tokens."""
+        count = min(len(waiting), (state.max_rows - len(live)) // G)
+        if count == 0:
+            return None
+        groups = [_Open(waiting.popleft()) for _ in range(count)]
+        for group in groups:
+            address = (self.seed, self.purpose, *group.request.address)
+            live += [_Row(group, g, uniforms(self.max_tokens, *address, g)) for g in range(G)]
+        hidden = state.admit([group.request.prompt.token_ids for group in groups], G)
+        return hidden.repeat_interleave(G, 0)
+
+    def _draw(self, hidden: Tensor, live: list[_Row]) -> Tensor:
+        uniform = torch.tensor([row.uniform[len(row.tokens)] for row in live], dtype=torch.float64)
+        tokens, logp = draw(self._logits(hidden), uniform.to(hidden.device))
+        for row, token, value in zip(live, tokens.tolist(), logp.tolist(), strict=True):
+            row.tokens.append(token)
+            row.logp.append(value)
+        return tokens.cpu()
+
+    def _ended(self, row: _Row) -> bool:
+        return row.tokens[-1] in self.policy.eos_ids or len(row.tokens) == self.max_tokens
+
+    def _close(self, row: _Row) -> _Open:
+        row.group.done[row.index] = Completion(
+            token_ids=torch.tensor(row.tokens),
+            logp_alpha=torch.tensor(row.logp, dtype=torch.float32),
+            versions=torch.full((len(row.tokens),), self.version),
+            finished=row.tokens[-1] in self.policy.eos_ids,
+            text=self.policy.tokenizer.decode(row.tokens, skip_special_tokens=True),
+        )
+        return row.group
+
+    def _compact(self, state: DecodeState, live: list[_Row], tokens: Tensor, ended: list[int]) -> Tensor:
+        """Live rows to the front, in the state, the list and the tokens alike."""
+        for source, to in state.retire(ended):
+            live[to], tokens[to] = live[source], tokens[source]
+        del live[state.rows :]
+        return tokens[: state.rows]

@@ -1,0 +1,95 @@
+"""When the sampler gets new weights, and which batches it may draw with them.
+
+Batches are counted through all stages: k = 1 .. M inside a stage, b = (stage - 1)·M + k over the run.
+
+`every(v)`   Algorithm 1, lines 8-9: deliver π before sampling batch k when k mod v = 0. α of the first batches is the
+             initial policy. The lag is a sawtooth, 0 .. v-1 batches (0 .. v-2 in the first cycle).
+`lagged(v)`  α = π_{k-v} as the paper's text has it: a constant lag of v batches (less at the start), a pipeline that
+             draws v batches ahead. `lagged(0)` and `every(1)` are on-policy.
+
+>>> [every(3).due(k) for k in range(1, 7)]
+[False, False, True, False, False, True]
+>>> [(due.batch, list(due.draws)) for due in every(3).plan(stages=1, batches=6) if due.deliver or due.draws]
+[(1, [1, 2]), (3, [3, 4, 5]), (6, [6])]
+>>> largest_lag(every(10), stages=1, batches=100, i=1), largest_lag(lagged(2), stages=1, batches=9, i=3)
+(9, 6)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What happens at the start of batch `batch`: whether π is delivered, and the batches whose completions are then
+    drawn with what the sampler has (the batch itself among them, or among those of an earlier `Due`)."""
+
+    batch: int
+    deliver: bool
+    draws: range
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`kind` every or lagged, `v` in batches. Raises ValueError on a v that the kind does not allow."""
+
+    kind: Literal["every", "lagged"]
+    v: int
+
+    def __post_init__(self) -> None:
+        least = {"every": 1, "lagged": 0}[self.kind]
+        if self.v < least:
+            raise ValueError(f"schedule {self.kind}(v) needs v of at least {least}, got {self.v}")
+
+    def due(self, k: int) -> bool:
+        """Whether π is delivered before batch k = 1 .. M of a stage (Algorithm 1, line 8)."""
+        return self.kind == "lagged" or k % self.v == 0
+
+    def plan(self, stages: int, batches: int, ahead: bool = True) -> Iterator[Due]:
+        """One `Due` for every batch of the run, in order. `ahead` asks for all batches up to the next delivery as soon
+        as their α is there; without it `every(v)` asks for them one by one. The draws are the same."""
+        total = stages * batches
+        drawn = 0  # batches that have been asked for
+        for b in range(1, total + 1):
+            deliver = self.due((b - 1) % batches + 1)
+            if self.kind == "lagged":
+                last = min(b + self.v, total)
+            else:
+                last = b
+                while ahead and last < total and not self.due(last % batches + 1):
+                    last += 1
+                last = last if b > drawn else drawn
+            yield Due(b, deliver, range(drawn + 1, last + 1))
+            drawn = max(drawn, last)
+
+
+def every(v: int) -> Schedule:
+    """Deliver every v batches."""
+    return Schedule("every", v)
+
+
+def lagged(v: int) -> Schedule:
+    """A constant lag of v batches."""
+    return Schedule("lagged", v)
+
+
+def lags(schedule: Schedule, stages: int, batches: int, i: int) -> list[int]:
+    """The lag of each batch of a run, in optimiser updates, when every batch makes i updates."""
+    drawn_at: dict[int, int] = {}  # batch -> version of its sampler
+    version_served = 0
+    lag = []
+    for due in schedule.plan(stages, batches):
+        version = (due.batch - 1) * i
+        if due.deliver:
+            version_served = version
+        drawn_at.update(dict.fromkeys(due.draws, version_served))
+        lag.append(version - drawn_at[due.batch])
+    return lag
+
+
+def largest_lag(schedule: Schedule, stages: int, batches: int, i: int) -> int:
+    """The largest lag that a run can show, in optimiser updates."""
+    return max(lags(schedule, stages, batches, i))

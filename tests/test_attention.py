@@ -1,0 +1,157 @@
+"""Group attention on one packed row computes what transformers computes on whole sequences, one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import SHAPES, tiny_model, tiny_policy
+
+from lagrpo.policy import layout as layout_module
+from lagrpo.policy.layout import PackedLayout
+from lagrpo.policy.model import Packed, Policy, check_context, prove_attention, refuse
+
+GROUPS = ((7, (3, 9, 1)), (20, (1,)), (1, (4, 4, 30)), (5, ()))
+
+
+def random_groups(shape, vocabulary=103, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    ids = lambda n: torch.randint(vocabulary, (n,), generator=draw)  # noqa: E731
+    return [(ids(p).tolist(), [ids(c) for c in lengths]) for p, lengths in shape]
+
+
+def reference_logp(policy: Policy, groups) -> torch.Tensor:
+    """Each prompt + completion through transformers' own attention, in a sequence of its own."""
+    policy.model.set_attn_implementation("eager")
+    rows = []
+    for prompt, completions in groups:
+        for completion in completions:
+            ids = torch.cat([torch.tensor(prompt, dtype=torch.long), completion])
+            logp = (policy.model(input_ids=ids[None], use_cache=False).logits[0] / policy.tau).log_softmax(-1)
+            rows.append(logp[len(prompt) - 1 : -1].gather(1, completion[:, None]).squeeze(1))
+    policy.model.set_attn_implementation("lagrpo_group")
+    return torch.cat(rows)
+
+
+def gradients(policy: Policy, logp: torch.Tensor) -> dict[str, torch.Tensor]:
+    weights = torch.linspace(-1, 1, len(logp), dtype=logp.dtype)
+    policy.model.zero_grad()
+    (logp * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("tau", [1.0, 0.1])
+def test_logp_and_gradients_equal_the_per_sequence_reference(kind, tau):
+    policy = tiny_policy(kind, dtype=torch.float64, tau=tau)
+    groups = random_groups(GROUPS)
+    packed = policy.logp(Packed.build(groups))
+    reference = reference_logp(policy, groups)
+    # log-probs are float32 by design; the rest of the model runs in float64 here
+    torch.testing.assert_close(packed.double(), reference, rtol=0, atol=5e-6 / tau)
+    ours, theirs = gradients(policy, packed), gradients(policy, reference)
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=2e-5 / tau, msg=name)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), max_size=4)), min_size=1, max_size=4),
+    st.sampled_from([16, 64, 1 << 21]),
+)
+def test_any_packing_gives_the_same_logp(shape, tile_scores):
+    """Whatever the groups and however small the tiles: long sequences are cut into blocks of queries."""
+    if not any(lengths for _, lengths in shape):
+        return
+    policy, groups = tiny_policy(), random_groups(shape)
+    before, layout_module.TILE_SCORES = layout_module.TILE_SCORES, tile_scores
+    try:
+        packed = Packed.build(groups)
+        logp = policy.logp(packed)
+        (logp.sum()).backward()
+    finally:
+        layout_module.TILE_SCORES = before
+    assert packed.layout.rows == sum(p + sum(c - 1 for c in cs) for p, cs in shape)  # no padding, no last tokens
+    torch.testing.assert_close(logp, reference_logp(policy, groups), rtol=0, atol=2e-5)
+    assert all(torch.isfinite(p.grad).all() for p in policy.model.parameters() if p.grad is not None)
+
+
+def test_small_tiles_do_not_change_the_gradient(monkeypatch):
+    groups = random_groups(GROUPS)
+    whole = gradients(policy := tiny_policy(), policy.logp(Packed.build(groups)))
+    monkeypatch.setattr(layout_module, "TILE_SCORES", 40)
+    cut = gradients(policy, policy.logp(Packed.build(groups)))
+    for name in whole:
+        torch.testing.assert_close(cut[name], whole[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_completion_sees_neither_its_siblings_nor_other_prompts():
+    policy = tiny_policy()
+    groups = random_groups([(6, (5, 8)), (9, (7,))])
+    alone = policy.logp(Packed.build([(groups[0][0], [groups[0][1][1]])]))
+    together = policy.logp(Packed.build(groups))
+    torch.testing.assert_close(together[5:13], alone, rtol=0, atol=1e-5)
+
+
+def test_activation_checkpointing_gives_the_same_gradient():
+    policy, groups = tiny_policy(), random_groups(GROUPS)
+    plain = gradients(policy, policy.logp(Packed.build(groups)))
+    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.model.train()
+    for name, gradient in gradients(policy, policy.logp(Packed.build(groups))).items():
+        torch.testing.assert_close(gradient, plain[name], rtol=0, atol=1e-6, msg=name)
+
+
+def test_the_load_time_proof_catches_an_attention_that_computes_something_else(monkeypatch):
+    policy = tiny_policy(spread=2.0)
+    assert prove_attention(policy) < 1e-4
+    monkeypatch.setattr(PackedLayout, "attend", lambda self, layer, q, k, v, s: q * 0.5)
+    with pytest.raises(ValueError, match="differ from transformers"):
+        prove_attention(policy)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("gemma2", {}, "soft-capping"),
+        ("cohere", {"logit_scale": 0.06}, "logit_scale"),
+        ("gpt_oss", {}, "sinks"),
+        ("deepseek_v3", {}, "latent"),
+        ("t5", {}, "encoder"),
+    ],
+)
+def test_models_that_are_not_reproduced_are_refused_by_name(kind, changes, reason):
+    from transformers import AutoConfig
+
+    with pytest.raises(ValueError, match=rf"{kind}.*{reason}"):
+        refuse(AutoConfig.for_model(kind, **changes))
+
+
+def test_a_sliding_window_is_refused_only_where_a_sequence_leaves_it():
+    policy = Policy(tiny_model("mistral", sliding_window=24), None)
+    check_context(policy, 24)
+    with pytest.raises(ValueError, match="sliding window of this mistral model is 24"):
+        check_context(policy, 25)
+    groups = random_groups([(20, (5,))])
+    with pytest.raises(ValueError, match="window of 24"):
+        policy.logp(Packed.build(groups))
+    inside = random_groups([(16, (5, 8))])
+    torch.testing.assert_close(policy.logp(Packed.build(inside)), reference_logp(policy, inside), rtol=0, atol=2e-5)
+
+
+def test_positions_past_the_end_of_the_model_are_refused():
+    with pytest.raises(ValueError, match="longest position"):
+        check_context(tiny_policy(), 513)
+
+
+def test_empty_prompts_and_completions_are_refused():
+    with pytest.raises(ValueError, match="each needs one"):
+        PackedLayout.build([(0, [3])])
+    with pytest.raises(ValueError, match="each needs one"):
+        PackedLayout.build([(3, [0])])
+
+
+def test_a_model_call_without_a_layout_is_an_error():
+    with pytest.raises(ValueError, match="group_layout"):
+        tiny_model()(input_ids=torch.tensor([[3, 4, 5]]))

@@ -1,0 +1,268 @@
+"""The in-process sampler draws exactly from α, and says exactly how likely it was."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from tiny import SHAPES, tiny_policy
+
+from lagrpo.addressed import uniforms
+from lagrpo.policy.model import Packed
+from lagrpo.sampling.base import Request
+from lagrpo.sampling.decode import pair_rows_with_groups
+from lagrpo.sampling.draws import Draws, VersionError
+from lagrpo.sampling.local import CDF_BLOCK, LocalSampler, draw
+from lagrpo.sampling.proof import DeliveryError, Probe, prove_delivery
+from lagrpo.sampling.schedule import Schedule, every, lagged, lags
+from lagrpo.types import Group, Prompt
+
+
+def request(key: int, text: str = "1+2=", batch: int = 1, epoch: int = 0, policy=None) -> Request:
+    prompt = Prompt(key, ({"role": "user", "content": text},), "3")
+    return Request(batch, epoch, policy.tokenize(prompt))
+
+
+def requests_for(policy, count: int, batch: int = 1) -> list[Request]:
+    return [request(key, "x" * (3 * key + 1), batch, policy=policy) for key in range(count)]
+
+
+def sampled(policy, requests, G=6, max_tokens=24, rows=64, seed=0) -> dict[int, Group]:
+    sampler = LocalSampler(policy.twin(), seed, max_tokens, rows)
+    return {r.prompt.key: group for r, group in sampler.sample(requests, G)}
+
+
+def log_ratio(policy, groups) -> torch.Tensor:
+    """ln ρ of every token: the learner's packed forward against what the sampler recorded."""
+    packed = Packed.build([(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups])
+    with torch.no_grad():
+        return policy.logp(packed) - torch.cat([c.logp_alpha for g in groups for c in g.completions])
+
+
+# 1e-5 in bfloat16 is equality in practice: both sides round the same numbers to the same bits. In float32 the order
+# of summation differs between one row and many, hence 1e-4. Both are for τ = 1 and scale with 1/τ.
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-5), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("tau", [1.0, 0.1])
+def test_right_after_a_delivery_the_ratio_is_one(kind, dtype, tolerance, tau):
+    policy = tiny_policy(kind, dtype, tau)
+    groups = list(sampled(policy, requests_for(policy, 5)).values())
+    assert len({len(c.token_ids) for g in groups for c in g.completions}) > 3 or tau == 0.1  # ragged, some retired
+    assert log_ratio(policy, groups).abs().max() <= tolerance / tau
+
+
+@pytest.mark.parametrize("rows", [6, 7, 13, 64])
+def test_a_completion_does_not_depend_on_what_is_drawn_beside_it(rows):
+    """The same groups in narrow waves, in one wide batch, in another order and alone."""
+    policy = tiny_policy(dtype=torch.bfloat16)
+    requests = requests_for(policy, 5)
+    wide = sampled(policy, requests)
+    for other in (sampled(policy, requests, rows=rows), sampled(policy, requests[::-1]), sampled(policy, requests[3:4])):
+        for key, group in other.items():
+            for ours, theirs in zip(group.completions, wide[key].completions, strict=True):
+                assert torch.equal(ours.token_ids, theirs.token_ids)
+                torch.testing.assert_close(ours.logp_alpha, theirs.logp_alpha, rtol=0, atol=1e-5)
+
+
+def test_addresses_give_different_completions():
+    """Completions of a group, the same prompt in two batches, in two epochs, under two seeds: never the same draws."""
+    policy = tiny_policy()
+    base = sampled(policy, [request(0, policy=policy)])[0]
+    texts = [tuple(c.token_ids.tolist()) for c in base.completions]
+    assert len(set(texts)) == len(texts)
+    for changed in (request(0, batch=2, policy=policy), request(0, epoch=1, policy=policy)):
+        assert tuple(sampled(policy, [changed])[0].completions[0].token_ids.tolist()) != texts[0]
+    assert tuple(sampled(policy, [request(0, policy=policy)], seed=1)[0].completions[0].token_ids.tolist()) != texts[0]
+
+
+def test_frequencies_match_the_softmax():
+    """Chi-square of the first token over 20,000 draws; 0.001 of correct samplers would fail, this seed does not."""
+    policy = tiny_policy(spread=1.5)
+    logits = torch.randn(103, generator=torch.Generator().manual_seed(3)) * 2
+    count = 20_000
+    tokens, logp = draw(logits.expand(count, -1).contiguous(), torch.from_numpy(uniforms(count, "chi-square")))
+    expected = logits.double().softmax(-1) * count
+    observed = torch.bincount(tokens, minlength=103).double()
+    likely = expected >= 5
+    cells_expected = torch.cat([expected[likely], expected[~likely].sum()[None]])
+    cells_observed = torch.cat([observed[likely], observed[~likely].sum()[None]])
+    statistic = ((cells_observed - cells_expected) ** 2 / cells_expected).sum().item()
+    freedom = len(cells_expected) - 1
+    # Wilson-Hilferty: (chi2/k)^(1/3) is nearly normal
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    assert z < 3.1
+    torch.testing.assert_close(logp, logits.log_softmax(-1)[tokens], rtol=0, atol=1e-6)
+    del policy
+
+
+def test_the_first_token_of_the_sampler_has_the_frequencies_of_the_policy():
+    policy = tiny_policy(tau=0.7)
+    one = request(0, policy=policy)
+    packed = Packed.build([(one.prompt.token_ids, [torch.tensor([v]) for v in range(103)])])
+    with torch.no_grad():
+        probabilities = policy.logp(packed).exp()
+    assert probabilities.sum().item() == pytest.approx(1, abs=1e-5)
+    groups = LocalSampler(policy, 5, 1, 4096).sample([one], 4096)
+    counts = Counter(int(c.token_ids[0]) for _, g in groups for c in g.completions)
+    top = probabilities.argsort(descending=True)[:8]
+    for token in top.tolist():
+        p = probabilities[token].item()
+        assert abs(counts[token] / 4096 - p) < 4 * math.sqrt(p * (1 - p) / 4096)
+
+
+@pytest.mark.parametrize("position", [0, CDF_BLOCK - 1, CDF_BLOCK, 1000])
+def test_a_uniform_number_picks_the_token_whose_interval_holds_it(position):
+    """Literal: equal probabilities over 1,001 tokens, uniform number in the middle of an interval; and its ends."""
+    scaled = torch.zeros(3, 1001)
+    u = torch.tensor([(position + 0.5) / 1001, (position + 1e-4) / 1001, (position + 1 - 1e-4) / 1001], dtype=torch.float64)
+    tokens, logp = draw(scaled, u)
+    assert tokens.tolist() == [position] * 3
+    torch.testing.assert_close(logp, torch.full((3,), -math.log(1001)))
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    scaled = torch.full((2, 600), -torch.inf)
+    scaled[:, 300] = 0.0
+    tokens, logp = draw(scaled, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+    assert tokens.tolist() == [300, 300]
+    assert logp.tolist() == [0.0, 0.0]
+
+
+def test_every_end_of_sequence_id_ends_a_completion_and_the_limit_cuts_it():
+    policy = tiny_policy()
+    assert policy.eos_ids == {1, 2}
+    with torch.no_grad():  # make both ends likely
+        policy.head.weight[1] = policy.head.weight[2] = policy.head.weight[5:40].mean(0)
+    completions = [c for g in sampled(policy, requests_for(policy, 6), max_tokens=40).values() for c in g.completions]
+    assert {int(c.token_ids[-1]) for c in completions if c.finished} == {1, 2}
+    for c in completions:
+        assert not any(t in (1, 2) for t in c.token_ids[:-1].tolist())
+        assert c.finished == (int(c.token_ids[-1]) in (1, 2))
+        assert c.finished or len(c.token_ids) == 40
+        assert "<stop>" not in c.text
+
+
+def test_alpha_has_weights_of_its_own():
+    """After a step of π without a delivery, the sampler still draws, and scores, with the old policy."""
+    policy = tiny_policy()
+    sampler = LocalSampler(policy.twin(), 0, 16, 64)
+    before = [g for _, g in sampler.sample(requests_for(policy, 2), 4)]
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    policy.version = 1
+    after = [g for _, g in sampler.sample(requests_for(policy, 2), 4)]
+    for x, y in zip(before, after, strict=True):
+        assert [c.token_ids.tolist() for c in x.completions] == [c.token_ids.tolist() for c in y.completions]
+    assert log_ratio(policy, after).abs().max() > 0.1
+    sampler.deliver(policy.weights(), 1)
+    fresh = [g for _, g in sampler.sample(requests_for(policy, 2), 4)]
+    assert all((c.versions == 1).all() for g in fresh for c in g.completions)
+    assert log_ratio(policy, fresh).abs().max() <= 1e-4
+
+
+def test_score_equals_the_recorded_log_probs():
+    policy = tiny_policy("qwen3", torch.bfloat16)
+    group = sampled(policy, requests_for(policy, 2))[1]
+    sampler = LocalSampler(policy.twin(), 0, 24, 64)
+    for completion in group.completions:
+        scored = sampler.score(group.prompt.token_ids, completion.token_ids)
+        torch.testing.assert_close(scored, completion.logp_alpha, rtol=0, atol=1e-5)
+
+
+def test_a_delivery_between_open_groups_is_refused():
+    policy = tiny_policy()
+    sampler = LocalSampler(policy.twin(), 0, 8, 4)
+    stream = sampler.sample(requests_for(policy, 3), 4)
+    next(stream)
+    with pytest.raises(RuntimeError, match="2 groups of version 0 are open"):
+        sampler.deliver(policy.weights(), 1)
+
+
+def test_a_group_wider_than_the_rows_is_refused():
+    policy = tiny_policy()
+    with pytest.raises(ValueError, match=r"G = 6.*sampling.rows = 4"):
+        list(LocalSampler(policy.twin(), 0, 8, 4).sample(requests_for(policy, 1), 6))
+
+
+def test_pairing_rows_with_groups():
+    grid, place = pair_rows_with_groups(torch.tensor([0, 2, 0, 1, 2]), 3)
+    assert grid.tolist() == [[0, 2], [3, 0], [1, 4]]
+    assert place.tolist() == [0, 4, 1, 2, 5]
+
+
+def test_the_proof_of_a_delivery_catches_other_weights_and_another_version():
+    policy = tiny_policy()
+    sampler = LocalSampler(policy.twin(), 0, 16, 8)
+    probe = Probe.after(request(0, policy=policy).prompt, 103, seed=0)
+    assert prove_delivery(probe, policy, sampler) < 1e-4
+    policy.version = 1
+    with pytest.raises(DeliveryError, match="version 1 was delivered, but the sampler reports 0"):
+        prove_delivery(probe, policy, sampler)
+    sampler.policy.version = 1
+    with torch.no_grad():
+        policy.head.weight.mul_(1.05)
+    with pytest.raises(DeliveryError, match="disagree about token"):
+        prove_delivery(probe, policy, sampler)
+
+
+def test_draws_hand_out_batch_by_batch_what_was_drawn_together():
+    policy = tiny_policy()
+    sampler = LocalSampler(policy.twin(), 0, 12, 8)
+    source = {b: requests_for(policy, 3, batch=b) for b in (1, 2, 3)}
+    together, apart = Draws(sampler, source.__getitem__, 4), Draws(sampler, source.__getitem__, 4)
+    together.ask(range(1, 4), 0)
+    for b in (1, 2, 3):
+        apart.ask(range(b, b + 1), 0)
+        ahead, lazy = ({g.prompt.key: g for g in d.take(b)} for d in (together, apart))
+        assert ahead.keys() == lazy.keys() == {0, 1, 2}
+        for key in ahead:
+            for x, y in zip(ahead[key].completions, lazy[key].completions, strict=True):
+                assert torch.equal(x.token_ids, y.token_ids)
+
+
+def test_a_token_of_another_version_stops_the_run():
+    policy = tiny_policy()
+    draws = Draws(LocalSampler(policy.twin(), 0, 12, 8), lambda b: requests_for(policy, 1), 4)
+    draws.ask(range(1, 2), 7)
+    with pytest.raises(VersionError, match="drawn by version 0, but the schedule announced version 7"):
+        list(draws.take(1))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "i", "expected"),
+    [
+        (every(1), 1, [0] * 12),
+        (every(10), 1, [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]),
+        (every(1), 10, [0] * 12),
+        (every(3), 2, [0, 2, 0, 2, 4, 0, 2, 4, 0, 2, 4, 0]),
+        (lagged(2), 1, [0, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]),
+        (lagged(0), 4, [0] * 12),
+    ],
+)
+def test_the_lag_table(schedule, i, expected):
+    assert lags(schedule, 1, 12, i) == expected
+
+
+def test_k_starts_again_in_every_stage():
+    """Algorithm 1 counts k inside a stage: with M = 6 and v = 4 the first batches of stage 2 are drawn by k = 4."""
+    assert lags(every(4), 2, 6, 1) == [0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1, 2]
+
+
+@pytest.mark.parametrize("schedule", [every(1), every(4), lagged(3)])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_every_batch_is_drawn_once_and_not_after_it_is_needed(schedule, ahead):
+    asked = []
+    for due in schedule.plan(2, 7, ahead):
+        asked += list(due.draws)
+        assert due.batch in asked
+    assert asked == list(range(1, 15))
+
+
+def test_schedules_that_never_deliver_are_refused():
+    with pytest.raises(ValueError, match=r"every\(v\) needs v of at least 1"):
+        Schedule("every", 0)
+    with pytest.raises(ValueError, match=r"lagged\(v\) needs v of at least 0"):
+        Schedule("lagged", -1)

@@ -1,0 +1,74 @@
+"""Tiny random models and their tokenizer, so that tests run the real code in milliseconds."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2, "head_dim": 8},
+    "qwen2": {"num_key_value_heads": 1},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+    "gemma": {"num_key_value_heads": 1, "head_dim": 16, "hidden_act": "gelu_pytorch_tanh"},
+    "mistral": {"num_key_value_heads": 4, "head_dim": 8, "sliding_window": None},
+}
+
+
+def tiny_tokenizer() -> Any:
+    """One token per printable character, three specials in front: <pad>, <eos>, <stop>."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "<eos>", "<stop>", *string.printable]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.add_special_tokens({"additional_special_tokens": ["<stop>"]})
+    fast.chat_template = CHAT
+    return fast
+
+
+def tiny_model(kind: str = "llama", seed: int = 0, spread: float = 0.6, **changes: Any) -> Any:
+    """A random model of two layers with weights large enough that its distribution is far from uniform."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lagrpo.policy import attention
+
+    attention.register()
+    sizes = {
+        "vocab_size": len(string.printable) + 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "eos_token_id": [1, 2],
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+    config = AutoConfig.for_model(kind, **sizes | SHAPES[kind] | changes)
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, spread / parameter.shape[1] ** 0.5)
+    return model
+
+
+def tiny_policy(kind: str = "llama", dtype: torch.dtype = torch.float32, tau: float = 1.0, **changes: Any) -> Any:
+    from lagrpo.policy.model import Policy
+
+    return Policy(tiny_model(kind, **changes).to(dtype), tiny_tokenizer(), tau)
+
+
+def save_tiny(directory: Path, kind: str = "llama", **changes: Any) -> Path:
+    """A model directory that the command line can be pointed at."""
+    tiny_model(kind, **changes).save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return directory
