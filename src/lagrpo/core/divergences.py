@@ -45,20 +45,20 @@ def importance_weighted(estimate_T: FloatT, ratio_T: FloatT) -> FloatT:
 def kl(p: Float[Tensor, "*N K"], q: Float[Tensor, "*N K"]) -> Float[Tensor, "*N"]:
     """KL(p || q) = sum p log(p/q) over the last dimension, in nats, with 0 log 0 = 0; infinite where q = 0 < p.
     Raises ValueError unless p and q are distributions of one shape."""
-    _require_distributions(p=p, q=q)
+    require_distributions(p=p, q=q)
     return torch.where(p > 0, p * (p / q).log(), torch.zeros_like(p)).sum(dim=-1)
 
 
 def tv(p: Float[Tensor, "*N K"], q: Float[Tensor, "*N K"]) -> Float[Tensor, "*N"]:
     """TV(p, q) = sum |p - q| / 2, in [0, 1], as Mroueh et al. define it before Theorem 1. Raises as `kl` does."""
-    _require_distributions(p=p, q=q)
+    require_distributions(p=p, q=q)
     return (p - q).abs().sum(dim=-1) / 2
 
 
 def chi2(p: Float[Tensor, "*N K"], q: Float[Tensor, "*N K"]) -> Float[Tensor, "*N"]:
     """chi2(p || q) = sum (p - q)^2 / q = E_q[(p/q)^2] - 1, the variance of the ratio p/q under q; infinite where
     q = 0 < p. Raises as `kl` does."""
-    _require_distributions(p=p, q=q)
+    require_distributions(p=p, q=q)
     return torch.where(p == q, torch.zeros_like(p), (p - q).square() / q).sum(dim=-1)
 
 
@@ -73,7 +73,43 @@ def ess(ratio: Float[Tensor, "*N n"]) -> Float[Tensor, "*N"]:
     return scaled.sum(dim=-1).square() / scaled.square().sum(dim=-1)
 
 
-def _require_distributions(**tensors: Tensor) -> None:
+def sampled_tv(log_ratio: Float[Tensor, "*N n"]) -> Float[Tensor, "*N"]:
+    """mean |rho - 1| / 2 over samples of alpha, with their log rho = log p/alpha: unbiased for TV(p, alpha) where p
+    puts nothing outside alpha's support (never for a softmax). Raises ValueError for no samples.
+
+    On whole completions the ratio grows with length: above an effective sample size of a few it is a number, below
+    it is the number of the one completion that dominates."""
+    _require_samples(log_ratio)
+    return torch.expm1(log_ratio).abs().mean(dim=-1) / 2
+
+
+def sampled_kl(log_ratio: Float[Tensor, "*N n"]) -> Float[Tensor, "*N"]:
+    """mean (rho - 1 - log rho) over samples of alpha: unbiased for KL(alpha || p), every term >= 0, and so with less
+    variance than the mean of -log rho near p = alpha. Raises ValueError for no samples."""
+    _require_samples(log_ratio)
+    return (torch.expm1(log_ratio) - log_ratio).mean(dim=-1)
+
+
+def sampled_chi2(log_ratio: Float[Tensor, "*N n"]) -> Float[Tensor, "*N"]:
+    """mean (rho - 1)^2 over samples of alpha: unbiased for chi2(p || alpha). Raises ValueError for no samples."""
+    _require_samples(log_ratio)
+    return torch.expm1(log_ratio).square().mean(dim=-1)
+
+
+def pinsker(kl: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
+    """min(sqrt(KL / 2), 1) >= TV, whichever way round the KL is taken. Raises ValueError for a negative KL."""
+    if bool((kl < 0).any()):
+        raise ValueError("a KL divergence is not negative; use an estimate that cannot be, as `sampled_kl`")
+    return (kl / 2).sqrt().clamp(max=1.0)
+
+
+def _require_samples(log_ratio: Tensor) -> None:
+    if log_ratio.dim() == 0 or log_ratio.shape[-1] == 0:
+        raise ValueError(f"needs a last dimension of at least one sample, but has shape {tuple(log_ratio.shape)}")
+
+
+def require_distributions(**tensors: Tensor) -> None:
+    """Raises ValueError unless each holds probabilities over its last dimension, and all have one shape."""
     require_same_shape(**tensors)
     for name, tensor in tensors.items():
         if tensor.dim() == 0 or bool((tensor < 0).any()):

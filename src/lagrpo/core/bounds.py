@@ -1,0 +1,155 @@
+"""Lower bounds on the improvement D = J(pi) - J(pi_k) of the expected reward, from samples of alpha.
+
+Exactly, for discrete distributions: `pi`, `pi_k`, `alpha` and the rewards `r` are [..., K] over K outcomes. From
+samples: `sampled`. Rewards must lie in [0, 1]; `scaled` brings a stated range there (bounds are in units of the range).
+With J the mean reward, s = sqrt(Var_alpha r + eps_std), L = E_alpha[(pi/alpha) A] the surrogate of Eq. 3:
+
+    Theorem 1 [P1]    D >= L - c (1-s)/s TV(pi, alpha) - c TV(pi_k, alpha),  c = 2;  needs s <= 1
+    constant 1        the same with c = 1, as |J(p) - J(q)| <= TV(p, q) for rewards in [0, 1]; attained
+    identity bound    D >= s L - TV(pi_k, alpha),  for every s > 0, as s L = J(pi) - J(alpha) exactly
+
+The identity bound has no penalty on TV(pi, alpha) and is the largest of the three wherever s <= 1. With c = 2 and
+s <= 1/2 (always, at eps_std = 0) the right side of Theorem 1 is never positive: it certifies no improvement.
+[P1] Mroueh et al., arXiv 2505.22257. Its "sigma <= 1/4" reads sigma^2 <= 1/4.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lagrpo.core import advantages
+from lagrpo.core.divergences import require_distributions, sampled_tv, tv
+from lagrpo.core.shapes import require_above, require_at_least, require_same_shape
+
+Outcomes = Float[Tensor, "*N K"]
+Values = Float[Tensor, "*N"]
+
+
+def scaled(rewards: Float[Tensor, "*N"], low: float, high: float) -> Float[Tensor, "*N"]:
+    """(r - low) / (high - low). Raises ValueError unless low < high and all rewards lie between them."""
+    require_above(low, high=high)
+    return _in_unit_interval((rewards - low) / (high - low))
+
+
+def mean_reward(p: Outcomes, r: Outcomes) -> Values:
+    """J(p) = E_p r, Eq. 1. Raises ValueError unless p is a distribution and r of its shape, in [0, 1]."""
+    require_distributions(p=p)
+    require_same_shape(p=p, r=r)
+    return (p * _in_unit_interval(r)).sum(dim=-1)
+
+
+def sigma(alpha: Outcomes, r: Outcomes, eps_std: float) -> Values:
+    """s = sqrt(E_alpha (r - J(alpha))^2 + eps_std), the standard deviation of Eq. 2. Raises as `mean_reward` does."""
+    require_at_least(0.0, eps_std=eps_std)
+    return ((alpha * (r - mean_reward(alpha, r)[..., None]).square()).sum(dim=-1) + eps_std).sqrt()
+
+
+def surrogate(pi: Outcomes, alpha: Outcomes, r: Outcomes, eps_std: float) -> Values:
+    """L_alpha(pi) = E_alpha[(pi/alpha) A_alpha] = (J(pi) - J(alpha)) / s, Eq. 3; 0 where s = 0, as A is 0 there.
+    Raises as `mean_reward` does."""
+    s, gain = sigma(alpha, r, eps_std), mean_reward(pi, r) - mean_reward(alpha, r)
+    return torch.where(s > 0, gain / s, torch.zeros_like(gain))
+
+
+def penalty(s: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
+    """(1 - s) / s, what TV(pi, alpha) costs in Theorem 1; for a success probability p, s = sqrt(p (1-p) + eps_std) and
+    this is Fig. 1. Infinite at s = 0. Raises ValueError for s > 1, where the proof needs it not to be negative."""
+    if bool((s > 1).any()):
+        raise ValueError(f"Theorem 1 needs sigma <= 1 (eps_std at most 3/4), but sigma is {float(s.max()):.4g}")
+    return (1 - s) / s
+
+
+def theorem1(
+    pi: Outcomes, pi_k: Outcomes, alpha: Outcomes, r: Outcomes, eps_std: float, constant: float = 2.0
+) -> Values:
+    """The right side of Theorem 1, per prompt; `constant` 1 for its sharp form; minus infinity where s = 0 and pi is
+    not alpha. Raises ValueError for s > 1 (counter-example: alpha = pi_k = (.5, .5), r = (0, 1), pi = (0, 1),
+    eps_std = .9, where D = .5 and this would say .534), r outside [0, 1], constant below 1."""
+    require_at_least(1.0, constant=constant)
+    cost = _times(penalty(sigma(alpha, r, eps_std)), tv(pi, alpha))
+    return surrogate(pi, alpha, r, eps_std) - constant * (cost + tv(pi_k, alpha))
+
+
+def corollary1(pi: Outcomes, pi_k: Outcomes, r: Outcomes, eps_std: float, constant: float = 2.0) -> Values:
+    """Theorem 1 with alpha = pi_k: on-policy GRPO. Raises as `theorem1` does."""
+    return theorem1(pi, pi_k, pi_k, r, eps_std, constant)
+
+
+def over_prompts(
+    pi: Outcomes, pi_k: Outcomes, alpha: Outcomes, r: Outcomes, eps_std: float, constant: float = 2.0
+) -> Float[Tensor, ""]:
+    """The right side of Eq. 4, a lower bound on the mean of D over prompts (all leading dimensions, equal weights):
+    mean L - c M sqrt(mean TV(pi, alpha)^2) - c mean TV(pi_k, alpha), M = sqrt(mean ((1-s)/s)^2).
+    By Cauchy-Schwarz it is at most the mean of Theorem 1. Raises as `theorem1` does."""
+    require_at_least(1.0, constant=constant)
+    M = penalty(sigma(alpha, r, eps_std)).square().mean().sqrt()
+    cost = _times(M, tv(pi, alpha).square().mean().sqrt())
+    return surrogate(pi, alpha, r, eps_std).mean() - constant * (cost + tv(pi_k, alpha).mean())
+
+
+def identity_bound(pi: Outcomes, pi_k: Outcomes, alpha: Outcomes, r: Outcomes, eps_std: float) -> Values:
+    """s L_alpha(pi) - TV(pi_k, alpha), from D = s L_alpha(pi) - (J(pi_k) - J(alpha)). Where s = 0 alpha's samples say
+    nothing of pi and the bound is not claimed: minus infinity. Raises ValueError for r outside [0, 1]."""
+    s = sigma(alpha, r, eps_std)
+    bound = s * surrogate(pi, alpha, r, eps_std) - tv(pi_k, alpha)
+    return torch.where(s > 0, bound, torch.full_like(bound, -torch.inf))
+
+
+class Sampled(NamedTuple):
+    """Estimates from groups, one per group: [...]. For a mean over prompts with its interval, give a field of all
+    groups to `estimators.bootstrap_interval`.
+
+    sigma            of the group, biased std: as the objective has it
+    surrogate        mean rho A, estimates L_alpha(pi); biased, as A is made of the same rewards
+    gain             mean rho (r - mean of the others): unbiased for J(pi) - J(alpha) = s L_alpha(pi)
+    tv, tv_k         mean |rho - 1| / 2, unbiased for TV(pi, alpha) and TV(pi_k, alpha) of *whole completions*
+    theorem1         surrogate - 2 (1-s)/s tv - 2 tv_k, a plug-in estimate of the right side of Theorem 1
+    identity_bound   gain - tv_k: unbiased for the identity bound, at any group size above 1
+    """
+
+    sigma: Tensor
+    surrogate: Tensor
+    gain: Tensor
+    tv: Tensor
+    tv_k: Tensor
+    theorem1: Tensor
+    identity_bound: Tensor
+
+
+def sampled(
+    rewards: Float[Tensor, "*N G"],
+    log_ratio: Float[Tensor, "*N G"],
+    log_ratio_k: Float[Tensor, "*N G"],
+    eps_std: float,
+) -> Sampled:
+    """The bounds from groups of completions drawn by alpha: their rewards in [0, 1], and the log-ratios of whole
+    completions log pi(y)/alpha(y) and log pi_k(y)/alpha(y).
+
+    The variance is that of the sequence ratio: it grows exponentially with the length of completions, and once the
+    effective sample size nears 1 the numbers mean nothing. Raises ValueError for G < 2, r outside [0, 1], s > 1."""
+    require_same_shape(rewards=rewards, log_ratio=log_ratio, log_ratio_k=log_ratio_k)
+    if rewards.shape[-1] < 2:
+        raise ValueError("the bounds need groups of at least two completions: one has no spread")
+    _in_unit_interval(rewards)
+    rho = log_ratio.exp()
+    s = advantages.sigma(rewards, eps_std)
+    value = (rho * advantages.whitened(rewards, eps_std)).mean(dim=-1)
+    gain = (rho * advantages.leave_one_out(rewards)).mean(dim=-1)
+    tv_pi, tv_k = sampled_tv(log_ratio), sampled_tv(log_ratio_k)
+    bound = value - 2 * (_times(penalty(s), tv_pi) + tv_k)
+    return Sampled(s, value, gain, tv_pi, tv_k, bound, gain - tv_k)
+
+
+def _times(factor: Tensor, distance: Tensor) -> Tensor:
+    """Their product, 0 where the distance is 0 even if the factor is infinite."""
+    return torch.where(distance > 0, factor * distance, torch.zeros_like(distance))
+
+
+def _in_unit_interval(r: Tensor) -> Tensor:
+    if not bool(((r >= 0) & (r <= 1)).all()):
+        raise ValueError(
+            f"rewards must lie in [0, 1], but range from {float(r.min()):g} to {float(r.max()):g}: scale them"
+        )
+    return r

@@ -1,0 +1,208 @@
+import pytest
+import torch
+from torch import tensor
+from torch.testing import assert_close
+
+from lagrpo.core.bounds import (
+    corollary1,
+    identity_bound,
+    mean_reward,
+    over_prompts,
+    penalty,
+    sampled,
+    scaled,
+    sigma,
+    surrogate,
+    theorem1,
+)
+from lagrpo.core.divergences import pinsker, sampled_chi2, sampled_kl, sampled_tv, tv
+from lagrpo.core.estimators import bootstrap_interval
+
+ROUNDING = 1e-9
+
+
+def double(*values: float) -> torch.Tensor:
+    return tensor(values, dtype=torch.float64)
+
+
+def cases(count: int, outcomes: int, seed: int, binary: bool) -> tuple[torch.Tensor, ...]:
+    """pi, pi_k, alpha uniform on the simplex, rewards uniform in [0, 1] or fair coins."""
+    generator = torch.Generator().manual_seed(seed)
+    exponential = -torch.rand(3, count, outcomes, generator=generator, dtype=torch.float64).log()
+    pi, pi_k, alpha = exponential / exponential.sum(dim=-1, keepdim=True)
+    r = torch.rand(count, outcomes, generator=generator, dtype=torch.float64)
+    return pi, pi_k, alpha, r.round() if binary else r
+
+
+def improvement(pi, pi_k, r):
+    return mean_reward(pi, r) - mean_reward(pi_k, r)
+
+
+@pytest.mark.parametrize("eps_std", [0.0, 1e-4, 0.1, 0.75])
+@pytest.mark.parametrize(("outcomes", "binary"), [(2, True), (2, False), (3, True), (4, False), (6, False)])
+def test_no_bound_is_violated_and_the_identity_bound_dominates(eps_std, outcomes, binary):
+    """20 x 5,000 = 100,000 random cases."""
+    pi, pi_k, alpha, r = cases(5_000, outcomes, seed=outcomes, binary=binary)
+    D = improvement(pi, pi_k, r)
+    paper = theorem1(pi, pi_k, alpha, r, eps_std)
+    sharp = theorem1(pi, pi_k, alpha, r, eps_std, constant=1.0)
+    identity = identity_bound(pi, pi_k, alpha, r, eps_std)
+    for bound in (paper, sharp, identity):
+        assert bool((bound <= D + ROUNDING).all())
+    assert bool((paper <= sharp + ROUNDING).all())
+    assert bool((sharp <= identity + ROUNDING).all())
+    assert bool((corollary1(pi, pi_k, r, eps_std) <= D + ROUNDING).all())
+
+
+def test_the_identity_behind_the_identity_bound_holds_for_any_eps_std():
+    pi, pi_k, alpha, r = cases(5_000, 4, seed=9, binary=False)
+    for eps_std in (0.0, 0.3, 5.0):
+        gain = sigma(alpha, r, eps_std) * surrogate(pi, alpha, r, eps_std)
+        assert_close(gain, mean_reward(pi, r) - mean_reward(alpha, r))
+        assert bool((identity_bound(pi, pi_k, alpha, r, eps_std) <= improvement(pi, pi_k, r) + ROUNDING).all())
+
+
+def test_theorem_1_fails_beyond_sigma_1_and_is_refused_there():
+    alpha, r, pi = double(0.5, 0.5), double(0.0, 1.0), double(0.0, 1.0)
+    s, L = sigma(alpha, r, 0.9), surrogate(pi, alpha, r, 0.9)
+    claimed = L - 2 * (1 - s) / s * tv(pi, alpha)
+    assert float(improvement(pi, alpha, r)) == 0.5
+    assert float(claimed) == pytest.approx(0.5337, abs=5e-5)  # more than D: the bound does not hold
+    with pytest.raises(ValueError, match=r"sigma <= 1 .* but sigma is 1\.07"):
+        corollary1(pi, alpha, r, 0.9)
+    assert float(identity_bound(pi, alpha, alpha, r, 0.9)) == pytest.approx(0.5)
+
+
+def test_constant_1_is_attained_where_constant_2_says_0():
+    alpha, r, pi = double(0.5, 0.5), double(0.0, 1.0), double(0.4, 0.6)
+    assert float(improvement(pi, alpha, r)) == pytest.approx(0.1)
+    assert float(corollary1(pi, alpha, r, 0.0, constant=1.0)) == pytest.approx(0.1)
+    assert float(corollary1(pi, alpha, r, 0.0)) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_as_published_the_bound_certifies_nothing_at_sigma_up_to_a_half():
+    pi, pi_k, alpha, r = cases(100_000, 3, seed=3, binary=True)
+    assert float(sigma(alpha, r, 0.0).max()) <= 0.5
+    assert float(theorem1(pi, pi_k, alpha, r, 0.0).max()) <= ROUNDING
+    assert float(theorem1(pi, alpha, alpha, r, 0.0).max()) <= ROUNDING
+
+
+def test_median_slack_and_share_of_improvements_certified():
+    """alpha uniform on the simplex, pi_k 5 % and pi 10 % of the way from alpha to another such point, two or three
+    outcomes, rewards uniform or coins, eps_std = 0: the slack and what each bound certifies."""
+    slack, certified = [], []
+    for outcomes, binary in ((2, True), (2, False), (3, True), (3, False)):
+        pi, pi_k, alpha, r = cases(25_000, outcomes, seed=outcomes, binary=binary)
+        pi, pi_k = 0.9 * alpha + 0.1 * pi, 0.95 * alpha + 0.05 * pi_k
+        spread = sigma(alpha, r, 0.0) > 1e-9
+        pi, pi_k, alpha, r = (x[spread] for x in (pi, pi_k, alpha, r))
+        D = improvement(pi, pi_k, r)
+        bounds = torch.stack(
+            [theorem1(pi, pi_k, alpha, r, 0.0, c) for c in (2.0, 1.0)] + [identity_bound(pi, pi_k, alpha, r, 0.0)]
+        )
+        slack.append(D - bounds)
+        certified.append((bounds > ROUNDING)[:, D > ROUNDING])
+    medians = torch.cat(slack, dim=1).median(dim=1).values
+    assert_close(medians, double(0.249, 0.123, 0.014), atol=0.004, rtol=0.0)
+    shares = torch.cat(certified, dim=1).double().mean(dim=1)
+    assert_close(shares, double(0.0, 0.215, 0.425), atol=0.01, rtol=0.0)
+
+
+def test_the_penalty_of_figure_1():
+    p = double(0.5, 0.1, 0.01, 0.0)
+    assert_close(penalty((p * (1 - p)).sqrt())[:3], double(1.0, 7 / 3, 9.050378), atol=1e-6, rtol=0.0)
+    assert float(penalty((p * (1 - p)).sqrt())[3]) == float("inf")
+    assert_close(penalty((p * (1 - p) + 0.01).sqrt()), double(0.961161, 2.162278, 6.088812, 9.0), atol=1e-6, rtol=0.0)
+
+
+def test_equation_4_is_a_bound_on_the_mean_and_not_above_the_mean_of_theorem_1():
+    pi, pi_k, alpha, r = cases(4_000, 3, seed=5, binary=False)
+    for start in range(0, 4_000, 40):  # 100 sets of 40 prompts
+        prompts = [x[start : start + 40] for x in (pi, pi_k, alpha, r)]
+        mean_D = improvement(prompts[0], prompts[1], prompts[3]).mean()
+        for constant in (1.0, 2.0):
+            bound = over_prompts(*prompts, eps_std=0.01, constant=constant)
+            assert float(bound) <= float(theorem1(*prompts, eps_std=0.01, constant=constant).mean()) + ROUNDING
+            assert float(bound) <= float(mean_D) + ROUNDING
+    one = [x[:1] for x in (pi, pi_k, alpha, r)]
+    assert_close(over_prompts(*one, eps_std=0.01), theorem1(*one, eps_std=0.01)[0])
+
+
+def test_without_variance_theorem_1_says_minus_infinity_and_the_identity_claims_nothing():
+    alpha, pi, r = double(1.0, 0.0), double(0.5, 0.5), double(1.0, 0.0)
+    assert float(corollary1(pi, alpha, r, 0.0)) == float("-inf")
+    assert float(corollary1(alpha, alpha, r, 0.0)) == 0.0
+    assert float(identity_bound(pi, alpha, alpha, r, 0.0)) == float("-inf")
+
+
+def drawn(prompts: int, G: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """Groups of G outcomes of alpha = (.5, .3, .2), with pi = (.3, .3, .4), pi_k = (.45, .3, .25), r = (0, .5, 1)."""
+    alpha, pi, pi_k, r = double(0.5, 0.3, 0.2), double(0.3, 0.3, 0.4), double(0.45, 0.3, 0.25), double(0.0, 0.5, 1.0)
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.multinomial(alpha, prompts * G, replacement=True, generator=generator).view(prompts, G)
+    return r[y], (pi / alpha).log()[y], (pi_k / alpha).log()[y]
+
+
+@pytest.mark.parametrize("G", [2, 4, 16])
+def test_gain_and_distances_from_samples_are_unbiased_at_every_group_size(G):
+    estimates = sampled(*drawn(60_000, G, seed=G), eps_std=0.25)
+    # J(pi) - J(alpha) = .55 - .35 = .2, TV(pi, alpha) = .2, TV(pi_k, alpha) = .05
+    for values, exact in ((estimates.gain, 0.2), (estimates.tv, 0.2), (estimates.tv_k, 0.05)):
+        error = 4 * float(values.std()) / 60_000**0.5
+        assert float(values.mean()) == pytest.approx(exact, abs=error)
+    assert_close(estimates.identity_bound, estimates.gain - estimates.tv_k)
+    assert float(estimates.sigma.max()) <= 1.0
+
+
+def test_the_sampled_surrogate_and_bound_tend_to_the_exact_ones_as_groups_grow():
+    alpha, pi, pi_k, r = double(0.5, 0.3, 0.2), double(0.3, 0.3, 0.4), double(0.45, 0.3, 0.25), double(0.0, 0.5, 1.0)
+    estimates = sampled(*drawn(1, 400_000, seed=0), eps_std=0.01)
+    assert_close(estimates.surrogate[0], surrogate(pi, alpha, r, 0.01), atol=0.01, rtol=0.0)
+    assert_close(estimates.theorem1[0], theorem1(pi, pi_k, alpha, r, 0.01), atol=0.01, rtol=0.0)
+    assert_close(estimates.identity_bound[0], identity_bound(pi, pi_k, alpha, r, 0.01), atol=0.01, rtol=0.0)
+
+
+def test_the_interval_over_prompts_covers_the_exact_bound():
+    alpha, pi, pi_k, r = double(0.5, 0.3, 0.2), double(0.3, 0.3, 0.4), double(0.45, 0.3, 0.25), double(0.0, 0.5, 1.0)
+    exact, covered = float(identity_bound(pi, pi_k, alpha, r, 0.0)), 0
+    for seed in range(200):
+        values = sampled(*drawn(64, 8, seed), eps_std=0.0001).identity_bound
+        low, high = bootstrap_interval(values, resamples=300, seed=seed)
+        covered += low <= exact <= high
+    assert covered / 200 == pytest.approx(0.95, abs=0.05)
+
+
+def test_the_distances_of_samples():
+    log_ratio = tensor([2.0, 0.5, 1.0]).log()
+    assert_close(sampled_tv(log_ratio), tensor((1 + 0.5 + 0) / 3 / 2))
+    assert_close(sampled_chi2(log_ratio), tensor((1 + 0.25 + 0) / 3))
+    assert_close(sampled_kl(log_ratio), tensor((1 - 0.693147 + -0.5 + 0.693147) / 3))
+    assert_close(pinsker(tensor([0.02, 8.0])), tensor([0.1, 1.0]))
+
+
+def test_a_longer_sequence_means_less():
+    """The ratio of a sequence of length n, each token with standard deviation .3 of ln rho: TV saturates, ESS dies."""
+    generator = torch.Generator().manual_seed(0)
+    shares = []
+    for length in (1, 10, 100):
+        log_ratio = (0.3 * torch.randn(256, length, generator=generator) - 0.3**2 / 2).sum(dim=1)
+        rho = log_ratio.exp()
+        shares.append(float(rho.sum() ** 2 / rho.square().sum()) / 256)
+    assert shares[0] > 0.85 > 0.5 > shares[1] > 0.25 > 0.1 > shares[2]
+
+
+def test_what_the_bounds_refuse(unchecked):
+    pi, alpha, r = double(0.5, 0.5), double(0.4, 0.6), double(0.0, 2.0)
+    with pytest.raises(ValueError, match=r"must lie in \[0, 1\], but range from 0 to 2: scale them"):
+        theorem1(pi, alpha, alpha, r, 0.0)
+    assert_close(scaled(r, 0.0, 2.0), double(0.0, 1.0))
+    with pytest.raises(ValueError, match="high must be greater than 1"):
+        scaled(r, 1.0, 1.0)
+    with pytest.raises(ValueError, match="constant must be at least 1"):
+        corollary1(pi, alpha, r / 2, 0.0, constant=0.5)
+    with pytest.raises(ValueError, match="at least two completions"):
+        sampled(torch.ones(3, 1), torch.zeros(3, 1), torch.zeros(3, 1), 0.1)
+    with pytest.raises(ValueError, match="must sum to 1"):
+        identity_bound(double(0.5, 0.6), alpha, alpha, r / 2, 0.0)
+    with pytest.raises(ValueError, match="not negative"):
+        pinsker(tensor(-0.1))

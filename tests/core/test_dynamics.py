@@ -1,0 +1,113 @@
+from math import sqrt
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import tensor
+from torch.testing import assert_close
+
+from lagrpo.core.advantages import centred
+from lagrpo.core.dynamics import amplified, fixed_points, slope, tilted, trajectory
+
+EPS = 1e-4
+
+
+def test_the_first_iterations_at_beta_one():
+    p = trajectory(p_ref=0.05, beta=1.0, eps_std=EPS, iterations=60)
+    assert p[1:4] == pytest.approx([0.8374, 0.4414, 0.2827], abs=5e-5)
+    assert p[-1] == pytest.approx(0.3126, abs=5e-5)
+    assert p[1] > p[2] > p[3] < p[4]  # not monotone
+
+
+@pytest.mark.parametrize(
+    ("beta", "p_ref", "expected"),
+    [
+        (1.0, 0.05, 0.3126),
+        (2.0, 0.05, 0.1673),
+        (2.0, 0.2, 0.4087),
+        (2.0, 0.5, 0.7646),
+        (5.0, 0.05, 0.0944),
+        (5.0, 0.2, 0.2806),
+    ],
+)
+def test_where_the_iterations_end(beta, p_ref, expected):
+    (p, stable), *_ = fixed_points(p_ref, beta, EPS)
+    assert p == pytest.approx(expected, abs=5e-5)
+    assert stable
+    assert amplified(p, p_ref, beta, EPS) == pytest.approx(p, abs=1e-12)
+    assert trajectory(p_ref, beta, EPS, 200)[-1] == pytest.approx(p, abs=1e-6)
+
+
+def test_a_small_variance_floor_makes_certainty_stable_behind_an_unstable_point():
+    low, middle, high = fixed_points(0.05, 1.0, EPS)
+    assert [point[1] for point in (low, middle, high)] == [True, False, True]
+    assert middle[0] == pytest.approx(0.97738, abs=1e-5)
+    assert high[0] == 1.0
+    above = below = middle[0]
+    above, below = above + 1e-3, below - 1e-3
+    for _ in range(200):
+        above, below = amplified(above, 0.05, 1.0, EPS), amplified(below, 0.05, 1.0, EPS)
+    assert above == pytest.approx(1.0)
+    assert below == pytest.approx(low[0])
+
+
+def test_iterations_leave_a_fixed_point_that_is_not_stable():
+    """A weak reference, p_ref = .005: from near p* they end in a cycle of two, from p_ref itself in certainty."""
+    (p, stable), (_, also_stable), (end, end_stable) = fixed_points(0.005, 1.0, EPS)
+    assert p == pytest.approx(0.1096, abs=5e-5)
+    assert (stable, also_stable, end_stable) == (False, False, True)
+    assert trajectory(0.005, 1.0, EPS, 50)[-1] == pytest.approx(end)
+    path = [p + 1e-4]
+    for _ in range(501):
+        path.append(amplified(path[-1], 0.005, 1.0, EPS))
+    assert sorted(path[-2:]) == pytest.approx([0.0358, 0.5196], abs=5e-5)
+
+
+probabilities = st.floats(0.01, 0.99)
+
+
+@given(probabilities, probabilities, st.floats(0.3, 20))
+def test_every_iteration_and_every_fixed_point_beats_the_reference(p, p_ref, beta):
+    assert amplified(p, p_ref, beta, EPS) > p_ref
+    assert all(fixed > p_ref for fixed, _ in fixed_points(p_ref, beta, EPS, cells=200))
+
+
+@given(probabilities, probabilities, st.floats(0.3, 20))
+def test_the_slope_is_the_derivative(p, p_ref, beta):
+    step = 1e-6
+    difference = amplified(p + step, p_ref, beta, EPS) - amplified(p - step, p_ref, beta, EPS)
+    assert slope(p, p_ref, beta, EPS) == pytest.approx(difference / (2 * step), abs=1e-5, rel=1e-4)
+
+
+@given(probabilities, probabilities, st.floats(0.3, 20))
+def test_h_is_the_success_of_an_explicit_exponential_tilt(p, p_ref, beta):
+    """Four outcomes, two of them right; the old policy succeeds with p, the reference with p_ref."""
+    reward = tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    reference = tensor([0.3 * p_ref, 0.7 * p_ref, 0.4 * (1 - p_ref), 0.6 * (1 - p_ref)], dtype=torch.float64)
+    advantage = (reward - p) / sqrt(p * (1 - p) + EPS)
+    success = tilted(reference, advantage, beta)[:2].sum()
+    assert float(success) == pytest.approx(amplified(p, p_ref, beta, EPS), rel=1e-9)
+
+
+def test_the_tilt_is_the_maximiser():
+    p, advantage, beta = tensor([0.2, 0.5, 0.3]).double(), centred(tensor([1.0, 0.0, 0.4]).double()), 0.7
+    best = tilted(p, advantage, beta)
+
+    def objective(pi):
+        return float((pi * (advantage - beta * (pi / p).log())).sum())
+
+    for seed in range(200):
+        noise = 0.3 * torch.randn(3, generator=torch.Generator().manual_seed(seed)).double()
+        assert objective(torch.softmax(best.log() + noise, dim=0)) < objective(best)
+    assert_close(best, p * (advantage / beta).exp() / (p * (advantage / beta).exp()).sum())
+    assert objective(best) == pytest.approx(beta * float((p * (advantage / beta).exp()).sum().log()))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(0.5, 0.0, 1.0, EPS), (0.5, 1.0, 1.0, EPS), (1.5, 0.5, 1.0, EPS), (0.5, 0.5, 0.0, EPS), (0.0, 0.5, 1.0, 0.0)],
+)
+def test_outside_its_domain_h_is_refused(arguments):
+    with pytest.raises(ValueError, match=r"must be greater than 0|h needs p_ref < 1"):
+        amplified(*arguments)
