@@ -1,7 +1,7 @@
 """From names to functions: how the pieces of core become the objective of a run.
 
-A composition is names and numbers, as a settings file can say them. `compose` looks the names up, binds to each piece the
-numbers and pieces it reads, refuses what contradicts itself, and finds out which log-probs the result needs.
+A composition is names and numbers, as a settings file can say them. `compose` looks the names up, binds to each piece
+what it reads, refuses what contradicts itself, and finds out which log-probs the result needs.
 
 Importing this module loads neither torch nor core; `compose` does.
 """
@@ -230,7 +230,9 @@ def _refuse_contradictions(made: Composition, overrides: Mapping[str, Any], read
     if made.kl_importance and made.beta == 0:
         raise ValueError("kl_importance weighs the KL term, but beta is 0: there is no KL term")
     if made.masked_count and not made.mask_zero_variance:
-        raise ValueError("masked_count says how masked groups are counted, but mask_zero_variance is off: none is masked")
+        raise ValueError(
+            "masked_count says how masked groups are counted, but mask_zero_variance is off: none is masked"
+        )
     if made.beta > 0 and made.kl == "k1":
         raise ValueError(
             "k1 = logp - logp_ref is no penalty: its gradient is grad logp, which is 0 in expectation and pushes away "
