@@ -31,8 +31,6 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 """The options that each task takes, besides `system_prompt` and `reward`, which every task takes."""
 
-_UNSET = {"train_split": (None, "train"), "test_split": (None, "test")}
-
 JUDGES = {
     "arithmetic": "lagrpo.tasks.arithmetic:judge",
     "countdown": "lagrpo.tasks.countdown:judge",
@@ -61,7 +59,7 @@ def check_options(settings: TaskSettings) -> None:
             f"'package.module:function'.{nearest(name, OPTIONS)}"
         )
     for option in sorted(set().union(*OPTIONS.values()) - set(OPTIONS[name])):
-        if getattr(settings, option) not in _UNSET.get(option, (None,)):
+        if getattr(settings, option) is not None:
             takers = " and ".join(task for task, options in OPTIONS.items() if option in options)
             raise ValueError(f"task.{option} is set, but the task {name!r} does not take it: {takers} does")
 

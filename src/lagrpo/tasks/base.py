@@ -53,9 +53,9 @@ class TaskSettings(Protocol):
     @property
     def data(self) -> str | None: ...
     @property
-    def train_split(self) -> str: ...
+    def train_split(self) -> str | None: ...
     @property
-    def test_split(self) -> str: ...
+    def test_split(self) -> str | None: ...
     @property
     def prompt_column(self) -> str | None: ...
     @property
@@ -106,9 +106,9 @@ class RowTask:
 
 def chat(question: str | Messages, system_prompt: str | None = None) -> tuple[Mapping[str, str], ...]:
     """The messages for the chat template: the question as the user's turn (or messages as they are), after the system
-    prompt if there is one. Raises ValueError where the messages bring a system turn of their own."""
+    prompt if there is one ("" is none). Raises ValueError where the messages bring a system turn of their own."""
     turns = ({"role": "user", "content": question},) if isinstance(question, str) else tuple(question)
-    if system_prompt is None:
+    if not system_prompt:
         return turns
     if turns and turns[0].get("role") == "system":
         raise ValueError("the prompt has a system turn of its own: leave task.system_prompt unset for this data")

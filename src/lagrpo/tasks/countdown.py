@@ -30,6 +30,8 @@ _LARGEST, _TARGETS = 99, range(10, 1000)
 _LONGEST = 200
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _SPELLINGS = {"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", r"\times": "*", r"\cdot": "*", r"\div": "/"}
+_SIZE = re.compile(r"\\(?:left|right)(?![a-z])")
+_DELIMITER = re.compile(r"\\[()\[\]]")
 _STRETCH = re.compile(r"[-+*/() 0-9]+")
 _OPERATION = re.compile(r"[0-9)] *[-+*/]+ *[-+( ]*[0-9]")
 _ARITHMETIC: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -56,8 +58,8 @@ def judge(text: str, gold: Any) -> float:
 
     `gold` is {"numbers": [...], "target": ...}. The expression is the last stretch of the answer (within its last
     <answer> ... </answer>, if it has one) that is made of the digits 0-9, + - * / ( ) and spaces only and has an
-    operation between two numbers; × · ÷ and LaTeX's \\times \\cdot \\div are read as * and /. So "(7 - 3) * 5 = 20"
-    is the expression before "=", and what is claimed after "=" plays no part.
+    operation between two numbers; × · ÷ and LaTeX's \\times \\cdot \\div are read as * and /, and ** around it is bold
+    type. So "(7 - 3) * 5 = 20" is the expression before "=", and what is claimed after "=" plays no part.
 
     It must be a well-formed expression of at most 200 characters in + - * / (also a sign, as in -3 + 10), each of its
     numbers one of the given ones, none more often than it is given. Not all need be used. It is computed in exact
@@ -83,10 +85,14 @@ def find_expression(text: str) -> str | None:
     """
     if tagged := _TAG.findall(text):
         text = tagged[-1]
+    text = _DELIMITER.sub(" ; ", _SIZE.sub("", text))
     for spelling, operator in _SPELLINGS.items():
         text = text.replace(spelling, operator)
-    stretches = [found for found in _STRETCH.findall(text) if _OPERATION.search(found)]
-    return stretches[-1].strip() if stretches else None
+    stretches = [found.strip() for found in _STRETCH.findall(text) if _OPERATION.search(found)]
+    if not stretches:
+        return None
+    bold = stretches[-1].startswith("**") and stretches[-1].endswith("**")
+    return stretches[-1][2:-2] if bold else stretches[-1]
 
 
 class _NotArithmetic(Exception):  # noqa: N818

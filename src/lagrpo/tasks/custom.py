@@ -85,15 +85,15 @@ def _check(settings: TaskSettings, rows: Mapping[str, Rows]) -> None:
 
 def _splits(settings: TaskSettings, seed: int) -> dict[str, Rows]:
     there = _available(settings)
-    train = settings.train_split
-    if train == "train" and len(there) == 1:
+    train, test = settings.train_split or "train", settings.test_split or "test"
+    if settings.train_split is None and len(there) == 1:
         (train,) = there
     for setting, split in (("train_split", train), ("test_split", settings.test_split)):
-        if split not in there and (setting, split) != ("test_split", "test"):
+        if split is not None and split not in there:
             known = ", ".join(there)
             raise ValueError(f"task.{setting}: there is no split {split!r}; there are {known}.{nearest(split, there)}")
-    if settings.test_split in there:
-        return {"train": _read(there[train]), "test": _read(there[settings.test_split])}
+    if test in there:
+        return {"train": _read(there[train]), "test": _read(there[test])}
     rows = _read(there[train])
     kept, held_out = hold_out(len(rows), seed)
     log.warning(

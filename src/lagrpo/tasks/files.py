@@ -35,7 +35,7 @@ def task_rows(
     lacks a column.
     """
     rows: dict[str, Rows] = {}
-    for side, split in (("train", settings.train_split), ("test", settings.test_split)):
+    for side, split in (("train", settings.train_split or "train"), ("test", settings.test_split or "test")):
         if "/" in split:
             name, _, hub_split = split.partition(":")
             found = hub_rows(name, hub_split or side)

@@ -8,6 +8,7 @@ The judge is the built-in reward "number".
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ WORDING = "{question}\n\nReason step by step. End with #### and the final number
 
 _HUB = "openai/gsm8k:main"
 _HASHES = re.compile(r"####[\s$€£₹*(\[{:–−-]*(?=\.?[^\W_A-Za-z])")
-_ANSWER_IS = re.compile(r"\banswer\b[ *_]*(?:is|:|=)", re.IGNORECASE)
+_ANSWER_IS = re.compile(r"\banswer\b[ *_]*(?:is|:|=)[\s*]*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
 
 
@@ -62,14 +63,13 @@ def find_number(text: str, fractions: bool = False) -> Fraction | None:
     if box is not None:
         return _read(first_number, box, fractions)
     text = plain(text)
-    starts = {numeral.start for numeral in numerals(text)}
+    starts = [numeral.start for numeral in numerals(text)]
     for marker in reversed(list(_HASHES.finditer(text))):
         if marker.end() in starts:
             return _read(first_number, text[marker.start() + 4 :].lstrip().partition("\n")[0], fractions)
-    for marker in reversed(list(_ANSWER_IS.finditer(text))):
-        sentence = _sentence(text[marker.end() :])
-        if numerals(sentence):
-            return _read(first_number, sentence, fractions)
+    sentence = _answer_sentence(text, starts)
+    if sentence is not None:
+        return _read(first_number, sentence, fractions)
     return _read(last_number, text, fractions)
 
 
@@ -91,10 +91,18 @@ def _read(which: Any, text: str, fractions: bool) -> Fraction | None:
     return which(text, with_fractions(text, found) if fractions else found)
 
 
-def _sentence(text: str) -> str:
-    """The first sentence or line of a text, blank lines before it skipped."""
-    end = _SENTENCE_END.search(text, len(text) - len(text.lstrip()))
-    return text[: end.start()] if end else text
+def _answer_sentence(text: str, starts: list[int]) -> str | None:
+    """What follows the last "answer is" that has a numeral after it in its sentence, up to the end of the sentence."""
+    looked_at = None
+    for marker in reversed(list(_ANSWER_IS.finditer(text))):
+        following = bisect.bisect_left(starts, marker.end())
+        if following in (len(starts), looked_at):
+            continue  # no numeral after it, or its sentence ends before the numeral, as that of a later marker did
+        looked_at = following
+        end = _SENTENCE_END.search(text, marker.end())
+        if end is None or starts[following] < end.start():
+            return text[marker.end() : end.start() if end else None]
+    return None
 
 
 def _ask(row: Mapping[str, Any]) -> tuple[str, str]:

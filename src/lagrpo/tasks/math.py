@@ -9,6 +9,7 @@ Needs math-verify: pip install 'lagrpo[math]'.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import logging
@@ -38,6 +39,12 @@ def load(settings: TaskSettings, seed: int) -> RowTask:
     return RowTask("math", rows, _ask, load_judge(settings.reward, judge), settings.system_prompt)
 
 
+def require_math_verify() -> None:
+    """Raises ImportError, saying what to install, where math-verify is not there."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise ImportError("judging mathematics needs math-verify: pip install 'lagrpo[math]'")
+
+
 def judge(text: str, gold: Any) -> float:
     r"""1.0 where the answer and the gold answer are mathematically equal, else 0.0.
 
@@ -58,11 +65,16 @@ def judge(text: str, gold: Any) -> float:
     if box is not None and re.sub(r"\s", "", _clean(box)) == re.sub(r"\s", "", right):
         return 1.0
     library = _library()
-    parsed_gold = _parse_gold(right)
-    if not parsed_gold:
+    readable = False
+    for reading in library.readings:
+        parsed_gold = _parse_gold(right, reading)
+        readable = readable or bool(parsed_gold)
+        answer = library.formula(_clean(box), reading) if box is not None else library.find(text, reading)
+        if parsed_gold and library.equal(parsed_gold, answer):
+            return 1.0
+    if not readable:
         raise Unjudgeable(f"math-verify cannot parse the gold answer {gold!r}")
-    parsed = library.parse_formula(_clean(box)) if box is not None else library.find(text)
-    return float(library.equal(parsed_gold, parsed))
+    return 0.0
 
 
 @functools.cache
@@ -71,30 +83,35 @@ def _library() -> _MathVerify:
 
 
 @functools.lru_cache(maxsize=4096)
-def _parse_gold(gold: str) -> list[Any]:
-    return _library().parse_formula(gold)
+def _parse_gold(gold: str, reading: Any) -> list[Any]:
+    return _library().formula(gold, reading)
 
 
 class _MathVerify:
-    """math-verify with our settings: imported when the first answer is judged, its deadlines off."""
+    """math-verify with our settings, imported when the first answer is judged. Its deadlines are off. Its reading that
+    drops units takes letters for units too (the t of \\sin^2 t), so the reading that keeps everything comes first."""
 
     def __init__(self) -> None:
         import math_verify
 
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its deadlines are off
-        self._verify = math_verify.verify
+        self._verify = functools.partial(math_verify.verify, timeout_seconds=None)
         self._parse = functools.partial(math_verify.parse, fallback_mode="no_fallback", parsing_timeout=0)
-        self._formula = (math_verify.LatexExtractionConfig(boxed_match_priority=0),)
-        self._text = (math_verify.LatexExtractionConfig(boxed_match_priority=-1), math_verify.ExprExtractionConfig())
+        self._number = math_verify.ExprExtractionConfig()
+        latex = math_verify.LatexExtractionConfig()
+        literal = dataclasses.replace(latex.normalization_config, units=False)
+        self.readings = (dataclasses.replace(latex, normalization_config=literal), latex)
 
-    def parse_formula(self, latex: str) -> list[Any]:
-        return self._parse(f"\\boxed{{{latex}}}", extraction_config=self._formula)
+    def formula(self, latex: str, reading: Any) -> list[Any]:
+        """A formula that stands alone."""
+        return self._parse(f"\\boxed{{{latex}}}", (dataclasses.replace(reading, boxed_match_priority=0),))
 
-    def find(self, text: str) -> list[Any]:
-        return self._parse(text, extraction_config=self._text)
+    def find(self, text: str, reading: Any) -> list[Any]:
+        """The formula or number that counts in a text without a box."""
+        return self._parse(text, (dataclasses.replace(reading, boxed_match_priority=-1), self._number))
 
     def equal(self, gold: list[Any], answer: list[Any]) -> bool:
-        return self._verify(gold, answer, timeout_seconds=None)
+        return self._verify(gold, answer)
 
 
 def _clean(latex: str) -> str:
@@ -110,9 +127,3 @@ def _file_names(split: str) -> tuple[str, ...]:
 
 def _ask(row: Mapping[str, Any]) -> tuple[str, str]:
     return WORDING.format(problem=row["problem"]), str(row["answer"])
-
-
-def require_math_verify() -> None:
-    """Raises ImportError, saying what to install, where math-verify is not there."""
-    if importlib.util.find_spec("math_verify") is None:
-        raise ImportError("judging mathematics needs math-verify: pip install 'lagrpo[math]'")

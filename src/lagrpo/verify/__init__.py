@@ -1,0 +1,7 @@
+"""Judging completions in worker processes, each with a deadline: scored, or rejected with a reason."""
+
+from __future__ import annotations
+
+from lagrpo.verify.verifier import Verifier, VerifierError
+
+__all__ = ["Verifier", "VerifierError"]

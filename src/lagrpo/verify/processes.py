@@ -1,0 +1,104 @@
+"""How worker processes are started: by spawning, because a process with torch's threads must not be forked; with SIGINT
+blocked, so that Ctrl-C is the parent's alone; and without the parent's main module."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import pickle
+import signal
+import sys
+import types
+from collections.abc import Iterator
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any
+
+from pebble.pool.process import WORKERS_NAME
+
+from lagrpo.tasks.base import Judge
+
+
+def pickled(judge: Judge) -> bytes:
+    """The judge as worker processes get it: a reference to a function in a module, or an object that can be pickled.
+    Raises TypeError where it is neither."""
+    try:
+        data = pickle.dumps(judge)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"the judge {judge!r} cannot be sent to worker processes ({error}): make it a function at the top level of "
+            "a module, not a lambda, a nested function or an object that holds open things"
+        ) from error
+    if _names_main(data) and not getattr(sys.modules["__main__"], "__file__", None):
+        raise TypeError(
+            f"the judge {judge!r} is defined in an interactive session, where worker processes cannot import it: move "
+            "it to a file of its own and import it from there"
+        )
+    return data
+
+
+def refuse_in_worker() -> None:
+    """Raises RuntimeError in a worker process: a script that starts its work when it is imported got here."""
+    if multiprocessing.current_process().name == WORKERS_NAME:
+        raise RuntimeError(
+            "a worker process imported the main script (the judge is defined in it), and the script began its work "
+            "again: put what it does under  if __name__ == '__main__':  or move the judge to a file of its own"
+        )
+
+
+def _names_main(judge: bytes) -> bool:
+    return b"__main__" in judge
+
+
+class _Process(SpawnProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802 - multiprocessing's name for what starts a process
+        with _sigint_blocked():
+            return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
+
+
+class _ProcessWithoutMain(_Process):
+    """A spawned process imports the parent's main module again. Unless the judge is defined there that would only cost:
+    torch and transformers in every worker, and a second training run where a script has no main guard."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            return _Process._Popen(process_obj)
+        finally:
+            sys.modules["__main__"] = main
+
+
+class WorkerContext(SpawnContext):
+    """The multiprocessing context of the workers of one judge; it knows the processes that it started."""
+
+    def __init__(self, judge: bytes) -> None:
+        super().__init__()
+        self._kind = _Process if _names_main(judge) else _ProcessWithoutMain
+        self._started: list[SpawnProcess] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
+        process = self._kind(*args, **kwargs)
+        self._started = [*(other for other in self._started if other.pid is None or other.is_alive()), process]
+        return process
+
+    def kill(self) -> None:
+        """End every process that is still there, without asking."""
+        for process in self._started:
+            if process.pid is not None:
+                process.kill()
+
+
+@contextlib.contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """A new process inherits the signal mask of the thread that starts it. Ignoring SIGINT in the worker itself would
+    leave the tenth of a second until it gets there."""
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,235 @@
+"""Judge completions in worker processes, each with a deadline.
+
+Every completion ends in one of three outcomes (see `lagrpo.types.Outcome`). What goes wrong with one, be it an
+exception, a crash, a hang or a reward that is no finite number, makes that one *rejected*, with its reason; its worker
+is replaced if need be, and the others are judged as if nothing had happened. When more than a stated share of a batch
+has no reward, the run stops.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import CancelledError, Future
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+
+from pebble import ProcessExpired, ProcessPool
+
+from lagrpo.tasks.base import Judge
+from lagrpo.types import Completion, Group, Outcome
+from lagrpo.verify import worker
+from lagrpo.verify.processes import WorkerContext, pickled, refuse_in_worker
+
+_EARLY = 64
+_RESTARTS = 3
+_PATIENCE = 30.0
+_CLOSING = 10.0
+
+
+class VerifierError(RuntimeError):
+    """The run cannot go on: too many completions have no reward, or no worker process can judge."""
+
+
+class Verifier:
+    """Workers that judge completions.
+
+    Args:
+        judge: (text, gold) -> reward, picklable by reference.
+        workers: how many processes judge; by default as many as there are CPUs, at most 4.
+        deadline: seconds that judging one completion may take.
+        max_unscored_share: the share of a batch's completions that may be without a reward (rejected or failed).
+
+    The processes start in the background at once, and run until `close`, or the end of the `with` block.
+
+    Raises TypeError where the judge cannot be sent to another process.
+    """
+
+    def __init__(
+        self, judge: Judge, *, workers: int | None = None, deadline: float = 5.0, max_unscored_share: float = 0.5
+    ) -> None:
+        refuse_in_worker()
+        self.deadline = deadline
+        self.max_unscored_share = max_unscored_share
+        self._workers = workers or min(4, os.cpu_count() or 1)
+        self._judge = pickled(judge)
+        self._context = WorkerContext(self._judge)
+        self._open: dict[_Job, None] = {}
+        self._restarts = 0
+        self._closed = False
+        self._pool = self._start()
+
+    def judge(self, groups: Iterable[Group]) -> Iterator[Group]:
+        """The groups with the outcome of every completion, in the order given.
+
+        Completions are judged while `groups` goes on yielding, and a group is yielded as soon as it and those before it
+        are done. A completion that has an outcome already (it failed) keeps it.
+
+        Raises VerifierError where more than `max_unscored_share` of the completions got no reward: at the end, after
+        every group was yielded, or earlier, once that is so of at least 64. Raises it too where no worker can judge.
+        """
+        pending: deque[tuple[Group, list[_Job | None]]] = deque()
+        tally = Tally()
+        try:
+            for group in groups:
+                pending.append((group, [self._submit(group, completion) for completion in group.completions]))
+                while pending and all(job is None or job.future.done() for job in pending[0][1]):
+                    yield self._collect(*pending.popleft(), tally)
+            while pending:
+                yield self._collect(*pending.popleft(), tally)
+        finally:
+            for job in (job for _, jobs in pending for job in jobs if job is not None):
+                self._open.pop(job, None)
+        if message := excess(tally, self.max_unscored_share):
+            raise VerifierError(message)
+
+    def close(self) -> None:
+        """End the workers, whatever they are doing, within seconds."""
+        self._closed = True
+        self._open.clear()
+        self._stop()
+
+    def __enter__(self) -> Verifier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _submit(self, group: Group, completion: Completion) -> _Job | None:
+        """Send a completion to the workers; None for one that has its outcome."""
+        if self._closed:
+            raise VerifierError("this verifier is closed")
+        if completion.outcome is not None:
+            return None
+        job = _Job(pickle.dumps((completion.text, group.prompt.gold)), Future())
+        self._open[job] = None
+        self._schedule(job)
+        return job
+
+    def _schedule(self, job: _Job) -> None:
+        try:
+            job.future = self._pool.schedule(worker.verdict, args=(job.payload,), timeout=self.deadline)
+        except RuntimeError as error:  # the pool has broken down: a process died while it had nothing to do
+            self._restart(str(error))
+
+    def _collect(self, group: Group, jobs: list[_Job | None], tally: Tally) -> Group:
+        """The group with its outcomes, waiting for those that are still to come."""
+        outcomes = [self._outcome(job) if job is not None else None for job in jobs]
+        completions = zip(group.completions, outcomes, strict=True)
+        judged = replace(
+            group, completions=tuple(replace(c, outcome=o) if o is not None else c for c, o in completions)
+        )
+        tally.add(judged)
+        if tally.completions >= _EARLY and (message := excess(tally, self.max_unscored_share)):
+            raise VerifierError(message)
+        return judged
+
+    def _outcome(self, job: _Job) -> Outcome:
+        outcome, answered = None, -1
+        while outcome is None:
+            try:
+                outcome = _read(job.future.result(timeout=self.deadline + _PATIENCE))
+            except ProcessExpired as error:
+                outcome = Outcome.rejected(f"the worker process {_end(error.exitcode)} while it judged")
+            except (BrokenProcessPool, CancelledError) as error:
+                self._restart(str(error))
+            except TimeoutError:
+                if job.future.done() and isinstance(job.future.exception(), TimeoutError):
+                    outcome = Outcome.rejected(f"no verdict within {self.deadline:g} s")
+                elif answered == (answered := sum(other.future.done() for other in self._open)):
+                    self._restart(f"no verdict on anything for {self.deadline + _PATIENCE:g} s")
+        self._open.pop(job, None)
+        self._restarts = 0
+        return outcome
+
+    def _start(self) -> ProcessPool:
+        initial = (self._judge, self.deadline)
+        pool = ProcessPool(self._workers, initializer=worker.start, initargs=initial, context=self._context)
+        pool.schedule(worker.warm_up)
+        return pool
+
+    def _stop(self) -> None:
+        self._pool.stop()
+        ending = threading.Thread(target=self._pool.join, daemon=True)
+        ending.start()
+        ending.join(_CLOSING)
+        self._context.kill()
+
+    def _restart(self, reason: str) -> None:
+        """Start over with new processes and send them everything that has no verdict. A pool does not get over the
+        death of a process that was not judging."""
+        self._restarts += 1
+        if self._restarts > _RESTARTS:
+            raise VerifierError(
+                f"worker processes were started {_RESTARTS} times over without judging anything ({reason}); what they "
+                "printed says why. If the judge is defined in your main script: what the script does must be under  "
+                "if __name__ == '__main__':"
+            )
+        self._stop()
+        self._pool = self._start()
+        for job in list(self._open):
+            if not job.future.done() or job.future.cancelled() or isinstance(job.future.exception(), BrokenProcessPool):
+                self._schedule(job)
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A completion that is being judged: its pickled (text, gold), and the verdict to come."""
+
+    payload: bytes
+    future: Future[worker.Verdict]
+
+
+@dataclass(slots=True)
+class Tally:
+    """How many completions were judged, and why some have no reward, with an example for each reason."""
+
+    completions: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, group: Group) -> None:
+        """Count a judged group in."""
+        self.completions += len(group.completions)
+        for completion in group.completions:
+            outcome = completion.outcome
+            if outcome is not None and outcome.kind != "scored":
+                reason = f"{outcome.kind}: {outcome.reason}"
+                self.reasons[reason] += 1
+                self.examples.setdefault(reason, f"{completion.text!r:.200}, judged against {group.prompt.gold!r:.100}")
+
+
+def excess(tally: Tally, max_share: float) -> str | None:
+    """What to tell the user when more than `max_share` of the completions have no reward; None when it is fewer.
+
+    >>> excess(Tally(8, Counter({"rejected: no verdict within 5 s": 2})), max_share=0.25) is None
+    True
+    """
+    unscored = tally.reasons.total()
+    if unscored <= max_share * tally.completions:
+        return None
+    counts = "\n".join(f"  {count} x {reason}" for reason, count in tally.reasons.most_common(5))
+    most_common = tally.reasons.most_common(1)[0][0]
+    return (
+        f"{unscored} of {tally.completions} completions have no reward, which is more than the allowed share of "
+        f"{max_share:g} (verifier.max_unscored):\n{counts}\nThe first of the most common kind: "
+        f"{tally.examples.get(most_common, 'not kept')}"
+    )
+
+
+def _read(verdict: worker.Verdict) -> Outcome:
+    kind, value = verdict
+    if kind == "unloadable":
+        raise VerifierError(f"the worker processes cannot load the judge: {value}")
+    return Outcome.scored(float(value)) if kind == "scored" else Outcome.rejected(str(value))
+
+
+def _end(exit_code: int) -> str:
+    if exit_code < 0:
+        names = {known.value: known.name for known in signal.Signals}
+        return f"was ended by {names.get(-exit_code, f'signal {-exit_code}')}"
+    return f"ended itself with exit code {exit_code}"

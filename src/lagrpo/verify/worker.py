@@ -1,0 +1,96 @@
+"""What runs in a worker process: judging one completion at a time.
+
+Nothing here imports torch or transformers, so that a worker starts in about a tenth of a second and takes little memory
+(beyond what the judge's own module imports). A verdict travels as a pair: ("scored", reward), ("rejected", reason), or
+("unloadable", reason) where this process could not load the judge.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import pickle
+import reprlib
+import signal
+import sys
+import threading
+import time
+import traceback
+
+from lagrpo.tasks.base import Judge, Unjudgeable
+
+Verdict = tuple[str, float | str]
+
+_SPARE_SECONDS = 5
+_LONGEST_REASON = 300
+
+_judge: Judge | None = None
+_problem = ""
+_deadline = math.inf
+
+
+def start(judge: bytes, deadline: float) -> None:
+    """Prepare this process: load the judge; die when told to even while the judge hangs in C code, which a signal
+    handler in Python would wait for; die with the parent."""
+    global _judge, _problem, _deadline
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    _deadline = deadline
+    try:
+        _judge = pickle.loads(judge)
+    except BaseException as error:  # noqa: BLE001 - importing a user's module can raise anything
+        _problem = _describe(error)
+
+
+def warm_up() -> None:
+    """Does nothing: asking for it makes the pool start its processes."""
+
+
+def verdict(payload: bytes) -> Verdict:
+    """The verdict on a pickled (text, gold)."""
+    if _judge is None:
+        return "unloadable", _problem
+    _limit_cpu_time()
+    try:
+        text, gold = pickle.loads(payload)
+        return _score(_judge(text, gold))
+    except Unjudgeable as error:
+        return "rejected", str(error)[:_LONGEST_REASON]
+    except BaseException as error:  # noqa: BLE001 - whatever a judge raises, sys.exit too, concerns this completion only
+        return "rejected", f"the judge raised {_describe(error)}"
+
+
+def _score(value: object) -> Verdict:
+    """Any finite number will do (numpy's and torch's scalars too), text that spells one will not."""
+    try:
+        reward = math.nan if isinstance(value, str | bytes | bytearray) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        reward = math.nan
+    if math.isfinite(reward):
+        return "scored", reward
+    return "rejected", f"the judge returned {reprlib.repr(value)} ({type(value).__name__}), not a finite number"
+
+
+def _describe(error: BaseException) -> str:
+    return traceback.format_exception_only(error)[-1].strip()[:_LONGEST_REASON]
+
+
+def _die_with_parent() -> None:
+    """End this process when its parent has ended without saying so, even in the middle of a judgement."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _limit_cpu_time() -> None:
+    """Have the kernel end this process once it has computed well past the deadline. The parent ends it at the deadline;
+    this is for a parent that was killed while the judge hangs in C code, which keeps threads from running."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = int(time.process_time() + (_deadline + _SPARE_SECONDS) * (os.cpu_count() or 1)) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
