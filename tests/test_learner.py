@@ -1,0 +1,223 @@
+"""The learner's step: one gradient whatever the micro-batches, one batch or v mini-batches, masked or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_sampling import request, requests_for
+from tiny import tiny_policy
+
+from lagrpo.build import advantage_of
+from lagrpo.policy.batch import assemble, micro_batches
+from lagrpo.policy.learner import Learner, Optimisation
+from lagrpo.policy.model import Policy
+from lagrpo.recipes import resolve
+from lagrpo.sampling.local import LocalSampler
+from lagrpo.types import Group, Outcome
+
+MAX_TOKENS = 12
+
+
+def judged(groups: list[Group], rule=lambda g, j, c: float(len(c.token_ids) % 3 == 0)) -> list[Group]:
+    """Groups with rewards by a rule of (group, index, completion)."""
+    return [
+        Group(group.prompt, tuple(replace(c, outcome=Outcome.scored(rule(g, j, c))) for j, c in enumerate(group.completions)))
+        for g, group in enumerate(groups)
+    ]
+
+
+def drawn(policy: Policy, count: int = 4, batch: int = 1, G: int = 6) -> list[Group]:
+    sampler = LocalSampler(policy.twin(), 0, MAX_TOKENS, 64)
+    groups = {r.prompt.key: g for r, g in sampler.sample(requests_for(policy, count, batch), G)}
+    return [groups[key] for key in sorted(groups)]
+
+
+def assembled(recipe, groups, b: int = 1):
+    advantage = advantage_of(recipe, 0, MAX_TOKENS)(b)
+    return assemble(groups, advantage, lambda lengths, flat: recipe.weights(lengths, flat, MAX_TOKENS))
+
+
+def gradient(policy: Policy, recipe, rows) -> torch.Tensor:
+    """The gradient that a step would use, flat, without making the step."""
+    policy.model.zero_grad()
+    for micro in rows:
+        logp = policy.logp(micro.packed)
+        micro.logp_k_T = logp.detach()
+        recipe.loss(logp, micro.logp_alpha_T, micro.logp_k_T, None, micro.advantage_C, micro.completion_T,
+                    micro.weight_C, micro.group_C)[0].backward()  # fmt: skip
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in policy.model.parameters()])
+
+
+def learner(policy: Policy, recipe, **changes) -> Learner:
+    return Learner(policy, recipe, Optimisation(**({"lr": 1e-3, "updates": 10} | changes)))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "rloo", "off_policy_grpo_exact"])
+@pytest.mark.parametrize("tokens", [1, 20, 55])
+def test_the_split_into_micro_batches_cannot_change_the_gradient(name, tokens):
+    policy, recipe = tiny_policy(dtype=torch.float64), resolve(name, {"beta": 0.0})
+    batch = assembled(recipe, judged(drawn(policy)))
+    whole = gradient(policy, recipe, [*micro_batches(batch, 10_000)])
+    rows = micro_batches(batch, tokens)
+    assert len(rows) > 2
+    assert whole.norm() > 1e-3
+    torch.testing.assert_close(gradient(policy, recipe, rows), whole, rtol=1e-5, atol=1e-7)
+
+
+def test_micro_batches_keep_to_the_budget_and_lose_nothing():
+    policy, recipe = tiny_policy(), resolve("dr_grpo")
+    batch = assembled(recipe, judged(drawn(policy, count=6)))
+    rows = micro_batches(batch, 60)
+    assert sum(len(m.weight_C) for m in rows) == len(batch.member_C) == 36
+    assert sum(len(m.logp_alpha_T) for m in rows) == int(batch.lengths_C.sum())
+    assert all(m.packed.layout.rows <= 60 for m in rows)
+
+
+def test_the_order_of_completions_and_groups_cannot_change_the_gradient():
+    policy, recipe = tiny_policy(dtype=torch.float64), resolve("grpo", {"beta": 0.0})
+    groups = judged(drawn(policy))
+    turned = [Group(g.prompt, g.completions[::-1]) for g in groups[::-1]]
+    one, other = (gradient(policy, recipe, micro_batches(assembled(recipe, x), 999)) for x in (groups, turned))
+    torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("masked_count", [False, True])
+def test_masked_groups_leave_gradient_and_normaliser_as_documented(masked_count):
+    """Group 0 has equal rewards. Masked, it costs no forward pass; the others' gradient is that of a batch without it,
+    times 1 (masked tokens do not count) or times tokens kept / all tokens (they count)."""
+    policy = tiny_policy(dtype=torch.float64)
+    overrides = {"beta": 0.0, "mask_zero_variance": True, "masked_count": masked_count, "reduction": "token_mean"}
+    recipe = resolve("grpo", overrides)
+    groups = judged(drawn(policy), lambda g, j, c: 1.0 if g == 0 else float(j % 2))
+    batch, without = assembled(recipe, groups), assembled(recipe, groups[1:])
+    rows = micro_batches(batch, 999)
+    assert sum(len(micro.packed.token_ids) for micro in rows) == int(without.lengths_C.sum())
+    factor = float(without.lengths_C.sum() / batch.lengths_C.sum()) if masked_count else 1.0
+    expected = factor * gradient(policy, recipe, micro_batches(without, 999))
+    torch.testing.assert_close(gradient(policy, recipe, rows), expected, rtol=1e-5, atol=1e-7)  # log-probs and weights are float32
+
+
+def test_a_batch_with_every_group_masked_makes_no_update():
+    policy, recipe = tiny_policy(), resolve("grpo_masked", {"beta": 0.0})
+    batch = assembled(recipe, judged(drawn(policy), lambda g, j, c: 1.0))
+    before = {name: w.clone() for name, w in policy.weights().items()}
+    assert micro_batches(batch, 999) == []
+    assert learner(policy, recipe, weight_decay=0.1).step([]) == {}
+    assert policy.version == 0
+    assert all(torch.equal(before[name], w) for name, w in policy.weights().items())
+
+
+def test_only_scored_completions_enter_statistics_and_loss():
+    policy, recipe = tiny_policy(), resolve("dr_grpo")
+    groups = judged(drawn(policy, count=2))
+    mixed = list(groups[0].completions)
+    mixed[1] = replace(mixed[1], outcome=Outcome.rejected("no verdict"))
+    mixed[4] = replace(mixed[4], outcome=Outcome.failed("server died"))
+    batch = assembled(recipe, [Group(groups[0].prompt, tuple(mixed)), groups[1]])
+    assert [m for m in batch.member_C if m[0] == 0] == [(0, 0), (0, 2), (0, 3), (0, 5)]
+    rewards = [mixed[j].reward for j in (0, 2, 3, 5)]
+    expected = torch.tensor(rewards) - sum(rewards) / 4
+    torch.testing.assert_close(batch.advantage_C[:4], expected.float())
+
+
+def test_v_batches_from_one_alpha_equal_v_mini_batches_of_one_larger_batch():
+    """(v, i = 1) against one batch of v times the prompts, drawn at once by the same α and stepped in v parts."""
+    v = 3
+    runs = []
+    for together in (False, True):
+        policy = tiny_policy()
+        recipe = resolve("off_policy_grpo", {"beta": 0.0, "reduction": "token_mean"})
+        stepping = learner(policy, recipe)
+        sampler = LocalSampler(policy.twin(), 0, MAX_TOKENS, 64)
+        wanted = {b: [request(10 * b + n, "y" * (n + b), b, policy=policy) for n in range(2)] for b in range(1, v + 1)}
+        if together:
+            everything = list(sampler.sample([r for b in wanted for r in wanted[b]], 5))
+            parts = {b: sorted((g for r, g in everything if r.batch == b), key=lambda g: g.prompt.key) for b in wanted}
+        for b, requests in wanted.items():
+            if not together:
+                parts = {b: sorted((g for _, g in sampler.sample(requests, 5)), key=lambda g: g.prompt.key)}
+            stepping.step(micro_batches(assembled(recipe, judged(parts[b]), b), 999))
+        assert policy.version == v
+        runs.append(torch.cat([w.flatten() for w in policy.weights().values()]))
+    assert (runs[0] - runs[1]).abs().max() <= 1e-6
+
+
+def test_masters_keep_what_bfloat16_would_round_away():
+    """Twenty steps, each too small to change a bfloat16 weight, together do: they are added up in float32."""
+    policy, recipe = tiny_policy(dtype=torch.bfloat16), resolve("dr_grpo")
+    rows = micro_batches(assembled(recipe, judged(drawn(policy))), 999)
+    before = policy.head.weight.detach().clone()
+    stepping = learner(policy, recipe, lr=2e-5)
+    stepping.step(rows)
+    after_one = (policy.head.weight != before).float().mean().item()
+    for _ in range(19):
+        stepping.step(rows)
+    assert (policy.head.weight != before).float().mean().item() > 2 * after_one
+    working = [p for p in policy.model.parameters()]
+    for parameter, master in zip(working, stepping._masters, strict=True):
+        assert torch.equal(parameter, master.to(torch.bfloat16))
+        assert parameter.grad is None
+
+
+def test_bfloat16_gradients_agree_with_float32_ones():
+    """Same rounded weights, arithmetic in bfloat16 against float32: the direction is the same."""
+    rounded, exact = tiny_policy(dtype=torch.bfloat16), tiny_policy()
+    exact.load_weights({name: w.float() for name, w in rounded.weights().items()}, 0)
+    recipe = resolve("dr_grpo")
+    groups = judged(drawn(exact))
+    one, other = (
+        gradient(policy, recipe, micro_batches(assembled(recipe, groups), 999)).float() for policy in (rounded, exact)
+    )
+    assert torch.nn.functional.cosine_similarity(one, other, dim=0) > 0.98
+
+
+def test_the_first_of_i_updates_starts_at_pi_k():
+    """With clipped_exact the centre is π_k/α: at the first update logp_k is logp, at the second it stays."""
+    policy, recipe = tiny_policy(), resolve("off_policy_grpo_exact", {"beta": 0.0})
+    rows = micro_batches(assembled(recipe, judged(drawn(policy))), 999)
+    stepping = learner(policy, recipe, lr=1e-2)
+    first = stepping.step(rows)
+    pi_k = rows[0].logp_k_T.clone()
+    second = stepping.step(rows)
+    assert torch.equal(rows[0].logp_k_T, pi_k)
+    assert first["max_abs_log_ratio"] < 1e-4 < second["max_abs_log_ratio"]
+
+
+def test_an_infinite_gradient_stops_before_anything_changes():
+    policy, recipe = tiny_policy(), resolve("dr_grpo")
+    rows = micro_batches(assembled(recipe, judged(drawn(policy))), 999)
+    rows[0].advantage_C[0] = torch.inf
+    before = policy.head.weight.detach().clone()
+    with pytest.raises(FloatingPointError, match="update 1 is not finite.*still version 0"):
+        learner(policy, recipe).step(rows)
+    assert torch.equal(policy.head.weight, before)
+
+
+def test_the_reference_is_swapped_at_the_end_of_a_stage_and_only_then():
+    policy = tiny_policy()
+    recipe = resolve("grpo", {"beta": 0.5})
+    stepping = Learner(policy, recipe, Optimisation(lr=1e-2), reference=policy.twin())
+    rows = micro_batches(assembled(recipe, judged(drawn(policy))), 999)
+    for expected_zero in (True, False):
+        stepping.score_reference(rows)
+        assert (stepping.step(rows)["kl_ref"] == pytest.approx(0, abs=1e-6)) == expected_zero
+    stepping.end_stage(reset_optimizer=True)
+    assert stepping.reference.version == policy.version == 2
+    stepping.score_reference(rows)
+    assert stepping.step(rows)["kl_ref"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_recipe_with_a_kl_term_needs_a_reference():
+    with pytest.raises(ValueError, match="needs a reference policy"):
+        learner(tiny_policy(), resolve("grpo"))
+
+
+def test_learning_rate_schedules():
+    constant = Optimisation(lr=1.0, warmup=3, updates=13)
+    assert [constant.rate(u) for u in (0, 1, 2, 3, 12)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    linear = replace(constant, schedule="linear")
+    assert [linear.rate(u) for u in (3, 8, 13)] == [1.0, 0.5, 0.0]
+    cosine = replace(constant, schedule="cosine")
+    assert [cosine.rate(u) for u in (3, 8, 13)] == pytest.approx([1.0, 0.5, 0.0])
