@@ -1,14 +1,17 @@
 """Divergences: estimates from the log-probs of sampled tokens, and exact values for discrete distributions.
 
-The three estimators are J. Schulman's ("Approximating KL Divergence", 2020), with d = logp - logp_ref. As values on
-tokens drawn by pi, k1 and k3 are unbiased for KL(pi || pi_ref). As penalties, what counts is the expected gradient on
-tokens drawn by pi, d being differentiable in logp:
+The three estimators are J. Schulman's ("Approximating KL Divergence", 2020), with d = logp - logp_ref. Their values on
+tokens drawn by pi: k1 and k3 are unbiased for KL(pi || pi_ref), summed over a completion for that of completions. As
+penalties, what counts is the expected gradient on tokens drawn by pi, each given what precedes it:
 
-    k1: E[grad logp] = 0                         no penalty at all
-    k2: E[d grad logp] = grad KL(pi || pi_ref)   the exact gradient
-    k3: E[(1 - e^-d) grad logp] = grad KL(pi_ref || pi)   the gradient of the *other* KL (alike near d = 0)
+    k1: E[grad logp] = 0                                 no penalty at all
+    k2: E[d grad logp] = grad KL(pi || pi_ref)           the exact gradient of the token's KL
+    k3: E[(1 - e^-d) grad logp] = grad KL(pi_ref || pi)  the gradient of the *other* KL (alike near d = 0)
 
-On tokens drawn by another policy alpha all of these are biased; `importance_weighted` restores the expectations above.
+What an early token does to the KL of later ones is in none of them. On tokens drawn by another policy alpha all are
+biased, and k1 then pushes pi away from the samples; `importance_weighted` with the ratio of a token restores the above
+for each token given what precedes it, with the ratio of the sequence in full. tests/core/test_enumeration.py has the
+numbers.
 """
 
 import torch
@@ -36,8 +39,8 @@ def k3(logp_T: FloatT, logp_ref_T: FloatT) -> FloatT:
 
 
 def importance_weighted(estimate_T: FloatT, ratio_T: FloatT) -> FloatT:
-    """sg(rho) times the estimate: what tokens drawn by alpha must be weighted by to stand for tokens drawn by pi.
-    rho carries no gradient. Raises ValueError on shapes."""
+    """sg(rho) times the estimate: the weight of tokens drawn by alpha that are to stand for tokens drawn by pi. rho, of
+    the token or of the sequence, carries no gradient. Raises ValueError on shapes."""
     require_vector(estimate_T=estimate_T, ratio_T=ratio_T)
     return ratio_T.detach() * estimate_T
 
