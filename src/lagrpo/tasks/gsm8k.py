@@ -8,7 +8,6 @@ The judge is the built-in reward "number".
 
 from __future__ import annotations
 
-import bisect
 import math
 import re
 from collections.abc import Mapping
@@ -21,8 +20,9 @@ from lagrpo.tasks.reading import first_number, last_box, last_number, numerals, 
 WORDING = "{question}\n\nReason step by step. End with #### and the final number."
 
 _HUB = "openai/gsm8k:main"
-_HASHES = re.compile(r"####[\s$€£₹*(\[{:–−-]*(?=\.?[^\W_A-Za-z])")
-_ANSWER_IS = re.compile(r"\banswer\b[ *_]*(?:is|:|=)[\s*]*", re.IGNORECASE)
+_GAP = r"[\s$€£₹*(\[{\\:–−-]*"
+_HASHES = re.compile(rf"####{_GAP}")
+_ANSWER_IS = re.compile(rf"\banswer\b[ *_]*(?:is|:|=){_GAP}", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
 
 
@@ -41,8 +41,8 @@ def judge(text: str, gold: Any) -> float:
     Which number counts: that of the first of these that is there,
 
     1. the last closed \boxed{} (the inner one of nested boxes): the first number in it;
-    2. the last "####" that a numeral follows directly (but for spaces, signs and * ( [ {): the number there;
-    3. the last "answer is", "answer:" or "answer =" with a numeral after it in its sentence: the first such number;
+    2. the last "####" that a numeral follows directly (but for spaces, signs and * ( [ { \ :): the number there;
+    3. the last "answer is", "answer:" or "answer =" that a numeral follows so: the number there;
     4. else the last number of the answer.
 
     What a number is, is stated at the head of `lagrpo.tasks.reading`: $ and other units, "%", commas, LaTeX and a full
@@ -63,13 +63,11 @@ def find_number(text: str, fractions: bool = False) -> Fraction | None:
     if box is not None:
         return _read(first_number, box, fractions)
     text = plain(text)
-    starts = [numeral.start for numeral in numerals(text)]
-    for marker in reversed(list(_HASHES.finditer(text))):
-        if marker.end() in starts:
-            return _read(first_number, text[marker.start() + 4 :].lstrip().partition("\n")[0], fractions)
-    sentence = _answer_sentence(text, starts)
-    if sentence is not None:
-        return _read(first_number, sentence, fractions)
+    starts = {numeral.start for numeral in numerals(text)}
+    for pattern in (_HASHES, _ANSWER_IS):
+        for marker in reversed(list(pattern.finditer(text))):
+            if marker.end() in starts:
+                return _read(first_number, _sentence(text, marker.start(), marker.end()), fractions)
     return _read(last_number, text, fractions)
 
 
@@ -91,18 +89,10 @@ def _read(which: Any, text: str, fractions: bool) -> Fraction | None:
     return which(text, with_fractions(text, found) if fractions else found)
 
 
-def _answer_sentence(text: str, starts: list[int]) -> str | None:
-    """What follows the last "answer is" that has a numeral after it in its sentence, up to the end of the sentence."""
-    looked_at = None
-    for marker in reversed(list(_ANSWER_IS.finditer(text))):
-        following = bisect.bisect_left(starts, marker.end())
-        if following in (len(starts), looked_at):
-            continue  # no numeral after it, or its sentence ends before the numeral, as that of a later marker did
-        looked_at = following
-        end = _SENTENCE_END.search(text, marker.end())
-        if end is None or starts[following] < end.start():
-            return text[marker.end() : end.start() if end else None]
-    return None
+def _sentence(text: str, start: int, numeral: int) -> str:
+    """From a marker at `start` to the end of the sentence that the numeral after it stands in."""
+    end = _SENTENCE_END.search(text, numeral)
+    return text[start : end.start() if end else None]
 
 
 def _ask(row: Mapping[str, Any]) -> tuple[str, str]:

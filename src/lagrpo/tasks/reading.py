@@ -17,8 +17,9 @@ number. Number words ("seven") are not numerals.
 
 Two numerals on one line are *joined* when nothing stands between them but spaces, brackets, list punctuation
 (, ; | & or a colon without spaces), an operator (+ - * / × ÷ ^ ±, "plus", "minus", "times", "over", "x") or the words
-"or", "and", "to". A numeral that is joined to another is part of a list or of an expression that nobody has worked out,
-and names no number: "1 2 3 4", "6 or 7", "3 + 4". Only a list of equal numbers names that number: "7 (7)".
+"or", "and", "to"; or a unit and then an operator ("3 boxes * 4"). A numeral that is joined to another is part of a list
+or of an expression that nobody has worked out, and names no number: "1 2 3 4", "6 or 7", "3 + 4". Only a list of equal
+numbers names that number: "7 (7)".
 """
 
 from __future__ import annotations
@@ -39,14 +40,17 @@ _LONGEST = 100
 
 _CURRENCY = r"(?:\\?[$]|[€£¥₹])?"
 _NEGATIVE = re.compile(
-    rf"(?:(?<![0-9A-Za-z)\]}}%–−-])[-–−]{_CURRENCY}|[$€£][-–−]|[=:(]\s{{0,3}}[-–−]\s{{0,3}}{_CURRENCY}"
-    rf"|\b(?:minus|negative)\s{{1,3}}{_CURRENCY})$",
+    rf"(?:(?<![0-9A-Za-z)\]}}%–−-])[-–−]{_CURRENCY}|[$€£][-–−]|[=:(][ ]{{0,3}}[-–−][ ]{{0,3}}{_CURRENCY}"
+    rf"|\b(?:minus|negative)[ ]{_CURRENCY})$",
     re.IGNORECASE,
 )
 _SCALES = {"k": 3, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALE_WORD = re.compile(r"[ ]?(hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
 
 _OPERATOR = re.compile(r"[-+*/×·÷⁄^±–−]|\b(?:plus|minus|times|over|x|divided by)\b", re.IGNORECASE)
+_UNIT_OPERATOR = re.compile(
+    r"[ \t]*[A-Za-z%°]{1,20}[ \t]*(?:[-+*/×·÷−–]|\b(?:plus|minus|times|x)\b)[ \t($€£]*", re.IGNORECASE
+)
 _LIST = re.compile(r"(?:[ \t,;|&(){}\[\]$€£]|\b(?:or|and|to)\b)*", re.IGNORECASE)
 
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([0-9]{1,40})\s*\}\s*\{\s*([0-9]{1,40})\s*\}|\\[dt]?frac\s*([0-9])([0-9])")
@@ -152,6 +156,8 @@ def first_number(text: str, found: list[Numeral]) -> Fraction | None:
 
 def _joined(text: str, left: Numeral, right: Numeral) -> bool:
     between = _between(text, left, right)
+    if _UNIT_OPERATOR.fullmatch(between):
+        return True
     if _LIST.fullmatch(_OPERATOR.sub(" ", between)) is None and between != ":":
         return False
     return bool(_OPERATOR.search(between)) or left.value is None or left.value != right.value

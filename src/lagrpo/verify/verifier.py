@@ -162,6 +162,8 @@ class Verifier:
     def _restart(self, reason: str) -> None:
         """Start over with new processes and send them everything that has no verdict. A pool does not get over the
         death of a process that was not judging."""
+        if self._closed:
+            raise VerifierError("the verifier was closed while it judged")
         self._restarts += 1
         if self._restarts > _RESTARTS:
             raise VerifierError(

@@ -1,0 +1,86 @@
+"""The problems of task `arithmetic`: how many, which, and that train and test do not share any."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lagrpo.config import TaskSettings
+from lagrpo.tasks import load_task
+from lagrpo.tasks.arithmetic import judge, spell, split
+
+
+def test_single_digit_addition_is_all_of_it_80_to_20():
+    train, test = split(("+",), digits=1, seed=0)
+    assert (len(train), len(test)) == (80, 20)
+    assert {(a, b) for _, a, b in train + test} == {(a, b) for a in range(10) for b in range(10)}
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sets(st.sampled_from("+-*"), min_size=1).map(lambda operations: tuple(sorted(operations))),
+    st.integers(1, 4),
+    st.integers(0, 2**32),
+)
+def test_train_and_test_are_disjoint_even_with_the_numbers_exchanged(operations, digits, seed):
+    train, test = split(operations, digits, seed)
+    total = len(operations) * 10 ** (2 * digits)
+    wanted = min(1000, total // 5)
+    assert len(test) == wanted or (
+        digits > 2 and len(test) == wanted - 1
+    )  # pairs come together: an odd one may not fit
+    assert len(train) == min(10_000, total - len(test))
+    assert len(set(train)) == len(train)
+    assert len(set(test)) == len(test)
+    assert not set(train) & {problem for o, a, b in test for problem in ((o, a, b), (o, b, a))}
+    assert all(0 <= number < 10**digits for _, a, b in train + test for number in (a, b))
+    assert {operation for operation, _, _ in train} == set(operations)
+
+
+def test_the_problems_are_a_function_of_the_seed():
+    assert split(("+",), 3, seed=1) == split(("+",), 3, seed=1)
+    assert split(("+",), 1, seed=1) != split(("+",), 1, seed=2)
+
+
+def test_questions_and_gold_answers():
+    task = load_task(TaskSettings(name="arithmetic", operations=("+", "-", "*"), digits=2), seed=0)
+    for index in range(200):
+        prompt = task.prompt("train", index)
+        problem = prompt.messages[0]["content"].removeprefix("What is ").partition("?")[0]
+        a, operation, b = problem.split()
+        assert int(prompt.gold) == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[operation]
+        assert judge(f"{problem} = {prompt.gold}", prompt.gold) == 1.0
+        assert judge(prompt.messages[0]["content"], prompt.gold) == 0.0
+
+
+def test_questions_in_words():
+    task = load_task(TaskSettings(name="arithmetic", words=True), seed=0)
+    shown = {task.prompt("train", index).messages[0]["content"] for index in range(task.size("train"))}
+    assert len(shown) == 80
+    assert "What is three plus nine? Answer with just the number." in shown
+    assert not any(character.isdigit() for question in shown for character in question)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "zero"),
+        (13, "thirteen"),
+        (20, "twenty"),
+        (99, "ninety-nine"),
+        (100, "one hundred"),
+        (101, "one hundred one"),
+        (999, "nine hundred ninety-nine"),
+        (1000, "one thousand"),
+        (4012, "four thousand twelve"),
+        (9999, "nine thousand nine hundred ninety-nine"),
+    ],
+)
+def test_numbers_in_words(number, words):
+    assert spell(number) == words
+
+
+def test_options_out_of_range_are_refused():
+    with pytest.raises(ValueError, match=r"task.digits is 5; it is 1, 2, 3 or 4"):
+        load_task(TaskSettings(name="arithmetic", digits=5), seed=0)

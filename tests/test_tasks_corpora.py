@@ -1,0 +1,42 @@
+"""Every judge against its corpus: answers, gold answers, and the verdict of a careful reader of the judge's rule.
+
+A line is {"answer": ..., "gold": ..., "verdict": 1.0, 0.0 or "unjudgeable"}. The verdicts are not the program's: where
+the two differ, either the judge is wrong or its rule is badly stated.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lagrpo.tasks import JUDGES, Unjudgeable
+from lagrpo.tasks.importing import load_function
+
+CORPORA = Path(__file__).parent / "corpora"
+
+
+def lines(judge: str) -> list[dict[str, Any]]:
+    with (CORPORA / f"{judge}.jsonl").open(encoding="utf-8") as corpus:
+        return [json.loads(line) for line in corpus]
+
+
+def verdict(judge: str, line: dict[str, Any]) -> float | str:
+    try:
+        return load_function(JUDGES[judge])(line["answer"], line["gold"])
+    except Unjudgeable:
+        return "unjudgeable"
+
+
+@pytest.mark.parametrize("judge", ["arithmetic", "countdown", "number", "math"])
+def test_the_judge_gives_the_verdicts_of_its_corpus(judge):
+    if judge == "math" and importlib.util.find_spec("math_verify") is None:
+        pytest.skip("needs math-verify: pip install 'lagrpo[math]'")
+    corpus = lines(judge)
+    assert len(corpus) >= 100
+    assert {line["verdict"] for line in corpus} == {1.0, 0.0, "unjudgeable"}
+    wrong = [line | {"judge": given} for line in corpus if (given := verdict(judge, line)) != line["verdict"]]
+    assert wrong == []
