@@ -23,7 +23,10 @@ MAX_TOKENS = 12
 def judged(groups: list[Group], rule=lambda g, j, c: float(len(c.token_ids) % 3 == 0)) -> list[Group]:
     """Groups with rewards by a rule of (group, index, completion)."""
     return [
-        Group(group.prompt, tuple(replace(c, outcome=Outcome.scored(rule(g, j, c))) for j, c in enumerate(group.completions)))
+        Group(
+            group.prompt,
+            tuple(replace(c, outcome=Outcome.scored(rule(g, j, c))) for j, c in enumerate(group.completions)),
+        )
         for g, group in enumerate(groups)
     ]
 
@@ -86,7 +89,7 @@ def test_the_order_of_completions_and_groups_cannot_change_the_gradient():
 @pytest.mark.parametrize("masked_count", [False, True])
 def test_masked_groups_leave_gradient_and_normaliser_as_documented(masked_count):
     """Group 0 has equal rewards. Masked, it costs no forward pass; the others' gradient is that of a batch without it,
-    times 1 (masked tokens do not count) or times tokens kept / all tokens (they count)."""
+    times 1 (masked tokens do not count) or times tokens kept / all tokens (they count). Log-probs are float32."""
     policy = tiny_policy(dtype=torch.float64)
     overrides = {"beta": 0.0, "mask_zero_variance": True, "masked_count": masked_count, "reduction": "token_mean"}
     recipe = resolve("grpo", overrides)
@@ -96,7 +99,9 @@ def test_masked_groups_leave_gradient_and_normaliser_as_documented(masked_count)
     assert sum(len(micro.packed.token_ids) for micro in rows) == int(without.lengths_C.sum())
     factor = float(without.lengths_C.sum() / batch.lengths_C.sum()) if masked_count else 1.0
     expected = factor * gradient(policy, recipe, micro_batches(without, 999))
-    torch.testing.assert_close(gradient(policy, recipe, rows), expected, rtol=1e-5, atol=1e-7)  # log-probs and weights are float32
+    torch.testing.assert_close(
+        gradient(policy, recipe, rows), expected, rtol=1e-5, atol=1e-7
+    )  # log-probs and weights are float32
 
 
 def test_a_batch_with_every_group_masked_makes_no_update():
@@ -117,7 +122,7 @@ def test_only_scored_completions_enter_statistics_and_loss():
     mixed[4] = replace(mixed[4], outcome=Outcome.failed("server died"))
     batch = assembled(recipe, [Group(groups[0].prompt, tuple(mixed)), groups[1]])
     assert [m for m in batch.member_C if m[0] == 0] == [(0, 0), (0, 2), (0, 3), (0, 5)]
-    rewards = [mixed[j].reward for j in (0, 2, 3, 5)]
+    rewards = [float(len(mixed[j].token_ids) % 3 == 0) for j in (0, 2, 3, 5)]
     expected = torch.tensor(rewards) - sum(rewards) / 4
     torch.testing.assert_close(batch.advantage_C[:4], expected.float())
 
@@ -155,7 +160,7 @@ def test_masters_keep_what_bfloat16_would_round_away():
     for _ in range(19):
         stepping.step(rows)
     assert (policy.head.weight != before).float().mean().item() > 2 * after_one
-    working = [p for p in policy.model.parameters()]
+    working = list(policy.model.parameters())
     for parameter, master in zip(working, stepping._masters, strict=True):
         assert torch.equal(parameter, master.to(torch.bfloat16))
         assert parameter.grad is None
@@ -179,6 +184,7 @@ def test_the_first_of_i_updates_starts_at_pi_k():
     rows = micro_batches(assembled(recipe, judged(drawn(policy))), 999)
     stepping = learner(policy, recipe, lr=1e-2)
     first = stepping.step(rows)
+    assert rows[0].logp_k_T is not None
     pi_k = rows[0].logp_k_T.clone()
     second = stepping.step(rows)
     assert torch.equal(rows[0].logp_k_T, pi_k)
@@ -190,7 +196,7 @@ def test_an_infinite_gradient_stops_before_anything_changes():
     rows = micro_batches(assembled(recipe, judged(drawn(policy))), 999)
     rows[0].advantage_C[0] = torch.inf
     before = policy.head.weight.detach().clone()
-    with pytest.raises(FloatingPointError, match="update 1 is not finite.*still version 0"):
+    with pytest.raises(FloatingPointError, match=r"update 1 is not finite.*still version 0"):
         learner(policy, recipe).step(rows)
     assert torch.equal(policy.head.weight, before)
 
@@ -204,6 +210,7 @@ def test_the_reference_is_swapped_at_the_end_of_a_stage_and_only_then():
         stepping.score_reference(rows)
         assert (stepping.step(rows)["kl_ref"] == pytest.approx(0, abs=1e-6)) == expected_zero
     stepping.end_stage(reset_optimizer=True)
+    assert stepping.reference is not None
     assert stepping.reference.version == policy.version == 2
     stepping.score_reference(rows)
     assert stepping.step(rows)["kl_ref"] == pytest.approx(0, abs=1e-6)

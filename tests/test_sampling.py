@@ -20,7 +20,7 @@ from lagrpo.sampling.schedule import Schedule, every, lagged, lags
 from lagrpo.types import Group, Prompt
 
 
-def request(key: int, text: str = "1+2=", batch: int = 1, epoch: int = 0, policy=None) -> Request:
+def request(key: int, text: str = "1+2=", batch: int = 1, epoch: int = 0, *, policy) -> Request:
     prompt = Prompt(key, ({"role": "user", "content": text},), "3")
     return Request(batch, epoch, policy.tokenize(prompt))
 
@@ -59,7 +59,11 @@ def test_a_completion_does_not_depend_on_what_is_drawn_beside_it(rows):
     policy = tiny_policy(dtype=torch.bfloat16)
     requests = requests_for(policy, 5)
     wide = sampled(policy, requests)
-    for other in (sampled(policy, requests, rows=rows), sampled(policy, requests[::-1]), sampled(policy, requests[3:4])):
+    for other in (
+        sampled(policy, requests, rows=rows),
+        sampled(policy, requests[::-1]),
+        sampled(policy, requests[3:4]),
+    ):
         for key, group in other.items():
             for ours, theirs in zip(group.completions, wide[key].completions, strict=True):
                 assert torch.equal(ours.token_ids, theirs.token_ids)
@@ -116,7 +120,9 @@ def test_the_first_token_of_the_sampler_has_the_frequencies_of_the_policy():
 def test_a_uniform_number_picks_the_token_whose_interval_holds_it(position):
     """Literal: equal probabilities over 1,001 tokens, uniform number in the middle of an interval; and its ends."""
     scaled = torch.zeros(3, 1001)
-    u = torch.tensor([(position + 0.5) / 1001, (position + 1e-4) / 1001, (position + 1 - 1e-4) / 1001], dtype=torch.float64)
+    u = torch.tensor(
+        [(position + 0.5) / 1001, (position + 1e-4) / 1001, (position + 1 - 1e-4) / 1001], dtype=torch.float64
+    )
     tokens, logp = draw(scaled, u)
     assert tokens.tolist() == [position] * 3
     torch.testing.assert_close(logp, torch.full((3,), -math.log(1001)))

@@ -30,15 +30,17 @@ class Listener(Protocol):
         """What is being done from now on."""
         ...
 
-    def batch(self, stage: int, b: int, version: int, batch: Batch, updates: list[dict[str, float]], clock: Clock) -> None:
+    def batch(
+        self, stage: int, b: int, version: int, batch: Batch, updates: list[dict[str, float]], clock: Clock
+    ) -> None:
         """Batch b of the run was used: π_k had `version`; one dict of figures for each of its i updates."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """The parts of Algorithm 1. `advantage(b)(rewards_G, lengths_G, g)` gives A_α of group g of batch b, `weights` the normaliser
-    (see policy/batch.py); the rest of the objective is the recipe that the learner holds."""
+    """The parts of Algorithm 1. `advantage(b)(rewards_G, lengths_G, g)` gives A_α of group g of batch b, `weights` the
+    normaliser (see policy/batch.py); the rest of the objective is the recipe that the learner holds."""
 
     learner: Learner
     sampler: Sampler

@@ -75,8 +75,8 @@ class Outcome:
 class Completion:
     """One completion as its sampler drew it, with t tokens (the end-of-sequence token included when it was drawn).
 
-    `token_ids` int64 [t]; `logp_alpha` float32 [t], nats, at the sampling temperature; `versions` int64 [t], the version
-    of the policy that drew each token; `finished` False when it was cut at the token limit; `text` without special
+    `token_ids` int64 [t]; `logp_alpha` float32 [t], nats, at the sampling temperature; `versions` int64 [t], which
+    version of the policy drew each token; `finished` False when it was cut at the token limit; `text` without special
     tokens; `outcome` None until it has been judged."""
 
     token_ids: torch.Tensor

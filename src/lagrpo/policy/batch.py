@@ -64,7 +64,8 @@ def assemble(
 @dataclass(slots=True)
 class MicroBatch:
     """Whole completions packed into one row, with what the objective reads. Flat [T] and per completion [C];
-    `group_C` numbers the groups. `logp_k_T` is filled by the first of the i updates, `logp_ref_T` before them where the recipe needs it."""
+    `group_C` numbers the groups. `logp_k_T` is filled by the first of the i updates, `logp_ref_T` before them where the
+    recipe needs it."""
 
     packed: Packed
     logp_alpha_T: Tensor

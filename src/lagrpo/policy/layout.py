@@ -14,8 +14,10 @@ scores per head, so long sequences are cut into blocks of queries and no [T, T] 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,13 +33,15 @@ class Tile:
     """A batch of B blocks of t queries against K keys. Indices point into the packed row; padding points at row 0.
 
     queries [B, t], keys [B, K], hidden [B or 1, 1, t or 1, K] True where a key must not be seen (None: all are seen),
-    slots [n] the positions in B·t that are real queries and rows [n] where each of those lives in the packed row."""
+    slots [n] the positions in B·t that are real queries and rows [n] where each of those lives in the packed row;
+    key_slots [n] the positions in B·K of the same rows, where a tile holds whole segments with their own keys."""
 
     queries: Tensor
     keys: Tensor
     hidden: Tensor | None
     slots: Tensor
     rows: Tensor
+    key_slots: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,9 @@ class PackedLayout:
         row, longest = 0, 0
         for prompt_length, lengths in groups:
             if prompt_length < 1 or any(length < 1 for length in lengths):
-                raise ValueError(f"a prompt of {prompt_length} and completions of {list(lengths)} tokens: each needs one")
+                raise ValueError(
+                    f"a prompt of {prompt_length} and completions of {list(lengths)} tokens: each needs one"
+                )
             prompt = range(row, row + prompt_length)
             segments.append(prompt)
             positions.append(torch.arange(prompt_length))
@@ -106,10 +112,9 @@ class PackedLayout:
 
 
 def _move(tile: Tile, device: torch.device | str) -> Tile:
-    hidden = tile.hidden.to(device) if tile.hidden is not None else None
-    moved = (t.to(device) for t in (tile.queries, tile.keys, tile.slots, tile.rows))
-    queries, keys, slots, rows = moved
-    return Tile(queries, keys, hidden, slots, rows)
+    tensors = {field.name: getattr(tile, field.name) for field in dataclasses.fields(tile)}
+    moved: dict[str, Any] = {name: t if t is None else t.to(device) for name, t in tensors.items()}
+    return Tile(**moved)
 
 
 def _batches(items: list, size, cost) -> list[list]:
@@ -135,9 +140,14 @@ def _index(blocks: Sequence[range], width: int) -> Tensor:
 def _tile(queries: Sequence[range], keys: Sequence[range], hidden: Tensor | None) -> Tile:
     t = max(map(len, queries))
     k = max(MIN_KEYS, *map(len, keys))
-    slots = [torch.arange(b * t, b * t + len(block)) for b, block in enumerate(queries)]
-    rows = [torch.arange(block.start, block.stop) for block in queries]
-    return Tile(_index(queries, t), _index(keys, k), hidden, torch.cat(slots), torch.cat(rows))
+    rows = torch.cat([torch.arange(block.start, block.stop) for block in queries])
+    own = _slots(queries, k) if queries == keys else None
+    return Tile(_index(queries, t), _index(keys, k), hidden, _slots(queries, t), rows, own)
+
+
+def _slots(blocks: Sequence[range], width: int) -> Tensor:
+    """Where the rows of the blocks stand in a flattened [B, width]."""
+    return torch.cat([torch.arange(b * width, b * width + len(block)) for b, block in enumerate(blocks)])
 
 
 def _own_tiles(segments: list[range]) -> list[Tile]:
@@ -178,8 +188,9 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float) -> Tensor:
-        out, lse = torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(
-            query.shape[:2], dtype=torch.float32
+        out, lse = (
+            torch.empty_like(query, memory_format=torch.contiguous_format),
+            query.new_empty(query.shape[:2], dtype=torch.float32),
         )
         for tile in layout.own:
             tile_out, tile_lse = _tile_forward(tile, query, key, value, scaling)
@@ -198,7 +209,7 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):  # type: ignore[override]
         query, key, value, out, lse = ctx.saved_tensors
         inner = (out.float() * grad_out.float()).sum(-1)
-        # float32: a prompt's keys gather gradients from many tiles
+        # float32: a prompt's keys gather gradients from several tiles
         grads = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (query, key, value)]
         for tile in (*ctx.layout.own, *ctx.layout.prefix):
             _tile_backward(tile, query, key, value, ctx.scaling, lse, grad_out, inner, grads)
@@ -217,9 +228,7 @@ def _tile_forward(tile: Tile, query: Tensor, key: Tensor, value: Tensor, scaling
     k, v = fold_keys(_gather(key, tile.keys)), fold_keys(_gather(value, tile.keys))
     out, lse = part(q, k, v, tile.hidden, scaling)
     out, lse = unfold_queries(out, b, t), unfold_queries(lse.unsqueeze(-1), b, t).squeeze(-1)
-    if len(tile.slots) == b * t:
-        return out, lse
-    return out.index_select(0, tile.slots), lse.index_select(0, tile.slots)
+    return _take(out, tile.slots), _take(lse, tile.slots)
 
 
 def _spread(source: Tensor, tile: Tile, padding: float) -> Tensor:
@@ -229,6 +238,11 @@ def _spread(source: Tensor, tile: Tile, padding: float) -> Tensor:
         return source.index_select(0, tile.rows).view(b, t, *source.shape[1:])
     spread = source.new_full((b * t, *source.shape[1:]), padding)
     return spread.index_copy_(0, tile.slots, source.index_select(0, tile.rows)).view(b, t, *source.shape[1:])
+
+
+def _take(source: Tensor, slots: Tensor) -> Tensor:
+    """The rows at `slots` of [B·t, H, …]; all of them are usually wanted."""
+    return source if len(slots) == len(source) else source.index_select(0, slots)
 
 
 def _tile_backward(tile, query, key, value, scaling, lse, grad_out, inner, grads) -> None:
@@ -241,8 +255,15 @@ def _tile_backward(tile, query, key, value, scaling, lse, grad_out, inner, grads
     tile_lse = fold_queries(_spread(lse, tile, float("inf")).unsqueeze(-1), heads).squeeze(-1)
     tile_inner = fold_queries(_spread(inner, tile, 0.0).unsqueeze(-1), heads).squeeze(-1)
     dq, dk, dv = part_backward(q, k, v, tile.hidden, scaling, tile_lse, do, tile_inner)
-    dq = unfold_queries(dq, b, t)
-    grads[0].index_add_(0, tile.rows, (dq if len(tile.slots) == b * t else dq.index_select(0, tile.slots)).float())
+    _add_rows(grads[0], tile.rows, _take(unfold_queries(dq, b, t), tile.slots))
     for grad, folded in ((grads[1], dk), (grads[2], dv)):
-        unfolded = folded.view(b, heads, -1, folded.shape[-1]).transpose(1, 2)
-        grad.index_add_(0, tile.keys.reshape(-1), unfolded.reshape(-1, heads, folded.shape[-1]).float())
+        rows = folded.view(b, heads, -1, folded.shape[-1]).transpose(1, 2).reshape(-1, heads, folded.shape[-1])
+        if tile.key_slots is not None:
+            _add_rows(grad, tile.rows, _take(rows, tile.key_slots))
+        else:  # keys that several queries of the tile share, and padding
+            grad.index_add_(0, tile.keys.reshape(-1), rows.float())
+
+
+def _add_rows(grad: Tensor, rows: Tensor, share: Tensor) -> None:
+    """grad[rows] += share for rows without repetition: several times faster than index_add on a CPU."""
+    grad.index_copy_(0, rows, grad.index_select(0, rows).add_(share))

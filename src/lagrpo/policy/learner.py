@@ -148,7 +148,8 @@ class Learner:
     @torch.no_grad()
     def _round_masters(self) -> None:
         if self.policy.dtype != torch.float32:
-            torch._foreach_copy_(self._working, self._masters)
+            for working, master in zip(self._working, self._masters, strict=True):
+                working.copy_(master)
 
 
 def _passes_gradient_to(master: torch.nn.Parameter):

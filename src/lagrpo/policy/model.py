@@ -47,13 +47,13 @@ class Packed:
 class Policy:
     """A model, its tokenizer, and the version of the weights in it (how many optimiser updates they have had)."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, tau: float = 1.0, version: int = 0) -> None:
-        self.model = model.eval()
+    def __init__(self, model: Any, tokenizer: Any, tau: float = 1.0, version: int = 0) -> None:
+        self.model: Any = model.eval()
         self.tokenizer = tokenizer
         self.tau = tau
         self.version = version
-        self.decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
-        self.head: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]
+        self.decoder: nn.Module = model.get_decoder()
+        self.head: nn.Linear = model.get_output_embeddings()
 
     @property
     def device(self) -> torch.device:
@@ -67,7 +67,7 @@ class Policy:
     def eos_ids(self) -> frozenset[int]:
         """Every id that ends a completion: the generation config's (one or several) and the tokenizer's."""
         ids = {self.tokenizer.eos_token_id} if self.tokenizer is not None else set()
-        configured = self.model.generation_config.eos_token_id  # type: ignore[union-attr]
+        configured = self.model.generation_config.eos_token_id
         ids |= set(configured) if isinstance(configured, list | tuple) else {configured}
         return frozenset(int(i) for i in ids if i is not None)
 
@@ -94,10 +94,14 @@ class Policy:
         own = dict(self.model.named_parameters())
         if own.keys() != weights.keys():
             odd = sorted(own.keys() ^ weights.keys())
-            raise ValueError(f"weights of version {version} do not fit the model: {len(odd)} names differ, e.g. {odd[0]}")
+            raise ValueError(
+                f"weights of version {version} do not fit the model: {len(odd)} names differ, e.g. {odd[0]}"
+            )
         for name, parameter in own.items():
             if parameter.shape != weights[name].shape:
-                raise ValueError(f"{name} is {tuple(weights[name].shape)} in version {version}, not {tuple(parameter.shape)}")
+                raise ValueError(
+                    f"{name} is {tuple(weights[name].shape)} in version {version}, not {tuple(parameter.shape)}"
+                )
             parameter.copy_(weights[name])
         self.version = version
 
@@ -124,18 +128,24 @@ class Policy:
             ids = self.tokenizer(text)["input_ids"]
         else:
             messages = [dict(message) for message in prompt.messages]
-            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
         return replace(prompt, token_ids=tuple(int(i) for i in ids))
 
     def save(self, directory: Path) -> None:
         """A Hugging Face model directory: weights as safetensors, config, tokenizer and generation config."""
-        self.model.save_pretrained(directory)  # type: ignore[operator]
+        self.model.save_pretrained(directory)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(directory)
 
 
 def load_policy(
-    path: str, dtype: torch.dtype, device: torch.device | str = "cpu", tau: float = 1.0, chat_template: str | None = None
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    tau: float = 1.0,
+    chat_template: str | None = None,
 ) -> Policy:
     """A policy from a hub id or a directory, with group attention.
 
@@ -151,7 +161,7 @@ def load_policy(
     tokenizer = AutoTokenizer.from_pretrained(path)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention.NAME)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention.NAME)
     model.to(device)
     switch_off_dropout(model)
     policy = Policy(model, tokenizer, tau)
@@ -184,7 +194,7 @@ def refuse(config: Any) -> None:
 
 def check_context(policy: Policy, tokens: int) -> None:
     """Raise ValueError if prompts and completions of `tokens` tokens do not fit the model's window or positions."""
-    text = policy.model.config.get_text_config()  # type: ignore[union-attr]
+    text = policy.model.config.get_text_config()
     sliding = "sliding_attention" in (getattr(text, "layer_types", None) or ("sliding_attention",))
     window = getattr(text, "sliding_window", None) if sliding and getattr(text, "use_sliding_window", True) else None
     for limit, what in ((window, "sliding window"), (text.max_position_embeddings, "longest position")):

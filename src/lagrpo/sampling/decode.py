@@ -27,7 +27,7 @@ class DecodeState:
     own [2, layers, rows, Hkv, tokens, D] and prefix [2, layers, groups, Hkv, tokens, D] (0: keys, 1: values)."""
 
     def __init__(self, policy: Policy, max_rows: int) -> None:
-        text = policy.model.config.get_text_config()  # type: ignore[union-attr]
+        text = policy.model.config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self.policy = policy
@@ -59,7 +59,9 @@ class DecodeState:
         self.prefix[:, :, :first, :, : kept.shape[4]] = kept
         layout = PackedLayout.build([(len(p), ()) for p in prompts], self.policy.device)
         ids = torch.cat([torch.tensor(p, dtype=torch.long) for p in prompts]).to(self.policy.device)
-        hidden = self.policy.hidden(ids, layout.position_ids, _Prefill(layout, self.prefix, first, [*map(len, prompts)]))
+        hidden = self.policy.hidden(
+            ids, layout.position_ids, _Prefill(layout, self.prefix, first, [*map(len, prompts)])
+        )
         self.prompt_lengths = torch.cat([self.prompt_lengths, torch.tensor([*map(len, prompts)])])
         members = torch.arange(first, first + len(prompts)).repeat_interleave(G)
         self.group_of_row = torch.cat([self.group_of_row, members])
@@ -147,15 +149,18 @@ class _Decode:
         keys, values = self.own[0, layer], self.own[1, layer]
         keys[self.row_index, :, self.slot], values[self.row_index, :, self.slot] = key, value
         heads = key.shape[1]
-        cached = [cache[: self.rows, :, : self.keys].flatten(0, 1) for cache in (keys, values)]
-        own, lse_own = part(fold_queries(query.unsqueeze(1), heads), *cached, self.own_hidden, scaling)
-        gathered = query.index_select(0, self.grid.flatten()).view(*self.grid.shape, *query.shape[1:])
-        prompt = [cache.flatten(0, 1) for cache in (self.prefix[0, layer], self.prefix[1, layer])]
-        pre, lse_pre = part(fold_queries(gathered, heads), *prompt, self.prefix_hidden, scaling)
-        pre = unfold_queries(pre, *self.grid.shape).index_select(0, self.place)
-        lse_pre = unfold_queries(lse_pre.unsqueeze(-1), *self.grid.shape).squeeze(-1).index_select(0, self.place)
-        own, lse_own = unfold_queries(own, self.rows, 1), unfold_queries(lse_own.unsqueeze(-1), self.rows, 1).squeeze(-1)
-        return merge(own, lse_own, pre, lse_pre)[0]
+        k, v = (cache[: self.rows, :, : self.keys].flatten(0, 1) for cache in (keys, values))
+        own, lse_own = part(fold_queries(query.unsqueeze(1), heads), k, v, self.own_hidden, scaling)
+        groups, width = self.grid.shape
+        gathered = query.index_select(0, self.grid.flatten()).view(groups, width, *query.shape[1:])
+        k, v = (cache.flatten(0, 1) for cache in (self.prefix[0, layer], self.prefix[1, layer]))
+        pre, lse_pre = part(fold_queries(gathered, heads), k, v, self.prefix_hidden, scaling)
+        return merge(
+            unfold_queries(own, self.rows, 1),
+            unfold_queries(lse_own.unsqueeze(-1), self.rows, 1).squeeze(-1),
+            unfold_queries(pre, groups, width).index_select(0, self.place),
+            unfold_queries(lse_pre.unsqueeze(-1), groups, width).squeeze(-1).index_select(0, self.place),
+        )[0]
 
 
 def _per_batch(hidden: Tensor, device: torch.device) -> Tensor | None:

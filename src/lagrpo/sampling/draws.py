@@ -19,7 +19,7 @@ class VersionError(RuntimeError):
 
 
 class Draws:
-    """`requests(b)` gives the requests of batch b; `seconds` is the time spent in the sampler since it was last read."""
+    """`requests(b)` gives the requests of batch b, G the completions of each."""
 
     def __init__(self, sampler: Sampler, requests: Callable[[int], Sequence[Request]], G: int) -> None:
         self._sampler, self._requests, self._G = sampler, requests, G

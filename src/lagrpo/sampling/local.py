@@ -1,8 +1,8 @@
 """The in-process sampler: α's own copy of the weights, exact draws, exact log-probs.
 
 Tokens are drawn by inverting the cumulative distribution at a uniform number whose address is (seed, "sample", batch,
-epoch, prompt, completion, position): the same completion whatever else is being drawn. No top-k, no top-p: the distribution
-that is sampled is the one the learner differentiates. `logp_alpha` is float32 at the sampling temperature.
+epoch, prompt, completion, position): the same completion whatever else is being drawn. No top-k, no top-p: what is
+sampled is what the learner differentiates. `logp_alpha` is float32 at the sampling temperature.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class _Open:
 
 
 class LocalSampler:
-    """Sampler over a policy of its own (a twin of the one that learns), at most `rows` completions at a time, each of at
-    most `max_tokens` tokens, at temperature `tau` (the policy's unless given). `purpose` is part of the address of every
-    draw, so that an evaluation does not repeat the draws of training."""
+    """Sampler over a policy of its own (a twin of the one that learns): at most `rows` completions at a time, each of
+    at most `max_tokens` tokens, at temperature `tau` (the policy's unless given). `purpose` is part of the address of
+    every draw, so that an evaluation does not repeat the draws of training."""
 
     def __init__(
         self, policy: Policy, seed: int, max_tokens: int, rows: int, tau: float | None = None, purpose: str = "sample"
@@ -95,7 +95,7 @@ class LocalSampler:
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         """Groups as they end. Rows that have ended make room for the next group in the order of the requests."""
-        if G > self.rows:
+        if self.rows < G:
             raise ValueError(f"a group of G = {G} completions does not fit sampling.rows = {self.rows}")
         waiting = deque(requests)
         state = DecodeState(self.policy, min(self.rows, G * len(waiting)))
