@@ -1,0 +1,104 @@
+"""Completions that somebody else drew become groups, or a clear error."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny import tiny_policy
+
+from lagrpo.runs.rollouts import rollout_rows, write_rollouts
+from lagrpo.sampling.recorded import Recorded, RecordedError
+from lagrpo.types import Completion, Group, Outcome, Prompt
+
+
+def written(tmp_path, rows, name="data.jsonl"):
+    path = tmp_path / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+ROWS = [
+    {"prompt": "1+1=", "completion": "2", "reward": 1.0},
+    {"prompt": "2+2=", "completion": "5", "reward": 0.0},
+    {"prompt": "1+1=", "completion": "3", "reward": 0.0, "finished": False},
+    {"prompt": "1+1=", "completion": "two", "gold": "2"},
+]
+
+
+def test_rows_of_one_prompt_form_groups_of_at_most_g(tmp_path):
+    policy = tiny_policy()
+    recorded = Recorded(written(tmp_path, ROWS), policy, G=2, seed=0)
+    assert len(recorded) == 3
+    assert not recorded.has_logp
+    by_text = {tuple(c.text for c in g.completions): g for g in recorded.batch(1, 3)}
+    assert by_text.keys() == {("2", "3"), ("two",), ("5",)}
+    first, cut = by_text["2", "3"].completions
+    assert first.token_ids.tolist() == [*policy.tokenizer("2")["input_ids"], policy.tokenizer.eos_token_id]
+    assert cut.token_ids.tolist() == policy.tokenizer("3")["input_ids"]
+    assert first.reward == 1.0
+    assert by_text["two",].completions[0].outcome is None  # for the judge, against gold
+    assert by_text["two",].prompt.gold == "2"
+    assert first.logp_alpha.isnan().all()
+    assert first.versions.tolist() == [-1, -1]
+
+
+def test_every_group_is_visited_once_per_epoch(tmp_path):
+    recorded = Recorded(written(tmp_path, ROWS), tiny_policy(), G=2, seed=3)
+    keys = [g.prompt.key for b in range(1, 7) for g in recorded.batch(b, 1)]
+    assert sorted(keys[:3]) == sorted(keys[3:]) == [0, 1, 2]
+
+
+def test_the_rollouts_of_a_run_are_read_back_as_they_were(tmp_path):
+    policy = tiny_policy()
+    prompt = policy.tokenize(Prompt(4, ({"role": "user", "content": "7-2="},), "5"))
+    group = Group(
+        prompt,
+        (
+            Completion(torch.tensor([8, 9, 1]), torch.tensor([-0.5, -0.25, -1.0]), torch.tensor([3, 3, 3]), True, "5",
+                       Outcome.scored(1.0)),
+            Completion(torch.tensor([8]), torch.tensor([-0.5]), torch.tensor([3]), False, "x", Outcome.rejected("?")),
+        ),
+    )  # fmt: skip
+    path = tmp_path / "step-000001.parquet"
+    write_rollouts(path, list(rollout_rows([group], [[0.5, None]], [False], batch=1, stage=1, pi_k_version=5)))
+    recorded = Recorded(path, policy, G=16, seed=0)
+    assert recorded.has_logp
+    (again,) = recorded.batch(1, 1)
+    assert (again.prompt.token_ids, again.prompt.gold) == (prompt.token_ids, "5")
+    for ours, theirs in zip(again.completions, group.completions, strict=True):
+        assert torch.equal(ours.token_ids, theirs.token_ids)
+        assert torch.equal(ours.logp_alpha, theirs.logp_alpha)
+        assert torch.equal(ours.versions, theirs.versions)
+        assert (ours.outcome, ours.finished, ours.text) == (theirs.outcome, theirs.finished, theirs.text)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"completion": "2"}, "row 1: it has neither prompt nor prompt_token_ids"),
+        ({"prompt": "1+1="}, "row 1: it has neither completion nor token_ids"),
+        ({"prompt": "1+1=", "token_ids": []}, "row 1: its completion has no tokens"),
+        ({"prompt": "1+1=", "completion": "2", "logp_alpha": [-1.0]}, "logp_alpha needs token_ids"),
+        ({"prompt": "1+1=", "token_ids": [5, 1], "logp_alpha": [-1.0]}, "logp_alpha has 1 entries for 2 tokens"),
+        ({"prompt": "1+1=", "completion": "2", "reward": float("nan")}, "its reward is nan"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path, row, message):
+    with pytest.raises(RecordedError, match=message):
+        Recorded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)
+
+
+def test_bad_files_are_named(tmp_path):
+    policy = tiny_policy()
+    with pytest.raises(RecordedError, match="no such file"):
+        Recorded(tmp_path / "nowhere.jsonl", policy, G=2, seed=0)
+    (tmp_path / "x.csv").write_text("a,b\n")
+    with pytest.raises(RecordedError, match=r"\.jsonl or \.parquet"):
+        Recorded(tmp_path / "x.csv", policy, G=2, seed=0)
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{broken\n')
+    with pytest.raises(RecordedError, match="line 2: not valid JSON"):
+        Recorded(tmp_path / "broken.jsonl", policy, G=2, seed=0)
+    with pytest.raises(RecordedError, match="no completions"):
+        Recorded(written(tmp_path, []), policy, G=2, seed=0)
