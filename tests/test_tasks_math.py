@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from lagrpo.config import TaskSettings
-from lagrpo.tasks import RowTask, load_task
-from lagrpo.tasks.math import judge
+from lagrpo.tasks import JUDGES, RowTask, load_task
+from lagrpo.tasks.importing import load_function
 from lagrpo.types import Completion, Group, Prompt
 from lagrpo.verify import Verifier
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None, reason="needs math-verify: pip install 'lagrpo[math]'"
-)
+pytest.importorskip("math_verify", reason="needs math-verify: pip install 'lagrpo[math]'")
+judge = load_function(JUDGES["math"])
 
 MADE_UP = {
     "deepscaler_part_math_train": [

@@ -6,6 +6,8 @@ contradict each other, at no cost.
 
 from __future__ import annotations
 
+import importlib.util
+
 from lagrpo.tasks.base import Judge, RowTask, Task, TaskSettings, Unjudgeable, chat, nearest, prompt_order
 from lagrpo.tasks.importing import is_reference, load_function
 
@@ -75,6 +77,7 @@ def load_task(settings: TaskSettings, seed: int) -> Task:
     """
     check_options(settings)
     if not is_reference(settings.name):
+        require_installed(settings.name)
         return load_function(f"lagrpo.tasks.{settings.name}:load")(settings, seed)
     task = load_function(settings.name)(settings, seed)
     if not isinstance(task, Task):
@@ -89,6 +92,11 @@ def load_judge(reward: str | None, default: Judge) -> Judge:
     """The judge that the setting `reward` names (built in, or "package.module:function"), the task's own without it."""
     if reward is None:
         return default
-    if reward == "math":
-        load_function("lagrpo.tasks.math:require_math_verify")()
+    require_installed(reward)
     return load_function(JUDGES.get(reward, reward))
+
+
+def require_installed(name: str) -> None:
+    """Raises ImportError, saying what to install, where a task or reward needs a package that is not there."""
+    if name == "math" and importlib.util.find_spec("math_verify") is None:
+        raise ImportError("judging mathematics needs math-verify: pip install 'lagrpo[math]'")
