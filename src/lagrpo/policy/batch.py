@@ -64,10 +64,11 @@ def assemble(
 @dataclass(slots=True)
 class MicroBatch:
     """Whole completions packed into one row, with what the objective reads. Flat [T] and per completion [C];
-    `group_C` numbers the groups. `logp_k_T` is filled by the first of the i updates, `logp_ref_T` before them where the
-    recipe needs it."""
+    `group_C` numbers the groups, `members` their places among the completions of the batch. `logp_k_T` is filled by the
+    first of the i updates, `logp_ref_T` before them where the recipe needs it."""
 
     packed: Packed
+    members: tuple[int, ...]
     logp_alpha_T: Tensor
     completion_T: Tensor
     advantage_C: Tensor
@@ -123,6 +124,7 @@ def _pack(batch: Batch, pieces: list[list[int]], device: torch.device | str) -> 
     lengths = batch.lengths_C[members]
     return MicroBatch(
         packed=Packed.build(groups, device),
+        members=tuple(members),
         logp_alpha_T=torch.cat([batch.completion(c).logp_alpha for c in members]).to(device),
         completion_T=torch.arange(len(members)).repeat_interleave(lengths).to(device),
         advantage_C=batch.advantage_C[members].to(device),

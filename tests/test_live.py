@@ -1,0 +1,97 @@
+"""The figures of the lag, from numbers worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lagrpo.live import lag_figures, sequence_kl, sequence_log_ratio
+from lagrpo.policy.batch import assemble, micro_batches
+from lagrpo.types import Completion, Group, Outcome, Prompt
+
+
+def batch_of(rewards_NG, lengths=2, budget=100):
+    """Groups of completions of two tokens under α with log-prob -1 each; all in the objective."""
+    groups = [
+        Group(
+            Prompt(n, ({"role": "user", "content": "?"},), "", (5, 6)),
+            tuple(
+                Completion(torch.arange(3, 3 + lengths), -torch.ones(lengths), torch.zeros(lengths), True, "", scored)
+                for scored in map(Outcome.scored, rewards)
+            ),
+        )
+        for n, rewards in enumerate(rewards_NG)
+    ]
+    batch = assemble(groups, lambda r, lengths_G, g: r - r.mean(), lambda lengths_C, flat: torch.ones(len(lengths_C)))
+    return batch, micro_batches(batch, budget)
+
+
+def give(rows, log_ratio_by_member):
+    """π_k's log-probs such that each token of completion c has ln ρ = log_ratio_by_member[c]."""
+    for micro in rows:
+        per_token = torch.tensor([log_ratio_by_member[c] for c in micro.members])[micro.completion_T]
+        micro.logp_k_T = micro.logp_alpha_T + per_token
+    return rows
+
+
+@pytest.mark.parametrize("budget", [100, 4])
+def test_sequence_figures_by_hand(budget):
+    """Two tokens with ln ρ = ln 1.5 / 2 and -ln 2 / 2: sequence ratios 1.5 and 0.5."""
+    batch, rows = batch_of([[1.0, 0.0]], budget=budget)
+    give(rows, {0: math.log(1.5) / 2, 1: -math.log(2) / 2})
+    torch.testing.assert_close(
+        sequence_log_ratio(batch, rows).exp(), torch.tensor([1.5, 0.5]).double(), atol=1e-6, rtol=0
+    )
+    figures = lag_figures(batch, rows, eps_std=0.0)
+    assert figures["tv_sequence"] == pytest.approx((0.5 + 0.5) / 2 / 2, abs=1e-6)
+    assert figures["chi2_sequence"] == pytest.approx(0.25, abs=1e-6)
+    assert figures["ess_sequence"] == pytest.approx(4 / 2.5, abs=1e-6)
+    per_token = [2 * (math.sqrt(1.5) - 1 - math.log(1.5) / 2), 2 * (math.sqrt(0.5) - 1 + math.log(2) / 2)]
+    assert figures["kl_sequence"] == pytest.approx(sum(per_token) / 2, abs=1e-6)
+    assert figures["pinsker"] == pytest.approx(math.sqrt(sum(per_token) / 4), abs=1e-6)
+    assert figures["sequence_level_means_something"] is False
+    # J(pi_k) - J(alpha): r = (1, 0), mean of the others (0, 1), so (1.5 * 1 - 0.5 * 1) / 2 = .5
+    assert figures["lag_improvement"] == pytest.approx(0.5, abs=1e-6)
+    # A = (1, -1), L = (1.5 - .5) / 2 = .5, sigma = .5, TV = .25: .5 - 2 * (1 - .5)/.5 * .25 = 0
+    assert figures["lag_theorem1"] == pytest.approx(0.0, abs=1e-6)
+    assert figures["lag_identity"] == pytest.approx(0.5, abs=1e-6)
+    assert figures["sigma_mean"] == pytest.approx(0.5)
+    assert figures["sigma_histogram"] == [0] * 9 + [1]
+
+
+def test_without_lag_everything_is_zero():
+    batch, rows = batch_of([[1.0, 0.0], [1.0, 1.0]])
+    figures = lag_figures(batch, give(rows, dict.fromkeys(range(4), 0.0)), eps_std=1e-4)
+    for name in ("kl_sequence", "pinsker", "tv_sequence", "tv_sequence_high", "chi2_sequence", "lag_improvement"):
+        assert figures[name] == 0
+    assert figures["ess_sequence"] == 4
+    assert figures["sigma_histogram"] == [1] + [0] * 8 + [1]
+
+
+def test_the_step_has_its_own_sides():
+    """α = π_k, π twice as likely to give the right one: J(π) - J(π_k) estimated at (2·1 - 0·1)/2 - (1 - 1)/2 = 1."""
+    batch, rows = batch_of([[1.0, 0.0]])
+    give(rows, {0: 0.0, 1: 0.0})
+    after = [rows[0].logp_alpha_T + torch.tensor([math.log(2) / 2, -50.0])[rows[0].completion_T]]
+    figures = lag_figures(batch, rows, 0.0, after_T=after)
+    assert figures["step_improvement"] == pytest.approx(1.0, abs=1e-6)
+    assert figures["step_identity"] == pytest.approx(1.0, abs=1e-6)
+    assert figures["step_theorem1"] == pytest.approx(1 - 2 * 0.5, abs=1e-6)  # L = (2 - 0) / 2, TV = .5
+    assert figures["lag_improvement"] == 0
+
+
+def test_rewards_outside_their_range_have_no_bounds_and_a_stated_range_scales_them():
+    batch, rows = batch_of([[10.0, 0.0]])
+    give(rows, {0: math.log(1.5) / 2, 1: -math.log(2) / 2})
+    assert lag_figures(batch, rows, 0.0)["lag_improvement"] is None
+    assert lag_figures(batch, rows, 0.0, (0.0, 10.0))["lag_improvement"] == pytest.approx(0.5, abs=1e-6)
+
+
+def test_completions_whose_alpha_is_unknown_have_no_figures():
+    batch, rows = batch_of([[1.0, 0.0]])
+    give(rows, {0: math.nan, 1: math.nan})
+    figures = lag_figures(batch, rows, 0.0)
+    assert "tv_sequence" not in figures
+    assert sequence_kl(batch, rows).isnan().all()
