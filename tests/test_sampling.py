@@ -16,7 +16,7 @@ from lagrpo.sampling.decode import pair_rows_with_groups
 from lagrpo.sampling.draws import Draws, VersionError
 from lagrpo.sampling.local import CDF_BLOCK, LocalSampler, draw
 from lagrpo.sampling.proof import DeliveryError, Probe, prove_delivery
-from lagrpo.sampling.schedule import Schedule, every, lagged, lags
+from lagrpo.sampling.schedule import Schedule, budget, every, lagged, lags
 from lagrpo.types import Group, Prompt
 
 
@@ -272,3 +272,24 @@ def test_schedules_that_never_deliver_are_refused():
         Schedule("every", 0)
     with pytest.raises(ValueError, match=r"lagged\(v\) needs v of at least 0"):
         Schedule("lagged", -1)
+
+
+def test_a_budget_delivers_when_it_is_spent_and_at_the_cap():
+    estimates = iter([0.0, 0.1, 0.3, 0.0, 0.1, 0.15, 0.2])
+    plan = budget(0.25, 4).plan(1, 8, divergence=lambda: next(estimates))
+    assert [(due.batch, due.reason) for due in plan if due.reason] == [(4, "budget"), (8, "cap")]
+
+
+def test_an_unspent_budget_is_a_cap_and_the_budget_zero_is_on_policy():
+    assert lags(budget(1.0, 3), 1, 7, 1) == [0, 1, 2, 0, 1, 2, 0]
+    plan = budget(0.0, 9).plan(1, 5, divergence=lambda: 1e-9)
+    assert [due.reason for due in plan] == ["", "budget", "budget", "budget", "budget"]
+
+
+def test_a_delta_goes_with_a_budget():
+    with pytest.raises(ValueError, match="no other: every"):
+        Schedule("every", 3, 0.1)
+    with pytest.raises(ValueError, match="no other: budget"):
+        Schedule("budget", 3)
+    with pytest.raises(ValueError, match="at least 0 nats"):
+        budget(-0.1, 3)

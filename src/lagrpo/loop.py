@@ -6,21 +6,40 @@ around the algorithm (building its parts, evaluating, the files of a run) is in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 from torch import Tensor
 
 from lagrpo.interrupts import whole
+from lagrpo.live import sequence_kl
 from lagrpo.metrics import Clock
-from lagrpo.policy.batch import Batch, assemble, micro_batches
+from lagrpo.policy.batch import Batch, MicroBatch, assemble, is_flat, micro_batches
 from lagrpo.policy.learner import Learner
-from lagrpo.sampling.base import Sampler
+from lagrpo.sampling.base import Request, Sampler
 from lagrpo.sampling.draws import Draws
 from lagrpo.sampling.proof import Probe, prove_delivery
 from lagrpo.sampling.schedule import Schedule
+from lagrpo.types import Group
 from lagrpo.verify import Verifier
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """A batch that has been used: `version` is that of π_k, `alpha` that of the sampler's weights, `reason` why they
+    were delivered just before ("" when they were not), `updates` one dict of figures for each of the i updates."""
+
+    stage: int
+    b: int
+    version: int
+    alpha: int
+    reason: str
+    batch: Batch
+    rows: Sequence[MicroBatch]
+    updates: Sequence[dict[str, float]]
+    clock: Clock
 
 
 class Listener(Protocol):
@@ -30,17 +49,19 @@ class Listener(Protocol):
         """What is being done from now on."""
         ...
 
-    def batch(
-        self, stage: int, b: int, version: int, batch: Batch, updates: list[dict[str, float]], clock: Clock
-    ) -> None:
-        """Batch b of the run was used: π_k had `version`; one dict of figures for each of its i updates."""
+    def batch(self, used: Used) -> None:
+        """A batch was used."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """The parts of Algorithm 1. `advantage(b)(rewards_G, lengths_G, g)` gives A_α of group g of batch b, `weights` the
-    normaliser (see policy/batch.py); the rest of the objective is the recipe that the learner holds."""
+    """The parts of Algorithm 1.
+
+    `advantage(b)(rewards_G, lengths_G, g)` gives A_α of group g of batch b, `weights` the normaliser (policy/batch.py);
+    the rest of the objective is the recipe that the learner holds. `recorded(b)` are groups that somebody else drew,
+    `extra(b, attempt, count)` further prompts in place of groups whose rewards are all equal, at most `resample` times.
+    """
 
     learner: Learner
     sampler: Sampler
@@ -51,29 +72,31 @@ class Algorithm:
     listener: Listener
     advantage: Callable[[int], Callable[[Tensor, Tensor, int], Tensor]]
     weights: Callable[[Tensor, Tensor], Tensor]
+    recorded: Callable[[int], Sequence[Group]]
+    extra: Callable[[int, int, int], Sequence[Request]]
     S: int
     M: int
     i: int
     ahead: bool
     tokens: int
+    resample: int
     reset_optimizer: bool
 
 
 def iterative_grpo(a: Algorithm) -> None:
     """Lines 5-17. The initial policy is delivered before the first batch: the paper leaves α undefined for k < v."""
     learner, policy = a.learner, a.learner.policy
-    plan = a.schedule.plan(a.S, a.M, a.ahead)
-    deliver(a, Clock())
+    spent = [0.0]  # estimates of KL(α‖π_k) since the delivery
+    plan = a.schedule.plan(a.S, a.M, a.ahead and not a.resample, lambda: spent[-1])
+    alpha = deliver(a, Clock())
     for s in range(1, a.S + 1):  # 5
         for k in range(1, a.M + 1):  # 6
             b, clock, due = (s - 1) * a.M + k, Clock(), next(plan)
-            if due.deliver and b > 1:  # 8
-                deliver(a, clock)  # 9   α <- π_θ
-            a.listener.phase("sampling")
-            a.draws.ask(due.draws, a.sampler.version)  # 7, 10   prompts of D_b, y ~ α
-            with clock("judging"):
-                groups = list(a.verifier.judge(a.draws.take(b)))  # 11   r(x, y), while sampling goes on
-            clock.move("judging", "sampling", a.draws.read_seconds())
+            if due.reason and b > 1:  # 8
+                alpha, spent = deliver(a, clock), [0.0]  # 9   α <- π_θ
+            a.draws.ask(due.draws, alpha)  # 7, 10   prompts of D_b, y ~ α
+            groups = judged(a, clock, chain(a.recorded(b), a.draws.take(b)))  # 11   r(x, y)
+            groups = resampled(a, b, alpha, clock, groups)
             a.listener.phase("learning")
             with clock("learning"):
                 batch = assemble(groups, a.advantage(b), a.weights)  # 12-13   A_α, Eq. 2
@@ -81,13 +104,14 @@ def iterative_grpo(a: Algorithm) -> None:
                 learner.score_reference(rows)
                 version = policy.version
                 updates = [learner.step(rows) for _ in range(a.i)]  # 14-15   Eq. 7 or 8
+            spent.append(sequence_kl(batch, rows).nanmean().nan_to_num().item())
             with whole():
-                a.listener.batch(s, b, version, batch, updates, clock)
+                a.listener.batch(Used(s, b, version, alpha, due.reason, batch, rows, updates, clock))
         learner.end_stage(a.reset_optimizer)  # 16   π_ref <- π_θ
 
 
-def deliver(a: Algorithm, clock: Clock) -> None:
-    """α <- π_θ, proven by the probe."""
+def deliver(a: Algorithm, clock: Clock) -> int:
+    """α <- π_θ, proven by the probe; returns the version."""
     a.listener.phase("delivery")
     with clock("sampling"):
         a.draws.finish()
@@ -96,3 +120,25 @@ def deliver(a: Algorithm, clock: Clock) -> None:
         policy = a.learner.policy
         a.sampler.deliver(policy.weights(), policy.version)
         prove_delivery(a.probe, policy, a.sampler)
+    return policy.version
+
+
+def judged(a: Algorithm, clock: Clock, groups: Iterator[Group]) -> list[Group]:
+    """The groups with their outcomes; judging goes on while they are being drawn."""
+    a.listener.phase("sampling")
+    with clock("judging"):
+        done = list(a.verifier.judge(groups))
+    clock.move("judging", "sampling", a.draws.read_seconds())
+    return done
+
+
+def resampled(a: Algorithm, b: int, alpha: int, clock: Clock, groups: list[Group]) -> list[Group]:
+    """DAPO's dynamic sampling, bounded: groups without a signal make way for groups of further prompts with one."""
+    for attempt in range(1, a.resample + 1):
+        flat = [n for n, group in enumerate(groups) if is_flat(group)]
+        if not flat:
+            break
+        more = judged(a, clock, a.draws.more(a.extra(b, attempt, len(flat)), alpha))
+        for n, group in zip(flat, (group for group in more if not is_flat(group)), strict=False):
+            groups[n] = group
+    return groups

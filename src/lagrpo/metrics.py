@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ class Clock:
 
 
 def batch_metrics(
-    stage: int, b: int, version: int, batch: Batch, updates: list[dict[str, float]], clock: Clock, delivered: bool
+    stage: int, b: int, version: int, batch: Batch, updates: Sequence[dict[str, float]], clock: Clock, delivered: bool
 ) -> dict[str, Any]:
     """Everything that is recorded about batch b; `version` is that of π_k. docs/metrics.md says what each figure is.
 
@@ -48,6 +48,7 @@ def batch_metrics(
     completions = [c for group in batch.groups for c in group.completions]
     drawn = [c for c in completions if len(c.token_ids)]
     versions = torch.cat([c.versions for c in drawn]) if drawn else torch.empty(0)
+    versions = versions[versions >= 0]  # completions that somebody else drew may have none
     rewards = torch.tensor([c.reward for c in completions if c.reward is not None], dtype=torch.float64)
     spread = [len(set(group.rewards)) < 2 for group in batch.groups if group.rewards]
     tokens_sampled = sum(len(c.token_ids) for c in completions)
@@ -60,9 +61,9 @@ def batch_metrics(
         "batch": b,
         "version": version,
         "delivered": delivered,
-        "lag_min": version - int(versions.max()) if drawn else None,
-        "lag_max": version - int(versions.min()) if drawn else None,
-        "lag_mean": version - float(versions.double().mean()) if drawn else None,
+        "lag_min": version - int(versions.max()) if len(versions) else None,
+        "lag_max": version - int(versions.min()) if len(versions) else None,
+        "lag_mean": version - float(versions.double().mean()) if len(versions) else None,
         "completions": len(completions),
         "rejected": count("rejected"),
         "failed": count("failed"),

@@ -32,6 +32,12 @@ class PromptSource:
             requests.append(Request(b, epoch, self.tokenised("train", self._order(epoch)[position])))
         return requests
 
+    def extra(self, b: int, attempt: int, count: int) -> list[Request]:
+        """Further prompts for batch b, the same ones whenever it is asked; the attempt is part of their address."""
+        order = prompt_order(self.seed, -1 - b, self._size)
+        places = [(attempt - 1) * count + n for n in range(count)]
+        return [Request(b, -attempt, self.tokenised("train", order[place % self._size])) for place in places]
+
     def held_out(self, count: int) -> list[Request]:
         """Up to `count` test prompts, the same ones whenever it is asked: the first of a fixed random order."""
         order = prompt_order(self.seed, -1, self.task.size("test"))

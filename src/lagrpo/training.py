@@ -1,8 +1,8 @@
 """A training run: the parts built, evaluated before and after, recorded, shown; and stopped cleanly.
 
-    import lagrpo
-    result = lagrpo.train({"task": {"name": "arithmetic"}, "schedule": {"batches": 20}})
-    result.after["pass_at_1"], result.weights
+import lagrpo
+result = lagrpo.train({"task": {"name": "arithmetic"}, "schedule": {"batches": 20}})
+result.after["pass_at_1"], result.weights
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from lagrpo.config import Settings, load_settings, to_toml
 from lagrpo.display import Display, make_display, summary
 from lagrpo.evaluate import Evaluation, evaluate
 from lagrpo.interrupts import interruptible
-from lagrpo.loop import Algorithm, iterative_grpo
+from lagrpo.live import lag_figures
+from lagrpo.loop import Algorithm, Used, iterative_grpo
 from lagrpo.meaning import meaning
-from lagrpo.metrics import Clock, batch_metrics
+from lagrpo.metrics import batch_metrics
 from lagrpo.policy.batch import Batch
 from lagrpo.runs import Run, collect_environment
 from lagrpo.sampling.draws import Draws
@@ -43,9 +44,7 @@ class Result:
     interrupted: bool
 
 
-def train(
-    settings: Settings | Mapping[str, Any] | str | os.PathLike[str], task: Task | None = None
-) -> Result:
+def train(settings: Settings | Mapping[str, Any] | str | os.PathLike[str], task: Task | None = None) -> Result:
     """Run Algorithm 1. `settings` are a Settings, a mapping, or the path of a TOML file; `task` replaces settings.task
     by a Task of your own (see lagrpo.tasks.base).
 
@@ -81,7 +80,6 @@ class Training:
             max_unscored_share=settings.verifier.max_unscored,
         )
         self.batches = 0
-        self._version_served = 0
 
     def run(self) -> Result:
         """Evaluate, train, evaluate; whatever happens, what was learned is written."""
@@ -126,17 +124,20 @@ class Training:
             i=s.schedule.i,
             ahead=s.sampling.ahead,
             tokens=s.optimizer.tokens,
+            recorded=lambda b: (),
+            extra=p.prompts.extra,
+            resample=0,
             reset_optimizer=s.schedule.reset_optimizer,
         )
 
     def phase(self, name: str) -> None:
         self.display.phase(name)
 
-    def batch(self, stage: int, b: int, version: int, batch: Batch, updates: list[dict[str, float]], clock: Clock) -> None:
+    def batch(self, used: Used) -> None:
         """Record a batch: rollouts, then its line of metrics, then the display."""
-        served = self.parts.sampler.version
-        metrics = batch_metrics(stage, b, version, batch, updates, clock, delivered=served != self._version_served)
-        self._version_served = served
+        stage, b, version, batch = used.stage, used.b, used.version, used.batch
+        metrics = batch_metrics(stage, b, version, batch, used.updates, used.clock, delivered=bool(used.reason))
+        metrics |= {"delivery": used.reason, **lag_figures(batch, used.rows, self.parts.recipe.composition.eps_std)}
         advantages, masked = per_group(batch)
         self.store.record_rollouts(batch.groups, advantages, masked, batch=b, stage=stage, pi_k_version=version)
         self.store.record(metrics)

@@ -36,6 +36,11 @@ class Batch:
         return self.groups[group].completions[index]
 
 
+def is_flat(group: Group) -> bool:
+    """Whether all rewards of a group are equal (or it has none): nothing is to be learned from it."""
+    return len(set(group.rewards)) < 2
+
+
 def assemble(
     groups: Sequence[Group],
     advantage: Callable[[Tensor, Tensor, int], Tensor],

@@ -41,6 +41,17 @@ class Draws:
         while self._receive():
             pass
 
+    def more(self, requests: Sequence[Request], version: int) -> Iterator[Group]:
+        """Groups of further requests, drawn now by π_version."""
+        self.finish()
+        self._coming = self._sampler.sample(requests, self._G)
+        while self._receive():
+            pass
+        for batch in {request.batch for request in requests}:
+            for group in self._here.pop(batch, []):
+                _check_versions(group, version, batch)
+                yield group
+
     def take(self, batch: int) -> Iterator[Group]:
         """The groups of a batch as they end. Raises VersionError for a token that α did not draw."""
         expected, version = len(self._requests(batch)), self._announced.pop(batch)
