@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lagrpo.tasks.base import Messages, RowTask, TaskSettings, Unjudgeable, nearest
-from lagrpo.tasks.files import Rows, check_columns, data_source, hold_out, hub_rows, log
+from lagrpo.tasks.files import FORMATS, Rows, check_columns, data_source, hold_out, hub_rows, log
 from lagrpo.tasks.importing import is_reference
-
-_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def load(settings: TaskSettings, seed: int) -> RowTask:
@@ -105,14 +103,14 @@ def _splits(settings: TaskSettings, seed: int) -> dict[str, Rows]:
 
 def _available(settings: TaskSettings) -> dict[str, Any]:
     """The splits that there are: files yet to read, or a hub dataset's."""
-    endings = ", ".join(_FORMATS)
+    endings = ", ".join(FORMATS)
     source = data_source(
         settings.data, f"a file ending in {endings}, or a directory of such files", "openai/gsm8k:main"
     )
     if isinstance(source, str):
         return dict(hub_rows(source, None))
     files = sorted(source.iterdir()) if source.is_dir() else [source]
-    there = {path.stem: path for path in files if path.suffix in _FORMATS}
+    there = {path.stem: path for path in files if path.suffix in FORMATS}
     if not there:
         raise ValueError(f"task.data: {source} is no file that ends in {endings}, nor a directory of such files")
     return there
@@ -125,6 +123,6 @@ def _read(split: Any) -> Any:
     from datasets.exceptions import DatasetGenerationError
 
     try:
-        return datasets.load_dataset(_FORMATS[split.suffix], data_files=str(split), split="train")
+        return datasets.load_dataset(FORMATS[split.suffix], data_files=str(split), split="train")
     except (DatasetGenerationError, ValueError) as error:
-        raise ValueError(f"{split} cannot be read as {_FORMATS[split.suffix]}: {error.__cause__ or error}") from error
+        raise ValueError(f"{split} cannot be read as {FORMATS[split.suffix]}: {error.__cause__ or error}") from error

@@ -20,6 +20,7 @@ from lagrpo.tasks.base import TaskSettings, nearest
 log = logging.getLogger("lagrpo.tasks")
 
 Rows = Sequence[Mapping[str, Any]]
+FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
 
 
@@ -64,7 +65,7 @@ def data_source(data: str | None, needed: str, hub: str) -> Path | str:
     path = Path(named).expanduser()
     if path.exists():
         return path
-    if data and _HUB_ID.fullmatch(named):
+    if data and _HUB_ID.fullmatch(named) and path.suffix not in FORMATS and not path.parent.is_dir():
         return named
     setting = "task.data" if data else "LAGRPO_DATA"
     raise ValueError(f"{setting}: there is no file or directory {named!r} (seen from {os.getcwd()})")
