@@ -1,4 +1,4 @@
-"""How workers begin and end, seen from outside: scripts, interactive sessions, Ctrl-C, a parent that is killed."""
+"""How workers begin and end, seen from outside: scripts, the interactive prompt, Ctrl-C, a parent that is killed."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def test_a_judge_defined_in_a_script_without_a_main_guard_ends_with_the_reason(t
     assert "put what it does under  if __name__ == '__main__':" in err
 
 
-def test_a_judge_typed_into_an_interactive_session_is_refused():
+def test_a_judge_typed_at_the_interactive_prompt_is_refused():
     process = start(["-i", "-q"])
     typed = "from lagrpo.verify import Verifier\ndef judge(text, gold):\n    return 1.0\n\nVerifier(judge)\n"
     _, err = process.communicate(typed, timeout=60)
     assert "TypeError: the judge" in err
-    assert "defined in an interactive session" in err
+    assert "typed at the interactive prompt" in err
 
 
 @needs_proc

@@ -30,7 +30,7 @@ def pickled(judge: Judge) -> bytes:
         ) from error
     if _names_main(data) and not getattr(sys.modules["__main__"], "__file__", None):
         raise TypeError(
-            f"the judge {judge!r} is defined in an interactive session, where worker processes cannot import it: move "
+            f"the judge {judge!r} was typed at the interactive prompt, where worker processes cannot import it: move "
             "it to a file of its own and import it from there"
         )
     return data
