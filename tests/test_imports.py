@@ -23,11 +23,13 @@ ALLOWED: dict[str, set[str]] = {
     "types": {"core"},
     "compose": {"core"},
     "recipes": {"core", "compose"},
+    "bandit": {"core", "compose", "recipes"},
     "policy": {"core", "types"} | PLAIN,
     "sampling": {"core", "types", "policy"} | PLAIN,  # the local sampler runs the policy's own operations
     "tasks": {"core", "types"} | PLAIN,
     "verify": {"core", "types", "tasks"} | PLAIN,  # tasks say what an answer that cannot be judged is
     "runs": {"types"} | PLAIN,
+    "figures": {"core", "runs", "bandit"} | PLAIN,
     "columns": PLAIN,
     "display": {"columns"} | PLAIN,
     "config": {"recipes", "compose"},
@@ -132,7 +134,9 @@ def test_core_alone_loads_torch_and_nothing_of_ours_or_anybody_elses():
     assert ours == {"lagrpo", "lagrpo.core", *(f"lagrpo.core.{path.stem}" for path in files)}
 
 
-@pytest.mark.parametrize("module", ["config", "recipes", "tasks", "display", "embedded", "sampling.schedule"])
+@pytest.mark.parametrize(
+    "module", ["config", "recipes", "tasks", "display", "embedded", "figures", "sampling.schedule"]
+)
 def test_settings_and_display_load_nothing_heavy(module):
     assert loaded(f"import lagrpo.{module}") & HEAVY == set()
 
