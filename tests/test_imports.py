@@ -32,19 +32,24 @@ ALLOWED: dict[str, set[str]] = {
     "figures": {"core", "runs", "bandit"} | PLAIN,
     "columns": PLAIN,
     "display": {"columns"} | PLAIN,
-    "config": {"recipes", "compose"},
+    "config": set(),
+    "parsing": {"config"},
+    "arguments": {"config"},
+    "checks": {"compose", "config", "embedded", "recipes", "runs", "tasks"},
+    "show_recipes": {"checks", "compose", "recipes"},
+    "live": {"core", "types", "policy"},
     "metrics": {"core", "types", "policy"},
-    "prompts": {"types", "policy", "sampling", "tasks"},
-    "build": {"compose", "config", "embedded", "policy", "prompts", "recipes", "sampling", "tasks"} | PLAIN,
-    "meaning": {"compose", "config", "embedded", "policy", "recipes", "sampling"} | PLAIN,
+    "prompts": {"types", "config", "policy", "sampling", "tasks"},
+    "build": {"checks", "compose", "config", "embedded", "policy", "prompts", "recipes", "sampling", "tasks"} | PLAIN,
+    "meaning": {"build", "checks", "compose", "config", "embedded", "policy", "recipes", "sampling"} | PLAIN,
 }
 BELOW_THE_LOOP = set(ALLOWED)
 ALLOWED |= {
     "loop": BELOW_THE_LOOP,
     "evaluate": BELOW_THE_LOOP,
-    "train": BELOW_THE_LOOP | {"loop", "evaluate"},
-    "cli": BELOW_THE_LOOP | {"loop", "evaluate", "train"},
-    "__init__": BELOW_THE_LOOP | {"loop", "evaluate", "train"},
+    "training": BELOW_THE_LOOP | {"loop", "evaluate"},
+    "cli": BELOW_THE_LOOP | {"loop", "evaluate", "training"},
+    "__init__": BELOW_THE_LOOP | {"loop", "evaluate", "training"},
     "__main__": {"cli"},
 }
 CORE_MAY_USE = {"torch", "jaxtyping"} | set(sys.stdlib_module_names)

@@ -36,7 +36,7 @@ from lagrpo.runs.rollouts import rollout_rows, rollout_schema
 from lagrpo.runs.show import show
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
-SETTINGS = {"task": {"name": "arithmetic"}, "recipe": "grpo", "schedule": {"v": 10, "i": 1}}
+SETTINGS = {"task": {"name": "arithmetic"}, "objective": {"recipe": "grpo"}, "schedule": {"v": 10, "i": 1}}
 
 
 def completion(outcome: Outcome | None, text: str = "5", versions: tuple[int, ...] = (4, 4), finished: bool = True):
@@ -100,8 +100,8 @@ def test_default_names_say_what_tells_runs_apart_and_never_collide(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        ({"task": {"name": "my.tasks:chess"}, "recipe": {"name": "off_policy_grpo"}}, "chess-off_policy_grpo"),
-        ({"task": "data/weird name", "recipe": None}, "data-weird-name"),
+        ({"task": {"name": "my.tasks:chess"}, "objective": {"recipe": "off_policy_grpo"}}, "chess-off_policy_grpo"),
+        ({"task": {"name": "data/weird name v1.5"}}, "data-weird-name-v1.5"),
         ({"schedule": {"v": 3}}, "v3"),
     ],
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,32 +11,18 @@ import torch
 from torch import Tensor
 
 from lagrpo.addressed import uniforms
+from lagrpo.checks import chat_template, refusing
 from lagrpo.compose import Recipe
-from lagrpo.config import Settings, SettingsError
+from lagrpo.config import ModelSettings, Settings, SettingsError
 from lagrpo.embedded import resolve_model
 from lagrpo.policy.learner import Learner, Optimisation
 from lagrpo.policy.model import Policy, check_context, load_policy
 from lagrpo.prompts import PromptSource
-from lagrpo.recipes import resolve
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.schedule import Schedule
-from lagrpo.tasks import Task, check_options, load_task
+from lagrpo.tasks import Task, TaskSettings, load_task
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
-    """What can be refused before anything heavy is loaded; returns the resolved recipe.
-
-    Raises:
-        SettingsError: an unknown recipe or piece, a contradictory composition, options that the task does not take.
-    """
-    try:
-        if task is None:
-            check_options(settings.task)
-        return resolve(settings.objective.recipe, settings.objective.overrides)
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
 
 
 def pick_device(name: str) -> torch.device:
@@ -51,26 +38,58 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def use_threads(threads: int | None) -> None:
-    """CPU threads of torch: as set, or one for each core that this process may use."""
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
-
-
-def build_policy(settings: Settings) -> Policy:
-    """The policy of the settings, checked against the longest sequence that they allow."""
-    model = settings.model
-    template = Path(model.chat_template).read_text(encoding="utf-8") if model.chat_template else None
+def build_policy(model: ModelSettings, tau: float, longest: int) -> Policy:
+    """The policy of the settings at temperature tau, checked against the `longest` prompt and completion that they
+    allow, in tokens. Raises SettingsError for a model that is not there or cannot be run."""
     device = pick_device(model.device)
-    policy = load_policy(resolve_model(model.path), DTYPES[model.dtype], device, settings.sampling.temperature, template)
-    check_context(policy, settings.sampling.max_prompt_tokens + settings.sampling.max_tokens)
+    if model.threads:
+        torch.set_num_threads(model.threads)
+    with loading(model), without_progress_bars():
+        policy = load_policy(resolve_model(model.path), DTYPES[model.dtype], device, tau, chat_template(model))
+    with refusing("model.path"):
+        check_context(policy, longest)
     return policy
+
+
+def build_task(settings: TaskSettings, seed: int) -> Task:
+    """The task of the settings. Raises SettingsError for data or functions that are missing or unfit."""
+    with refusing():
+        return load_task(settings, seed)
+
+
+@contextmanager
+def loading(model: ModelSettings) -> Iterator[None]:
+    """Inside, a model is read. transformers' ways to say that it is not there, or cannot be run, become a SettingsError
+    that says where it was looked for."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        here = Path(model.path).expanduser()
+        looked = f"in {here}" if here.is_dir() else f"on the Hugging Face hub, as there is no directory {here} here"
+        reason = str(error).partition("\n")[0]
+        raise SettingsError(
+            f"model.path = {model.path!r}: no model could be loaded. Looked {looked}: {reason}"
+        ) from error
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """transformers' own bars (loading and writing weights take a second) out of the way; those of downloads stay."""
+    from transformers.utils import logging
+
+    before = logging.set_tqdm_hook(lambda factory, args, kwargs: logging.EmptyTqdm(*args, **kwargs))
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the settings of a run stand for."""
+    """What the settings of a run stand for; `own_task`: the task is an object of the caller's, not of the settings."""
 
     task: Task
+    own_task: bool
     recipe: Recipe
     policy: Policy
     learner: Learner
@@ -80,14 +99,17 @@ class Parts:
     schedule: Schedule
 
     @staticmethod
-    def build(settings: Settings, task: Task | None = None) -> Parts:
-        """Cheap checks first, then the task's data, then the model."""
-        recipe = check_settings(settings, task)
-        use_threads(settings.model.threads)
-        seed, sampling = settings.run.seed, settings.sampling
-        task = task or load_task(settings.task, seed)
-        policy = build_policy(settings)
-        source = PromptSource(task, policy, seed, settings.schedule.prompts, sampling.max_prompt_tokens)
+    def build(settings: Settings, recipe: Recipe, task: Task | None = None) -> Parts:
+        """The task's data first, then the model: what is cheap to refuse is refused first.
+
+        Raises:
+            SettingsError: data or a model that is not there, or that the settings do not fit.
+        """
+        seed, sampling, N = settings.run.seed, settings.sampling, settings.schedule.prompts
+        own_task = task is not None
+        task = task if task is not None else build_task(settings.task, seed)
+        policy = build_policy(settings.model, sampling.temperature, sampling.max_prompt_tokens + sampling.max_tokens)
+        source = PromptSource(task, policy, seed, N, sampling.max_prompt_tokens)
         reference = policy.twin() if recipe.needs_pi_ref else None
         checkpointing = settings.optimizer.activation_checkpointing
         learner = Learner(policy, recipe, optimisation(settings), reference, checkpointing)
@@ -96,7 +118,7 @@ class Parts:
             policy, seed, sampling.max_tokens, sampling.rows, settings.evaluation.temperature, "evaluate"
         )
         schedule = Schedule(settings.schedule.kind, settings.schedule.v)
-        return Parts(task, recipe, policy, learner, sampler, evaluator, source, schedule)
+        return Parts(task, own_task, recipe, policy, learner, sampler, evaluator, source, schedule)
 
 
 def optimisation(settings: Settings) -> Optimisation:

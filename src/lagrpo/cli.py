@@ -1,11 +1,13 @@
 """The command line: parse, build, call.
 
     lagrpo train [SETTINGS.toml] [--dry-run] [--section.name VALUE …]
-    lagrpo eval MODEL [--task.name gsm8k] [--samples 50] …
+    lagrpo eval MODEL [--task gsm8k] [--samples 50] …
     lagrpo show RUN [--batch B] [--only right|wrong|rejected] …
     lagrpo recipes [NAME]
 
-`lagrpo COMMAND --help` lists what each takes.
+--task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --objective.recipe.
+`lagrpo COMMAND --help` lists what each takes. Exit codes: 0 done, 1 the run failed, 2 wrong input, 130 stopped by
+Ctrl-C, 143 by SIGTERM.
 """
 
 from __future__ import annotations
@@ -13,94 +15,104 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from lagrpo.config import EvalSettings, Settings, SettingsError, explain, load_settings, to_toml
-
-T = TypeVar("T", bound=BaseModel)
+from lagrpo.arguments import parse
+from lagrpo.config import EvalSettings, Settings, SettingsError
+from lagrpo.parsing import load_settings, to_toml, validated
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The `lagrpo` command. Exits with 2 for wrong input, 1 for a run that failed, 130 after Ctrl-C."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    name = arguments[0] if arguments else "--help"
-    if name in ("-h", "--help"):
-        print(__doc__.strip())
+    """The `lagrpo` command."""
+    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name == "help" and rest:
+        name, *rest = [*rest, "--help"]
+    if name in ("help", "-h", "--help"):
+        print((__doc__ or "").strip())
         return
     if name == "--version":
         from importlib.metadata import version
 
         print(f"lagrpo {version('lagrpo')}")
         return
+    try:
+        command(name)(rest)
+    except KeyboardInterrupt as stop:
+        print("\nlagrpo: interrupted", file=sys.stderr)
+        sys.exit(128 + getattr(stop, "signal", 2))
+    except BrokenPipeError:  # the reader of our output has gone: `lagrpo … | head`
+        sys.stderr.close()
+    except (SettingsError, FileNotFoundError) as error:
+        fail(error, 2)
+
+
+def command(name: str) -> Callable[[list[str]], None]:
+    """The function of a command."""
     if name not in COMMANDS:
         import difflib
 
         close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
-        _fail(f"there is no command {name!r}; did you mean {close!r}? (lagrpo --help)")
-    try:
-        COMMANDS[name](arguments[1:])
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    except ValidationError as error:
-        _fail(explain(error, "command line"))
-    except BrokenPipeError:  # the reader of our output has gone: `lagrpo … | head`
-        sys.stderr.close()
-    except EXPECTED as error:
-        _fail(str(error))
+        raise SettingsError(f"there is no command {name!r}; did you mean {close!r}? (lagrpo --help)")
+    return COMMANDS[name]
 
 
-EXPECTED = (SettingsError, ValueError, OSError, ImportError)
-"""Errors that speak for themselves: their message is shown without a traceback."""
+def fail(error: Exception, code: int) -> NoReturn:
+    """Show what an error says, without a traceback, and end."""
+    print("\n".join([f"lagrpo: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+    sys.exit(code)
 
 
-def _fail(message: str) -> None:
-    print(f"lagrpo: {message}", file=sys.stderr)
-    sys.exit(2)
+def train(words: list[str]) -> None:
+    """Train on the settings of a file (the defaults without one), overridden by --section.name VALUE.
+
+    --dry-run prints the settings as resolved and what they mean, and stops."""
+    given = parse(Settings, words, FLAGS)
+    if len(given.files) > 1:
+        raise SettingsError(f"one settings file, not {len(given.files)}: {' '.join(given.files)}")
+    settings = load_settings(given.files[0] if given.files else None, given.overrides)
+    if given.flags & HELP:
+        show_help(settings, "lagrpo train [SETTINGS.toml]", train)
+    elif "--dry-run" in given.flags:
+        from lagrpo.meaning import explained
+
+        print(explained(settings, to_toml(settings)))
+    else:
+        from lagrpo.checks import check_settings
+
+        check_settings(settings)
+        from lagrpo.training import FAILURES
+        from lagrpo.training import train as run
+
+        try:
+            stopped = run(settings).interrupted
+        except FAILURES as error:
+            fail(error, 1)
+        if stopped:
+            sys.exit(128 + stopped)
 
 
-def train(arguments: list[str]) -> None:
-    """Train on settings from a file, overridden from the command line."""
-    settings, dry_run = parse_train(arguments)
-    if dry_run:
-        from lagrpo.build import check_settings
-        from lagrpo.meaning import meaning
+def evaluate(words: list[str]) -> None:
+    """pass@1 and pass@k of a model (directory, hub id or smollm2) on the test prompts of a task."""
+    given = parse(EvalSettings, words, FLAGS)
+    if given.flags & HELP:
+        return show_help(EvalSettings(), "lagrpo eval MODEL", evaluate)
+    if len(given.files) != 1:
+        raise SettingsError("eval needs one model: lagrpo eval MODEL [--task NAME] …")
+    given.overrides.setdefault("model", {})["path"] = given.files[0]
+    settings = validated(EvalSettings, {}, given.overrides, "command line")
+    from lagrpo.checks import check_evaluation
 
-        recipe = check_settings(settings)
-        print(to_toml(settings))
-        print("\n".join(f"# {line}" for line in meaning(settings, recipe)))
-        return
-    from lagrpo.training import train as run
-
-    if run(settings).interrupted:
-        sys.exit(130)
-
-
-def parse_train(arguments: list[str]) -> tuple[Settings, bool]:
-    """Settings and whether --dry-run was given: the file first, then the overrides."""
-    dry_run = "--dry-run" in arguments
-    rest = [argument for argument in arguments if argument != "--dry-run"]
-    base = Settings()
-    if rest and not rest[0].startswith("-"):
-        base = load_settings(rest.pop(0))
-    description = "Train on SETTINGS.toml (before all options; defaults without it). --dry-run prints and explains."
-    return _parse(Settings, rest, "lagrpo train [SETTINGS.toml]", description, base), dry_run
-
-
-def evaluate(arguments: list[str]) -> None:
-    """pass@k of a model on the test prompts of a task."""
-    if not arguments or arguments[0].startswith("-"):
-        if not {"-h", "--help"} & set(arguments):
-            _fail("eval needs a model: lagrpo eval MODEL [--task.name NAME] …")
-        settings = _parse(EvalSettings, arguments, "lagrpo eval MODEL", evaluate.__doc__ or "")
-    task = ["--task.name" if a == "--task" else a for a in arguments[1:]]
-    settings = _parse(EvalSettings, task, "lagrpo eval MODEL", evaluate.__doc__ or "")
+    check_evaluation(settings)
     from lagrpo.evaluate import evaluate_model
+    from lagrpo.training import FAILURES
 
-    evaluate_model(arguments[0], settings)
+    try:
+        evaluate_model(settings)
+    except FAILURES as error:
+        fail(error, 1)
 
 
 def show(
@@ -119,7 +131,7 @@ def show(
         prompt: Only completions of the prompt with this key.
         only: Which completions.
     """
-    from lagrpo.runs import show as show_run
+    from lagrpo.runs.show import show as show_run
 
     show_run(run, batch=batch, count=count, prompt=prompt, only=only)
 
@@ -130,19 +142,26 @@ def recipes(name: Annotated[str | None, tyro.conf.Positional] = None) -> None:
     Args:
         name: Recipe to explain.
     """
-    from lagrpo.recipes import print_recipes
+    from lagrpo.show_recipes import show_recipe, show_recipes
 
-    print_recipes(name)
+    show_recipe(name) if name else show_recipes()
 
 
-def _parse(kind: type[T], arguments: list[str], prog: str, description: str, base: T | None = None) -> T:
+def show_help(settings: BaseModel, prog: str, function: Callable[..., Any]) -> None:
+    """Every setting with its description and its present value."""
     config = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
-    return tyro.cli(kind, args=arguments, prog=prog, description=description, default=base or kind(), config=config)
+    description = function.__doc__ or ""
+    tyro.cli(
+        type(settings), args=["--help"], default=settings, prog=prog, description=description, config=config,
+        use_underscores=True,
+    )  # fmt: skip
 
 
+HELP = {"-h", "--help"}
+FLAGS = HELP | {"--dry-run"}
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "eval": evaluate,
-    "show": lambda arguments: tyro.cli(show, args=arguments, prog="lagrpo show"),
-    "recipes": lambda arguments: tyro.cli(recipes, args=arguments, prog="lagrpo recipes"),
+    "show": lambda words: tyro.cli(show, args=words, prog="lagrpo show"),
+    "recipes": lambda words: tyro.cli(recipes, args=words, prog="lagrpo recipes"),
 }

@@ -1,22 +1,24 @@
-"""The settings of a run: frozen, validated, few. A TOML file gives them, the command line overrides them.
+"""The settings of a run: frozen, validated, few. The text under each field is its `--help`.
 
-The text under each field is its `--help`. Importing this module loads neither torch nor transformers.
+How they are read from a TOML file and the command line is in parsing.py; what else is checked before anything heavy is
+loaded, in checks.py. Importing this module loads neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import difflib
-import os
-import tomllib
-from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class SettingsError(ValueError):
+    """Settings that cannot be run, with every complaint on a line of its own."""
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class RunSettings(_Settings):
@@ -114,25 +116,44 @@ class ObjectiveSettings(_Settings):
     recipe: str = "grpo"
     """Row of the table of recipes; the settings below replace pieces of it. `lagrpo recipes` lists them."""
     advantage: str | None = None
-    """Advantage function."""
-    ratio: str | None = None
-    """Level of the ratio pi/alpha: token, sequence, length_normalised."""
+    """whitened, centred, leave_one_out, red_drop or log_mean_exp."""
     surrogate: str | None = None
-    """Surrogate per token."""
+    """clipped (around 1), clipped_exact (around pi_k/alpha), clipped_proportional (around it, by a factor), unclipped,
+    reinforce (M W A logp), opmd_kimi or opmd_pairwise."""
+    ratio: str | None = None
+    """Level at which pi/alpha is taken: token, sequence or length_normalised."""
+    mask: str | None = None
+    """M of reinforce, which tokens count: none, one_side, two_side or ring."""
+    weight: str | None = None
+    """W of reinforce: one, ratio, capped_ratio (CISPO), tapered_ratio (TOPR) or exp_advantage (RED-Weight)."""
+    regulariser: str | None = None
+    """What reinforce subtracts: none, asymre or opmd."""
+    anchor: str | None = None
+    """The policy that OPMD stays near: alpha, pi_k or pi_ref."""
     reduction: str | None = None
-    """From tokens to the loss."""
+    """From tokens to the loss: token_mean, sequence_mean, sequence_sum or constant_length."""
     kl: str | None = None
-    """Estimator of KL(pi || pi_ref)."""
+    """Estimator of KL(pi || pi_ref), where beta > 0: k1, k2 or k3."""
     kl_importance: bool | None = None
-    """Weight the KL estimate by pi/alpha."""
+    """Weight the KL estimate by pi/alpha of each token."""
     beta: float | None = Field(default=None, ge=0)
     """Weight of KL(pi || pi_ref); 0 keeps no reference."""
     epsilon_low: float | None = Field(default=None, ge=0)
     """Lower clip range."""
     epsilon_high: float | None = Field(default=None, ge=0)
     """Upper clip range."""
+    outer_low: float | None = Field(default=None, ge=0)
+    """Outer lower range of the mask ring."""
+    outer_high: float | None = Field(default=None, ge=0)
+    """Outer upper range of the mask ring."""
     eps_std: float | None = Field(default=None, ge=0)
-    """Variance floor under the root of sigma."""
+    """Variance floor under the root of sigma, in the whitened advantage."""
+    strength: float | None = Field(default=None, ge=0)
+    """Of asymre and opmd, and the temperature of log_mean_exp (the papers' tau)."""
+    weight_temperature: float | None = Field(default=None, gt=0)
+    """Temperature of exp_advantage."""
+    overlong_buffer: int | None = Field(default=None, ge=0)
+    """Tokens before the limit over which DAPO's penalty for length falls from 0 to -1; 0: no penalty."""
     mask_zero_variance: bool | None = None
     """Leave groups whose rewards are all equal out of the objective (Eq. 8)."""
     masked_count: bool | None = None
@@ -201,12 +222,10 @@ class Settings(_Settings):
     evaluation: EvaluationSettings = EvaluationSettings()
 
     @model_validator(mode="after")
-    def _group_fits_rows(self) -> Settings:
-        if self.sampling.G > self.sampling.rows:
-            raise ValueError(
-                f"sampling.rows = {self.sampling.rows} is less than sampling.G = {self.sampling.G}: "
-                "a group is decoded as a whole; raise rows or lower G"
-            )
+    def _groups_fit_rows(self) -> Settings:
+        evaluated = self.evaluation.before_and_after or self.evaluation.every
+        _fits("sampling.G", self.sampling.G, "sampling.rows", self.sampling.rows)
+        _fits("evaluation.samples", self.evaluation.samples if evaluated else 0, "sampling.rows", self.sampling.rows)
         return self
 
 
@@ -233,85 +252,15 @@ class EvalSettings(_Settings):
     output: str | None = None
     """Directory for the summary (JSON) and the per-prompt records (Parquet)."""
 
-
-class SettingsError(ValueError):
-    """Settings that cannot be run, with every complaint on a line of its own."""
-
-
-def load_settings(source: str | os.PathLike[str] | Mapping[str, Any]) -> Settings:
-    """Settings from a TOML file or a mapping.
-
-    Raises:
-        SettingsError: no such file, not TOML, an unknown name (with the nearest valid one), a value out of its range.
-    """
-    if isinstance(source, Mapping):
-        return _validate(Settings, source, "settings")
-    path = Path(source)
-    if not path.is_file():
-        raise SettingsError(f"{path}: no such settings file")
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: not valid TOML: {error}") from error
-    return _validate(Settings, values, str(path))
+    @model_validator(mode="after")
+    def _samples_fit_rows(self) -> EvalSettings:
+        _fits("samples", self.samples, "rows", self.rows)
+        return self
 
 
-def _validate(model: type[Settings], values: Mapping[str, Any], source: str) -> Settings:
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        raise SettingsError(explain(error, source)) from error
-
-
-def explain(error: ValidationError, source: str) -> str:
-    """One line per complaint: where, what, and for an unknown name the nearest valid one."""
-    lines = []
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "extra_forbidden":
-            lines.append(f"{source}: unknown setting {where!r}; {_nearest(where)}")
-        elif item["type"] == "value_error":
-            lines.append(f"{source}: {where + ': ' if where else ''}{item['ctx']['error']}")
-        else:
-            lines.append(f"{source}: {where} = {item['input']!r}: {item['msg']}")
-    return "\n".join(lines)
-
-
-def _nearest(name: str) -> str:
-    names = list(setting_names())
-    leaf = name.rsplit(".", 1)[-1]
-    elsewhere = [n for n in names if n.endswith("." + leaf)]
-    by_leaf = {n.rsplit(".", 1)[-1]: n for n in names}
-    close = elsewhere or difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    close = close or [by_leaf[m] for m in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.0)]
-    return f"did you mean {close[0]!r}?"
-
-
-def setting_names(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[str]:
-    """Every section and setting, as section.name."""
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from setting_names(field.annotation, f"{prefix}{name}.")
-
-
-def to_toml(settings: Settings) -> str:
-    """The settings as a TOML file that `load_settings` reads back to the same settings; what is unset is left out."""
-    lines = []
-    for section, values in settings.model_dump().items():
-        lines.append(f"[{section}]")
-        lines += [f"{name} = {_toml(value)}" for name, value in values.items() if value is not None]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        import json
-
-        return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML basic string
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return repr(value)
+def _fits(name: str, completions: int, rows_name: str, rows: int) -> None:
+    if completions > rows:
+        raise ValueError(
+            f"{rows_name} = {rows} is less than {name} = {completions}: the completions of a prompt are decoded "
+            f"together; raise {rows_name} or lower {name}"
+        )

@@ -7,23 +7,23 @@ have the same addresses every time, so before and after differ in the policy onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lagrpo.build import DTYPES, pick_device, use_threads
-from lagrpo.config import EvalSettings, SettingsError
+from lagrpo.build import build_policy, build_task
+from lagrpo.checks import check_evaluation, refusing
+from lagrpo.config import EvalSettings
 from lagrpo.core.estimators import bootstrap_interval, pass_at_k
-from lagrpo.embedded import resolve_model
-from lagrpo.policy.model import check_context, load_policy
 from lagrpo.prompts import PromptSource
 from lagrpo.runs.files import to_json, write_atomically
 from lagrpo.sampling.base import Request, Sampler
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.tasks import check_options, load_task
+from lagrpo.text import formatted
 from lagrpo.types import Group
 from lagrpo.verify import Verifier
 
@@ -77,38 +77,37 @@ def _summary(records: list[dict[str, Any]], samples: int, seed: int) -> dict[str
     summary: dict[str, Any] = {"prompts": len(records), "samples": samples, "unscored": unscored}
     if not scored:
         return summary
-    rewards = [r["reward_mean"] for r in scored]
-    summary["reward_mean"] = sum(rewards) / len(rewards)
+    measures = {"reward_mean": [r["reward_mean"] for r in scored]}
     for k in [k for k in (1 << n for n in range(20)) if k <= samples]:
-        values = [pass_at_k(r["scored"], r["right"], k) for r in scored if r["scored"] >= k]
+        measures[f"pass_at_{k}"] = [pass_at_k(r["scored"], r["right"], k) for r in scored if r["scored"] >= k]
+    for name, values in measures.items():
         if values:
             low, high = bootstrap_interval(torch.tensor(values, dtype=torch.float64), seed=seed)
-            summary |= {f"pass_at_{k}": sum(values) / len(values), f"pass_at_{k}_low": low, f"pass_at_{k}_high": high}
+            summary |= {name: sum(values) / len(values), f"{name}_low": low, f"{name}_high": high}
     return summary
 
 
-def evaluate_model(model: str, settings: EvalSettings) -> Evaluation:
-    """Evaluate a model directory, hub id or "smollm2" on the test prompts of a task; prints the summary, and writes
-    summary and per-prompt records where settings.output says.
+def evaluate_model(settings: EvalSettings) -> Evaluation:
+    """Evaluate the model of the settings on the test prompts of their task; prints the summary, and writes summary and
+    per-prompt records where settings.output says.
 
     Raises:
-        SettingsError: settings that contradict each other, before anything heavy is loaded.
+        SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
+        VerifierError: too many completions could not be judged.
     """
-    try:
-        check_options(settings.task)
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
-    use_threads(settings.model.threads)
-    task = load_task(settings.task, settings.seed)
-    device, dtype = pick_device(settings.model.device), DTYPES[settings.model.dtype]
-    policy = load_policy(resolve_model(model), dtype, device, settings.temperature)
-    check_context(policy, settings.max_prompt_tokens + settings.max_tokens)
+    check_evaluation(settings)
+    task = build_task(settings.task, settings.seed)
+    print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
+    policy = build_policy(settings.model, settings.temperature, settings.max_prompt_tokens + settings.max_tokens)
     prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens)
     requests = prompts.held_out(settings.prompts or task.size("test"))
     sampler = LocalSampler(policy, settings.seed, settings.max_tokens, settings.rows, purpose="evaluate")
     v = settings.verifier
-    with Verifier(task.judge, workers=v.workers, deadline=v.deadline, max_unscored_share=v.max_unscored) as verifier:
+    with refusing("task", TypeError):
+        verifier = Verifier(task.judge, workers=v.workers, deadline=v.deadline, max_unscored_share=v.max_unscored)
+    with verifier:
         evaluation = evaluate(sampler, verifier, requests, settings.samples, settings.seed)
+    model = settings.model.path
     summary = {"model": model, "task": task.name, "temperature": settings.temperature, **evaluation.summary}
     output = Path(settings.output or f"evaluations/{Path(model).name}-{task.name}")
     _write(output, summary, evaluation.records)
@@ -127,10 +126,21 @@ def _write(output: Path, summary: dict[str, Any], records: list[dict[str, Any]])
 
 def _print(summary: dict[str, Any], output: Path) -> None:
     print(f"{summary['model']} on {summary['task']}: {summary['prompts']} prompts x {summary['samples']} samples")
-    for name, value in summary.items():
-        if name.startswith("pass_at_") and name.count("_") == 2:
-            low, high = summary[f"{name}_low"], summary[f"{name}_high"]
-            print(f"  {name.replace('_at_', '@'):<9} {value:6.1%}   95 % interval {low:.1%} to {high:.1%}")
+    names = [name for name in summary if f"{name}_low" in summary]
+    for name in names if summary.get("reward_mean") != summary.get("pass_at_1") else names[1:]:
+        print(f"  {interval(summary, name)}")
     if summary["unscored"]:
         print(f"  {summary['unscored']} completions could not be judged and are not counted")
     print(f"  per-prompt records: {output / 'records.parquet'}")
+
+
+def interval(summary: Mapping[str, Any], name: str) -> str:
+    """One figure of a summary with its interval, for people.
+
+    >>> interval({"pass_at_1": 0.5, "pass_at_1_low": 0.25, "pass_at_1_high": 0.7}, "pass_at_1")
+    'pass@1       50.0%   95 % interval 25.0% to 70.0%'
+    """
+    form = ".3f" if name == "reward_mean" else ".1%"
+    label = name.replace("_at_", "@").replace("_", " ")
+    value, low, high = (formatted(summary.get(key), form) for key in (name, f"{name}_low", f"{name}_high"))
+    return f"{label:<11} {value:>6}   95 % interval {low} to {high}"

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM that never cut an update in two.
 
-Inside `interruptible()` both raise KeyboardInterrupt in the main thread, except within `whole()`, where the
-interruption waits for the end of the block. A run that is stopped so leaves a policy of a definite version.
+Inside `interruptible()` both raise Interrupted in the main thread, except within `whole()`, where the interruption
+waits for the end of the block. A run that is stopped so leaves a policy of a definite version.
 """
 
 from __future__ import annotations
@@ -12,41 +12,63 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_depth = 0
-_pending = False
+
+class Interrupted(KeyboardInterrupt):
+    """A KeyboardInterrupt that says which signal it was."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signal = signal.Signals(signum)
+
+
+_depth = 0  # of whole() blocks around what the main thread is doing
+_pending: int | None = None  # the signal that waits for the end of the outermost one
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     global _pending
     if _depth:
-        _pending = True
+        _pending = signum
     else:
-        raise KeyboardInterrupt
+        _pending = None
+        raise Interrupted(signum)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Take over SIGINT and SIGTERM for the time of the block (in the main thread; elsewhere do nothing)."""
-    if threading.current_thread() is not threading.main_thread():
+    """Take over SIGINT and SIGTERM for the time of the block (in the main thread; elsewhere do nothing). A signal that
+    is being ignored, as SIGINT is in a script's background jobs, stays ignored."""
+    if not _in_main_thread():
         yield
         return
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ours = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
     try:
+        for number in ours:
+            signal.signal(number, _interrupt)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in ours:
+            signal.signal(number, before[number])
 
 
 @contextmanager
 def whole() -> Iterator[None]:
-    """A block that is done entirely or not at all as far as interruptions go."""
+    """A block that is done entirely or not at all as far as interruptions go. Blocks may be nested; what arrived inside
+    is raised at the end of the outermost one. In other threads, which are never interrupted, it does nothing."""
     global _depth, _pending
+    if not _in_main_thread():
+        yield
+        return
     _depth += 1
     try:
         yield
     finally:
         _depth -= 1
-        if _pending and not _depth:
-            _pending = False
-            raise KeyboardInterrupt
+        if not _depth and _pending is not None:
+            signum, _pending = _pending, None
+            raise Interrupted(signum)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

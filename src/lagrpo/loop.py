@@ -13,7 +13,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lagrpo.interrupts import whole
 from lagrpo.live import sequence_kl
 from lagrpo.metrics import Clock
 from lagrpo.policy.batch import Batch, MicroBatch, assemble, is_flat, micro_batches
@@ -105,8 +104,7 @@ def iterative_grpo(a: Algorithm) -> None:
                 version = policy.version
                 updates = [learner.step(rows) for _ in range(a.i)]  # 14-15   Eq. 7 or 8
             spent.append(sequence_kl(batch, rows).nanmean().nan_to_num().item())
-            with whole():
-                a.listener.batch(Used(s, b, version, alpha, due.reason, batch, rows, updates, clock))
+            a.listener.batch(Used(s, b, version, alpha, due.reason, batch, rows, updates, clock))
         learner.end_stage(a.reset_optimizer)  # 16   π_ref <- π_θ
 
 

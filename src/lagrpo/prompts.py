@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from lagrpo.config import SettingsError
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.base import Request
 from lagrpo.tasks import Task, prompt_order
@@ -15,13 +16,14 @@ from lagrpo.types import Prompt
 
 
 class PromptSource:
-    """The requests of training batches and of evaluations, tokenised. Raises ValueError for an empty split."""
+    """The requests of training batches and of evaluations, tokenised. Raises SettingsError for a task
+    without training prompts."""
 
     def __init__(self, task: Task, policy: Policy, seed: int, N: int, max_prompt_tokens: int) -> None:
         self.task, self.policy, self.seed, self.N, self.max_prompt_tokens = task, policy, seed, N, max_prompt_tokens
         self._size = task.size("train")
         if self._size < 1:
-            raise ValueError(f"task {task.name!r} has no training prompts")
+            raise SettingsError(f"task {task.name!r} has no training prompts")
         self._order = lru_cache(maxsize=2)(lambda epoch: prompt_order(seed, epoch, self._size))
 
     def batch(self, b: int) -> list[Request]:
@@ -44,10 +46,10 @@ class PromptSource:
         return [Request(0, 0, self.tokenised("test", index)) for index in order[:count]]
 
     def tokenised(self, split: str, index: int) -> Prompt:
-        """A prompt with its token ids. Raises ValueError when it is longer than max_prompt_tokens."""
+        """A prompt with its token ids. Raises SettingsError when it is longer than max_prompt_tokens."""
         prompt = self.policy.tokenize(self.task.prompt(split, index))
         if len(prompt.token_ids) > self.max_prompt_tokens:
-            raise ValueError(
+            raise SettingsError(
                 f"prompt {index} of the {split} split of {self.task.name!r} has {len(prompt.token_ids)} tokens; "
                 f"sampling.max_prompt_tokens is {self.max_prompt_tokens}"
             )

@@ -8,58 +8,72 @@ result.after["pass_at_1"], result.weights
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lagrpo.build import Parts, advantage_of, check_settings, pick_device
-from lagrpo.config import Settings, load_settings, to_toml
+import torch
+
+from lagrpo.build import Parts, advantage_of, pick_device, without_progress_bars
+from lagrpo.checks import check_settings, refusing
+from lagrpo.config import Settings
 from lagrpo.display import Display, make_display, summary
-from lagrpo.evaluate import Evaluation, evaluate
-from lagrpo.interrupts import interruptible
+from lagrpo.evaluate import Evaluation, evaluate, interval
+from lagrpo.interrupts import Interrupted, interruptible, whole
 from lagrpo.live import lag_figures
 from lagrpo.loop import Algorithm, Used, iterative_grpo
 from lagrpo.meaning import meaning
 from lagrpo.metrics import batch_metrics
+from lagrpo.parsing import load_settings, to_toml
 from lagrpo.policy.batch import Batch
 from lagrpo.runs import Run, collect_environment
-from lagrpo.sampling.draws import Draws
-from lagrpo.sampling.proof import Probe
+from lagrpo.sampling.draws import Draws, VersionError
+from lagrpo.sampling.proof import DeliveryError, Probe
 from lagrpo.tasks import Task
-from lagrpo.verify import Verifier
+from lagrpo.verify import Verifier, VerifierError
 
 SHOWN = 3  # completions shown before and after
+FAILURES = (VerifierError, DeliveryError, VersionError, FloatingPointError, torch.OutOfMemoryError, OSError)
+"""Errors that end a run without being the program's: what they say is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run leaves: its directory, the summaries of its evaluations, where the weights are, and how it ended."""
+    """What a run leaves: its directory, the summaries of its evaluations, where the weights are and how many updates
+    they have had, and how it ended: `interrupted` is the signal that stopped it, None for a run that came to its end.
+    """
 
     run: Path
     before: dict[str, Any] | None
     after: dict[str, Any] | None
     weights: Path | None
+    version: int
     batches: int
-    interrupted: bool
+    interrupted: signal.Signals | None
 
 
 def train(settings: Settings | Mapping[str, Any] | str | os.PathLike[str], task: Task | None = None) -> Result:
     """Run Algorithm 1. `settings` are a Settings, a mapping, or the path of a TOML file; `task` replaces settings.task
     by a Task of your own (see lagrpo.tasks.base).
 
-    Ctrl-C and SIGTERM end the run after the update under way, with the policy as it then is.
+    Ctrl-C and SIGTERM end the run after the update under way, with the policy as it then is. So does an error; what was
+    learned and recorded until then is kept.
 
     Raises:
-        SettingsError: settings that cannot be run, before anything heavy is loaded.
+        SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
         DeliveryError, VersionError: the sampler does not draw from the policy that the schedule announced.
         VerifierError: too many completions could not be judged.
+        FloatingPointError: a gradient is not finite.
     """
     settings = settings if isinstance(settings, Settings) else load_settings(settings)
-    check_settings(settings, task)
+    recipe = check_settings(settings, task)
+    device = pick_device(settings.model.device)
     with interruptible():
-        parts = Parts.build(settings, task)
-        return Training(settings, parts).run()
+        if settings.run.display != "none":
+            print(f"loading {settings.model.path} on {device} …", flush=True)
+        return Training(settings, Parts.build(settings, recipe, task)).run()
 
 
 class Training:
@@ -67,42 +81,66 @@ class Training:
 
     def __init__(self, settings: Settings, parts: Parts) -> None:
         self.settings, self.parts = settings, parts
-        run, device = settings.run, str(pick_device(settings.model.device))
-        environment = collect_environment(device)
-        name = f"{parts.task.name}-{parts.recipe.name}"
-        self.store = Run.create(Path(run.directory), run.name, settings.model_dump(), to_toml(settings), environment)
+        run, device = settings.run, str(parts.policy.device)
+        named = settings.model_dump() | {"task": {"name": parts.task.name}}
+        self.store = Run.create(Path(run.directory), run.name, named, self.config(), collect_environment(device))
         self.total = settings.schedule.stages * settings.schedule.batches
-        self.display: Display = make_display(self.total, self.store.path.name or name, run.display)
-        self.verifier = Verifier(
-            parts.task.judge,
-            workers=settings.verifier.workers,
-            deadline=settings.verifier.deadline,
-            max_unscored_share=settings.verifier.max_unscored,
-        )
+        self.display: Display = make_display(self.total, self.store.path.name, run.display)
+        v = settings.verifier
+        with refusing("task", TypeError):
+            self.verifier = Verifier(
+                parts.task.judge, workers=v.workers, deadline=v.deadline, max_unscored_share=v.max_unscored
+            )
+        self.evaluations: dict[str, Evaluation] = {}
         self.batches = 0
 
     def run(self) -> Result:
         """Evaluate, train, evaluate; whatever happens, what was learned is written."""
-        evaluations: dict[str, Evaluation] = {}
-        interrupted = False
+        interrupted, weights = None, None
+        for line in meaning(self.settings, self.parts.recipe, self.parts.policy):
+            self.display.note(line)
         with self.verifier, self.display:
-            for line in meaning(self.settings, self.parts.recipe, self.parts.policy):
-                self.display.note(line)
             try:
-                if self.settings.evaluation.before_and_after:
-                    evaluations["before"] = self.evaluate("before")
-                iterative_grpo(self.algorithm())
-                if self.settings.evaluation.before_and_after:
-                    evaluations["after"] = self.evaluate("after")
-            except KeyboardInterrupt:
-                interrupted = True
-                self.display.note(f"interrupted after batch {self.batches}; writing the policy as it is")
-            finally:
+                self.learn()
                 weights = self.save()
-                self.parts.sampler.close()
-        self.summarise(evaluations, interrupted)
-        before, after = (e.summary if (e := evaluations.get(n)) else None for n in ("before", "after"))
-        return Result(self.store.path, before, after, weights, self.batches, interrupted)
+            except Interrupted as stop:
+                interrupted = stop.signal
+                self.display.note(f"{stop.signal.name}: stopping, with the policy as it is ({self.progress()})")
+                weights = self.save()
+            except BaseException as error:
+                error.add_note(f"The run until then: {self.store.path} ({self.progress()})")
+                if self.parts.policy.version:
+                    self.save()
+                raise
+        self.summarise(interrupted)
+        before, after = (e.summary if (e := self.evaluations.get(name)) else None for name in ("before", "after"))
+        version = self.parts.policy.version
+        return Result(self.store.path, before, after, weights, version, self.batches, interrupted)
+
+    def learn(self) -> None:
+        """Algorithm 1 between its evaluations."""
+        around = self.settings.evaluation.before_and_after
+        if around:
+            self.evaluate("before")
+        iterative_grpo(self.algorithm())
+        if around:
+            self.evaluate("after")
+
+    def config(self) -> str:
+        """config.toml: the settings, and what they do not say where the task is an object of the caller's."""
+        kind = type(self.parts.task)
+        own = (
+            f"# The task was an object of the caller's, a {kind.__module__}.{kind.__qualname__}; [task] was not read.\n"
+        )
+        return (own if self.parts.own_task else "") + to_toml(self.settings)
+
+    def progress(self) -> str:
+        """How far the run has come."""
+        version = self.parts.policy.version
+        weights = (
+            f"the policy has had {version} updates" if version else "no update was made: the policy is the initial one"
+        )
+        return f"{self.batches} of {self.total} batches are finished; {weights}"
 
     def algorithm(self) -> Algorithm:
         """The parts in the form that the loop takes."""
@@ -134,20 +172,21 @@ class Training:
         self.display.phase(name)
 
     def batch(self, used: Used) -> None:
-        """Record a batch: rollouts, then its line of metrics, then the display."""
+        """Record a batch: rollouts, then its line of metrics, then the display; then evaluate where it is time."""
         stage, b, version, batch = used.stage, used.b, used.version, used.batch
         metrics = batch_metrics(stage, b, version, batch, used.updates, used.clock, delivered=bool(used.reason))
         metrics |= {"delivery": used.reason, **lag_figures(batch, used.rows, self.parts.recipe.composition.eps_std)}
         advantages, masked = per_group(batch)
-        self.store.record_rollouts(batch.groups, advantages, masked, batch=b, stage=stage, pi_k_version=version)
-        self.store.record(metrics)
+        with whole():
+            self.store.record_rollouts(batch.groups, advantages, masked, batch=b, stage=stage, pi_k_version=version)
+            self.store.record(metrics)
+            self.batches = b
         self.display.batch(metrics)
-        self.batches = b
         every = self.settings.evaluation.every
         if every and b % every == 0 and b < self.total:
             self.evaluate(f"batch-{b:06d}")
 
-    def evaluate(self, name: str) -> Evaluation:
+    def evaluate(self, name: str) -> None:
         """pass@k of π as it is now, recorded under `name`."""
         s = self.settings.evaluation
         self.phase(f"evaluation ({name})")
@@ -155,32 +194,33 @@ class Training:
         evaluation = evaluate(self.parts.evaluator, self.verifier, requests, s.samples, self.settings.run.seed)
         facts = {"batch": self.batches, "version": self.parts.policy.version}
         self.store.record_evaluation(name, facts | evaluation.summary, evaluation.records)
-        return evaluation
+        self.evaluations[name] = evaluation
+        self.display.note(f"evaluation ({name}): {interval(evaluation.summary, 'pass_at_1')}")
 
     def save(self) -> Path | None:
         """The final policy as a Hugging Face model directory."""
         if not self.settings.run.save_weights:
             return None
         self.phase("writing weights")
-        return self.store.record_weights(self.parts.policy.save)
+        with without_progress_bars():
+            return self.store.record_weights(self.parts.policy.save)
 
-    def summarise(self, evaluations: dict[str, Evaluation], interrupted: bool) -> None:
+    def summarise(self, interrupted: signal.Signals | None) -> None:
         """The end of the run as a person sees it."""
         if self.settings.run.display == "none":
             return
         from lagrpo.runs.plots import reward_curve
 
-        png = reward_curve(self.store) if self.batches else None
-        before, after = evaluations.get("before"), evaluations.get("after")
+        before, after = self.evaluations.get("before"), self.evaluations.get("after")
         summary(
             before.summary if before else None,
             after.summary if after else None,
             self.store.path,
-            png,
+            reward_curve(self.store) if self.batches else None,
             _samples(before),
             _samples(after),
             f"lagrpo show {self.store.path}",
-            headline=f"Stopped after batch {self.batches} of {self.total}." if interrupted else "Finished.",
+            headline=f"Stopped by {interrupted.name}: {self.progress()}." if interrupted else "Finished.",
         )
 
 

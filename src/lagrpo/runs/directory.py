@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,31 +99,46 @@ class Run:
 def default_name(settings: Mapping[str, Any], now: datetime.datetime | None = None) -> str:
     """A readable name from what tells runs apart, and the local time to the second.
 
-    >>> settings = {"task": {"name": "arithmetic"}, "recipe": {"name": "grpo"}, "schedule": {"v": 10, "i": 1}}
+    >>> settings = {"task": {"name": "arithmetic"}, "objective": {"recipe": "grpo"}, "schedule": {"v": 10, "i": 1}}
     >>> default_name(settings, datetime.datetime(2026, 11, 20, 5, 45, 12))
     'arithmetic-grpo-v10-i1-20261120-054512'
     """
-    schedule = settings.get("schedule") or {}
-    parts = [_short_name(settings.get("task")), _short_name(settings.get("recipe"))]
+    schedule = settings.get("schedule", {})
+    parts = [
+        _short_name(settings.get("task", {}).get("name")),
+        _short_name(settings.get("objective", {}).get("recipe")),
+    ]
     parts += [f"{knob}{schedule[knob]}" for knob in ("v", "i") if knob in schedule]
     parts.append((now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S"))
     return "-".join(part for part in parts if part)
 
 
-def _short_name(part: Any) -> str:
-    name = part.get("name") if isinstance(part, Mapping) else part
-    tail = str(name or "").replace(":", ".").rpartition(".")[2]  # package.module:function is called by its function
-    return "".join(character if character.isalnum() or character == "_" else "-" for character in tail)
+def check_new(root: Path, name: str | None) -> None:
+    """Raises what `Run.create` would, so that nothing heavy is loaded for a run that cannot be written: RunExistsError,
+    ValueError for a name that is not one, OSError for a root that cannot be written."""
+    if name is not None:
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise ValueError(
+                f"run name {name!r} is not the name of a directory: leave out slashes, and set the root instead"
+            )
+        path = root / name
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunExistsError(f"the run {path} already exists and is not empty: choose another name, or remove it")
+    there = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"{there} is a file, so there can be no runs in {root}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"{there} cannot be written, so there can be no new run in {root}")
+
+
+def _short_name(name: str | None) -> str:
+    tail = (name or "").rpartition(":")[2]  # package.module:function is called by its function
+    return "".join(character if character.isalnum() or character in "_." else "-" for character in tail)
 
 
 def _named_directory(root: Path, name: str) -> Path:
-    if name in ("", ".", "..") or Path(name).name != name:
-        raise ValueError(
-            f"run name {name!r} is not the name of a directory: leave out slashes, and set the root instead"
-        )
+    check_new(root, name)
     path = root / name
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise RunExistsError(f"the run {path} already exists and is not empty: choose another name, or remove it")
     path.mkdir(parents=True, exist_ok=True)
     return path
 
