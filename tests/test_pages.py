@@ -1,4 +1,4 @@
-"""The documentation is true: its Python runs and gives what the page says, and the functions and tests it names exist."""
+"""The documentation is true: its Python gives what the page says, and the functions and tests that it names exist."""
 
 import doctest
 import re
