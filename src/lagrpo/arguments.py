@@ -31,7 +31,7 @@ def parse(kind: type[BaseModel], words: Sequence[str], flags: Collection[str] = 
     """Sort the words. Options take one value, those that are lists all words up to the next option.
 
     Raises:
-        SettingsError: an option without its value, a flag with one, a word that looks like an option and is none.
+        SettingsError: an option without its value, a word that looks like an option and is none.
     """
     given, waiting = Arguments(), list(words)
     while waiting:
@@ -43,10 +43,14 @@ def parse(kind: type[BaseModel], words: Sequence[str], flags: Collection[str] = 
         elif not word.startswith("--"):
             raise SettingsError(f"command line: {word} is no option; settings are given as --section.name VALUE")
         else:
-            name, is_one, value = word[2:].partition("=")
+            name, is_one_word, value = word[2:].partition("=")
             name = name.replace("-", "_")
             name = SHORT.get(name, name)
-            _put(given.overrides, name, value if is_one else _values(waiting, name, _is_list(kind, name)))
+            is_list = _is_list(kind, name)
+            if is_one_word:
+                _put(given.overrides, name, value.split(",") if is_list else value)
+            else:
+                _put(given.overrides, name, _values(waiting, name, is_list))
     return given
 
 
@@ -62,7 +66,7 @@ def _values(waiting: list[str], name: str, is_list: bool) -> Any:
 
 def _put(overrides: dict[str, Any], name: str, value: Any) -> None:
     section, dot, leaf = name.partition(".")
-    value = None if value == "None" else value
+    value = None if value in ("None", ["None"]) else value
     if not dot:
         overrides[section] = value
     elif isinstance(overrides.setdefault(section, {}), dict):

@@ -66,7 +66,7 @@ def _origin(where: tuple[Any, ...], values: Mapping[str, Any], overrides: Mappin
     found: Any = overrides
     for part in where[:2]:
         found = found.get(part) if isinstance(found, Mapping) else None
-    if found is None:
+    if not overrides or found is None:
         return source
     return COMMAND_LINE if len(where) > 1 or not values else f"{source} and {COMMAND_LINE}"
 

@@ -1,0 +1,42 @@
+"""Runs of a tiny model, for the tests of what runs do: settings that make one in a fraction of a second."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+TIMINGS = ("seconds_", "tokens_per_s_")
+
+
+def tiny_settings(model: Path, root: Path, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Four completions of at most six tokens for each of two prompts, three batches, two test prompts."""
+    base: dict[str, dict[str, Any]] = {
+        "run": {"directory": str(root), "display": "none", "seed": 3},
+        "model": {"path": str(model), "dtype": "float32", "device": "cpu"},
+        "task": {"name": "sample_task:load"},
+        "sampling": {"G": 4, "max_tokens": 6, "max_prompt_tokens": 64},
+        "schedule": {"prompts": 2, "batches": 3},
+        "optimizer": {"lr": 1e-2},
+        "evaluation": {"prompts": 2, "samples": 3},
+    }
+    return {name: base.get(name, {}) | sections.get(name, {}) for name in base | sections}
+
+
+def options(settings: dict[str, dict[str, Any]]) -> list[str]:
+    """The same for the command line."""
+    return [
+        word
+        for section, values in settings.items()
+        for name, value in values.items()
+        for word in (f"--{section}.{name}", str(value))
+    ]
+
+
+def without_timings(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if not k.startswith(TIMINGS)} for line in metrics]
+
+
+def leftovers(root: Path) -> list[str]:
+    """Temporary files, and processes that this one started and that are still there."""
+    return [str(path) for path in root.rglob("*.tmp")] + [str(p) for p in multiprocessing.active_children()]

@@ -1,0 +1,77 @@
+"""The words of a command line, sorted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from lagrpo.arguments import SHORT, parse
+from lagrpo.config import EvalSettings, Settings, SettingsError
+from lagrpo.parsing import setting_names, validated
+
+FLAGS = ("--dry-run", "--help")
+
+
+@pytest.mark.parametrize(
+    ("words", "files", "flags", "overrides"),
+    [
+        ("a.toml --schedule.v 3", ["a.toml"], set(), {"schedule": {"v": "3"}}),
+        ("--schedule.v 3 a.toml", ["a.toml"], set(), {"schedule": {"v": "3"}}),
+        ("--dry-run a.toml", ["a.toml"], {"--dry-run"}, {}),
+        ("a --schedule.v=3 --dry-run --schedule.i 2", ["a"], {"--dry-run"}, {"schedule": {"v": "3", "i": "2"}}),
+        ("--sampling.max-tokens 9 --run.seed -1", [], set(), {"sampling": {"max_tokens": "9"}, "run": {"seed": "-1"}}),
+        ("--task gsm8k --recipe dapo", [], set(), {"task": {"name": "gsm8k"}, "objective": {"recipe": "dapo"}}),
+        ("--task.operations + - --task.digits 2", [], set(), {"task": {"operations": ["+", "-"], "digits": "2"}}),
+        ("--task.operations=+,*", [], set(), {"task": {"operations": ["+", "*"]}}),
+        ("--task.digits None", [], set(), {"task": {"digits": None}}),
+        ("--schedule.v 3 --schedule.v 4", [], set(), {"schedule": {"v": "4"}}),
+        ("--task.system_prompt=--x=1", [], set(), {"task": {"system_prompt": "--x=1"}}),
+        ("a b", ["a", "b"], set(), {}),
+        ("--foo 1", [], set(), {"foo": "1"}),
+    ],
+)
+def test_words_are_sorted(words, files, flags, overrides):
+    given = parse(Settings, words.split(), FLAGS)
+    assert (given.files, given.flags, given.overrides) == (files, flags, overrides)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--schedule.v"], "--schedule.v needs a value: --schedule.v VALUE"),
+        (["--schedule.v", "--dry-run"], "--schedule.v needs a value"),
+        (["-v", "3"], "-v is no option; settings are given as --section.name VALUE"),
+    ],
+)
+def test_what_is_no_option(words, message):
+    with pytest.raises(SettingsError, match=f"^command line: {message}"):
+        parse(Settings, words, FLAGS)
+
+
+@given(st.lists(st.text("-=. a+v", max_size=12), max_size=6))
+def test_any_words_are_sorted_or_refused(words):
+    try:
+        given_ = parse(Settings, words, FLAGS)
+    except SettingsError:
+        return
+    assert all(word in words for word in [*given_.files, *given_.flags])
+
+
+@pytest.mark.parametrize("kind", [Settings, EvalSettings])
+def test_every_setting_can_be_given_as_its_text(kind):
+    """The default of every setting, written as text, is read back as that default."""
+    for name in setting_names(kind):
+        value = kind()
+        for part in name.split("."):
+            value = getattr(value, part)
+        if not isinstance(value, BaseModel):
+            words = map(str, value) if isinstance(value, tuple) else [str(value)]
+            given = parse(kind, [f"--{name}", *words])
+            assert validated(kind, {}, given.overrides, "command line") == kind(), name
+
+
+def test_the_short_names_are_settings():
+    assert set(SHORT.values()) <= set(setting_names(Settings))
+    assert not set(SHORT) & {name for name in setting_names(Settings) if "." in name}

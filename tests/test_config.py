@@ -1,0 +1,91 @@
+"""The settings' classes: in step with what they configure, closed, finite."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import NoneType
+from typing import get_args
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from lagrpo.compose import Composition
+from lagrpo.config import EvalSettings, ModelSettings, ObjectiveSettings, Settings, TaskSettings
+from lagrpo.core import pieces
+from lagrpo.tasks import OPTIONS
+
+
+def sections(kind: type[BaseModel]) -> list[type[BaseModel]]:
+    found = [field.annotation for field in kind.model_fields.values()]
+    return [kind, *(s for s in found if isinstance(s, type) and issubclass(s, BaseModel))]
+
+
+def test_the_objective_mirrors_the_composition():
+    """Every knob of a composition is a setting of the same name and type, or unset; in the same order."""
+    knobs = {field.name: field.type for field in fields(Composition)}
+    settings = {name: field.annotation for name, field in ObjectiveSettings.model_fields.items() if name != "recipe"}
+    assert list(settings) == list(knobs)
+    for name, annotation in settings.items():
+        kinds = {kind.__name__ for kind in get_args(annotation) if kind is not NoneType}
+        assert kinds == {knobs[name]}, name
+        assert ObjectiveSettings.model_fields[name].default is None
+
+
+@pytest.mark.parametrize("setting", sorted(pieces.TABLES))
+def test_the_help_of_the_objective_names_every_piece(setting):
+    description = ObjectiveSettings.model_fields[setting].description or ""
+    assert [name for name in pieces.TABLES[setting] if name not in description] == []
+
+
+def test_what_is_unset_overrides_nothing():
+    assert ObjectiveSettings().overrides == {}
+    changed = ObjectiveSettings(recipe="dapo", beta=0.0, mask_zero_variance=False)
+    assert changed.overrides == {"beta": 0.0, "mask_zero_variance": False}
+
+
+def test_every_option_of_a_task_is_a_setting():
+    of_every_task = {"name", "reward", "reward_range", "system_prompt"}
+    assert set().union(*OPTIONS.values()) | of_every_task == set(TaskSettings.model_fields)
+
+
+@pytest.mark.parametrize("kind", [*sections(Settings), *sections(EvalSettings)], ids=lambda kind: kind.__name__)
+def test_every_setting_has_its_help(kind):
+    leaves = {n: f for n, f in kind.model_fields.items() if not isinstance(f.default, BaseModel)}
+    assert [name for name, field in leaves.items() if not field.description] == []
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("schedule", {"v": 0}),
+        ("schedule", {"kind": "lagged", "v": -1}),
+        ("schedule", {"i": 0}),
+        ("sampling", {"temperature": 0.0}),
+        ("sampling", {"temperature": float("inf")}),
+        ("optimizer", {"lr": float("nan")}),
+        ("optimizer", {"beta2": 1.0}),
+        ("verifier", {"max_unscored": 1.1}),
+        ("model", {"dtype": "float16"}),
+        ("task", {"operations": ("/",)}),
+        ("sampling", {"G": 129}),
+        ("evaluation", {"samples": 129}),
+        ("objective", {"weight_temperature": 0.0}),
+        ("run", {"nmae": "x"}),
+    ],
+)
+def test_values_out_of_range_are_refused(section, values):
+    with pytest.raises(ValidationError):
+        Settings.model_validate({section: values})
+
+
+def test_what_is_not_used_cannot_contradict():
+    """More samples than rows are fine where nothing is evaluated; a schedule with a lag of 0 is on-policy."""
+    Settings.model_validate({"evaluation": {"samples": 500, "before_and_after": False}})
+    Settings.model_validate({"schedule": {"kind": "lagged", "v": 0}})
+    with pytest.raises(ValidationError, match=r"sampling.rows = 128 is less than evaluation.samples = 500"):
+        Settings.model_validate({"evaluation": {"samples": 500, "before_and_after": False, "every": 1}})
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        ModelSettings().path = "other"  # type: ignore[misc]
