@@ -40,7 +40,10 @@ ALLOWED: dict[str, set[str]] = {
     "live": {"core", "types", "policy"},
     "metrics": {"core", "types", "policy"},
     "prompts": {"types", "config", "policy", "sampling", "tasks"},
-    "build": {"checks", "compose", "config", "embedded", "policy", "prompts", "recipes", "sampling", "tasks"} | PLAIN,
+    "recorded": {"types", "policy", "tasks"},
+    "build": {"checks", "compose", "config", "embedded", "policy", "prompts", "recipes", "recorded", "sampling"}
+    | {"tasks", "types"}
+    | PLAIN,
     "meaning": {"build", "checks", "compose", "config", "embedded", "policy", "recipes", "sampling"} | PLAIN,
 }
 BELOW_THE_LOOP = set(ALLOWED)

@@ -9,7 +9,7 @@ import torch
 from tiny import tiny_policy
 
 from lagrpo.runs.rollouts import rollout_rows, write_rollouts
-from lagrpo.sampling.recorded import Recorded, RecordedError
+from lagrpo.recorded import Recorded, RecordedError
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 
@@ -62,7 +62,7 @@ def test_the_rollouts_of_a_run_are_read_back_as_they_were(tmp_path):
         ),
     )  # fmt: skip
     path = tmp_path / "step-000001.parquet"
-    write_rollouts(path, list(rollout_rows([group], [[0.5, None]], [False], batch=1, stage=1, pi_k_version=5)))
+    write_rollouts(path, list(rollout_rows([group], [[{"advantage": 0.5}, {}]], batch=1, stage=1, pi_k_version=5)))
     recorded = Recorded(path, policy, G=16, seed=0)
     assert recorded.has_logp
     (again,) = recorded.batch(1, 1)

@@ -71,8 +71,8 @@ def sampled(run) -> Run:
         completion(Outcome.failed("the sampler died"), versions=()),
     )
     equal = group(8, completion(Outcome.scored(0.0)), completion(Outcome.scored(0.0)))
-    advantages = [[1.0, -1.0, None, None], [0.0, 0.0]]
-    run.record_rollouts([mixed, equal], advantages, [False, True], batch=120, stage=2, pi_k_version=9)
+    columns = [[{"advantage": 1.0}, {"advantage": -1.0}, {}, {}], [{"advantage": 0.0, "masked": True}] * 2]
+    run.record_rollouts([mixed, equal], columns, batch=120, stage=2, pi_k_version=9)
     return run
 
 
@@ -297,23 +297,23 @@ def test_the_documented_queries_run_on_the_files_where_they_lie(sampled):
 def test_rows_that_do_not_fit_together_are_refused():
     unjudged = group(1, completion(None))
     with pytest.raises(ValueError, match="judge the groups first"):
-        list(rollout_rows([unjudged], [[0.0]], [False], batch=1, stage=1, pi_k_version=0))
+        list(rollout_rows([unjudged], [[{}]], batch=1, stage=1, pi_k_version=0))
     judged = group(1, completion(Outcome.scored(1.0)))
     with pytest.raises(ValueError, match="argument 2"):
-        list(rollout_rows([judged], [[0.0, 1.0]], [False], batch=1, stage=1, pi_k_version=0))
+        list(rollout_rows([judged], [[{}, {}]], batch=1, stage=1, pi_k_version=0))
 
 
 def test_a_conversation_is_told_as_one_text():
     messages = ({"role": "system", "content": "Add."}, {"role": "user", "content": "2+3="})
     spoken = Group(Prompt(1, messages, 5), (completion(Outcome.scored(1.0)),))
-    (row,) = rollout_rows([spoken], [[0.0]], [True], batch=1, stage=1, pi_k_version=4)
+    (row,) = rollout_rows([spoken], [[{}]], batch=1, stage=1, pi_k_version=4)
     assert row["prompt_text"] == "system: Add.\nuser: 2+3="
     assert row["gold"] == "5"
 
 
 def test_batches_are_chosen_by_number(sampled):
     judged = group(1, completion(Outcome.scored(1.0)))
-    sampled.record_rollouts([judged], [[0.0]], [True], batch=7, stage=1, pi_k_version=4)
+    sampled.record_rollouts([judged], [[{}]], batch=7, stage=1, pi_k_version=4)
     (sampled.path / "rollouts" / ".step-000009.parquet.1-ab.tmp").touch()
     assert rollout_batches(sampled) == [7, 120]
     assert {row["batch"] for row in load_rollouts(sampled, [7])} == {7}

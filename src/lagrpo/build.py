@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,8 +20,10 @@ from lagrpo.policy.learner import Learner, Optimisation
 from lagrpo.policy.model import Policy, check_context, load_policy
 from lagrpo.prompts import PromptSource
 from lagrpo.sampling.local import LocalSampler
+from lagrpo.recorded import Recorded
 from lagrpo.sampling.schedule import Schedule
 from lagrpo.tasks import Task, TaskSettings, load_task
+from lagrpo.types import Group
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -97,6 +100,7 @@ class Parts:
     evaluator: LocalSampler
     prompts: PromptSource
     schedule: Schedule
+    recorded: Callable[[int], Sequence[Group]]
 
     @staticmethod
     def build(settings: Settings, recipe: Recipe, task: Task | None = None) -> Parts:
@@ -105,11 +109,14 @@ class Parts:
         Raises:
             SettingsError: data or a model that is not there, or that the settings do not fit.
         """
-        seed, sampling, N = settings.run.seed, settings.sampling, settings.schedule.prompts
+        seed, sampling, offline = settings.run.seed, settings.sampling, settings.offline
+        from_file = recorded_prompts(settings)
         own_task = task is not None
         task = task if task is not None else build_task(settings.task, seed)
         policy = build_policy(settings.model, sampling.temperature, sampling.max_prompt_tokens + sampling.max_tokens)
-        source = PromptSource(task, policy, seed, N, sampling.max_prompt_tokens)
+        fresh = settings.schedule.prompts - from_file
+        source = PromptSource(task, policy, seed, fresh, sampling.max_prompt_tokens)
+        recorded = build_recorded(settings, recipe, policy) if offline.data else None
         reference = policy.twin() if recipe.needs_pi_ref else None
         checkpointing = settings.optimizer.activation_checkpointing
         learner = Learner(policy, recipe, optimisation(settings), reference, checkpointing)
@@ -117,8 +124,42 @@ class Parts:
         evaluator = LocalSampler(
             policy, seed, sampling.max_tokens, sampling.rows, settings.evaluation.temperature, "evaluate"
         )
-        schedule = Schedule(settings.schedule.kind, settings.schedule.v)
-        return Parts(task, own_task, recipe, policy, learner, sampler, evaluator, source, schedule)
+        schedule = Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.delta)
+        given = partial(recorded.batch, count=from_file) if recorded else _nothing
+        return Parts(task, own_task, recipe, policy, learner, sampler, evaluator, source, schedule, given)
+
+
+def _nothing(b: int) -> Sequence[Group]:
+    return ()
+
+
+def recorded_prompts(settings: Settings) -> int:
+    """How many prompts of each batch come from a file of completions: the share of N, at least one."""
+    if settings.offline.data is None:
+        return 0
+    return max(1, round(settings.offline.share * settings.schedule.prompts))
+
+
+def build_recorded(settings: Settings, recipe: Recipe, policy: Policy) -> Recorded:
+    """The completions of settings.offline.data.
+
+    Raises:
+        SettingsError: a file that cannot be used, or one without log-probs for a recipe that reads log α.
+    """
+    sampling = settings.sampling
+    with refusing("offline.data"):
+        assert settings.offline.data is not None
+        recorded = Recorded(settings.offline.data, policy, sampling.G, settings.run.seed, settings.task.system_prompt)
+    if recipe.needs_logp_alpha and not recorded.has_logp:
+        raise SettingsError(
+            f"offline.data = {settings.offline.data!r} does not say how likely its completions were (logp_alpha), and "
+            f"recipe {recipe.name!r} reads that; use one that does not, such as reinforce, asymre, red_drop, red_weight"
+        )
+    if recorded.longest > sampling.max_tokens:
+        raise SettingsError(
+            f"offline.data has a completion of {recorded.longest} tokens; sampling.max_tokens is {sampling.max_tokens}"
+        )
+    return recorded
 
 
 def optimisation(settings: Settings) -> Optimisation:

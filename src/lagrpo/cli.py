@@ -4,6 +4,7 @@
     lagrpo eval MODEL [--task gsm8k] [--samples 50] …
     lagrpo show RUN [--batch B] [--only right|wrong|rejected] …
     lagrpo recipes [NAME]
+    lagrpo figure bernoulli|amplification|bandit [--output PATH]
 
 --task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --objective.recipe.
 `lagrpo COMMAND --help` lists what each takes. Exit codes: 0 done, 1 the run failed, 2 wrong input, 130 stopped by
@@ -136,6 +137,20 @@ def show(
     show_run(run, batch=batch, count=count, prompt=prompt, only=only)
 
 
+def figure(
+    name: tyro.conf.Positional[Literal["bernoulli", "amplification", "bandit"]], output: Path | None = None
+) -> None:
+    """Draw a figure of the theory; the ending of the path (png, svg, pdf) is its format.
+
+    Args:
+        name: Which one.
+        output: Where to; NAME.png here by default.
+    """
+    from lagrpo.figures import figure as draw
+
+    print(draw(name, output))
+
+
 def recipes(name: Annotated[str | None, tyro.conf.Positional] = None) -> None:
     """List the recipes, or explain one.
 
@@ -163,5 +178,6 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "eval": evaluate,
     "show": lambda words: tyro.cli(show, args=words, prog="lagrpo show"),
+    "figure": lambda words: tyro.cli(figure, args=words, prog="lagrpo figure"),
     "recipes": lambda words: tyro.cli(recipes, args=words, prog="lagrpo recipes"),
 }

@@ -35,9 +35,11 @@ def clip_share(metrics: Metrics) -> str:
     return ABSENT if low is None and high is None else formatted((low or 0) + (high or 0), ".1%")
 
 
+PLAIN_WIDTH = 119  # of the lines of a log
 LEGEND = (
     "no signal: groups with all rewards equal · lag: in updates, read from the tokens\n"
-    "clipped: tokens outside the clip range · sampled/s, learned/s: tokens a second"
+    "clipped: tokens outside the clip range · sampled/s, learned/s: tokens a second\n"
+    "TV: between π_k and α, of whole completions · gained: J(π_k) - J(α), estimated"
 )
 # In order of importance: a narrow terminal shows the first ones, 80 columns hold the first eight.
 COLUMNS = (
@@ -50,10 +52,13 @@ COLUMNS = (
     Column("sampled/s", 9, number("tokens_per_s_sampling", ",.0f")),
     Column("learned/s", 9, number("tokens_per_s_learning", ",.0f")),
     Column("seconds", 7, number("seconds_total", ".1f")),
-    Column("stage", 5, number("stage", "d")),
-    Column("tokens", 6, number("tokens_mean", ".0f")),
-    Column("rejected", 8, number("rejected", "d")),
+    Column("TV", 5, number("tv_sequence", ".2f")),
+    Column("gained", 7, number("lag_improvement", "+.3f")),
     Column("new α", 5, lambda metrics: "yes" if metrics.get("delivered") else ""),
+    Column("rejected", 8, number("rejected", "d")),
+    Column("tokens", 6, number("tokens_mean", ".0f")),
+    Column("stage", 5, number("stage", "d")),
+    Column("σ", 5, number("sigma_mean", ".2f")),
 )
 
 

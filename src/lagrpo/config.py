@@ -32,6 +32,8 @@ class RunSettings(_Settings):
     """Live table (a terminal), one line per batch (anything else), or nothing."""
     save_weights: bool = True
     """Write the final policy as a Hugging Face model directory."""
+    score_update: bool = False
+    """Score each batch once more after its updates, for the two sides of the bounds on the step (a forward pass)."""
 
 
 class ModelSettings(_Settings):
@@ -62,6 +64,8 @@ class TaskSettings(_Settings):
     """Column that the reward gets as gold; without one it gets the whole row."""
     reward: str | None = None
     """Built-in judge (exact, number, math …) or package.module:function, called as function(text, gold) -> float."""
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    """Least and greatest reward: the bounds are in units of this range."""
     system_prompt: str | None = None
     """System message in front of every prompt; "" for none."""
     operations: tuple[Literal["+", "-", "*"], ...] | None = None
@@ -87,13 +91,26 @@ class SamplingSettings(_Settings):
     """Completions decoded at a time."""
     ahead: bool = True
     """With v > 1, draw the batches up to the next delivery together; the records are the same either way."""
+    resample: int = Field(default=0, ge=0)
+    """Times that groups of equal rewards make way for groups of further prompts (DAPO's dynamic sampling)."""
+
+
+class OfflineSettings(_Settings):
+    data: str | None = None
+    """File of completions that somebody else drew (JSONL or Parquet; a run's rollouts are such a file)."""
+    share: float = Field(default=1.0, gt=0, le=1)
+    """Share of each batch's prompts that come from it; the others are drawn fresh."""
 
 
 class ScheduleSettings(_Settings):
-    kind: Literal["every", "lagged"] = "every"
-    """every(v): deliver before batch k when k mod v = 0 (Algorithm 1). lagged(v): alpha is always v batches behind."""
+    kind: Literal["every", "lagged", "budget"] = "every"
+    """every(v): deliver before batch k when k mod v = 0 (Algorithm 1). lagged(v): alpha is always v batches behind.
+    budget(delta, v): deliver when the estimated KL(alpha || pi_k) of a completion passes delta, at the latest after
+    v batches."""
     v: int = Field(default=1, ge=0)
-    """The sampler gets new weights every v batches (every), or lags v batches (lagged)."""
+    """The sampler gets new weights every v batches (every, at the latest: budget), or lags v batches (lagged)."""
+    delta: float | None = Field(default=None, ge=0)
+    """Nats per completion that budget spends before a delivery."""
     i: int = Field(default=1, ge=1)
     """Optimiser updates on each batch."""
     prompts: int = Field(default=8, ge=1)
@@ -107,8 +124,10 @@ class ScheduleSettings(_Settings):
 
     @model_validator(mode="after")
     def _v_fits_kind(self) -> ScheduleSettings:
-        if self.kind == "every" and self.v < 1:
+        if self.kind != "lagged" and self.v < 1:
             raise ValueError("v = 0 never delivers: use v of at least 1, or kind = 'lagged' with v = 0 for on-policy")
+        if (self.kind == "budget") != (self.delta is not None):
+            raise ValueError(f"delta is what kind = 'budget' spends: set both or neither (kind = {self.kind!r})")
         return self
 
 
@@ -215,6 +234,7 @@ class Settings(_Settings):
     model: ModelSettings = ModelSettings()
     task: TaskSettings = TaskSettings()
     sampling: SamplingSettings = SamplingSettings()
+    offline: OfflineSettings = OfflineSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     optimizer: OptimizerSettings = OptimizerSettings()

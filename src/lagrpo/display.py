@@ -25,7 +25,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from lagrpo.columns import COLUMNS, LEGEND, Metrics, columns_for
+from lagrpo.columns import LEGEND, PLAIN_WIDTH, Metrics, columns_for
 from lagrpo.text import ABSENT, clipped, duration, finite, formatted, sparkline, visible
 
 ROWS = 10  # batches in the live table
@@ -87,7 +87,7 @@ class PlainDisplay:
 
     def __enter__(self) -> PlainDisplay:
         self.note(f"{self._title}\n{LEGEND}")
-        self._print("  ".join(column.heading.rjust(column.width) for column in COLUMNS))
+        self._print("  ".join(column.heading.rjust(column.width) for column in columns_for(PLAIN_WIDTH)))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -97,7 +97,7 @@ class PlainDisplay:
         """Nothing: a line for each phase would hide the batches."""
 
     def batch(self, metrics: Metrics) -> None:
-        self._print("  ".join(column.text(metrics).rjust(column.width) for column in COLUMNS))
+        self._print("  ".join(column.text(metrics).rjust(column.width) for column in columns_for(PLAIN_WIDTH)))
 
     def note(self, text: str) -> None:
         self._print(visible(text))

@@ -43,10 +43,32 @@ def _sums(
     for n, micro in enumerate(rows):
         policy_T = logp_T[n] if logp_T is not None else micro.logp_k_T
         assert policy_T is not None, "the figures of the lag are read after the first update on a batch"
+        if micro.logp_alpha_T is None:
+            continue
         value_T = term((policy_T - micro.logp_alpha_T).double().cpu())
         own = torch.zeros(len(micro.members), dtype=torch.float64)
         sums_C[list(micro.members)] = own.index_add(0, micro.completion_T.cpu(), value_T)
     return sums_C
+
+
+def completion_columns(batch: Batch, rows: Sequence[MicroBatch], eps_std: float) -> list[list[dict[str, Any]]]:
+    """What the rollouts say of each completion beyond itself, per group: advantage, masked (its group was left out of
+    the objective), sigma of its group, log_ratio = log π_k - log α of the whole completion, kl_alpha its share of the
+    sequence KL. None where it was not scored, or the number was not computed."""
+    log_ratio_C, kl_C = sequence_log_ratio(batch, rows).tolist(), sequence_kl(batch, rows).tolist()
+    columns: list[list[dict[str, Any]]] = [[{} for _ in group.completions] for group in batch.groups]
+    for members, rewards in _rewards(batch):
+        spread = float(sigma(rewards, eps_std))
+        for c in members:
+            g, j = batch.member_C[c]
+            columns[g][j] = {
+                "advantage": float(batch.advantage_C[c]),
+                "masked": bool(batch.weight_C[c] == 0),
+                "sigma": spread,
+                "log_ratio": None if math.isnan(log_ratio_C[c]) else log_ratio_C[c],
+                "kl_alpha": None if math.isnan(kl_C[c]) else kl_C[c],
+            }
+    return columns
 
 
 def lag_figures(

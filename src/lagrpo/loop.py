@@ -27,8 +27,9 @@ from lagrpo.verify import Verifier
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """A batch that has been used: `version` is that of π_k, `alpha` that of the sampler's weights, `reason` why they
-    were delivered just before ("" when they were not), `updates` one dict of figures for each of the i updates."""
+    """A batch that has been used. `version` is that of π_k, `alpha` that of the sampler's weights, `reason` why they
+    were delivered just before ("" when they were not). `updates` has one dict of figures for each of the i updates;
+    `after_T` the log-probs of the rows under π after them, where the run asks for that."""
 
     stage: int
     b: int
@@ -38,6 +39,7 @@ class Used:
     batch: Batch
     rows: Sequence[MicroBatch]
     updates: Sequence[dict[str, float]]
+    after_T: Sequence[Tensor] | None
     clock: Clock
 
 
@@ -79,6 +81,7 @@ class Algorithm:
     ahead: bool
     tokens: int
     resample: int
+    score_update: bool
     reset_optimizer: bool
 
 
@@ -103,8 +106,9 @@ def iterative_grpo(a: Algorithm) -> None:
                 learner.score_reference(rows)
                 version = policy.version
                 updates = [learner.step(rows) for _ in range(a.i)]  # 14-15   Eq. 7 or 8
+                after_T = learner.score(rows) if a.score_update else None
             spent.append(sequence_kl(batch, rows).nanmean().nan_to_num().item())
-            a.listener.batch(Used(s, b, version, alpha, due.reason, batch, rows, updates, clock))
+            a.listener.batch(Used(s, b, version, alpha, due.reason, batch, rows, updates, after_T, clock))
         learner.end_stage(a.reset_optimizer)  # 16   π_ref <- π_θ
 
 

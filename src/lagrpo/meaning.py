@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lagrpo.build import loading
+from lagrpo.build import loading, recorded_prompts
 from lagrpo.checks import check_settings
 from lagrpo.compose import Recipe
 from lagrpo.config import Settings
@@ -31,20 +31,25 @@ def meaning(settings: Settings, recipe: Recipe, policy: Policy | None = None) ->
     """One line for each thing that people get wrong about a run. Without a policy the model's sizes are read from its
     config (no weights are loaded)."""
     s, sampling = settings.schedule, settings.sampling
-    lag = largest_lag(Schedule(s.kind, s.v), s.stages, s.batches, s.i)
+    schedule = Schedule(s.kind, s.v, s.delta)
+    lag = largest_lag(schedule, s.stages, s.batches, s.i)
     per_batch, batches = s.prompts * sampling.G, s.stages * s.batches
     every_batch = s.kind == "lagged" or s.v == 1
     deliveries, per_delivery = ("before every batch", s.i) if every_batch else (f"every {s.v} batches", s.v * s.i)
+    if s.kind == "budget":
+        deliveries = f"when KL(alpha||pi_k) of a completion passes {s.delta:g} nats, at the latest {deliveries}"
+    recorded = recorded_prompts(settings)
     config, parameters = (policy.model.config, _count(policy.model)) if policy else _sizes(settings)
     memory = expected_memory(settings, recipe, config.get_text_config(), parameters)
     return [
         f"recipe      {recipe.name}: {recipe.formula}",
         f"batch       {s.prompts} prompts x {sampling.G} completions = {per_batch:,} samples, used for "
-        f"{_count_of(s.i, 'update')} (i = {s.i})",
-        f"schedule    {s.kind}({s.v}): new weights {deliveries}, {_count_of(per_delivery, 'update')} per delivery; "
-        f"largest possible lag {_count_of(lag, 'update')}",
-        f"run         {_count_of(s.stages, 'stage')} x {_count_of(s.batches, 'batch', 'es')} = "
-        f"{_count_of(batches * s.i, 'update')}, {batches * per_batch:,} samples",
+        f"{count_of(s.i, 'update')} (i = {s.i})"
+        + (f"; {count_of(recorded, 'prompt')} of them from {settings.offline.data}" if recorded else ""),
+        f"schedule    {schedule}: new weights {deliveries}, {count_of(per_delivery, 'update')} per delivery; "
+        f"largest possible lag {count_of(lag, 'update')}",
+        f"run         {count_of(s.stages, 'stage')} x {count_of(s.batches, 'batch', 'es')} = "
+        f"{count_of(batches * s.i, 'update')}, {batches * per_batch:,} samples",
         f"tokens      at most {per_batch * sampling.max_tokens:,} sampled per batch, "
         f"{settings.optimizer.tokens:,} in a micro-batch",
         f"memory      at most about {_size(sum(memory.values()))}: "
@@ -105,9 +110,9 @@ def _count(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _count_of(number: int, what: str, plural: str = "s") -> str:
+def count_of(number: int, what: str, plural: str = "s") -> str:
     """
-    >>> _count_of(1, "batch", "es"), _count_of(1200, "batch", "es")
+    >>> count_of(1, "batch", "es"), count_of(1200, "batch", "es")
     ('1 batch', '1,200 batches')
     """
     return f"{number:,} {what}{plural if number != 1 else ''}"

@@ -88,12 +88,12 @@ def batch_metrics(
 def _objective_figures(sums: dict[str, float]) -> dict[str, float | None]:
     """Means over the tokens of the objective, from the sums of core.loss.diagnostics."""
     tokens = sums.get("tokens")
-    mean = lambda name: sums[name] / tokens if tokens else None  # noqa: E731
+    mean = lambda name: sums[name] / tokens if tokens and name in sums else None  # noqa: E731
     return {
         "kl_alpha": mean("kl_alpha"),
         "kl_ref": mean("kl_ref"),
         "ratio_mean": mean("ratio"),
-        "ess": sums["ratio"] ** 2 / (tokens * sums["ratio_squared"]) if tokens else None,
+        "ess": sums["ratio"] ** 2 / (tokens * sums["ratio_squared"]) if tokens and "ratio" in sums else None,
         "clip_high_share": mean("clipped_positive"),
         "clip_low_share": mean("clipped_negative"),
         "mismatch_mean": mean("abs_log_ratio"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,11 @@ from lagrpo.config import Settings
 from lagrpo.display import Display, make_display, summary
 from lagrpo.evaluate import Evaluation, evaluate, interval
 from lagrpo.interrupts import Interrupted, interruptible, whole
-from lagrpo.live import lag_figures
+from lagrpo.live import completion_columns, lag_figures
 from lagrpo.loop import Algorithm, Used, iterative_grpo
-from lagrpo.meaning import meaning
+from lagrpo.meaning import count_of, meaning
 from lagrpo.metrics import batch_metrics
 from lagrpo.parsing import load_settings, to_toml
-from lagrpo.policy.batch import Batch
 from lagrpo.runs import Run, collect_environment
 from lagrpo.sampling.draws import Draws, VersionError
 from lagrpo.sampling.proof import DeliveryError, Probe
@@ -81,16 +81,16 @@ class Training:
 
     def __init__(self, settings: Settings, parts: Parts) -> None:
         self.settings, self.parts = settings, parts
-        run, device = settings.run, str(parts.policy.device)
-        named = settings.model_dump() | {"task": {"name": parts.task.name}}
-        self.store = Run.create(Path(run.directory), run.name, named, self.config(), collect_environment(device))
-        self.total = settings.schedule.stages * settings.schedule.batches
-        self.display: Display = make_display(self.total, self.store.path.name, run.display)
-        v = settings.verifier
+        run, v = settings.run, settings.verifier
         with refusing("task", TypeError):
             self.verifier = Verifier(
                 parts.task.judge, workers=v.workers, deadline=v.deadline, max_unscored_share=v.max_unscored
             )
+        named = settings.model_dump() | {"task": {"name": parts.task.name}}
+        environment = collect_environment(str(parts.policy.device))
+        self.store = Run.create(Path(run.directory), run.name, named, self.config(), environment)
+        self.total = settings.schedule.stages * settings.schedule.batches
+        self.display: Display = make_display(self.total, self.store.path.name, run.display)
         self.evaluations: dict[str, Evaluation] = {}
         self.batches = 0
 
@@ -99,7 +99,7 @@ class Training:
         interrupted, weights = None, None
         for line in meaning(self.settings, self.parts.recipe, self.parts.policy):
             self.display.note(line)
-        with self.verifier, self.display:
+        with closing(self.parts.sampler), self.verifier, self.display:
             try:
                 self.learn()
                 weights = self.save()
@@ -129,24 +129,24 @@ class Training:
     def config(self) -> str:
         """config.toml: the settings, and what they do not say where the task is an object of the caller's."""
         kind = type(self.parts.task)
-        own = (
-            f"# The task was an object of the caller's, a {kind.__module__}.{kind.__qualname__}; [task] was not read.\n"
-        )
+        own = f"# The task was the caller's own object, a {kind.__module__}.{kind.__qualname__}; [task] was not read.\n"
         return (own if self.parts.own_task else "") + to_toml(self.settings)
 
     def progress(self) -> str:
         """How far the run has come."""
         version = self.parts.policy.version
-        weights = (
-            f"the policy has had {version} updates" if version else "no update was made: the policy is the initial one"
+        policy = (
+            f"the policy has had {count_of(version, 'update')}"
+            if version
+            else "no update was made: it is the initial one"
         )
-        return f"{self.batches} of {self.total} batches are finished; {weights}"
+        return f"{self.batches} of {self.total} batches are finished; {policy}"
 
     def algorithm(self) -> Algorithm:
         """The parts in the form that the loop takes."""
         p, s = self.parts, self.settings
         max_tokens = s.sampling.max_tokens
-        first = p.prompts.batch(1)[0].prompt
+        first = p.prompts.tokenised("train", 0)
         return Algorithm(
             learner=p.learner,
             sampler=p.sampler,
@@ -162,9 +162,10 @@ class Training:
             i=s.schedule.i,
             ahead=s.sampling.ahead,
             tokens=s.optimizer.tokens,
-            recorded=lambda b: (),
+            recorded=p.recorded,
             extra=p.prompts.extra,
-            resample=0,
+            resample=s.sampling.resample,
+            score_update=s.run.score_update,
             reset_optimizer=s.schedule.reset_optimizer,
         )
 
@@ -175,10 +176,12 @@ class Training:
         """Record a batch: rollouts, then its line of metrics, then the display; then evaluate where it is time."""
         stage, b, version, batch = used.stage, used.b, used.version, used.batch
         metrics = batch_metrics(stage, b, version, batch, used.updates, used.clock, delivered=bool(used.reason))
-        metrics |= {"delivery": used.reason, **lag_figures(batch, used.rows, self.parts.recipe.composition.eps_std)}
-        advantages, masked = per_group(batch)
+        eps_std, reward_range = self.parts.recipe.composition.eps_std, self.settings.task.reward_range
+        figures = lag_figures(batch, used.rows, eps_std, reward_range, used.after_T)
+        metrics |= {"delivery": used.reason, **figures}
+        columns = completion_columns(batch, used.rows, eps_std)
         with whole():
-            self.store.record_rollouts(batch.groups, advantages, masked, batch=b, stage=stage, pi_k_version=version)
+            self.store.record_rollouts(batch.groups, columns, batch=b, stage=stage, pi_k_version=version)
             self.store.record(metrics)
             self.batches = b
         self.display.batch(metrics)
@@ -222,16 +225,6 @@ class Training:
             f"lagrpo show {self.store.path}",
             headline=f"Stopped by {interrupted.name}: {self.progress()}." if interrupted else "Finished.",
         )
-
-
-def per_group(batch: Batch) -> tuple[list[list[float | None]], list[bool]]:
-    """For the rollouts: each group's advantages (None where a completion was not scored), and whether it was masked."""
-    advantages: list[list[float | None]] = [[None] * len(group.completions) for group in batch.groups]
-    masked = [False] * len(batch.groups)
-    for c, (g, j) in enumerate(batch.member_C):
-        advantages[g][j] = float(batch.advantage_C[c])
-        masked[g] = bool(batch.weight_C[c] == 0)
-    return advantages, masked
 
 
 def _samples(evaluation: Evaluation | None) -> list[dict[str, Any]]:

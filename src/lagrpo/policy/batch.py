@@ -7,6 +7,7 @@ micro-batches, made to a budget of tokens, cannot change the gradient.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,11 +71,12 @@ def assemble(
 class MicroBatch:
     """Whole completions packed into one row, with what the objective reads. Flat [T] and per completion [C];
     `group_C` numbers the groups, `members` their places among the completions of the batch. `logp_k_T` is filled by the
-    first of the i updates, `logp_ref_T` before them where the recipe needs it."""
+    first of the i updates, `logp_ref_T` before them where the recipe needs it; `logp_alpha_T` is None where somebody
+    else drew a completion of the batch and did not say how likely it was."""
 
     packed: Packed
     members: tuple[int, ...]
-    logp_alpha_T: Tensor
+    logp_alpha_T: Tensor | None
     completion_T: Tensor
     advantage_C: Tensor
     weight_C: Tensor
@@ -97,7 +99,10 @@ def micro_batches(
             rows.append((cost, [piece]))
         else:
             rows[home] = (rows[home][0] + cost, [*rows[home][1], piece])
-    return [_pack(batch, pieces, device) for _, pieces in rows]
+    packed = [_pack(batch, pieces, device) for _, pieces in rows]
+    if any(bool(micro.logp_alpha_T.isnan().any()) for micro in packed if micro.logp_alpha_T is not None):
+        packed = [dataclasses.replace(micro, logp_alpha_T=None) for micro in packed]
+    return packed
 
 
 def _cost(batch: Batch, piece: list[int]) -> int:

@@ -98,6 +98,11 @@ class Learner:
             for micro in micro_batches:
                 micro.logp_ref_T = self.reference.logp(micro.packed)
 
+    @torch.no_grad()
+    def score(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
+        """log π of the tokens of each row as the policy is now: float32 [T], nats."""
+        return [self.policy.logp(micro.packed) for micro in micro_batches]
+
     def step(self, micro_batches: list[MicroBatch]) -> dict[str, float]:
         """Lines 14-15 of Algorithm 1: one optimiser update on a batch; returns its sums and figures.
 
@@ -117,8 +122,9 @@ class Learner:
                 micro.advantage_C, micro.completion_T, micro.weight_C, micro.group_C,
             )  # fmt: skip
             loss.backward()
-            mismatch_T = (logp_T.detach() - micro.logp_alpha_T).abs()
-            sums["max_abs_log_ratio"] = max(sums["max_abs_log_ratio"], mismatch_T.max().item())
+            if micro.logp_alpha_T is not None:
+                largest = (logp_T.detach() - micro.logp_alpha_T).abs().max().item()
+                sums["max_abs_log_ratio"] = max(sums["max_abs_log_ratio"], largest)
             sums["loss"] += loss.item()
             for name, value in diagnostics.items():
                 sums[name] += value.item()

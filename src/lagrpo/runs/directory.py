@@ -61,17 +61,14 @@ class Run:
     def record_rollouts(
         self,
         groups: Sequence[Group],
-        advantages: Sequence[Sequence[float | None]],
-        zero_variance: Sequence[bool],
+        columns: Sequence[Sequence[Mapping[str, Any]]],
         *,
         batch: int,
         stage: int,
         pi_k_version: int,
     ) -> Path:
         """Writes rollouts/step-BATCH.parquet; see `rollouts.rollout_rows` for the arguments."""
-        rows = list(
-            rollout_rows(groups, advantages, zero_variance, batch=batch, stage=stage, pi_k_version=pi_k_version)
-        )
+        rows = list(rollout_rows(groups, columns, batch=batch, stage=stage, pi_k_version=pi_k_version))
         target = self.path / "rollouts" / f"step-{batch:06d}.parquet"
         return write_atomically(target, lambda path: write_rollouts(path, rows))
 

@@ -44,36 +44,39 @@ def rollout_schema() -> pyarrow.Schema:
         ("reason", pa.string()),
         ("advantage", pa.float64()),
         ("masked", pa.string()),
+        ("sigma", pa.float64()),
+        ("log_ratio", pa.float64()),
+        ("kl_alpha", pa.float64()),
     ]
     return pa.schema(columns, metadata={SCHEMA_KEY: SCHEMA_NAME.encode()})
 
 
 def rollout_rows(
     groups: Sequence[Group],
-    advantages: Sequence[Sequence[float | None]],
-    zero_variance: Sequence[bool],
+    columns: Sequence[Sequence[Mapping[str, Any]]],
     *,
     batch: int,
     stage: int,
     pi_k_version: int,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one batch. `advantages` has a list per group with one entry per completion (None where it is not
-    scored); `zero_variance` says per group whether it was left out because its rewards are all equal.
+    """The rows of one batch. `columns` has for each completion of each group what is known of it besides: advantage,
+    masked (whether its group was left out because its rewards are all equal), sigma, log_ratio, kl_alpha; any of them
+    may be absent.
 
-    Raises ValueError when the three do not fit together.
+    Raises ValueError when groups and columns do not fit together.
     """
-    for group, group_advantages, masked in zip(groups, advantages, zero_variance, strict=True):
+    for group, group_columns in zip(groups, columns, strict=True):
         prompt = _prompt_columns(group.prompt)
-        pairs = zip(group.completions, group_advantages, strict=True)
-        for index, (completion, advantage) in enumerate(pairs):
+        pairs = zip(group.completions, group_columns, strict=True)
+        for index, (completion, known) in enumerate(pairs):
             yield {
                 "batch": batch,
                 "stage": stage,
                 **prompt,
                 "completion": index,
                 **_completion_columns(completion, pi_k_version),
-                "advantage": advantage,
-                "masked": _mask_reason(completion, masked),
+                **{name: known.get(name) for name in ("advantage", "sigma", "log_ratio", "kl_alpha")},
+                "masked": _mask_reason(completion, bool(known.get("masked"))),
             }
 
 

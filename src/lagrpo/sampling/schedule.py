@@ -59,6 +59,9 @@ class Schedule:
         if self.delta is not None and not self.delta >= 0:
             raise ValueError(f"schedule budget needs a delta of at least 0 nats, got {self.delta}")
 
+    def __str__(self) -> str:
+        return f"{self.kind}({self.v})" if self.delta is None else f"{self.kind}({self.delta:g}, {self.v})"
+
     def due(self, k: int) -> bool:
         """Whether `every` or `lagged` deliver before batch k = 1 .. M of a stage (Algorithm 1, line 8)."""
         return self.kind == "lagged" or k % self.v == 0

@@ -1,0 +1,155 @@
+"""Runs on completions that somebody else drew, on a divergence budget, and with resampling."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from tiny import save_tiny
+
+import lagrpo
+from lagrpo.config import SettingsError
+from lagrpo.runs import load_metrics, load_rollouts
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+def trained(tmp_path: Path, model: Path, **sections) -> Path:
+    settings = {
+        "run": {"directory": str(tmp_path), "display": "none", "save_weights": False},
+        "model": {"path": str(model), "dtype": "float32", "threads": 1},
+        "task": {"name": "test_offline:letters"},
+        "sampling": {"G": 4, "max_tokens": 8, "max_prompt_tokens": 64, "rows": 32},
+        "schedule": {"prompts": 4, "batches": 3},
+        "objective": {"recipe": "reinforce"},
+        "optimizer": {"lr": 1e-2},
+        "evaluation": {"before_and_after": False},
+    }
+    for name, section in sections.items():
+        settings[name] = settings.get(name, {}) | section
+    return lagrpo.train(settings).run
+
+
+def letters(settings, seed):
+    """A task whose rewards differ within nearly every group: how many lower-case letters an answer has."""
+    from lagrpo.tasks import RowTask
+
+    rows = {split: list("abcdefghij") for split in ("train", "test")}
+    return RowTask("letters", rows, lambda row: (f"Say {row}", row), count_letters)
+
+
+def count_letters(text, gold):
+    return sum(c.islower() for c in text) / 8
+
+
+def never_right(text, gold):
+    return 0.0
+
+
+@pytest.fixture
+def drawn(tmp_path, model) -> Path:
+    """The rollouts of a run: completions with log-probs."""
+    run = trained(tmp_path / "first", model, schedule={"batches": 1})
+    return run / "rollouts" / "step-000001.parquet"
+
+
+def test_training_on_a_file_alone_draws_nothing(tmp_path, model, drawn):
+    run = trained(tmp_path, model, offline={"data": str(drawn)}, objective={"recipe": "asymre"})
+    old, new = load_rollouts(drawn.parent.parent), load_rollouts(run)
+    assert {tuple(r["token_ids"]) for r in new} == {tuple(r["token_ids"]) for r in old}
+    assert len(new) == 3 * 4 * 4
+    assert [m["version"] for m in load_metrics(run)] == [0, 1, 2]
+    assert all(m["loss"] is not None and m["lag_max"] == m["version"] for m in load_metrics(run))
+
+
+def test_a_share_of_each_batch_comes_from_the_file(tmp_path, model, drawn):
+    run = trained(tmp_path, model, offline={"data": str(drawn), "share": 0.5})
+    old = {tuple(r["token_ids"]) for r in load_rollouts(drawn.parent.parent)}
+    for batch in (1, 2, 3):
+        rows = load_rollouts(run, [batch])
+        assert len(rows) == 16
+        assert sum(tuple(r["token_ids"]) in old and r["versions"][0] == 0 for r in rows) >= 8
+        assert {r["versions"][0] for r in rows} == ({0} if batch == 1 else {0, batch - 1})
+
+
+TEXTS = [{"prompt": "Say a", "completion": text, "reward": reward} for text, reward in (("aa", 1.0), ("b9", 0.0))]
+
+
+def test_texts_without_log_probs_train_a_method_that_never_reads_them(tmp_path, model):
+    data = tmp_path / "texts.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
+    run = trained(tmp_path, model, offline={"data": str(data)}, schedule={"prompts": 1})
+    metrics = load_metrics(run)
+    assert metrics[-1]["version"] == 2
+    assert all(m["kl_alpha"] is None and m["lag_max"] is None and m["grad_norm"] > 0 for m in metrics)
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "rec_one_side_nois", "opmd", "cispo", "unclipped"])
+def test_methods_that_read_alpha_refuse_texts_without_log_probs(tmp_path, model, recipe):
+    data = tmp_path / "texts.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
+    with pytest.raises(SettingsError, match=f"logp_alpha.*recipe '{recipe}' reads that"):
+        trained(tmp_path, model, offline={"data": str(data)}, objective={"recipe": recipe})
+
+
+def test_a_file_that_is_not_there_or_too_long_is_refused(tmp_path, model, drawn):
+    with pytest.raises(SettingsError, match=r"offline\.data: .*no such file"):
+        trained(tmp_path, model, offline={"data": "nowhere.jsonl"})
+    with pytest.raises(SettingsError, match=r"sampling\.max_tokens is 2"):
+        trained(tmp_path, model, offline={"data": str(drawn)}, sampling={"max_tokens": 2})
+
+
+def test_a_budget_delivers_when_the_divergence_passes_it(tmp_path, model):
+    schedule = {"kind": "budget", "delta": 0.05, "v": 5, "batches": 12}
+    run = trained(tmp_path, model, schedule=schedule, optimizer={"lr": 3e-3})
+    metrics = load_metrics(run)
+    reasons = [m["delivery"] for m in metrics]
+    assert "budget" in reasons
+    since = 0
+    for before, now in pairwise(metrics):
+        since = 1 if before["delivery"] else since + 1
+        expected = "budget" if before["kl_sequence"] > 0.05 else "cap" if since >= 5 else ""
+        assert now["delivery"] == expected
+        assert (now["lag_max"] == 0) == bool(expected)
+
+
+def test_a_budget_that_is_never_spent_is_its_cap(tmp_path, model):
+    schedule = {"kind": "budget", "delta": 1e9, "v": 2, "batches": 5}
+    capped = load_metrics(trained(tmp_path / "a", model, schedule=schedule))
+    assert [m["delivery"] for m in capped] == ["", "", "cap", "", "cap"]
+
+
+def test_resampling_fills_a_batch_with_groups_that_have_a_signal(tmp_path, model):
+    """Greedy sampling makes most groups flat; attempts replace them by further prompts, and stop at the bound."""
+    cold = {"temperature": 0.35, "G": 3}
+    without = load_metrics(trained(tmp_path / "a", model, sampling=cold, schedule={"batches": 1, "prompts": 6}))
+    run = trained(tmp_path / "b", model, sampling=cold | {"resample": 6}, schedule={"batches": 1, "prompts": 6})
+    assert without[0]["zero_variance_share"] > load_metrics(run)[0]["zero_variance_share"]
+    assert len(load_rollouts(run)) == 6 * 3
+
+
+def test_resampling_is_bounded(tmp_path, model):
+    task = {"name": "test_offline:hopeless"}
+    run = trained(tmp_path, model, task=task, sampling={"resample": 2}, schedule={"batches": 1})
+    assert load_metrics(run)[0]["zero_variance_share"] == 1
+
+
+def hopeless(settings, seed):
+    """A task that nobody ever solves."""
+    from lagrpo.tasks import RowTask
+
+    rows = {split: list("abcdef") for split in ("train", "test")}
+    return RowTask("hopeless", rows, lambda row: (f"Say {row}", row), never_right)
+
+
+def test_scoring_the_update_gives_both_sides_of_the_bounds(tmp_path, model):
+    run = trained(tmp_path, model, run={"score_update": True}, schedule={"v": 2})
+    for metrics in load_metrics(run):
+        assert metrics["step_identity"] <= metrics["step_improvement"] + metrics["lag_improvement"] + 1e-6
+        assert metrics["step_theorem1"] < metrics["step_identity"]
+        assert metrics["step_improvement"] != 0
