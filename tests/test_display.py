@@ -79,7 +79,8 @@ def test_plain_lines_have_every_metric_under_its_heading():
     assert shown == _cells(header)
     assert cells == {
         "batch": "12", "reward": "0.250", "no signal": "38%", "lag": "0..9", "KL to α": "1.2e-03", "clipped": "3.5%",
-        "sampled/s": "1,340", "learned/s": "2,750", "seconds": "5.0", "TV": "–", "gained": "–", "new α": "yes", "rejected": "3",
+        "sampled/s": "1,340", "learned/s": "2,750", "seconds": "5.0", "TV": "–", "gained": "–", "new α": "yes",
+        "rejected": "3",
     }  # fmt: skip
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny import tiny_policy
 
-from lagrpo.runs.rollouts import rollout_rows, write_rollouts
 from lagrpo.recorded import Recorded, RecordedError
+from lagrpo.runs.rollouts import rollout_rows, write_rollouts
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 

@@ -19,8 +19,8 @@ from lagrpo.embedded import resolve_model
 from lagrpo.policy.learner import Learner, Optimisation
 from lagrpo.policy.model import Policy, check_context, load_policy
 from lagrpo.prompts import PromptSource
-from lagrpo.sampling.local import LocalSampler
 from lagrpo.recorded import Recorded
+from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.schedule import Schedule
 from lagrpo.tasks import Task, TaskSettings, load_task
 from lagrpo.types import Group

