@@ -1,0 +1,66 @@
+"""What a divergence budget saves: deliveries at equal reward, against fixed v, on the embedded model.
+
+    python experiments/budget.py             train what is missing, then the table
+    python experiments/budget.py --report    the table of what is there
+
+Each run is that of comparison.py with GRPO (8 prompts x 8 completions, 25 batches, two seeds), under every(v) for
+v = 1, 2, 4, 10 and budget(δ, v = 10) for δ = 0.1, 0.3, 1 nats per completion. Deliveries count those after the first batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+
+from comparison import SEEDS, command
+
+ROOT = Path("runs/budget")
+SCHEDULES = {
+    **{f"every({v})": {"schedule.v": v} for v in (1, 2, 4, 10)},
+    **{
+        f"budget({delta}, 10)": {"schedule.kind": "budget", "schedule.delta": delta, "schedule.v": 10}
+        for delta in (0.1, 0.3, 1.0)
+    },
+}
+
+
+def name_of(schedule: str, seed: int) -> str:
+    return "".join(c if c.isalnum() else "-" for c in schedule) + f"-seed{seed}"
+
+
+def run_command(schedule: str, seed: int) -> list[str]:
+    settings = {"run.directory": ROOT, "run.name": name_of(schedule, seed), **SCHEDULES[schedule]}
+    return command("GRPO", 1, seed) + [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+
+
+def row(schedule: str) -> str:
+    """pass@1 after, mean reward over the run, deliveries and largest lag, for both seeds."""
+    cells = []
+    for seed in SEEDS:
+        run = ROOT / name_of(schedule, seed)
+        if not (run / "evaluations" / "after.json").is_file():
+            return f"| {schedule} | not run | | | |"
+        after = json.loads((run / "evaluations" / "after.json").read_text())["pass_at_1"]
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        reward = sum(line["reward_mean"] for line in lines) / len(lines)
+        delivered = sum(line["delivered"] for line in lines[1:])
+        cells.append((f"{after:.1%}", f"{reward:.3f}", str(delivered), str(max(line["lag_max"] for line in lines))))
+    return f"| {schedule} | " + " | ".join(" / ".join(column) for column in zip(*cells, strict=True)) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--report", action="store_true", help="do not train")
+    if not parser.parse_args().report:
+        for seed in SEEDS:
+            for schedule in SCHEDULES:
+                if not (ROOT / name_of(schedule, seed) / "evaluations" / "after.json").is_file():
+                    subprocess.run(run_command(schedule, seed), check=True)
+    print("| schedule | pass@1 after | mean reward over the run | deliveries | largest lag |\n|---|---|---|---|---|")
+    print("\n".join(row(schedule) for schedule in SCHEDULES))
+
+
+if __name__ == "__main__":
+    main()
