@@ -74,7 +74,7 @@ def test_micro_batches_keep_to_the_budget_and_lose_nothing():
     batch = assembled(recipe, judged(drawn(policy, count=6)))
     rows = micro_batches(batch, 60)
     assert sum(len(m.weight_C) for m in rows) == len(batch.member_C) == 36
-    assert sum(len(m.logp_alpha_T) for m in rows) == int(batch.lengths_C.sum())
+    assert sum(len(m.completion_T) for m in rows) == int(batch.lengths_C.sum())
     assert all(m.packed.layout.rows <= 60 for m in rows)
 
 
@@ -109,9 +109,57 @@ def test_a_batch_with_every_group_masked_makes_no_update():
     batch = assembled(recipe, judged(drawn(policy), lambda g, j, c: 1.0))
     before = {name: w.clone() for name, w in policy.weights().items()}
     assert micro_batches(batch, 999) == []
-    assert learner(policy, recipe, weight_decay=0.1).step([]) == {}
+    assert not batch.in_objective
+    assert learner(policy, recipe, weight_decay=0.1).step([], batch.in_objective) == {}
     assert policy.version == 0
     assert all(torch.equal(before[name], w) for name, w in policy.weights().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "silent"),
+    [
+        ("grpo", {"beta": 0.0}, True),
+        ("grpo", {}, False),
+        ("dr_grpo", {}, True),
+        ("red_weight", {}, True),
+        ("rec_one_side_is", {}, True),
+        ("asymre", {}, False),
+        ("opmd", {}, False),
+        ("opmd_pairwise", {}, False),
+    ],
+)
+def test_groups_without_a_signal_are_computed_only_where_they_have_a_gradient(name, overrides, silent):
+    """Where an advantage of 0 is silent, leaving its completions out changes no gradient; elsewhere it would."""
+    policy, recipe = tiny_policy(dtype=torch.float64), resolve(name, overrides)
+    assert recipe.silent == silent
+    if recipe.needs_pi_ref:
+        return
+    groups = judged(drawn(policy), lambda g, j, c: 1.0 if g < 2 else float(j % 2))
+    for group in groups:  # as if an older policy had drawn them
+        for c in group.completions:
+            c.logp_alpha.sub_(0.3)
+    batch = assembled(recipe, groups)
+    everything = micro_batches(batch, 10_000, whole_groups=True)
+    fewer = micro_batches(batch, 10_000, whole_groups=True, silent=True)
+    assert sum(len(m.members) for m in fewer) == 12 < sum(len(m.members) for m in everything)
+    whole, part = gradient(policy, recipe, everything), gradient(policy, recipe, fewer)
+    assert torch.allclose(whole, part, rtol=1e-5, atol=1e-7) == silent
+
+
+def test_a_gradient_known_to_be_zero_is_still_an_update():
+    """Unmasked groups without signal: nothing is computed, and AdamW moves on by its moments, as on a zero gradient."""
+    moved = []
+    for silent in (True, False):
+        policy, recipe = tiny_policy(), resolve("dr_grpo")
+        stepping = learner(policy, recipe)
+        stepping.step(micro_batches(assembled(recipe, judged(drawn(policy))), 999))
+        flat = assembled(recipe, judged(drawn(policy), lambda g, j, c: 1.0), b=2)
+        rows = micro_batches(flat, 999, silent=silent)
+        assert bool(rows) != silent
+        stepping.step(rows, flat.in_objective)
+        assert policy.version == 2
+        moved.append(torch.cat([w.flatten() for w in policy.weights().values()]))
+    torch.testing.assert_close(moved[0], moved[1], rtol=0, atol=1e-7)
 
 
 def test_only_scored_completions_enter_statistics_and_loss():

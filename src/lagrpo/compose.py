@@ -85,6 +85,8 @@ class Recipe:
     kl: Callable[..., Tensor]
     reduction: Callable[..., Tensor]
     needs: frozenset[str]
+    silent: bool
+    """whether a completion with advantage 0 contributes nothing to the gradient, so that it need not be computed"""
 
     @property
     def beta(self) -> float:
@@ -178,7 +180,8 @@ def compose(name: str, source: str, formula: str, base: Composition, overrides: 
     _refuse_contradictions(made, overrides, read)
     used_kl = weighted_kl if made.kl_importance else kl
     needs = _needs(lambda terms: (value(terms), cut(terms), used_kl(terms)))
-    return Recipe(name, source, formula, made, advantage, value, cut, used_kl, reduction, needs)
+    silent = _silent(lambda terms: value(terms) - made.beta * used_kl(terms))
+    return Recipe(name, source, formula, made, advantage, value, cut, used_kl, reduction, needs, silent)
 
 
 def known(kind: str, name: str, names: Iterable[str]) -> str:
@@ -205,6 +208,23 @@ def _needs(objective: Callable[[Any], Any]) -> frozenset[str]:
         except MissingError as missing:
             needs.add(missing.name)
     return frozenset(needs)
+
+
+def _silent(objective: Callable[[Any], Tensor]) -> bool:
+    """Whether the gradient is 0 where all advantages are: found by differentiating at policies that all differ."""
+    import torch
+
+    from lagrpo.core.loss import Terms
+
+    logp = torch.tensor([-0.7, -1.3], requires_grad=True)
+    others = {name: torch.tensor([-1.1, -0.4]) + shift for name, shift in _DISTINCT}
+    pair = {"completion": torch.tensor([0, 1]), "groups": torch.zeros(2, dtype=torch.long)}
+    terms = Terms(logp=logp, advantages=torch.zeros(2), **pair, **others)
+    gradient = torch.autograd.grad(objective(terms).sum(), logp, allow_unused=True)[0]
+    return gradient is None or not bool(gradient.any())
+
+
+_DISTINCT = (("logp_alpha", 0.0), ("logp_k", 0.1), ("logp_ref", 0.3))
 
 
 def _refuse_bad_numbers(made: Composition) -> None:

@@ -87,7 +87,7 @@ class Algorithm:
 
 def iterative_grpo(a: Algorithm) -> None:
     """Lines 5-17. The initial policy is delivered before the first batch: the paper leaves α undefined for k < v."""
-    learner, policy = a.learner, a.learner.policy
+    learner, policy, recipe = a.learner, a.learner.policy, a.learner.recipe
     spent = [0.0]  # estimates of KL(α‖π_k) since the delivery
     plan = a.schedule.plan(a.S, a.M, a.ahead and not a.resample, lambda: spent[-1])
     alpha = deliver(a, Clock())
@@ -102,10 +102,10 @@ def iterative_grpo(a: Algorithm) -> None:
             a.listener.phase("learning")
             with clock("learning"):
                 batch = assemble(groups, a.advantage(b), a.weights)  # 12-13   A_α, Eq. 2
-                rows = micro_batches(batch, a.tokens, policy.device, learner.recipe.needs_whole_groups)
+                rows = micro_batches(batch, a.tokens, policy.device, recipe.needs_whole_groups, recipe.silent)
                 learner.score_reference(rows)
                 version = policy.version
-                updates = [learner.step(rows) for _ in range(a.i)]  # 14-15   Eq. 7 or 8
+                updates = [learner.step(rows, batch.in_objective) for _ in range(a.i)]  # 14-15   Eq. 7 or 8
                 after_T = learner.score(rows) if a.score_update else None
             spent.append(sequence_kl(batch, rows).nanmean().nan_to_num().item())
             a.listener.batch(Used(s, b, version, alpha, due.reason, batch, rows, updates, after_T, clock))

@@ -32,6 +32,11 @@ class Batch:
     lengths_C: Tensor
     weight_C: Tensor
 
+    @property
+    def in_objective(self) -> bool:
+        """Whether any completion is in the objective; without one there is nothing to update for."""
+        return bool((self.weight_C != 0).any())
+
     def completion(self, c: int) -> Completion:
         group, index = self.member_C[c]
         return self.groups[group].completions[index]
@@ -86,13 +91,21 @@ class MicroBatch:
 
 
 def micro_batches(
-    batch: Batch, tokens: int, device: torch.device | str = "cpu", whole_groups: bool = False
+    batch: Batch,
+    tokens: int,
+    device: torch.device | str = "cpu",
+    whole_groups: bool = False,
+    silent: bool = False,
 ) -> list[MicroBatch]:
     """Completions with a weight, packed group by group into rows of at most `tokens` tokens (a single longer
     completion has a row of its own). A group that does not fit is cut, and its prompt is computed once per piece; with
-    `whole_groups`, for objectives that compare the completions of a group, it has a longer row instead."""
+    `whole_groups`, for objectives that compare the completions of a group, it has a longer row instead. `silent`, for
+    objectives in which an advantage of 0 has no gradient, leaves those completions out: they still count in the weights
+    of the others."""
     rows: list[tuple[int, list[list[int]]]] = []  # tokens, pieces
-    for piece in sorted(_pieces(batch, tokens if not whole_groups else sys.maxsize), key=lambda p: -_cost(batch, p)):
+    wanted_C = (batch.weight_C != 0) & ~(silent & (batch.advantage_C == 0))
+    pieces = _pieces(batch, wanted_C.tolist(), tokens if not whole_groups else sys.maxsize)
+    for piece in sorted(pieces, key=lambda p: -_cost(batch, p)):
         cost = _cost(batch, piece)
         home = next((n for n, (used, _) in enumerate(rows) if used + cost <= tokens), None)
         if home is None:
@@ -111,11 +124,11 @@ def _cost(batch: Batch, piece: list[int]) -> int:
     return len(prompt.token_ids) + sum(int(batch.lengths_C[c]) - 1 for c in piece)
 
 
-def _pieces(batch: Batch, tokens: int) -> list[list[int]]:
+def _pieces(batch: Batch, wanted_C: Sequence[bool], tokens: int) -> list[list[int]]:
     """Runs of completions of one group, each within the budget where that is possible."""
     pieces: list[list[int]] = []
     for c in range(len(batch.member_C)):
-        if batch.weight_C[c] == 0:
+        if not wanted_C[c]:
             continue
         last = pieces[-1] if pieces else None
         if last and batch.member_C[last[0]][0] == batch.member_C[c][0] and _cost(batch, [*last, c]) <= tokens:

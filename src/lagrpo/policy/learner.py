@@ -103,11 +103,12 @@ class Learner:
         """log π of the tokens of each row as the policy is now: float32 [T], nats."""
         return [self.policy.logp(micro.packed) for micro in micro_batches]
 
-    def step(self, micro_batches: list[MicroBatch]) -> dict[str, float]:
+    def step(self, micro_batches: list[MicroBatch], in_objective: bool = True) -> dict[str, float]:
         """Lines 14-15 of Algorithm 1: one optimiser update on a batch; returns its sums and figures.
 
         The first update on a batch starts at π = π_k, so its log-probs are π_k's and need no forward pass of their own.
-        A batch without a single completion in the objective makes no update.
+        A batch with nothing `in_objective` (every group masked) makes no update. One whose gradient is known to be 0
+        (nothing to compute, but not masked) makes one: AdamW moves on by its moments, as it would on that gradient.
 
         Raises:
             FloatingPointError: the gradient is not finite; nothing has been changed.
@@ -128,11 +129,13 @@ class Learner:
             sums["loss"] += loss.item()
             for name, value in diagnostics.items():
                 sums[name] += value.item()
-        if micro_batches:
+        if in_objective:
             sums |= self._update()
         return dict(sums)
 
     def _update(self) -> dict[str, float]:
+        for master in self._masters:
+            master.grad = torch.zeros_like(master) if master.grad is None else master.grad
         limit = self.optimisation.max_grad_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self._masters, limit).item()
         if not math.isfinite(norm):
