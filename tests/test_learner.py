@@ -125,7 +125,7 @@ def test_a_batch_with_every_group_masked_makes_no_update():
         ("rec_one_side_is", {}, True),
         ("asymre", {}, False),
         ("opmd", {}, False),
-        ("opmd_pairwise", {}, False),
+        ("opmd_pairwise", {"anchor": "alpha"}, False),
     ],
 )
 def test_groups_without_a_signal_are_computed_only_where_they_have_a_gradient(name, overrides, silent):
