@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from pathlib import Path
 
-from comparison import SEEDS, command
+from comparison import SEEDS, command, in_parallel
 
 ROOT = Path("runs/budget")
 SCHEDULES = {
@@ -54,10 +53,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", action="store_true", help="do not train")
     if not parser.parse_args().report:
-        for seed in SEEDS:
-            for schedule in SCHEDULES:
-                if not (ROOT / name_of(schedule, seed) / "evaluations" / "after.json").is_file():
-                    subprocess.run(run_command(schedule, seed), check=True)
+        cases = [(schedule, seed) for seed in SEEDS for schedule in SCHEDULES]
+        missing = [case for case in cases if not (ROOT / name_of(*case) / "evaluations" / "after.json").is_file()]
+        in_parallel([run_command(*case) for case in missing])
     print("| schedule | pass@1 after | mean reward over the run | deliveries | largest lag |\n|---|---|---|---|---|")
     print("\n".join(row(schedule) for schedule in SCHEDULES))
 
