@@ -1,0 +1,342 @@
+"""A run as a whole: what it records is what was drawn and learned, however it is scheduled and however it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from running import leftovers, tiny_settings, without_timings
+from sample_task import load
+from tiny import save_tiny
+
+import lagrpo
+from lagrpo.config import Settings, SettingsError
+from lagrpo.parsing import load_settings, to_toml
+from lagrpo.policy.learner import Learner
+from lagrpo.policy.model import Policy
+from lagrpo.runs import Run, load_evaluations, load_metrics, load_rollouts
+from lagrpo.runs.reading import rollout_batches
+from lagrpo.sampling.local import LocalSampler
+from lagrpo.sampling.proof import DeliveryError
+from lagrpo.sampling.schedule import Schedule, lags
+from lagrpo.training import Result, train
+from lagrpo.verify import VerifierError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def settings(model, tmp_path):
+    return lambda **sections: tiny_settings(model, tmp_path / "runs", **sections)
+
+
+@pytest.fixture
+def run(settings):
+    """A run of these settings without evaluations."""
+    return lambda **sections: train(settings(**{"evaluation": {"before_and_after": False}} | sections))
+
+
+def weights(result: Result) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    assert result.weights is not None
+    return load_file(result.weights / "model.safetensors")
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
+
+
+# What is recorded
+
+
+@pytest.mark.parametrize(
+    ("kind", "v", "i", "batches"),
+    [("every", 1, 1, 4), ("every", 10, 1, 23), ("every", 1, 10, 4), ("every", 3, 2, 11), ("lagged", 2, 1, 8)],
+)
+def test_the_lag_read_from_the_tokens_is_the_schedules(run, kind, v, i, batches):
+    result = run(schedule={"kind": kind, "v": v, "i": i, "batches": batches}, optimizer={"lr": 1e-4})
+    expected = lags(Schedule(kind, v), 1, batches, i)
+    for row in load_rollouts(result.run):
+        measured = {row["pi_k_version"] - version for version in row["versions"]}
+        assert measured == {expected[row["batch"] - 1]} == {row["lag"]}
+    metrics = load_metrics(result.run)
+    assert [(m["lag_min"], m["lag_mean"], m["lag_max"]) for m in metrics] == [(lag, lag, lag) for lag in expected]
+    assert [m["version"] for m in metrics] == [i * b for b in range(batches)]
+    assert result.version == i * batches
+
+
+def test_drawing_ahead_changes_no_record(run):
+    ahead, lazy = (run(sampling={"ahead": a, "rows": 8}, schedule={"v": 3, "batches": 7}) for a in (True, False))
+    assert load_rollouts(ahead.run) == load_rollouts(lazy.run)
+    assert without_timings(load_metrics(ahead.run)) == without_timings(load_metrics(lazy.run))
+    assert same(weights(ahead), weights(lazy))
+
+
+def test_the_seed_decides_everything(run):
+    first, again, other = (run(run={"seed": seed}) for seed in (3, 3, 4))
+    assert load_rollouts(first.run) == load_rollouts(again.run)
+    assert without_timings(load_metrics(first.run)) == without_timings(load_metrics(again.run))
+    assert same(weights(first), weights(again))
+    pairs = zip(load_rollouts(first.run), load_rollouts(other.run), strict=True)
+    assert sum(a["token_ids"] != b["token_ids"] for a, b in pairs) > 12  # of 24
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_stage_ends_with_a_new_reference(run, reset):
+    """KL(π‖π_ref) starts at 0, grows within a stage, and is 0 again at the first batch of the next one."""
+    result = run(
+        schedule={"stages": 2, "batches": 4, "reset_optimizer": reset},
+        objective={"recipe": "grpo", "beta": 0.1},
+    )
+    kl = [m["kl_ref"] for m in load_metrics(result.run)]
+    assert kl[0] == kl[4] == 0
+    assert min(kl[1:4] + kl[5:]) > 1e-4
+
+
+def test_reset_optimizer_forgets_the_moments_between_stages_and_nothing_else(run):
+    kept, reset = (run(schedule={"stages": 2, "batches": 2, "reset_optimizer": r}) for r in (False, True))
+    columns = ["batch", "token_ids", "logp_alpha"]
+    equal = [
+        load_rollouts(kept.run, [batch], columns) == load_rollouts(reset.run, [batch], columns)
+        for batch in (1, 2, 3, 4)
+    ]
+    assert equal == [True, True, True, False]  # batch 3 is drawn before the first update of the second stage
+
+
+# Library
+
+
+def test_a_task_of_ones_own_and_settings_of_three_kinds(settings, tmp_path):
+    mapping = settings(task={"name": "arithmetic"}, evaluation={"prompts": 4})
+    path = tmp_path / "own.toml"
+    path.write_text(to_toml(load_settings(mapping)))
+    results = [lagrpo.train(given, task=load()) for given in (mapping, Settings.model_validate(mapping), path)]
+    assert len({result.run for result in results}) == 3
+    first = results[0]
+    assert first.run.name.startswith("spread-grpo-v1-i1-2")
+    assert (first.batches, first.version, first.interrupted) == (3, 3, None)
+    assert first.weights == first.run / "weights" / "final"
+    assert first.before is not None
+    assert first.after is not None
+    assert set(first.before) >= {"prompts", "samples", "unscored", "reward_mean", "pass_at_1", "pass_at_1_low"}
+    assert first.before["prompts"] == 4
+    assert "[task] was not read" in (first.run / "config.toml").read_text()
+    assert load_settings(first.run / "config.toml") == load_settings(mapping)
+    assert [load_rollouts(r.run) for r in results[1:]] == [load_rollouts(first.run)] * 2
+
+
+def test_a_task_without_prompts_is_refused(settings):
+    with pytest.raises(SettingsError, match="task 'empty' has no training prompts"):
+        train(settings(task={"name": "sample_task:load_empty"}))
+
+
+def test_a_prompt_that_is_too_long_is_refused(run):
+    message = r"of the train split of 'spread' has \d+ tokens; sampling.max_prompt_tokens is 20"
+    with pytest.raises(SettingsError, match=message):
+        run(sampling={"max_prompt_tokens": 20})
+
+
+def test_a_judge_that_cannot_travel_is_refused(settings):
+    with pytest.raises(SettingsError, match=r"task: the judge .* cannot be sent to worker processes"):
+        train(settings(), task=replace(load(), judge=lambda text, gold: 1.0))
+
+
+# Options
+
+
+def test_evaluations_along_the_way(settings):
+    result = train(settings(schedule={"batches": 5}, evaluation={"every": 2, "temperature": 0.01, "samples": 5}))
+    evaluations = load_evaluations(result.run)
+    assert [(e["name"], e["batch"], e["version"]) for e in evaluations] == [
+        ("before", 0, 0),
+        ("batch-000002", 2, 2),
+        ("batch-000004", 4, 4),
+        ("after", 5, 5),
+    ]
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(result.run / "evaluations" / "before.parquet").to_pylist()
+    assert [len(row["completions"]) for row in rows] == [5, 5]
+    assert all(len(set(row["completions"])) == 1 for row in rows)  # cold enough to be greedy
+    assert all(len({tuple(r["token_ids"]) for r in load_rollouts(result.run)}) > 1 for _ in rows)  # training is not
+
+
+def test_evaluations_do_not_touch_training(run, settings):
+    plain, evaluated = run(), train(settings(evaluation={"every": 1}))
+    assert load_rollouts(plain.run) == load_rollouts(evaluated.run)
+
+
+def test_no_weights_where_none_are_wanted(run):
+    result = run(run={"save_weights": False})
+    assert result.weights is None
+    assert not (result.run / "weights").exists()
+
+
+def test_masked_batches_make_no_update(run):
+    result = run(task={"name": "sample_task:load_even"}, objective={"recipe": "dapo"})
+    assert [m["version"] for m in load_metrics(result.run)] == [0, 0, 0]
+    assert {row["masked"] for row in load_rollouts(result.run)} == {"zero_variance"}
+    assert result.version == 0
+
+
+@pytest.mark.parametrize("mode", ["none", "plain", "live"])
+def test_displays(settings, capfd, mode):
+    train(settings(run={"display": mode}))
+    out, err = capfd.readouterr()
+    assert err == ""
+    if mode == "none":
+        assert out == ""
+    else:
+        assert "loading " in out
+        assert "largest possible lag 0 updates" in out
+        assert "Finished." in out
+        assert "Writing model shards" not in out
+
+
+# Ends
+
+
+class Press:
+    """Sends a signal at the nth call of a method, before it or after."""
+
+    def __init__(self, monkeypatch, owner, name: str, call: int, signum: int = signal.SIGINT, before: bool = True):
+        self.calls, original = 0, getattr(owner, name)
+
+        def pressed(*args, **kwargs):
+            self.calls += 1
+            if before and self.calls == call:
+                signal.raise_signal(signum)
+            result = original(*args, **kwargs)
+            if not before and self.calls == call:
+                signal.raise_signal(signum)
+            return result
+
+        monkeypatch.setattr(owner, name, pressed)
+
+
+def check_whole(result: Result, batches: int) -> None:
+    """Everything that an interrupted run left fits together."""
+    from transformers import AutoModelForCausalLM
+
+    metrics = load_metrics(result.run)
+    assert result.batches == len(metrics) == batches
+    assert rollout_batches(result.run) == [m["batch"] for m in metrics]
+    AutoModelForCausalLM.from_pretrained(str(result.weights))
+    assert leftovers(result.run) == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "batches", "version"),
+    [
+        (LocalSampler, "_draw", 3, 0, 0),  # in the evaluation before the first batch
+        (LocalSampler, "deliver", 2, 1, 1),  # at the second batch's delivery
+        (Learner, "step", 2, 1, 1),  # in the second batch's learning
+        (Learner, "_round_masters", 2, 1, 2),  # in the middle of the second update, which is finished
+        (Run, "record_rollouts", 2, 2, 2),  # in the middle of recording, which is finished
+        (Run, "record", 3, 3, 3),
+        (Run, "record_evaluation", 2, 2, 2),  # in the evaluation after the second batch
+    ],
+)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_with_what_was_learned(
+    settings, monkeypatch, owner, name, call, batches, version, signum
+):
+    Press(monkeypatch, owner, name, call, signum)
+    result = train(settings(evaluation={"every": 2}, schedule={"batches": 4}))
+    assert result.interrupted == signum
+    assert result.version == version
+    assert result.after is None
+    check_whole(result, batches)
+
+
+def test_the_weights_of_an_interrupted_run_are_those_of_its_version(run, monkeypatch):
+    short = run(schedule={"batches": 2})
+    Press(monkeypatch, Learner, "_round_masters", 2)
+    stopped = run(schedule={"batches": 4})
+    assert stopped.version == short.version == 2
+    assert same(weights(stopped), weights(short))
+
+
+def test_what_an_interruption_says(settings, monkeypatch, capsys):
+    Press(monkeypatch, Learner, "step", 2)
+    train(settings(run={"display": "plain"}))
+    out = capsys.readouterr().out
+    assert (
+        "SIGINT: stopping, with the policy as it is (1 of 3 batches are finished; the policy has had 1 update)" in out
+    )
+    assert "Stopped by SIGINT: 1 of 3 batches" in out
+
+
+def test_an_interruption_before_any_update_says_so(settings, monkeypatch, capsys, model):
+    from safetensors.torch import load_file
+
+    Press(monkeypatch, Learner, "step", 1)
+    result = train(settings(run={"display": "plain"}))
+    assert "no update was made: it is the initial one" in capsys.readouterr().out
+    assert same(weights(result), load_file(model / "model.safetensors"))
+
+
+def test_a_second_signal_while_the_weights_are_written_ends_at_once_and_leaves_nothing_half_done(
+    settings, monkeypatch, tmp_path
+):
+    Press(monkeypatch, Learner, "step", 2)
+    Press(monkeypatch, Policy, "save", 1, before=False)  # the files are there, but not yet under their name
+    with pytest.raises(KeyboardInterrupt):
+        train(settings())
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert not (directory / "weights" / "final").exists()
+    assert leftovers(directory) == []
+    assert len(load_metrics(directory)) == 1
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (Learner, "_update", FloatingPointError("the gradient is not finite")),
+        (LocalSampler, "deliver", DeliveryError("another version")),
+        (Run, "record", OSError(28, "No space left on device")),
+        (Learner, "step", ZeroDivisionError("a bug")),
+    ],
+)
+def test_an_error_keeps_what_was_learned_and_says_where(run, settings, monkeypatch, tmp_path, owner, name, error):
+    original, calls = getattr(owner, name), []
+
+    def failing(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == 3:
+            raise error
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, failing)
+    with pytest.raises(type(error)) as raised:
+        run(schedule={"batches": 4})
+    (directory,) = (tmp_path / "runs").iterdir()
+    (note,) = raised.value.__notes__
+    assert note.startswith(f"The run until then: {directory} (2 of 4 batches are finished; the policy has had ")
+    assert (directory / "weights" / "final" / "model.safetensors").is_file()
+    assert leftovers(directory) == []
+    assert [m["batch"] for m in load_metrics(directory)] == [1, 2]
+
+
+def test_a_judge_that_never_answers_ends_the_run(run, tmp_path):
+    with pytest.raises(
+        VerifierError, match=r"8 of 8 completions have no reward(.|\n)*this judge never answers"
+    ) as error:
+        run(task={"name": "sample_task:load_impossible"})
+    assert "no update was made" in error.value.__notes__[0]
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert not (directory / "weights").exists()  # there was nothing to keep
+
+
+def test_the_environment_is_recorded(run):
+    result = run(schedule={"batches": 1})
+    environment = json.loads((result.run / "environment.json").read_text())
+    assert environment["device"] == "cpu"
+    assert environment["packages"]["torch"] == torch.__version__
