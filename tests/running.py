@@ -9,7 +9,7 @@ from typing import Any
 TIMINGS = ("seconds_", "tokens_per_s_")
 
 
-def tiny_settings(model: Path, root: Path, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def tiny_settings(model: Path, root: Path, /, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Four completions of at most six tokens for each of two prompts, three batches, two test prompts."""
     base: dict[str, dict[str, Any]] = {
         "run": {"directory": str(root), "display": "none", "seed": 3},

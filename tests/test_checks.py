@@ -52,6 +52,7 @@ def test_models_that_may_be_there(model, tmp_path, monkeypatch):
         ({"task": {"name": "gsm"}}, "task.name: there is no task 'gsm'.* Did you mean 'gsm8k'"),
         ({"task": {"numbers": 4}}, "task.numbers is set, but the task 'arithmetic' does not take it: countdown does"),
         ({"task": {"reward": "exakt"}}, "task.reward: there is no built-in reward 'exakt'"),
+        ({"offline": {"data": "nosuch.jsonl"}}, "offline.data: nosuch.jsonl: no such file of completions"),
         ({"objective": {"recipe": "grop"}}, "objective: unknown recipe 'grop'; the nearest is 'grpo'"),
         ({"objective": {"surrogate": "cliped"}}, "objective: unknown surrogate 'cliped'; the nearest is 'clipped'"),
         ({"objective": {"recipe": "dapo", "kl": "k3"}}, "objective: kl names the estimator.*, but beta is 0"),

@@ -237,6 +237,14 @@ def test_recipes():
     ]
 
 
+def test_a_signal_while_the_model_is_loaded(model, tmp_path, monkeypatch):
+    """Nothing has been made yet, and nothing is left."""
+    monkeypatch.setattr("lagrpo.build.load_policy", lambda *rest: signal.raise_signal(signal.SIGTERM))
+    code, out, err = lagrpo("train", *options(tiny_settings(model, tmp_path / "runs")))
+    assert (code, out, err) == (143, "", "\nlagrpo: interrupted\n")
+    assert not (tmp_path / "runs").exists()
+
+
 # Failures and interruptions, in a process of their own
 
 
@@ -276,20 +284,34 @@ def wait_for_batch(process: subprocess.Popen[str], batch: int) -> None:
 
 
 def wait_for_workers_to_end(group: int) -> None:
-    """No process of the group is left, within two seconds."""
-    for _ in range(40):
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
+    """No process of the group is left running, within five seconds."""
+    for _ in range(100):
+        if not (left := running(group)):
             return
         time.sleep(0.05)
-    raise AssertionError(f"processes of the group {group} are still there")
+    raise AssertionError(f"still there: {left}")
 
 
+def running(group: int) -> list[str]:
+    """The processes of a group, without those that have ended and wait for init to notice."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            name, _, rest = stat.read_text().rpartition(")")
+            state, _, its_group = rest.split()[:3]
+            found += [f"{name}) {state}"] if int(its_group) == group and state != "Z" else []
+    return found
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+
+
+@linux
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_from_outside(start, tmp_path, signum, code):
     process = start()
     wait_for_batch(process, 2)
+    assert len(running(process.pid)) >= 2  # the run and its worker
     os.killpg(process.pid, signum) if signum == signal.SIGINT else process.send_signal(signum)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (code, "")
@@ -302,9 +324,11 @@ def test_a_signal_from_outside(start, tmp_path, signum, code):
     wait_for_workers_to_end(process.pid)
 
 
+@linux
 def test_a_killed_run_leaves_whole_files_and_no_processes(start, tmp_path):
     process = start()
     wait_for_batch(process, 3)
+    assert len(running(process.pid)) >= 2
     process.kill()
     process.communicate(timeout=30)
     wait_for_workers_to_end(process.pid)

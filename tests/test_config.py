@@ -70,6 +70,7 @@ def test_every_setting_has_its_help(kind):
         ("sampling", {"G": 129}),
         ("evaluation", {"samples": 129}),
         ("objective", {"weight_temperature": 0.0}),
+        ("objective", {"overlong_buffer": 257}),
         ("run", {"nmae": "x"}),
     ],
 )

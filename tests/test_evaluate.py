@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lagrpo.evaluate import evaluate, interval
+from lagrpo.evaluate import evaluate, interval, label
 from lagrpo.sampling.base import Request
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
@@ -111,4 +111,5 @@ def test_nothing_to_evaluate_on_is_an_error():
 def test_a_figure_in_words():
     summary = {"pass_at_1": 0.123, "pass_at_1_low": 0.1, "pass_at_1_high": 1.0, "reward_mean": -0.5}
     assert interval(summary, "pass_at_1") == "pass@1       12.3%   95 % interval 10.0% to 100.0%"
+    assert label("some/dir/model") == "model"
     assert interval(summary, "reward_mean") == "reward mean -0.500   95 % interval – to –"

@@ -137,6 +137,23 @@ def test_a_task_without_prompts_is_refused(settings):
         train(settings(task={"name": "sample_task:load_empty"}))
 
 
+def test_a_task_without_test_prompts_can_be_trained_on_but_not_evaluated(run, settings):
+    assert run(task={"name": "sample_task:load_untested"}).version == 3
+    with pytest.raises(SettingsError, match="task 'untested' has no test prompts to evaluate on"):
+        train(settings(task={"name": "sample_task:load_untested"}))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [("{% for m in messages %}", "Unexpected end of template"), ("{{ raise_exception('no system') }}", "no system")],
+)
+def test_a_chat_template_that_refuses_the_prompts_is_refused_before_the_run_is_made(run, tmp_path, template, message):
+    (tmp_path / "chat.jinja").write_text(template)
+    with pytest.raises(SettingsError, match=f"the chat template cannot render prompt 0 .*: {message}"):
+        run(model={"chat_template": str(tmp_path / "chat.jinja")})
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_prompt_that_is_too_long_is_refused(run):
     message = r"of the train split of 'spread' has \d+ tokens; sampling.max_prompt_tokens is 20"
     with pytest.raises(SettingsError, match=message):

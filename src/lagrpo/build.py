@@ -116,6 +116,7 @@ class Parts:
         policy = build_policy(settings.model, sampling.temperature, sampling.max_prompt_tokens + sampling.max_tokens)
         fresh = settings.schedule.prompts - from_file
         source = PromptSource(task, policy, seed, fresh, sampling.max_prompt_tokens)
+        source.tokenised("train", 0)  # a chat template that cannot be rendered shows here, before the run is made
         recorded = build_recorded(settings, recipe, policy) if offline.data else None
         reference = policy.twin() if recipe.needs_pi_ref else None
         checkpointing = settings.optimizer.activation_checkpointing

@@ -41,6 +41,8 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
         if task is None:
             check_options(settings.task)
     check_model(settings.model)
+    if settings.offline.data and not Path(settings.offline.data).expanduser().exists():
+        raise SettingsError(f"offline.data: {settings.offline.data}: no such file of completions")
     with refusing("run"):
         from lagrpo.runs.directory import check_new
 

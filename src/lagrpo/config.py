@@ -44,7 +44,7 @@ class ModelSettings(_Settings):
     device: str = "auto"
     """cpu, cuda, cuda:1 …; auto takes a GPU where there is one."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads; by default as many as there are physical cores at hand."""
+    """CPU threads; PyTorch's choice by default: OMP_NUM_THREADS, or the physical cores at hand."""
     chat_template: str | None = None
     """File with a Jinja chat template, in place of the tokenizer's own."""
 
@@ -242,10 +242,16 @@ class Settings(_Settings):
     evaluation: EvaluationSettings = EvaluationSettings()
 
     @model_validator(mode="after")
-    def _groups_fit_rows(self) -> Settings:
-        evaluated = self.evaluation.before_and_after or self.evaluation.every
-        _fits("sampling.G", self.sampling.G, "sampling.rows", self.sampling.rows)
-        _fits("evaluation.samples", self.evaluation.samples if evaluated else 0, "sampling.rows", self.sampling.rows)
+    def _sections_fit(self) -> Settings:
+        sampling, evaluation, buffer = self.sampling, self.evaluation, self.objective.overlong_buffer or 0
+        _fits("sampling.G", sampling.G, "sampling.rows", sampling.rows)
+        if evaluation.before_and_after or evaluation.every:
+            _fits("evaluation.samples", evaluation.samples, "sampling.rows", sampling.rows)
+        if buffer > sampling.max_tokens:
+            raise ValueError(
+                f"objective.overlong_buffer = {buffer} is more than sampling.max_tokens = {sampling.max_tokens}: it "
+                "counts tokens before that limit"
+            )
         return self
 
 

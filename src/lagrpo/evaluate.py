@@ -108,11 +108,21 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
     with verifier:
         evaluation = evaluate(sampler, verifier, requests, settings.samples, settings.seed)
     model = settings.model.path
-    summary = {"model": model, "task": task.name, "temperature": settings.temperature, **evaluation.summary}
-    output = Path(settings.output or f"evaluations/{Path(model).name}-{task.name}")
+    summary = {"model": model, "task": task.name, **evaluation.summary, "settings": settings.model_dump()}
+    output = Path(settings.output or f"evaluations/{label(model)}-{task.name}")
     _write(output, summary, evaluation.records)
     _print(summary, output)
     return evaluation
+
+
+def label(model: str) -> str:
+    """A name for a model: its directory's, with the run's where it is a run's.
+
+    >>> label("Qwen/Qwen2.5-0.5B"), label("runs/addition/weights/final")
+    ('Qwen2.5-0.5B', 'addition-final')
+    """
+    path = Path(model)
+    return f"{path.parent.parent.name}-{path.name}" if path.parent.name == "weights" else path.name
 
 
 def _write(output: Path, summary: dict[str, Any], records: list[dict[str, Any]]) -> None:

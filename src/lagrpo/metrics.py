@@ -41,7 +41,7 @@ class Clock:
 def batch_metrics(
     stage: int, b: int, version: int, batch: Batch, updates: Sequence[dict[str, float]], clock: Clock, delivered: bool
 ) -> dict[str, Any]:
-    """Everything that is recorded about batch b; `version` is that of π_k. docs/metrics.md says what each figure is.
+    """Everything that is recorded about batch b, where π_k has `version`. docs/run-directory.md says what each is.
 
     Figures of the objective are those of the first update on the batch, where π = π_k; grad_norm, lr and loss those of
     the last one."""

@@ -16,8 +16,8 @@ from lagrpo.types import Prompt
 
 
 class PromptSource:
-    """The requests of training batches and of evaluations, tokenised. Raises SettingsError for a task
-    without training prompts."""
+    """The requests of training batches and of evaluations, tokenised. Raises SettingsError for a task without training
+    prompts."""
 
     def __init__(self, task: Task, policy: Policy, seed: int, N: int, max_prompt_tokens: int) -> None:
         self.task, self.policy, self.seed, self.N, self.max_prompt_tokens = task, policy, seed, N, max_prompt_tokens
@@ -41,16 +41,26 @@ class PromptSource:
         return [Request(b, -attempt, self.tokenised("train", order[place % self._size])) for place in places]
 
     def held_out(self, count: int) -> list[Request]:
-        """Up to `count` test prompts, the same ones whenever it is asked: the first of a fixed random order."""
-        order = prompt_order(self.seed, -1, self.task.size("test"))
+        """Up to `count` test prompts, the same ones whenever it is asked: the first of a fixed random order. Raises
+        SettingsError where there are none."""
+        size = self.task.size("test")
+        if size < 1:
+            raise SettingsError(f"task {self.task.name!r} has no test prompts to evaluate on")
+        order = prompt_order(self.seed, -1, size)
         return [Request(0, 0, self.tokenised("test", index)) for index in order[:count]]
 
     def tokenised(self, split: str, index: int) -> Prompt:
-        """A prompt with its token ids. Raises SettingsError when it is longer than max_prompt_tokens."""
-        prompt = self.policy.tokenize(self.task.prompt(split, index))
+        """A prompt with its token ids. Raises SettingsError when it is longer than max_prompt_tokens, or the chat
+        template refuses it (some know no system message)."""
+        from jinja2 import TemplateError
+
+        where = f"prompt {index} of the {split} split of {self.task.name!r}"
+        try:
+            prompt = self.policy.tokenize(self.task.prompt(split, index))
+        except TemplateError as error:
+            raise SettingsError(f"the chat template cannot render {where}: {error}") from error
         if len(prompt.token_ids) > self.max_prompt_tokens:
             raise SettingsError(
-                f"prompt {index} of the {split} split of {self.task.name!r} has {len(prompt.token_ids)} tokens; "
-                f"sampling.max_prompt_tokens is {self.max_prompt_tokens}"
+                f"{where} has {len(prompt.token_ids)} tokens; sampling.max_prompt_tokens is {self.max_prompt_tokens}"
             )
         return prompt
