@@ -9,7 +9,7 @@ from lagrpo.checks import check_settings
 from lagrpo.compose import Recipe
 from lagrpo.config import Settings
 from lagrpo.policy.logprobs import CHUNK_LOGITS
-from lagrpo.policy.model import Policy
+from lagrpo.policy.model import Policy, refuse
 from lagrpo.sampling.schedule import Schedule, largest_lag
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -31,23 +31,14 @@ def meaning(settings: Settings, recipe: Recipe, policy: Policy | None = None) ->
     """One line for each thing that people get wrong about a run. Without a policy the model's sizes are read from its
     config (no weights are loaded)."""
     s, sampling = settings.schedule, settings.sampling
-    schedule = Schedule(s.kind, s.v, s.delta)
-    lag = largest_lag(schedule, s.stages, s.batches, s.i)
     per_batch, batches = s.prompts * sampling.G, s.stages * s.batches
-    every_batch = s.kind == "lagged" or s.v == 1
-    deliveries, per_delivery = ("before every batch", s.i) if every_batch else (f"every {s.v} batches", s.v * s.i)
-    if s.kind == "budget":
-        deliveries = f"when KL(alpha||pi_k) of a completion passes {s.delta:g} nats, at the latest {deliveries}"
-    recorded = recorded_prompts(settings)
-    config, parameters = (policy.model.config, _count(policy.model)) if policy else _sizes(settings)
+    config, parameters = (policy.model.config, _parameters(policy.model)) if policy else _sizes(settings)
     memory = expected_memory(settings, recipe, config.get_text_config(), parameters)
     return [
         f"recipe      {recipe.name}: {recipe.formula}",
         f"batch       {s.prompts} prompts x {sampling.G} completions = {per_batch:,} samples, used for "
-        f"{count_of(s.i, 'update')} (i = {s.i})"
-        + (f"; {count_of(recorded, 'prompt')} of them from {settings.offline.data}" if recorded else ""),
-        f"schedule    {schedule}: new weights {deliveries}, {count_of(per_delivery, 'update')} per delivery; "
-        f"largest possible lag {count_of(lag, 'update')}",
+        f"{count_of(s.i, 'update')} (i = {s.i}){_from_file(settings)}",
+        f"schedule    {_deliveries(settings)}",
         f"run         {count_of(s.stages, 'stage')} x {count_of(s.batches, 'batch', 'es')} = "
         f"{count_of(batches * s.i, 'update')}, {batches * per_batch:,} samples",
         f"tokens      at most {per_batch * sampling.max_tokens:,} sampled per batch, "
@@ -59,11 +50,31 @@ def meaning(settings: Settings, recipe: Recipe, policy: Policy | None = None) ->
     ]
 
 
+def _deliveries(settings: Settings) -> str:
+    """When the sampler gets new weights, and how far it can fall behind."""
+    s = settings.schedule
+    schedule = Schedule(s.kind, s.v, s.delta)
+    always = s.kind == "lagged" or s.v == 1
+    when = "before every batch" if always else f"every {s.v} batches"
+    if s.kind == "budget":
+        when = f"when KL(alpha||pi_k) of a completion passes {s.delta:g} nats, at the latest {when}"
+    updates = count_of(s.i if always else s.v * s.i, "update")
+    lag = count_of(largest_lag(schedule, s.stages, s.batches, s.i), "update")
+    return f"{schedule}: new weights {when}, {updates} per delivery; largest possible lag {lag}"
+
+
+def _from_file(settings: Settings) -> str:
+    recorded = recorded_prompts(settings)
+    return f"; {count_of(recorded, 'prompt')} of them from {settings.offline.data}" if recorded else ""
+
+
 def expected_memory(settings: Settings, recipe: Recipe, config: Any, parameters: int) -> dict[str, int]:
     """Bytes by purpose, at the most: the program; π, α (and π_ref) in the working dtype; masters, gradients and AdamW's
     two moments in float32; activations of one micro-batch and the logits in hand; keys and values of the sampler.
 
-    Measured on a CPU, SmolLM2-135M in bfloat16 on experiments/demo.toml: MEASURED."""
+    Measured peaks (CPU, SmolLM2-135M, two or three batches of experiments/demo.toml): 4.9 GiB in bfloat16 and 5.8 in
+    float32 where this expects 6.5 and 8.2, as its prompts and completions are shorter than they may be; 6.1 with a
+    reference and 48 tokens a completion in micro-batches of 2,048 (expected 5.8); 3.8 with checkpointing (4.0)."""
     size = BYTES[settings.model.dtype]
     copies = 3 if recipe.needs_pi_ref else 2
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -73,7 +84,7 @@ def expected_memory(settings: Settings, recipe: Recipe, config: Any, parameters:
     tokens_held = sampling.rows * sampling.max_tokens + sampling.rows // sampling.G * sampling.max_prompt_tokens
     of_a_batch = prompts * (sampling.max_prompt_tokens + sampling.G * sampling.max_tokens)
     learned = min(settings.optimizer.tokens, of_a_batch)
-    logits = 4 * CHUNK_LOGITS * 4 + config.vocab_size * config.hidden_size * 4
+    logits = 4 * (4 * min(CHUNK_LOGITS, learned * config.vocab_size) + config.vocab_size * config.hidden_size)
     return {
         "program": PROGRAM,
         "weights": copies * parameters * size,
@@ -102,11 +113,12 @@ def _sizes(settings: Settings) -> tuple[Any, int]:
 
     with loading(settings.model):
         config = AutoConfig.from_pretrained(resolve_model(settings.model.path))
+        refuse(config)
         with torch.device("meta"):
-            return config, _count(AutoModelForCausalLM.from_config(config))
+            return config, _parameters(AutoModelForCausalLM.from_config(config))
 
 
-def _count(model: Any) -> int:
+def _parameters(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 

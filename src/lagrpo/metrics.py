@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lagrpo.policy.batch import Batch
+from lagrpo.types import Completion
 
 
 class Clock:
@@ -45,43 +46,58 @@ def batch_metrics(
 
     Figures of the objective are those of the first update on the batch, where π = π_k; grad_norm, lr and loss those of
     the last one."""
-    completions = [c for group in batch.groups for c in group.completions]
-    drawn = [c for c in completions if len(c.token_ids)]
-    versions = torch.cat([c.versions for c in drawn]) if drawn else torch.empty(0)
-    versions = versions[versions >= 0]  # completions that somebody else drew may have none
-    rewards = torch.tensor([c.reward for c in completions if c.reward is not None], dtype=torch.float64)
-    spread = [len(set(group.rewards)) < 2 for group in batch.groups if group.rewards]
-    tokens_sampled = sum(len(c.token_ids) for c in completions)
-    count = lambda kind: sum(1 for c in completions if c.outcome is not None and c.outcome.kind == kind)  # noqa: E731
-    seconds = {f"seconds_{phase}": clock.seconds[phase] for phase in ("sampling", "judging", "learning", "delivery")}
     first, last = (updates[0], updates[-1]) if updates else ({}, {})
-    tokens_learned = sum(u.get("tokens", 0.0) for u in updates)
+    completions = [c for group in batch.groups for c in group.completions]
+    flat = [len(set(group.rewards)) < 2 for group in batch.groups if group.rewards]
     return {
         "stage": stage,
         "batch": b,
         "version": version,
         "delivered": delivered,
-        "lag_min": version - int(versions.max()) if len(versions) else None,
-        "lag_max": version - int(versions.min()) if len(versions) else None,
-        "lag_mean": version - float(versions.double().mean()) if len(versions) else None,
-        "completions": len(completions),
-        "rejected": count("rejected"),
-        "failed": count("failed"),
-        "reward_mean": float(rewards.mean()) if len(rewards) else None,
-        "reward_std": float(rewards.std(correction=0)) if len(rewards) else None,
-        "zero_variance_share": sum(spread) / len(spread) if spread else None,
-        "tokens_mean": tokens_sampled / len(completions) if completions else None,
-        "finished_share": sum(c.finished for c in completions) / len(completions) if completions else None,
+        **_lag(completions, version),
+        **_outcomes(completions),
+        "zero_variance_share": sum(flat) / len(flat) if flat else None,
         **_objective_figures(first),
         "loss": last.get("loss"),
         "grad_norm": last.get("grad_norm"),
         "lr": last.get("lr"),
-        **seconds,
+        **_pace(clock, sum(len(c.token_ids) for c in completions), sum(u.get("tokens", 0.0) for u in updates)),
+    }
+
+
+def _lag(completions: Sequence[Completion], version: int) -> dict[str, float | None]:
+    """Over all tokens whose drawer is known: completions that somebody else drew may have no versions (-1)."""
+    versions = torch.cat([torch.empty(0, dtype=torch.long), *(c.versions for c in completions)])
+    lag_T = version - versions[versions >= 0]
+    if not len(lag_T):
+        return {"lag_min": None, "lag_max": None, "lag_mean": None}
+    return {"lag_min": int(lag_T.min()), "lag_max": int(lag_T.max()), "lag_mean": float(lag_T.double().mean())}
+
+
+def _outcomes(completions: Sequence[Completion]) -> dict[str, float | None]:
+    kinds = Counter(c.outcome.kind for c in completions if c.outcome is not None)
+    rewards = torch.tensor([c.reward for c in completions if c.reward is not None], dtype=torch.float64)
+    count = len(completions)
+    return {
+        "completions": count,
+        "rejected": kinds["rejected"],
+        "failed": kinds["failed"],
+        "reward_mean": float(rewards.mean()) if len(rewards) else None,
+        "reward_std": float(rewards.std(correction=0)) if len(rewards) else None,
+        "tokens_mean": sum(len(c.token_ids) for c in completions) / count if count else None,
+        "finished_share": sum(c.finished for c in completions) / count if count else None,
+    }
+
+
+def _pace(clock: Clock, sampled: int, learned: float) -> dict[str, float | None]:
+    seconds = {phase: clock.seconds[phase] for phase in ("sampling", "judging", "learning", "delivery")}
+    return {
+        **{f"seconds_{phase}": spent for phase, spent in seconds.items()},
         "seconds_total": clock.total,
-        "tokens_sampled": tokens_sampled,
-        "tokens_learned": tokens_learned,
-        "tokens_per_s_sampling": tokens_sampled / seconds["seconds_sampling"] if seconds["seconds_sampling"] else None,
-        "tokens_per_s_learning": tokens_learned / seconds["seconds_learning"] if seconds["seconds_learning"] else None,
+        "tokens_sampled": sampled,
+        "tokens_learned": learned,
+        "tokens_per_s_sampling": sampled / seconds["sampling"] if seconds["sampling"] else None,
+        "tokens_per_s_learning": learned / seconds["learning"] if seconds["learning"] else None,
     }
 
 

@@ -1,0 +1,90 @@
+"""What settings mean, in numbers."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+import pytest
+from tiny import save_tiny
+
+from lagrpo import evaluate, meaning
+from lagrpo.checks import check_settings
+from lagrpo.config import Settings, SettingsError
+from lagrpo.meaning import activation_bytes, expected_memory
+
+
+class Shape:
+    """A model of two layers, 100 hidden units, an MLP of 300, 4 heads of 25 with keys and values in 2, 1,000 tokens."""
+
+    num_hidden_layers, hidden_size, intermediate_size, vocab_size = 2, 100, 300, 1000
+    num_attention_heads, num_key_value_heads, head_dim = 4, 2, None
+
+
+def memory(**sections: dict[str, Any]) -> dict[str, int]:
+    base = {"sampling": {"G": 4, "rows": 8, "max_tokens": 10, "max_prompt_tokens": 20}, "schedule": {"prompts": 2}}
+    settings = Settings.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
+    return expected_memory(settings, check_settings(settings), Shape, parameters=1_000_000)
+
+
+def test_the_memory_by_hand():
+    """2 x (20 + 4 x 10) = 120 tokens are learned from; 8 x 10 + 8/4 x 20 = 120 are held, of 2 x 2 layers x 2 x 25."""
+    beside = memory(evaluation={"before_and_after": False}, objective={"beta": 0.0})
+    layer, logits = 44 * 100 + 4 * 2 * 300, 4 * (4 * 120 * 1000 + 1000 * 100)
+    assert beside == {
+        "program": 400 * 2**20,
+        "weights": 2 * 2_000_000,
+        "optimizer": 16_000_000,
+        "activations": 120 * 2 * layer + logits,
+        "sampler": 120 * (2 * 2 * 2 * 25) * 2,
+    }
+
+
+def test_what_changes_the_memory():
+    base: dict[str, dict[str, Any]] = {"evaluation": {"before_and_after": False}}
+    plain, reference = memory(**base, objective={"beta": 0.0}), memory(**base, objective={"beta": 0.1})
+    assert reference["weights"] - plain["weights"] == 2_000_000
+    single = memory(**base, model={"dtype": "float32"})
+    assert (single["weights"], single["optimizer"]) == (3 * 4_000_000, 12_000_000)
+    assert memory(**base, optimizer={"tokens": 60})["activations"] == plain["activations"] // 2 + 2 * 1000 * 100
+    settings = Settings.model_validate({"optimizer": {"activation_checkpointing": True}})
+    assert activation_bytes(settings, Shape, 2) == 2 * 100 * 2 + 2 * (44 * 100 + 4 * 2 * 300)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ({}, "every(1): new weights before every batch, 1 update per delivery; largest possible lag 0 updates"),
+        ({"v": 10}, "every(10): new weights every 10 batches, 10 updates per delivery; largest possible lag 9 updates"),
+        ({"i": 10}, "every(1): new weights before every batch, 10 updates per delivery; largest possible lag 0"),
+        ({"v": 3, "i": 2}, "every(3): new weights every 3 batches, 6 updates per delivery; largest possible lag 4"),
+        (
+            {"kind": "lagged", "v": 2, "i": 3},
+            "lagged(2): new weights before every batch, 3 updates per delivery; largest possible lag 6 updates",
+        ),
+        ({"v": 10, "batches": 4}, "10 updates per delivery; largest possible lag 3 updates"),
+        ({"stages": 2, "batches": 3, "i": 2}, "2 stages x 3 batches = 12 updates, 768 samples"),
+    ],
+)
+def test_the_schedule_in_words(model, schedule, said):
+    settings = Settings.model_validate({"model": {"path": model}, "schedule": schedule})
+    assert said in "\n".join(meaning.meaning(settings, check_settings(settings)))
+
+
+def test_what_is_explained_is_refused_where_it_cannot_run(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gemma2"}')
+    settings = Settings.model_validate({"model": {"path": str(tmp_path)}})
+    with pytest.raises(SettingsError, match="models of type 'gemma2' have attention soft-capping"):
+        meaning.explained(settings, "")
+
+
+@pytest.mark.parametrize("module", [meaning, evaluate], ids=lambda module: module.__name__)
+def test_the_examples_in_the_docstrings(module):
+    results = doctest.testmod(module)
+    assert results.attempted > 0
+    assert results.failed == 0
