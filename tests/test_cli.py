@@ -136,6 +136,30 @@ def test_an_evaluation_on_its_own(model, tmp_path):
     assert sum(r["right"] for r in records) == pytest.approx(20 * summary["pass_at_1"])
 
 
+def test_the_weights_of_a_run_evaluate_to_what_the_run_said(model, tmp_path):
+    """The same prompts, draws and numbers: nothing is lost on the way to the disk."""
+    settings = tiny_settings(model, tmp_path / "runs", run={"name": "one"}, model={"dtype": "bfloat16"})
+    assert lagrpo("train", *options(settings))[0] == 0
+    run = tmp_path / "runs" / "one"
+    words = {
+        "task": "sample_task:load",
+        "prompts": 2,
+        "samples": 3,
+        "seed": 3,
+        "max_tokens": 6,
+        "max_prompt_tokens": 64,
+    }
+    given = [word for name, value in words.items() for word in (f"--{name}", value)]
+    assert lagrpo("eval", run / "weights" / "final", *given)[0] == 0
+    alone = json.loads((tmp_path / "evaluations" / "one-final-spread" / "summary.json").read_text())
+    after = load_evaluations(run)[-1]
+    assert after["name"] == "after"
+    figures = [name for name in after if name.startswith(("pass_at_", "reward_mean"))]
+    assert len(figures) == 9
+    assert {name: alone[name] for name in figures} == {name: after[name] for name in figures}
+    assert alone["settings"]["samples"] == 3
+
+
 # Refusals
 
 
@@ -317,7 +341,7 @@ def test_a_signal_from_outside(start, tmp_path, signum, code):
     assert (process.returncode, err) == (code, "")
     run = tmp_path / "runs" / "one"
     metrics = load_metrics(run)
-    assert f"{signal.Signals(signum).name}: stopping, with the policy as it is ({len(metrics)} of 2000" in out
+    assert f"{signal.Signals(signum).name}: keeping the policy as it is ({len(metrics)} of 2000" in out
     assert rollout_batches(run) == [m["batch"] for m in metrics]
     assert (run / "weights" / "final" / "model.safetensors").is_file()
     assert leftovers(run) == []

@@ -286,7 +286,7 @@ def test_what_an_interruption_says(settings, monkeypatch, capsys):
     train(settings(run={"display": "plain"}))
     out = capsys.readouterr().out
     assert (
-        "SIGINT: stopping, with the policy as it is (1 of 3 batches are finished; the policy has had 1 update)" in out
+        "SIGINT: keeping the policy as it is (1 of 3 batches are finished; the policy has had 1 update); again:" in out
     )
     assert "Stopped by SIGINT: 1 of 3 batches" in out
 

@@ -105,7 +105,9 @@ class Training:
                 weights = self.save()
             except Interrupted as stop:
                 interrupted = stop.signal
-                self.display.note(f"{stop.signal.name}: stopping, with the policy as it is ({self.progress()})")
+                self.display.note(
+                    f"{stop.signal.name}: keeping the policy as it is ({self.progress()}); again: end at once"
+                )
                 weights = self.save()
             except BaseException as error:
                 error.add_note(f"The run until then: {self.store.path} ({self.progress()})")
