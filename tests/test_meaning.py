@@ -80,7 +80,7 @@ def test_what_is_explained_is_refused_where_it_cannot_run(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gemma2"}')
     settings = Settings.model_validate({"model": {"path": str(tmp_path)}})
     with pytest.raises(SettingsError, match="models of type 'gemma2' have attention soft-capping"):
-        meaning.explained(settings, "")
+        meaning.meaning(settings, check_settings(settings))
 
 
 @pytest.mark.parametrize("module", [meaning, evaluate], ids=lambda module: module.__name__)

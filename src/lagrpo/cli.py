@@ -75,24 +75,23 @@ def train(words: list[str]) -> None:
         raise SettingsError(f"one settings file, not {len(given.files)}: {' '.join(given.files)}")
     settings = load_settings(given.files[0] if given.files else None, given.overrides)
     if given.flags & HELP:
-        show_help(settings, "lagrpo train [SETTINGS.toml]", train)
-    elif "--dry-run" in given.flags:
+        return show_help(settings, "lagrpo train [SETTINGS.toml]", train)
+    from lagrpo.checks import check_settings
+
+    recipe = check_settings(settings)
+    if "--dry-run" in given.flags:
         from lagrpo.meaning import explained
 
-        print(explained(settings, to_toml(settings)))
-    else:
-        from lagrpo.checks import check_settings
+        return print(explained(settings, recipe, to_toml(settings)))
+    from lagrpo.training import FAILURES
+    from lagrpo.training import train as run
 
-        check_settings(settings)
-        from lagrpo.training import FAILURES
-        from lagrpo.training import train as run
-
-        try:
-            stopped = run(settings).interrupted
-        except FAILURES as error:
-            fail(error, 1)
-        if stopped:
-            sys.exit(128 + stopped)
+    try:
+        stopped = run(settings).interrupted
+    except FAILURES as error:
+        fail(error, 1)
+    if stopped:
+        sys.exit(128 + stopped)
 
 
 def evaluate(words: list[str]) -> None:

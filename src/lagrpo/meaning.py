@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from lagrpo.build import loading, recorded_prompts
-from lagrpo.checks import check_settings
 from lagrpo.compose import Recipe
 from lagrpo.config import Settings
 from lagrpo.policy.logprobs import CHUNK_LOGITS
@@ -17,14 +16,9 @@ HIDDEN_BYTES = {"bfloat16": 44, "float32": 54}
 PROGRAM = 400 * 2**20  # Python, torch and transformers themselves
 
 
-def explained(settings: Settings, toml: str) -> str:
-    """What --dry-run prints: a settings file, with what it means as comments behind it.
-
-    Raises:
-        SettingsError: settings that cannot be run.
-    """
-    lines = meaning(settings, check_settings(settings))
-    return "\n".join([toml, *(f"# {line}" for line in lines)])
+def explained(settings: Settings, recipe: Recipe, toml: str) -> str:
+    """What --dry-run prints: a settings file, with what it means as comments behind it."""
+    return "\n".join([toml, *(f"# {line}" for line in meaning(settings, recipe))])
 
 
 def meaning(settings: Settings, recipe: Recipe, policy: Policy | None = None) -> list[str]:

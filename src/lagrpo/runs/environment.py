@@ -12,14 +12,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 PACKAGES = ("lagrpo", "torch", "transformers", "numpy", "datasets", "math-verify")
 
 
 def collect_environment(device: str = "cpu") -> dict[str, Any]:
     """Versions, machine, device, threads, git commit of the working directory (None outside a repository), command line
-    and the time of the start (UTC). Imports none of the packages whose versions it gives."""
+    and the time of the start (UTC). Imports none of the packages whose versions it gives, but torch."""
+    import torch
+
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
