@@ -74,6 +74,7 @@ def test_the_step_has_its_own_sides():
     """α = π_k, π twice as likely to give the right one: J(π) - J(π_k) estimated at (2·1 - 0·1)/2 - (1 - 1)/2 = 1."""
     batch, rows = batch_of([[1.0, 0.0]])
     give(rows, {0: 0.0, 1: 0.0})
+    assert rows[0].logp_alpha_T is not None
     after = [rows[0].logp_alpha_T + torch.tensor([math.log(2) / 2, -50.0])[rows[0].completion_T]]
     figures = lag_figures(batch, rows, 0.0, after_T=after)
     assert figures["step_improvement"] == pytest.approx(1.0, abs=1e-6)
