@@ -90,6 +90,18 @@ def test_rewards_outside_their_range_have_no_bounds_and_a_stated_range_scales_th
     assert lag_figures(batch, rows, 0.0, (0.0, 10.0))["lag_improvement"] == pytest.approx(0.5, abs=1e-6)
 
 
+def test_groups_of_equal_rewards_count_in_the_improvement_whether_computed_or_not():
+    """One mixed group with .5 (as above) and one flat group: the mean is .25, also when the flat one was skipped."""
+    batch, rows = batch_of([[1.0, 0.0], [1.0, 1.0]])
+    figures = []
+    for silent in (False, True):
+        computed = micro_batches(batch, 100, silent=silent)
+        give(computed, {0: math.log(1.5) / 2, 1: -math.log(2) / 2, 2: 0.1, 3: -0.2})
+        figures.append(lag_figures(batch, computed, 0.0)["lag_improvement"])
+    assert figures == pytest.approx([0.25, 0.25], abs=1e-6)
+    del rows
+
+
 def test_completions_whose_alpha_is_unknown_have_no_figures():
     batch, rows = batch_of([[1.0, 0.0]])
     give(rows, {0: math.nan, 1: math.nan})

@@ -50,7 +50,7 @@ def test_every_group_is_visited_once_per_epoch(tmp_path):
     assert sorted(keys[:3]) == sorted(keys[3:]) == [0, 1, 2]
 
 
-def test_the_rollouts_of_a_run_are_read_back_as_they_were(tmp_path):
+def test_the_rollouts_of_a_run_are_read_back_but_for_its_versions(tmp_path):
     policy = tiny_policy()
     prompt = policy.tokenize(Prompt(4, ({"role": "user", "content": "7-2="},), "5"))
     group = Group(
@@ -70,7 +70,7 @@ def test_the_rollouts_of_a_run_are_read_back_as_they_were(tmp_path):
     for ours, theirs in zip(again.completions, group.completions, strict=True):
         assert torch.equal(ours.token_ids, theirs.token_ids)
         assert torch.equal(ours.logp_alpha, theirs.logp_alpha)
-        assert torch.equal(ours.versions, theirs.versions)
+        assert (ours.versions == -1).all()  # version 3 of another run is no version of this one
         assert (ours.outcome, ours.finished, ours.text) == (theirs.outcome, theirs.finished, theirs.text)
 
 

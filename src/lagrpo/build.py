@@ -64,9 +64,11 @@ def build_task(settings: TaskSettings, seed: int) -> Task:
 def loading(model: ModelSettings) -> Iterator[None]:
     """Inside, a model is read. transformers' ways to say that it is not there, or cannot be run, become a SettingsError
     that says where it was looked for."""
+    from safetensors import SafetensorError
+
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         here = Path(model.path).expanduser()
         looked = f"in {here}" if here.is_dir() else f"on the Hugging Face hub, as there is no directory {here} here"
         reason = str(error).partition("\n")[0]
@@ -117,6 +119,8 @@ class Parts:
         fresh = settings.schedule.prompts - from_file
         source = PromptSource(task, policy, seed, fresh, sampling.max_prompt_tokens)
         source.tokenised("train", 0)  # a chat template that cannot be rendered shows here, before the run is made
+        with refusing("task"):
+            source.check(settings.schedule.stages * settings.schedule.batches)
         recorded = build_recorded(settings, recipe, policy) if offline.data else None
         reference = policy.twin() if recipe.needs_pi_ref else None
         checkpointing = settings.optimizer.activation_checkpointing

@@ -145,9 +145,11 @@ def figure(
         name: Which one.
         output: Where to; NAME.png here by default.
     """
+    from lagrpo.checks import refusing
     from lagrpo.figures import figure as draw
 
-    print(draw(name, output))
+    with refusing("--output"):
+        print(draw(name, output))
 
 
 def recipes(name: Annotated[str | None, tyro.conf.Positional] = None) -> None:

@@ -70,12 +70,18 @@ class TaskSettings(_Settings):
     """System message in front of every prompt; "" for none."""
     operations: tuple[Literal["+", "-", "*"], ...] | None = None
     """arithmetic: operations to draw from."""
-    digits: int | None = Field(default=None, ge=1, le=6)
+    digits: int | None = Field(default=None, ge=1, le=4)
     """arithmetic: operands have up to this many digits."""
     words: bool | None = None
     """arithmetic: operands as words."""
-    numbers: int | None = Field(default=None, ge=2, le=6)
+    numbers: int | None = Field(default=None, ge=3, le=6)
     """countdown: how many numbers are given."""
+
+    @model_validator(mode="after")
+    def _range_is_one(self) -> TaskSettings:
+        if not self.reward_range[0] < self.reward_range[1]:
+            raise ValueError(f"reward_range goes from the least to the greatest reward, not {self.reward_range}")
+        return self
 
 
 class SamplingSettings(_Settings):

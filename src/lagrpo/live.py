@@ -133,11 +133,12 @@ def bound_figures(
     `lag_…` is the step from α to π_k (Corollary 1 with α in the place of its π_k): what was gained since the delivery.
     `step_…` is the step from π_k to π after the updates. All three are None where a reward is outside the range.
 
-        improvement   mean (π/α - π_k/α)(r - mean of the others): unbiased for J(π) - J(π_k)
-        theorem1      plug-in estimate of the right side of Theorem 1
-        identity      s·L_α(π) - TV(π_k, α): unbiased for the right side of the identity bound
+        improvement   mean (π/α - π_k/α)(r - mean of the others): unbiased for J(π) - J(π_k) over all scored groups
+                      of two or more, as one whose rewards are equal contributes exactly 0, computed or not
+        theorem1      plug-in estimate of the right side of Theorem 1, over the groups that were computed
+        identity      s·L_α(π) - TV(π_k, α): unbiased for the right side of the identity bound, over the same
     """
-    found = []
+    found, flat = [], 0
     for members, rewards in _rewards(batch):
         log_ratio, log_ratio_k = log_ratio_C[members], log_ratio_k_C[members]
         if len(members) > 1 and bool((log_ratio.isfinite() & log_ratio_k.isfinite()).all()):
@@ -148,10 +149,14 @@ def bound_figures(
             side = bounds.sampled(scaled, log_ratio, log_ratio_k, eps_std)
             gain_k = bounds.sampled(scaled, log_ratio_k, log_ratio_k, eps_std).gain
             found.append((float(side.gain - gain_k), float(side.theorem1), float(side.identity_bound)))
+        elif len(members) > 1 and bool((rewards == rewards[0]).all()):
+            flat += 1
     names = (f"{name}_improvement", f"{name}_theorem1", f"{name}_identity")
     if not found:
         return dict.fromkeys(names)
-    return {key: sum(values) / len(values) for key, values in zip(names, zip(*found, strict=True), strict=True)}
+    sums = [sum(values) for values in zip(*found, strict=True)]
+    counts = (len(found) + flat, len(found), len(found))
+    return {key: total / count for key, total, count in zip(names, sums, counts, strict=True)}
 
 
 def _rewards(batch: Batch) -> list[tuple[list[int], Tensor]]:

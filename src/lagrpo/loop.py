@@ -88,17 +88,17 @@ class Algorithm:
 def iterative_grpo(a: Algorithm) -> None:
     """Lines 5-17. The initial policy is delivered before the first batch: the paper leaves α undefined for k < v."""
     learner, policy, recipe = a.learner, a.learner.policy, a.learner.recipe
-    spent = [0.0]  # estimates of KL(α‖π_k) since the delivery
+    alpha, spent = policy.version, [0.0]  # estimates of KL(α‖π_k) since the delivery
     plan = a.schedule.plan(a.S, a.M, a.ahead and not a.resample, lambda: spent[-1])
-    alpha = deliver(a, Clock())
     for s in range(1, a.S + 1):  # 5
         for k in range(1, a.M + 1):  # 6
             b, clock, due = (s - 1) * a.M + k, Clock(), next(plan)
-            if due.reason and b > 1:  # 8
+            reason = due.reason if b > 1 else "start"
+            if reason:  # 8
                 alpha, spent = deliver(a, clock), [0.0]  # 9   α <- π_θ
             a.draws.ask(due.draws, alpha)  # 7, 10   prompts of D_b, y ~ α
             groups = judged(a, clock, chain(a.recorded(b), a.draws.take(b)))  # 11   r(x, y)
-            groups = resampled(a, b, alpha, clock, groups)
+            groups = resampled(a, b, alpha, clock, a.draws.in_order(b, groups))
             a.listener.phase("learning")
             with clock("learning"):
                 batch = assemble(groups, a.advantage(b), a.weights)  # 12-13   A_α, Eq. 2
@@ -108,7 +108,7 @@ def iterative_grpo(a: Algorithm) -> None:
                 updates = [learner.step(rows, batch.in_objective) for _ in range(a.i)]  # 14-15   Eq. 7 or 8
                 after_T = learner.score(rows) if a.score_update else None
             spent.append(sequence_kl(batch, rows).nanmean().nan_to_num().item())
-            a.listener.batch(Used(s, b, version, alpha, due.reason, batch, rows, updates, after_T, clock))
+            a.listener.batch(Used(s, b, version, alpha, reason, batch, rows, updates, after_T, clock))
         learner.end_stage(a.reset_optimizer)  # 16   π_ref <- π_θ
 
 
@@ -117,7 +117,7 @@ def deliver(a: Algorithm, clock: Clock) -> int:
     a.listener.phase("delivery")
     with clock("sampling"):
         a.draws.finish()
-    a.draws.read_seconds()
+    clock.drawn += a.draws.read()[1]
     with clock("delivery"):
         policy = a.learner.policy
         a.sampler.deliver(policy.weights(), policy.version)
@@ -130,14 +130,16 @@ def judged(a: Algorithm, clock: Clock, groups: Iterator[Group]) -> list[Group]:
     a.listener.phase("sampling")
     with clock("judging"):
         done = list(a.verifier.judge(groups))
-    clock.move("judging", "sampling", a.draws.read_seconds())
+    seconds, tokens = a.draws.read()
+    clock.move("judging", "sampling", seconds)
+    clock.drawn += tokens
     return done
 
 
 def resampled(a: Algorithm, b: int, alpha: int, clock: Clock, groups: list[Group]) -> list[Group]:
     """DAPO's dynamic sampling, bounded: groups without a signal make way for groups of further prompts with one."""
     for attempt in range(1, a.resample + 1):
-        flat = [n for n, group in enumerate(groups) if is_flat(group)]
+        flat = [n for n, group in enumerate(groups) if group.source == "sampler" and is_flat(group)]
         if not flat:
             break
         more = judged(a, clock, a.draws.more(a.extra(b, attempt, len(flat)), alpha))

@@ -29,7 +29,7 @@ def meaning(settings: Settings, recipe: Recipe, policy: Policy | None = None) ->
     config, parameters = (policy.model.config, _parameters(policy.model)) if policy else _sizes(settings)
     memory = expected_memory(settings, recipe, config.get_text_config(), parameters)
     return [
-        f"recipe      {recipe.name}: {recipe.formula}",
+        f"recipe      {recipe.name}: {recipe.formula}" + _changes(settings),
         f"batch       {s.prompts} prompts x {sampling.G} completions = {per_batch:,} samples, used for "
         f"{count_of(s.i, 'update')} (i = {s.i}){_from_file(settings)}",
         f"schedule    {_deliveries(settings)}",
@@ -93,7 +93,9 @@ def activation_bytes(settings: Settings, config: Any, size: int) -> int:
     of 1024 to 4096, group attention): in each layer 44 bytes a hidden unit in bfloat16 (norms and rotations are done
     in float32) and 54 in float32, and 4 numbers a unit of the MLP; within 4 %, with keys and values of every head 15 %
     more. With checkpointing one row per layer, and about three layers while one is recomputed."""
-    layer = HIDDEN_BYTES[settings.model.dtype] * config.hidden_size + 4 * size * config.intermediate_size
+    layer = HIDDEN_BYTES[settings.model.dtype] * config.hidden_size + 4 * size * (
+        getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    )
     if settings.optimizer.activation_checkpointing:
         return config.num_hidden_layers * config.hidden_size * size + min(3, config.num_hidden_layers) * layer
     return config.num_hidden_layers * layer
@@ -110,6 +112,12 @@ def _sizes(settings: Settings) -> tuple[Any, int]:
         refuse(config)
         with torch.device("meta"):
             return config, _parameters(AutoModelForCausalLM.from_config(config))
+
+
+def _changes(settings: Settings) -> str:
+    """What the settings replace in the recipe, whose formula is that of the table."""
+    changes = ", ".join(f"{name} = {value}" for name, value in settings.objective.overrides.items())
+    return f"; here with {changes}" if changes else ""
 
 
 def _parameters(model: Any) -> int:

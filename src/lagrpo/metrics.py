@@ -19,6 +19,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.drawn = 0  # tokens that came from the sampler meanwhile, for this batch or a later one
         self._started = time.perf_counter()
 
     @contextmanager
@@ -96,23 +97,26 @@ def _pace(clock: Clock, sampled: int, learned: float) -> dict[str, float | None]
         "seconds_total": clock.total,
         "tokens_sampled": sampled,
         "tokens_learned": learned,
-        "tokens_per_s_sampling": sampled / seconds["sampling"] if seconds["sampling"] else None,
+        "tokens_per_s_sampling": clock.drawn / seconds["sampling"] if clock.drawn and seconds["sampling"] else None,
         "tokens_per_s_learning": learned / seconds["learning"] if seconds["learning"] else None,
     }
 
 
 def _objective_figures(sums: dict[str, float]) -> dict[str, float | None]:
     """Means over the tokens of the objective, from the sums of core.loss.diagnostics."""
-    tokens = sums.get("tokens")
-    mean = lambda name: sums[name] / tokens if tokens and name in sums else None  # noqa: E731
+    tokens, known = sums.get("tokens"), sums.get("tokens_alpha")
+
+    def mean(name: str, over: float | None = tokens) -> float | None:
+        return sums[name] / over if over else None
+
     return {
-        "kl_alpha": mean("kl_alpha"),
+        "kl_alpha": mean("kl_alpha", known),
         "kl_ref": mean("kl_ref"),
-        "ratio_mean": mean("ratio"),
-        "ess": sums["ratio"] ** 2 / (tokens * sums["ratio_squared"]) if tokens and "ratio" in sums else None,
+        "ratio_mean": mean("ratio", known),
+        "ess": sums["ratio"] ** 2 / (known * sums["ratio_squared"]) if known else None,
         "clip_high_share": mean("clipped_positive"),
         "clip_low_share": mean("clipped_negative"),
-        "mismatch_mean": mean("abs_log_ratio"),
+        "mismatch_mean": mean("abs_log_ratio", known),
         "mismatch_max": sums.get("max_abs_log_ratio"),
         "objective": sums.get("objective"),
     }

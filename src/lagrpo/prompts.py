@@ -34,6 +34,14 @@ class PromptSource:
             requests.append(Request(b, epoch, self.tokenised("train", self._order(epoch)[position])))
         return requests
 
+    def check(self, batches: int) -> None:
+        """Tokenise every prompt that batches 1 .. `batches` visit, so that none of them ends the run later on. Raises
+        ValueError for one that cannot be asked, or is too long."""
+        places = min(batches * self.N, self._size)
+        for epoch in {0, (batches * self.N - 1) // self._size} if places else ():
+            for index in self._order(epoch)[:places]:
+                self.tokenised("train", index)
+
     def extra(self, b: int, attempt: int, count: int) -> list[Request]:
         """Further prompts for batch b, the same ones whenever it is asked; the attempt is part of their address."""
         order = prompt_order(self.seed, -1 - b, self._size)

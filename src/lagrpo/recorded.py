@@ -8,12 +8,13 @@ One row per completion. Columns:
                        or token_ids, used as they are
     reward             a finite number; null or absent: the task's judge decides, against `gold`
     logp_alpha         log-probs of token_ids under the policy that drew them, nats (optional)
-    versions, finished, gold   optional
+    finished, gold     optional
 
 The rollouts of a run (schema lagrpo.rollouts/1) are read too: there prompt and completion are called prompt_text and
 text, and gold is JSON.
 Rows of the same prompt form groups of at most G, in the order of the file. Without `logp_alpha` a completion carries
-NaN, and only recipes that never read log α may use it; without `versions` it carries version -1, of no policy here.
+NaN, and only recipes that never read log α may use it. Its version is -1, of no policy of this run: versions that the
+file may name are those of another run, whose policy 3 is not this one's.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,8 @@ class Recorded:
         groups = []
         for place in range((b - 1) * count, b * count):
             epoch, position = divmod(place, len(self._groups))
-            groups.append(self._groups[prompt_order(self.seed, epoch, len(self._groups))[position]])
+            group = self._groups[prompt_order(self.seed, epoch, len(self._groups))[position]]
+            groups.append(replace(group, epoch=epoch))
         return groups
 
 
@@ -90,6 +93,8 @@ def read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 def _completions(path: Path, policy: Policy, system_prompt: str | None) -> Iterator[tuple[Prompt, Completion]]:
     for number, row in enumerate(read_rows(path), start=1):
+        if not isinstance(row, Mapping):
+            raise RecordedError(f"{path}, row {number}: it is a {type(row).__name__}, not an object with columns")
         try:
             yield _prompt(row, policy, system_prompt), _completion(row, policy)
         except (ValueError, TypeError, KeyError) as error:
@@ -125,7 +130,7 @@ def _completion(row: Mapping[str, Any], policy: Policy) -> Completion:
     return Completion(
         token_ids=torch.tensor(ids, dtype=torch.long),
         logp_alpha=_per_token(logp, len(ids), math.nan, "logp_alpha").float(),
-        versions=_per_token(row.get("versions"), len(ids), UNKNOWN_VERSION, "versions").long(),
+        versions=torch.full((len(ids),), UNKNOWN_VERSION),
         finished=finished,
         text=text if text is not None else policy.tokenizer.decode(ids, skip_special_tokens=True),
         outcome=_outcome(row),
@@ -161,5 +166,5 @@ def _grouped(pairs: Iterator[tuple[Prompt, Completion]], G: int) -> list[Group]:
         for first in range(0, len(members), G):
             chosen = members[first : first + G]
             prompt = Prompt(len(groups), chosen[0][0].messages, chosen[0][0].gold, chosen[0][0].token_ids)
-            groups.append(Group(prompt, tuple(completion for _, completion in chosen)))
+            groups.append(Group(prompt, tuple(completion for _, completion in chosen), source="file"))
     return groups

@@ -112,12 +112,19 @@ class Training:
             except BaseException as error:
                 error.add_note(f"The run until then: {self.store.path} ({self.progress()})")
                 if self.parts.policy.version:
-                    self.save()
+                    self.rescue(error)
                 raise
         self.summarise(interrupted)
         before, after = (e.summary if (e := self.evaluations.get(name)) else None for name in ("before", "after"))
         version = self.parts.policy.version
         return Result(self.store.path, before, after, weights, version, self.batches, interrupted)
+
+    def rescue(self, error: BaseException) -> None:
+        """Write the policy after an error; if that fails too, the first error remains the one that is told."""
+        try:
+            self.save()
+        except OSError as second:
+            error.add_note(f"Nor could the policy be written to {self.store.path}: {second}")
 
     def learn(self) -> None:
         """Algorithm 1 between its evaluations."""
@@ -200,7 +207,9 @@ class Training:
         facts = {"batch": self.batches, "version": self.parts.policy.version}
         self.store.record_evaluation(name, facts | evaluation.summary, evaluation.records)
         self.evaluations[name] = evaluation
-        self.display.note(f"evaluation ({name}): {interval(evaluation.summary, 'pass_at_1')}")
+        mean = evaluation.summary.get("reward_mean")
+        graded = f", mean reward {mean:.3f}" if mean not in (None, evaluation.summary.get("pass_at_1")) else ""
+        self.display.note(f"evaluation ({name}): {interval(evaluation.summary, 'pass_at_1')}{graded}")
 
     def save(self) -> Path | None:
         """The final policy as a Hugging Face model directory."""

@@ -93,10 +93,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt and its G completions, all drawn for the same batch."""
+    """A prompt and its G completions, all drawn for the same batch. `epoch` is the pass over the prompts that this one
+    comes from (negative: a prompt drawn in place of another); `source` says who drew: the run's sampler, or somebody
+    else, whose completions a file brought."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
+    epoch: int = 0
+    source: Literal["sampler", "file"] = "sampler"
 
     @property
     def scored(self) -> tuple[Completion, ...]:

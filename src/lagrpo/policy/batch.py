@@ -7,7 +7,6 @@ micro-batches, made to a budget of tokens, cannot change the gradient.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ class MicroBatch:
     """Whole completions packed into one row, with what the objective reads. Flat [T] and per completion [C];
     `group_C` numbers the groups, `members` their places among the completions of the batch. `logp_k_T` is filled by the
     first of the i updates, `logp_ref_T` before them where the recipe needs it; `logp_alpha_T` is None where somebody
-    else drew a completion of the batch and did not say how likely it was."""
+    else drew them and did not say how likely they were."""
 
     packed: Packed
     members: tuple[int, ...]
@@ -102,20 +101,24 @@ def micro_batches(
     `whole_groups`, for objectives that compare the completions of a group, it has a longer row instead. `silent`, for
     objectives in which an advantage of 0 has no gradient, leaves those completions out: they still count in the weights
     of the others."""
-    rows: list[tuple[int, list[list[int]]]] = []  # tokens, pieces
+    rows: list[tuple[int, list[list[int]]]] = []  # tokens, pieces; all of them with log α, or all without
     wanted_C = (batch.weight_C != 0) & ~(silent & (batch.advantage_C == 0))
     pieces = _pieces(batch, wanted_C.tolist(), tokens if not whole_groups else sys.maxsize)
     for piece in sorted(pieces, key=lambda p: -_cost(batch, p)):
         cost = _cost(batch, piece)
-        home = next((n for n, (used, _) in enumerate(rows) if used + cost <= tokens), None)
+        known = _knows_alpha(batch, piece)
+        room = (n for n, (used, _) in enumerate(rows) if used + cost <= tokens)
+        home = next((n for n in room if _knows_alpha(batch, rows[n][1][0]) == known), None)
         if home is None:
             rows.append((cost, [piece]))
         else:
             rows[home] = (rows[home][0] + cost, [*rows[home][1], piece])
-    packed = [_pack(batch, pieces, device) for _, pieces in rows]
-    if any(bool(micro.logp_alpha_T.isnan().any()) for micro in packed if micro.logp_alpha_T is not None):
-        packed = [dataclasses.replace(micro, logp_alpha_T=None) for micro in packed]
-    return packed
+    return [_pack(batch, pieces, device) for _, pieces in rows]
+
+
+def _knows_alpha(batch: Batch, piece: list[int]) -> bool:
+    """Whether whoever drew these completions said how likely they were."""
+    return not any(bool(batch.completion(c).logp_alpha.isnan().any()) for c in piece)
 
 
 def _cost(batch: Batch, piece: list[int]) -> int:
@@ -144,11 +147,11 @@ def _pack(batch: Batch, pieces: list[list[int]], device: torch.device | str) -> 
         (batch.groups[batch.member_C[piece[0]][0]].prompt.token_ids, [batch.completion(c).token_ids for c in piece])
         for piece in pieces
     ]
-    lengths = batch.lengths_C[members]
+    lengths, known = batch.lengths_C[members], _knows_alpha(batch, members)
     return MicroBatch(
         packed=Packed.build(groups, device),
         members=tuple(members),
-        logp_alpha_T=torch.cat([batch.completion(c).logp_alpha for c in members]).to(device),
+        logp_alpha_T=torch.cat([batch.completion(c).logp_alpha for c in members]).to(device) if known else None,
         completion_T=torch.arange(len(members)).repeat_interleave(lengths).to(device),
         advantage_C=batch.advantage_C[members].to(device),
         weight_C=batch.weight_C[members].to(device),

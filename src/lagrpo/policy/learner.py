@@ -126,6 +126,7 @@ class Learner:
             if micro.logp_alpha_T is not None:
                 largest = (logp_T.detach() - micro.logp_alpha_T).abs().max().item()
                 sums["max_abs_log_ratio"] = max(sums["max_abs_log_ratio"], largest)
+                sums["tokens_alpha"] += len(logp_T)
             sums["loss"] += loss.item()
             for name, value in diagnostics.items():
                 sums[name] += value.item()

@@ -75,9 +75,13 @@ def load_rollouts(
 
 
 def _read_rollouts(path: Path, columns: list[str] | None) -> list[dict[str, Any]]:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    file = pq.ParquetFile(path)
+    try:
+        file = pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise RunNotFoundError(f"{path} is no whole Parquet file: {error}") from error
     schema = (file.schema_arrow.metadata or {}).get(SCHEMA_KEY, b"no schema").decode()
     if schema != SCHEMA_NAME:
         raise ValueError(f"{path} is written in {schema}; this version of lagrpo reads {SCHEMA_NAME}")

@@ -7,6 +7,7 @@ lists of the completion's own length.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ def rollout_schema() -> pyarrow.Schema:
     columns: list[tuple[str, Any]] = [
         ("batch", pa.int32()),
         ("stage", pa.int32()),
+        ("source", pa.string()),
+        ("epoch", pa.int32()),
         ("prompt_key", pa.int64()),
         ("prompt_text", pa.string()),
         ("prompt_token_ids", pa.list_(pa.int32())),
@@ -72,6 +75,8 @@ def rollout_rows(
             yield {
                 "batch": batch,
                 "stage": stage,
+                "source": group.source,
+                "epoch": group.epoch,
                 **prompt,
                 "completion": index,
                 **_completion_columns(completion, pi_k_version),
@@ -107,10 +112,10 @@ def _completion_columns(completion: Completion, pi_k_version: int) -> dict[str, 
     return {
         "text": completion.text,
         "token_ids": completion.token_ids.tolist(),
-        "logp_alpha": completion.logp_alpha.tolist(),
+        "logp_alpha": [None if math.isnan(logp) else logp for logp in completion.logp_alpha.tolist()],
         "versions": versions,
         "pi_k_version": pi_k_version,
-        "lag": pi_k_version - min(versions) if versions else None,
+        "lag": pi_k_version - min(versions) if versions and min(versions) >= 0 else None,
         "finished": completion.finished,
         "outcome": completion.outcome.kind,
         "reward": completion.outcome.reward,

@@ -26,7 +26,7 @@ class Draws:
         self._coming: Iterator[tuple[Request, Group]] = iter(())
         self._here: dict[int, list[Group]] = {}
         self._announced: dict[int, int] = {}
-        self._seconds = 0.0
+        self._seconds, self._tokens = 0.0, 0
 
     def ask(self, batches: range, version: int) -> None:
         """Ask for batches, which are to be drawn by π_version. Whatever was asked for before is finished first."""
@@ -64,10 +64,16 @@ class Draws:
             yield group
         self._here.pop(batch, None)
 
-    def read_seconds(self) -> float:
-        """Seconds spent waiting for the sampler since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+    def in_order(self, batch: int, groups: Sequence[Group]) -> list[Group]:
+        """Groups of a batch in the order of its requests, whichever ended first; those of a file stay in front."""
+        places = {("sampler", r.epoch, r.prompt.key): place for place, r in enumerate(self._requests(batch))}
+        return sorted(groups, key=lambda group: places.get((group.source, group.epoch, group.prompt.key), -1))
+
+    def read(self) -> tuple[float, int]:
+        """Seconds spent waiting for the sampler since the last call, and the tokens of the groups that came."""
+        seconds, tokens = self._seconds, self._tokens
+        self._seconds, self._tokens = 0.0, 0
+        return seconds, tokens
 
     def _receive(self) -> bool:
         started = time.perf_counter()
@@ -76,6 +82,7 @@ class Draws:
         if item is None:
             return False
         request, group = item
+        self._tokens += sum(len(completion.token_ids) for completion in group.completions)
         self._here.setdefault(request.batch, []).append(group)
         return True
 

@@ -115,7 +115,7 @@ class LocalSampler:
                     for group in full:
                         self._under_way -= 1
                         completions = tuple(group.done[g] for g in range(G))
-                        yield group.request, Group(group.request.prompt, completions)
+                        yield group.request, Group(group.request.prompt, completions, group.request.epoch)
         finally:
             self._under_way = 0
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["every", "lagged", "budget"]
-Reason = Literal["", "schedule", "budget", "cap"]
+Reason = Literal["", "start", "schedule", "budget", "cap"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,8 @@ def _available(settings: TaskSettings) -> dict[str, Any]:
 def _read(split: Any) -> Any:
     if not isinstance(split, Path):
         return split
+    if split.stat().st_size == 0:
+        raise ValueError(f"{split} is empty")
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
