@@ -13,7 +13,7 @@ def tiny_settings(model: Path, root: Path, /, **sections: dict[str, Any]) -> dic
     """Four completions of at most six tokens for each of two prompts, three batches, two test prompts."""
     base: dict[str, dict[str, Any]] = {
         "run": {"directory": str(root), "display": "none", "seed": 3},
-        "model": {"path": str(model), "dtype": "float32", "device": "cpu"},
+        "model": {"path": str(model), "dtype": "float32", "device": "cpu", "threads": 1},
         "task": {"name": "sample_task:load"},
         "sampling": {"G": 4, "max_tokens": 6, "max_prompt_tokens": 64},
         "schedule": {"prompts": 2, "batches": 3},

@@ -250,18 +250,17 @@ def check_whole(result: Result, batches: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "call", "batches", "version"),
+    ("signum", "owner", "name", "call", "batches", "version"),
     [
-        (LocalSampler, "_draw", 3, 0, 0),  # in the evaluation before the first batch
-        (LocalSampler, "deliver", 2, 1, 1),  # at the second batch's delivery
-        (Learner, "step", 2, 1, 1),  # in the second batch's learning
-        (Learner, "_round_masters", 2, 1, 2),  # in the middle of the second update, which is finished
-        (Run, "record_rollouts", 2, 2, 2),  # in the middle of recording, which is finished
-        (Run, "record", 3, 3, 3),
-        (Run, "record_evaluation", 2, 2, 2),  # in the evaluation after the second batch
+        (signal.SIGINT, LocalSampler, "_draw", 3, 0, 0),  # in the evaluation before the first batch
+        (signal.SIGTERM, LocalSampler, "deliver", 2, 1, 1),  # at the second batch's delivery
+        (signal.SIGINT, Learner, "step", 2, 1, 1),  # in the second batch's learning
+        (signal.SIGTERM, Learner, "_round_masters", 2, 1, 2),  # in the middle of the second update, which is finished
+        (signal.SIGINT, Run, "record_rollouts", 2, 2, 2),  # in the middle of recording, which is finished
+        (signal.SIGTERM, Run, "record", 3, 3, 3),
+        (signal.SIGINT, Run, "record_evaluation", 2, 2, 2),  # in the evaluation after the second batch
     ],
 )
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_with_what_was_learned(
     settings, monkeypatch, owner, name, call, batches, version, signum
 ):
