@@ -41,4 +41,4 @@ def load_empty(settings: Any, seed: int) -> RowTask:
 
 
 def load_untested(settings: Any, seed: int) -> RowTask:
-    return RowTask("untested", load().rows | {"test": []}, lambda row: (row, row), spread)
+    return RowTask("untested", {**load().rows, "test": []}, lambda row: (row, row), spread)

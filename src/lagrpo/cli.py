@@ -13,6 +13,7 @@ Ctrl-C, 143 by SIGTERM.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -165,12 +166,15 @@ def recipes(name: Annotated[str | None, tyro.conf.Positional] = None) -> None:
 
 def show_help(settings: BaseModel, prog: str, function: Callable[..., Any]) -> None:
     """Every setting with its description and its present value."""
-    config = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
-    description = function.__doc__ or ""
     tyro.cli(
-        type(settings), args=["--help"], default=settings, prog=prog, description=description, config=config,
+        type(settings),
+        args=["--help"],
+        default=settings,
+        prog=prog,
+        description=inspect.getdoc(function),
+        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
         use_underscores=True,
-    )  # fmt: skip
+    )
 
 
 HELP = {"-h", "--help"}
