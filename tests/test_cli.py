@@ -53,15 +53,16 @@ def lagrpo(*words: object) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("recipe", PRESETS)
-def test_every_preset_runs_three_updates_and_leaves_a_complete_run(model, tmp_path, recipe):
+def test_every_preset_runs_three_updates_and_leaves_a_complete_run(model, tmp_path, monkeypatch, recipe):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+    monkeypatch.setattr(sys, "argv", ["/somewhere/lagrpo", "train", "--recipe", recipe])
     settings = tiny_settings(model, tmp_path / "runs", schedule={"v": 2}, run={"name": recipe})
     code, out, err = lagrpo("train", *options(settings), "--recipe", recipe)
     assert (code, out, err) == (0, "", "")
     run = tmp_path / "runs" / recipe
     assert load_settings(run / "config.toml") == load_settings(settings, {"objective": {"recipe": recipe}})
-    assert json.loads((run / "environment.json").read_text())["command"].startswith("pytest")
+    assert json.loads((run / "environment.json").read_text())["command"] == f"lagrpo train --recipe {recipe}"
     metrics = load_metrics(run)
     assert [(m["batch"], m["version"]) for m in metrics] == [(1, 0), (2, 1), (3, 2)]
     assert all(m["grad_norm"] > 0 for m in metrics)

@@ -42,7 +42,7 @@ def used() -> Batch:
 
 def test_counts_rewards_and_lag(used):
     clock = Clock()
-    clock.seconds["sampling"] = 2.0
+    clock.seconds["sampling"], clock.drawn = 2.0, 30  # tokens that came meanwhile, of this batch and later ones
     metrics = batch_metrics(2, 7, 6, used, [], clock, delivered=True)
     assert (metrics["stage"], metrics["batch"], metrics["version"], metrics["delivered"]) == (2, 7, 6, True)
     assert (metrics["completions"], metrics["rejected"], metrics["failed"]) == (6, 1, 1)
@@ -53,17 +53,17 @@ def test_counts_rewards_and_lag(used):
     assert metrics["zero_variance_share"] == 1 / 2  # of the groups that have scores
     assert metrics["tokens_mean"] == 9 / 6
     assert metrics["finished_share"] == 5 / 6
-    assert metrics["tokens_per_s_sampling"] == 9 / 2
+    assert metrics["tokens_per_s_sampling"] == 30 / 2
     assert metrics["grad_norm"] is metrics["ratio_mean"] is metrics["tokens_per_s_learning"] is None
 
 
 def test_figures_of_the_objective_are_those_of_the_first_update_and_those_of_the_step_of_the_last(used):
-    first = {"tokens": 4.0, "ratio": 5.0, "ratio_squared": 10.0, "kl_alpha": 1.0, "kl_ref": 2.0, "abs_log_ratio": 8.0,
+    first = {"tokens": 4.0, "tokens_alpha": 2.0, "ratio": 5.0, "ratio_squared": 10.0, "kl_alpha": 1.0, "kl_ref": 2.0, "abs_log_ratio": 8.0,
              "clipped_positive": 1.0, "clipped_negative": 2.0, "max_abs_log_ratio": 3.0, "objective": 0.5,
              "loss": -0.5, "grad_norm": 9.0, "lr": 1.0}  # fmt: skip
     last = first | {"kl_alpha": 100.0, "loss": -0.75, "grad_norm": 7.0, "lr": 2.0}
     metrics = batch_metrics(1, 1, 6, used, [first, last], Clock(), delivered=False)
-    expected = {"kl_alpha": 0.25, "kl_ref": 0.5, "ratio_mean": 1.25, "ess": 25 / 40, "mismatch_mean": 2.0,
+    expected = {"kl_alpha": 0.5, "kl_ref": 0.5, "ratio_mean": 2.5, "ess": 25 / 20, "mismatch_mean": 4.0,
                 "mismatch_max": 3.0, "clip_high_share": 0.25, "clip_low_share": 0.5, "objective": 0.5,
                 "loss": -0.75, "grad_norm": 7.0, "lr": 2.0, "tokens_learned": 8.0}  # fmt: skip
     assert {name: metrics[name] for name in expected} == expected

@@ -33,7 +33,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
         task=st.builds(
             dict,
             system_prompt=st.none() | TEXT,
-            digits=st.none() | st.integers(1, 6),
+            digits=st.none() | st.integers(1, 4),
             operations=st.none() | st.lists(st.sampled_from("+-*"), max_size=3),
             words=st.none() | st.booleans(),
         ),
