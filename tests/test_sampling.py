@@ -212,6 +212,10 @@ def test_the_proof_of_a_delivery_catches_other_weights_and_another_version():
         policy.head.weight.mul_(1.05)
     with pytest.raises(DeliveryError, match="disagree about token"):
         prove_delivery(probe, policy, sampler)
+    with torch.no_grad():
+        policy.head.weight.fill_(torch.nan)
+    with pytest.raises(DeliveryError, match="the policy has diverged"):
+        prove_delivery(probe, policy, sampler)
 
 
 def test_draws_hand_out_batch_by_batch_what_was_drawn_together():

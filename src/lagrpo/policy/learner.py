@@ -59,7 +59,7 @@ class Learner:
             raise ValueError(f"recipe {recipe.name!r} has a KL term (beta > 0): the learner needs a reference policy")
         self.policy, self.recipe, self.optimisation, self.reference = policy, recipe, optimisation, reference
         if activation_checkpointing:
-            policy.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
             policy.model.train()  # transformers checkpoints in training mode only; dropout is off
         self._masters = self._make_masters()
         self.reset_optimizer()

@@ -45,15 +45,19 @@ def prove_delivery(probe: Probe, policy: Policy, sampler: Sampler) -> float:
     """Largest |log π - log α| over the probe, nats.
 
     Raises:
-        DeliveryError: the sampler reports another version, or the difference is beyond TOLERANCE / tau.
+        DeliveryError: the sampler reports another version, the difference is beyond TOLERANCE / tau, or is no number.
     """
     if sampler.version != policy.version:
         raise DeliveryError(f"version {policy.version} was delivered, but the sampler reports {sampler.version}")
     packed = Packed.build([(probe.prompt_ids, [probe.token_ids])], policy.device)
     difference_T = (policy.logp(packed).cpu() - sampler.score(probe.prompt_ids, probe.token_ids).cpu()).abs()
     tolerance = TOLERANCE[policy.dtype] / policy.tau
+    if bool(difference_T.isnan().any()):
+        raise DeliveryError(
+            f"the log-probs of version {policy.version} are not numbers: the policy has diverged; lower optimizer.lr"
+        )
     if not bool((difference_T <= tolerance).all()):
-        worst = int(difference_T.nan_to_num(torch.inf).argmax())
+        worst = int(difference_T.argmax())
         raise DeliveryError(
             f"after the delivery of version {policy.version} learner and sampler disagree about token "
             f"{int(probe.token_ids[worst])} (position {worst} of the probe) by {difference_T[worst]:.3g} nats; the "
