@@ -59,7 +59,8 @@ def test_counts_rewards_and_lag(used):
 
 def test_figures_of_the_objective_are_those_of_the_first_update_and_those_of_the_step_of_the_last(used):
     first = {"tokens": 4.0, "tokens_alpha": 2.0, "ratio": 5.0, "ratio_squared": 10.0, "kl_alpha": 1.0, "kl_ref": 2.0,
-             "abs_log_ratio": 8.0, "clipped_positive": 1.0, "clipped_negative": 2.0, "max_abs_log_ratio": 3.0, "objective": 0.5,
+             "abs_log_ratio": 8.0, "clipped_positive": 1.0,
+             "clipped_negative": 2.0, "max_abs_log_ratio": 3.0, "objective": 0.5,
              "loss": -0.5, "grad_norm": 9.0, "lr": 1.0}  # fmt: skip
     last = first | {"kl_alpha": 100.0, "loss": -0.75, "grad_norm": 7.0, "lr": 2.0}
     metrics = batch_metrics(1, 1, 6, used, [first, last], Clock(), delivered=False)
