@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_LOGITS = 1 << 24  # logits held at a time: 64 MiB in float32
+CHUNK_LOGITS = 1 << 23  # float32 logits in hand: 32 MiB, about what a processor's cache holds
+HELD_GRADIENTS = 1 << 26  # their gradients, in the model's dtype, gathered for one large matrix product: 128 MiB
 
 
 def log_normaliser(scaled: Tensor) -> Tensor:
@@ -50,7 +51,7 @@ class _TokenLogp(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, tau: float) -> Tensor:
         logp = torch.empty(len(token_ids), dtype=torch.float32, device=hidden.device)
         lse = torch.empty_like(logp)
-        for rows in _chunks(len(token_ids), weight.shape[0]):
+        for rows in _chunks(0, len(token_ids), weight.shape[0], CHUNK_LOGITS):
             x = scaled_logits(hidden[rows], weight, bias, tau)
             chosen = x.gather(1, token_ids[rows].unsqueeze(1)).squeeze(1)
             lse[rows] = log_normaliser(x)
@@ -65,19 +66,23 @@ class _TokenLogp(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-        for rows in _chunks(len(token_ids), weight.shape[0]):
-            g = (grad_logp[rows] / ctx.tau).unsqueeze(1)
-            dx = scaled_logits(hidden[rows], weight, bias, ctx.tau).sub_(lse[rows].unsqueeze(1)).exp_().mul_(-g)
-            dx.scatter_add_(1, token_ids[rows].unsqueeze(1), g)
-            dx = dx.to(weight.dtype)
-            grad_hidden[rows] = dx @ weight
-            grad_weight += dx.mT @ hidden[rows]
+        for held in _chunks(0, len(token_ids), weight.shape[0], HELD_GRADIENTS):
+            dx = weight.new_empty(held.stop - held.start, weight.shape[0])
+            for rows in _chunks(held.start, held.stop, weight.shape[0], CHUNK_LOGITS):
+                g = (grad_logp[rows] / ctx.tau).unsqueeze(1)
+                p = scaled_logits(hidden[rows], weight, bias, ctx.tau).sub_(lse[rows].unsqueeze(1)).exp_().mul_(-g)
+                dx[rows.start - held.start : rows.stop - held.start] = p.scatter_add_(
+                    1, token_ids[rows].unsqueeze(1), g
+                )
+            grad_hidden[held] = dx @ weight
+            grad_weight += dx.mT @ hidden[held]
             if grad_bias is not None:
                 grad_bias += dx.sum(0, dtype=torch.float32)
         grad_bias = grad_bias.to(bias.dtype) if bias is not None and grad_bias is not None else None
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
 
 
-def _chunks(rows: int, vocabulary: int) -> list[slice]:
-    step = max(1, CHUNK_LOGITS // vocabulary)
-    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+def _chunks(start: int, stop: int, vocabulary: int, numbers: int) -> list[slice]:
+    """Rows start .. stop cut into pieces of at most `numbers` numbers of [rows, vocabulary]."""
+    step = max(1, numbers // vocabulary)
+    return [slice(first, min(first + step, stop)) for first in range(start, stop, step)]

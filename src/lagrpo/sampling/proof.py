@@ -19,7 +19,7 @@ from lagrpo.types import Prompt
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Largest |Δ log-prob| in nats at tau = 1 between learner and in-process sampler, which run one arithmetic; divided by
 tau at other temperatures. Rounding alone stays far below: 0 in bfloat16 on CPUs with bf16 products, 1e-4 in float32."""
-PROBE_TOKENS = 12
+PROBE_TOKENS = 4
 
 
 class DeliveryError(RuntimeError):
