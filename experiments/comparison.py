@@ -5,7 +5,7 @@
 
 Each run: 8 prompts x 8 completions of at most 16 tokens, 25 batches, learning rate 2e-5, beta 0, two seeds. pass@1 is
 that of the 20 held-out sums, 16 samples each, after the last update. Runs go to runs/comparison; a run that is there
-is not repeated. The table goes to docs/comparison.md, the figure to docs/images/comparison.png.
+is not repeated. The table is printed (docs/comparison.md has it), the figure goes to docs/images/comparison.png.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def figure(path: Path) -> None:
     panels[0].set_ylabel("mean reward of the batch")
     panels[-1].legend(loc="upper left", fontsize=8, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(path, dpi=120)
+    drawing.savefig(path, dpi=100)
 
 
 def main() -> None:
