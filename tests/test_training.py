@@ -356,3 +356,13 @@ def test_the_environment_is_recorded(run):
     environment = json.loads((result.run / "environment.json").read_text())
     assert environment["device"] == "cpu"
     assert environment["packages"]["torch"] == torch.__version__
+
+
+def test_weights_along_the_way_are_kept_under_their_version(run, model):
+    """i = 2: after batch 2 the policy is version 4, and what is kept of it is what the run then had."""
+    result = run(run={"save_every": 2}, schedule={"i": 2, "batches": 3})
+    assert sorted(path.name for path in (result.run / "weights").iterdir()) == ["final", "v000004"]
+    shorter = run(run={"name": "shorter"}, schedule={"i": 2, "batches": 2})
+    kept = replace(shorter, weights=result.run / "weights" / "v000004")
+    assert same(weights(kept), weights(shorter))
+    assert not same(weights(kept), weights(result))

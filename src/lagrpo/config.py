@@ -32,6 +32,8 @@ class RunSettings(_Settings):
     """Live table (a terminal), one line per batch (anything else), or nothing."""
     save_weights: bool = True
     """Write the final policy as a Hugging Face model directory."""
+    save_every: int = Field(default=0, ge=0)
+    """Also write the policy every so many batches, under its version; 0: only at the end."""
     score_update: bool = False
     """Score each batch once more after its updates, for the two sides of the bounds on the step (a forward pass)."""
 

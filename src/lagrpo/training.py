@@ -194,6 +194,8 @@ class Training:
             self.store.record(metrics)
             self.batches = b
         self.display.batch(metrics)
+        if self.settings.run.save_every and b % self.settings.run.save_every == 0:
+            self.store.record_weights(self.parts.policy.save, self.parts.policy.version)
         every = self.settings.evaluation.every
         if every and b % every == 0 and b < self.total:
             self.evaluate(f"batch-{b:06d}")
