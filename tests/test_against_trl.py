@@ -1,0 +1,172 @@
+"""The same rollouts give the same loss and the same gradient in TRL: make check-trl (pytest -m peer).
+
+The other side is one update of TRL's own `GRPOTrainer.train` in an environment of its own, see benchmarks/trl_loss.py.
+Here the rollouts become a batch, micro-batches and a loss as they do in a run. Token ids, log-probs of the policy that
+drew and rewards are the same; the model is a random Llama in float32, and neither micro-batches nor groups are aligned
+with each other.
+
+One convention differs and is bridged here: where TRL whitens, it divides by the sample deviation (of G - 1) plus 1e-4,
+while Eq. 2 of Mroueh et al. (arXiv 2505.22257) has sqrt(s0^2 + eps) with the biased s0. Two settings say the same as
+TRL's: `masked_count` counts the tokens of groups with equal rewards, and TRL's `dr_grpo` centres when
+`scale_rewards = "none"`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_learner import drawn, gradient, judged
+from tiny import save_tiny, tiny_policy
+
+from lagrpo.core.advantages import centred
+from lagrpo.policy.batch import assemble, micro_batches
+from lagrpo.policy.model import Policy
+from lagrpo.recipes import resolve
+from lagrpo.types import Group
+
+pytestmark = pytest.mark.peer
+
+ROOT = Path(__file__).parent.parent
+PEER = Path(os.environ.get("LAGRPO_TRL", ROOT / ".venv-trl" / "bin" / "python"))
+G, MAX_TOKENS, TAU = 6, 12, 0.8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe with its overrides, and what TRL calls that objective."""
+
+    recipe: str
+    trl: dict[str, Any]
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = [
+    Case("grpo", {"loss_type": "grpo"}, {"beta": 0.0}),
+    Case("dr_grpo", {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    Case("dapo", {"loss_type": "dapo", "epsilon_high": 0.28}, {"masked_count": True}),
+    Case(
+        "cispo", {"loss_type": "cispo", "epsilon_high": 5.0}
+    ),  # TRL caps at epsilon_high, MiniMax-M1 at 1 + epsilon_high
+    Case(
+        "gspo",
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.15},
+        {"epsilon_low": 0.1, "epsilon_high": 0.15},  # wider than the paper's, so that completions lie on both sides
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return tiny_policy(tau=TAU)
+
+
+@pytest.fixture(scope="module")
+def groups(policy: Policy) -> list[Group]:
+    """Four groups with rewards of four values, but for the second, whose rewards are equal; α is another policy than π,
+    so that ratios lie on both sides of the clip range."""
+    draw = torch.Generator().manual_seed(5)
+    rewards = torch.randint(4, (4, G), generator=draw) / 3.0
+    rewards[1] = 0.5
+    judged_groups = judged(drawn(policy, 4, G=G), lambda g, j, c: rewards[g, j].item())
+    return [
+        replace(group, completions=tuple(
+            replace(c, logp_alpha=c.logp_alpha + 0.3 * torch.randn(len(c.token_ids), generator=draw))
+            for c in group.completions
+        ))
+        for group in judged_groups
+    ]  # fmt: skip
+
+
+def whitened_as_trl(rewards_G: torch.Tensor) -> torch.Tensor:
+    return centred(rewards_G) / (rewards_G.std(correction=1) + 1e-4)
+
+
+def of_trl(model: Path, groups: list[Group], config: Mapping[str, Any], scratch: Path) -> tuple[float, dict]:
+    """TRL's loss and gradient by parameter."""
+    if not PEER.exists():
+        pytest.fail(f"TRL has no environment at {PEER}: make check-trl makes it (LAGRPO_TRL names another Python)")
+    request = {
+        "model": str(model),
+        "config": config,
+        "groups": [
+            {
+                "prompt": list(group.prompt.token_ids),
+                "completions": [
+                    {"token_ids": c.token_ids.tolist(), "logp_alpha": c.logp_alpha.tolist(), "reward": c.reward}
+                    for c in group.completions
+                ],
+            }
+            for group in groups
+        ],
+    }
+    asked, loss, gradients = scratch / "request.json", scratch / "loss.json", scratch / "gradient.safetensors"
+    asked.write_text(json.dumps(request))
+    command = [PEER, ROOT / "benchmarks" / "trl_loss.py", asked, loss, gradients]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    return sum(json.loads(loss.read_text())["losses"]), load_file(gradients)
+
+
+def of_ours(policy: Policy, groups: list[Group], case: Case) -> tuple[float, torch.Tensor, list]:
+    """Our loss and flat gradient, in micro-batches of 100 tokens, and the micro-batches."""
+    recipe = resolve(case.recipe, case.overrides)
+    whitens = recipe.composition.advantage == "whitened"
+
+    def advantage(rewards_G: torch.Tensor, lengths_G: torch.Tensor, g: int) -> torch.Tensor:
+        return whitened_as_trl(rewards_G) if whitens else recipe.advantage(rewards_G, rewards_G)
+
+    batch = assemble(groups, advantage, lambda lengths, flat: recipe.weights(lengths, flat, MAX_TOKENS))
+    rows = micro_batches(batch, 100)
+    flat = gradient(policy, recipe, rows)
+    with torch.no_grad():
+        loss = sum(
+            recipe.loss(
+                policy.logp(m.packed), m.logp_alpha_T, m.logp_k_T, None, m.advantage_C, m.completion_T, m.weight_C
+            )[0]
+            for m in rows
+        )
+    return float(loss), flat, rows
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.recipe)
+def test_loss_and_gradient_are_those_of_trl(case, policy, groups, tmp_path):
+    loss, flat, rows = of_ours(policy, groups, case)
+    assert len(rows) > 2
+    config = {
+        "num_generations": G,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 3,
+        "max_completion_length": MAX_TOKENS,
+        "temperature": TAU,
+        "beta": 0.0,
+        "max_steps": 1,
+        "max_grad_norm": 0.0,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "shuffle_dataset": False,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    their_loss, theirs = of_trl(save_tiny(tmp_path / "model"), groups, config | case.trl, tmp_path)
+    names = [name for name, _ in policy.model.named_parameters()]
+    assert set(theirs) == set(names)
+    their_flat = torch.cat([theirs[name].flatten() for name in names])
+    assert abs(their_loss) > 1e-3
+    assert loss == pytest.approx(their_loss, rel=1e-4, abs=1e-6)
+    assert flat.norm() > 1e-2
+    assert (flat - their_flat).norm() <= 1e-4 * their_flat.norm()
+    torch.testing.assert_close(flat, their_flat, rtol=1e-4, atol=1e-4 * float(their_flat.abs().max()))
