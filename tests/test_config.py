@@ -71,6 +71,8 @@ def test_every_setting_has_its_help(kind):
         ("evaluation", {"samples": 129}),
         ("objective", {"weight_temperature": 0.0}),
         ("objective", {"overlong_buffer": 257}),
+        ("objective", {"correction_cap": 0.9}),
+        ("objective", {"correction_floor": 1.1}),
         ("run", {"nmae": "x"}),
     ],
 )

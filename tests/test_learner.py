@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -237,6 +238,30 @@ def test_the_first_of_i_updates_starts_at_pi_k():
     second = stepping.step(rows)
     assert torch.equal(rows[0].logp_k_T, pi_k)
     assert first["max_abs_log_ratio"] < 1e-4 < second["max_abs_log_ratio"]
+
+
+def test_a_sampler_with_other_arithmetic_is_corrected_for_and_not_clipped_for():
+    """As if another program had reported every log-prob .3 nats too low: pi_k/alpha = e^.3 = 1.35 at each token, beyond
+    the clip range of .2. Over alpha the clip then cuts what has A > 0 before any update; over pi_k it cuts nothing."""
+    policy = tiny_policy(dtype=torch.float64)
+    groups = judged(drawn(policy))
+    for group in groups:
+        for c in group.completions:
+            c.logp_alpha.sub_(0.3)
+
+    def of(name: str, most: float = math.inf, **changes) -> torch.Tensor:
+        recipe = resolve(name, {"beta": 0.0} | changes)
+        rows = micro_batches(assembled(recipe, groups), 60)
+        for micro in rows:
+            micro.advantage_C.clamp_(max=most)
+        return gradient(policy, recipe, rows)
+
+    plain = of("grpo_recomputed")
+    torch.testing.assert_close(plain, of("stale_reinforce"), rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(of("grpo_tis"), math.exp(0.3) * plain, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(of("grpo_tis", correction_cap=1.25), 1.25 * plain, rtol=1e-4, atol=1e-7)
+    assert of("grpo_icepop", correction_cap=1.3).norm() == 0 < plain.norm()
+    torch.testing.assert_close(of("grpo"), math.exp(0.3) * of("grpo_recomputed", most=0.0), rtol=1e-4, atol=1e-7)
 
 
 def test_an_infinite_gradient_stops_before_anything_changes():

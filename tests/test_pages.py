@@ -10,7 +10,7 @@ import pytest
 TESTS = Path(__file__).parent
 DOCS = TESTS.parent / "docs"
 PAGES = sorted(path.name for path in DOCS.glob("*.md") if ">>>" in path.read_text())
-CORE = "advantages|bounds|divergences|dynamics|estimators|loss|objectives|ratios|reductions|reinforce"
+CORE = "advantages|bounds|corrections|divergences|dynamics|estimators|loss|objectives|ratios|reductions|reinforce"
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -31,6 +31,11 @@ def test_every_row_resolves_and_says_what_and_whence(name):
         ("off_policy_grpo_exact", Composition(beta=0.1, reduction="sequence_mean", surrogate="clipped_exact")),
         ("dr_grpo", Composition(advantage="centred", reduction="constant_length", beta=0.0)),
         ("dapo", Composition(epsilon_high=0.28, mask_zero_variance=True, beta=0.0)),
+        ("grpo_recomputed", Composition(beta=0.0, reduction="sequence_mean", denominator="pi_k")),
+        (
+            "grpo_tis",
+            Composition(reduction="sequence_mean", denominator="pi_k", correction="truncated", correction_cap=2.0),
+        ),
         ("rloo", Composition(advantage="leave_one_out", surrogate="reinforce", reduction="sequence_sum", beta=0.0)),
     ],
 )
@@ -47,13 +52,15 @@ def test_the_advantages_of_the_rows():
 def test_what_a_row_needs():
     rows = {name: resolve(name) for name in PRESETS}
     centred_on_pi_k = {"off_policy_grpo_exact", "clipped_proportional", "geppo"}
-    assert {name for name, row in rows.items() if row.needs_pi_k} == centred_on_pi_k | {"opmd_pairwise"}
+    over_pi_k = {"grpo_recomputed", "grpo_tis", "grpo_tis_sequence", "grpo_mis_sequence", "grpo_icepop"}
+    assert {name for name, row in rows.items() if row.needs_pi_k} == centred_on_pi_k | over_pi_k | {"opmd_pairwise"}
     with_kl = {"grpo", "grpo_masked", "off_policy_grpo", "off_policy_grpo_exact"}
     assert {name for name, row in rows.items() if row.needs_pi_ref} == with_kl | {"opmd_kimi"}
     assert {name for name, row in rows.items() if row.needs_whole_groups} == {"opmd_pairwise"}
     any_data = {
         "reinforce",
         "stale_reinforce",
+        "grpo_recomputed",
         "rloo",
         "asymre",
         "red_drop",
@@ -67,6 +74,10 @@ def test_what_a_row_needs():
 def test_what_a_change_needs():
     assert not resolve("off_policy_grpo", {"beta": 0.0}).needs_pi_ref
     assert resolve("reinforce", {"weight": "ratio"}).needs_logp_alpha
+    assert resolve("reinforce", {"weight": "ratio", "denominator": "pi_k"}).needs == {"logp_k"}
+    assert resolve("rloo", {"correction": "truncated"}).needs == {"logp_alpha", "logp_k"}
+    assert resolve("rec_one_side_nois", {"correction": "truncated"}).needs == {"logp_alpha", "logp_k"}
+    assert resolve("grpo_tis", {"correction": "none"}).needs == {"logp_k"}
     assert resolve("opmd", {"anchor": "pi_ref"}).needs == {"logp_ref"}
     assert resolve("stale_reinforce", {"beta": 0.1, "kl_importance": True}).needs == {"logp_ref", "logp_alpha"}
 
@@ -103,6 +114,23 @@ def test_an_importance_weighted_kl_weighs_each_token_by_rho():
         ("rec_ring_is", {"outer_low": 0.1}, "outer range of the ring must lie outside"),
         ("rec_two_side_is", {"outer_low": 0.7}, "outer_low was set, but nothing reads it"),
         ("red_weight", {"weight_temperature": 0.0}, "weight_temperature must be greater than 0"),
+        ("grpo", {"denominator": "pi_0"}, "unknown denominator 'pi_0'; the nearest is 'pi_k'"),
+        ("rloo", {"denominator": "pi_k"}, "denominator was set, but nothing reads it: .* weight 'one'"),
+        ("grpo", {"correction": "truncate"}, "unknown correction 'truncate'; the nearest is 'truncated'"),
+        ("grpo_tis", {"correction_level": "tokens"}, "unknown correction_level 'tokens'; the nearest is 'token'"),
+        ("grpo", {"correction_cap": 3.0}, "correction_cap was set, but nothing reads it: .* correction 'none'"),
+        ("grpo_recomputed", {"correction_level": "sequence"}, "correction_level was set, but nothing reads it"),
+        ("grpo_recomputed", {"correction_floor": 0.5}, "correction_floor was set, but nothing reads it"),
+        ("grpo", {"correction": "truncated"}, "pi/alpha in the surrogate already holds: it would count twice"),
+        ("unclipped", {"correction": "masked"}, "pi/alpha in the surrogate already holds"),
+        ("off_policy_grpo_exact", {"correction": "truncated"}, "pi/alpha in the surrogate already holds"),
+        ("cispo", {"correction": "truncated"}, "pi/alpha in the weight already holds.* set denominator = 'pi_k'"),
+        ("rec_ring_is", {"correction": "masked"}, "pi/alpha in the weight already holds"),
+        ("geppo", {"denominator": "pi_k"}, "over denominator 'pi_k' that centre is 1, which is surrogate 'clipped'"),
+        ("clipped_proportional", {"denominator": "pi_k", "correction": "truncated"}, "that centre is 1"),
+        ("opmd_pairwise", {"correction": "truncated"}, "it needs none: its argument holds whoever drew the group"),
+        ("grpo_tis", {"correction_cap": 0.9}, r"correction_cap be at least 1, .* but they are 0\.0 and 0\.9"),
+        ("grpo_tis", {"correction_floor": float("nan")}, r"correction_floor must lie in \[0, 1\]"),
         ("grpo", {"masked_count": True}, "mask_zero_variance is off"),
         ("dapo", {"kl": "k2"}, "beta is 0: there is no KL term"),
         ("dapo", {"kl_importance": True}, "beta is 0: there is no KL term"),
@@ -112,6 +140,27 @@ def test_an_importance_weighted_kl_weighs_each_token_by_rho():
 def test_what_is_refused_and_why(name, overrides, message):
     with pytest.raises(ValueError, match=message):
         resolve(name, overrides)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "unclipped", "cispo", "topr", "rec_one_side_is", "rec_ring_nois"])
+def test_every_ratio_can_be_over_pi_k_and_then_corrected(name):
+    """With alpha's log-probs in the place of pi_k's it is the objective over alpha; a weight of 1 changes nothing."""
+    logp_T, below_T, other_T = tensor([-1.0, -2.0, -0.5]), tensor([-1.3, -1.8, -0.4]), tensor([-9.0, -0.1, -3.0])
+    rest = (tensor([1.0, -0.5]), tensor([0, 0, 1]), tensor([0.3, 0.7]))
+    over_alpha = resolve(name, {"beta": 0.0}).loss(logp_T, below_T, None, None, *rest)[0]
+    over_pi_k = resolve(name, {"beta": 0.0, "denominator": "pi_k"}).loss(logp_T, other_T, below_T, None, *rest)[0]
+    corrected = resolve(name, {"beta": 0.0, "denominator": "pi_k", "correction": "truncated"})
+    assert torch.equal(over_pi_k, over_alpha)
+    assert torch.equal(corrected.loss(logp_T, below_T, below_T, None, *rest)[0], over_alpha)
+    assert corrected.loss(logp_T, other_T, below_T, None, *rest)[0] != over_alpha
+
+
+def test_a_correction_leaves_the_kl_term_alone():
+    """It weighs what is learned from the samples; the KL estimate has a weight of its own, kl_importance."""
+    tokens = (tensor([-1.0, -2.0]), tensor([-1.5, -1.0]), tensor([-1.1, -2.1]), tensor([-1.2, -1.2]))
+    rest = (tensor([0.0]), tensor([0, 0]), tensor([1.0]))  # no advantage: only the KL is left
+    losses = [resolve(name, {"beta": 0.04}).loss(*tokens, *rest)[0] for name in ("grpo_tis", "grpo_recomputed")]
+    assert float(losses[0]) == float(losses[1]) > 0
 
 
 def test_the_settings_name_every_piece():

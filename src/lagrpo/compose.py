@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -29,7 +30,9 @@ class Composition:
     """clipped (centre 1) | clipped_exact (centre pi_k/alpha) | clipped_proportional (that, by a factor) | unclipped |
     reinforce (M W A logp) | opmd_kimi | opmd_pairwise"""
     ratio: str = "token"
-    """token | sequence | length_normalised: the level at which pi/alpha is taken"""
+    """token | sequence | length_normalised: the level at which pi/alpha (or pi/pi_k) is taken"""
+    denominator: str = "alpha"
+    """alpha | pi_k: the policy under the ratio; with pi_k a clip measures how far pi has moved from it"""
     mask: str = "none"
     """M of reinforce, which tokens count: none | one_side | two_side | ring"""
     weight: str = "one"
@@ -38,6 +41,10 @@ class Composition:
     """what is subtracted in reinforce: none | asymre | opmd"""
     anchor: str = "alpha"
     """the policy that OPMD stays near: alpha | pi_k | pi_ref"""
+    correction: str = "none"
+    """weight pi_k/alpha of the surrogate's value, where its ratio is not over alpha: none | truncated | masked"""
+    correction_level: str = "token"
+    """level at which the correction's pi_k/alpha is taken: token | sequence | length_normalised"""
     reduction: str = "token_mean"
     """token_mean | sequence_mean | sequence_sum | constant_length"""
     kl: str = "k3"
@@ -54,6 +61,10 @@ class Composition:
     """outer lower range of the ring mask"""
     outer_high: float = 2.0
     """outer upper range of the ring mask"""
+    correction_floor: float = 0.0
+    """least pi_k/alpha: truncated raises lower ones to it, masked drops them"""
+    correction_cap: float = 2.0
+    """greatest pi_k/alpha: truncated lowers higher ones to it, masked drops them"""
     eps_std: float = 1e-4
     """variance floor of the whitened advantage: sigma = sqrt(s0^2 + eps_std)"""
     strength: float = 0.1
@@ -153,35 +164,60 @@ def compose(name: str, source: str, formula: str, base: Composition, overrides: 
 
     Raises ValueError for an unknown name (with the nearest one), a number out of its domain, and a composition that
     contradicts itself, among them an override that nothing in the composition would read."""
-    from lagrpo.core import divergences, pieces
+    from lagrpo.core import corrections, divergences
     from lagrpo.core.loss import no_kl
 
     for key in overrides:
         known("setting", key, [field.name for field in fields(Composition)])
     made = replace(base, **overrides)
-    read: set[str] = set()
+    pieces = _Pieces(made)
+    surrogate, clip = (pieces.bound(function, "surrogate") for function in pieces.named("surrogate"))
+    advantage, correction, reduction = (pieces.read(table) for table in ("advantage", "correction", "reduction"))
+    kl = pieces.read("kl") if made.beta > 0 else no_kl
+    _refuse_bad_numbers(made)
+    _refuse_contradictions(made, overrides, pieces.readers)
 
-    def piece(table: str) -> Any:
-        read.add(table)
-        return pieces.TABLES[table][known(table, getattr(made, table), pieces.TABLES[table])]
+    def value(terms: Any) -> Tensor:
+        return corrections.corrected(surrogate(terms), correction(terms))
 
-    def bound(function: Callable[..., Any]) -> Callable[..., Any]:
-        knobs = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        read.update(knobs)
-        return partial(function, **{k: bound(piece(k)) if k in pieces.TABLES else getattr(made, k) for k in knobs})
+    def cut(terms: Any) -> Tensor:
+        return clip(terms) | (correction(terms) == 0)
 
     def weighted_kl(terms: Any) -> Tensor:
         return divergences.importance_weighted(kl(terms), (terms.logp - terms.alpha).exp())
 
-    value, cut = (bound(function) for function in piece("surrogate"))
-    advantage, reduction = bound(piece("advantage")), bound(piece("reduction"))
-    kl = bound(piece("kl")) if made.beta > 0 else no_kl
-    _refuse_bad_numbers(made)
-    _refuse_contradictions(made, overrides, read)
     used_kl = weighted_kl if made.kl_importance else kl
     needs = _needs(lambda terms: (value(terms), cut(terms), used_kl(terms)))
-    silent = _silent(lambda terms: value(terms) - made.beta * used_kl(terms))
+    silent = _silent(lambda terms: surrogate(terms) - made.beta * used_kl(terms))
     return Recipe(name, source, formula, made, advantage, value, cut, used_kl, reduction, needs, silent)
+
+
+class _Pieces:
+    """The pieces that a composition names, each bound to what it reads. `readers` says of every name and number that
+    was read the tables of the pieces that read it; "" is the recipe itself."""
+
+    def __init__(self, made: Composition) -> None:
+        from lagrpo.core.pieces import TABLES
+
+        self.made, self.tables = made, TABLES
+        self.readers: defaultdict[str, set[str]] = defaultdict(set)
+
+    def named(self, table: str, reader: str = "") -> Any:
+        """What the composition names in a table, not yet bound: a function, or the two of a surrogate."""
+        self.readers[table].add(reader)
+        return self.tables[table][known(table, getattr(self.made, table), self.tables[table])]
+
+    def bound(self, function: Callable[..., Any], table: str) -> Callable[..., Any]:
+        """A function of a table with its keyword-only parameters: the settings of those names."""
+        parameters = inspect.signature(function).parameters.values()
+        return partial(function, **{p.name: self.read(p.name, table) for p in parameters if p.kind is p.KEYWORD_ONLY})
+
+    def read(self, knob: str, reader: str = "") -> Any:
+        """What `reader` gets for a setting: a number, or the bound piece of the table of that name."""
+        if knob in self.tables:
+            return self.bound(self.named(knob, reader), knob)
+        self.readers[knob].add(reader)
+        return getattr(self.made, knob)
 
 
 def known(kind: str, name: str, names: Iterable[str]) -> str:
@@ -235,18 +271,40 @@ def _refuse_bad_numbers(made: Composition) -> None:
         raise ValueError(f"weight_temperature must be greater than 0, but is {made.weight_temperature}")
     if made.mask == "ring" and (made.outer_low < made.epsilon_low or made.outer_high < made.epsilon_high):
         raise ValueError("the outer range of the ring must lie outside its inner one: outer_* at least epsilon_*")
+    if not 0 <= made.correction_floor <= 1 <= made.correction_cap:
+        raise ValueError(
+            "correction_floor must lie in [0, 1] and correction_cap be at least 1, as pi_k/alpha is 1 where nothing is "
+            f"to be corrected, but they are {made.correction_floor} and {made.correction_cap}"
+        )
 
 
-def _refuse_contradictions(made: Composition, overrides: Mapping[str, Any], read: set[str]) -> None:
+def _refuse_contradictions(made: Composition, overrides: Mapping[str, Any], readers: Mapping[str, set[str]]) -> None:
     always_read = {"beta", "kl_importance", "overlong_buffer", "mask_zero_variance", "masked_count"}
     for knob in overrides:
         if knob == "kl" and made.beta == 0:
             raise ValueError("kl names the estimator of the KL term, but beta is 0: there is no KL term")
-        if knob not in read | always_read:
+        if knob not in readers.keys() | always_read:
             raise ValueError(
                 f"{knob} was set, but nothing reads it: surrogate {made.surrogate!r} with mask {made.mask!r}, weight "
-                f"{made.weight!r}, regulariser {made.regulariser!r}, and advantage {made.advantage!r}"
+                f"{made.weight!r}, regulariser {made.regulariser!r}, correction {made.correction!r}, and advantage "
+                f"{made.advantage!r}"
             )
+    if made.surrogate in ("clipped_exact", "clipped_proportional") and made.denominator == "pi_k":
+        raise ValueError(
+            f"surrogate {made.surrogate!r} centres its range on pi_k/alpha; over denominator 'pi_k' that centre is 1, "
+            "which is surrogate 'clipped'"
+        )
+    weighs = readers.get("ratio", set()) - {"mask"}  # a mask keeps or drops, whatever its ratio is of
+    if made.correction != "none" and made.denominator == "alpha" and weighs:
+        raise ValueError(
+            f"correction {made.correction!r} weighs by pi_k/alpha, which pi/alpha in the {' and '.join(sorted(weighs))}"
+            " already holds: it would count twice; set denominator = 'pi_k', or correction = 'none'"
+        )
+    if made.correction != "none" and made.surrogate == "opmd_pairwise":
+        raise ValueError(
+            "a correction weighs completions one by one, but 'opmd_pairwise' compares those of a group; it needs none: "
+            "its argument holds whoever drew the group"
+        )
     if made.kl_importance and made.beta == 0:
         raise ValueError("kl_importance weighs the KL term, but beta is 0: there is no KL term")
     if made.masked_count and not made.mask_zero_variance:

@@ -148,7 +148,9 @@ class ObjectiveSettings(_Settings):
     """clipped (around 1), clipped_exact (around pi_k/alpha), clipped_proportional (around it, by a factor), unclipped,
     reinforce (M W A logp), opmd_kimi or opmd_pairwise."""
     ratio: str | None = None
-    """Level at which pi/alpha is taken: token, sequence or length_normalised."""
+    """Level at which pi/alpha (or pi/pi_k) is taken: token, sequence or length_normalised."""
+    denominator: str | None = None
+    """The policy under that ratio: alpha, or pi_k, whose log-probs the learner computes."""
     mask: str | None = None
     """M of reinforce, which tokens count: none, one_side, two_side or ring."""
     weight: str | None = None
@@ -203,6 +205,10 @@ class OptimizerSettings(_Settings):
     """AdamW: decoupled weight decay."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients are scaled down to this norm; 0 does not clip."""
+    correction: str | None = None
+    """For a ratio over pi_k: weigh the surrogate by pi_k/alpha, truncated (TIS) or masked (MIS, IcePop), or none."""
+    correction_level: str | None = None
+    """Level at which the correction's pi_k/alpha is taken: token, sequence or length_normalised."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Of the learning rate, after the warm-up."""
     warmup: int = Field(default=0, ge=0)
@@ -219,6 +225,10 @@ class VerifierSettings(_Settings):
     deadline: float = Field(default=5.0, gt=0)
     """Seconds for each verdict; after that the completion is rejected and the worker replaced."""
     max_unscored: float = Field(default=0.5, ge=0, le=1)
+    correction_floor: float | None = Field(default=None, ge=0, le=1)
+    """Least pi_k/alpha of a correction: truncated raises lower ones to it, masked drops them."""
+    correction_cap: float | None = Field(default=None, ge=1)
+    """Greatest pi_k/alpha of a correction: truncated lowers higher ones to it, masked drops them."""
     """The run stops when a larger share of a batch is rejected or failed."""
 
 

@@ -6,7 +6,8 @@ A new method is a new row, or an existing row with overrides in a settings file:
 0.28
 
 Where a source leaves a number open the row says so. A = (r - mu)/sigma is written `whitened`, r - mu `centred`; rho is
-pi/alpha of a token, s that of a sequence. Importing this module does not load torch; `resolve` does.
+pi/alpha of a token, s that of a sequence; sg stops the gradient. Importing this module does not load torch; `resolve`
+does.
 """
 
 from __future__ import annotations
@@ -41,9 +42,12 @@ def resolve(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
 SHAO = "Shao et al., DeepSeekMath, arXiv 2402.03300"
 MROUEH = "Mroueh et al., Revisiting GRPO, arXiv 2505.22257"
 YAO = "Yao et al., Group-relative REINFORCE is secretly off-policy, arXiv 2509.24203"
+TIS = "Yao, Liu et al., Your efficient RL framework secretly brings you off-policy RL training, 2025"
+MIS = "Liu, Li et al., When speed kills stability: demystifying RL collapse from the training-inference mismatch, 2025"
 
 GRPO = Composition(reduction="sequence_mean", beta=0.04)
 OFF_POLICY = replace(GRPO, beta=0.1)
+RECOMPUTED = replace(GRPO, denominator="pi_k", beta=0.0)
 REINFORCE = Composition(advantage="centred", surrogate="reinforce")
 REC = replace(REINFORCE, mask="one_side")
 GSPO = Composition(ratio="length_normalised", reduction="sequence_mean", epsilon_low=3e-4, epsilon_high=4e-4)
@@ -89,6 +93,31 @@ PRESETS: dict[str, Preset] = {
         replace(GRPO, surrogate="clipped_exact", beta=0.0),
         "min(rho A, clip(rho, c - epsilon_low, c + epsilon_high) A), c = pi_k/alpha, A whitened: f_eps, as rho >= 0",
         "Queeney et al., Generalized PPO, arXiv 2111.00072",
+    ),
+    "grpo_recomputed": Preset(
+        RECOMPUTED,
+        "f_eps(pi/pi_k, 1, A), A whitened: samples of alpha treated as if pi_k had drawn them",
+        "what a trainer computes that recomputes the log-probs of its old policy and leaves those of the sampler aside",
+    ),
+    "grpo_tis": Preset(
+        replace(RECOMPUTED, correction="truncated"),
+        "min(pi_k/alpha, C) f_eps(pi/pi_k, 1, A) of each token, C = 2, A whitened",
+        f"{TIS}: C not stated, 2 is the default of verl and slime",
+    ),
+    "grpo_tis_sequence": Preset(
+        replace(RECOMPUTED, correction="truncated", correction_level="sequence"),
+        "min(pi_k(y)/alpha(y), C) f_eps(pi/pi_k, 1, A), C = 2, A whitened: one weight for each completion",
+        f"{MIS}: C = 2 as for the tokens",
+    ),
+    "grpo_mis_sequence": Preset(
+        replace(RECOMPUTED, correction="masked", correction_level="sequence"),
+        "w 1[w <= C] f_eps(pi/pi_k, 1, A), w = pi_k(y)/alpha(y), C = 2, A whitened: completions beyond C are dropped",
+        f"{MIS}: C = 2 here, 3 is the default of TRL",
+    ),
+    "grpo_icepop": Preset(
+        replace(RECOMPUTED, correction="masked", correction_floor=0.5, correction_cap=5.0),
+        "w 1[.5 <= w <= 5] f_eps(pi/pi_k, 1, A), w = pi_k/alpha of a token, A whitened: tokens outside are dropped",
+        "IcePop, in Ling Team, Ring-1T, arXiv 2510.18855: its range is a choice, (.5, 5) that of verl and OpenRLHF",
     ),
     "dr_grpo": Preset(
         Composition(advantage="centred", reduction="constant_length"),

@@ -143,6 +143,73 @@ def test_off_policy_the_sequence_ratio_is_unbiased_and_nothing_else_is():
         assert cosine(found, exact) == pytest.approx(angle, abs=5e-5), label
 
 
+INFINITE = {"correction_cap": float("inf")}
+
+
+def per_completion(name: str, theta: Tensor, **overrides) -> Tensor:
+    """The gradient of the recipe's surrogate on each of the nine completions, pi_k half-way from alpha: [9, 12]."""
+    recipe = resolve(name, overrides)
+
+    def values(theta: Tensor) -> Tensor:
+        logp_T = (token_logp(theta), token_logp(ALPHA), token_logp(PI_K), token_logp(PI_REF))
+        value_T = recipe.value(Terms(*logp_T, COMPLETION_T, CENTRED))
+        return torch.zeros(9, dtype=torch.float64).index_add(0, COMPLETION_T, value_T)
+
+    return torch.autograd.functional.jacobian(values, theta)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "relative", "angle", "variance"),
+    [
+        ("grpo_recomputed", {}, 0.2133, 0.9812, 0.2585),
+        ("stale_reinforce", {}, 0.2133, 0.9812, 0.2585),  # pi = pi_k: nothing else is left of it
+        ("grpo", {}, 0.1667, 0.9916, 0.2112),
+        ("grpo_tis", INFINITE, 0.2158, 0.9803, 0.2384),
+        ("grpo_tis", {}, 0.2158, 0.9803, 0.2384),  # no token reaches 2
+        ("grpo_tis", {"correction_cap": 1.2}, 0.2467, 0.9748, 0.2199),
+        ("grpo_tis_sequence", INFINITE, 0.0, 1.0, 0.2624),
+        ("grpo_tis_sequence", {"correction_cap": 1.5}, 0.0511, 0.9989, 0.2314),
+        ("grpo_tis_sequence", {"correction_cap": 1.2}, 0.0935, 0.9964, 0.2069),
+        ("grpo_tis_sequence", INFINITE | {"correction_level": "length_normalised"}, 0.1048, 0.9954, 0.2377),
+        ("grpo_mis_sequence", {"correction_cap": 1.5}, 0.2733, 0.9743, 0.1606),
+        ("grpo_icepop", {"correction_floor": 2 / 3, "correction_cap": 1.5}, 0.3145, 0.9632, 0.1682),
+    ],
+)
+def test_at_pi_k_untruncated_weights_of_completions_are_unbiased_and_nothing_else_is(
+    name, changes, relative, angle, variance
+):
+    """Relative error and cosine of the expected gradient to grad J(pi_k), and the variance on one completion of alpha
+    (the trace of its covariance; of grad log pi_k A on completions of pi_k itself it is .2427)."""
+    exact, samples = gradient(mean_reward, PI_K), per_completion(name, PI_K, **changes)
+    found = (p(ALPHA)[:, None] * samples).sum(dim=0)
+    assert_close(found, gradient(surrogate(name, CENTRED, pi_k=PI_K, **changes), PI_K))
+    assert error(found, exact) == pytest.approx(relative, abs=5e-5)
+    assert cosine(found, exact) == pytest.approx(angle, abs=5e-5)
+    trace = (p(ALPHA)[:, None] * (samples - found).square()).sum()
+    assert float(trace) == pytest.approx(variance, abs=5e-5)
+
+
+def test_the_numbers_of_the_mismatch_are_of_these_ratios():
+    tokens = (token_logp(PI_K) - token_logp(ALPHA)).exp()
+    assert [float(tokens.min()), float(tokens.max())] == pytest.approx([0.5187, 1.6084], abs=5e-5)
+    completions = p(PI_K) / p(ALPHA)
+    assert [float(completions.min()), float(completions.max())] == pytest.approx([0.3794, 1.8454], abs=5e-5)
+    samples = torch.autograd.functional.jacobian(logp, PI_K) * CENTRED[:, None]
+    exact = (p(PI_K)[:, None] * samples).sum(dim=0)
+    assert_close(exact, gradient(mean_reward, PI_K))
+    assert float((p(PI_K)[:, None] * (samples - exact).square()).sum()) == pytest.approx(0.2427, abs=5e-5)
+
+
+def test_weights_and_ratios_of_completions_together_are_unbiased_wherever_pi_is():
+    """(pi_k/alpha)(pi/pi_k) = pi/alpha: with tokens' ratios the first factor corrects alpha, not what pi did since."""
+    exact, of_completions = gradient(mean_reward, PI), INFINITE | {"correction_level": "sequence"}
+    parts = {"denominator": "pi_k", "correction": "truncated"} | of_completions
+    found = gradient(surrogate("unclipped", CENTRED, pi_k=PI_K, **parts), PI)
+    assert_close(found, 2 * exact)  # the ratio stands at each of two tokens
+    of_tokens = gradient(surrogate("unclipped", CENTRED, pi_k=PI_K, ratio="token", **parts), PI)
+    assert error(of_tokens, exact) == pytest.approx(0.2459, abs=5e-5)
+
+
 def test_the_exact_clip_in_expectation_is_the_case_distinction_under_equation_6():
     found = surrogate("off_policy_grpo_exact", CENTRED, pi_k=PI_K, ratio="sequence")(PI) / 2
     s, c = p(PI) / p(ALPHA), p(PI_K) / p(ALPHA)

@@ -4,9 +4,12 @@ Nothing else of the settings reaches it.
 
     advantage                   (rewards_G, uniform_G) -> advantage_G    uniform_G: a draw in [0, 1) per completion
     surrogate                   (Terms) -> value [T], and the mask of the tokens whose gradient it cuts
-    ratio                       (Terms, logp_T) -> the ratio of these log-probs to alpha's [T]
+    ratio                       (Terms, logp_T) -> the ratio of these log-probs to those of the denominator [T]
+    denominator                 (Terms) -> log-probs of the policy under the ratio [T]
     mask, weight, regulariser   (Terms) -> M, W, R in M W A logp - R [T]
     anchor                      (Terms) -> log-probs of the policy that OPMD stays near [T]
+    correction                  (Terms) -> the weight of each value, 0 where it is dropped [T]
+    correction_level            (Terms) -> pi_k/alpha [T]
     kl                          (Terms) -> estimate of KL(pi || pi_ref) [T]
     reduction                   (lengths_C, kept_C, counted_C, max_length) -> weight_C
 """
@@ -16,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lagrpo.core import advantages, divergences, objectives, ratios, reductions, reinforce
+from lagrpo.core import advantages, corrections, divergences, objectives, ratios, reductions, reinforce
 
 Piece = Callable[..., Tensor]
 
@@ -51,6 +54,14 @@ def _pi_k_over_alpha(t, ratio):
     return ratio(t, t.pi_k)
 
 
+def _ratio(level: Piece) -> Piece:
+    return lambda t, logp_T, *, denominator: level(t, logp_T, denominator(t))
+
+
+def _mismatch(level: Piece) -> Piece:
+    return lambda t: level(t, t.pi_k, t.alpha)
+
+
 ADVANTAGES: dict[str, Piece] = {
     "whitened": lambda r, u=None, *, eps_std: advantages.whitened(r, eps_std),
     "centred": lambda r, u=None: advantages.centred(r),
@@ -82,11 +93,15 @@ SURROGATES: dict[str, tuple[Piece, Piece]] = {
     ),
 }
 
-RATIOS: dict[str, Piece] = {
-    "token": lambda t, logp_T: ratios.token_ratio(logp_T, t.alpha),
-    "sequence": lambda t, logp_T: ratios.sequence_ratio(logp_T, t.alpha, t.completion, t.C),
-    "length_normalised": lambda t, logp_T: ratios.length_normalised_ratio(logp_T, t.alpha, t.completion, t.C),
+LEVELS: dict[str, Piece] = {
+    "token": lambda t, logp_T, below_T: ratios.token_ratio(logp_T, below_T),
+    "sequence": lambda t, logp_T, below_T: ratios.sequence_ratio(logp_T, below_T, t.completion, t.C),
+    "length_normalised": lambda t, logp_T, below_T: ratios.length_normalised_ratio(logp_T, below_T, t.completion, t.C),
 }
+
+RATIOS: dict[str, Piece] = {name: _ratio(level) for name, level in LEVELS.items()}
+
+DENOMINATORS: dict[str, Piece] = {"alpha": lambda t: t.alpha, "pi_k": lambda t: t.pi_k}
 
 MASKS: dict[str, Piece] = {
     "none": _everywhere,
@@ -117,6 +132,18 @@ REGULARISERS: dict[str, Piece] = {
 
 ANCHORS: dict[str, Piece] = {"alpha": lambda t: t.alpha, "pi_k": lambda t: t.pi_k, "pi_ref": lambda t: t.pi_ref}
 
+CORRECTIONS: dict[str, Piece] = {
+    "none": lambda t: torch.ones_like(t.logp),
+    "truncated": lambda t, *, correction_level, correction_floor, correction_cap: corrections.truncated(
+        correction_level(t), correction_floor, correction_cap
+    ),
+    "masked": lambda t, *, correction_level, correction_floor, correction_cap: corrections.masked(
+        correction_level(t), correction_floor, correction_cap
+    ),
+}
+
+CORRECTION_LEVELS: dict[str, Piece] = {name: _mismatch(level) for name, level in LEVELS.items()}
+
 KLS: dict[str, Piece] = {
     "k1": lambda t: divergences.k1(t.logp, t.pi_ref),
     "k2": lambda t: divergences.k2(t.logp, t.pi_ref),
@@ -134,10 +161,13 @@ TABLES = {
     "advantage": ADVANTAGES,
     "surrogate": SURROGATES,
     "ratio": RATIOS,
+    "denominator": DENOMINATORS,
     "mask": MASKS,
     "weight": WEIGHTS,
     "regulariser": REGULARISERS,
     "anchor": ANCHORS,
+    "correction": CORRECTIONS,
+    "correction_level": CORRECTION_LEVELS,
     "kl": KLS,
     "reduction": REDUCTIONS,
 }
