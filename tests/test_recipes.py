@@ -82,6 +82,13 @@ def test_what_a_change_needs():
     assert resolve("stale_reinforce", {"beta": 0.1, "kl_importance": True}).needs == {"logp_ref", "logp_alpha"}
 
 
+def test_a_narrow_mask_makes_nothing_silent():
+    """Whether an advantage of 0 has no gradient is a matter of the surrogate, whatever a correction would drop."""
+    narrow = {"correction": "masked", "correction_floor": 1.0, "correction_cap": 1.0}
+    assert not resolve("asymre", narrow).silent
+    assert resolve("reinforce", narrow).silent
+
+
 def test_an_importance_weighted_kl_weighs_each_token_by_rho():
     tokens = (tensor([-1.0, -2.0]), tensor([-1.5, -1.0]), None, tensor([-1.2, -1.2]))
     rest = (tensor([0.0]), tensor([0, 0]), tensor([1.0]))  # no advantage: only the KL is left
