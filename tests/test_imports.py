@@ -41,10 +41,11 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": {"core", "types", "policy"},
     "prompts": {"types", "config", "policy", "sampling", "tasks"},
     "recorded": {"types", "policy", "tasks"},
+    "servers": {"checks", "config", "embedded", "policy", "sampling"},
     "build": {"checks", "compose", "config", "embedded", "policy", "prompts", "recipes", "recorded", "sampling"}
-    | {"tasks", "types"}
+    | {"servers", "tasks", "types"}
     | PLAIN,
-    "meaning": {"build", "checks", "compose", "config", "embedded", "policy", "recipes", "sampling"} | PLAIN,
+    "meaning": {"build", "checks", "compose", "config", "embedded", "policy", "recipes", "sampling", "servers"} | PLAIN,
 }
 BELOW_THE_LOOP = set(ALLOWED)
 ALLOWED |= {

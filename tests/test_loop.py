@@ -120,6 +120,7 @@ def test_a_sampler_that_does_not_take_the_delivery_stops_the_run(algorithm, monk
 
     def stale(self, weights, version):
         original(self, weights, version) if version == 0 else setattr(self.policy, "version", version)
+        return {}
 
     monkeypatch.setattr(LocalSampler, "deliver", stale)
     with pytest.raises(DeliveryError, match="after the delivery of version 1 learner and sampler disagree"):

@@ -203,7 +203,7 @@ def test_the_proof_of_a_delivery_catches_other_weights_and_another_version():
     policy = tiny_policy()
     sampler = LocalSampler(policy.twin(), 0, 16, 8)
     probe = Probe.after(request(0, policy=policy).prompt, 103, seed=0)
-    assert prove_delivery(probe, policy, sampler) < 1e-4
+    assert prove_delivery(probe, policy, sampler)["probe_max"] < 1e-4
     policy.version = 1
     with pytest.raises(DeliveryError, match="version 1 was delivered, but the sampler reports 0"):
         prove_delivery(probe, policy, sampler)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,14 @@ from lagrpo.policy.learner import Learner, Optimisation
 from lagrpo.policy.model import Policy, check_context, load_policy
 from lagrpo.prompts import PromptSource
 from lagrpo.recorded import Recorded
+from lagrpo.sampling.base import Sampler
 from lagrpo.sampling.local import LocalSampler
+from lagrpo.sampling.proof import Probe, prove_delivery
 from lagrpo.sampling.schedule import Schedule
+from lagrpo.sampling.vllm.proof import PROBE_PROMPTS, PairedProof
+from lagrpo.sampling.vllm.sampler import VllmSampler
+from lagrpo.sampling.vllm.server import Server
+from lagrpo.servers import build_vllm, open_servers
 from lagrpo.tasks import Task, TaskSettings, load_task
 from lagrpo.types import Group
 
@@ -98,7 +105,8 @@ class Parts:
     recipe: Recipe
     policy: Policy
     learner: Learner
-    sampler: LocalSampler
+    sampler: Sampler
+    prove: Callable[[Policy, Any], Mapping[str, float]]
     evaluator: LocalSampler
     prompts: PromptSource
     schedule: Schedule
@@ -111,6 +119,16 @@ class Parts:
         Raises:
             SettingsError: data or a model that is not there, or that the settings do not fit.
         """
+        servers = open_servers(settings) if settings.sampling.sampler == "vllm" else []
+        try:
+            return Parts._build(settings, recipe, task, servers)
+        except BaseException:
+            for server in servers:
+                server.close()
+            raise
+
+    @staticmethod
+    def _build(settings: Settings, recipe: Recipe, task: Task | None, servers: Sequence[Server]) -> Parts:
         seed, sampling, offline = settings.run.seed, settings.sampling, settings.offline
         from_file = recorded_prompts(settings)
         own_task = task is not None
@@ -125,13 +143,40 @@ class Parts:
         reference = policy.twin() if recipe.needs_pi_ref else None
         checkpointing = settings.optimizer.activation_checkpointing
         learner = Learner(policy, recipe, optimisation(settings), reference, checkpointing)
-        sampler = LocalSampler(policy.twin(), seed, sampling.max_tokens, sampling.rows)
+        sampler = (
+            build_vllm(settings, policy, servers)
+            if servers
+            else LocalSampler(policy.twin(), seed, sampling.max_tokens, sampling.rows)
+        )
+        prove = build_proof(settings, policy, source, sampler)
         evaluator = LocalSampler(
             policy, seed, sampling.max_tokens, sampling.rows, settings.evaluation.temperature, "evaluate"
         )
         schedule = Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.delta)
         given = partial(recorded.batch, count=from_file) if recorded else _nothing
-        return Parts(task, own_task, recipe, policy, learner, sampler, evaluator, source, schedule, given)
+        return Parts(task, own_task, recipe, policy, learner, sampler, prove, evaluator, source, schedule, given)
+
+    def keep_logs(self, run: Path) -> None:
+        """The logs of the servers that were started for a run go to its directory."""
+        if isinstance(self.sampler, VllmSampler):
+            for number, server in enumerate(self.sampler.servers, start=1):
+                server.keep_log(run / f"vllm-{number}.log")
+
+
+def build_proof(
+    settings: Settings, policy: Policy, source: PromptSource, sampler: Sampler
+) -> Callable[[Policy, Any], Mapping[str, float]]:
+    """What is called after every delivery; see sampling/proof.py and sampling/vllm/proof.py."""
+    if not settings.sampling.prove:
+        return _unproven
+    if isinstance(sampler, VllmSampler):
+        return PairedProof(source.probes(PROBE_PROMPTS), sampler.dtype, settings.vllm.tolerance)
+    vocabulary = policy.head.weight.shape[0]
+    return partial(prove_delivery, Probe.after(source.tokenised("train", 0), vocabulary, settings.run.seed))
+
+
+def _unproven(policy: Policy, sampler: Any) -> Mapping[str, float]:
+    return {}
 
 
 def _nothing(b: int) -> Sequence[Group]:

@@ -87,6 +87,8 @@ class TaskSettings(_Settings):
 
 
 class SamplingSettings(_Settings):
+    sampler: Literal["local", "vllm"] = "local"
+    """Who draws: this process, or vLLM servers (section vllm)."""
     G: int = Field(default=16, ge=1)
     """Completions per prompt: a group."""
     temperature: float = Field(default=1.0, gt=0)
@@ -96,11 +98,55 @@ class SamplingSettings(_Settings):
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longest prompt, chat template included; a longer one is an error."""
     rows: int = Field(default=128, ge=1)
-    """Completions decoded at a time."""
+    """Completions decoded at a time (at each server)."""
     ahead: bool = True
     """With v > 1, draw the batches up to the next delivery together; the records are the same either way."""
+    prove: bool = True
+    """After every delivery, prove that sampler and learner compute the same. Off: nobody notices stale weights."""
     resample: int = Field(default=0, ge=0)
     """Times that groups of equal rewards make way for groups of further prompts (DAPO's dynamic sampling)."""
+
+
+class VllmSettings(_Settings):
+    urls: tuple[str, ...] = ()
+    """Servers that run already (http://host:port); their API key is read from $LAGRPO_VLLM_API_KEY. Without any,
+    servers are started here."""
+    servers: int = Field(default=1, ge=1)
+    """How many servers to start."""
+    python: str = ".venv-vllm/bin/python"
+    """Python of the environment that has vLLM, to start servers with; `make vllm-env` makes one."""
+    options: tuple[str, ...] = ()
+    """Further options of `vllm serve` for the servers that are started."""
+    delivery: Literal["directory", "nccl", "ipc"] = "directory"
+    """How weights travel: through a directory that both sides see, by NCCL between GPUs, by CUDA IPC on one GPU."""
+    directory: str | None = None
+    """Where the directory is made; /dev/shm by default. Servers on other hosts need a shared file system."""
+    in_flight: Literal["finish", "span", "redraw"] = "finish"
+    """Completions under way at a delivery (schedule lagged): waited for, continued with the new weights so that they
+    span versions, or drawn again."""
+    tolerance: float | None = Field(default=None, gt=0)
+    """Largest mean |log-prob of learner - of server|, nats a token at temperature 1; by default that of the dtype."""
+    failures: int = Field(default=3, ge=0)
+    """How often servers may be brought back before the run gives up."""
+    start_deadline: float = Field(default=600.0, gt=0)
+    """Seconds for a server to get ready."""
+    request_deadline: float = Field(default=600.0, gt=0)
+    """Seconds for the completions of one group."""
+    delivery_deadline: float = Field(default=300.0, gt=0)
+    """Seconds for a server to load weights."""
+    control_deadline: float = Field(default=30.0, gt=0)
+    """Seconds for any other answer."""
+
+    @model_validator(mode="after")
+    def _urls_are_urls(self) -> VllmSettings:
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"urls: {url!r} is no URL; write http://host:port")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("urls: the same server is there twice")
+        if self.urls and self.servers > 1:
+            raise ValueError("servers is how many to start, but urls names servers that run already: set one of them")
+        return self
 
 
 class OfflineSettings(_Settings):
@@ -159,6 +205,10 @@ class ObjectiveSettings(_Settings):
     """What reinforce subtracts: none, asymre or opmd."""
     anchor: str | None = None
     """The policy that OPMD stays near: alpha, pi_k or pi_ref."""
+    correction: str | None = None
+    """For a ratio over pi_k: weigh the surrogate by pi_k/alpha, truncated (TIS) or masked (MIS, IcePop), or none."""
+    correction_level: str | None = None
+    """Level at which the correction's pi_k/alpha is taken: token, sequence or length_normalised."""
     reduction: str | None = None
     """From tokens to the loss: token_mean, sequence_mean, sequence_sum or constant_length."""
     kl: str | None = None
@@ -175,6 +225,10 @@ class ObjectiveSettings(_Settings):
     """Outer lower range of the mask ring."""
     outer_high: float | None = Field(default=None, ge=0)
     """Outer upper range of the mask ring."""
+    correction_floor: float | None = Field(default=None, ge=0, le=1)
+    """Least pi_k/alpha of a correction: truncated raises lower ones to it, masked drops them."""
+    correction_cap: float | None = Field(default=None, ge=1)
+    """Greatest pi_k/alpha of a correction: truncated lowers higher ones to it, masked drops them."""
     eps_std: float | None = Field(default=None, ge=0)
     """Variance floor under the root of sigma, in the whitened advantage."""
     strength: float | None = Field(default=None, ge=0)
@@ -205,10 +259,6 @@ class OptimizerSettings(_Settings):
     """AdamW: decoupled weight decay."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients are scaled down to this norm; 0 does not clip."""
-    correction: str | None = None
-    """For a ratio over pi_k: weigh the surrogate by pi_k/alpha, truncated (TIS) or masked (MIS, IcePop), or none."""
-    correction_level: str | None = None
-    """Level at which the correction's pi_k/alpha is taken: token, sequence or length_normalised."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Of the learning rate, after the warm-up."""
     warmup: int = Field(default=0, ge=0)
@@ -225,10 +275,6 @@ class VerifierSettings(_Settings):
     deadline: float = Field(default=5.0, gt=0)
     """Seconds for each verdict; after that the completion is rejected and the worker replaced."""
     max_unscored: float = Field(default=0.5, ge=0, le=1)
-    correction_floor: float | None = Field(default=None, ge=0, le=1)
-    """Least pi_k/alpha of a correction: truncated raises lower ones to it, masked drops them."""
-    correction_cap: float | None = Field(default=None, ge=1)
-    """Greatest pi_k/alpha of a correction: truncated lowers higher ones to it, masked drops them."""
     """The run stops when a larger share of a batch is rejected or failed."""
 
 
@@ -252,6 +298,7 @@ class Settings(_Settings):
     model: ModelSettings = ModelSettings()
     task: TaskSettings = TaskSettings()
     sampling: SamplingSettings = SamplingSettings()
+    vllm: VllmSettings = VllmSettings()
     offline: OfflineSettings = OfflineSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
@@ -261,6 +308,8 @@ class Settings(_Settings):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Settings:
+        if self.sampling.sampler != "vllm" and self.vllm != VllmSettings():
+            raise ValueError("section vllm is set, but sampling.sampler is 'local': set it to 'vllm'")
         sampling, evaluation, buffer = self.sampling, self.evaluation, self.objective.overlong_buffer or 0
         _fits("sampling.G", sampling.G, "sampling.rows", sampling.rows)
         if evaluation.before_and_after or evaluation.every:

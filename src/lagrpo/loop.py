@@ -6,10 +6,10 @@ around the algorithm (building its parts, evaluating, the files of a run) is in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -17,9 +17,9 @@ from lagrpo.live import sequence_kl
 from lagrpo.metrics import Clock
 from lagrpo.policy.batch import Batch, MicroBatch, assemble, is_flat, micro_batches
 from lagrpo.policy.learner import Learner
+from lagrpo.policy.model import Policy
 from lagrpo.sampling.base import Request, Sampler
 from lagrpo.sampling.draws import Draws
-from lagrpo.sampling.proof import Probe, prove_delivery
 from lagrpo.sampling.schedule import Schedule
 from lagrpo.types import Group
 from lagrpo.verify import Verifier
@@ -28,7 +28,8 @@ from lagrpo.verify import Verifier
 @dataclass(frozen=True, slots=True)
 class Used:
     """A batch that has been used. `version` is that of π_k, `alpha` that of the sampler's weights, `reason` why they
-    were delivered just before ("" when they were not). `updates` has one dict of figures for each of the i updates;
+    were delivered just before ("" when they were not), `delivery` the figures of the last delivery and its proof,
+    `sampling` those of the sampler since the batch before. `updates` has one dict of figures for each of the i updates;
     `after_T` the log-probs of the rows under π after them, where the run asks for that."""
 
     stage: int
@@ -36,6 +37,8 @@ class Used:
     version: int
     alpha: int
     reason: str
+    delivery: Mapping[str, float]
+    sampling: Mapping[str, float]
     batch: Batch
     rows: Sequence[MicroBatch]
     updates: Sequence[dict[str, float]]
@@ -60,8 +63,10 @@ class Algorithm:
     """The parts of Algorithm 1.
 
     `advantage(b)(rewards_G, lengths_G, g)` gives A_α of group g of batch b, `weights` the normaliser (policy/batch.py);
-    the rest of the objective is the recipe that the learner holds. `recorded(b)` are groups that somebody else drew,
-    `extra(b, attempt, count)` further prompts in place of groups whose rewards are all equal, at most `resample` times.
+    the rest of the objective is the recipe that the learner holds. `prove(policy, sampler)` raises unless the sampler
+    serves what was delivered, and gives figures of how well the two agree. `recorded(b)` are groups that somebody else
+    drew, `extra(b, attempt, count)` further prompts in place of groups whose rewards are all equal, at most `resample`
+    times.
     """
 
     learner: Learner
@@ -69,7 +74,7 @@ class Algorithm:
     draws: Draws
     verifier: Verifier
     schedule: Schedule
-    probe: Probe
+    prove: Callable[[Policy, Any], Mapping[str, float]]
     listener: Listener
     advantage: Callable[[int], Callable[[Tensor, Tensor, int], Tensor]]
     weights: Callable[[Tensor, Tensor], Tensor]
@@ -88,14 +93,14 @@ class Algorithm:
 def iterative_grpo(a: Algorithm) -> None:
     """Lines 5-17. The initial policy is delivered before the first batch: the paper leaves α undefined for k < v."""
     learner, policy, recipe = a.learner, a.learner.policy, a.learner.recipe
-    alpha, spent = policy.version, [0.0]  # estimates of KL(α‖π_k) since the delivery
+    alpha, delivery, spent = policy.version, {}, [0.0]  # estimates of KL(α‖π_k) since the delivery
     plan = a.schedule.plan(a.S, a.M, a.ahead and not a.resample, lambda: spent[-1])
     for s in range(1, a.S + 1):  # 5
         for k in range(1, a.M + 1):  # 6
             b, clock, due = (s - 1) * a.M + k, Clock(), next(plan)
             reason = due.reason if b > 1 else "start"
             if reason:  # 8
-                alpha, spent = deliver(a, clock), [0.0]  # 9   α <- π_θ
+                alpha, delivery, spent = *deliver(a, clock), [0.0]  # 9   α <- π_θ
             a.draws.ask(due.draws, alpha)  # 7, 10   prompts of D_b, y ~ α
             groups = judged(a, clock, chain(a.recorded(b), a.draws.take(b)))  # 11   r(x, y)
             groups = resampled(a, b, alpha, clock, a.draws.in_order(b, groups))
@@ -108,21 +113,22 @@ def iterative_grpo(a: Algorithm) -> None:
                 updates = [learner.step(rows, batch.in_objective) for _ in range(a.i)]  # 14-15   Eq. 7 or 8
                 after_T = learner.score(rows) if a.score_update else None
             spent.append(sequence_kl(batch, rows).nanmean().nan_to_num().item())
-            a.listener.batch(Used(s, b, version, alpha, reason, batch, rows, updates, after_T, clock))
+            figures = delivery, a.sampler.read()
+            a.listener.batch(Used(s, b, version, alpha, reason, *figures, batch, rows, updates, after_T, clock))
         learner.end_stage(a.reset_optimizer)  # 16   π_ref <- π_θ
 
 
-def deliver(a: Algorithm, clock: Clock) -> int:
-    """α <- π_θ, proven by the probe; returns the version."""
+def deliver(a: Algorithm, clock: Clock) -> tuple[int, Mapping[str, float]]:
+    """α <- π_θ, proven; returns the version and the figures of delivery and proof."""
+    policy = a.learner.policy
     a.listener.phase("delivery")
     with clock("sampling"):
-        a.draws.finish()
+        a.draws.before_delivery()
     clock.drawn += a.draws.read()[1]
     with clock("delivery"):
-        policy = a.learner.policy
-        a.sampler.deliver(policy.weights(), policy.version)
-        prove_delivery(a.probe, policy, a.sampler)
-    return policy.version
+        cost = a.sampler.deliver(policy.weights(), policy.version)
+        a.draws.delivered(policy.version)
+        return policy.version, {**cost, **a.prove(policy, a.sampler)}
 
 
 def judged(a: Algorithm, clock: Clock, groups: Iterator[Group]) -> list[Group]:

@@ -10,6 +10,7 @@ from lagrpo.config import Settings
 from lagrpo.policy.logprobs import CHUNK_LOGITS
 from lagrpo.policy.model import Policy, refuse
 from lagrpo.sampling.schedule import Schedule, largest_lag
+from lagrpo.servers import deadlines
 
 BYTES = {"bfloat16": 2, "float32": 4}
 HIDDEN_BYTES = {"bfloat16": 44, "float32": 54}
@@ -33,6 +34,7 @@ def meaning(settings: Settings, recipe: Recipe, policy: Policy | None = None) ->
         f"batch       {s.prompts} prompts x {sampling.G} completions = {per_batch:,} samples, used for "
         f"{count_of(s.i, 'update')} (i = {s.i}){_from_file(settings)}",
         f"schedule    {_deliveries(settings)}",
+        *_sampler(settings),
         f"run         {count_of(s.stages, 'stage')} x {count_of(s.batches, 'batch', 'es')} = "
         f"{count_of(batches * s.i, 'update')}, {batches * per_batch:,} samples",
         f"tokens      at most {per_batch * sampling.max_tokens:,} sampled per batch, "
@@ -55,6 +57,28 @@ def _deliveries(settings: Settings) -> str:
     updates = count_of(s.i if always else s.v * s.i, "update")
     lag = count_of(largest_lag(schedule, s.stages, s.batches, s.i), "update")
     return f"{schedule}: new weights {when}, {updates} per delivery; largest possible lag {lag}"
+
+
+def _sampler(settings: Settings) -> list[str]:
+    """Who draws, how weights get there, and how long anything is waited for: of the vLLM sampler."""
+    v = settings.vllm
+    if settings.sampling.sampler == "local":
+        return [] if settings.sampling.prove else ["proof       off (sampling.prove = false)"]
+    who = ", ".join(v.urls) if v.urls else f"{count_of(v.servers, 'server')} started with {v.python}"
+    tolerance = f"{v.tolerance:g} nats" if v.tolerance else "that of the dtype"
+    proof = f"mean difference at most {tolerance}" if settings.sampling.prove else "off (sampling.prove = false)"
+    return [
+        f"sampler     vLLM: {who}; weights by {v.delivery}, {_IN_FLIGHT[v.in_flight]}",
+        f"proof       {proof}; at most {count_of(v.failures, 'failure')} of servers",
+        f"deadlines   {deadlines(v)}",
+    ]
+
+
+_IN_FLIGHT = {
+    "finish": "completions under way are waited for",
+    "span": "completions under way go on with the new weights and span versions",
+    "redraw": "completions under way are drawn again",
+}
 
 
 def _from_file(settings: Settings) -> str:

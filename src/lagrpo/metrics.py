@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,6 +64,19 @@ def batch_metrics(
         "lr": last.get("lr"),
         **_pace(clock, sum(len(c.token_ids) for c in completions), sum(u.get("tokens", 0.0) for u in updates)),
     }
+
+
+SAMPLER_FIGURES = (
+    *("probe_mean", "probe_max", "probe_kl", "probe_separation"),
+    *("delivery_bytes", "seconds_writing", "seconds_paused", "seconds_drawing", "recoveries", "redrawn"),
+)
+
+
+def sampler_figures(delivery: Mapping[str, float], sampling: Mapping[str, float]) -> dict[str, float | None]:
+    """What the last delivery cost and proved, and what happened to the sampler since the batch before: the same keys
+    whichever sampler it is, None where there is no such figure."""
+    known = {**delivery, **sampling}
+    return {name: known.get(name) for name in SAMPLER_FIGURES}
 
 
 def _lag(completions: Sequence[Completion], version: int) -> dict[str, float | None]:

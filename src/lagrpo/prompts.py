@@ -42,6 +42,10 @@ class PromptSource:
             for index in self._order(epoch)[:places]:
                 self.tokenised("train", index)
 
+    def probes(self, count: int) -> list[Request]:
+        """Up to `count` training prompts for proofs, under the address of batch 0, which no training batch has."""
+        return [Request(0, 0, self.tokenised("train", index)) for index in range(min(count, self._size))]
+
     def extra(self, b: int, attempt: int, count: int) -> list[Request]:
         """Further prompts for batch b, the same ones whenever it is asked; the attempt is part of their address."""
         order = prompt_order(self.seed, -1 - b, self._size)

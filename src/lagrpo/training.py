@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,20 @@ from lagrpo.interrupts import Interrupted, interruptible, whole
 from lagrpo.live import completion_columns, lag_figures
 from lagrpo.loop import Algorithm, Used, iterative_grpo
 from lagrpo.meaning import count_of, meaning
-from lagrpo.metrics import batch_metrics
+from lagrpo.metrics import batch_metrics, sampler_figures
 from lagrpo.parsing import load_settings, to_toml
 from lagrpo.runs import Run, collect_environment
 from lagrpo.sampling.draws import Draws, VersionError
-from lagrpo.sampling.proof import DeliveryError, Probe
+from lagrpo.sampling.proof import DeliveryError
+from lagrpo.sampling.vllm.server import SamplerError
 from lagrpo.tasks import Task
 from lagrpo.verify import Verifier, VerifierError
 
 SHOWN = 3  # completions shown before and after
-FAILURES = (VerifierError, DeliveryError, VersionError, FloatingPointError, torch.OutOfMemoryError, OSError)
+FAILURES = (
+    *(VerifierError, DeliveryError, VersionError, SamplerError),
+    *(FloatingPointError, torch.OutOfMemoryError, OSError),
+)
 """Errors that end a run without being the program's: what they say is for the user."""
 
 
@@ -64,6 +67,7 @@ def train(settings: Settings | Mapping[str, Any] | str | os.PathLike[str], task:
     Raises:
         SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
         DeliveryError, VersionError: the sampler does not draw from the policy that the schedule announced.
+        SamplerError: the vLLM servers are gone for good.
         VerifierError: too many completions could not be judged.
         FloatingPointError: a gradient is not finite.
     """
@@ -73,7 +77,11 @@ def train(settings: Settings | Mapping[str, Any] | str | os.PathLike[str], task:
     with interruptible():
         if settings.run.display != "none":
             print(f"loading {settings.model.path} on {device} …", flush=True)
-        return Training(settings, Parts.build(settings, recipe, task)).run()
+        parts = Parts.build(settings, recipe, task)
+        try:
+            return Training(settings, parts).run()
+        finally:
+            parts.sampler.close()
 
 
 class Training:
@@ -89,6 +97,7 @@ class Training:
         named = settings.model_dump() | {"task": {"name": parts.task.name}}
         environment = collect_environment(str(parts.policy.device))
         self.store = Run.create(Path(run.directory), run.name, named, self.config(), environment)
+        parts.keep_logs(self.store.path)
         self.total = settings.schedule.stages * settings.schedule.batches
         self.display: Display = make_display(self.total, self.store.path.name, run.display)
         self.evaluations: dict[str, Evaluation] = {}
@@ -99,7 +108,7 @@ class Training:
         interrupted, weights = None, None
         for line in meaning(self.settings, self.parts.recipe, self.parts.policy):
             self.display.note(line)
-        with closing(self.parts.sampler), self.verifier, self.display:
+        with self.verifier, self.display:
             try:
                 self.learn()
                 weights = self.save()
@@ -155,14 +164,13 @@ class Training:
         """The parts in the form that the loop takes."""
         p, s = self.parts, self.settings
         max_tokens = s.sampling.max_tokens
-        first = p.prompts.tokenised("train", 0)
         return Algorithm(
             learner=p.learner,
             sampler=p.sampler,
             draws=Draws(p.sampler, p.prompts.batch, s.sampling.G),
             verifier=self.verifier,
             schedule=p.schedule,
-            probe=Probe.after(first, p.policy.head.weight.shape[0], s.run.seed),
+            prove=p.prove,
             listener=self,
             advantage=advantage_of(p.recipe, s.run.seed, max_tokens),
             weights=lambda lengths_C, zero_variance_C: p.recipe.weights(lengths_C, zero_variance_C, max_tokens),
@@ -187,7 +195,7 @@ class Training:
         metrics = batch_metrics(stage, b, version, batch, used.updates, used.clock, delivered=bool(used.reason))
         eps_std, reward_range = self.parts.recipe.composition.eps_std, self.settings.task.reward_range
         figures = lag_figures(batch, used.rows, eps_std, reward_range, used.after_T)
-        metrics |= {"delivery": used.reason, **figures}
+        metrics |= {"delivery": used.reason, **sampler_figures(used.delivery, used.sampling), **figures}
         columns = completion_columns(batch, used.rows, eps_std)
         with whole():
             self.store.record_rollouts(batch.groups, columns, batch=b, stage=stage, pi_k_version=version)

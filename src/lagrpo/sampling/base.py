@@ -34,16 +34,27 @@ class Sampler(Protocol):
         """The version of the weights that new tokens are drawn from."""
         ...
 
-    def deliver(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Load π_version. Raises RuntimeError while completions of the previous version are under way."""
+    @property
+    def spans(self) -> bool:
+        """Whether a delivery may come while completions are under way."""
+        ...
+
+    def deliver(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
+        """Load π_version; what it cost, as figures for the metrics. Raises RuntimeError while completions of the
+        previous version are under way, unless it `spans`."""
         ...
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
-        """One group for each request, each as soon as its last completion has ended (in whatever order)."""
+        """One group for each request, each as soon as its last completion has ended (in whatever order). A sampler that
+        works by itself begins at once, another one when the first group is taken."""
         ...
 
     def score(self, prompt_ids: Sequence[int], token_ids: Tensor) -> Tensor:
         """log α(token | …) of given completion tokens int64 [t] under the served weights: float32 [t], nats."""
+        ...
+
+    def read(self) -> Mapping[str, float]:
+        """Figures since the last call, for the metrics."""
         ...
 
     def close(self) -> None:

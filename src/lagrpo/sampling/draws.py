@@ -1,13 +1,14 @@
 """Draws: the completions of each batch, asked for when the schedule says, handed out batch by batch.
 
 With v > 1 all batches until the next delivery come from the same α. They are asked for together, so that rows freed by
-one batch are filled by the next; what comes early waits here. The records are those of asking batch by batch, because
-every draw has an address.
+one batch are filled by the next, and a sampler that works by itself goes on while the policy learns; what comes early
+waits here. The records are those of asking batch by batch, because every draw has an address.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from lagrpo.sampling.base import Request, Sampler
@@ -23,44 +24,56 @@ class Draws:
 
     def __init__(self, sampler: Sampler, requests: Callable[[int], Sequence[Request]], G: int) -> None:
         self._sampler, self._requests, self._G = sampler, requests, G
-        self._coming: Iterator[tuple[Request, Group]] = iter(())
+        self._coming: deque[Iterator[tuple[Request, Group]]] = deque()
         self._here: dict[int, list[Group]] = {}
-        self._announced: dict[int, int] = {}
+        self._announced: dict[int, set[int]] = {}
         self._seconds, self._tokens = 0.0, 0
 
     def ask(self, batches: range, version: int) -> None:
-        """Ask for batches, which are to be drawn by π_version. Whatever was asked for before is finished first."""
+        """Ask for batches, which are to be drawn by π_version. Whatever was asked for before is finished first, unless
+        the sampler allows otherwise."""
         if not batches:
             return
-        self.finish()
-        self._announced.update(dict.fromkeys(batches, version))
-        self._coming = self._sampler.sample([r for b in batches for r in self._requests(b)], self._G)
+        if not self._sampler.spans:
+            self.finish()
+        self._announced.update({batch: {version} for batch in batches})
+        self._coming.append(self._sampler.sample([r for b in batches for r in self._requests(b)], self._G))
 
     def finish(self) -> None:
-        """Complete everything that was asked for, as must be before the sampler gets other weights."""
+        """Complete everything that was asked for."""
         while self._receive():
             pass
+
+    def before_delivery(self) -> None:
+        """What must be done before the sampler gets other weights: everything that was asked for is completed, unless
+        the sampler allows a delivery in the middle of it."""
+        if not self._sampler.spans:
+            self.finish()
+
+    def delivered(self, version: int) -> None:
+        """From now on tokens may also be drawn by π_version, those of batches that were asked for before included."""
+        for versions in self._announced.values():
+            versions.add(version)
 
     def more(self, requests: Sequence[Request], version: int) -> Iterator[Group]:
         """Groups of further requests, drawn now by π_version."""
         self.finish()
-        self._coming = self._sampler.sample(requests, self._G)
-        while self._receive():
-            pass
+        self._coming.append(self._sampler.sample(requests, self._G))
+        self.finish()
         for batch in {request.batch for request in requests}:
             for group in self._here.pop(batch, []):
-                _check_versions(group, version, batch)
+                _check_versions(group, {version}, batch)
                 yield group
 
     def take(self, batch: int) -> Iterator[Group]:
         """The groups of a batch as they end. Raises VersionError for a token that α did not draw."""
-        expected, version = len(self._requests(batch)), self._announced.pop(batch)
+        expected, versions = len(self._requests(batch)), self._announced.pop(batch)
         for _ in range(expected):
             while not self._here.get(batch):
                 if not self._receive():
                     raise RuntimeError(f"the sampler ended without all {expected} groups of batch {batch}")
             group = self._here[batch].pop(0)
-            _check_versions(group, version, batch)
+            _check_versions(group, versions, batch)
             yield group
         self._here.pop(batch, None)
 
@@ -77,7 +90,9 @@ class Draws:
 
     def _receive(self) -> bool:
         started = time.perf_counter()
-        item = next(self._coming, None)
+        item = None
+        while self._coming and (item := next(self._coming[0], None)) is None:
+            self._coming.popleft()
         self._seconds += time.perf_counter() - started
         if item is None:
             return False
@@ -87,11 +102,12 @@ class Draws:
         return True
 
 
-def _check_versions(group: Group, version: int, batch: int) -> None:
+def _check_versions(group: Group, versions: set[int], batch: int) -> None:
     for completion in group.completions:
-        strange = completion.versions[completion.versions != version]
-        if len(strange):
+        strange = set(completion.versions.tolist()) - versions
+        if strange and (completion.outcome is None or completion.outcome.kind != "failed"):
             raise VersionError(
-                f"batch {batch}, prompt {group.prompt.key}: a token was drawn by version {int(strange[0])}, but the "
-                f"schedule announced version {version}; the sampler did not take the delivery"
+                f"batch {batch}, prompt {group.prompt.key}: a token was drawn by version {min(strange)}, but the "
+                f"schedule announced version {' or '.join(map(str, sorted(versions)))}; the sampler did not take the "
+                "delivery"
             )

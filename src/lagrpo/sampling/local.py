@@ -83,12 +83,20 @@ class LocalSampler:
     def version(self) -> int:
         return self.policy.version
 
-    def deliver(self, weights: Mapping[str, Tensor], version: int) -> None:
+    @property
+    def spans(self) -> bool:
+        return False
+
+    def deliver(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
         if self._under_way:
             raise RuntimeError(
                 f"version {version} was delivered while {self._under_way} groups of version {self.version} are open"
             )
         self.policy.load_weights(weights, version)
+        return {}
+
+    def read(self) -> Mapping[str, float]:
+        return {}
 
     def close(self) -> None:
         pass

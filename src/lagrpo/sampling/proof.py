@@ -1,4 +1,5 @@
-"""The proof of a delivery: learner and sampler score the same tokens, and agree.
+"""The proof of a delivery to the in-process sampler: learner and sampler score the same tokens, and agree. That of a
+foreign sampler, which computes otherwise, is in vllm/proof.py.
 
 Run before the first update and after every delivery. A disagreement stops the run: what the sampler serves is then not
 the policy that was delivered.
@@ -6,6 +7,7 @@ the policy that was delivered.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,8 +43,8 @@ class Probe:
 
 
 @torch.no_grad()
-def prove_delivery(probe: Probe, policy: Policy, sampler: Sampler) -> float:
-    """Largest |log π - log α| over the probe, nats.
+def prove_delivery(probe: Probe, policy: Policy, sampler: Sampler) -> Mapping[str, float]:
+    """probe_mean, probe_max: |log π - log α| over the probe, nats; probe_kl: mean of ρ - 1 - ln ρ with ρ = π/α.
 
     Raises:
         DeliveryError: the sampler reports another version, the difference is beyond TOLERANCE / tau, or is no number.
@@ -50,7 +52,8 @@ def prove_delivery(probe: Probe, policy: Policy, sampler: Sampler) -> float:
     if sampler.version != policy.version:
         raise DeliveryError(f"version {policy.version} was delivered, but the sampler reports {sampler.version}")
     packed = Packed.build([(probe.prompt_ids, [probe.token_ids])], policy.device)
-    difference_T = (policy.logp(packed).cpu() - sampler.score(probe.prompt_ids, probe.token_ids).cpu()).abs()
+    log_ratio_T = policy.logp(packed).cpu() - sampler.score(probe.prompt_ids, probe.token_ids).cpu()
+    difference_T = log_ratio_T.abs()
     tolerance = TOLERANCE[policy.dtype] / policy.tau
     if bool(difference_T.isnan().any()):
         raise DeliveryError(
@@ -63,4 +66,5 @@ def prove_delivery(probe: Probe, policy: Policy, sampler: Sampler) -> float:
             f"{int(probe.token_ids[worst])} (position {worst} of the probe) by {difference_T[worst]:.3g} nats; the "
             f"tolerance is {tolerance:.3g}. The sampler serves other weights, or computes something else"
         )
-    return float(difference_T.max())
+    kl = float((torch.expm1(log_ratio_T) - log_ratio_T).mean())
+    return {"probe_mean": float(difference_T.mean()), "probe_max": float(difference_T.max()), "probe_kl": kl}

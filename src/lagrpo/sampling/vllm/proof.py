@@ -1,0 +1,151 @@
+"""The proof of a delivery to a foreign sampler, whose arithmetic is not the learner's.
+
+Learner and servers score the same tokens: those of completions that each server drew for a few prompts of the task when
+the run began. In bfloat16 they differ by a few hundredths of a nat a token even when everything is right, and one
+update may move the policy by less than that. So a delivery has to pass four tests, of which the last two compare it
+with the delivery before:
+
+1. every server reports the version that was delivered;
+2. the mean |Δ log-prob| is within the tolerance of the dtype (once, too, for what the servers say of their own draws:
+   that tells a server whose log-probs are of another temperature);
+3. the scores are not, to the last bit, those of before, when the learner's have changed: then nothing was loaded;
+4. the scores are not nearer to the learner's of before than to those of now, when the two differ by so much, against
+   the noise of the arithmetic, that this cannot be chance (`probe_separation` above SEPARATION).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lagrpo.policy.model import Packed, Policy
+from lagrpo.sampling.base import Request
+from lagrpo.sampling.proof import DeliveryError
+from lagrpo.sampling.vllm.sampler import VllmSampler
+
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
+"""Largest mean |Δ log-prob| in nats a token at tau = 1, by the coarser of the two dtypes. SmolLM2-135M in bfloat16
+against vLLM 0.32 on a CPU: .03 to .04 on tokens of its own."""
+SEPARATION = 10.0
+"""How far apart (root of the sum of squares) the learner's old and new log-probs must be, in standard deviations of the
+arithmetic's noise, for test 4 to decide: then its error, half that many deviations out, has a chance of 3e-7."""
+PROBE_PROMPTS = 8
+PROBE_TOKENS = 32  # at most, of each
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The last delivery that passed: log-probs of the probe by the learner [T], and by each server."""
+
+    learner_T: Tensor
+    servers: list[Tensor]
+
+
+class PairedProof:
+    """Calling it proves the delivery that was just made. `requests` are the prompts of the probe, `tolerance` replaces
+    that of the dtype."""
+
+    def __init__(self, requests: Sequence[Request], dtype: torch.dtype, tolerance: float | None = None) -> None:
+        self.requests = list(requests)[:PROBE_PROMPTS]
+        self.tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
+        self._items: list[tuple[tuple[int, ...], list[int]]] = []
+        self._seen: _Seen | None = None
+
+    def __call__(self, policy: Policy, sampler: VllmSampler) -> Mapping[str, float]:
+        """probe_mean, probe_max: |Δ log-prob| a token, nats; probe_kl: mean of ρ - 1 - ln ρ with ρ = π/α; of the worst
+        server. probe_separation: see SEPARATION, None after the first delivery.
+
+        Raises:
+            DeliveryError: a test failed. SamplerError: a server is gone for good.
+        """
+        if sampler.version != policy.version:
+            found = ", ".join(f"{server}: {server.version()!r}" for server in sampler.servers)
+            raise DeliveryError(
+                f"version {policy.version} was delivered, but the servers report other weights: {found}"
+            )
+        if not self._items:
+            self._items = self._draw(policy, sampler)
+        learner_T = self._learner(policy, self._items, tau=1.0)
+        scores = [torch.tensor([p for item in items for p in item]) for items in sampler.scores(self._items)]
+        worst: dict[str, float] = {}
+        for number, server_T in enumerate(scores):
+            where = f"version {policy.version} on {sampler.servers[number]}"
+            figures = self._within(learner_T, server_T, where)
+            if self._seen is not None:
+                before = self._seen.servers[number]
+                figures["probe_separation"] = _not_stale(self._seen.learner_T, learner_T, before, server_T, where)
+            if not worst or figures["probe_mean"] > worst["probe_mean"]:
+                worst = figures
+        self._seen = _Seen(learner_T, scores)
+        return worst
+
+    def _draw(self, policy: Policy, sampler: VllmSampler) -> list[tuple[tuple[int, ...], list[int]]]:
+        """The probe: what the first server drew. What every server says of its own draws must be the learner's log-prob
+        at the sampling temperature."""
+        items: list[tuple[tuple[int, ...], list[int]]] = []
+        for number, server in enumerate(sampler.servers):
+            own, said = [], []
+            for request in self.requests:
+                completion = sampler.drawn_by(number, request, PROBE_TOKENS).completions[0]
+                if completion.outcome is not None:
+                    raise DeliveryError(f"{server}: a completion for the probe failed: {completion.outcome.reason}")
+                own.append((request.prompt.token_ids, completion.token_ids.tolist()))
+                said.append(completion.logp_alpha)
+            self._within(self._learner(policy, own, policy.tau), torch.cat(said), f"the draws of {server}", policy.tau)
+            items = items or own
+        return items
+
+    def _learner(self, policy: Policy, items: Sequence[tuple[Sequence[int], list[int]]], tau: float) -> Tensor:
+        """log π of the items' tokens at temperature tau, float32 [T] on the CPU."""
+        packed = Packed.build([(ids, [torch.tensor(tokens)]) for ids, tokens in items], policy.device)
+        own, policy.tau = policy.tau, tau
+        try:
+            with torch.no_grad():
+                return policy.logp(packed).float().cpu()
+        finally:
+            policy.tau = own
+
+    def _within(self, learner_T: Tensor, server_T: Tensor, where: str, tau: float = 1.0) -> dict[str, float]:
+        """Test 2."""
+        difference_T = learner_T - server_T
+        if not bool(learner_T.isfinite().all()):
+            raise DeliveryError(f"{where}: the policy's log-probs are not numbers, it has diverged; lower optimizer.lr")
+        mean, tolerance = float(difference_T.abs().mean()), self.tolerance / tau
+        if not mean <= tolerance:
+            raise DeliveryError(
+                f"{where}: learner and server differ by {mean:.3g} nats a token over {len(difference_T)} tokens of the "
+                f"probe, more than the tolerance of {tolerance:.3g} (vllm.tolerance). The server serves other weights, "
+                "computes in a coarser dtype, or gives log-probs of another temperature (--logprobs-mode)"
+            )
+        kl = float((torch.expm1(difference_T) - difference_T).mean())
+        return {"probe_mean": mean, "probe_max": float(difference_T.abs().max()), "probe_kl": kl}
+
+
+def _not_stale(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, where: str) -> float:
+    """Tests 3 and 4: `old_T`, `new_T` are the learner's log-probs, `before_T`, `now_T` the server's. Returns the
+    separation. Raises DeliveryError for a server that still has what it had.
+
+    >>> old, new = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    >>> _not_stale(old, new, old + 0.01, new - 0.02, "v")  > SEPARATION
+    True
+    """
+    moved = float((new_T - old_T).square().sum())
+    if moved and torch.equal(before_T, now_T):
+        raise DeliveryError(
+            f"{where}: the server scores the probe exactly as before the delivery, though the policy has changed: it "
+            "did not load the new weights"
+        )
+    to_new, to_old = float((now_T - new_T).square().sum()), float((now_T - old_T).square().sum())
+    noise = min(to_new, to_old) / len(now_T)
+    separation = math.sqrt(moved / noise) if noise else math.inf if moved else 0.0
+    if to_old < to_new and separation > SEPARATION:
+        raise DeliveryError(
+            f"{where}: the server scores the probe as the version delivered before would (root mean squares "
+            f"{math.sqrt(to_old / len(now_T)):.3g} from that, {math.sqrt(to_new / len(now_T)):.3g} from this one): it "
+            "still serves the old weights"
+        )
+    return separation
