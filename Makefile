@@ -12,17 +12,21 @@ WORKERS ?= auto
 BIN := .venv/bin
 STAMP := .venv/installed
 TRL := .venv-trl
+VLLM := .venv-vllm
+# Further arguments of a benchmark, for example OPTIONS=--scan.
+OPTIONS ?=
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check-trl lint format install clean
+.PHONY: help demo test test-gpu check-trl bench-trl bench-scaling bench-peak bench-vllm lint format install clean
 
 help:
 	@echo "make demo       install, then train the embedded 135M model on single-digit addition and show what it learned"
 	@echo "make test       install, then run the tests that need no GPU"
 	@echo "make test-gpu   install, then run the tests that need one"
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
+	@echo "make bench-trl, bench-scaling, bench-peak, bench-vllm   see benchmarks/README.md"
 	@echo "make lint       ruff (rules and format) and pyright"
 	@echo "make format     let ruff put the sources in order"
 	@echo "make install    only install, into .venv"
@@ -49,6 +53,15 @@ test-gpu: $(STAMP)
 
 check-trl: $(STAMP) $(TRL)/installed
 	LAGRPO_TRL=$(TRL)/bin/python $(PYTEST) -m peer
+
+bench-trl bench-peak: check-trl
+	$(BIN)/python benchmarks/$(subst -,_,$@).py --peer $(TRL)/bin/python $(OPTIONS)
+
+bench-scaling: $(STAMP)
+	$(BIN)/python benchmarks/bench_scaling.py $(OPTIONS)
+
+bench-vllm: $(STAMP)
+	$(BIN)/python benchmarks/bench_vllm.py --peer $(VLLM)/bin/python $(OPTIONS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,112 @@
+"""Our side of a comparison: the real loop (`lagrpo.training`), one batch per request.
+
+    python benchmarks/ours.py REQUEST.json
+
+The request: `settings` of a run, `prompts` (work.write_prompts), `reward` ("module:function").
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from wire import Gate, Wire, imported
+from work import SEED, read_prompts
+
+from lagrpo.build import Parts
+from lagrpo.checks import check_settings
+from lagrpo.loop import Used
+from lagrpo.parsing import load_settings
+from lagrpo.policy.batch import MicroBatch, is_flat
+from lagrpo.policy.model import Policy
+from lagrpo.tasks import RowTask, prompt_order
+from lagrpo.training import Training
+
+
+class Stepped(Training):
+    """A run that makes one batch per request, from the delivery to the line in its metrics."""
+
+    def __init__(self, *arguments: Any, gate: Gate) -> None:
+        super().__init__(*arguments)
+        self.gate = gate
+
+    def learn(self) -> None:
+        self.gate.wait()
+        super().learn()
+
+    def batch(self, used: Used) -> None:
+        super().batch(used)
+        self.gate.done(**figures(used, self.parts.policy))
+        self.gate.wait()
+
+
+def figures(used: Used, policy: Policy) -> dict[str, Any]:
+    """What a batch cost and what was done in it."""
+    groups = used.batch.groups
+    return {
+        "phases": dict(used.clock.seconds),
+        "prompts": sorted(group.prompt.key for group in groups),
+        "prompt_tokens": sum(len(group.prompt.token_ids) for group in groups),
+        "completions": sum(len(group.completions) for group in groups),
+        "sampled": sum(len(c.token_ids) for group in groups for c in group.completions),
+        "learned": sum(len(micro.packed.token_ids) for micro in used.rows),
+        "micro_batches": len(used.rows),
+        "flat": sum(map(is_flat, groups)) / len(groups),
+        "flops": sum(learning_flops(micro, policy) for micro in used.rows),
+    }
+
+
+def learning_flops(micro: MicroBatch, policy: Policy) -> float:
+    """Floating-point operations of a forward and a backward pass over a micro-batch that nobody can do without: 6 for
+    each weight of a linear layer and row of it (the head: for completion tokens only), and in the attention 12 for each
+    pair of a token and one that it sees, layer and channel. What is computed twice to save memory counts once."""
+    decoder = sum(m.weight.numel() for m in policy.decoder.modules() if isinstance(m, torch.nn.Linear))
+    text = policy.model.config.get_text_config()
+    channels = text.num_attention_heads * (
+        getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    )
+    rows, tokens = micro.packed.layout.rows, len(micro.packed.token_ids)
+    seen = int((micro.packed.layout.position_ids + 1).sum())
+    return (
+        6.0 * (decoder * rows + policy.head.weight.numel() * tokens) + 12.0 * text.num_hidden_layers * channels * seen
+    )
+
+
+def matrix_product(size: int, repetitions: int) -> dict[str, list[float]]:
+    """Operations per second of bfloat16 products of square matrices, one value for each repetition."""
+    a, b = (torch.randn(size, size).to(torch.bfloat16) for _ in range(2))
+    torch.mm(a, b)
+    rates = []
+    for _ in range(repetitions):
+        started = time.perf_counter()
+        torch.mm(a, b)
+        rates.append(2 * size**3 / (time.perf_counter() - started))
+    return {"rates": rates}
+
+
+def task(request: dict[str, Any]) -> RowTask:
+    """The prompts in such an order that the run visits them in that of the file."""
+    visited = read_prompts(Path(request["prompts"]))
+    rows: list[Any] = [None] * len(visited)
+    for place, index in enumerate(prompt_order(SEED, 0, len(visited))):
+        rows[index] = visited[place]
+    ask = lambda row: (row["messages"], row["gold"])  # noqa: E731
+    return RowTask("benchmark", {"train": rows, "test": []}, ask, imported(request["reward"]))
+
+
+def main() -> None:
+    wire = Wire()
+    request = json.loads(Path(sys.argv[1]).read_text())
+    settings, own = load_settings(request["settings"]), task(request)
+    parts = Parts.build(settings, check_settings(settings, own), own)
+    run = Stepped(settings, parts, gate=Gate(wire, {"matrix_product": matrix_product}))
+    wire.reply(threads=torch.get_num_threads())
+    run.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Our side of a comparison of samplers: the in-process sampler, one batch per request.
+
+    python benchmarks/ours_sampler.py REQUEST.json
+
+The request: `model` (directory), `prompts` (work.write_prompts), `max_tokens`. Completions do not end before
+`max_tokens`: no token ends them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from wire import Wire
+from work import SEED, read_prompts
+
+from lagrpo.policy.model import Packed, Policy, load_policy
+from lagrpo.sampling.base import Request
+from lagrpo.sampling.local import LocalSampler
+from lagrpo.types import Prompt
+
+
+def never_ending(policy: Policy) -> Policy:
+    """The policy without the tokens that end a completion."""
+    policy.tokenizer.eos_token = None
+    policy.model.generation_config.eos_token_id = None
+    assert not policy.eos_ids
+    return policy
+
+
+def sample(policy: Policy, max_tokens: int, prompts: list[Prompt], G: int) -> dict[str, Any]:
+    """G completions of each prompt, all at a time."""
+    sampler = LocalSampler(policy, SEED, max_tokens, len(prompts) * G)
+    started = time.perf_counter()
+    groups = [group for _, group in sampler.sample([Request(1, 0, prompt) for prompt in prompts], G)]
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "sampled": sum(len(c.token_ids) for group in groups for c in group.completions)}
+
+
+@torch.no_grad()
+def score(policy: Policy, completions: list[dict[str, Any]]) -> dict[str, Any]:
+    """Log-probs of given tokens under the policy: [{prompt, token_ids}] -> [[nats]]."""
+    logp = [
+        policy.logp(Packed.build([(given["prompt"], [torch.tensor(given["token_ids"])])])).tolist()
+        for given in completions
+    ]
+    return {"logp": logp}
+
+
+def main() -> None:
+    wire = Wire()
+    request = json.loads(Path(sys.argv[1]).read_text())
+    policy = load_policy(request["model"], torch.bfloat16)
+    rows = read_prompts(Path(request["prompts"]))
+    prompts = [policy.tokenize(Prompt(row["key"], tuple(row["messages"]), row["gold"])) for row in rows]
+    never_ending(policy)
+    wire.reply(threads=torch.get_num_threads(), prompt_ids=[list(prompt.token_ids) for prompt in prompts])
+    while True:
+        asked = wire.request()
+        if asked["do"] == "score":
+            wire.reply(**score(policy, asked["completions"]))
+        else:
+            chosen = prompts[asked["first"] : asked["first"] + asked["prompts"]]
+            wire.reply(**sample(policy, request["max_tokens"], chosen, asked["G"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+"""A reward that leaves no group without a signal: both programs must compute every completion."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+
+def hashed(text: str, gold: Any) -> float:
+    """A number in [0, 1) that depends on every character of the text, so that only equal texts have equal rewards."""
+    return zlib.crc32(text.encode()) / 2**32

@@ -1,0 +1,87 @@
+"""The two sides of a comparison with TRL, started on the same prompts, and measured in turn."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from processes import HERE, Side, environment
+from work import HASHED, Work, ours, trl, write_prompts
+
+from lagrpo.embedded import resolve_model
+
+Figures = list[dict[str, Any]]
+
+
+def start_ours(
+    name: str, work: Work, scratch: Path, threads: int, reward: str = HASHED, **sections: Mapping[str, Any]
+) -> Side:
+    """A run of ours that makes one batch per request."""
+    settings = ours(work, scratch / name, **sections)
+    request = {"settings": settings, "prompts": _prompts(work, scratch), "reward": reward}
+    return _start(name, [sys.executable, HERE / "ours.py"], request, scratch, threads)
+
+
+def start_trl(
+    name: str, work: Work, scratch: Path, threads: int, python: Path, config: Mapping[str, Any], reward: str = HASHED
+) -> Side:
+    """A GRPOTrainer that makes one update per request. `config`: see work.trl."""
+    full = trl(work, **config)
+    model = resolve_model(work.model)
+    request = {"model": model, "config": full, "prompts": _prompts(work, scratch), "reward": reward}
+    return _start(name, [python, HERE / "trl_peer.py"], request, scratch, threads)
+
+
+def _prompts(work: Work, scratch: Path) -> str:
+    path = scratch / f"{work.name}-{work.N}.jsonl"
+    return str(path if path.exists() else write_prompts(work, path))
+
+
+def _start(name: str, command: Sequence[Any], request: Mapping[str, Any], scratch: Path, threads: int) -> Side:
+    place = scratch / name
+    place.mkdir()
+    path = place / "request.json"
+    path.write_text(json.dumps(request))
+    return Side(name, [*command, path], place, environment(threads))
+
+
+def interleaved(sides: Sequence[Side], warmup: int, updates: int) -> list[Figures]:
+    """The figures of `updates` updates of each side, after `warmup` that are not counted. They are taken in turn, first
+    to last, then last to first, and so on: a slow change of the machine meets all sides alike."""
+    taken: list[Figures] = [[] for _ in sides]
+    for turn in range(warmup + updates):
+        order = range(len(sides)) if turn % 2 == 0 else reversed(range(len(sides)))
+        for n in order:
+            taken[n].append(sides[n].update())
+            print(f"  {sides[n].name}, update {turn + 1}: {taken[n][-1]['seconds']:.2f} s", flush=True)
+    return [figures[warmup:] for figures in taken]
+
+
+def require_same_work(ours: Figures, peers: Figures) -> None:
+    """Raises RuntimeError unless both sides were asked the same prompts, in the same tokens, as often."""
+    for name in ("prompts", "prompt_tokens", "completions"):
+        one, other = ([figures[name] for figures in side] for side in (ours, peers))
+        if one != other:
+            raise RuntimeError(f"the sides differ in their {name}: {one} and {other}")
+
+
+def values(figures: Figures, name: str) -> list[float]:
+    return [update[name] for update in figures]
+
+
+def per_token(figures: Figures) -> list[float]:
+    """Seconds per completion token of each update."""
+    return [update["seconds"] / update["sampled"] for update in figures]
+
+
+def phases(figures: Figures) -> str:
+    """The median seconds of each phase that a side names, and of the rest."""
+    from measuring import median
+
+    names = sorted({name for update in figures for name in update["phases"]})
+    named = {name: median(update["phases"].get(name, 0.0) for update in figures) for name in names}
+    rest = median(update["seconds"] - sum(update["phases"].values()) for update in figures)
+    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in {**named, "the rest": rest}.items())
