@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": {"core", "types", "policy"},
     "prompts": {"types", "config", "policy", "sampling", "tasks"},
     "recorded": {"types", "policy", "tasks"},
+    "serve": {"checks", "config", "embedded", "sampling"} | PLAIN,
     "servers": {"checks", "config", "embedded", "policy", "sampling"},
     "build": {"checks", "compose", "config", "embedded", "policy", "prompts", "recipes", "recorded", "sampling"}
     | {"servers", "tasks", "types"}
@@ -150,7 +151,9 @@ def test_settings_and_display_load_nothing_heavy(module):
     assert loaded(f"import lagrpo.{module}") & HEAVY == set()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["eval", "--help"], ["show", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["eval", "--help"], ["show", "--help"], ["serve", "--help"]]
+)
 def test_help_loads_nothing_heavy(arguments):
     code = f"""
 import sys

@@ -3,6 +3,7 @@
     lagrpo train [SETTINGS.toml] [--dry-run] [--section.name VALUE …]
     lagrpo eval MODEL [--task gsm8k] [--samples 50] …
     lagrpo show RUN [--batch B] [--only right|wrong|rejected] …
+    lagrpo serve MODEL [--port P] [--delivery directory|nccl|ipc] … [-- OPTIONS OF VLLM]
     lagrpo recipes [NAME]
     lagrpo figure bernoulli|amplification|bandit [--output PATH]
 
@@ -14,6 +15,7 @@ Ctrl-C, 143 by SIGTERM.
 from __future__ import annotations
 
 import inspect
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,8 +25,10 @@ import tyro
 from pydantic import BaseModel
 
 from lagrpo.arguments import parse
-from lagrpo.config import EvalSettings, Settings, SettingsError
+from lagrpo.config import EvalSettings, SamplingSettings, Settings, SettingsError, VllmSettings
 from lagrpo.parsing import load_settings, to_toml, validated
+
+SAMPLING, VLLM = SamplingSettings(), VllmSettings()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -137,6 +141,68 @@ def show(
     show_run(run, batch=batch, count=count, prompt=prompt, only=only)
 
 
+def serve(
+    model: tyro.conf.Positional[str],
+    port: int = 8000,
+    python: str = VLLM.python,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    max_model_len: int = SAMPLING.max_prompt_tokens + SAMPLING.max_tokens + 1,
+    rows: int = SAMPLING.rows,
+    delivery: Literal["directory", "nccl", "ipc"] = VLLM.delivery,
+    failures: int = VLLM.failures,
+    deadline: float = VLLM.start_deadline,
+    log: Path | None = None,
+    options: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
+) -> None:
+    """Start a vLLM server on 127.0.0.1 for trainers to attach to, and keep it up until Ctrl-C.
+
+    It prints the URL, the API key (that of $LAGRPO_VLLM_API_KEY where it is set) and the settings that attach to it.
+    What follows -- goes to vLLM as it is: lagrpo serve MODEL -- --data-parallel-size 7
+
+    Args:
+        model: Hub id or directory of a causal language model, or smollm2.
+        port: Where it listens.
+        python: Python of the environment that has vLLM; `make vllm-env` makes one.
+        dtype: Of its weights and arithmetic.
+        max_model_len: Longest sequence; a run needs sampling.max_prompt_tokens + sampling.max_tokens + 1.
+        rows: Completions decoded at a time.
+        delivery: How weights will travel (vllm.delivery of the run).
+        failures: How often it is started again when it dies.
+        deadline: Seconds for it to get ready.
+        log: File that gets its output; vllm-PORT.log here by default.
+        options: Further options of `vllm serve`: --options="--tensor-parallel-size 2", or behind --.
+    """
+    from lagrpo.sampling.vllm.server import SamplerError
+    from lagrpo.serve import serve as run
+
+    try:
+        run(
+            model,
+            port=port,
+            python=python,
+            dtype=dtype,
+            longest=max_model_len,
+            rows=rows,
+            delivery=delivery,
+            failures=failures,
+            deadline=deadline,
+            log=log,
+            options=options,
+        )
+    except SamplerError as error:
+        fail(error, 1)
+
+
+def rest_as_options(words: list[str]) -> list[str]:
+    """The words behind -- as values of --options.
+
+    >>> rest_as_options(["model", "--", "--seed", "3"])
+    ['model', '--options=--seed', '--options=3']
+    """
+    own = words[: words.index("--")] if "--" in words else words
+    return [*own, *(f"--options={shlex.quote(word)}" for word in words[len(own) + 1 :])]
+
+
 def figure(
     name: tyro.conf.Positional[Literal["bernoulli", "amplification", "bandit"]], output: Path | None = None
 ) -> None:
@@ -183,6 +249,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "eval": evaluate,
     "show": lambda words: tyro.cli(show, args=words, prog="lagrpo show"),
+    "serve": lambda words: tyro.cli(serve, args=rest_as_options(words), prog="lagrpo serve"),
     "figure": lambda words: tyro.cli(figure, args=words, prog="lagrpo figure"),
     "recipes": lambda words: tyro.cli(recipes, args=words, prog="lagrpo recipes"),
 }
