@@ -310,6 +310,8 @@ class Settings(_Settings):
     def _sections_fit(self) -> Settings:
         if self.sampling.sampler != "vllm" and self.vllm != VllmSettings():
             raise ValueError("section vllm is set, but sampling.sampler is 'local': set it to 'vllm'")
+        if self.sampling.sampler == "vllm" and self.sampling.temperature > 2:
+            raise ValueError(f"sampling.temperature = {self.sampling.temperature:g}: vLLM takes at most 2")
         sampling, evaluation, buffer = self.sampling, self.evaluation, self.objective.overlong_buffer or 0
         _fits("sampling.G", sampling.G, "sampling.rows", sampling.rows)
         if evaluation.before_and_after or evaluation.every:

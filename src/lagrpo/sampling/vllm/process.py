@@ -85,14 +85,14 @@ class StartedServer(Server):
         self.port = port or free_port()
         super().__init__(f"http://127.0.0.1:{self.port}", self.key, deadlines)
         self.launch, self.log, self.say = launch, log, say
-        self._guard: subprocess.Popen[bytes] | None = None
+        self.guard: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._lock = threading.Lock()
         self._start()
 
     @property
     def running(self) -> bool:
-        return self._guard is not None and self._guard.poll() is None
+        return self.guard is not None and self.guard.poll() is None
 
     def wait(self, seconds: float) -> None:
         """Until the server is healthy. Raises UnreachableError when it is not within that time, or ends."""
@@ -134,19 +134,19 @@ class StartedServer(Server):
             command = [sys.executable, "-c", GUARD, *self.launch.command(self.port)]
             with self.log.open("ab") as log:
                 environment = self.launch.environment(self.key)
-                self._guard = subprocess.Popen(
+                self.guard = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
                 )
 
     def _stop(self) -> None:
         """The guard ends the server as soon as its input is closed."""
         with self._lock:
-            if self._guard is not None and self._guard.stdin is not None:
-                self._guard.stdin.close()
+            if self.guard is not None and self.guard.stdin is not None:
+                self.guard.stdin.close()
                 try:
-                    self._guard.wait(20)
+                    self.guard.wait(20)
                 except subprocess.TimeoutExpired:
-                    self._guard.kill()
+                    self.guard.kill()
 
 
 def free_port() -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch import Tensor
 from lagrpo.policy.model import Packed, Policy
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.proof import DeliveryError
-from lagrpo.sampling.vllm.sampler import VllmSampler
+from lagrpo.types import Group
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Largest mean |Δ log-prob| in nats a token at tau = 1, by the coarser of the two dtypes. SmolLM2-135M in bfloat16
@@ -35,6 +36,17 @@ SEPARATION = 10.0
 arithmetic's noise, for test 4 to decide: then its error, half that many deviations out, has a chance of 3e-7."""
 PROBE_PROMPTS = 8
 PROBE_TOKENS = 32  # at most, of each
+
+
+class Provable(Protocol):
+    """What the proof needs of a sampler over servers; see VllmSampler."""
+
+    @property
+    def servers(self) -> Sequence[Any]: ...
+    @property
+    def version(self) -> int: ...
+    def drawn_by(self, number: int, request: Request, max_tokens: int) -> Group: ...
+    def scores(self, items: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +67,7 @@ class PairedProof:
         self._items: list[tuple[tuple[int, ...], list[int]]] = []
         self._seen: _Seen | None = None
 
-    def __call__(self, policy: Policy, sampler: VllmSampler) -> Mapping[str, float]:
+    def __call__(self, policy: Policy, sampler: Provable) -> Mapping[str, float]:
         """probe_mean, probe_max: |Δ log-prob| a token, nats; probe_kl: mean of ρ - 1 - ln ρ with ρ = π/α; of the worst
         server. probe_separation: see SEPARATION, None after the first delivery.
 
@@ -83,7 +95,7 @@ class PairedProof:
         self._seen = _Seen(learner_T, scores)
         return worst
 
-    def _draw(self, policy: Policy, sampler: VllmSampler) -> list[tuple[tuple[int, ...], list[int]]]:
+    def _draw(self, policy: Policy, sampler: Provable) -> list[tuple[tuple[int, ...], list[int]]]:
         """The probe: what the first server drew. What every server says of its own draws must be the learner's log-prob
         at the sampling temperature."""
         items: list[tuple[tuple[int, ...], list[int]]] = []

@@ -123,12 +123,15 @@ class VllmSampler:
         Raises:
             RuntimeError: completions of the previous version are under way, and in_flight is `finish`.
             CorruptError: what was written is not what was to be; the servers go on with the version they had.
-            SamplerError: a server refused the weights (they go on with the version they had), or is gone for good.
+            SamplerError: the weights are not those of the same model, or a server refused them (then, too, they go on
+                with the version they had), or a server is gone for good.
         """
         if self._open and not self.spans:
             raise RuntimeError(f"version {version} was delivered while {self._open} groups are open")
         started = time.perf_counter()
         parcel = self._pack(weights, version)
+        if self._parcel is not None and parcel.shapes != self._parcel.shapes:
+            raise SamplerError(f"version {version} has other parameters or shapes than the version before: not sent")
         if isinstance(self.wire, DirectoryWire):
             parcel.write()
         written = time.perf_counter()
@@ -323,14 +326,15 @@ class VllmSampler:
         for member, failure in zip(self._members, failures, strict=True):
             if failure is None:
                 self._persistently(member, lambda server=member.server: server.label(parcel.label))
-        refusals = []
-        for member, failure in zip(self._members, failures, strict=True):
-            if failure is not None and not self._came_back(member, failure):
-                refusals.append(failure)
-        if refusals:
-            self._go_back(before)
+        refused = [
+            (member, failure)
+            for member, failure in zip(self._members, failures, strict=True)
+            if failure is not None and not self._came_back(member, failure)
+        ]
+        if refused:
+            self._go_back(before, refused)
             raise SamplerError(
-                f"version {parcel.label.partition(':')[2]} was refused: {refusals[0]}. "
+                f"version {parcel.label.partition(':')[2]} was refused: {refused[0][1]}. "
                 + ("The servers go on with the version they had" if before else "Is it the same model?")
             )
 
@@ -343,14 +347,21 @@ class VllmSampler:
             raise self._broken
         return True
 
-    def _go_back(self, before: Parcel | None) -> None:
+    def _go_back(self, before: Parcel | None, refused: Sequence[tuple[_Member, BaseException]]) -> None:
+        """The version before into all servers. One that failed to load the new one is left with half of it, and cannot
+        load anything any more (vLLM 0.32): it is brought back like one that died."""
         self._parcel = before
         if before is None:
             return
-        path = before.write()
+        failed = {member.server.url: failure for member, failure in refused}
         for member in self._members:
-            member.server.reload(path)
-            member.server.label(before.label)
+            if isinstance(failure := failed.get(member.server.url), UnreachableError):
+                self._recover(member, member.life, failure)
+            else:
+                self._persistently(member, lambda server=member.server: server.reload(before.write()))
+                self._persistently(member, lambda server=member.server: server.label(before.label))
+        if self._broken:
+            raise self._broken
 
     # Servers that die.
 

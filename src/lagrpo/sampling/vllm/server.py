@@ -73,8 +73,16 @@ class Server:
     def __str__(self) -> str:
         return self.url
 
-    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None, deadline: float | None = None) -> Any:
-        """The JSON that the server answers.
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        deadline: float | None = None,
+        again: bool = True,
+    ) -> Any:
+        """The JSON that the server answers. A connection that the server closed before it answered is opened once more
+        (it closes idle ones, and those of requests that failed), unless the request must not come twice: `again`.
 
         Raises:
             UnreachableError: see there. RefusedError: 4xx, with what the server said.
@@ -84,6 +92,10 @@ class Server:
         content = None if body is None else json.dumps(body).encode()
         try:
             answer = self._pool.request(method, self.url + path, body=content, timeout=timeout)
+        except urllib3.exceptions.ProtocolError as error:
+            if again:
+                return self.call(method, path, body, deadline, again=False)
+            raise UnreachableError(f"{self.url} broke off the connection: {_cause(error)}") from error
         except urllib3.exceptions.ReadTimeoutError as error:
             raise UnreachableError(f"{self.url}{path} did not answer within {seconds:g} s") from error
         except urllib3.exceptions.HTTPError as error:

@@ -51,6 +51,10 @@ class Parcel:
         """Bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.weights.values())
 
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: tensor.shape for name, tensor in self.weights.items()}
+
 
 class Wire(Protocol):
     """Gets a parcel into the servers, which are paused and have no other weights while it does."""
@@ -138,9 +142,12 @@ class TransferWire:
         }
 
         def update(server: Server) -> None:
-            server.call("POST", "/start_weight_update", {}, server.deadlines.delivery)
-            server.call("POST", "/update_weights", {"update_info": info}, server.deadlines.delivery)
-            server.call("POST", "/finish_weight_update", {"weight_version": parcel.label}, server.deadlines.delivery)
+            for path, body in (
+                ("/start_weight_update", {}),
+                ("/update_weights", {"update_info": info}),
+                ("/finish_weight_update", {"weight_version": parcel.label}),
+            ):
+                server.call("POST", path, body, server.deadlines.delivery, again=False)
 
         with ThreadPoolExecutor(len(servers)) as pool:
             waiting = [pool.submit(_failure, lambda server=server: update(server)) for server in servers]
@@ -187,8 +194,7 @@ class NcclWire(TransferWire):
         with ThreadPoolExecutor(len(servers)) as pool:
             waiting = [pool.submit(meet, server, offset) for server, offset in zip(servers, offsets, strict=True)]
             self._communicator = nccl.init_rank(world, identity, 0)
-            greeting = torch.zeros(1, device="cuda")  # every member's communicator begins with a sum of one number
-            nccl.all_reduce([greeting], comms=[self._communicator])
+            nccl.all_reduce([greeting()], comms=[self._communicator])
             for one in waiting:
                 one.result()
         self._met = [server.url for server in servers]
@@ -220,12 +226,27 @@ class IpcWire(TransferWire):
         self._met.clear()
 
     def describe(self, parcel: Parcel) -> dict[str, Any]:
+        gpu = self.gpu()
+        handles = [{gpu: self.handle(tensor)} for tensor in parcel.weights.values()]
+        return {"ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode()}
+
+    @staticmethod
+    def gpu() -> str:
+        """The name that all processes know our GPU by, once it has done what it was asked."""
+        torch.cuda.synchronize()
+        return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+    @staticmethod
+    def handle(tensor: Tensor) -> tuple[Any, ...]:
+        """What another process needs to see the tensor; the parcel keeps it alive until the server has it."""
         from torch.multiprocessing.reductions import reduce_tensor
 
-        torch.cuda.synchronize()
-        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        handles = [{gpu: reduce_tensor(tensor.contiguous())[1]} for tensor in parcel.weights.values()]
-        return {"ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode()}
+        return reduce_tensor(tensor)[1]
+
+
+def greeting() -> Tensor:
+    """Every member's communicator begins with a sum of one number."""
+    return torch.zeros(1, device="cuda")
 
 
 WIRES: dict[str, Callable[[], Wire]] = {"directory": DirectoryWire, "nccl": NcclWire, "ipc": IpcWire}

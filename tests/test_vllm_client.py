@@ -1,0 +1,412 @@
+"""The vLLM client against stubs: deadlines, answers that are not usable, what goes over the wire. No vLLM is needed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import pickle
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from running import tiny_settings
+from test_sampling import requests_for
+from tiny import save_tiny, tiny_policy
+
+from lagrpo import training
+from lagrpo.config import Settings, SettingsError
+from lagrpo.policy.model import Packed
+from lagrpo.sampling.proof import DeliveryError
+from lagrpo.sampling.vllm import wire
+from lagrpo.sampling.vllm.proof import SEPARATION, PairedProof, _not_stale
+from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler
+from lagrpo.sampling.vllm.server import Deadlines, Drawn, RefusedError, SamplerError, Server, UnreachableError
+from lagrpo.sampling.vllm.wire import CorruptError, Directories, DirectoryWire, IpcWire, NcclWire, Parcel
+
+SHORT = Deadlines(start=0.5, request=0.5, delivery=5.0, control=0.5)
+
+
+@contextmanager
+def stub(answer):
+    """An HTTP server; `answer(method, path, body)` gives status and JSON, or None to never answer."""
+    gone = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def reply(self):
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else None
+            found = answer(self.command, self.path, body)
+            if found is None:
+                gone.wait(30)
+                return
+            content = json.dumps(found[1]).encode()
+            self.send_response(found[0])
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = reply
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        gone.set()
+        server.shutdown()
+        server.server_close()
+
+
+def sampler_at(url, policy, root, **options):
+    drawing = Drawing(0, 4, policy.tau, sorted(policy.eos_ids), 8, policy.tokenizer.decode)
+    server = Server(url, None, SHORT)
+    return VllmSampler([server], drawing, DirectoryWire(), Directories(str(root)), dtype=torch.float32, **options)
+
+
+def generous(method, path, body):
+    """A server that does everything it is asked, and draws two tokens."""
+    if path == "/weight_info":
+        return 200, {"weight_version": generous.label}
+    if path == "/update_weight_version":
+        generous.label = body["new_version"]
+    if path == "/inference/v1/generate":
+        return 200, {"choices": [choice(n) for n in range(body["sampling_params"]["n"])]}
+    return 200, {}
+
+
+generous.label = "default"
+
+
+def choice(index=0, logprobs=(-0.5, -0.25), tokens=(7, 1), end="stop", label=None):
+    content = [{"token_id": token, "logprob": p} for token, p in zip(tokens, logprobs, strict=True)]
+    spans = [{"version": label or generous.label, "start": 0, "end": len(tokens)}]
+    return {
+        "index": index,
+        "token_ids": list(tokens),
+        "logprobs": {"content": content},
+        "weight_versions": spans,
+        "finish_reason": end,
+    }
+
+
+def test_a_server_that_accepts_and_never_answers_trips_the_deadline(tmp_path):
+    policy = tiny_policy()
+
+    def silent(method, path, body):
+        return None if path == "/inference/v1/generate" else generous(method, path, body)
+
+    with stub(silent) as url:
+        sampler = sampler_at(url, policy, tmp_path, failures=1)
+        sampler.deliver(policy.weights(), 0)
+        with pytest.raises(SamplerError, match=r"did not answer within 0\.5 s.*one failure more"):
+            list(sampler.sample(requests_for(policy, 3), 2))
+        with pytest.raises(SamplerError, match=r"one failure more"):
+            sampler.sample(requests_for(policy, 1), 2)
+        assert sampler.read()["recoveries"] == 2
+        sampler.close()
+
+
+def test_a_server_that_never_answers_at_all_is_no_server(tmp_path):
+    with stub(lambda *_: None) as url, pytest.raises(SettingsError, match=r"/health did not answer within 0\.5 s"):
+        train_with(url, tmp_path)
+
+
+def train_with(url, root, **sections):
+    vllm = {"urls": [url], "control_deadline": 0.5}
+    model = save_tiny(root / "model")
+    return training.train(tiny_settings(model, root, sampling={"sampler": "vllm"}, vllm=vllm, **sections))
+
+
+def test_a_server_without_the_endpoints_is_told_how_to_start(tmp_path):
+    def production(method, path, body):
+        if path == "/v1/models":
+            return 200, {"data": [{"root": "somewhere", "max_model_len": 1000}]}
+        return (200, None) if path == "/health" else (404, {"detail": "Not Found"})
+
+    with (
+        stub(production) as url,
+        pytest.raises(SettingsError, match=r"has no /weight_info: start it with `lagrpo serve"),
+    ):
+        train_with(url, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "kind", "message"),
+    [
+        (401, {"error": "Unauthorized"}, RefusedError, "does not accept the API key; set LAGRPO_VLLM_API_KEY"),
+        (400, {"error": {"message": "too long"}}, RefusedError, r"refused \(400\): too long"),
+        (500, {"error": {"message": "engine died"}}, UnreachableError, r"failed inside \(500\): engine died"),
+        (503, {}, UnreachableError, r"failed inside \(503\)"),
+    ],
+)
+def test_what_a_server_says_no_with(status, content, kind, message):
+    with stub(lambda *_: (status, content)) as url, pytest.raises(kind, match=message):
+        Server(url, None, SHORT).version()
+
+
+def test_nobody_there():
+    with pytest.raises(UnreachableError, match=r"http://127\.0\.0\.1:9 cannot be reached: .*refused"):
+        Server("http://127.0.0.1:9", None, SHORT).version()
+
+
+@pytest.mark.parametrize(
+    ("drawn", "reason"),
+    [
+        (Drawn([5, 6], [-1.0, math.nan], [("R:0", 0, 2)], "stop"), "no finite log-prob of token 1"),
+        (Drawn([5, 6], [-1.0, -math.inf], [("R:0", 0, 2)], "stop"), "no finite log-prob of token 1"),
+        (Drawn([], [], [], "stop"), "'stop' after 0 tokens"),
+        (Drawn([5], [-1.0], [("R:0", 0, 1)], "error"), "'error' after 1 tokens"),
+        (Drawn([5, 6], [-1.0, -1.0], [("other:0", 0, 2)], "stop"), "weights that this run did not deliver"),
+        (Drawn([5, 6], [-1.0, -1.0], [("R:0", 0, 1)], "stop"), "weights that this run did not deliver"),
+    ],
+)
+def test_completions_that_cannot_be_used_have_failed(tmp_path, drawn, reason):
+    sampler = sampler_at("http://127.0.0.1:9", tiny_policy(), tmp_path)
+    sampler.run = "R"
+    outcome = sampler._completion(drawn).outcome
+    assert outcome is not None
+    assert outcome.kind == "failed"
+    assert reason in outcome.reason
+    sampler.close()
+
+
+def test_a_completion_keeps_its_spans(tmp_path):
+    sampler = sampler_at("http://127.0.0.1:9", tiny_policy(), tmp_path)
+    sampler.run = "R"
+    completion = sampler._completion(Drawn([5, 6, 1], [-1.0] * 3, [("R:3", 0, 2), ("R:4", 2, 3)], "stop"))
+    assert completion.outcome is None
+    assert completion.versions.tolist() == [3, 3, 4]
+    assert completion.finished
+    sampler.close()
+
+
+def test_a_missing_log_prob_is_a_failure_and_none_of_zero(tmp_path):
+    """The first of the two completions has a log-prob of -9999, which is how vLLM writes -inf; the second none."""
+    policy = tiny_policy()
+
+    def odd(method, path, body):
+        if path != "/inference/v1/generate":
+            return generous(method, path, body)
+        lacking = choice(1) | {"logprobs": {"content": choice(1)["logprobs"]["content"][:1]}}
+        return 200, {"choices": [choice(0, logprobs=(-0.5, -9999.0)), lacking]}
+
+    with stub(odd) as url:
+        sampler = sampler_at(url, policy, tmp_path)
+        sampler.deliver(policy.weights(), 0)
+        ((_, group),) = sampler.sample(requests_for(policy, 1), 2)
+        assert [c.outcome.kind for c in group.completions if c.outcome] == ["failed", "failed"]
+        assert all(math.isnan(c.logp_alpha[1]) for c in group.completions)
+        sampler.close()
+
+
+def test_seeds_are_those_of_the_address_and_the_salt_is_the_version(tmp_path):
+    policy, asked = tiny_policy(), []
+
+    def recording(method, path, body):
+        if path == "/inference/v1/generate":
+            asked.append(body)
+        return generous(method, path, body)
+
+    with stub(recording) as url:
+        for _ in range(2):
+            sampler = sampler_at(url, policy, tmp_path)
+            sampler.deliver(policy.weights(), 0)
+            list(sampler.sample(requests_for(policy, 3), 2))
+            sampler.close()
+    seeds = [body["sampling_params"]["seed"] for body in asked]
+    assert sorted(seeds[:3]) == sorted(seeds[3:])
+    assert len(set(seeds)) == 3
+    assert all(0 <= seed < 2**62 for seed in seeds)
+    assert len({body["cache_salt"] for body in asked[:3]}) == 1
+    assert asked[0]["cache_salt"] != asked[3]["cache_salt"]
+    assert asked[0]["sampling_params"]["stop_token_ids"] == sorted(policy.eos_ids)
+
+
+def test_a_file_that_is_not_what_was_written_is_refused(tmp_path, monkeypatch):
+    directories = Directories(str(tmp_path))
+    weights = {"a": torch.arange(6.0), "b": torch.tensor([math.nan, 0.0])}
+    path = directories.put(weights, 3)
+    wire.check(path / wire.FILE, weights)
+    with pytest.raises(CorruptError, match=r"a differs"):
+        wire.check(path / wire.FILE, weights | {"a": -weights["a"]})  # -0.0 is not 0.0, bit for bit
+    with pytest.raises(CorruptError, match=r"other parameters"):
+        wire.check(path / wire.FILE, {"a": weights["a"]})
+    (path / wire.FILE).write_bytes((path / wire.FILE).read_bytes()[:-4])
+    with pytest.raises(CorruptError, match=r"was not written as it should be"):
+        wire.check(path / wire.FILE, weights)
+    directories.put(weights, 4)
+    directories.drop_before(4)
+    assert [entry.name for entry in directories.root.iterdir()] == ["v000004"]
+    directories.close()
+    assert not list(tmp_path.iterdir())
+
+
+def transfers(url_answers):
+    """The calls that a wire makes, with their bodies."""
+    calls = []
+
+    def answer(method, path, body):
+        calls.append((path, body))
+        return url_answers(path)
+
+    return calls, answer
+
+
+def parcel():
+    weights = {"x": torch.ones(2, 3, dtype=torch.bfloat16), "y": torch.zeros(4, dtype=torch.bfloat16)}
+    return Parcel("run:7", weights, lambda: pytest.fail("nothing is written for this wire"))
+
+
+def test_nccl_tells_the_servers_names_in_the_order_of_the_broadcast(monkeypatch):
+    calls, answer = transfers(lambda path: (200, {"world_size": 2} if path == "/get_world_size" else {}))
+    sent = []
+    for name, fake in {
+        "unique_id": lambda: b"i" * 128,
+        "init_rank": lambda world, identity, rank: (world, identity, rank),
+        "all_reduce": lambda tensors, comms: sent.append("greeting"),
+        "broadcast": lambda tensors, root, comms: sent.append((tensors[0].shape, root, comms)),
+    }.items():
+        monkeypatch.setattr(wire.nccl, name, fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(wire, "greeting", lambda: torch.zeros(1))
+    own, communicator = parcel(), (5, b"i" * 128, 0)
+    with stub(answer) as one, stub(answer) as other:
+        servers = [Server(url, None, SHORT) for url in (one, other)]
+        link = NcclWire()
+        assert link.send(servers, own) == [None, None]
+        assert link.send(servers, own) == [None, None]
+    met = [body["init_info"] for path, body in calls if path == "/init_weight_transfer_engine"]
+    assert sorted(info["rank_offset"] for info in met) == [1, 3]
+    assert {info["world_size"] for info in met} == {5}
+    assert {base64.b64decode(info["nccl_unique_id_b64"]) for info in met} == {b"i" * 128}
+    each = [(torch.Size([2, 3]), 0, [communicator]), (torch.Size([4]), 0, [communicator])]
+    assert sent == ["greeting", *each, *each]
+    (update, *_) = [body["update_info"] for path, body in calls if path == "/update_weights"]
+    assert update == {"names": ["x", "y"], "dtype_names": ["bfloat16"] * 2, "shapes": [[2, 3], [4]]}
+    order = [path for path, _ in calls if path in ("/start_weight_update", "/finish_weight_update")]
+    assert order.count("/start_weight_update") == order.count("/finish_weight_update") == 4
+    assert {body["weight_version"] for path, body in calls if path == "/finish_weight_update"} == {"run:7"}
+
+
+def test_ipc_hands_over_handles(monkeypatch):
+    calls, answer = transfers(lambda path: (200, {}))
+    monkeypatch.setattr(IpcWire, "gpu", staticmethod(lambda: "GPU-1"))
+    monkeypatch.setattr(IpcWire, "handle", staticmethod(lambda tensor: ("handle", tuple(tensor.shape))))
+    with stub(answer) as url:
+        assert IpcWire().send([Server(url, None, SHORT)], parcel()) == [None]
+    assert [path for path, _ in calls] == [
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+    ]
+    handles = pickle.loads(base64.b64decode(calls[2][1]["update_info"]["ipc_handles_pickled"]))
+    assert handles == [{"GPU-1": ("handle", (2, 3))}, {"GPU-1": ("handle", (4,))}]
+
+
+def test_a_transfer_that_fails_is_a_failure_of_that_server_alone(monkeypatch):
+    monkeypatch.setattr(IpcWire, "describe", lambda self, parcel: {})
+    calls, bad = transfers(lambda path: (500, {"error": "no"}) if path == "/update_weights" else (200, {}))
+    with stub(bad) as one, stub(lambda *_: (200, {})) as other:
+        failures = IpcWire().send([Server(url, None, SHORT) for url in (one, other)], parcel())
+    assert isinstance(failures[0], UnreachableError)
+    assert failures[1] is None
+    assert "/finish_weight_update" not in [path for path, _ in calls]
+
+
+NOISE = torch.tensor([0.03, -0.02, 0.04, -0.03]).repeat(8)
+OLD = torch.linspace(-3, -0.1, 32)
+
+
+def test_a_stale_server_is_told_by_its_scores_alone():
+    """The policy moved by .2 a token, ten times the noise's .03: root of 32 x .04 over .031 is 36 deviations."""
+    new = OLD + 0.2
+    separation = _not_stale(OLD, new, OLD + NOISE, new - NOISE, "v")
+    assert separation == pytest.approx((32 * 0.04 / float(NOISE.square().mean())) ** 0.5, rel=1e-4)
+    assert separation > SEPARATION
+    with pytest.raises(DeliveryError, match=r"still serves the old weights"):
+        _not_stale(OLD, new, OLD + NOISE, OLD - NOISE, "v")
+
+
+def test_what_the_noise_hides_is_not_decided():
+    """A move of .001 a token cannot be told from noise of .03: nearer to the old by chance is no error."""
+    new = OLD + 0.001
+    assert _not_stale(OLD, new, OLD + NOISE, OLD - NOISE, "v") < 1
+
+
+def test_scores_that_did_not_change_at_all_are_stale_whatever_the_noise():
+    with pytest.raises(DeliveryError, match=r"exactly as before the delivery"):
+        _not_stale(OLD, OLD + 1e-6, OLD + NOISE, OLD + NOISE, "v")
+    assert _not_stale(OLD, OLD, OLD + NOISE, OLD + NOISE, "v") == 0.0  # nor did the policy
+
+
+class Echo:
+    """A sampler whose server computes as the learner does, shifted by `shift` nats, at the temperature `tau`."""
+
+    def __init__(self, policy, shift=0.0, tau=None):
+        self.policy, self.shift, self.tau = policy, shift, tau or policy.tau
+        self.servers, self.version = ["the server"], policy.version
+
+    def drawn_by(self, number, request, max_tokens):
+        from lagrpo.sampling.local import LocalSampler
+
+        ((_, group),) = LocalSampler(self.policy.twin(), 0, max_tokens, 8, tau=self.tau).sample([request], 1)
+        return group
+
+    def scores(self, items):
+        packed = Packed.build([(ids, [torch.tensor(tokens)]) for ids, tokens in items])
+        tau, self.policy.tau = self.policy.tau, 1.0
+        with torch.no_grad():
+            logp = (self.policy.logp(packed) + self.shift).tolist()
+        self.policy.tau = tau
+        return [[[logp.pop(0) for _ in tokens] for _, tokens in items]]
+
+
+def test_the_proof_passes_what_agrees_and_says_by_how_much():
+    policy = tiny_policy(tau=0.7)
+    figures = PairedProof(requests_for(policy, 3), torch.bfloat16)(policy, Echo(policy, shift=0.05))
+    assert figures["probe_mean"] == pytest.approx(0.05, abs=1e-5)
+    assert figures["probe_kl"] == pytest.approx(math.expm1(-0.05) + 0.05, abs=1e-5)
+    assert policy.tau == 0.7
+
+
+def test_the_proof_refuses_other_weights_and_log_probs_of_another_temperature():
+    policy = tiny_policy(tau=0.7)
+    proof = PairedProof(requests_for(policy, 3), torch.bfloat16)
+    with pytest.raises(DeliveryError, match=r"more than the tolerance of 0.1"):
+        proof(policy, Echo(policy, shift=0.11))
+    with pytest.raises(DeliveryError, match=r"another temperature"):
+        PairedProof(requests_for(policy, 3), torch.float32)(policy, Echo(policy, tau=1.0))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"vllm": {"urls": ["localhost:8000"]}, "sampling": {"sampler": "vllm"}}, "is no URL"),
+        ({"vllm": {"urls": ["http://a", "http://a"]}, "sampling": {"sampler": "vllm"}}, "there twice"),
+        ({"vllm": {"urls": ["http://a"], "servers": 2}, "sampling": {"sampler": "vllm"}}, "set one of them"),
+        ({"vllm": {"servers": 2}}, "sampling.sampler is 'local'"),
+        ({"sampling": {"sampler": "vllm", "temperature": 2.5}}, "vLLM takes at most 2"),
+    ],
+)
+def test_settings_that_contradict_themselves(sections, message):
+    with pytest.raises(ValueError, match=message):
+        Settings.model_validate(sections)
+
+
+def test_a_python_without_vllm_is_named_before_anything_is_loaded(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setattr(training.Parts, "_build", lambda *_: pytest.fail("a model was loaded"))
+    model = save_tiny(tmp_path / "model")
+    for python, message in ((sys.executable, "has no vllm"), (str(tmp_path / "none"), "no such Python")):
+        settings = tiny_settings(model, tmp_path, sampling={"sampler": "vllm"}, vllm={"python": python})
+        with pytest.raises(SettingsError, match=message):
+            training.train(settings)

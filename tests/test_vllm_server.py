@@ -1,0 +1,311 @@
+"""One real vLLM server: draws, deliveries and their proof, and what is refused. `make test-vllm` runs these."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+
+import pytest
+import torch
+from running import tiny_settings
+from test_sampling import request, requests_for
+from vllm_servers import DEADLINES, perturb, policy_of, sampler_over, start, tiny_directory
+
+from lagrpo import config, training
+from lagrpo.config import SettingsError
+from lagrpo.policy.model import Packed
+from lagrpo.runs import load_metrics, load_rollouts
+from lagrpo.sampling.local import LocalSampler
+from lagrpo.sampling.proof import DeliveryError
+from lagrpo.sampling.vllm import wire
+from lagrpo.sampling.vllm.proof import PairedProof
+from lagrpo.sampling.vllm.server import SamplerError, Server
+from lagrpo.sampling.vllm.wire import CorruptError
+from lagrpo.servers import KEY
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_directory(tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    server = start(model, model.parent / "vllm.log")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def attached(server, monkeypatch):
+    """The server as somebody else's: reached by URL and key, not ended by a sampler's close."""
+    monkeypatch.setenv(KEY, server.key)
+    return Server(server.url, server.key, DEADLINES)
+
+
+@pytest.fixture
+def policy(model):
+    return policy_of(model)
+
+
+def learner_logp(policy, prompt_ids, completion):
+    packed = Packed.build([(prompt_ids, [completion.token_ids])])
+    with torch.no_grad():
+        return policy.logp(packed)
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.7])
+def test_learner_and_server_agree_after_each_of_five_deliveries(attached, model, tmp_path, tau):
+    policy = policy_of(model, tau)
+    sampler = sampler_over([attached], policy, tmp_path)
+    proof = PairedProof(requests_for(policy, 4), torch.float32)
+    for version in range(5):
+        assert sampler.deliver(policy.weights(), version)["delivery_bytes"] == sum(
+            tensor.numel() * 4 for tensor in policy.weights().values()
+        )
+        figures = proof(policy, sampler)
+        assert figures["probe_mean"] < 1e-4
+        assert figures["probe_max"] < 1e-3
+        if version:
+            assert figures["probe_separation"] > 100
+        for _, group in sampler.sample(requests_for(policy, 3, batch=version), 4):
+            for completion in group.completions:
+                assert completion.versions.tolist() == [version] * len(completion.token_ids)
+                expected = learner_logp(policy, group.prompt.token_ids, completion)
+                assert (completion.logp_alpha - expected).abs().max() < 2e-3
+        perturb(policy)
+    sampler.close()
+
+
+class Withheld(Server):
+    """A server that says it took a delivery, and did not."""
+
+    withhold = False
+
+    def reload(self, directory):
+        if not self.withhold:
+            super().reload(directory)
+
+
+class Outdated(Server):
+    """A server that loads the version before the one it is given."""
+
+    before: str | None = None
+
+    def reload(self, directory):
+        super().reload(self.before or directory)
+        self.before = directory
+
+
+def test_a_withheld_delivery_is_caught(attached, policy, server, tmp_path):
+    withheld = Withheld(server.url, server.key, DEADLINES)
+    sampler = sampler_over([withheld], policy, tmp_path)
+    proof = PairedProof(requests_for(policy, 4), torch.float32)
+    sampler.deliver(policy.weights(), 0)
+    proof(policy, sampler)
+    perturb(policy, 1e-4)  # far below the tolerance: only the comparison with the delivery before can tell
+    withheld.withhold = True
+    sampler.deliver(policy.weights(), 1)
+    assert sampler.version == 1
+    with pytest.raises(DeliveryError, match=r"exactly as before the delivery.* did not load the new weights"):
+        proof(policy, sampler)
+    sampler.close()
+
+
+def test_weights_of_the_delivery_before_are_caught(policy, server, tmp_path):
+    outdated = Outdated(server.url, server.key, DEADLINES)
+    sampler = sampler_over([outdated], policy, tmp_path)
+    sampler.directories.drop_before = lambda version: None
+    proof = PairedProof(requests_for(policy, 4), torch.float32, tolerance=10.0)
+    sampler.deliver(policy.weights(), 0)
+    proof(policy, sampler)
+    outdated.before = None
+    perturb(policy)
+    sampler.deliver(policy.weights(), 1)
+    proof(policy, sampler)
+    perturb(policy)
+    sampler.deliver(policy.weights(), 2)  # loads version 1 again
+    with pytest.raises(DeliveryError, match=r"exactly as before"):
+        proof(policy, sampler)
+    sampler.close()
+
+
+def test_the_weights_of_another_run_are_not_taken_for_ours(attached, policy, tmp_path):
+    ours, theirs = (sampler_over([attached], policy, tmp_path / name) for name in ("ours", "theirs"))
+    ours.deliver(policy.weights(), 3)
+    theirs.deliver(policy.weights(), 3)
+    assert (ours.version, theirs.version) == (-1, 3)
+    (_, group), *_ = ours.sample(requests_for(policy, 1), 2)
+    outcomes = [c.outcome for c in group.completions if c.outcome]
+    assert [outcome.kind for outcome in outcomes] == ["failed"] * 2
+    assert "weights that this run did not deliver" in outcomes[0].reason
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_a_corrupted_file_is_refused_and_the_old_version_goes_on_serving(
+    attached, policy, tmp_path, monkeypatch, damage
+):
+    sampler = sampler_over([attached], policy, tmp_path)
+    sampler.deliver(policy.weights(), 0)
+    probe = request(0, policy=policy).prompt.token_ids, torch.arange(10, 20)
+    before = sampler.score(*probe)
+    original = wire.check
+
+    def damaged(path, weights):
+        content = path.read_bytes()
+        path.write_bytes(content[:-400] if damage == "truncated" else content[:-9] + b"\x55" + content[-8:])
+        original(path, weights)
+
+    monkeypatch.setattr(wire, "check", damaged)
+    perturb(policy)
+    with pytest.raises(CorruptError, match=r"was not written as it should be"):
+        sampler.deliver(policy.weights(), 1)
+    assert sampler.version == 0
+    assert torch.equal(sampler.score(*probe), before)
+    (_, group), *_ = sampler.sample(requests_for(policy, 1), 2)
+    assert {int(v) for c in group.completions for v in c.versions} == {0}
+    sampler.close()
+
+
+def test_weights_of_another_shape_are_not_sent(attached, policy, tmp_path):
+    sampler = sampler_over([attached], policy, tmp_path)
+    sampler.deliver(policy.weights(), 0)
+    probe = request(0, policy=policy).prompt.token_ids, torch.arange(10, 20)
+    before = sampler.score(*probe)
+    wrong = {name: tensor[: len(tensor) // 2] for name, tensor in policy.weights().items()}
+    with pytest.raises(SamplerError, match=r"version 1 has other parameters or shapes"):
+        sampler.deliver(wrong, 1)
+    assert sampler.version == 0
+    assert torch.equal(sampler.score(*probe), before)
+    sampler.close()
+
+
+def test_a_delivery_waits_for_completions_under_way(attached, policy, tmp_path):
+    sampler = sampler_over([attached], policy, tmp_path)
+    sampler.deliver(policy.weights(), 0)
+    groups = sampler.sample(requests_for(policy, 3), 4)
+    with pytest.raises(RuntimeError, match=r"version 1 was delivered while 3 groups are open"):
+        sampler.deliver(policy.weights(), 1)
+    assert len(list(groups)) == 3
+    sampler.close()
+
+
+def test_local_and_vllm_samplers_draw_from_the_same_distribution(attached, model, tmp_path):
+    """Two-sample chi-square on the first two tokens of 4,096 completions of each sampler, rare pairs pooled. At
+    temperature 2, because the model is sure of itself at 1."""
+    policy = policy_of(model, tau=2.0)
+    sampler = sampler_over([attached], policy, tmp_path)
+    sampler.deliver(policy.weights(), 0)
+    local = LocalSampler(policy.twin(), 1, 2, 64)
+    sampler.drawing = type(sampler.drawing)(**{**_fields(sampler.drawing), "max_tokens": 2, "rows": 64})
+    requests = [request(0, batch=b, policy=policy) for b in range(64)]
+    counts = []
+    for drawn in (sampler.sample(requests, 64), local.sample(requests, 64)):
+        pairs = [tuple(c.token_ids.tolist()) for _, group in drawn for c in group.completions]
+        assert len(pairs) == 4096
+        counts.append(Counter(pairs))
+    kept = [pair for pair in counts[0] | counts[1] if counts[0][pair] + counts[1][pair] >= 20]
+    table = [[c[pair] for pair in kept] + [4096 - sum(c[pair] for pair in kept)] for c in counts]
+    statistic = sum((a - b) ** 2 / (a + b) for a, b in zip(*table, strict=True) if a + b)
+    freedom = len(table[0]) - 1
+    assert freedom > 20
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5, (statistic, freedom)
+    sampler.close()
+
+
+def _fields(instance):
+    return {name: getattr(instance, name) for name in instance.__dataclass_fields__}
+
+
+def run(model, root, server, **sections):
+    vllm = {"urls": [server.url], "directory": str(root)} | sections.pop("vllm", {})
+    sampling = {"sampler": "vllm"} | sections.pop("sampling", {})
+    settings = tiny_settings(model, root, vllm=vllm, sampling=sampling, **sections)
+    return training.train(settings).run
+
+
+@pytest.mark.parametrize(("v", "lags"), [(1, [0] * 6), (4, [0, 1, 2, 0, 1, 2])])
+def test_the_lag_table_is_read_from_the_tokens(attached, model, tmp_path, v, lags):
+    metrics = load_metrics(run(model, tmp_path, attached, schedule={"v": v, "batches": 6}))
+    assert [(line["lag_min"], line["lag_max"]) for line in metrics] == [(lag, lag) for lag in lags]
+    assert [line["delivered"] for line in metrics] == [lag == 0 for lag in lags]
+    assert all(line["failed"] == 0 and line["mismatch_max"] is not None for line in metrics)
+
+
+def test_asking_ahead_changes_no_record(attached, model, tmp_path):
+    records = []
+    for name, ahead in (("ahead", True), ("apart", False)):
+        directory = run(
+            model, tmp_path / name, attached, schedule={"v": 4, "batches": 7}, sampling={"ahead": ahead, "G": 4}
+        )
+        rows = load_rollouts(directory)
+        records.append([(r["batch"], r["prompt_key"], r["completion"], r["token_ids"], r["versions"]) for r in rows])
+    assert records[0] == records[1]
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "span", "redraw"])
+def test_completions_under_way_at_a_delivery(attached, model, tmp_path, in_flight):
+    """A pipeline of one batch ahead: completions may span two versions, or are drawn again; the lag is at most 1."""
+    directory = run(
+        model,
+        tmp_path,
+        attached,
+        schedule={"kind": "lagged", "v": 1, "batches": 6},
+        sampling={"max_tokens": 48, "G": 4},
+        vllm={"in_flight": in_flight},
+    )
+    rows = load_rollouts(directory)
+    assert len(rows) == 6 * 2 * 4
+    assert {row["outcome"] for row in rows} == {"scored"}
+    for row in rows:
+        assert row["versions"] == sorted(row["versions"])
+        assert {row["pi_k_version"] - version for version in row["versions"]} <= {0, 1}
+        if in_flight != "span":
+            assert len(set(row["versions"])) == 1
+
+
+def test_what_is_wrong_with_a_server_is_said_before_anything_is_loaded(attached, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(training.Parts, "_build", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setenv(KEY, "wrong")
+    with pytest.raises(SettingsError, match=r"does not accept the API key; set LAGRPO_VLLM_API_KEY"):
+        run(model, tmp_path, attached)
+    monkeypatch.delenv(KEY)
+    nobody = Server("http://127.0.0.1:9", None, DEADLINES)
+    with pytest.raises(SettingsError, match=r"http://127.0.0.1:9 cannot be reached: .*refused"):
+        run(model, tmp_path, nobody)
+
+
+def test_another_model_is_refused(attached, model, tmp_path):
+    other = tiny_directory(tmp_path / "other", num_hidden_layers=3)
+    with pytest.raises(SettingsError, match=r"serves another model.*num_hidden_layers 2"):
+        run(other, tmp_path, attached)
+
+
+def test_another_tokenizer_is_refused(attached, model, tmp_path):
+    """The same sizes, so that only the tokenizer tells."""
+    other = tiny_directory(tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"]
+    ids["o"], ids["r"] = ids["r"], ids["o"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(SettingsError, match=r"otherwise than model.path does: it serves another model"):
+        run(other, tmp_path, attached)
+
+
+def test_longer_sequences_than_the_server_takes_are_refused(attached, model, tmp_path):
+    with pytest.raises(SettingsError, match=r"takes sequences of at most 256 tokens"):
+        run(model, tmp_path, attached, sampling={"max_tokens": 300})
+
+
+def test_the_key_is_not_on_the_command_line(server):
+    import psutil
+
+    assert server.guard is not None
+    children = psutil.Process(server.guard.pid).children(recursive=True)
+    assert children
+    assert not any(server.key in word for child in children for word in child.cmdline())
+    assert os.environ.get("VLLM_API_KEY") is None
+    assert config.Settings().vllm.urls == ()

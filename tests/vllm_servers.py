@@ -1,0 +1,63 @@
+"""Real vLLM servers with a tiny model, for the tests marked vllm. $LAGRPO_VLLM_PYTHON names the Python
+that has vllm."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from tiny import save_tiny
+
+from lagrpo.policy.model import Policy, load_policy
+from lagrpo.sampling.vllm.process import Launch, StartedServer
+from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler
+from lagrpo.sampling.vllm.server import Deadlines, Server
+from lagrpo.sampling.vllm.wire import Directories, DirectoryWire
+
+PYTHON = os.environ.get("LAGRPO_VLLM_PYTHON", ".venv-vllm/bin/python")
+SIZES: dict[str, Any] = {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+DEADLINES = Deadlines(start=240, request=120, delivery=60, control=30)
+
+
+def tiny_directory(root: Path, **changes: Any) -> Path:
+    """A model that vLLM's attention on CPUs takes."""
+    return save_tiny(root / "model", **SIZES | changes)
+
+
+def start(model: Path, log: Path) -> StartedServer:
+    """A server of the model in float32, ready."""
+    launch = Launch(PYTHON, str(model), "float32", longest=256, rows=64)
+    server = StartedServer(launch, DEADLINES, log, say=print)
+    server.wait(DEADLINES.start)
+    return server
+
+
+def policy_of(model: Path, tau: float = 1.0) -> Policy:
+    return load_policy(str(model), torch.float32, tau=tau)
+
+
+def sampler_over(servers: list[Server], policy: Policy, root: Path, **options: Any) -> VllmSampler:
+    """A sampler of seed 0 and up to 12 tokens over the servers, its directory below `root`."""
+    drawing = Drawing(0, 12, policy.tau, sorted(policy.eos_ids), 32, policy.tokenizer.decode)
+    return VllmSampler(
+        servers, drawing, DirectoryWire(), Directories(str(root)), dtype=torch.float32, say=print, **options
+    )
+
+
+def perturb(policy: Policy, scale: float = 0.02) -> None:
+    """What an update does: other weights, the next version."""
+    generator = torch.Generator().manual_seed(policy.version)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale * float(parameter.std()))
+    policy.version += 1
+
+
+def kill(server: StartedServer) -> None:
+    """kill -9 of the process that serves HTTP; what it started is left to the guard."""
+    assert server.guard is not None
+    os.kill(psutil.Process(server.guard.pid).children()[0].pid, signal.SIGKILL)
