@@ -25,6 +25,8 @@ FLAGS = ("--dry-run", "--help")
         ("--task gsm8k --recipe dapo", [], set(), {"task": {"name": "gsm8k"}, "objective": {"recipe": "dapo"}}),
         ("--task.operations + - --task.digits 2", [], set(), {"task": {"operations": ["+", "-"], "digits": "2"}}),
         ("--task.operations=+,*", [], set(), {"task": {"operations": ["+", "*"]}}),
+        ("--vllm.urls=", [], set(), {"vllm": {"urls": []}}),
+        ("--vllm.urls http://a http://b --dry-run", [], {"--dry-run"}, {"vllm": {"urls": ["http://a", "http://b"]}}),
         ("--task.digits None", [], set(), {"task": {"digits": None}}),
         ("--schedule.v 3 --schedule.v 4", [], set(), {"schedule": {"v": "4"}}),
         ("--task.system_prompt=--x=1", [], set(), {"task": {"system_prompt": "--x=1"}}),
@@ -67,8 +69,8 @@ def test_every_setting_can_be_given_as_its_text(kind):
         for part in name.split("."):
             value = getattr(value, part)
         if not isinstance(value, BaseModel):
-            words = map(str, value) if isinstance(value, tuple) else [str(value)]
-            given = parse(kind, [f"--{name}", *words])
+            words = [f"--{name}={','.join(map(str, value))}"] if isinstance(value, tuple) else [f"--{name}", str(value)]
+            given = parse(kind, words)
             assert validated(kind, {}, given.overrides, "command line") == kind(), name
 
 

@@ -48,7 +48,7 @@ def parse(kind: type[BaseModel], words: Sequence[str], flags: Collection[str] = 
             name = SHORT.get(name, name)
             is_list = _is_list(kind, name)
             if is_one_word:
-                _put(given.overrides, name, value.split(",") if is_list else value)
+                _put(given.overrides, name, [part for part in value.split(",") if part] if is_list else value)
             else:
                 _put(given.overrides, name, _values(waiting, name, is_list))
     return given
