@@ -89,7 +89,7 @@ format: $(STAMP)
 install: $(STAMP)
 
 vllm-env: $(VLLM_STAMP)
-	@echo "vLLM $(VLLM_VERSION) is in $(VLLM_ENV). lagrpo finds it there with: --vllm.python $(VLLM_ENV)/bin/python"
+	@echo "vLLM $(VLLM_VERSION) is in $(VLLM_ENV)$(if $(filter-out .venv-vllm,$(VLLM_ENV)),; use it with: --vllm.python $(VLLM_ENV)/bin/python)"
 
 clean:
 	rm -rf .venv .venv-trl .venv-vllm

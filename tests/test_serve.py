@@ -42,13 +42,16 @@ with open(here / "starts", "a") as starts:
     print(json.dumps([sys.argv[1:], os.environ["VLLM_API_KEY"]]), file=starts)
 number = len((here / "starts").read_text().splitlines())
 print(f"start number {{number}}", flush=True)
+status, lives = {status}, {lives}
 if number > {starts}:
-    sys.exit("RuntimeError: this start fails")
+    if not {hangs}:
+        sys.exit("RuntimeError: this start fails")
+    status, lives = 503, 600
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # as vLLM has its workers
 
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response({status})
+        self.send_response(status)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -58,7 +61,7 @@ class Health(http.server.BaseHTTPRequestHandler):
 port = int(sys.argv[sys.argv.index("--port") + 1])
 server = http.server.HTTPServer(("127.0.0.1", port), Health)
 threading.Thread(target=server.serve_forever, daemon=True).start()
-time.sleep({lives})
+time.sleep(lives)
 """
 
 
@@ -71,11 +74,12 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stand_in(tmp_path) -> Callable[..., Path]:
-    """Makes one: it answers /health with `status`, ends after `lives` seconds, and after `starts` starts fails."""
+    """Makes one: it answers /health with `status`, lives so many seconds, and after `starts` starts fails or hangs."""
 
-    def of(status: int = 200, lives: float = 600, starts: int = 100) -> Path:
+    def of(status: int = 200, lives: float = 600, starts: int = 100, hangs: bool = False) -> Path:
         path = tmp_path / "python"
-        path.write_text(STAND_IN.format(python=sys.executable, status=status, lives=lives, starts=starts))
+        given = {"status": status, "lives": lives, "starts": starts, "hangs": hangs}
+        path.write_text(STAND_IN.format(python=sys.executable, **given))
         path.chmod(0o755)
         return path
 
@@ -300,12 +304,14 @@ def test_a_server_that_dies_is_started_again_as_often_as_is_allowed(start, tmp_p
     assert serving.output.splitlines()[-1].endswith(f"that was one failure more than --failures {failures} allows")
 
 
-def test_a_new_start_that_fails_is_a_failure_too(start, tmp_path):
-    serving = start("--failures", 2, lives=2, starts=1)
+@pytest.mark.parametrize(("hangs", "told"), [(False, "ended"), (True, "did not get ready")])
+def test_a_new_start_that_fails_or_hangs_is_a_failure_too(start, tmp_path, hangs, told):
+    serving = start("--failures", 2, "--deadline", 4, lives=2, starts=1, hangs=hangs)
     assert serving.ended(60) == 1
     assert len(starts(tmp_path)) == 3
     assert "is up again" not in serving.output
-    assert serving.output.count("RuntimeError: this start fails") >= 2
+    assert serving.output.count(f"the vLLM server {told} within 4 s.") == 2
+    assert serving.output.splitlines()[-1].endswith("that was one failure more than --failures 2 allows")
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
