@@ -16,8 +16,14 @@ HELD_GRADIENTS = 1 << 26  # their gradients, in the model's dtype, gathered for 
 
 def log_normaliser(scaled: Tensor) -> Tensor:
     """log Σ_v exp(x_v) of float32 logits already divided by tau: [rows, V] -> [rows]."""
+    return exponentials(scaled)[1]
+
+
+def exponentials(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(x - max x) of each row, and the row's log Σ_v exp(x_v): [rows, V] -> [rows, V], [rows]."""
     top = scaled.amax(-1)
-    return top + (scaled - top.unsqueeze(-1)).exp_().sum(-1).log_()
+    weights = (scaled - top.unsqueeze(-1)).exp_()
+    return weights, top + weights.sum(-1).log_()
 
 
 def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, tau: float) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lagrpo.addressed import uniforms
-from lagrpo.policy.logprobs import log_normaliser, scaled_logits
+from lagrpo.policy.logprobs import exponentials, log_normaliser, scaled_logits
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.decode import DecodeState
@@ -31,9 +31,10 @@ def draw(scaled_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
     Two levels: sums of blocks in float64, then the cumulative sum inside the chosen block, so a token's interval of
     uniform numbers is exact to about 1e-7 of its probability, wherever it lies in the vocabulary."""
     rows, vocabulary = scaled_RV.shape
-    top = scaled_RV.amax(-1, keepdim=True)
-    weights = (scaled_RV - top).exp_()
-    padded = torch.nn.functional.pad(weights, (0, -vocabulary % CDF_BLOCK)).view(rows, -1, CDF_BLOCK)
+    weights, log_sum = exponentials(scaled_RV)
+    if vocabulary % CDF_BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, -vocabulary % CDF_BLOCK))
+    padded = weights.view(rows, -1, CDF_BLOCK)
     block_ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)
     target = (uniform_R * block_ends[:, -1]).unsqueeze(1)
     block = torch.searchsorted(block_ends, target, right=True).clamp_(max=block_ends.shape[1] - 1)
@@ -43,8 +44,7 @@ def draw(scaled_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
     offset = torch.searchsorted(ends, target - before, right=True)
     last = CDF_BLOCK - 1 - inside.flip(-1).gt(0).int().argmax(-1, keepdim=True)  # rounding must not pick a zero
     token = (block * CDF_BLOCK + torch.minimum(offset, last)).squeeze(1)
-    logp = scaled_RV.gather(1, token.unsqueeze(1)).squeeze(1) - log_normaliser(scaled_RV)
-    return token, logp
+    return token, scaled_RV.gather(1, token.unsqueeze(1)).squeeze(1) - log_sum
 
 
 @dataclass(slots=True)
