@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from itertools import count
 from pathlib import Path
 
@@ -56,13 +56,14 @@ def settings_of(model, root, v=1, **vllm):
 
 
 def during_sampling(monkeypatch, servers):
-    """At the fifth group: others are under way, and its own request is sent to a server that is being killed."""
+    """While a group of the second batch is under way, and before another one's request is sent."""
     calls, original = count(1), Server.draw
 
-    def draw(self, *args, **kwargs):
-        if next(calls) == PROMPTS * 2 + 8 + 1:  # 8 are the probe's
-            threading.Timer(0.02, kill, [servers[0]]).start()
-        return original(self, *args, **kwargs)
+    def draw(self, prompt_ids, n, *args, **kwargs):
+        if n == G and next(calls) == PROMPTS + 2:
+            time.sleep(0.02)
+            kill(servers[0])
+        return original(self, prompt_ids, n, *args, **kwargs)
 
     monkeypatch.setattr(Server, "draw", draw)
 
