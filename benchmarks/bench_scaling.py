@@ -20,7 +20,8 @@ from processes import Side
 from sides import Figures, interleaved, start_ours, values
 from work import LONG, SHORT, Work, asked_for, common_options
 
-BUDGET = 1024  # tokens in a micro-batch: less than the smallest batch has, so that every size fills micro-batches
+BUDGET = {"lr": 1e-5, "tokens": 512}  # the smallest batch fills two such micro-batches, so that all sizes hold the same
+ROWS = 64  # completions decoded at a time, those of the smallest batch
 CYCLE = 10  # batches between two deliveries, the larger v
 
 
@@ -52,18 +53,17 @@ def doubling(asked: argparse.Namespace, report: Report, load: Load) -> None:
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         sides = [
             stack.enter_context(
-                start_ours(
-                    f"G{G}", replace(work, G=G), Path(scratch), asked.threads, optimizer={"lr": 1e-5, "tokens": BUDGET}
-                )
+                start_ours(f"G{G}", sized, Path(scratch), asked.threads, optimizer=BUDGET, sampling=sampled(sized))
             )
             for G in asked.completions
+            for sized in [replace(work, G=G)]
         ]
         taken = interleaved(sides, 1, asked.updates)
         load.add(*sides)
     report.raw["doubling"] = dict(zip(map(str, asked.completions), taken, strict=True))
     report.table(
-        f"Completions of a prompt double: {work.N} prompts × G × ≤ {work.max_tokens} tokens, {BUDGET} tokens in a "
-        "micro-batch",
+        f"Completions of a prompt double: {work.N} prompts × G × ≤ {work.max_tokens} tokens; {BUDGET['tokens']} tokens "
+        f"in a micro-batch, {ROWS} completions decoded at a time",
         [size_row(G, figures) for G, figures in zip(asked.completions, taken, strict=True)],
     )
     steps = [
@@ -72,6 +72,11 @@ def doubling(asked: argparse.Namespace, report: Report, load: Load) -> None:
         for (few, before), (many, after) in pairwise(zip(asked.completions, taken, strict=True))
     ]  # fmt: skip
     report.table("For each doubling, times", steps)
+
+
+def sampled(work: Work) -> dict[str, int]:
+    """Settings of the sampler with a fixed number of rows, so that memory has the same bound at every size."""
+    return {"G": work.G, "max_tokens": work.max_tokens, "rows": max(ROWS, work.G)}
 
 
 def size_row(G: int, figures: Figures) -> dict[str, Any]:

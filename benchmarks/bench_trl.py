@@ -83,15 +83,15 @@ def compared(
             start_ours("ours", *place, reward=reward) as ours,
             start_trl("trl", *place, python=asked.peer, config=settings, reward=reward) as trl,
         ):
-            figures = interleaved([ours, trl], asked.warmup, updates)
+            own, theirs = interleaved([ours, trl], asked.warmup, updates)
             load.add(ours, trl)
-        require_same_work(*figures)
-        return (*figures, trl.facts["versions"])
+    require_same_work(own, theirs)
+    return own, theirs, trl.facts["versions"]
 
 
 def rows(ours: Figures, trl: Figures) -> list[dict[str, Any]]:
     """The lines of a comparison."""
-    lines: list[tuple[str, str, str, str]] = [
+    lines: list[tuple[str, ...]] = [
         (
             "seconds per update", spread(values(ours, "seconds")), spread(values(trl, "seconds")),
             ratio(values(trl, "seconds"), values(ours, "seconds")),

@@ -33,7 +33,8 @@ class Program:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if self.piped else log,
                 stderr=log,
-                env={**os.environ, **environment},
+                env={name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+                | dict(environment),
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
                 text=True,
