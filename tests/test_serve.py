@@ -406,7 +406,7 @@ def test_a_run_attaches_as_printed_and_outlives_the_server(tmp_path, monkeypatch
             Server(url, "another key", DEADLINES).model()
         monkeypatch.setenv(serve.KEY, exported(serving.output))
         monkeypatch.setenv("PYTHONPATH", str(HERE))
-        sizes = {"batches": 60, "prompts": 2}
+        sizes = {"batches": 25, "prompts": 2}
         settings = tiny_settings(
             directory, tmp_path / "runs", run={"name": "one", "save_weights": False}, schedule=sizes
         )
@@ -427,7 +427,7 @@ def test_a_run_attaches_as_printed_and_outlives_the_server(tmp_path, monkeypatch
         serving.close()
     lines, rows = load_metrics(tmp_path / "runs" / "one"), load_rollouts(tmp_path / "runs" / "one")
     assert sum(line["recoveries"] for line in lines) == 1
-    assert len(rows) == 60 * 2 * 4
+    assert len(rows) == 25 * 2 * 4
     assert {row["outcome"] for row in rows} == {"scored"}
     assert all(set(row["versions"]) == {row["batch"] - 1} for row in rows)
 
