@@ -25,7 +25,7 @@ from running import options, tiny_settings
 from test_cli import lagrpo
 from vllm_servers import DEADLINES, PYTHON, tiny_directory
 
-from lagrpo import cli, serve, servers
+from lagrpo import cli, serve
 from lagrpo.config import VllmSettings
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.sampling.vllm.process import free_port
@@ -263,10 +263,6 @@ def test_a_key_of_the_users_is_used_and_not_printed(start, tmp_path, monkeypatch
     assert f"To attach (the API key is that of ${serve.KEY}):" in serving.output
     assert "a-key-of-our-own" not in serving.output
     assert (tmp_path / "elsewhere.log").read_text() == "start number 1\n"
-
-
-def test_trainers_read_the_key_where_it_is_told_to_be():
-    assert serve.KEY == servers.KEY
 
 
 @pytest.mark.parametrize("module", [cli, serve])

@@ -163,8 +163,7 @@ def test_nobody_there():
         (Drawn([5, 6], [-1.0, -math.inf], [("R:0", 0, 2)], "stop"), "no finite log-prob of token 1"),
         (Drawn([], [], [], "stop"), "'stop' after 0 tokens"),
         (Drawn([5], [-1.0], [("R:0", 0, 1)], "error"), "'error' after 1 tokens"),
-        (Drawn([5, 6], [-1.0, -1.0], [("other:0", 0, 2)], "stop"), "weights that this run did not deliver"),
-        (Drawn([5, 6], [-1.0, -1.0], [("R:0", 0, 1)], "stop"), "weights that this run did not deliver"),
+        (Drawn([5, 6], [-1.0, -1.0], [("R:0", 0, 1)], "stop"), "with which weights it drew every token"),
     ],
 )
 def test_completions_that_cannot_be_used_have_failed(tmp_path, drawn, reason):
@@ -185,6 +184,25 @@ def test_a_completion_keeps_its_spans(tmp_path):
     assert completion.versions.tolist() == [3, 3, 4]
     assert completion.finished
     sampler.close()
+
+
+def test_a_server_that_others_deliver_to_is_one_failure_after_the_other(tmp_path):
+    policy = tiny_policy()
+
+    def shared(method, path, body):
+        return (
+            (200, {"choices": [choice(label="other:3")]})
+            if path == "/inference/v1/generate"
+            else generous(method, path, body)
+        )
+
+    with stub(shared) as url:
+        sampler = sampler_at(url, policy, tmp_path, failures=2)
+        sampler.deliver(policy.weights(), 0)
+        with pytest.raises(SamplerError, match=r"did not deliver \(labelled other:3\).*one failure more"):
+            list(sampler.sample(requests_for(policy, 2), 1))
+        assert sampler.read()["recoveries"] == 3
+        sampler.close()
 
 
 def test_a_missing_log_prob_is_a_failure_and_none_of_zero(tmp_path):

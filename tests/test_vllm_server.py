@@ -133,15 +133,16 @@ def test_weights_of_the_delivery_before_are_caught(policy, server, tmp_path):
     sampler.close()
 
 
-def test_the_weights_of_another_run_are_not_taken_for_ours(attached, policy, tmp_path):
+def test_the_weights_of_another_run_are_not_taken_for_ours_and_ours_are_delivered_again(attached, policy, tmp_path):
     ours, theirs = (sampler_over([attached], policy, tmp_path / name) for name in ("ours", "theirs"))
     ours.deliver(policy.weights(), 3)
     theirs.deliver(policy.weights(), 3)
     assert (ours.version, theirs.version) == (-1, 3)
-    (_, group), *_ = ours.sample(requests_for(policy, 1), 2)
-    outcomes = [c.outcome for c in group.completions if c.outcome]
-    assert [outcome.kind for outcome in outcomes] == ["failed"] * 2
-    assert "weights that this run did not deliver" in outcomes[0].reason
+    ((_, group),) = ours.sample(requests_for(policy, 1), 2)
+    assert {int(v) for c in group.completions for v in c.versions} == {3}
+    assert (ours.version, theirs.version) == (3, -1)
+    figures = ours.read()
+    assert (figures["recoveries"], figures["redrawn"]) == (1, 1)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped"])

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shlex
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from lagrpo.checks import check_model, refusing
@@ -22,21 +20,9 @@ from lagrpo.config import ModelSettings, SettingsError
 from lagrpo.embedded import resolve_model
 from lagrpo.interrupts import interruptible
 from lagrpo.sampling.vllm.process import Launch, StartedServer, expanded, missing
-from lagrpo.sampling.vllm.server import Deadlines, SamplerError, UnreachableError
+from lagrpo.sampling.vllm.server import KEY, Deadlines, SamplerError, UnreachableError
 
-KEY = "LAGRPO_VLLM_API_KEY"
 LOOK = 0.2  # seconds between two looks at the server
-
-
-@dataclass(frozen=True)
-class KeyedLaunch(Launch):
-    """A launch whose server takes the API key `key`, not one of its own: several servers may share it, and trainers
-    know it beforehand. What the supervisor itself asks (/health) needs none."""
-
-    key: str = ""
-
-    def environment(self, key: str) -> dict[str, str]:
-        return super().environment(self.key)
 
 
 def serve(
@@ -71,7 +57,7 @@ def serve(
     with refusing("--log"):
         log.open("ab").close()
     given = os.environ.get(KEY)
-    launch = KeyedLaunch(
+    launch = Launch(
         python=python,
         model=resolve_model(model),
         dtype=dtype,
@@ -79,14 +65,13 @@ def serve(
         rows=rows,
         wire=delivery,
         options=expanded(options),
-        key=given or secrets.token_urlsafe(24),
     )
     with interruptible():
         say(f"starting {model} with {python} (log: {log}) …")
-        server = StartedServer(launch, Deadlines(start=deadline), log, say, port)
+        server = StartedServer(launch, Deadlines(start=deadline), log, say, port, given)
         try:
             server.wait(deadline)
-            print(how_to_attach(server.url, model, delivery, None if given else launch.key), flush=True)
+            print(how_to_attach(server.url, model, delivery, None if given else server.key), flush=True)
             keep_up(server, failures)
         finally:
             server.close()

@@ -21,10 +21,9 @@ from lagrpo.embedded import resolve_model
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.vllm.process import Launch, StartedServer, expanded, missing
 from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler, refuse_mismatch
-from lagrpo.sampling.vllm.server import GENERATE, HOW_TO_START, Deadlines, SamplerError, Server
+from lagrpo.sampling.vllm.server import GENERATE, HOW_TO_START, KEY, Deadlines, SamplerError, Server
 from lagrpo.sampling.vllm.wire import WIRES, Directories
 
-KEY = "LAGRPO_VLLM_API_KEY"
 COARSENESS = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -76,7 +75,7 @@ def started(settings: Settings) -> list[Server]:
     if problem := missing(vllm.python):
         raise ValueError(f"python: {problem}")
     launch = Launch(
-        python=str(Path(vllm.python).expanduser()),
+        python=str(Path(vllm.python).expanduser().absolute()),
         model=resolve_model(settings.model.path),
         dtype=settings.model.dtype,
         longest=sampling.max_prompt_tokens + sampling.max_tokens + 1,

@@ -155,7 +155,7 @@ def per_completion(name: str, theta: Tensor, **overrides) -> Tensor:
         value_T = recipe.value(Terms(*logp_T, COMPLETION_T, CENTRED))
         return torch.zeros(9, dtype=torch.float64).index_add(0, COMPLETION_T, value_T)
 
-    return torch.autograd.functional.jacobian(values, theta)
+    return torch.func.jacrev(values)(theta)
 
 
 @pytest.mark.parametrize(

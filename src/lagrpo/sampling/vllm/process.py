@@ -78,10 +78,19 @@ class Launch:
 
 
 class StartedServer(Server):
-    """A server of our own. `log` is the file that gets its output; `say` hears of starts and restarts."""
+    """A server of our own. `log` is the file that gets its output; `say` hears of starts and restarts. Port and API key
+    are free to choose; by default they are made up."""
 
-    def __init__(self, launch: Launch, deadlines: Deadlines, log: Path, say: Callable[[str], None], port: int = 0):
-        self.key = secrets.token_urlsafe(24)
+    def __init__(
+        self,
+        launch: Launch,
+        deadlines: Deadlines,
+        log: Path,
+        say: Callable[[str], None],
+        port: int = 0,
+        key: str | None = None,
+    ) -> None:
+        self.key = key or secrets.token_urlsafe(24)
         self.port = port or free_port()
         super().__init__(f"http://127.0.0.1:{self.port}", self.key, deadlines)
         self.launch, self.log, self.say = launch, log, say
@@ -123,7 +132,7 @@ class StartedServer(Server):
 
     def tail(self) -> str:
         """The end of its log, and where the rest is."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
+        lines = _end_of(self.log).splitlines()
         shown = "\n".join(f"  {line[:300]}" for line in lines[-SHOWN:])
         return f" The end of its log, {self.log}:\n{shown}" if shown else f" Its log is {self.log}"
 
@@ -156,13 +165,23 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _end_of(path: Path, size: int = 1 << 16) -> str:
+    """The last `size` bytes of a file as text; nothing of one that is not there."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - size))
+        return file.read().decode(errors="replace")
+
+
 def missing(python: str) -> str | None:
     """What is wrong with the Python of the settings; None where it is there and has vllm."""
-    path = Path(python).expanduser()
+    path = Path(python).expanduser().absolute()
     if not path.is_file():
         return f"{python}: no such Python. `make vllm-env` makes an environment with vLLM; name its bin/python"
     probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    done = subprocess.run([str(path), "-c", probe], capture_output=True, check=False)
+    elsewhere = path.parent  # a directory `vllm` where we are is no package
+    done = subprocess.run([str(path), "-c", probe], capture_output=True, check=False, cwd=elsewhere)
     return f"{python} has no vllm: `make vllm-env` makes an environment that has it" if done.returncode else None
 
 

@@ -56,10 +56,11 @@ class _Ticket:
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """A server and what we know of it. `life` counts how often it was brought back; `lock` is held while its weights
-    change."""
+    """A server and what we know of it: whether it can be asked, how often it was brought back (`life`); `lock` is held
+    while that is being done."""
 
     server: Server
+    up: bool = True
     life: int = 0
     threads: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -230,11 +231,12 @@ class VllmSampler:
 
     def _work(self, member: _Member) -> None:
         """One thread of a server: take a group, draw it, hand it out."""
-        while (ticket := self._take()) is not None:
+        while (ticket := self._take(member)) is not None:
             life = member.life
             try:
                 group = self._draw(member.server, ticket.request, ticket.G)
             except UnreachableError as error:
+                member.up = member.life != life
                 self._put_back(ticket)
                 self._recover(member, life, error)
             except BaseException as error:  # noqa: BLE001  (it belongs to whoever waits for the group)
@@ -247,9 +249,9 @@ class VllmSampler:
                     self._done()
                     ticket.out.put((ticket.request, group))
 
-    def _take(self) -> _Ticket | None:
+    def _take(self, member: _Member) -> _Ticket | None:
         with self._ready:
-            while not (self._queue and self._gate and not self._broken) and not self._closed:
+            while not (self._queue and self._gate and member.up and not self._broken) and not self._closed:
                 self._ready.wait()
             if self._closed:
                 return None
@@ -281,6 +283,11 @@ class VllmSampler:
         drawn = server.draw(ids, G, seed, longest, d.tau, sorted(d.eos_ids), label)
         if any(one.end == "abort" for one in drawn):
             return None
+        if strange := {name for one in drawn for name, _, _ in one.spans if self._number(name) < 0}:
+            raise UnreachableError(
+                f"{server} drew with weights that this run did not deliver (labelled {', '.join(sorted(strange))}): it "
+                "was started again, or another run delivers to it"
+            )
         return Group(request.prompt, tuple(self._completion(one) for one in drawn), request.epoch)
 
     def _completion(self, drawn: Drawn) -> Completion:
@@ -292,7 +299,7 @@ class VllmSampler:
         if not drawn.token_ids or drawn.end not in ("stop", "length"):
             outcome = Outcome.failed(f"the server ended it with {drawn.end!r} after {len(drawn.token_ids)} tokens")
         elif bool((versions < 0).any()):
-            outcome = Outcome.failed("the server drew it with weights that this run did not deliver")
+            outcome = Outcome.failed("the server did not say with which weights it drew every token")
         return Completion(
             token_ids=torch.tensor(drawn.token_ids, dtype=torch.long),
             logp_alpha=torch.tensor(drawn.logp, dtype=torch.float32),
@@ -394,6 +401,9 @@ class VllmSampler:
                 self._give_up(final)
             else:
                 member.life += 1
+                with self._ready:
+                    member.up = True
+                    self._ready.notify_all()
 
     def _spend(self, error: UnreachableError) -> None:
         with self._ready:

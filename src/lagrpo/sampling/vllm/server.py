@@ -17,6 +17,7 @@ from typing import Any
 import urllib3
 
 GENERATE = "/inference/v1/generate"
+KEY = "LAGRPO_VLLM_API_KEY"  # the environment variable with the API key of servers that run already
 NO_LOGPROB = -9000.0  # vLLM writes -9999 where a log-prob is -inf
 HOW_TO_START = "start it with `lagrpo serve MODEL`, or with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
 

@@ -19,6 +19,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +51,12 @@ class Parcel:
     def size(self) -> int:
         """Bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.weights.values())
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the weights are on the trainer's side: a CUDA device, or None."""
+        device = next(iter(self.weights.values())).device
+        return device if device.type == "cuda" else None
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -133,6 +140,10 @@ class TransferWire:
     wait for them inside `update`; `describe` says what the update tells them besides names, dtypes and shapes."""
 
     def send(self, servers: Sequence[Server], parcel: Parcel) -> list[BaseException | None]:
+        with torch.cuda.device(parcel.device) if parcel.device else nullcontext():
+            return self._send(servers, parcel)
+
+    def _send(self, servers: Sequence[Server], parcel: Parcel) -> list[BaseException | None]:
         self.connect(servers)
         info: dict[str, Any] = {
             "names": list(parcel.weights),
