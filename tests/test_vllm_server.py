@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -195,30 +196,35 @@ def test_a_delivery_waits_for_completions_under_way(attached, policy, tmp_path):
 
 
 def test_local_and_vllm_samplers_draw_from_the_same_distribution(attached, model, tmp_path):
-    """Two-sample chi-square on the first two tokens of 4,096 completions of each sampler, rare pairs pooled. At
-    temperature 2, because the model is sure of itself at 1."""
-    policy = policy_of(model, tau=2.0)
+    """Two-sample chi-square on each of the first two tokens of 4,096 completions of each sampler, rare ones pooled. The
+    power of the test: against temperature .6 in place of .4 the statistic is far outside."""
+    policy = policy_of(model, tau=0.4)
     sampler = sampler_over([attached], policy, tmp_path)
     sampler.deliver(policy.weights(), 0)
-    local = LocalSampler(policy.twin(), 1, 2, 64)
-    sampler.drawing = type(sampler.drawing)(**{**_fields(sampler.drawing), "max_tokens": 2, "rows": 64})
+    sampler.drawing = replace(sampler.drawing, max_tokens=2, rows=64)
     requests = [request(0, batch=b, policy=policy) for b in range(64)]
-    counts = []
-    for drawn in (sampler.sample(requests, 64), local.sample(requests, 64)):
-        pairs = [tuple(c.token_ids.tolist()) for _, group in drawn for c in group.completions]
-        assert len(pairs) == 4096
-        counts.append(Counter(pairs))
-    kept = [pair for pair in counts[0] | counts[1] if counts[0][pair] + counts[1][pair] >= 20]
-    table = [[c[pair] for pair in kept] + [4096 - sum(c[pair] for pair in kept)] for c in counts]
-    statistic = sum((a - b) ** 2 / (a + b) for a, b in zip(*table, strict=True) if a + b)
-    freedom = len(table[0]) - 1
-    assert freedom > 20
-    assert statistic < freedom + 5 * (2 * freedom) ** 0.5, (statistic, freedom)
+    vllm = list(sampler.sample(requests, 64))
+    local, warmer = (list(LocalSampler(policy.twin(), 1, 2, 64, tau).sample(requests, 64)) for tau in (0.4, 0.6))
+    for place in (0, 1):
+        statistic, freedom = chi_square(vllm, local, place)
+        assert freedom > 20
+        assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5, (place, statistic, freedom)
+    statistic, freedom = chi_square(vllm, warmer, 0)
+    assert statistic - freedom > 10 * (2 * freedom) ** 0.5, (statistic, freedom)
     sampler.close()
 
 
-def _fields(instance):
-    return {name: getattr(instance, name) for name in instance.__dataclass_fields__}
+def chi_square(ours, theirs, place):
+    """The two-sample statistic of the token at `place`, -1 where a completion has none, and its degrees of freedom."""
+    counts = []
+    for drawn in (ours, theirs):
+        ids = [[*c.token_ids.tolist(), -1] for _, group in drawn for c in group.completions]
+        counts.append(Counter(tokens[place] for tokens in ids))
+    total = [sum(c.values()) for c in counts]
+    assert total == [4096, 4096]
+    kept = [token for token in counts[0] | counts[1] if counts[0][token] + counts[1][token] >= 20]
+    table = [[c[token] for token in kept] + [4096 - sum(c[token] for token in kept)] for c in counts]
+    return sum((a - b) ** 2 / (a + b) for a, b in zip(*table, strict=True) if a + b), len(kept)
 
 
 def run(model, root, server, **sections):
