@@ -1,6 +1,6 @@
 """Single-digit addition through a real vLLM server: what v, asking ahead and a second server buy.
 
-    python experiments/vllm.py             train what is missing (5 runs of 20 batches), then the table and the figure
+    python experiments/vllm.py             train what is missing (5 runs of 12 batches), then the table and the figure
     python experiments/vllm.py --report    the table and the figure of what is there
 
 The embedded model in bfloat16, 8 prompts x 16 completions of at most 16 tokens, GRPO, learning rate 2e-5, beta 0, one
@@ -50,7 +50,7 @@ def command(run: str, python: str) -> list[str]:
         "run.display": "plain",
         "evaluation.samples": 8,
         "schedule.v": knobs["v"],
-        "schedule.batches": 20,
+        "schedule.batches": 12,
         "sampling.sampler": "vllm",
         "sampling.ahead": knobs.get("ahead", True),
         "vllm.python": python,

@@ -70,11 +70,13 @@ class Launch:
 
     def environment(self, key: str) -> dict[str, str]:
         """Of the server's process: the key (never on the command line, where everybody can read it), development mode
-        for pausing and loading weights, no usage statistics."""
+        for pausing and loading weights, no usage statistics. On CPUs, unless our own environment says otherwise: 2 GiB
+        for keys and values, and all cores to compute with, as the trainer mostly waits while the server draws."""
         own = {"VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         own |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if self.wire == "ipc" else {}
         inherited = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "PYTHONPATH")}
-        return {"VLLM_CPU_KVCACHE_SPACE": "2", **inherited, **own}
+        cpu = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+        return {**cpu, **inherited, **own}
 
 
 class StartedServer(Server):
