@@ -236,7 +236,8 @@ class VllmSampler:
             try:
                 group = self._draw(member.server, ticket.request, ticket.G)
             except UnreachableError as error:
-                member.up = member.life != life
+                with self._ready:
+                    member.up = member.life != life
                 self._put_back(ticket)
                 self._recover(member, life, error)
             except BaseException as error:  # noqa: BLE001  (it belongs to whoever waits for the group)
@@ -382,6 +383,8 @@ class VllmSampler:
                 self._recover(member, life, error)
                 if self._broken:
                     raise self._broken from error
+                if self._closed:
+                    raise
 
     def _recover(self, member: _Member, life: int, error: UnreachableError) -> None:
         """Bring a server back, with the version it should have, unless somebody did since `life`. When the failures are
@@ -400,9 +403,8 @@ class VllmSampler:
             except SamplerError as final:
                 self._give_up(final)
             else:
-                member.life += 1
                 with self._ready:
-                    member.up = True
+                    member.life, member.up = member.life + 1, True
                     self._ready.notify_all()
 
     def _spend(self, error: UnreachableError) -> None:
