@@ -18,6 +18,7 @@ from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler
 from lagrpo.sampling.vllm.server import Deadlines, Server
 from lagrpo.sampling.vllm.wire import Directories, DirectoryWire
 
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of each server; the tests run two at a time
 PYTHON = os.environ.get("LAGRPO_VLLM_PYTHON", ".venv-vllm/bin/python")
 SIZES: dict[str, Any] = {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 DEADLINES = Deadlines(start=240, request=120, delivery=60, control=30)
