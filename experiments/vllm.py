@@ -81,7 +81,7 @@ def row(run: str) -> str:
         f"{len(deliveries)} x {median(line['seconds_delivery'] for line in deliveries):.2f} s, "
         f"paused {median(line['seconds_paused'] for line in deliveries):.2f} s",
         f"{median(line['probe_mean'] for line in deliveries):.3f}",
-        f"{min((line['probe_separation'] or 1e9) for line in deliveries[1:]):.0f}" if deliveries[1:] else "–",
+        f"{median(line['probe_telling'] for line in deliveries[1:]):.0f}" if deliveries[1:] else "–",
     ]
     return f"| {run} | " + " | ".join(cells) + " |"
 
@@ -89,7 +89,7 @@ def row(run: str) -> str:
 def table() -> str:
     """One row per run; seconds are means per batch."""
     head = ["run", "pass@1 after", *(f"{label}, s" for label in SECONDS)]
-    head += ["deliveries", "probe, nats a token", "least separation"]
+    head += ["deliveries", "probe, nats a token", "tokens that tell, median"]
     return "\n".join(["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *(row(run) for run in RUNS)])
 
 

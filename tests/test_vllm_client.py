@@ -21,7 +21,7 @@ from lagrpo.config import Settings, SettingsError
 from lagrpo.policy.model import Packed
 from lagrpo.sampling.proof import DeliveryError
 from lagrpo.sampling.vllm import wire
-from lagrpo.sampling.vllm.proof import SEPARATION, PairedProof, _not_stale
+from lagrpo.sampling.vllm.proof import PairedProof, _not_stale
 from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler
 from lagrpo.sampling.vllm.server import Deadlines, Drawn, RefusedError, SamplerError, Server, UnreachableError
 from lagrpo.sampling.vllm.wire import CorruptError, Directories, DirectoryWire, IpcWire, NcclWire, Parcel
@@ -344,19 +344,30 @@ OLD = torch.linspace(-3, -0.1, 32)
 
 
 def test_a_stale_server_is_told_by_its_scores_alone():
-    """The policy moved by .2 a token, ten times the noise's .03: root of 32 x .04 over .031 is 36 deviations."""
+    """The policy moved by .2 a token, seven times the noise: all 32 tokens tell, and 2^-32 is no chance."""
     new = OLD + 0.2
-    separation = _not_stale(OLD, new, OLD + NOISE, new - NOISE, "v")
-    assert separation == pytest.approx((32 * 0.04 / float(NOISE.square().mean())) ** 0.5, rel=1e-4)
-    assert separation > SEPARATION
-    with pytest.raises(DeliveryError, match=r"still serves the old weights"):
+    assert _not_stale(OLD, new, OLD + NOISE, new - NOISE, "v") == 32
+    with pytest.raises(DeliveryError, match=r"32 of the 32 tokens that can tell .* still serves the old weights"):
         _not_stale(OLD, new, OLD + NOISE, OLD - NOISE, "v")
 
 
 def test_what_the_noise_hides_is_not_decided():
     """A move of .001 a token cannot be told from noise of .03: nearer to the old by chance is no error."""
     new = OLD + 0.001
-    assert _not_stale(OLD, new, OLD + NOISE, OLD - NOISE, "v") < 1
+    assert _not_stale(OLD, new, OLD + NOISE, OLD - NOISE, "v") == 0
+
+
+def test_a_few_wild_tokens_decide_nothing():
+    """Three tokens that became unlikely are scored far off, towards the old: by squares the old would be nearer."""
+    new, now = OLD + 0.2, OLD + 0.2 - NOISE
+    now[:3] = new[:3] - 1.5
+    assert float((now - OLD).square().sum()) < float((now - new).square().sum())
+    assert _not_stale(OLD, new, OLD + NOISE, now, "v") == 32
+
+
+def test_nineteen_tokens_are_too_few_to_say():
+    old, new = OLD[:19], OLD[:19] + 0.2
+    assert _not_stale(old, new, old + NOISE[:19], old - NOISE[:19], "v") == 19
 
 
 def test_scores_that_did_not_change_at_all_are_stale_whatever_the_noise():
@@ -393,6 +404,24 @@ def test_the_proof_passes_what_agrees_and_says_by_how_much():
     assert figures["probe_mean"] == pytest.approx(0.05, abs=1e-5)
     assert figures["probe_kl"] == pytest.approx(math.expm1(-0.05) + 0.05, abs=1e-5)
     assert policy.tau == 0.7
+
+
+def test_the_probe_is_renewed_when_the_policy_has_moved_away_from_it():
+    """Batch 0's draws have one address: what is drawn again differs because the policy does."""
+    policy = tiny_policy()
+    proof = PairedProof(requests_for(policy, 3), torch.float32)
+    proof(policy, Echo(policy))
+    first = proof._items
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(1e-4 * torch.randn_like(parameter))
+    proof(policy, Echo(policy))
+    assert proof._items is first
+    with torch.no_grad():
+        policy.head.weight.copy_(-policy.head.weight)
+    proof(policy, Echo(policy))
+    assert proof._items is not first
+    assert proof._items != first
 
 
 def test_the_proof_refuses_other_weights_and_log_probs_of_another_temperature():

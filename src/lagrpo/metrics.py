@@ -67,7 +67,7 @@ def batch_metrics(
 
 
 SAMPLER_FIGURES = (
-    *("probe_mean", "probe_max", "probe_kl", "probe_separation"),
+    *("probe_mean", "probe_max", "probe_kl", "probe_telling"),
     *("delivery_bytes", "seconds_writing", "seconds_paused", "seconds_drawing", "recoveries", "redrawn"),
 )
 
