@@ -71,7 +71,7 @@ def test_learner_and_server_agree_after_each_of_five_deliveries(attached, model,
         assert figures["probe_mean"] < 1e-4
         assert figures["probe_max"] < 1e-3
         if version:
-            assert figures["probe_telling"] >= 20
+            assert figures["probe_telling"] > 5
         for _, group in sampler.sample(requests_for(policy, 3, batch=version), 4):
             for completion in group.completions:
                 assert completion.versions.tolist() == [version] * len(completion.token_ids)
