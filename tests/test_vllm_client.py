@@ -16,7 +16,7 @@ from running import tiny_settings
 from test_sampling import requests_for
 from tiny import save_tiny, tiny_policy
 
-from lagrpo import training
+from lagrpo import servers, training
 from lagrpo.config import Settings, SettingsError
 from lagrpo.policy.model import Packed
 from lagrpo.sampling.proof import DeliveryError
@@ -457,3 +457,22 @@ def test_a_python_without_vllm_is_named_before_anything_is_loaded(tmp_path, monk
         settings = tiny_settings(model, tmp_path, sampling={"sampler": "vllm"}, vllm={"python": python})
         with pytest.raises(SettingsError, match=message):
             training.train(settings)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "message"),
+    [
+        ({"options": ["--port 9000"]}, r"^vllm: options: --port is set by lagrpo itself"),
+        ({"options": ["--dtype=float16", "--x"]}, r"^vllm: options: --dtype is set by lagrpo itself"),
+        ({"directory": "/proc/none"}, r"^vllm: directory = '/proc/none' is no directory, and cannot be made"),
+        ({"delivery": "nccl"}, r"^vllm: delivery = 'nccl' sends weights from the memory of a GPU"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_before_anything_is(tmp_path, monkeypatch, vllm, message):
+    monkeypatch.setattr(training.Parts, "_build", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(servers, "StartedServer", lambda *_: pytest.fail("a server was started"))
+    monkeypatch.setattr(servers, "missing", lambda python: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    settings = tiny_settings(save_tiny(tmp_path / "model"), tmp_path, sampling={"sampler": "vllm"}, vllm=vllm)
+    with pytest.raises(SettingsError, match=message):
+        training.train(settings)

@@ -7,6 +7,7 @@ loaded, in checks.py. Importing this module loads neither torch nor transformers
 from __future__ import annotations
 
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -140,8 +141,12 @@ class VllmSettings(_Settings):
     @model_validator(mode="after")
     def _urls_are_urls(self) -> VllmSettings:
         for url in self.urls:
-            if not url.startswith(("http://", "https://")):
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"urls: {url!r} is no URL; write http://host:port")
+            _ = parts.port  # raises ValueError for a number that is no port
+            if parts.path.strip("/") or parts.query:
+                raise ValueError(f"urls: {url!r} has a path; write http://host:port alone")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("urls: the same server is there twice")
         if self.urls and self.servers > 1:

@@ -24,6 +24,7 @@ from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler, refuse_mismatch
 from lagrpo.sampling.vllm.server import GENERATE, HOW_TO_START, KEY, Deadlines, SamplerError, Server
 from lagrpo.sampling.vllm.wire import WIRES, Directories
 
+OURS = {"--model", "--host", "--port", "--api-key", "--dtype", "--logprobs-mode", "--generation-config"}
 COARSENESS = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -44,9 +45,29 @@ def open_servers(settings: Settings) -> list[Server]:
         SettingsError: a server that cannot be used, or cannot be started.
     """
     with refusing("vllm", SamplerError):
+        check_delivery(settings.vllm)
         if settings.vllm.urls:
             return [attached(url, settings) for url in settings.vllm.urls]
         return started(settings)
+
+
+def check_delivery(settings: VllmSettings) -> None:
+    """Raises ValueError for a wire that this machine does not have, and a directory that cannot be written to."""
+    if settings.delivery != "directory" and not torch.cuda.is_available():
+        raise ValueError(
+            f"delivery = {settings.delivery!r} sends weights from the memory of a GPU, and PyTorch sees none here; use "
+            "'directory'"
+        )
+    if settings.directory is not None:
+        path = Path(settings.directory).expanduser()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"directory = {settings.directory!r} is no directory, and cannot be made: {error}"
+            ) from error
+        if not os.access(path, os.W_OK):
+            raise ValueError(f"directory = {settings.directory!r} cannot be written to")
 
 
 def attached(url: str, settings: Settings) -> Server:
@@ -83,13 +104,15 @@ def started(settings: Settings) -> list[Server]:
         wire=vllm.delivery,
         options=expanded(vllm.options),
     )
-    folder = Path(settings.run.directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    say = said(settings)
-    return [
-        StartedServer(launch, deadlines(vllm), folder / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log", say)
-        for _ in range(vllm.servers)
-    ]
+    if taken := OURS & {word.partition("=")[0] for word in launch.options}:
+        raise ValueError(f"options: {', '.join(sorted(taken))} is set by lagrpo itself")
+    folder, say = Path(settings.run.directory), said(settings)
+    with refusing("run.directory"):
+        folder.mkdir(parents=True, exist_ok=True)
+    logs = [folder / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log" for _ in range(vllm.servers)]
+    for log in logs:
+        say(f"a vLLM server is being started, for at most {vllm.start_deadline:g} s (log: {log})")
+    return [StartedServer(launch, deadlines(vllm), log, say) for log in logs]
 
 
 def build_vllm(settings: Settings, policy: Policy, servers: Sequence[Server]) -> VllmSampler:

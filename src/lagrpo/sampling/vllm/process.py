@@ -181,6 +181,8 @@ def missing(python: str) -> str | None:
     path = Path(python).expanduser().absolute()
     if not path.is_file():
         return f"{python}: no such Python. `make vllm-env` makes an environment with vLLM; name its bin/python"
+    if not os.access(path, os.X_OK):
+        return f"{python} cannot be executed; name the bin/python of an environment with vLLM"
     probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     elsewhere = path.parent  # a directory `vllm` where we are is no package
     done = subprocess.run([str(path), "-c", probe], capture_output=True, check=False, cwd=elsewhere)

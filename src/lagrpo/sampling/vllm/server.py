@@ -100,7 +100,7 @@ class Server:
         except urllib3.exceptions.ReadTimeoutError as error:
             raise UnreachableError(f"{self.url}{path} did not answer within {seconds:g} s") from error
         except urllib3.exceptions.HTTPError as error:
-            raise UnreachableError(f"{self.url} cannot be reached: {_cause(error)}") from error
+            raise UnreachableError(f"{self.url} cannot be reached: {_cause(error)}; is a server up there?") from error
         if answer.status == 200:
             return answer.json() if answer.data else None
         self._refuse(path, answer.status, answer.data.decode(errors="replace"))
