@@ -39,7 +39,7 @@ def deadlines(settings: VllmSettings) -> Deadlines:
 
 def open_servers(settings: Settings) -> list[Server]:
     """The servers of the settings: those that run are reachable, accept our key and have the endpoints; those that are
-    started here are on their way (`ready` waits for them).
+    started here are on their way (`build_vllm` waits for them).
 
     Raises:
         SettingsError: a server that cannot be used, or cannot be started.

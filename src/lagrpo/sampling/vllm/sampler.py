@@ -95,7 +95,6 @@ class VllmSampler:
         self._gate = True  # whether groups may be taken from the queue
         self._broken: SamplerError | None = None
         self._closed = False
-        self._version = -1
         self._parcel: Parcel | None = None
         self._proven: list[tuple[Sequence[int], Sequence[int], list[float]]] = []
         self._figures: dict[str, float] = {"recoveries": 0, "redrawn": 0}
@@ -136,11 +135,10 @@ class VllmSampler:
         if isinstance(self.wire, DirectoryWire):
             parcel.write()
         written = time.perf_counter()
-        with self._stopped():
+        with _Stopped(self):
             paused = time.perf_counter()
             before, self._parcel, self._proven = self._parcel, parcel, []
             self._load(parcel, before)
-            self._version = version
         done = time.perf_counter()
         self.directories.drop_before(version)
         return {"delivery_bytes": parcel.size, "seconds_writing": written - started, "seconds_paused": done - paused}
@@ -323,9 +321,6 @@ class VllmSampler:
         own = {name: tensor.to(self.dtype) for name, tensor in weights.items()}
         kept = own if isinstance(self.wire, DirectoryWire) else {name: t.cpu() for name, t in own.items()}
         return Parcel(f"{self.run}:{version}", own, lambda: str(self.directories.put(kept, version)))
-
-    def _stopped(self) -> _Stopped:
-        return _Stopped(self)
 
     def _load(self, parcel: Parcel, before: Parcel | None) -> None:
         """The parcel into every paused server. A server that dies gets it when it is back. Where one refuses it, all of
