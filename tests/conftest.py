@@ -14,3 +14,13 @@ def unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(params=["c", "torch"])
+def either_computation(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The test runs twice: with lagrpo's kernels, and with PyTorch's operations in their place."""
+    from lagrpo import kernels
+
+    kernels.select(request.param)
+    yield request.param
+    kernels.select("auto")

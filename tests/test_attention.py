@@ -12,6 +12,7 @@ from lagrpo.policy import layout as layout_module
 from lagrpo.policy.layout import PackedLayout
 from lagrpo.policy.model import Packed, Policy, check_context, prove_attention, refuse
 
+pytestmark = pytest.mark.usefixtures("either_computation")
 GROUPS = ((7, (3, 9, 1)), (20, (1,)), (1, (4, 4, 30)), (5, ()))
 
 

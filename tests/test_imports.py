@@ -18,14 +18,16 @@ ALLOWED: dict[str, set[str]] = {
     "addressed": set(),
     "text": set(),
     "interrupts": set(),
+    "memory": set(),
     "embedded": set(),
+    "kernels": {"embedded"},  # the cache directory
     "core": set(),
     "types": {"core"},
     "compose": {"core"},
     "recipes": {"core", "compose"},
     "bandit": {"core", "compose", "recipes"},
-    "policy": {"core", "types"} | PLAIN,
-    "sampling": {"core", "types", "policy"} | PLAIN,  # the local sampler runs the policy's own operations
+    "policy": {"core", "kernels", "types"} | PLAIN,
+    "sampling": {"core", "kernels", "types", "policy"} | PLAIN,  # the local sampler runs the policy's own operations
     "tasks": {"core", "types"} | PLAIN,
     "verify": {"core", "types", "tasks"} | PLAIN,  # tasks say what an answer that cannot be judged is
     "runs": {"types"} | PLAIN,
@@ -43,7 +45,19 @@ ALLOWED: dict[str, set[str]] = {
     "recorded": {"types", "policy", "tasks"},
     "serve": {"checks", "config", "embedded", "sampling"} | PLAIN,
     "servers": {"checks", "config", "embedded", "policy", "sampling"},
-    "build": {"checks", "compose", "config", "embedded", "policy", "prompts", "recipes", "recorded", "sampling"}
+    "build": {
+        "checks",
+        "compose",
+        "config",
+        "embedded",
+        "kernels",
+        "memory",
+        "policy",
+        "prompts",
+        "recipes",
+        "recorded",
+        "sampling",
+    }
     | {"servers", "tasks", "types"}
     | PLAIN,
     "meaning": {"build", "checks", "compose", "config", "embedded", "policy", "recipes", "sampling", "servers"} | PLAIN,

@@ -18,6 +18,7 @@ from lagrpo.recipes import resolve
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.types import Group, Outcome
 
+pytestmark = pytest.mark.usefixtures("either_computation")
 MAX_TOKENS = 12
 
 

@@ -19,6 +19,8 @@ from lagrpo.sampling.proof import DeliveryError, Probe, prove_delivery
 from lagrpo.sampling.schedule import Schedule, budget, every, lagged, lags
 from lagrpo.types import Group, Prompt
 
+pytestmark = pytest.mark.usefixtures("either_computation")
+
 
 def request(key: int, text: str = "1+2=", batch: int = 1, epoch: int = 0, *, policy) -> Request:
     prompt = Prompt(key, ({"role": "user", "content": text},), "3")
@@ -86,7 +88,7 @@ def test_frequencies_match_the_softmax():
     policy = tiny_policy(spread=1.5)
     logits = torch.randn(103, generator=torch.Generator().manual_seed(3)) * 2
     count = 20_000
-    tokens, logp = draw(logits.expand(count, -1).contiguous(), torch.from_numpy(uniforms(count, "chi-square")))
+    tokens, logp = draw(logits.expand(count, -1).contiguous(), 1.0, torch.from_numpy(uniforms(count, "chi-square")))
     expected = logits.double().softmax(-1) * count
     observed = torch.bincount(tokens, minlength=103).double()
     likely = expected >= 5
@@ -123,7 +125,7 @@ def test_a_uniform_number_picks_the_token_whose_interval_holds_it(position):
     u = torch.tensor(
         [(position + 0.5) / 1001, (position + 1e-4) / 1001, (position + 1 - 1e-4) / 1001], dtype=torch.float64
     )
-    tokens, logp = draw(scaled, u)
+    tokens, logp = draw(scaled, 1.0, u)
     assert tokens.tolist() == [position] * 3
     torch.testing.assert_close(logp, torch.full((3,), -math.log(1001)))
 
@@ -131,7 +133,7 @@ def test_a_uniform_number_picks_the_token_whose_interval_holds_it(position):
 def test_a_token_of_probability_zero_is_never_drawn():
     scaled = torch.full((2, 600), -torch.inf)
     scaled[:, 300] = 0.0
-    tokens, logp = draw(scaled, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+    tokens, logp = draw(scaled, 1.0, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
     assert tokens.tolist() == [300, 300]
     assert logp.tolist() == [0.0, 0.0]
 

@@ -10,9 +10,9 @@ import torch
 
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": 2, "head_dim": 8},
-    "qwen2": {"num_key_value_heads": 1},
-    "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+    "llama": {"num_key_value_heads": 2, "head_dim": 32},
+    "qwen2": {"num_key_value_heads": 1, "hidden_size": 64, "num_attention_heads": 2},
+    "qwen3": {"num_key_value_heads": 1, "head_dim": 64},
     "gemma": {"num_key_value_heads": 1, "head_dim": 16, "hidden_act": "gelu_pytorch_tanh"},
     "mistral": {"num_key_value_heads": 4, "head_dim": 8, "sliding_window": None},
 }

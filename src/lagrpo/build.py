@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lagrpo import kernels
 from lagrpo.addressed import uniforms
 from lagrpo.checks import chat_template, refusing
 from lagrpo.compose import Recipe
 from lagrpo.config import ModelSettings, Settings, SettingsError
 from lagrpo.embedded import resolve_model
+from lagrpo.memory import keep_freed_memory
 from lagrpo.policy.learner import Learner, Optimisation
 from lagrpo.policy.model import Policy, check_context, load_policy
 from lagrpo.prompts import PromptSource
@@ -54,6 +56,10 @@ def build_policy(model: ModelSettings, tau: float, longest: int) -> Policy:
     device = pick_device(model.device)
     if model.threads:
         torch.set_num_threads(model.threads)
+    if device.type == "cpu":
+        keep_freed_memory()
+        with refusing("model.kernels", kernels.NoKernels):
+            kernels.select(model.kernels)
     with loading(model), without_progress_bars():
         policy = load_policy(resolve_model(model.path), DTYPES[model.dtype], device, tau, chat_template(model))
     with refusing("model.path"):

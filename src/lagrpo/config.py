@@ -48,6 +48,9 @@ class ModelSettings(_Settings):
     """cpu, cuda, cuda:1 …; auto takes a GPU where there is one."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; PyTorch's choice by default: OMP_NUM_THREADS, or the physical cores at hand."""
+    kernels: Literal["auto", "c", "torch"] = "auto"
+    """What computes between the matrix products on a CPU: lagrpo's C kernels, compiled for the machine at their first
+    use, or PyTorch's operations; auto takes the kernels where there is a C compiler."""
     chat_template: str | None = None
     """File with a Jinja chat template, in place of the tokenizer's own."""
 

@@ -42,7 +42,8 @@ def meaning(settings: Settings, recipe: Recipe, policy: Policy | None = None) ->
         f"memory      at most about {_size(sum(memory.values()))}: "
         + ", ".join(f"{name} {_size(size)}" for name, size in memory.items()),
         f"arithmetic  {settings.model.dtype} on {policy.device if policy else settings.model.device}"
-        + (", float32 masters in the optimizer" if settings.model.dtype == "bfloat16" else ""),
+        + (", float32 masters in the optimizer" if settings.model.dtype == "bfloat16" else "")
+        + (f"; {policy.computation}" if policy else ""),
     ]
 
 

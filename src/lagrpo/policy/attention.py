@@ -79,15 +79,20 @@ def group_attention(
         )
     if softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__} uses soft-capping or attention sinks, which group attention lacks")
-    longest = getattr(group_layout, "longest", 0)
+    check_window(module, group_layout, sliding_window)
+    rows = [t.squeeze(0).transpose(0, 1) for t in (query, key, value)]
+    scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
+    return group_layout.attend(module.layer_idx, *rows, scaling).unsqueeze(0), None  # type: ignore[arg-type]
+
+
+def check_window(module: nn.Module, layout: Layout, sliding_window: int | None) -> None:
+    """Raise ValueError where a sequence is longer than the window that a layer attends within."""
+    longest = getattr(layout, "longest", 0)
     if sliding_window is not None and longest > sliding_window:
         raise ValueError(
             f"{type(module).__name__} attends within a window of {sliding_window} tokens, but a sequence here is "
             f"{longest} tokens long; shorten prompts and completions so that they fit the window"
         )
-    rows = [t.squeeze(0).transpose(0, 1) for t in (query, key, value)]
-    scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return group_layout.attend(module.layer_idx, *rows, scaling).unsqueeze(0), None  # type: ignore[arg-type]
 
 
 def fold_queries(query: Tensor, kv_heads: int) -> Tensor:

@@ -7,9 +7,10 @@ A packed row holds, group after group, the prompt once and then its completions:
 The last token of a completion predicts nothing that is needed and is left out of the row. The log-prob of a
 completion's first token comes from its prompt's last row, of token j from row j - 1 of the completion.
 
-For the arithmetic, segments of similar length are put into *tiles*, small batches with a little padding inside the
-attention only; the linear layers, the loss and the disk never see a padded token. A tile holds at most TILE_SCORES
-scores per head, so long sequences are cut into blocks of queries and no [T, T] matrix is ever stored.
+On a CPU the kernels (lagrpo.kernels) attend along the row as it is, a few queries at a time. Elsewhere segments of
+similar length are put into *tiles*, small batches with a little padding inside the attention only; the linear layers,
+the loss and the disk never see a padded token. A tile holds at most TILE_SCORES scores per head, so long sequences are
+cut into blocks of queries. No [T, T] matrix is ever stored.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lagrpo import kernels
 from lagrpo.policy.attention import MIN_KEYS, fold_keys, fold_queries, merge, part, part_backward, unfold_queries
 
 TILE_SCORES = 1 << 21  # scores per head in one tile: 8 MiB in float32
@@ -44,24 +48,43 @@ class Tile:
     key_slots: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackedLayout:
     """Layout of one packed row. `position_ids` [rows]; `logit_rows` [T] the row whose logits predict each completion
-    token; `own` and `prefix` the tiles of the two parts; `completion_rows` the rows that have a prefix;
-    `last_prompt_rows` [N]; `longest` prompt + completion in tokens."""
+    token; `last_prompt_rows` [N]; `longest` prompt + completion in tokens; `segments` int64 [S, 4], prompts and
+    completions in the order of the row (first row, length, first row of the prefix, its length) and `groups` int64
+    [N + 1], how many of them come before each group; both on the CPU."""
 
     rows: int
     longest: int
     position_ids: Tensor
     logit_rows: Tensor
     last_prompt_rows: Tensor
-    completion_rows: Tensor
-    own: tuple[Tile, ...]
-    prefix: tuple[Tile, ...]
+    segments: Tensor
+    groups: Tensor
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """[rows, Hq, D], [rows, Hkv, D] twice -> [rows, Hq, D]; differentiable."""
-        return _PackedAttention.apply(query, key, value, self, scaling)  # type: ignore[return-value]
+        function = _KernelAttention if kernels.attend_on(query, key, value) else _PackedAttention
+        return function.apply(query, key, value, self, scaling)  # type: ignore[return-value]
+
+    @cached_property
+    def own(self) -> tuple[Tile, ...]:
+        """Tiles of each segment against itself."""
+        segments = [range(first, first + length) for first, length, _, _ in self.segments.tolist()]
+        return tuple(_move(tile, self.position_ids.device) for tile in _own_tiles(segments))
+
+    @cached_property
+    def prefix(self) -> tuple[Tile, ...]:
+        """Tiles of the completions of each group against its prompt."""
+        prefixes: list[tuple[range, range]] = []
+        segments, bounds = self.segments.tolist(), self.groups.tolist()
+        for start, stop in pairwise(bounds):
+            (first, length, _, _), last = segments[start], segments[stop - 1]
+            prompt, completions = range(first, first + length), range(first + length, last[0] + last[1])
+            if completions:
+                prefixes.append((completions, prompt))
+        return tuple(_move(tile, self.position_ids.device) for tile in _prefix_tiles(prefixes))
 
     @staticmethod
     def build(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str = "cpu") -> PackedLayout:
@@ -70,11 +93,8 @@ class PackedLayout:
         Raises:
             ValueError: a prompt or a completion without tokens.
         """
-        segments: list[range] = []  # prompts and completions, as rows
-        prefixes: list[tuple[range, range]] = []  # (rows of all completions of a group, rows of its prompt)
-        positions: list[Tensor] = []
-        logit_rows: list[Tensor] = []
-        last_prompt_rows: list[int] = []
+        segments: list[tuple[int, int, int, int]] = []
+        bounds, positions, logit_rows, last_prompt_rows = [0], [], [], []
         row, longest = 0, 0
         for prompt_length, lengths in groups:
             if prompt_length < 1 or any(length < 1 for length in lengths):
@@ -82,32 +102,28 @@ class PackedLayout:
                     f"a prompt of {prompt_length} and completions of {list(lengths)} tokens: each needs one"
                 )
             prompt = range(row, row + prompt_length)
-            segments.append(prompt)
+            segments.append((prompt.start, prompt_length, 0, 0))
             positions.append(torch.arange(prompt_length))
             last_prompt_rows.append(prompt[-1])
             row = prompt.stop
             for length in lengths:
                 inputs = range(row, row + length - 1)
                 if len(inputs):
-                    segments.append(inputs)
+                    segments.append((inputs.start, len(inputs), prompt.start, prompt_length))
                     positions.append(torch.arange(prompt_length, prompt_length + length - 1))
                 logit_rows.append(torch.tensor([prompt[-1], *inputs]))
                 row = inputs.stop
-            if row > prompt.stop:
-                prefixes.append((range(prompt.stop, row), prompt))
+            bounds.append(len(segments))
             longest = max(longest, prompt_length + max(lengths, default=0))
         cat = lambda tensors: torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.long)  # noqa: E731
-        completion_rows = cat([torch.arange(r.start, r.stop) for r, _ in prefixes])
-        to = lambda tensor: tensor.to(device)  # noqa: E731
         return PackedLayout(
             rows=row,
             longest=longest,
-            position_ids=to(cat(positions)),
-            logit_rows=to(cat(logit_rows)),
-            last_prompt_rows=to(torch.tensor(last_prompt_rows, dtype=torch.long)),
-            completion_rows=to(completion_rows),
-            own=tuple(_move(tile, device) for tile in _own_tiles(segments)),
-            prefix=tuple(_move(tile, device) for tile in _prefix_tiles(prefixes)),
+            position_ids=cat(positions).to(device),
+            logit_rows=cat(logit_rows).to(device),
+            last_prompt_rows=torch.tensor(last_prompt_rows, dtype=torch.long).to(device),
+            segments=torch.tensor(segments, dtype=torch.long).view(-1, 4),
+            groups=torch.tensor(bounds),
         )
 
 
@@ -181,6 +197,27 @@ def _prefix_tiles(prefixes: list[tuple[range, range]]) -> list[Tile]:
             hidden = torch.arange(k)[None, :] >= torch.tensor([len(p) for p in keys])[:, None]
             tiles.append(_tile(queries, keys, hidden[:, None, None] if bool(hidden.any()) else None))
     return tiles
+
+
+class _KernelAttention(torch.autograd.Function):
+    """Along the row, on a CPU; scores are recomputed in backward, never stored."""
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float) -> Tensor:
+        query, key, value = (t.contiguous() for t in (query, key, value))
+        out, lse = kernels.attention(layout.segments, query, key, value, scaling)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.layout, ctx.scaling = layout, scaling
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):  # type: ignore[override]
+        query, key, value, out, lse = ctx.saved_tensors
+        layout, grad_out = ctx.layout, grad_out.contiguous()
+        grads = kernels.attention_backward(
+            layout.groups, layout.segments, query, key, value, ctx.scaling, out, lse, grad_out
+        )
+        return *grads, None, None
 
 
 class _PackedAttention(torch.autograd.Function):

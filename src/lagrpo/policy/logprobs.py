@@ -1,7 +1,8 @@
 """Log-probs of given tokens from hidden states, without keeping a [T, V] tensor.
 
-The sampler draws from softmax(logits / tau) and the learner differentiates it: both call `log_normaliser` on the same
-rounded logits, so right after a delivery the ratio π/α is 1 up to rounding in float32.
+The sampler draws from softmax(logits / tau) and the learner differentiates it: both take the same sum of exponentials
+of the same rounded logits, so right after a delivery the ratio π/α is 1 up to rounding in float32. On a CPU the kernels
+(lagrpo.kernels) read the logits as they are; elsewhere float32 copies are made, a chunk at a time.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lagrpo import kernels
+
 CHUNK_LOGITS = 1 << 23  # float32 logits in hand: 32 MiB, about what a processor's cache holds
 HELD_GRADIENTS = 1 << 26  # their gradients, in the model's dtype, gathered for one large matrix product: 128 MiB
+KERNEL_LOGITS = 1 << 25  # logits in hand where the kernels run, in the model's dtype: 64 MiB in bfloat16
 
 
 def log_normaliser(scaled: Tensor) -> Tensor:
@@ -26,12 +30,15 @@ def exponentials(scaled: Tensor) -> tuple[Tensor, Tensor]:
     return weights, top + weights.sum(-1).log_()
 
 
+def scaled(logits: Tensor, tau: float) -> Tensor:
+    """float32 logits / tau, from logits in the model's dtype."""
+    return logits.float() if tau == 1.0 else logits.float() / tau
+
+
 def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, tau: float) -> Tensor:
     """float32 logits / tau: hidden [rows, H], weight [V, H], bias [V] -> [rows, V]. The product is rounded to the
     model's dtype first, as the model itself does."""
-    x = F.linear(hidden, weight, bias)
-    x = x.float() if x.dtype != torch.float32 else x
-    return x if tau == 1.0 else x.div_(tau)
+    return scaled(F.linear(hidden, weight, bias), tau)
 
 
 def token_logp(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, token_ids_T: Tensor, tau: float) -> Tensor:
@@ -47,7 +54,39 @@ def token_logp(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, toke
         )
     if not tau > 0:
         raise ValueError(f"tau is {tau}; a sampling temperature is positive")
-    return _TokenLogp.apply(hidden_TH, weight_VH, bias_V, token_ids_T, tau)  # type: ignore[return-value]
+    function = _KernelTokenLogp if kernels.run_on(hidden_TH, weight_VH) else _TokenLogp
+    return function.apply(hidden_TH, weight_VH, bias_V, token_ids_T, tau)  # type: ignore[return-value]
+
+
+class _KernelTokenLogp(torch.autograd.Function):
+    """As _TokenLogp, with the softmax in one pass over the logits and its gradient in their place."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, tau: float) -> Tensor:
+        parts = [
+            kernels.token_logp(F.linear(hidden[rows], weight, bias), token_ids[rows], tau)
+            for rows in _chunks(0, len(token_ids), weight.shape[0], KERNEL_LOGITS)
+        ]
+        logp, lse = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else torch.empty(2, 0)
+        ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
+        ctx.tau = tau
+        return logp
+
+    @staticmethod
+    def backward(ctx, grad_logp: Tensor):  # type: ignore[override]
+        hidden, weight, bias, token_ids, lse = ctx.saved_tensors
+        grad_hidden, grad_logp = torch.empty_like(hidden), grad_logp.contiguous()
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32)
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        for rows in _chunks(0, len(token_ids), weight.shape[0], KERNEL_LOGITS):
+            logits = F.linear(hidden[rows], weight, bias)
+            dx = kernels.token_logp_backward(logits, token_ids[rows], ctx.tau, lse[rows], grad_logp[rows])
+            grad_hidden[rows] = dx @ weight
+            grad_weight += dx.mT @ hidden[rows]
+            if grad_bias is not None:
+                grad_bias += dx.sum(0, dtype=torch.float32)
+        grad_bias = grad_bias.to(bias.dtype) if bias is not None and grad_bias is not None else None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
 
 
 class _TokenLogp(torch.autograd.Function):

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lagrpo import kernels
 from lagrpo.policy import attention
+from lagrpo.policy.fused import FusedDecoder
 from lagrpo.policy.layout import PackedLayout
 from lagrpo.policy.logprobs import token_logp
 from lagrpo.types import Prompt
@@ -54,6 +56,7 @@ class Policy:
         self.version = version
         self.decoder: nn.Module = model.get_decoder()
         self.head: nn.Linear = model.get_output_embeddings()
+        self._fused = FusedDecoder.of(model)
 
     @property
     def device(self) -> torch.device:
@@ -62,6 +65,16 @@ class Policy:
     @property
     def dtype(self) -> torch.dtype:
         return self.head.weight.dtype
+
+    @property
+    def computation(self) -> str:
+        """What computes between the matrix products, in words; compiles the kernels if they are to run."""
+        if self.device.type != "cpu":
+            return "PyTorch"
+        if not kernels.run_on(self.head.weight):
+            return kernels.describe()
+        kind = self.model.config.model_type
+        return kernels.describe() + ("" if self._fused else f"; norms and activations of {kind!r} by transformers")
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -107,6 +120,8 @@ class Policy:
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: attention.Layout) -> Tensor:
         """Final hidden states of one packed row: input_ids and position_ids [rows] -> [rows, H]."""
+        if self._fused is not None and kernels.run_on(self.head.weight):
+            return self._fused(input_ids, position_ids, layout)
         out = self.decoder(
             input_ids=input_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),

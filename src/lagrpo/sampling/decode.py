@@ -9,11 +9,13 @@ the learner (policy/attention.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lagrpo.policy.attention import MIN_KEYS, fold_queries, merge, part, unfold_queries
+from lagrpo import kernels
+from lagrpo.policy.attention import MIN_KEYS, Layout, fold_queries, merge, part, unfold_queries
 from lagrpo.policy.layout import PackedLayout
 from lagrpo.policy.model import Policy
 
@@ -21,18 +23,37 @@ BLOCK = 64  # the own cache grows by this many tokens, or doubles
 MIN_ROWS = 2  # a matrix product with one row takes another kernel, with another order of summation
 
 
-class DecodeState:
-    """Keys and values of the live rows, and who belongs to which group.
+@dataclass(slots=True)
+class Cache:
+    """Keys [layers, batch, Hkv, D, tokens], their tokens side by side, and values [layers, batch, Hkv, tokens, D]; the
+    batch is rows, or groups."""
 
-    own [2, layers, rows, Hkv, tokens, D] and prefix [2, layers, groups, Hkv, tokens, D] (0: keys, 1: values)."""
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def room(self) -> int:
+        return self.values.shape[3]
+
+    @property
+    def batch(self) -> int:
+        return self.values.shape[1]
+
+    def copy(self, source: Cache) -> None:
+        """Take over a smaller cache."""
+        self.keys[:, : source.batch, :, :, : source.room] = source.keys
+        self.values[:, : source.batch, :, : source.room] = source.values
+
+
+class DecodeState:
+    """Keys and values of the live rows, `own`, and of the prompts of their groups, `prefix`; who belongs to whom."""
 
     def __init__(self, policy: Policy, max_rows: int) -> None:
         text = policy.model.config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self.policy = policy
-        self.shape = (2, text.num_hidden_layers)
-        self.tail = (heads, head_dim)
+        self.shape = (text.num_hidden_layers, heads, head_dim)
         self.max_rows = max(max_rows, MIN_ROWS)
         self.own = self._empty(self.max_rows, BLOCK)
         self.prefix = self._empty(0, MIN_KEYS)
@@ -40,10 +61,12 @@ class DecodeState:
         self.group_of_row = torch.empty(0, dtype=torch.long)
         self.lengths = torch.empty(0, dtype=torch.long)  # tokens in each row's own cache
 
-    def _empty(self, batch: int, tokens: int) -> Tensor:
-        heads, head_dim = self.tail
-        shape = (*self.shape, batch, heads, tokens, head_dim)
-        return torch.zeros(shape, dtype=self.policy.dtype, device=self.policy.device)
+    def _empty(self, batch: int, tokens: int) -> Cache:
+        layers, heads, head_dim = self.shape
+        room = -(-tokens // MIN_KEYS) * MIN_KEYS
+        like = {"dtype": self.policy.dtype, "device": self.policy.device}
+        keys = torch.zeros(layers, batch, heads, head_dim, room, **like)
+        return Cache(keys, torch.zeros(layers, batch, heads, room, head_dim, **like))
 
     @property
     def rows(self) -> int:
@@ -53,17 +76,15 @@ class DecodeState:
     def admit(self, prompts: Sequence[Sequence[int]], G: int) -> Tensor:
         """Prefill new groups of G rows each, behind the live ones; returns hidden [prompts, H] of the last prompt
         tokens, from which the first token of every row is drawn."""
-        longest = max(MIN_KEYS, *map(len, prompts))
-        first, kept = self.prefix.shape[2], self.prefix
-        self.prefix = self._empty(first + len(prompts), max(longest, kept.shape[4]))
-        self.prefix[:, :, :first, :, : kept.shape[4]] = kept
+        kept = self.prefix
+        self.prefix = self._empty(kept.batch + len(prompts), max(kept.room, *map(len, prompts)))
+        self.prefix.copy(kept)
         layout = PackedLayout.build([(len(p), ()) for p in prompts], self.policy.device)
         ids = torch.cat([torch.tensor(p, dtype=torch.long) for p in prompts]).to(self.policy.device)
-        hidden = self.policy.hidden(
-            ids, layout.position_ids, _Prefill(layout, self.prefix, first, [*map(len, prompts)])
-        )
-        self.prompt_lengths = torch.cat([self.prompt_lengths, torch.tensor([*map(len, prompts)])])
-        members = torch.arange(first, first + len(prompts)).repeat_interleave(G)
+        lengths = [*map(len, prompts)]
+        hidden = self.policy.hidden(ids, layout.position_ids, _Prefill(layout, self.prefix, kept.batch, lengths))
+        self.prompt_lengths = torch.cat([self.prompt_lengths, torch.tensor(lengths)])
+        members = torch.arange(kept.batch, self.prefix.batch).repeat_interleave(G)
         self.group_of_row = torch.cat([self.group_of_row, members])
         self.lengths = torch.cat([self.lengths, torch.zeros(len(members), dtype=torch.long)])
         return hidden.index_select(0, layout.last_prompt_rows)
@@ -72,14 +93,14 @@ class DecodeState:
     def step(self, token_ids: Tensor) -> Tensor:
         """One token per live row, int64 [R] -> final hidden states [R, H]."""
         longest = int(self.lengths.max()) + 1
-        if longest > self.own.shape[4]:
-            grown = self._empty(self.max_rows, max(longest, 2 * self.own.shape[4]))
-            grown[:, :, :, :, : self.own.shape[4]] = self.own
+        if longest > self.own.room:
+            grown = self._empty(self.max_rows, max(longest, 2 * self.own.room))
+            grown.copy(self.own)
             self.own = grown
         copies = torch.arange(max(self.rows, MIN_ROWS)) % self.rows  # a lone row is computed twice
         group_of_row, lengths = self.group_of_row[copies], self.lengths[copies]
         positions = (self.prompt_lengths[group_of_row] + lengths).to(self.policy.device)
-        layout = _Decode(self, group_of_row, lengths)
+        layout = decoding(self, group_of_row, lengths)
         hidden = self.policy.hidden(token_ids[copies].to(self.policy.device), positions, layout)
         self.lengths += 1
         return hidden[: self.rows]
@@ -94,7 +115,8 @@ class DecodeState:
         if holes:
             to, source = torch.tensor(holes), torch.tensor(movers)
             used = int(self.lengths[source].max())
-            self.own[:, :, to, :, :used] = self.own[:, :, source, :, :used]
+            self.own.keys[:, to, :, :, :used] = self.own.keys[:, source, :, :, :used]
+            self.own.values[:, to, :, :used] = self.own.values[:, source, :, :used]
             self.group_of_row[to], self.lengths[to] = self.group_of_row[source], self.lengths[source]
         self.group_of_row, self.lengths = self.group_of_row[:live], self.lengths[:live]
         self._drop_empty_groups()
@@ -102,11 +124,13 @@ class DecodeState:
 
     def _drop_empty_groups(self) -> None:
         alive = torch.unique(self.group_of_row)
-        if len(alive) == self.prefix.shape[2]:
+        if len(alive) == self.prefix.batch:
             return
+        kept, at = self.prefix, alive.to(self.policy.device)
         self.prompt_lengths = self.prompt_lengths[alive]
-        longest = max(MIN_KEYS, int(self.prompt_lengths.max()) if len(alive) else 0)
-        self.prefix = self.prefix[:, :, alive.to(self.prefix.device), :, :longest].contiguous()
+        self.prefix = self._empty(len(alive), int(self.prompt_lengths.max()) if len(alive) else MIN_KEYS)
+        self.prefix.keys[:] = kept.keys[:, at, :, :, : self.prefix.room]
+        self.prefix.values[:] = kept.values[:, at, :, : self.prefix.room]
         renumbered = torch.full((int(alive.max()) + 1 if len(alive) else 0,), -1)
         renumbered[alive] = torch.arange(len(alive))
         self.group_of_row = renumbered[self.group_of_row]
@@ -115,17 +139,40 @@ class DecodeState:
 class _Prefill:
     """Packed prompts whose keys and values are kept."""
 
-    def __init__(self, layout: PackedLayout, prefix: Tensor, first: int, lengths: list[int]) -> None:
+    def __init__(self, layout: PackedLayout, prefix: Cache, first: int, lengths: list[int]) -> None:
         self.layout, self.prefix, self.first, self.lengths = layout, prefix, first, lengths
         self.longest = layout.longest
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         row = 0
         for group, length in enumerate(self.lengths, start=self.first):
-            for which, source in enumerate((key, value)):
-                self.prefix[which, layer, group, :, :length] = source[row : row + length].transpose(0, 1)
+            self.prefix.keys[layer, group, :, :, :length] = key[row : row + length].permute(1, 2, 0)
+            self.prefix.values[layer, group, :, :length] = value[row : row + length].transpose(0, 1)
             row += length
         return self.layout.attend(layer, query, key, value, scaling)
+
+
+def decoding(state: DecodeState, group_of_row: Tensor, lengths: Tensor) -> Layout:
+    """The layout of one token per row: by the kernels, or by PyTorch's operations."""
+    kernel = kernels.attend_on(state.own.values)
+    return (_KernelDecode if kernel else _Decode)(state, group_of_row, lengths)
+
+
+class _KernelDecode:
+    """One token per live row, by the kernels."""
+
+    def __init__(self, state: DecodeState, group_of_row: Tensor, lengths: Tensor) -> None:
+        self.own, self.prefix, self.prompts, self.lengths = state.own, state.prefix, state.prompt_lengths, lengths
+        self.longest = int((state.prompt_lengths[group_of_row] + lengths).max()) + 1
+        self.members = torch.argsort(group_of_row, stable=True)
+        counts = torch.bincount(group_of_row, minlength=state.prefix.batch)
+        self.groups = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        return kernels.decode(
+            self.groups, self.members, self.prompts, self.lengths, query, key.contiguous(), value.contiguous(),
+            self.own.keys[layer], self.own.values[layer], self.prefix.keys[layer], self.prefix.values[layer], scaling,
+        )  # fmt: skip
 
 
 class _Decode:
@@ -140,20 +187,21 @@ class _Decode:
         self.slot = lengths.to(device)
         own_hidden = torch.arange(self.keys)[None, :] > lengths[:, None]
         self.own_hidden = _per_batch(own_hidden, device)
-        prefix_hidden = torch.arange(state.prefix.shape[4])[None, :] >= state.prompt_lengths[:, None]
+        prefix_hidden = torch.arange(state.prefix.room)[None, :] >= state.prompt_lengths[:, None]
         self.prefix_hidden = _per_batch(prefix_hidden, device)
-        grid, place = pair_rows_with_groups(group_of_row, state.prefix.shape[2])
+        grid, place = pair_rows_with_groups(group_of_row, state.prefix.batch)
         self.grid, self.place = grid.to(device), place.to(device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        keys, values = self.own[0, layer], self.own[1, layer]
-        keys[self.row_index, :, self.slot], values[self.row_index, :, self.slot] = key, value
+        keys, values = self.own.keys[layer], self.own.values[layer]
+        keys[self.row_index, :, :, self.slot], values[self.row_index, :, self.slot] = key, value
         heads = key.shape[1]
-        k, v = (cache[: self.rows, :, : self.keys].flatten(0, 1) for cache in (keys, values))
+        k = keys[: self.rows, :, :, : self.keys].flatten(0, 1).mT
+        v = values[: self.rows, :, : self.keys].flatten(0, 1)
         own, lse_own = part(fold_queries(query.unsqueeze(1), heads), k, v, self.own_hidden, scaling)
         groups, width = self.grid.shape
         gathered = query.index_select(0, self.grid.flatten()).view(groups, width, *query.shape[1:])
-        k, v = (cache.flatten(0, 1) for cache in (self.prefix[0, layer], self.prefix[1, layer]))
+        k, v = self.prefix.keys[layer].flatten(0, 1).mT, self.prefix.values[layer].flatten(0, 1)
         pre, lse_pre = part(fold_queries(gathered, heads), k, v, self.prefix_hidden, scaling)
         return merge(
             unfold_queries(own, self.rows, 1),

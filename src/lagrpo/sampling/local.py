@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lagrpo import kernels
 from lagrpo.addressed import uniforms
-from lagrpo.policy.logprobs import exponentials, log_normaliser, scaled_logits
+from lagrpo.policy.logprobs import exponentials, scaled, token_logp
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.decode import DecodeState
@@ -25,15 +27,19 @@ from lagrpo.types import Completion, Group
 CDF_BLOCK = 256  # the cumulative distribution is searched first over blocks of this many tokens
 
 
-def draw(scaled_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens drawn from softmax(scaled) by inverse CDF, and their log-probs: int64 [R], float32 [R] (nats).
+def draw(logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens drawn from softmax(logits / tau) by inverse CDF, and their log-probs: int64 [R], float32 [R] (nats).
+    uniform_R float64 in [0, 1).
 
     Two levels: sums of blocks in float64, then the cumulative sum inside the chosen block, so a token's interval of
     uniform numbers is exact to about 1e-7 of its probability, wherever it lies in the vocabulary."""
+    if kernels.run_on(logits_RV):
+        return kernels.draw(logits_RV, tau, uniform_R)
+    scaled_RV = scaled(logits_RV, tau)
     rows, vocabulary = scaled_RV.shape
     weights, log_sum = exponentials(scaled_RV)
     if vocabulary % CDF_BLOCK:
-        weights = torch.nn.functional.pad(weights, (0, -vocabulary % CDF_BLOCK))
+        weights = F.pad(weights, (0, -vocabulary % CDF_BLOCK))
     padded = weights.view(rows, -1, CDF_BLOCK)
     block_ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)
     target = (uniform_R * block_ends[:, -1]).unsqueeze(1)
@@ -132,13 +138,9 @@ class LocalSampler:
         state = DecodeState(self.policy, 1)
         hidden = [state.admit([prompt_ids], 1)]
         hidden += [state.step(token_ids[t : t + 1]) for t in range(len(token_ids) - 1)]
-        scaled = self._logits(torch.cat(hidden))
-        chosen = scaled.gather(1, token_ids.to(scaled.device).unsqueeze(1)).squeeze(1)
-        return chosen - log_normaliser(scaled)
-
-    @torch.no_grad()
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return scaled_logits(hidden, self.policy.head.weight, self.policy.head.bias, self.tau)
+        head, token_ids = self.policy.head, token_ids.to(self.policy.device)
+        with torch.no_grad():
+            return token_logp(torch.cat(hidden), head.weight, head.bias, token_ids, self.tau)
 
     def _admit(self, waiting: deque[Request], state: DecodeState, live: list[_Row], G: int) -> Tensor | None:
         """Open as many waiting groups as there is room for; hidden states [new rows, H] for their first tokens."""
@@ -153,8 +155,10 @@ class LocalSampler:
         return hidden.repeat_interleave(G, 0)
 
     def _draw(self, hidden: Tensor, live: list[_Row]) -> Tensor:
-        uniform = torch.tensor([row.uniform[len(row.tokens)] for row in live], dtype=torch.float64)
-        tokens, logp = draw(self._logits(hidden), uniform.to(hidden.device))
+        uniform = torch.tensor([row.uniform[len(row.tokens)] for row in live], dtype=torch.float64).to(hidden.device)
+        head = self.policy.head
+        with torch.no_grad():
+            tokens, logp = draw(F.linear(hidden, head.weight, head.bias), self.tau, uniform)
         for row, token, value in zip(live, tokens.tolist(), logp.tolist(), strict=True):
             row.tokens.append(token)
             row.logp.append(value)

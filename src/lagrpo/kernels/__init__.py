@@ -1,0 +1,219 @@
+"""The kernels of kernels.c, as functions of tensors: what learner and sampler compute between matrix products on a CPU.
+
+They are compiled for the machine at their first use (build.py). Where that is not possible, and on a GPU, PyTorch's own
+operations do the same; `describe` says which of the two run, `select` chooses. All tensors must be on the CPU and, but
+for float32 and int64 ones where it says so, of one dtype: float32 or bfloat16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lagrpo.kernels.build import NoKernels, load_library
+
+VECTOR = 16  # numbers in one vector of the kernels
+Choice = Literal["auto", "c", "torch"]
+
+_choice: Choice = "auto"
+_library: Any = None
+_reason: str | None = None  # why there is no library, once that is known
+_compiler = ""
+
+
+def select(choice: Choice, say: Callable[[str], None] | None = None) -> None:
+    """For this process: the kernels where they can be had (auto), without fail (c), or never (torch). `say` is told of
+    a compilation (default: standard error).
+
+    Raises:
+        NoKernels: "c" on a machine where they cannot be had.
+    """
+    global _choice
+    if choice == "c" and not _load(say):
+        raise NoKernels(f"the kernels cannot be had here: {_reason}")
+    _choice = choice
+
+
+def describe() -> str:
+    """What computes between the matrix products in this process, in words; compiles the kernels if they are to run."""
+    if _choice == "torch":
+        return "PyTorch (as chosen)"
+    return f"C kernels ({_compiler})" if _load() else f"PyTorch (no C kernels: {_reason})"
+
+
+def run_on(*tensors: Tensor) -> bool:
+    """Whether the kernels run and take these tensors: on the CPU, all float32 or all bfloat16."""
+    first = tensors[0]
+    if first.dtype not in (torch.float32, torch.bfloat16) or _choice == "torch":
+        return False
+    return all(t.device.type == "cpu" and t.dtype == first.dtype for t in tensors) and _load()
+
+
+def attend_on(query: Tensor, *others: Tensor) -> bool:
+    """Whether the kernels attend with these: [rows, heads, D] each."""
+    return query.shape[-1] % VECTOR == 0 and run_on(query, *others)
+
+
+def _load(say: Callable[[str], None] | None = None) -> bool:
+    global _library, _reason, _compiler
+    if _library is None and _reason is None:
+        try:
+            _library, _compiler = load_library(say or (lambda line: print(line, file=sys.stderr, flush=True)))
+        except NoKernels as error:
+            _reason = str(error)
+    return _library is not None
+
+
+def _call(name: str, half: bool, *arguments: Tensor | float | int | None) -> None:
+    """Tensors as their addresses, int as int64, float as float32; `half` last: bfloat16."""
+    getattr(_library, name)(*map(_as_c, arguments), ctypes.c_int(half))
+
+
+def _as_c(value: Tensor | float | int | None) -> Any:
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value or 0)
+
+
+def _half(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16
+
+
+def norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x + delta, its root mean square norm times weight, 1 / rms): [n, width] twice and float32 [n]."""
+    n, width = x.shape
+    x, y, rstd = x.contiguous(), torch.empty_like(x), torch.empty(n)
+    total = x if delta is None else torch.empty_like(x)
+    delta = delta if delta is None else delta.contiguous()
+    _call("norm", _half(x), n, width, x, delta, weight, float(eps), total, y, rstd)
+    return total, y, rstd
+
+
+def norm_backward(
+    x: Tensor, weight: Tensor, rstd: Tensor, grad_y: Tensor, grad_total: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `norm`: of x + delta [n, width], the sum's own `grad_total` included, and of the weight [width]."""
+    n, width = x.shape
+    slices = min(n, torch.get_num_threads())
+    grad_x, grad_weight = torch.empty_like(x), torch.empty(slices, width)
+    grad_total = grad_total if grad_total is None else grad_total.contiguous()
+    _call(
+        "norm_backward",
+        _half(x),
+        n,
+        width,
+        x,
+        weight,
+        rstd,
+        grad_y.contiguous(),
+        grad_total,
+        grad_x,
+        grad_weight,
+        slices,
+    )
+    return grad_x, grad_weight.sum(0).to(weight.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, both [n, width] with the same distance between their rows."""
+    n, width = gate.shape
+    y = torch.empty(n, width, dtype=gate.dtype)
+    _call("swiglu", _half(gate), n, width, gate, up, gate.stride(0), y)
+    return y
+
+
+def swiglu_backward(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor]:
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    _call("swiglu_backward", _half(gate), gate.numel(), gate, up, grad_y.contiguous(), grad_gate, grad_up)
+    return grad_gate, grad_up
+
+
+def rotary(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tensor:
+    """x [n, heads, d] turned by the angles of [n, d], or turned `back`; d a multiple of 2 VECTOR."""
+    n, heads, d = x.shape
+    y = torch.empty(n, heads, d, dtype=x.dtype)
+    _call("rotary", _half(x), n, heads, d, x, x.stride(0), cosine, sine, -1.0 if back else 1.0, y)
+    return y
+
+
+def transposed(x: Tensor) -> Tensor:
+    """[rows, heads, d] -> [heads, d, rows and at least VECTOR more]."""
+    rows, heads, d = x.shape
+    y = torch.empty(heads, d, -(-rows // VECTOR) * VECTOR + VECTOR, dtype=x.dtype)
+    _call("transpose", _half(x), rows, heads, d, x, y, y.shape[2])
+    return y
+
+
+def attention(segments: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Group attention of a packed row: out [rows, Hq, D] and log-sum-exps float32 [rows, Hq]. segments int64 [S, 4]:
+    first row, length, first row of the prefix, its length. D a multiple of VECTOR."""
+    rows, heads, d = query.shape
+    out, lse, turned = torch.empty_like(query), torch.empty(rows, heads), transposed(key)
+    _call(
+        "attention", _half(query), len(segments), segments, heads, key.shape[1], d, query, turned, turned.shape[2],
+        value, float(scaling), out, lse,
+    )  # fmt: skip
+    return out, lse
+
+
+def attention_backward(
+    groups: Tensor, segments: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float,
+    out: Tensor, lse: Tensor, grad_out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value. groups int64 [N + 1]: which segments share no rows with others."""
+    grad_query = torch.empty_like(query)
+    grad_key, grad_value = (torch.zeros(t.shape, dtype=torch.float32) for t in (key, value))
+    keys, values = transposed(key), transposed(value)
+    _call(
+        "attention_backward", _half(query), len(groups) - 1, groups, segments, query.shape[1], key.shape[1],
+        query.shape[2], query, key, keys, keys.shape[2], values, out, lse, grad_out, float(scaling),
+        grad_query, grad_key, grad_value,
+    )  # fmt: skip
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def decode(
+    groups: Tensor, members: Tensor, prompts: Tensor, lengths: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    own_keys: Tensor, own_values: Tensor, prompt_keys: Tensor, prompt_values: Tensor, scaling: float,
+) -> Tensor:  # fmt: skip
+    """One query per row, [rows, Hq, D], over the prompt of its group and its own tokens, the new one included, which is
+    put in the caches. groups int64 [N + 1] counts members, int64 [rows]; prompts [N] and lengths [rows] in tokens.
+    Keys [., Hkv, D, room], values [., Hkv, room, D]; rooms multiples of VECTOR."""
+    heads, d = query.shape[1:]
+    out = torch.empty_like(query)
+    _call(
+        "decode", _half(query), len(prompts), groups, members, prompts, lengths, heads, key.shape[1], d, query, key,
+        value, own_keys, own_values, own_keys.shape[3], prompt_keys, prompt_values, prompt_keys.shape[3],
+        float(scaling), out,
+    )  # fmt: skip
+    return out
+
+
+def token_logp(logits: Tensor, token_ids: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / tau)[token] and the log-sum-exp of each row: logits [rows, V] -> float32 [rows] twice."""
+    rows, vocabulary = logits.shape
+    lse, logp = torch.empty(rows), torch.empty(rows)
+    _call("token_logp", _half(logits), rows, vocabulary, logits, token_ids, 1.0 / tau, lse, logp)
+    return logp, lse
+
+
+def token_logp_backward(logits: Tensor, token_ids: Tensor, tau: float, lse: Tensor, grad: Tensor) -> Tensor:
+    """`logits` themselves, overwritten by their gradient grad / tau (onehot - softmax)."""
+    rows, vocabulary = logits.shape
+    _call("token_logp_backward", _half(logits), rows, vocabulary, logits, token_ids, 1.0 / tau, lse, grad)
+    return logits
+
+
+def draw(logits: Tensor, tau: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [rows] drawn from softmax(logits / tau) by inverting its cumulative distribution at uniform float64
+    [rows], and their log-probs float32 [rows], those of `token_logp`."""
+    rows, vocabulary = logits.shape
+    tokens, logp = torch.empty(rows, dtype=torch.long), torch.empty(rows)
+    ends = torch.empty(rows, -(-vocabulary // 256), dtype=torch.float64)
+    _call("draw", _half(logits), rows, vocabulary, logits, 1.0 / tau, uniform, ends, tokens, logp)
+    return tokens, logp

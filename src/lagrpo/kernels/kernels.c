@@ -1,0 +1,670 @@
+/* The arithmetic between the matrix products of a decoder model, on a CPU: norms, rotary embedding, the gated
+ * activation, group attention, and the softmax over the vocabulary.
+ *
+ * Numbers are float32 or bfloat16 in memory (`half`: bfloat16) and float32 in registers. What comes out for a row does
+ * not depend on the rows around it, on the number of threads or on how the work is cut: sums run in an order that only
+ * the place in the row decides. Sampler and learner share these functions, so they agree to the bit.
+ *
+ * GCC's vector extensions: 16 float32 at a time, whatever the registers of the machine are. */
+
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ivec __attribute__((vector_size(64)));
+typedef uint32_t uvec __attribute__((vector_size(64)));
+typedef uint16_t hvec __attribute__((vector_size(32)));
+typedef int64_t i64;
+
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+
+enum { W = 16, BLOCK = 256, QUERIES = 4, TILE = 4 * W };
+
+/* ---- numbers in memory ---- */
+
+INLINE vec all(float x) { return x - (vec){}; }
+
+INLINE const void *at(const void *p, i64 i, int half) { return (const char *)p + i * (half ? 2 : 4); }
+
+INLINE vec load(const void *p, i64 i, int half) {
+    vec x;
+    if (half) {
+        hvec h;
+        memcpy(&h, at(p, i, 1), sizeof h);
+        x = (vec)(__builtin_convertvector(h, uvec) << 16);
+    } else {
+        memcpy(&x, at(p, i, 0), sizeof x);
+    }
+    return x;
+}
+
+INLINE uvec bf16_bits(vec x) { /* to nearest, ties to even; NaN stays NaN */
+    uvec u = (uvec)x, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, nan = (uvec)(x != x);
+    return (nan & 0x7fc0) | (~nan & rounded);
+}
+
+INLINE vec rounded(vec x, int half) { return half ? (vec)(bf16_bits(x) << 16) : x; }
+
+INLINE void store(void *p, i64 i, vec x, int half) {
+    if (half) {
+        hvec h = __builtin_convertvector(bf16_bits(x), hvec);
+        memcpy((void *)at(p, i, 1), &h, sizeof h);
+    } else {
+        memcpy((void *)at(p, i, 0), &x, sizeof x);
+    }
+}
+
+INLINE vec load_some(const void *p, i64 i, i64 stop, float fill, int half) { /* `fill` from `stop` on */
+    if (i + W <= stop) return load(p, i, half);
+    float some[W];
+    for (int j = 0; j < W; j++) {
+        some[j] = fill;
+        if (i + j < stop) {
+            if (half) {
+                uint32_t u = (uint32_t)((const uint16_t *)p)[i + j] << 16;
+                memcpy(&some[j], &u, 4);
+            } else {
+                some[j] = ((const float *)p)[i + j];
+            }
+        }
+    }
+    return load(some, 0, 0);
+}
+
+INLINE void store_some(void *p, i64 i, i64 stop, vec x, int half) {
+    if (i + W <= stop) {
+        store(p, i, x, half);
+        return;
+    }
+    uvec bits = half ? bf16_bits(x) : (uvec)x;
+    for (int j = 0; i + j < stop; j++) {
+        if (half) ((uint16_t *)p)[i + j] = (uint16_t)bits[j];
+        else memcpy((float *)p + i + j, (uint32_t *)&bits + j, 4);
+    }
+}
+
+/* ---- functions of a vector ---- */
+
+INLINE vec choose(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
+
+INLINE vec larger(vec a, vec b) { return choose((a > b) | (a != a), a, b); } /* a NaN in a comes through */
+
+INLINE float sum(vec x) {
+    float s[W];
+    memcpy(s, &x, sizeof s);
+    for (int step = W / 2; step; step /= 2)
+        for (int j = 0; j < step; j++) s[j] += s[j + step];
+    return s[0];
+}
+
+INLINE float largest(vec x) {
+    float top = x[0];
+    for (int j = 1; j < W; j++) top = x[j] > top || x[j] != x[j] ? x[j] : top;
+    return top;
+}
+
+INLINE vec exponential(vec x) { /* e^x to 1 unit in the last place; 0 below -87, infinity above 88.3 */
+    vec n = (x * all(1.44269504f) + all(12582912.f)) - all(12582912.f); /* nearest integer to x / log 2 */
+    n = choose(x < -87.f, all(0), choose(x > 88.3f, all(0), n));
+    vec r = x - n * all(0.693359375f) - n * all(-2.12194440e-4f);
+    vec p = all(1.9875691500e-4f);
+    p = p * r + all(1.3981999507e-3f);
+    p = p * r + all(8.3334519073e-3f);
+    p = p * r + all(4.1665795894e-2f);
+    p = p * r + all(1.6666665459e-1f);
+    p = p * r + all(5.0000001201e-1f);
+    p = p * r * r + r + all(1.f);
+    p = (vec)((ivec)p + (__builtin_convertvector(n, ivec) << 23));
+    p = choose(x < -87.f, all(0.f), choose(x > 88.3f, all(INFINITY), p));
+    return choose(x == x, p, x);
+}
+
+INLINE vec sigmoid(vec x) { return all(1.f) / (all(1.f) + exponential(-x)); }
+
+/* ---- root mean square norm ---- */
+
+/* total = x + delta (where there is a delta), y = w * (total / rms(total)), rounded as transformers rounds; rstd = 1 /
+ * rms. x, delta, total, y [n, width]; w [width]; rstd [n]. */
+INLINE void norm_any(i64 n, i64 width, const void *x, const void *delta, const void *w, float eps, void *total,
+                     void *y, float *rstd, int half) {
+#pragma omp parallel for schedule(static)
+    for (i64 row = 0; row < n; row++) {
+        i64 first = row * width, stop = first + width;
+        vec squares = all(0);
+        for (i64 i = first; i < stop; i += W) {
+            vec v = load_some(x, i, stop, 0, half);
+            if (delta) {
+                v = rounded(v + load_some(delta, i, stop, 0, half), half);
+                store_some(total, i, stop, v, half);
+            }
+            squares += v * v;
+        }
+        const void *source = delta ? total : x;
+        float r = 1.f / sqrtf(sum(squares) / (float)width + eps);
+        rstd[row] = r;
+        for (i64 i = first; i < stop; i += W) {
+            vec v = rounded(load_some(source, i, stop, 0, half) * all(r), half);
+            store_some(y, i, stop, v * load_some(w, i - first, width, 0, half), half);
+        }
+    }
+}
+
+EXPORT void norm(i64 n, i64 width, const void *x, const void *delta, const void *w, float eps, void *total, void *y,
+                 float *rstd, int half) {
+    if (half) norm_any(n, width, x, delta, w, eps, total, y, rstd, 1);
+    else norm_any(n, width, x, delta, w, eps, total, y, rstd, 0);
+}
+
+/* grad_x = grad_total + r (g - xhat mean(g xhat)), g = w grad_y, xhat = r x; grad_w [slices, width] float32: the sums
+ * of grad_y xhat over `slices` equal runs of rows, to be added up by the caller in their order. */
+INLINE void norm_backward_any(i64 n, i64 width, const void *x, const void *w, const float *rstd, const void *grad_y,
+                              const void *grad_total, void *grad_x, float *grad_w, i64 slices, int half) {
+#pragma omp parallel for schedule(static)
+    for (i64 slice = 0; slice < slices; slice++) {
+        float *gw = grad_w + slice * width;
+        memset(gw, 0, width * sizeof *gw);
+        for (i64 row = n * slice / slices; row < n * (slice + 1) / slices; row++) {
+            i64 first = row * width, stop = first + width;
+            vec products = all(0), r = all(rstd[row]);
+            for (i64 i = first; i < stop; i += W) {
+                vec g = load_some(grad_y, i, stop, 0, half), xhat = load_some(x, i, stop, 0, half) * r;
+                store_some(gw, i - first, width, load_some(gw, i - first, width, 0, 0) + g * rounded(xhat, half), 0);
+                products += g * load_some(w, i - first, width, 0, half) * xhat;
+            }
+            vec mean = all(sum(products) / (float)width);
+            for (i64 i = first; i < stop; i += W) {
+                vec g = load_some(grad_y, i, stop, 0, half) * load_some(w, i - first, width, 0, half);
+                vec gx = r * (g - load_some(x, i, stop, 0, half) * r * mean);
+                if (grad_total) gx += load_some(grad_total, i, stop, 0, half);
+                store_some(grad_x, i, stop, gx, half);
+            }
+        }
+    }
+}
+
+EXPORT void norm_backward(i64 n, i64 width, const void *x, const void *w, const float *rstd, const void *grad_y,
+                          const void *grad_total, void *grad_x, float *grad_w, i64 slices, int half) {
+    if (half) norm_backward_any(n, width, x, w, rstd, grad_y, grad_total, grad_x, grad_w, slices, 1);
+    else norm_backward_any(n, width, x, w, rstd, grad_y, grad_total, grad_x, grad_w, slices, 0);
+}
+
+/* ---- gated activation: y = silu(gate) * up ---- */
+
+/* gate and up [n, width] with rows `stride` numbers apart; y [n, width]. */
+INLINE void swiglu_any(i64 n, i64 width, const void *gate, const void *up, i64 stride, void *y, int half) {
+#pragma omp parallel for schedule(static)
+    for (i64 row = 0; row < n; row++)
+        for (i64 i = 0; i < width; i += W) {
+            i64 from = row * stride, to = row * width;
+            vec g = load_some(gate, from + i, from + width, 0, half), u = load_some(up, from + i, from + width, 0, half);
+            store_some(y, to + i, to + width, rounded(g * sigmoid(g), half) * u, half);
+        }
+}
+
+EXPORT void swiglu(i64 n, i64 width, const void *gate, const void *up, i64 stride, void *y, int half) {
+    if (half) swiglu_any(n, width, gate, up, stride, y, 1);
+    else swiglu_any(n, width, gate, up, stride, y, 0);
+}
+
+INLINE void swiglu_backward_any(i64 numbers, const void *gate, const void *up, const void *grad_y, void *grad_gate,
+                                void *grad_up, int half) {
+    i64 vectors = (numbers + W - 1) / W;
+#pragma omp parallel for schedule(static)
+    for (i64 j = 0; j < vectors; j++) {
+        i64 i = j * W;
+        vec g = load_some(gate, i, numbers, 0, half), u = load_some(up, i, numbers, 0, half);
+        vec gy = load_some(grad_y, i, numbers, 0, half), s = sigmoid(g);
+        store_some(grad_up, i, numbers, gy * g * s, half);
+        store_some(grad_gate, i, numbers, gy * u * s * (all(1.f) + g * (all(1.f) - s)), half);
+    }
+}
+
+EXPORT void swiglu_backward(i64 numbers, const void *gate, const void *up, const void *grad_y, void *grad_gate,
+                            void *grad_up, int half) {
+    if (half) swiglu_backward_any(numbers, gate, up, grad_y, grad_gate, grad_up, 1);
+    else swiglu_backward_any(numbers, gate, up, grad_y, grad_gate, grad_up, 0);
+}
+
+/* ---- rotary position embedding ---- */
+
+/* y = x cos + rotate(x) sin, rotate(x) = (-x_second, x_first) of the two halves of a head; sign = -1: its transpose.
+ * x [n, heads, d] with rows `stride` numbers apart, y [n, heads, d], cos and sin [n, d]; d a multiple of 2 W. */
+INLINE void rotary_any(i64 n, i64 heads, i64 d, const void *x, i64 stride, const void *cosine, const void *sine,
+                       float sign, void *y, int half) {
+#pragma omp parallel for schedule(static)
+    for (i64 row = 0; row < n; row++)
+        for (i64 head = 0; head < heads; head++) {
+            i64 from = row * stride + head * d, to = (row * heads + head) * d, m = d / 2;
+            for (i64 i = 0; i < m; i += W) {
+                vec a = load(x, from + i, half), b = load(x, from + m + i, half), s = all(sign);
+                vec ca = load(cosine, row * d + i, half), cb = load(cosine, row * d + m + i, half);
+                vec sa = load(sine, row * d + i, half) * s, sb = load(sine, row * d + m + i, half) * s;
+                store(y, to + i, rounded(a * ca, half) + rounded(-b * sa, half), half);
+                store(y, to + m + i, rounded(b * cb, half) + rounded(a * sb, half), half);
+            }
+        }
+}
+
+EXPORT void rotary(i64 n, i64 heads, i64 d, const void *x, i64 stride, const void *cosine, const void *sine, float sign,
+                   void *y, int half) {
+    if (half) rotary_any(n, heads, d, x, stride, cosine, sine, sign, y, 1);
+    else rotary_any(n, heads, d, x, stride, cosine, sine, sign, y, 0);
+}
+
+/* ---- attention: up to QUERIES queries at a time ---- */
+
+INLINE void products_tile(int nq, int vectors, i64 d, const float *q, const void *kt, i64 stride, i64 key, float *s,
+                          i64 room, int half) {
+    vec total[QUERIES][4];
+    for (int a = 0; a < nq; a++)
+        for (int j = 0; j < vectors; j++) total[a][j] = all(0);
+    for (i64 c = 0; c < d; c++)
+        for (int j = 0; j < vectors; j++) {
+            vec k = load(kt, c * stride + key + j * W, half);
+            for (int a = 0; a < nq; a++) total[a][j] += k * all(q[a * d + c]);
+        }
+    for (int a = 0; a < nq; a++)
+        for (int j = 0; j < vectors; j++) memcpy(s + a * room + key + j * W, &total[a][j], sizeof(vec));
+}
+
+/* s[a][key] = q[a] . k[key] for keys 0 .. n-1 (up to W - 1 more are written). q [nq, d] float32; kt [d, n] with rows
+ * `stride` apart; rows of s `room` apart. */
+INLINE void products(int nq, i64 d, const float *q, const void *kt, i64 stride, i64 n, float *s, i64 room, int half) {
+    i64 key = 0;
+    for (; key + TILE <= n; key += TILE) products_tile(nq, 4, d, q, kt, stride, key, s, room, half);
+    for (; key < n; key += W) products_tile(nq, 1, d, q, kt, stride, key, s, room, half);
+}
+
+INLINE void mixture_tile(int nq, int vectors, i64 d, const float *p, i64 room, const void *v, i64 stride, i64 n,
+                         float *out, i64 c, int half) {
+    vec total[QUERIES][4];
+    for (int a = 0; a < nq; a++)
+        for (int j = 0; j < vectors; j++) total[a][j] = load(out, a * d + c + j * W, 0);
+    for (i64 key = 0; key < n; key++)
+        for (int j = 0; j < vectors; j++) {
+            vec x = load(v, key * stride + c + j * W, half);
+            for (int a = 0; a < nq; a++) total[a][j] += x * all(p[a * room + key]);
+        }
+    for (int a = 0; a < nq; a++)
+        for (int j = 0; j < vectors; j++) memcpy(out + a * d + c + j * W, &total[a][j], sizeof(vec));
+}
+
+/* out[a] += sum over keys of p[a][key] v[key], key after key. v [n, d] with rows `stride` apart; out [nq, d]. */
+INLINE void mixture(int nq, i64 d, const float *p, i64 room, const void *v, i64 stride, i64 n, float *out, int half) {
+    i64 c = 0;
+    for (; c + TILE <= d; c += TILE) mixture_tile(nq, 4, d, p, room, v, stride, n, out, c, half);
+    for (; c < d; c += W) mixture_tile(nq, 1, d, p, room, v, stride, n, out, c, half);
+}
+
+/* one copy of the code for each number of queries, so that their sums stay in registers */
+#define FOR_QUERIES(nq, call)                                                                                          \
+    switch (nq) {                                                                                                      \
+        case 1: { enum { Q = 1 }; call; break; }                                                                       \
+        case 2: { enum { Q = 2 }; call; break; }                                                                       \
+        case 3: { enum { Q = 3 }; call; break; }                                                                       \
+        default: { enum { Q = 4 }; call; break; }                                                                      \
+    }
+
+/* s <- exp(scaling s - max) over n numbers, zeros up to the next multiple of W; returns log sum exp and the sum. */
+INLINE float softmax(float *s, i64 n, float scaling, float *total) {
+    vec top = all(-INFINITY), sums = all(0);
+    for (i64 i = n; i % W; i++) s[i] = -INFINITY;
+    for (i64 i = 0; i < n; i += W) {
+        vec x = load(s, i, 0) * all(scaling);
+        top = larger(x, top);
+        store(s, i, x, 0);
+    }
+    float highest = largest(top);
+    for (i64 i = 0; i < n; i += W) {
+        vec e = exponential(load(s, i, 0) - all(highest));
+        sums += e;
+        store(s, i, e, 0);
+    }
+    *total = sum(sums);
+    return highest + logf(*total);
+}
+
+INLINE void as_float(const void *x, i64 first, i64 d, float *y, int half) {
+    for (i64 c = 0; c < d; c += W) store(y, c, load(x, first + c, half), 0);
+}
+
+/* kt[h][c][row] = k[row][h][c], rows of kt `stride` >= n + W apart. */
+INLINE void transpose_any(i64 n, i64 heads, i64 d, const void *k, void *kt, i64 stride, int half) {
+#pragma omp parallel for schedule(static) collapse(2)
+    for (i64 h = 0; h < heads; h++)
+        for (i64 first = 0; first < n; first += TILE)
+            for (i64 c = 0; c < d; c++)
+                for (i64 row = first; row < first + TILE && row < n; row++) {
+                    i64 from = (row * heads + h) * d + c, to = (h * d + c) * stride + row;
+                    if (half) ((uint16_t *)kt)[to] = ((const uint16_t *)k)[from];
+                    else ((float *)kt)[to] = ((const float *)k)[from];
+                }
+}
+
+EXPORT void transpose(i64 n, i64 heads, i64 d, const void *k, void *kt, i64 stride, int half) {
+    if (half) transpose_any(n, heads, d, k, kt, stride, 1);
+    else transpose_any(n, heads, d, k, kt, stride, 0);
+}
+
+/* A segment of a packed row: rows first .. first + length - 1, attending causally to themselves and to all of
+ * prefix_first .. prefix_first + prefix_length - 1. */
+typedef struct { i64 first, length, prefix_first, prefix_length; } Segment;
+
+/* The QUERIES or fewer queries number `block` .. of a segment and a key head: token after token, and within a token the
+ * `repeats` query heads of the key head. */
+typedef struct { int nq; i64 row[QUERIES], head[QUERIES], keys[QUERIES], own; } Queries;
+
+INLINE Queries queries_of(const Segment *s, i64 block, i64 repeats, i64 kv_head) {
+    Queries q = {.nq = 0};
+    for (i64 f = block; f < s->length * repeats && q.nq < QUERIES; f++, q.nq++) {
+        i64 t = f / repeats;
+        q.row[q.nq] = s->first + t;
+        q.head[q.nq] = kv_head * repeats + f % repeats;
+        q.own = t + 1;
+        q.keys[q.nq] = s->prefix_length + t + 1;
+    }
+    return q;
+}
+
+static i64 longest_of(const Segment *segments, i64 n) {
+    i64 longest = 0;
+    for (i64 i = 0; i < n; i++)
+        if (segments[i].prefix_length + segments[i].length > longest)
+            longest = segments[i].prefix_length + segments[i].length;
+    return longest;
+}
+
+/* q, out [rows, heads, d]; k_t as `transpose` leaves it; v [rows, kv_heads, d]; lse [rows, heads]. */
+INLINE void attention_any(i64 count, const Segment *segments, i64 heads, i64 kv_heads, i64 d, const void *q,
+                          const void *k_t, i64 stride, const void *v, float scaling, void *out, float *lse, int half) {
+    i64 repeats = heads / kv_heads, room = longest_of(segments, count) + 2 * W;
+#pragma omp parallel
+    {
+        float *s = malloc((QUERIES * room + 2 * QUERIES * d) * sizeof *s), *qs = s + QUERIES * room, *mix = qs + QUERIES * d;
+#pragma omp for schedule(dynamic, 1)
+        for (i64 task = 0; task < count * kv_heads; task++) {
+            const Segment *g = segments + task / kv_heads;
+            i64 h = task % kv_heads, width = kv_heads * d;
+            const void *kt = at(k_t, h * d * stride, half), *vh = at(v, h * d, half);
+            for (i64 block = 0; block < g->length * repeats; block += QUERIES) {
+                Queries b = queries_of(g, block, repeats, h);
+                for (int a = 0; a < b.nq; a++) as_float(q, (b.row[a] * heads + b.head[a]) * d, d, qs + a * d, half);
+                FOR_QUERIES(b.nq, products(Q, d, qs, at(kt, g->prefix_first, half), stride, g->prefix_length, s, room, half);
+                            products(Q, d, qs, at(kt, g->first, half), stride, b.own, s + g->prefix_length, room, half))
+                float total[QUERIES];
+                for (int a = 0; a < b.nq; a++) {
+                    lse[b.row[a] * heads + b.head[a]] = softmax(s + a * room, b.keys[a], scaling, total + a);
+                    for (i64 i = b.keys[a]; i < g->prefix_length + b.own; i++) s[a * room + i] = 0;
+                }
+                memset(mix, 0, QUERIES * d * sizeof *mix);
+                FOR_QUERIES(b.nq, mixture(Q, d, s, room, at(vh, g->prefix_first * width, half), width, g->prefix_length, mix, half);
+                            mixture(Q, d, s + g->prefix_length, room, at(vh, g->first * width, half), width, b.own, mix, half))
+                for (int a = 0; a < b.nq; a++)
+                    for (i64 c = 0; c < d; c += W)
+                        store(out, (b.row[a] * heads + b.head[a]) * d + c, load(mix, a * d + c, 0) / all(total[a]), half);
+            }
+        }
+        free(s);
+    }
+}
+
+EXPORT void attention(i64 count, const Segment *segments, i64 heads, i64 kv_heads, i64 d, const void *q, const void *k_t,
+                      i64 stride, const void *v, float scaling, void *out, float *lse, int half) {
+    if (half) attention_any(count, segments, heads, kv_heads, d, q, k_t, stride, v, scaling, out, lse, 1);
+    else attention_any(count, segments, heads, kv_heads, d, q, k_t, stride, v, scaling, out, lse, 0);
+}
+
+/* sums[key] += sum over queries of p[a][key] x[a]: sums [n, d] float32 with rows `stride` apart. */
+INLINE void spread(int nq, i64 d, const float *p, i64 room, const float *x, i64 n, float *sums, i64 stride) {
+    for (i64 key = 0; key < n; key++)
+        for (i64 c = 0; c < d; c += W) {
+            vec total = load(sums, key * stride + c, 0);
+            for (int a = 0; a < nq; a++) total += all(p[a * room + key]) * load(x, a * d + c, 0);
+            store(sums, key * stride + c, total, 0);
+        }
+}
+
+/* Gradients of `attention`. `groups` [n_groups + 1]: which segments belong to a group, whose rows no other group
+ * touches; a group and a key head are one task. grad_k and grad_v float32 [rows, kv_heads, d], zeros at the start. */
+INLINE void attention_backward_any(i64 n_groups, const i64 *groups, const Segment *segments, i64 heads, i64 kv_heads,
+                                   i64 d, const void *q, const void *k, const void *k_t, i64 stride, const void *v_t,
+                                   const void *out, const float *lse, const void *grad_out, float scaling, void *grad_q,
+                                   float *grad_k, float *grad_v, int half) {
+    i64 repeats = heads / kv_heads, room = longest_of(segments, groups[n_groups]) + 2 * W, width = kv_heads * d;
+#pragma omp parallel
+    {
+        float *p = malloc((2 * QUERIES * room + 3 * QUERIES * d) * sizeof *p), *ds = p + QUERIES * room;
+        float *qs = ds + QUERIES * room, *gs = qs + QUERIES * d, *mix = gs + QUERIES * d;
+#pragma omp for schedule(dynamic, 1)
+        for (i64 task = 0; task < n_groups * kv_heads; task++)
+            for (i64 segment = groups[task / kv_heads]; segment < groups[task / kv_heads + 1]; segment++) {
+                const Segment *g = segments + segment;
+                i64 h = task % kv_heads, P = g->prefix_length, prefix = g->prefix_first, own = g->first;
+                const void *kt = at(k_t, h * d * stride, half), *vt = at(v_t, h * d * stride, half), *kh = at(k, h * d, half);
+                float *gk = grad_k + h * d, *gv = grad_v + h * d;
+                for (i64 block = 0; block < g->length * repeats; block += QUERIES) {
+                    Queries b = queries_of(g, block, repeats, h);
+                    float inner[QUERIES];
+                    for (int a = 0; a < b.nq; a++) {
+                        i64 from = (b.row[a] * heads + b.head[a]) * d;
+                        as_float(q, from, d, qs + a * d, half);
+                        as_float(grad_out, from, d, gs + a * d, half);
+                        vec total = all(0);
+                        for (i64 c = 0; c < d; c += W) total += load(out, from + c, half) * load(gs, a * d + c, 0);
+                        inner[a] = sum(total);
+                    }
+                    FOR_QUERIES(b.nq, products(Q, d, qs, at(kt, prefix, half), stride, P, p, room, half);
+                                products(Q, d, qs, at(kt, own, half), stride, b.own, p + P, room, half);
+                                products(Q, d, gs, at(vt, prefix, half), stride, P, ds, room, half);
+                                products(Q, d, gs, at(vt, own, half), stride, b.own, ds + P, room, half))
+                    for (int a = 0; a < b.nq; a++) {
+                        vec norm = all(lse[b.row[a] * heads + b.head[a]]);
+                        for (i64 i = 0; i < b.keys[a]; i += W) {
+                            vec x = exponential(load(p, a * room + i, 0) * all(scaling) - norm);
+                            store(p, a * room + i, x, 0);
+                            store(ds, a * room + i, (load(ds, a * room + i, 0) - all(inner[a])) * x * all(scaling), 0);
+                        }
+                        for (i64 i = b.keys[a]; i < P + b.own; i++) p[a * room + i] = ds[a * room + i] = 0;
+                    }
+                    memset(mix, 0, QUERIES * d * sizeof *mix);
+                    FOR_QUERIES(b.nq, mixture(Q, d, ds, room, at(kh, prefix * width, half), width, P, mix, half);
+                                mixture(Q, d, ds + P, room, at(kh, own * width, half), width, b.own, mix, half);
+                                spread(Q, d, ds, room, qs, P, gk + prefix * width, width);
+                                spread(Q, d, ds + P, room, qs, b.own, gk + own * width, width);
+                                spread(Q, d, p, room, gs, P, gv + prefix * width, width);
+                                spread(Q, d, p + P, room, gs, b.own, gv + own * width, width))
+                    for (int a = 0; a < b.nq; a++)
+                        for (i64 c = 0; c < d; c += W)
+                            store(grad_q, (b.row[a] * heads + b.head[a]) * d + c, load(mix, a * d + c, 0), half);
+                }
+            }
+        free(p);
+    }
+}
+
+EXPORT void attention_backward(i64 n_groups, const i64 *groups, const Segment *segments, i64 heads, i64 kv_heads, i64 d,
+                               const void *q, const void *k, const void *k_t, i64 stride, const void *v_t,
+                               const void *out, const float *lse, const void *grad_out, float scaling, void *grad_q,
+                               float *grad_k, float *grad_v, int half) {
+    if (half)
+        attention_backward_any(n_groups, groups, segments, heads, kv_heads, d, q, k, k_t, stride, v_t, out, lse, grad_out,
+                               scaling, grad_q, grad_k, grad_v, 1);
+    else
+        attention_backward_any(n_groups, groups, segments, heads, kv_heads, d, q, k, k_t, stride, v_t, out, lse, grad_out,
+                               scaling, grad_q, grad_k, grad_v, 0);
+}
+
+/* ---- one token of each live row against its prompt and its own tokens ---- */
+
+/* Puts the new keys and values in their caches and attends. Rows of group g are members[groups[g]] ..; q, out [rows,
+ * heads, d]; k, v [rows, kv_heads, d]; own caches of keys [rows, kv_heads, d, own_room] and values [rows, kv_heads,
+ * own_room, d], of which lengths[row] are filled; prompts' likewise [n_groups, kv_heads, ., .]; rooms multiples of W. */
+INLINE void decode_any(i64 n_groups, const i64 *groups, const i64 *members, const i64 *prompts, const i64 *lengths,
+                       i64 heads, i64 kv_heads, i64 d, const void *q, const void *k, const void *v, void *own_keys,
+                       void *own_values, i64 own_room, const void *prompt_keys, const void *prompt_values,
+                       i64 prompt_room, float scaling, void *out, int half) {
+    i64 repeats = heads / kv_heads, room = own_room + prompt_room + 2 * W, most = 0, size = half ? 2 : 4;
+    for (i64 g = 0; g < n_groups; g++)
+        if (groups[g + 1] - groups[g] > most) most = groups[g + 1] - groups[g];
+#pragma omp parallel
+    {
+        float *s = malloc((QUERIES * room + 2 * QUERIES * d) * sizeof *s), *qs = s + QUERIES * room, *mix = qs + QUERIES * d;
+#pragma omp for schedule(dynamic, 1) collapse(2)
+        for (i64 g = 0; g < n_groups; g++)
+            for (i64 h = 0; h < kv_heads; h++) {
+                i64 P = prompts[g], members_of_g = groups[g + 1] - groups[g];
+                const void *pk = at(prompt_keys, (g * kv_heads + h) * d * prompt_room, half);
+                const void *pv = at(prompt_values, (g * kv_heads + h) * d * prompt_room, half);
+                for (i64 m = 0; m < members_of_g; m++) {
+                    i64 row = members[groups[g] + m], slot = lengths[row], cache = (row * kv_heads + h) * d * own_room;
+                    const char *new_key = at(k, (row * kv_heads + h) * d, half);
+                    for (i64 c = 0; c < d; c++)
+                        memcpy((char *)own_keys + (cache + c * own_room + slot) * size, new_key + c * size, size);
+                    memcpy((char *)own_values + (cache + slot * d) * size, at(v, (row * kv_heads + h) * d, half), d * size);
+                }
+                for (i64 block = 0; block < members_of_g * repeats; block += QUERIES) {
+                    i64 row[QUERIES], from[QUERIES];
+                    int nq = 0;
+                    for (i64 f = block; f < members_of_g * repeats && nq < QUERIES; f++, nq++) {
+                        row[nq] = members[groups[g] + f / repeats];
+                        from[nq] = (row[nq] * heads + h * repeats + f % repeats) * d;
+                        as_float(q, from[nq], d, qs + nq * d, half);
+                    }
+                    FOR_QUERIES(nq, products(Q, d, qs, pk, prompt_room, P, s, room, half))
+                    float total[QUERIES];
+                    for (int a = 0, same; a < nq; a += same) { /* the queries of one row share its keys */
+                        const void *keys = at(own_keys, (row[a] * kv_heads + h) * d * own_room, half);
+                        for (same = 1; a + same < nq && row[a + same] == row[a];) same++;
+                        FOR_QUERIES(same, products(Q, d, qs + a * d, keys, own_room, lengths[row[a]] + 1, s + a * room + P, room, half))
+                        for (int b = a; b < a + same; b++) softmax(s + b * room, P + lengths[row[b]] + 1, scaling, total + b);
+                    }
+                    memset(mix, 0, QUERIES * d * sizeof *mix);
+                    FOR_QUERIES(nq, mixture(Q, d, s, room, pv, d, P, mix, half))
+                    for (int a = 0, same; a < nq; a += same) {
+                        const void *values = at(own_values, (row[a] * kv_heads + h) * d * own_room, half);
+                        for (same = 1; a + same < nq && row[a + same] == row[a];) same++;
+                        FOR_QUERIES(same, mixture(Q, d, s + a * room + P, room, values, d, lengths[row[a]] + 1, mix + a * d, half))
+                    }
+                    for (int a = 0; a < nq; a++)
+                        for (i64 c = 0; c < d; c += W)
+                            store(out, from[a] + c, load(mix, a * d + c, 0) / all(total[a]), half);
+                }
+            }
+        free(s);
+    }
+}
+
+EXPORT void decode(i64 n_groups, const i64 *groups, const i64 *members, const i64 *prompts, const i64 *lengths, i64 heads,
+                   i64 kv_heads, i64 d, const void *q, const void *k, const void *v, void *own_keys, void *own_values,
+                   i64 own_room, const void *prompt_keys, const void *prompt_values, i64 prompt_room, float scaling,
+                   void *out, int half) {
+    if (half)
+        decode_any(n_groups, groups, members, prompts, lengths, heads, kv_heads, d, q, k, v, own_keys, own_values,
+                   own_room, prompt_keys, prompt_values, prompt_room, scaling, out, 1);
+    else
+        decode_any(n_groups, groups, members, prompts, lengths, heads, kv_heads, d, q, k, v, own_keys, own_values,
+                   own_room, prompt_keys, prompt_values, prompt_room, scaling, out, 0);
+}
+
+/* ---- softmax over the vocabulary ---- */
+
+INLINE float highest(const void *x, i64 first, i64 stop, float over_tau, int half) {
+    vec top = all(-INFINITY);
+    for (i64 i = first; i < stop; i += W) top = larger(load_some(x, i, stop, -INFINITY, half), top);
+    return largest(top) * over_tau;
+}
+
+/* sum of exp(x over_tau - top) over at most BLOCK numbers */
+INLINE double block_sum(const void *x, i64 first, i64 stop, float over_tau, float top, int half) {
+    vec sums = all(0);
+    for (i64 i = first; i < stop; i += W)
+        sums += exponential(load_some(x, i, stop, -INFINITY, half) * all(over_tau) - all(top));
+    return sum(sums);
+}
+
+INLINE float one(const void *x, i64 i, float over_tau, int half) { return load_some(x, i, i + 1, 0, half)[0] * over_tau; }
+
+/* lse = log sum exp(x / tau) and logp = x[token] / tau - lse of each row: x [n, width]. */
+INLINE void token_logp_any(i64 n, i64 width, const void *x, const i64 *tokens, float over_tau, float *lse, float *logp,
+                           int half) {
+#pragma omp parallel for schedule(static)
+    for (i64 row = 0; row < n; row++) {
+        i64 first = row * width, stop = first + width;
+        float top = highest(x, first, stop, over_tau, half);
+        double total = 0;
+        for (i64 i = first; i < stop; i += BLOCK)
+            total += block_sum(x, i, i + BLOCK < stop ? i + BLOCK : stop, over_tau, top, half);
+        lse[row] = (float)(top + log(total));
+        logp[row] = one(x, first + tokens[row], over_tau, half) - lse[row];
+    }
+}
+
+EXPORT void token_logp(i64 n, i64 width, const void *x, const i64 *tokens, float over_tau, float *lse, float *logp,
+                       int half) {
+    if (half) token_logp_any(n, width, x, tokens, over_tau, lse, logp, 1);
+    else token_logp_any(n, width, x, tokens, over_tau, lse, logp, 0);
+}
+
+/* x <- grad / tau (onehot(token) - exp(x / tau - lse)), in place. */
+INLINE void token_logp_backward_any(i64 n, i64 width, void *x, const i64 *tokens, float over_tau, const float *lse,
+                                    const float *grad, int half) {
+#pragma omp parallel for schedule(static)
+    for (i64 row = 0; row < n; row++) {
+        i64 first = row * width, stop = first + width, token = first + tokens[row];
+        float g = grad[row] * over_tau;
+        vec chosen = all(g * (1.f - expf(one(x, token, over_tau, half) - lse[row])));
+        for (i64 i = first; i < stop; i += W) {
+            vec p = exponential(load_some(x, i, stop, 0, half) * all(over_tau) - all(lse[row]));
+            store_some(x, i, stop, p * all(-g), half);
+        }
+        store_some(x, token, token + 1, chosen, half);
+    }
+}
+
+EXPORT void token_logp_backward(i64 n, i64 width, void *x, const i64 *tokens, float over_tau, const float *lse,
+                                const float *grad, int half) {
+    if (half) token_logp_backward_any(n, width, x, tokens, over_tau, lse, grad, 1);
+    else token_logp_backward_any(n, width, x, tokens, over_tau, lse, grad, 0);
+}
+
+/* A token of each row by inverting the cumulative distribution at uniform[row] in [0, 1): first over the sums of blocks
+ * of BLOCK tokens, then inside one; both in float64. `ends` [n, blocks] is room for the first. */
+INLINE void draw_any(i64 n, i64 width, const void *x, float over_tau, const double *uniform, double *ends, i64 *tokens,
+                     float *logp, int half) {
+    i64 blocks = (width + BLOCK - 1) / BLOCK;
+#pragma omp parallel for schedule(static)
+    for (i64 row = 0; row < n; row++) {
+        i64 first = row * width, stop = first + width, block = 0, token = -1;
+        double *end = ends + row * blocks, total = 0;
+        float top = highest(x, first, stop, over_tau, half);
+        for (i64 b = 0; b < blocks; b++) {
+            i64 from = first + b * BLOCK;
+            total += block_sum(x, from, from + BLOCK < stop ? from + BLOCK : stop, over_tau, top, half);
+            end[b] = total;
+        }
+        double target = uniform[row] * total;
+        while (block < blocks - 1 && end[block] <= target) block++;
+        double before = block ? end[block - 1] : 0;
+        for (i64 i = first + block * BLOCK; i < stop && i < first + (block + 1) * BLOCK; i += W) {
+            vec e = exponential(load_some(x, i, stop, -INFINITY, half) * all(over_tau) - all(top));
+            for (int j = 0; j < W; j++) {
+                if (e[j] > 0) token = i + j; /* the last one that has a probability, should rounding reach the end */
+                before += e[j];
+                if (before > target) goto found;
+            }
+        }
+    found:
+        tokens[row] = token < 0 ? 0 : token - first;
+        logp[row] = one(x, first + tokens[row], over_tau, half) - (float)(top + log(total));
+    }
+}
+
+EXPORT void draw(i64 n, i64 width, const void *x, float over_tau, const double *uniform, double *ends, i64 *tokens,
+                 float *logp, int half) {
+    if (half) draw_any(n, width, x, over_tau, uniform, ends, tokens, logp, 1);
+    else draw_any(n, width, x, over_tau, uniform, ends, tokens, logp, 0);
+}

@@ -1,0 +1,173 @@
+"""The forward pass of Llama-like decoders on a CPU: transformers' weights, our kernels between the matrix products.
+
+transformers computes norms, rotary embedding and gated activation in several passes over memory each; here each is one
+(lagrpo.kernels), with the same roundings, forward and backward. Models of other families, and GPUs, keep transformers'
+own modules. What is taken here is proven on a small input against transformers when a policy is loaded
+(`prove_attention`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lagrpo import kernels
+from lagrpo.policy.attention import Layout, check_window
+
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+class FusedDecoder:
+    """A decoder's final hidden states, computed with the kernels. Holds no weights of its own."""
+
+    def __init__(self, decoder: Any, head_dim: int) -> None:
+        self.decoder, self.head_dim = decoder, head_dim
+
+    @staticmethod
+    def of(model: Any) -> FusedDecoder | None:
+        """The fused forward pass of a model, or None for one that it does not reproduce."""
+        text, decoder = model.config.get_text_config(), model.get_decoder()
+        if text.model_type not in FAMILIES or text.hidden_act != "silu":
+            return None
+        if _names(decoder) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+            return None
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        if head_dim % (2 * kernels.VECTOR) or getattr(text, "partial_rotary_factor", None) not in (None, 1.0):
+            return None
+        return FusedDecoder(decoder, head_dim) if all(map(_is_plain, decoder.layers)) else None
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        """input_ids and position_ids [rows] -> [rows, H]."""
+        x = self.decoder.embed_tokens(input_ids)
+        cosine, sine = (t.squeeze(0) for t in self.decoder.rotary_emb(x, position_ids.unsqueeze(0)))
+        delta: Tensor | None = None
+        for number, layer in enumerate(self.decoder.layers):
+            if torch.is_grad_enabled() and layer.training and getattr(layer, "gradient_checkpointing", False):
+                x, delta = checkpoint(self._layer, number, layer, x, delta, cosine, sine, layout, use_reentrant=False)  # type: ignore[misc]
+            else:
+                x, delta = self._layer(number, layer, x, delta, cosine, sine, layout)
+        return add_norm(x, delta, self.decoder.norm)[1]
+
+    def _layer(
+        self, number: int, layer: Any, x: Tensor, delta: Tensor | None, cosine: Tensor, sine: Tensor, layout: Layout
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream before the layer's last addition, and what is to be added."""
+        attention, mlp = layer.self_attn, layer.mlp
+        check_window(attention, layout, getattr(attention, "sliding_window", None))
+        x, h = add_norm(x, delta, layer.input_layernorm)
+        query, key, value = (
+            _linear(p, h).view(len(h), -1, self.head_dim)
+            for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if hasattr(attention, "q_norm"):
+            query, key = _head_norm(query, attention.q_norm), _head_norm(key, attention.k_norm)
+        query, key = rotary(query, cosine, sine), rotary(key, cosine, sine)
+        attended = layout.attend(number, query, key, value, attention.scaling)
+        x, h = add_norm(x, _linear(attention.o_proj, attended.flatten(1)), layer.post_attention_layernorm)
+        return x, _linear(mlp.down_proj, swiglu(_linear(mlp.gate_proj, h), _linear(mlp.up_proj, h)))
+
+
+def _names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer is made of the parts of its family and nothing else (no adapters, say)."""
+    if _names(layer) != LAYER or _names(layer.mlp) != MLP:
+        return False
+    if _names(layer.self_attn) not in (ATTENTION, ATTENTION | {"q_norm", "k_norm"}):
+        return False
+    return all(
+        type(m) is nn.Linear for part in (layer.self_attn, layer.mlp) for n, m in part.named_children() if "proj" in n
+    )
+
+
+def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, module.weight, module.bias)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, module: Any) -> tuple[Tensor, Tensor]:
+    """(x + delta, its norm by a module of the RMSNorm kind): [n, H] twice; differentiable."""
+    if not torch.is_grad_enabled():
+        return kernels.norm(x, delta, module.weight, module.variance_epsilon)[:2]
+    if delta is None:
+        return x, _Norm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[return-value]
+    return _AddNorm.apply(x, delta, module.weight, module.variance_epsilon)  # type: ignore[return-value]
+
+
+def _head_norm(x: Tensor, module: Any) -> Tensor:
+    """The norm of each head by itself: [n, heads, D]."""
+    return add_norm(x.reshape(-1, x.shape[-1]), None, module)[1].view(x.shape)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x, y, rstd = kernels.norm(x, None, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):  # type: ignore[override]
+        x, weight, rstd = ctx.saved_tensors
+        return *kernels.norm_backward(x, weight, rstd, grad_y, None), None
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total, y, rstd = kernels.norm(x, delta, weight, eps)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.set_materialize_grads(False)
+        return total, y
+
+    @staticmethod
+    def backward(ctx, grad_total: Tensor | None, grad_y: Tensor):  # type: ignore[override]
+        x, weight, rstd = ctx.saved_tensors
+        grad_x, grad_weight = kernels.norm_backward(x, weight, rstd, grad_y, grad_total)
+        return grad_x, grad_x, grad_weight, None
+
+
+def rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary position embedding: x [n, heads, D], cosine and sine [n, D], the same in both halves of D."""
+    if not torch.is_grad_enabled():
+        return kernels.rotary(x, cosine, sine)
+    return _Rotary.apply(x, cosine, sine)  # type: ignore[return-value]
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return kernels.rotary(x, cosine, sine)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):  # type: ignore[override]
+        cosine, sine = ctx.saved_tensors
+        return kernels.rotary(grad_y.contiguous(), cosine, sine, back=True), None, None
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up: [n, width] each."""
+    if not torch.is_grad_enabled():
+        return kernels.swiglu(gate, up)
+    return _SwiGLU.apply(gate, up)  # type: ignore[return-value]
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return kernels.swiglu(gate, up)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):  # type: ignore[override]
+        gate, up = ctx.saved_tensors
+        return kernels.swiglu_backward(gate, up, grad_y)

@@ -1,0 +1,276 @@
+"""The kernels against the formulas in float64, and how they are had."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny import tiny_policy
+from torch import Tensor
+
+from lagrpo import kernels
+from lagrpo.kernels import build
+from lagrpo.policy.layout import PackedLayout
+from lagrpo.policy.model import Packed
+from lagrpo.sampling.local import draw
+
+WIDTHS = [1, 15, 16, 33, 576]  # below, at and beyond one vector
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
+
+
+@pytest.fixture(autouse=True)
+def with_kernels():
+    kernels.select("c")
+    yield
+    kernels.select("auto")
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request) -> torch.dtype:
+    return request.param
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(ours: Tensor, theirs: Tensor, roundings: float = 1.0) -> None:
+    """To a number of roundings in the dtype of ours, relative to the largest value."""
+    scale = theirs.abs().max().clamp(min=1e-30)
+    assert ((ours.double() - theirs).abs().max() / scale).item() <= roundings * ROUNDING[ours.dtype]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norm_and_its_gradient(width, dtype):
+    x, delta, grad_y, grad_total = (random(7, width, seed=s, dtype=dtype) for s in range(4))
+    weight = random(width, seed=9, dtype=dtype)
+    total, y, rstd = kernels.norm(x, delta, weight, 1e-5)
+    exact, w = (total.double().requires_grad_(), weight.double().requires_grad_())
+    expected = w * exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-5)
+    assert torch.equal(total, x + delta)
+    assert_close(y, expected.detach(), 3)
+    grad_x, grad_w = kernels.norm_backward(total, weight, rstd, grad_y, grad_total)
+    theirs = torch.autograd.grad((expected * grad_y.double()).sum(), (exact, w))
+    assert_close(grad_x, theirs[0] + grad_total.double(), 3)
+    assert_close(grad_w, theirs[1], 3)
+
+
+def test_norm_rounds_as_transformers_does(dtype):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    x, module = random(64, 576, dtype=dtype), LlamaRMSNorm(576, 1e-5).to(dtype)
+    with torch.no_grad():
+        module.weight.copy_(random(576, seed=1))
+        theirs = module(x)
+    different = (kernels.norm(x, None, module.weight.detach(), 1e-5)[1] != theirs).double().mean().item()
+    assert different < (0.5 if dtype == torch.float32 else 1e-3)  # the order of one sum differs; in float32 it shows
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_swiglu_and_its_gradient(width, dtype):
+    gate, up, grad = (random(5, width, seed=s, dtype=dtype) * 3 for s in range(3))
+    g, u = gate.double().requires_grad_(), up.double().requires_grad_()
+    expected = torch.nn.functional.silu(g) * u
+    assert_close(kernels.swiglu(gate, up), expected.detach(), 3)
+    for ours, theirs in zip(
+        kernels.swiglu_backward(gate, up, grad),
+        torch.autograd.grad((expected * grad.double()).sum(), (g, u)),
+        strict=True,
+    ):
+        assert_close(ours, theirs, 3)
+    joined = torch.cat([gate, up], 1)
+    assert torch.equal(kernels.swiglu(joined[:, :width], joined[:, width:]), kernels.swiglu(gate, up))
+
+
+def test_silu_of_large_numbers():
+    x = torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4, torch.inf]])
+    assert kernels.swiglu(x, torch.ones_like(x))[0, 3:].tolist() == [0.0, 88.0, 200.0, 1e4, torch.inf]
+    assert kernels.swiglu(x, torch.ones_like(x))[0, :3].abs().max().item() < 1e-35
+    assert kernels.swiglu(torch.tensor([[torch.nan]]), torch.ones(1, 1)).isnan().all()
+
+
+def test_rotary_and_back(dtype):
+    x, angle = random(6, 3, 64, dtype=dtype), random(6, 32).repeat(1, 2)
+    cosine, sine = angle.cos().to(dtype), angle.sin().to(dtype)
+    turned = torch.cat([-x[..., 32:], x[..., :32]], -1)
+    assert_close(kernels.rotary(x, cosine, sine), (x * cosine[:, None] + turned * sine[:, None]).double(), 0.1)
+    # turning back is the transpose: <turn x, y> = <x, turn back y>
+    y = random(6, 3, 64, seed=1, dtype=dtype)
+    there = (kernels.rotary(x, cosine, sine).double() * y.double()).sum()
+    back = (x.double() * kernels.rotary(y, cosine, sine, back=True).double()).sum()
+    assert abs(there - back).item() < 100 * ROUNDING[dtype]
+
+
+LAYOUTS = [((7, (3, 9, 2)), (20, (1,)), (1, (5, 5, 30)), (5, ())), ((130, (70, 3)),)]
+
+
+@pytest.mark.parametrize("groups", LAYOUTS)
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(9, 3, 64), (4, 4, 16), (8, 1, 80), (5, 1, 32)])
+def test_attention_and_its_gradient(groups, heads, kv_heads, d, dtype):
+    layout = PackedLayout.build(groups)
+    q, grad = (random(layout.rows, heads, d, seed=s, dtype=dtype) for s in (0, 1))
+    k, v = (random(layout.rows, kv_heads, d, seed=s, dtype=dtype) for s in (2, 3))
+    exact = q_exact, k_exact, v_exact = [t.double().requires_grad_() for t in (q, k, v)]
+    expected, lse_expected = dense_attention(layout, q_exact, k_exact, v_exact, d**-0.5)
+    out, lse = kernels.attention(layout.segments, q, k, v, d**-0.5)
+    assert_close(out, expected.detach(), 2)
+    assert_close(lse, lse_expected.detach(), 2)
+    ours = kernels.attention_backward(layout.groups, layout.segments, q, k, v, d**-0.5, out, lse, grad)
+    for mine, theirs in zip(ours, torch.autograd.grad((expected * grad.double()).sum(), exact), strict=True):
+        assert_close(mine, theirs, 4)
+
+
+def dense_attention(layout: PackedLayout, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """All rows against all rows, with a mask made from the segments."""
+    seen = torch.zeros(layout.rows, layout.rows, dtype=torch.bool)
+    for first, length, prefix, prefix_length in layout.segments.tolist():
+        own = torch.arange(first, first + length)
+        seen[own[:, None], own[None, :]] = own[:, None] >= own[None, :]
+        seen[first : first + length, prefix : prefix + prefix_length] = True
+    repeats = q.shape[1] // k.shape[1]
+    s = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeats, 1)) * scaling
+    s = s.masked_fill(~seen, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", s.softmax(-1), v.repeat_interleave(repeats, 1)), s.logsumexp(-1).T
+
+
+@pytest.mark.parametrize("vocabulary", [2, 103, 256, 1001])
+@pytest.mark.parametrize("tau", [1.0, 0.7])
+def test_log_probs_of_tokens_and_their_gradient(vocabulary, tau, dtype):
+    logits = (random(9, vocabulary, dtype=dtype) * 4).requires_grad_()
+    ids = torch.arange(9) % vocabulary
+    exact = logits.double() / tau
+    expected = exact.log_softmax(-1).gather(1, ids[:, None]).squeeze(1)
+    logp, lse = kernels.token_logp(logits.detach(), ids, tau)
+    assert (logp - expected).abs().max().item() < 5e-6
+    assert (lse - exact.logsumexp(-1)).abs().max().item() < 5e-6
+    weights = torch.linspace(-1, 1, 9)
+    (expected * weights).sum().backward()
+    assert logits.grad is not None
+    ours = kernels.token_logp_backward(logits.detach().clone(), ids, tau, lse, weights)
+    assert_close(ours, logits.grad.double(), 2)
+
+
+def test_a_token_s_log_prob_is_the_same_whether_it_is_drawn_or_scored(dtype):
+    logits = random(40, 1001, dtype=dtype) * 5
+    tokens, logp = kernels.draw(logits, 0.9, torch.rand(40, dtype=torch.float64))
+    assert torch.equal(logp, kernels.token_logp(logits, tokens, 0.9)[0])
+
+
+def test_kernels_and_pytorch_draw_the_same_tokens():
+    logits, uniform = (
+        random(500, 1001) * 3,
+        torch.rand(500, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+    )
+    ours, logp = draw(logits, 0.8, uniform)
+    kernels.select("torch")
+    theirs, reference = draw(logits, 0.8, uniform)
+    assert (ours != theirs).sum().item() <= 1  # a number within 1e-7 of an interval's end may fall on either side
+    torch.testing.assert_close(logp[ours == theirs], reference[ours == theirs], rtol=0, atol=5e-6)
+
+
+def test_what_is_not_a_number_is_not_hidden():
+    logits = random(3, 300)
+    logits[1, 200] = torch.nan
+    logp, _ = kernels.token_logp(logits, torch.tensor([0, 0, 0]), 1.0)
+    assert logp.isnan().tolist() == [False, True, False]
+    x = random(2, 40)
+    x[0, 39] = torch.nan
+    assert kernels.norm(x, None, torch.ones(40), 1e-5)[1].isnan().any(1).tolist() == [True, False]
+
+
+def test_a_row_does_not_depend_on_the_rows_around_it_nor_on_the_threads():
+    """To the bit: what makes sampler and learner agree."""
+    policy = tiny_policy(dtype=torch.bfloat16)
+    ids = torch.Generator().manual_seed(0)
+    groups = [([5, 6, 7, 8], [torch.randint(103, (n,), generator=ids) for n in (9, 3, 12)]) for _ in range(3)]
+    with torch.no_grad():
+        together = policy.logp(Packed.build(groups))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1 if threads > 1 else 2)
+        try:
+            alone = [policy.logp(Packed.build([(prompt, [c])])) for prompt, cs in groups for c in cs]
+        finally:
+            torch.set_num_threads(threads)
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_the_fused_decoder_gives_the_gradient_of_transformers_modules():
+    groups = [([5, 6, 7, 8, 9], [torch.tensor([4, 9, 11, 30]), torch.tensor([8, 1])])]
+    gradients = {}
+    for choice in ("c", "torch"):
+        kernels.select(choice)
+        for kind in ("llama", "qwen2", "qwen3"):
+            policy = tiny_policy(kind)
+            assert policy._fused is not None
+            policy.logp(Packed.build(groups)).sum().backward()
+            gradients[choice, kind] = {n: p.grad for n, p in policy.model.named_parameters()}
+    for kind in ("llama", "qwen2", "qwen3"):
+        for name, theirs in gradients["torch", kind].items():
+            torch.testing.assert_close(gradients["c", kind][name], theirs, rtol=1e-4, atol=2e-5, msg=f"{kind} {name}")
+
+
+@pytest.mark.parametrize(("kind", "fused"), [("llama", True), ("gemma", False), ("mistral", False)])
+def test_what_computes_is_said(kind, fused):
+    said = tiny_policy(kind).computation
+    assert said.startswith("C kernels (")
+    assert ("by transformers" in said) != fused
+    kernels.select("torch")
+    assert tiny_policy(kind).computation == "PyTorch (as chosen)"
+
+
+# ---- how they are had: in processes of their own, with a cache of their own ----
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+    )
+
+
+DESCRIBE = "from lagrpo import kernels; print(kernels.describe())"
+INSIST = "from lagrpo import kernels; kernels.select('c')"
+
+
+def test_without_a_compiler_pytorch_computes_and_says_so(tmp_path):
+    done = python(DESCRIBE, LAGRPO_CACHE=str(tmp_path), CC="no-such-compiler")
+    assert done.stdout.startswith("PyTorch (no C kernels: no-such-compiler could not be run")
+    assert (
+        "NoKernels: the kernels cannot be had here" in python(INSIST, LAGRPO_CACHE=str(tmp_path), CC="nothing").stderr
+    )
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path):
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        "#!/bin/sh\n[ \"$1\" = --version ] && echo odd 1.0 && exit 0\necho 'error: no such flag' >&2; exit 1\n"
+    )
+    compiler.chmod(0o755)
+    done = python(DESCRIBE, LAGRPO_CACHE=str(tmp_path / "cache"), CC=str(compiler))
+    assert "error: no such flag" in done.stdout
+    assert list((tmp_path / "cache" / "kernels").iterdir()) == []
+
+
+def test_they_are_compiled_once_even_by_two_at_a_time(tmp_path):
+    both = f"import subprocess, sys; both = [subprocess.Popen([sys.executable, '-c', {DESCRIBE!r}]) for _ in range(2)]"
+    done = python(f"{both}; [one.wait() for one in both]", LAGRPO_CACHE=str(tmp_path))
+    assert done.stdout.count("C kernels (") == 2
+    assert len(list((tmp_path / "kernels").iterdir())) == 1
+    again = python(DESCRIBE, LAGRPO_CACHE=str(tmp_path))
+    assert again.stdout.startswith("C kernels (")
+    assert "compiling" not in again.stderr
+
+
+def test_a_spoilt_library_is_named(tmp_path):
+    python(DESCRIBE, LAGRPO_CACHE=str(tmp_path))
+    (library,) = (tmp_path / "kernels").iterdir()
+    library.write_bytes(b"spoilt")
+    said = python(DESCRIBE, LAGRPO_CACHE=str(tmp_path)).stdout
+    assert str(library) in said
+    assert "cannot be loaded" in said
+
+
+def test_another_compiler_makes_another_library():
+    assert build._fingerprint("gcc 12") != build._fingerprint("gcc 13")
