@@ -18,7 +18,10 @@ import torch
 from wire import Wire
 from work import SEED, read_prompts
 
-from lagrpo.policy.model import Packed, Policy, load_policy
+from lagrpo.build import build_policy
+from lagrpo.config import ModelSettings
+from lagrpo.policy.model import Packed, Policy
+from lagrpo.policy.replica import replica
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.types import Prompt
@@ -54,10 +57,11 @@ def score(policy: Policy, completions: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     wire = Wire()
     request = json.loads(Path(sys.argv[1]).read_text())
-    policy = load_policy(request["model"], torch.bfloat16)
+    policy = build_policy(ModelSettings(path=request["model"], device="cpu"), 1.0, 1)
     rows = read_prompts(Path(request["prompts"]))
     prompts = [policy.tokenize(Prompt(row["key"], tuple(row["messages"]), row["gold"])) for row in rows]
     never_ending(policy)
+    sampling = replica(policy)
     wire.reply(threads=torch.get_num_threads(), prompt_ids=[list(prompt.token_ids) for prompt in prompts])
     while True:
         asked = wire.request()
@@ -65,7 +69,7 @@ def main() -> None:
             wire.reply(**score(policy, asked["completions"]))
         else:
             chosen = prompts[asked["first"] : asked["first"] + asked["prompts"]]
-            wire.reply(**sample(policy, request["max_tokens"], chosen, asked["G"]))
+            wire.reply(**sample(sampling, request["max_tokens"], chosen, asked["G"]))
 
 
 if __name__ == "__main__":

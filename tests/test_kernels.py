@@ -15,6 +15,7 @@ from lagrpo import kernels
 from lagrpo.kernels import build
 from lagrpo.policy.layout import PackedLayout
 from lagrpo.policy.model import Packed
+from lagrpo.policy.replica import Replica, replica
 from lagrpo.sampling.local import draw
 
 WIDTHS = [1, 15, 16, 33, 576]  # below, at and beyond one vector
@@ -204,12 +205,44 @@ def test_the_fused_decoder_gives_the_gradient_of_transformers_modules():
         kernels.select(choice)
         for kind in ("llama", "qwen2", "qwen3"):
             policy = tiny_policy(kind)
-            assert policy._fused is not None
+            assert policy.fused is not None
             policy.logp(Packed.build(groups)).sum().backward()
             gradients[choice, kind] = {n: p.grad for n, p in policy.model.named_parameters()}
     for kind in ("llama", "qwen2", "qwen3"):
         for name, theirs in gradients["torch", kind].items():
             torch.testing.assert_close(gradients["c", kind][name], theirs, rtol=1e-4, atol=2e-5, msg=f"{kind} {name}")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_a_replica_computes_to_the_bit_what_its_policy_computes(kind):
+    """Also after a delivery; and it keeps no second copy of what it has packed."""
+    policy = tiny_policy(kind, dtype=torch.bfloat16)
+    copy = replica(policy)
+    assert isinstance(copy, Replica)
+    packed = Packed.build([([5, 6, 7, 8, 9], [torch.tensor([4, 9, 11, 30]), torch.tensor([8, 1])])])
+    rows = torch.arange(packed.layout.rows)
+    for version in (0, 1):
+        with torch.no_grad():
+            ours, theirs = (
+                p.hidden(packed.input_ids, packed.layout.position_ids, packed.layout) for p in (copy, policy)
+            )
+            assert torch.equal(ours, theirs)
+            assert torch.equal(copy.logits(ours[rows]), policy.logits(theirs[rows]))
+            for parameter in policy.model.parameters():
+                parameter.mul_(1.1)
+        copy.load_weights(policy.weights(), version + 1)
+        assert copy.version == version + 1
+    assert sum(p.numel() for p in copy.model.parameters()) < sum(p.numel() for p in policy.model.parameters()) / 2
+    assert all(p.numel() for p in policy.model.parameters())
+    with pytest.raises(ValueError, match=r"not fit the model: 1 names differ"):
+        copy.load_weights({**policy.weights(), "odd": torch.zeros(1)}, 3)
+
+
+def test_where_weights_cannot_be_packed_a_replica_is_a_twin():
+    assert not isinstance(replica(tiny_policy("gemma", dtype=torch.bfloat16)), Replica)
+    assert not isinstance(replica(tiny_policy(dtype=torch.float32)), Replica)
+    kernels.select("torch")
+    assert not isinstance(replica(tiny_policy(dtype=torch.bfloat16)), Replica)
 
 
 @pytest.mark.parametrize(("kind", "fused"), [("llama", True), ("gemma", False), ("mistral", False)])

@@ -14,6 +14,7 @@ from lagrpo.build import advantage_of
 from lagrpo.policy.batch import assemble, micro_batches
 from lagrpo.policy.learner import Learner, Optimisation
 from lagrpo.policy.model import Policy
+from lagrpo.policy.replica import replica
 from lagrpo.recipes import resolve
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.types import Group, Outcome
@@ -34,7 +35,7 @@ def judged(groups: list[Group], rule=lambda g, j, c: float(len(c.token_ids) % 3 
 
 
 def drawn(policy: Policy, count: int = 4, batch: int = 1, G: int = 6) -> list[Group]:
-    sampler = LocalSampler(policy.twin(), 0, MAX_TOKENS, 64)
+    sampler = LocalSampler(replica(policy), 0, MAX_TOKENS, 64)
     groups = {r.prompt.key: g for r, g in sampler.sample(requests_for(policy, count, batch), G)}
     return [groups[key] for key in sorted(groups)]
 
@@ -185,7 +186,7 @@ def test_v_batches_from_one_alpha_equal_v_mini_batches_of_one_larger_batch():
         policy = tiny_policy()
         recipe = resolve("off_policy_grpo", {"beta": 0.0, "reduction": "token_mean"})
         stepping = learner(policy, recipe)
-        sampler = LocalSampler(policy.twin(), 0, MAX_TOKENS, 64)
+        sampler = LocalSampler(replica(policy), 0, MAX_TOKENS, 64)
         wanted = {b: [request(10 * b + n, "y" * (n + b), b, policy=policy) for n in range(2)] for b in range(1, v + 1)}
         if together:
             everything = list(sampler.sample([r for b in wanted for r in wanted[b]], 5))

@@ -11,6 +11,7 @@ from tiny import SHAPES, tiny_policy
 
 from lagrpo.addressed import uniforms
 from lagrpo.policy.model import Packed
+from lagrpo.policy.replica import replica
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.decode import pair_rows_with_groups
 from lagrpo.sampling.draws import Draws, VersionError
@@ -32,7 +33,7 @@ def requests_for(policy, count: int, batch: int = 1) -> list[Request]:
 
 
 def sampled(policy, requests, G=6, max_tokens=24, rows=64, seed=0) -> dict[int, Group]:
-    sampler = LocalSampler(policy.twin(), seed, max_tokens, rows)
+    sampler = LocalSampler(replica(policy), seed, max_tokens, rows)
     return {r.prompt.key: group for r, group in sampler.sample(requests, G)}
 
 
@@ -155,7 +156,7 @@ def test_every_end_of_sequence_id_ends_a_completion_and_the_limit_cuts_it():
 def test_alpha_has_weights_of_its_own():
     """After a step of π without a delivery, the sampler still draws, and scores, with the old policy."""
     policy = tiny_policy()
-    sampler = LocalSampler(policy.twin(), 0, 16, 64)
+    sampler = LocalSampler(replica(policy), 0, 16, 64)
     before = [g for _, g in sampler.sample(requests_for(policy, 2), 4)]
     with torch.no_grad():
         for parameter in policy.model.parameters():
@@ -174,7 +175,7 @@ def test_alpha_has_weights_of_its_own():
 def test_score_equals_the_recorded_log_probs():
     policy = tiny_policy("qwen3", torch.bfloat16)
     group = sampled(policy, requests_for(policy, 2))[1]
-    sampler = LocalSampler(policy.twin(), 0, 24, 64)
+    sampler = LocalSampler(replica(policy), 0, 24, 64)
     for completion in group.completions:
         scored = sampler.score(group.prompt.token_ids, completion.token_ids)
         torch.testing.assert_close(scored, completion.logp_alpha, rtol=0, atol=1e-5)
@@ -182,7 +183,7 @@ def test_score_equals_the_recorded_log_probs():
 
 def test_a_delivery_between_open_groups_is_refused():
     policy = tiny_policy()
-    sampler = LocalSampler(policy.twin(), 0, 8, 4)
+    sampler = LocalSampler(replica(policy), 0, 8, 4)
     stream = sampler.sample(requests_for(policy, 3), 4)
     next(stream)
     with pytest.raises(RuntimeError, match="2 groups of version 0 are open"):
@@ -192,7 +193,7 @@ def test_a_delivery_between_open_groups_is_refused():
 def test_a_group_wider_than_the_rows_is_refused():
     policy = tiny_policy()
     with pytest.raises(ValueError, match=r"G = 6.*sampling.rows = 4"):
-        list(LocalSampler(policy.twin(), 0, 8, 4).sample(requests_for(policy, 1), 6))
+        list(LocalSampler(replica(policy), 0, 8, 4).sample(requests_for(policy, 1), 6))
 
 
 def test_pairing_rows_with_groups():
@@ -203,7 +204,7 @@ def test_pairing_rows_with_groups():
 
 def test_the_proof_of_a_delivery_catches_other_weights_and_another_version():
     policy = tiny_policy()
-    sampler = LocalSampler(policy.twin(), 0, 16, 8)
+    sampler = LocalSampler(replica(policy), 0, 16, 8)
     probe = Probe.after(request(0, policy=policy).prompt, 103, seed=0)
     assert prove_delivery(probe, policy, sampler)["probe_max"] < 1e-4
     policy.version = 1
@@ -222,7 +223,7 @@ def test_the_proof_of_a_delivery_catches_other_weights_and_another_version():
 
 def test_draws_hand_out_batch_by_batch_what_was_drawn_together():
     policy = tiny_policy()
-    sampler = LocalSampler(policy.twin(), 0, 12, 8)
+    sampler = LocalSampler(replica(policy), 0, 12, 8)
     source = {b: requests_for(policy, 3, batch=b) for b in (1, 2, 3)}
     together, apart = Draws(sampler, source.__getitem__, 4), Draws(sampler, source.__getitem__, 4)
     together.ask(range(1, 4), 0)
@@ -237,7 +238,7 @@ def test_draws_hand_out_batch_by_batch_what_was_drawn_together():
 
 def test_a_token_of_another_version_stops_the_run():
     policy = tiny_policy()
-    draws = Draws(LocalSampler(policy.twin(), 0, 12, 8), lambda b: requests_for(policy, 1), 4)
+    draws = Draws(LocalSampler(replica(policy), 0, 12, 8), lambda b: requests_for(policy, 1), 4)
     draws.ask(range(1, 2), 7)
     with pytest.raises(VersionError, match="drawn by version 0, but the schedule announced version 7"):
         list(draws.take(1))

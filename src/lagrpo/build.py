@@ -21,6 +21,7 @@ from lagrpo.embedded import resolve_model
 from lagrpo.memory import keep_freed_memory
 from lagrpo.policy.learner import Learner, Optimisation
 from lagrpo.policy.model import Policy, check_context, load_policy
+from lagrpo.policy.replica import replica
 from lagrpo.prompts import PromptSource
 from lagrpo.recorded import Recorded
 from lagrpo.sampling.base import Sampler
@@ -152,7 +153,7 @@ class Parts:
         sampler = (
             build_vllm(settings, policy, servers)
             if servers
-            else LocalSampler(policy.twin(), seed, sampling.max_tokens, sampling.rows)
+            else LocalSampler(replica(policy), seed, sampling.max_tokens, sampling.rows)
         )
         prove = build_proof(settings, policy, source, sampler)
         evaluator = LocalSampler(

@@ -27,8 +27,8 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 class FusedDecoder:
     """A decoder's final hidden states, computed with the kernels. Holds no weights of its own."""
 
-    def __init__(self, decoder: Any, head_dim: int) -> None:
-        self.decoder, self.head_dim = decoder, head_dim
+    def __init__(self, decoder: Any) -> None:
+        self.decoder = decoder
 
     @staticmethod
     def of(model: Any) -> FusedDecoder | None:
@@ -41,7 +41,7 @@ class FusedDecoder:
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         if head_dim % (2 * kernels.VECTOR) or getattr(text, "partial_rotary_factor", None) not in (None, 1.0):
             return None
-        return FusedDecoder(decoder, head_dim) if all(map(_is_plain, decoder.layers)) else None
+        return FusedDecoder(decoder) if all(map(_is_plain, decoder.layers)) else None
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """input_ids and position_ids [rows] -> [rows, H]."""
@@ -61,17 +61,39 @@ class FusedDecoder:
         """The residual stream before the layer's last addition, and what is to be added."""
         attention, mlp = layer.self_attn, layer.mlp
         check_window(attention, layout, getattr(attention, "sliding_window", None))
-        x, h = add_norm(x, delta, layer.input_layernorm)
-        query, key, value = (
-            _linear(p, h).view(len(h), -1, self.head_dim)
-            for p in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
+        qkv = attention.q_proj, attention.k_proj, attention.v_proj
+        x, qkv = self.normed_products(x, delta, layer.input_layernorm, *qkv)
+        query, key, value = (t.unflatten(1, (-1, attention.head_dim)) for t in qkv)
         if hasattr(attention, "q_norm"):
             query, key = _head_norm(query, attention.q_norm), _head_norm(key, attention.k_norm)
         query, key = rotary(query, cosine, sine), rotary(key, cosine, sine)
         attended = layout.attend(number, query, key, value, attention.scaling)
-        x, h = add_norm(x, _linear(attention.o_proj, attended.flatten(1)), layer.post_attention_layernorm)
-        return x, _linear(mlp.down_proj, swiglu(_linear(mlp.gate_proj, h), _linear(mlp.up_proj, h)))
+        (delta,) = self.products(attended.flatten(1), attention.o_proj)
+        x, (gate, up) = self.normed_products(x, delta, layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj)
+        return x, self.gated_product(gate, up, mlp.down_proj)
+
+    def normed_products(
+        self, x: Tensor, delta: Tensor | None, norm: Any, *modules: nn.Linear
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """x + delta, and what linear layers make of its norm."""
+        if torch.is_grad_enabled():
+            biases = [m.bias for m in modules]
+            x, *made = _NormedProducts.apply(
+                x, delta, norm.weight, norm.variance_epsilon, *(m.weight for m in modules), *biases
+            )  # type: ignore[misc]
+            return x, tuple(made)
+        x, h, _ = kernels.norm(x, delta, norm.weight, norm.variance_epsilon)
+        return x, self.products(h, *modules)
+
+    def gated_product(self, gate: Tensor, up: Tensor, down: nn.Linear) -> Tensor:
+        """What a linear layer makes of silu(gate) * up."""
+        if torch.is_grad_enabled():
+            return _GatedProduct.apply(gate, up, down.weight, down.bias)  # type: ignore[return-value]
+        return self.products(kernels.swiglu(gate, up), down)[0]
+
+    def products(self, x: Tensor, *modules: nn.Linear) -> tuple[Tensor, ...]:
+        """What linear layers make of their common input [n, in]: [n, out] each."""
+        return tuple(F.linear(x, m.weight, m.bias) for m in modules)
 
 
 def _names(module: nn.Module) -> set[str]:
@@ -87,10 +109,6 @@ def _is_plain(layer: Any) -> bool:
     return all(
         type(m) is nn.Linear for part in (layer.self_attn, layer.mlp) for n, m in part.named_children() if "proj" in n
     )
-
-
-def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x, module.weight, module.bias)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, module: Any) -> tuple[Tensor, Tensor]:
@@ -154,20 +172,45 @@ class _Rotary(torch.autograd.Function):
         return kernels.rotary(grad_y.contiguous(), cosine, sine, back=True), None, None
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up: [n, width] each."""
-    if not torch.is_grad_enabled():
-        return kernels.swiglu(gate, up)
-    return _SwiGLU.apply(gate, up)  # type: ignore[return-value]
+class _NormedProducts(torch.autograd.Function):
+    """Keeps the sum for the backward pass and computes its norm again: a hundredth of the time of the products."""
 
-
-class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return kernels.swiglu(gate, up)
+    def forward(ctx, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float, *linear: Tensor | None):
+        weights, biases = linear[: len(linear) // 2], linear[len(linear) // 2 :]
+        total, h, rstd = kernels.norm(x, delta, scale, eps)
+        ctx.save_for_backward(total, scale, rstd, *weights)
+        ctx.eps, ctx.first = eps, delta is None
+        ctx.biased = [bias is not None for bias in biases]
+        ctx.set_materialize_grads(False)
+        made = (F.linear(h, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        return total.view_as(total) if delta is None else total, *made
+
+    @staticmethod
+    def backward(ctx, grad_total: Tensor | None, *grads: Tensor):  # type: ignore[override]
+        total, scale, rstd, *weights = ctx.saved_tensors
+        h = kernels.norm(total, None, scale, ctx.eps)[1]
+        grad_h = torch.mm(grads[0], weights[0])
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            grad_h.addmm_(grad, weight)
+        grad_weights = [torch.mm(grad.mT, h) for grad in grads]
+        grad_biases = [grad.sum(0) if biased else None for grad, biased in zip(grads, ctx.biased, strict=True)]
+        grad_x, grad_scale = kernels.norm_backward(total, scale, rstd, grad_h, grad_total)
+        return grad_x, None if ctx.first else grad_x, grad_scale, None, *grad_weights, *grad_biases
+
+
+class _GatedProduct(torch.autograd.Function):
+    """Keeps gate and up for the backward pass and computes the activation again."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        ctx.biased = bias is not None
+        return F.linear(kernels.swiglu(gate, up), weight, bias)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):  # type: ignore[override]
-        gate, up = ctx.saved_tensors
-        return kernels.swiglu_backward(gate, up, grad_y)
+        gate, up, weight = ctx.saved_tensors
+        grad_weight = torch.mm(grad_y.mT, kernels.swiglu(gate, up))
+        grad_gate, grad_up = kernels.swiglu_backward(gate, up, torch.mm(grad_y, weight))
+        return grad_gate, grad_up, grad_weight, grad_y.sum(0) if ctx.biased else None

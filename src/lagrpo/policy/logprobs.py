@@ -7,6 +7,10 @@ of the same rounded logits, so right after a delivery the ratio π/α is 1 up to
 
 from __future__ import annotations
 
+import math
+import threading
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -63,11 +67,10 @@ class _KernelTokenLogp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, tau: float) -> Tensor:
-        parts = [
-            kernels.token_logp(F.linear(hidden[rows], weight, bias), token_ids[rows], tau)
-            for rows in _chunks(0, len(token_ids), weight.shape[0], KERNEL_LOGITS)
-        ]
-        logp, lse = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else torch.empty(2, 0)
+        logp, lse = torch.empty(len(token_ids)), torch.empty(len(token_ids))
+        for rows in _chunks(0, len(token_ids), weight.shape[0], KERNEL_LOGITS):
+            logits = _logits(hidden[rows], weight, bias)
+            logp[rows], lse[rows] = kernels.token_logp(logits, token_ids[rows], tau)
         ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
         ctx.tau = tau
         return logp
@@ -76,17 +79,38 @@ class _KernelTokenLogp(torch.autograd.Function):
     def backward(ctx, grad_logp: Tensor):  # type: ignore[override]
         hidden, weight, bias, token_ids, lse = ctx.saved_tensors
         grad_hidden, grad_logp = torch.empty_like(hidden), grad_logp.contiguous()
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32)
+        grad_weight = _room("gradient", weight.shape, torch.float32).zero_()
+        share = _room("share", weight.shape, weight.dtype)
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         for rows in _chunks(0, len(token_ids), weight.shape[0], KERNEL_LOGITS):
-            logits = F.linear(hidden[rows], weight, bias)
+            logits = _logits(hidden[rows], weight, bias)
             dx = kernels.token_logp_backward(logits, token_ids[rows], ctx.tau, lse[rows], grad_logp[rows])
-            grad_hidden[rows] = dx @ weight
-            grad_weight += dx.mT @ hidden[rows]
+            torch.mm(dx, weight, out=grad_hidden[rows])
+            grad_weight += torch.mm(dx.mT, hidden[rows], out=share)
             if grad_bias is not None:
                 grad_bias += dx.sum(0, dtype=torch.float32)
         grad_bias = grad_bias.to(bias.dtype) if bias is not None and grad_bias is not None else None
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
+        grad_weight = grad_weight.to(weight.dtype, copy=True)
+        return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """hidden · weightᵀ + bias [rows, V], until the next call."""
+    out = _room("logits", (len(hidden), weight.shape[0]), weight.dtype)
+    return torch.mm(hidden, weight.mT, out=out) if bias is None else torch.addmm(bias, hidden, weight.mT, out=out)
+
+
+_rooms = threading.local()
+
+
+def _room(use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory that is kept for a use, with anything in it. To clear fresh pages for such large tensors takes the system
+    as long as the products that fill them."""
+    rooms: dict[str, Tensor] = _rooms.__dict__
+    numbers = math.prod(shape)
+    if use not in rooms or rooms[use].numel() < numbers or rooms[use].dtype != dtype:
+        rooms[use] = torch.empty(numbers, dtype=dtype)
+    return rooms[use][:numbers].view(*shape)
 
 
 class _TokenLogp(torch.autograd.Function):

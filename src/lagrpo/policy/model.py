@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lagrpo import kernels
@@ -56,7 +57,7 @@ class Policy:
         self.version = version
         self.decoder: nn.Module = model.get_decoder()
         self.head: nn.Linear = model.get_output_embeddings()
-        self._fused = FusedDecoder.of(model)
+        self.fused = FusedDecoder.of(model)
 
     @property
     def device(self) -> torch.device:
@@ -74,7 +75,7 @@ class Policy:
         if not kernels.run_on(self.head.weight):
             return kernels.describe()
         kind = self.model.config.model_type
-        return kernels.describe() + ("" if self._fused else f"; norms and activations of {kind!r} by transformers")
+        return kernels.describe() + ("" if self.fused else f"; norms and activations of {kind!r} by transformers")
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -105,23 +106,27 @@ class Policy:
             ValueError: names or shapes that are not this model's.
         """
         own = dict(self.model.named_parameters())
-        if own.keys() != weights.keys():
-            odd = sorted(own.keys() ^ weights.keys())
-            raise ValueError(
-                f"weights of version {version} do not fit the model: {len(odd)} names differ, e.g. {odd[0]}"
-            )
+        self.check_weights(weights, {name: p.shape for name, p in own.items()}, version)
         for name, parameter in own.items():
-            if parameter.shape != weights[name].shape:
-                raise ValueError(
-                    f"{name} is {tuple(weights[name].shape)} in version {version}, not {tuple(parameter.shape)}"
-                )
             parameter.copy_(weights[name])
         self.version = version
 
+    @staticmethod
+    def check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], version: int) -> None:
+        """Raise ValueError for names or shapes of version `version` that are not those of `shapes`."""
+        if shapes.keys() != weights.keys():
+            odd = sorted(shapes.keys() ^ weights.keys())
+            raise ValueError(
+                f"weights of version {version} do not fit the model: {len(odd)} names differ, e.g. {odd[0]}"
+            )
+        for name, shape in shapes.items():
+            if shape != weights[name].shape:
+                raise ValueError(f"{name} is {tuple(weights[name].shape)} in version {version}, not {tuple(shape)}")
+
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: attention.Layout) -> Tensor:
         """Final hidden states of one packed row: input_ids and position_ids [rows] -> [rows, H]."""
-        if self._fused is not None and kernels.run_on(self.head.weight):
-            return self._fused(input_ids, position_ids, layout)
+        if self.fused is not None and kernels.run_on(self.head.weight):
+            return self.fused(input_ids, position_ids, layout)
         out = self.decoder(
             input_ids=input_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
@@ -129,6 +134,10 @@ class Policy:
             group_layout=layout,
         )
         return out.last_hidden_state.squeeze(0)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, H] -> [rows, V], in the model's dtype."""
+        return F.linear(hidden, self.head.weight, self.head.bias)
 
     def logp(self, packed: Packed) -> Tensor:
         """log π(token | prompt, tokens before it) at the policy's tau, of every completion token: float32 [T], nats."""

@@ -48,14 +48,14 @@ class Cache:
 class DecodeState:
     """Keys and values of the live rows, `own`, and of the prompts of their groups, `prefix`; who belongs to whom."""
 
-    def __init__(self, policy: Policy, max_rows: int) -> None:
+    def __init__(self, policy: Policy, max_rows: int, max_tokens: int) -> None:
         text = policy.model.config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self.policy = policy
         self.shape = (text.num_hidden_layers, heads, head_dim)
         self.max_rows = max(max_rows, MIN_ROWS)
-        self.own = self._empty(self.max_rows, BLOCK)
+        self.own = self._empty(self.max_rows, min(BLOCK, max_tokens))
         self.prefix = self._empty(0, MIN_KEYS)
         self.prompt_lengths = torch.empty(0, dtype=torch.long)  # of each group
         self.group_of_row = torch.empty(0, dtype=torch.long)

@@ -112,7 +112,7 @@ class LocalSampler:
         if self.rows < G:
             raise ValueError(f"a group of G = {G} completions does not fit sampling.rows = {self.rows}")
         waiting = deque(requests)
-        state = DecodeState(self.policy, min(self.rows, G * len(waiting)))
+        state = DecodeState(self.policy, min(self.rows, G * len(waiting)), self.max_tokens)
         live: list[_Row] = []
         tokens = torch.empty(0, dtype=torch.long)
         self._under_way = len(waiting)
@@ -135,7 +135,7 @@ class LocalSampler:
 
     def score(self, prompt_ids: Sequence[int], token_ids: Tensor) -> Tensor:
         """By the decoding path, fed with the given tokens."""
-        state = DecodeState(self.policy, 1)
+        state = DecodeState(self.policy, 1, len(token_ids))
         hidden = [state.admit([prompt_ids], 1)]
         hidden += [state.step(token_ids[t : t + 1]) for t in range(len(token_ids) - 1)]
         head, token_ids = self.policy.head, token_ids.to(self.policy.device)
@@ -156,9 +156,8 @@ class LocalSampler:
 
     def _draw(self, hidden: Tensor, live: list[_Row]) -> Tensor:
         uniform = torch.tensor([row.uniform[len(row.tokens)] for row in live], dtype=torch.float64).to(hidden.device)
-        head = self.policy.head
         with torch.no_grad():
-            tokens, logp = draw(F.linear(hidden, head.weight, head.bias), self.tau, uniform)
+            tokens, logp = draw(self.policy.logits(hidden), self.tau, uniform)
         for row, token, value in zip(live, tokens.tolist(), logp.tolist(), strict=True):
             row.tokens.append(token)
             row.logp.append(value)
