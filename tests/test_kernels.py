@@ -13,7 +13,9 @@ from torch import Tensor
 
 from lagrpo import kernels
 from lagrpo.kernels import build
+from lagrpo.policy import logprobs
 from lagrpo.policy.layout import PackedLayout
+from lagrpo.policy.logprobs import token_logp
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import Replica, replica
 from lagrpo.sampling.local import draw
@@ -154,6 +156,25 @@ def test_log_probs_of_tokens_and_their_gradient(vocabulary, tau, dtype):
     assert_close(ours, logits.grad.double(), 2)
 
 
+@pytest.mark.parametrize("choice", ["c", "torch"])
+@pytest.mark.parametrize("tau", [1.0, 0.7])
+def test_entropy_on_request(choice, tau):
+    """Of a fair coin, of certainty and of any logits; asking for it does not change the log-probs."""
+    kernels.select(choice)
+    hidden, weight = random(20, 8, seed=1), random(300, 8, seed=2)
+    ids, entropy = torch.arange(20), torch.empty(20)
+    expected = torch.distributions.Categorical(logits=(hidden @ weight.T).double() / tau).entropy()
+    plain = token_logp(hidden, weight, None, ids, tau)
+    asked = token_logp(hidden, weight, None, ids, tau, entropy)
+    assert torch.equal(plain, asked)
+    torch.testing.assert_close(entropy.double(), expected, rtol=0, atol=1e-5)
+    coin = torch.full((2, 40), -torch.inf)
+    coin[0, [3, 30]], coin[1, 7] = 5.0, 2.0
+    kernels.select("c")
+    kernels.token_logp(coin, torch.tensor([3, 7]), tau, two := torch.empty(2))
+    torch.testing.assert_close(two, torch.tensor([0.6931472, 0.0]))
+
+
 def test_a_token_s_log_prob_is_the_same_whether_it_is_drawn_or_scored(dtype):
     logits = random(40, 1001, dtype=dtype) * 5
     tokens, logp = kernels.draw(logits, 0.9, torch.rand(40, dtype=torch.float64))
@@ -170,6 +191,20 @@ def test_kernels_and_pytorch_draw_the_same_tokens():
     theirs, reference = draw(logits, 0.8, uniform)
     assert (ours != theirs).sum().item() <= 1  # a number within 1e-7 of an interval's end may fall on either side
     torch.testing.assert_close(logp[ours == theirs], reference[ours == theirs], rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 150, 2000])
+def test_keeping_logits_for_the_backward_pass_changes_nothing(kept, monkeypatch):
+    """None, less than a row, some of them, all; two forward passes before their backward passes; one of them twice."""
+    monkeypatch.setattr(logprobs, "KERNEL_LOGITS", 300)
+    monkeypatch.setattr(logprobs, "KEPT_LOGITS", kept)
+    hidden, weight = random(9, 8, seed=1).requires_grad_(), random(100, 8, seed=2).requires_grad_()
+    ids = torch.arange(9)
+    expected = torch.autograd.grad(torch.log_softmax(hidden @ weight.T, -1)[ids, ids].sum(), (hidden, weight))
+    first, second = (token_logp(hidden, weight, None, ids, 1.0).sum() for _ in range(2))
+    for loss in (first, second, first):
+        for ours, theirs in zip(torch.autograd.grad(loss, (hidden, weight), retain_graph=True), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_not_a_number_is_not_hidden():

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from test_sampling import request, requests_for
 from tiny import tiny_policy
 
 from lagrpo.build import advantage_of
-from lagrpo.policy.batch import assemble, micro_batches
+from lagrpo.policy.batch import assemble, balanced, micro_batches
 from lagrpo.policy.learner import Learner, Optimisation
 from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import replica
@@ -79,6 +81,35 @@ def test_micro_batches_keep_to_the_budget_and_lose_nothing():
     assert sum(len(m.weight_C) for m in rows) == len(batch.member_C) == 36
     assert sum(len(m.completion_T) for m in rows) == int(batch.lengths_C.sum())
     assert all(m.packed.layout.rows <= 60 for m in rows)
+
+
+@given(st.lists(st.integers(1, 60), max_size=30), st.integers(20, 120))
+def test_rows_are_within_the_budget_and_even(costs, budget):
+    rows = balanced(costs, budget)
+    assert sorted(n for row in rows for n in row) == list(range(len(costs)))
+    totals = [sum(costs[n] for n in row) for row in rows]
+    assert all(total <= budget or len(row) == 1 for total, row in zip(totals, rows, strict=True))
+    assert sum(totals) > budget * (len(rows) - 1) / 2 or not rows  # first fit leaves at most one row half empty
+
+
+def test_rows_of_equal_items_hold_equally_many():
+    assert [len(row) for row in balanced([1166] * 4, 4096)] == [2, 2]  # not 3 and 1
+    assert balanced([50, 10, 10], 40) == [[0], [1, 2]]
+    assert balanced([], 40) == []
+
+
+def test_entropy_is_that_of_the_first_update_on_the_batch():
+    policy, recipe = tiny_policy(), resolve("grpo", {"beta": 0.0})
+    rows = micro_batches(assembled(recipe, judged(drawn(policy))), 60)
+    measuring = Learner(policy, recipe, Optimisation(lr=1e-3), entropy=True)
+    expected = [torch.empty(len(m.completion_T)) for m in rows]
+    with torch.no_grad():
+        for micro, entropy_T in zip(rows, expected, strict=True):
+            policy.logp(micro.packed, entropy_T)
+    sums = measuring.step(rows)
+    assert sums["entropy"] == pytest.approx(torch.cat(expected).sum().item(), rel=1e-5)
+    assert sums["tokens_entropy"] == sum(map(len, expected))
+    assert "entropy" not in measuring.step(rows)
 
 
 def test_the_order_of_completions_and_groups_cannot_change_the_gradient():

@@ -149,7 +149,7 @@ class Parts:
         recorded = build_recorded(settings, recipe, policy) if offline.data else None
         reference = policy.twin() if recipe.needs_pi_ref else None
         checkpointing = settings.optimizer.activation_checkpointing
-        learner = Learner(policy, recipe, optimisation(settings), reference, checkpointing)
+        learner = Learner(policy, recipe, optimisation(settings), reference, checkpointing, settings.run.entropy)
         sampler = (
             build_vllm(settings, policy, servers)
             if servers

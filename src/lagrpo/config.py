@@ -37,6 +37,8 @@ class RunSettings(_Settings):
     """Also write the policy every so many batches, under its version; 0: only at the end."""
     score_update: bool = False
     """Score each batch once more after its updates, for the two sides of the bounds on the step (a forward pass)."""
+    entropy: bool = False
+    """Measure the policy's entropy over the tokens that it learns from, in nats per token (metric `entropy`)."""
 
 
 class ModelSettings(_Settings):

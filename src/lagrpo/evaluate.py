@@ -99,6 +99,7 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
     task = build_task(settings.task, settings.seed)
     print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
     policy = build_policy(settings.model, settings.temperature, settings.max_prompt_tokens + settings.max_tokens)
+    print(f"computing with {policy.computation}", file=sys.stderr, flush=True)
     prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens)
     requests = prompts.held_out(settings.prompts or task.size("test"))
     sampler = LocalSampler(policy, settings.seed, settings.max_tokens, settings.rows, purpose="evaluate")

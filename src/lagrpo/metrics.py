@@ -131,5 +131,6 @@ def _objective_figures(sums: dict[str, float]) -> dict[str, float | None]:
         "clip_low_share": mean("clipped_negative"),
         "mismatch_mean": mean("abs_log_ratio", known),
         "mismatch_max": sums.get("max_abs_log_ratio"),
+        "entropy": mean("entropy", sums.get("tokens_entropy")),
         "objective": sums.get("objective"),
     }

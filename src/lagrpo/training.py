@@ -96,6 +96,7 @@ class Training:
             )
         named = settings.model_dump() | {"task": {"name": parts.task.name}}
         environment = collect_environment(str(parts.policy.device))
+        environment["computation"] = parts.policy.computation
         self.store = Run.create(Path(run.directory), run.name, named, self.config(), environment)
         parts.keep_logs(self.store.path)
         self.total = settings.schedule.stages * settings.schedule.batches

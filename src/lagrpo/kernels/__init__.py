@@ -142,9 +142,9 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tenso
 
 
 def transposed(x: Tensor) -> Tensor:
-    """[rows, heads, d] -> [heads, d, rows and at least VECTOR more]."""
+    """[rows, heads, d] -> float32 [heads, d, rows and at least VECTOR more]."""
     rows, heads, d = x.shape
-    y = torch.empty(heads, d, -(-rows // VECTOR) * VECTOR + VECTOR, dtype=x.dtype)
+    y = torch.empty(heads, d, -(-rows // VECTOR) * VECTOR + VECTOR)
     _call("transpose", _half(x), rows, heads, d, x, y, y.shape[2])
     return y
 
@@ -156,7 +156,7 @@ def attention(segments: Tensor, query: Tensor, key: Tensor, value: Tensor, scali
     out, lse, turned = torch.empty_like(query), torch.empty(rows, heads), transposed(key)
     _call(
         "attention", _half(query), len(segments), segments, heads, key.shape[1], d, query, turned, turned.shape[2],
-        value, float(scaling), out, lse,
+        value.float(), float(scaling), out, lse,
     )  # fmt: skip
     return out, lse
 
@@ -171,7 +171,7 @@ def attention_backward(
     keys, values = transposed(key), transposed(value)
     _call(
         "attention_backward", _half(query), len(groups) - 1, groups, segments, query.shape[1], key.shape[1],
-        query.shape[2], query, key, keys, keys.shape[2], values, out, lse, grad_out, float(scaling),
+        query.shape[2], query, key.float(), keys, keys.shape[2], values, out, lse, grad_out, float(scaling),
         grad_query, grad_key, grad_value,
     )  # fmt: skip
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
@@ -194,11 +194,12 @@ def decode(
     return out
 
 
-def token_logp(logits: Tensor, token_ids: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / tau)[token] and the log-sum-exp of each row: logits [rows, V] -> float32 [rows] twice."""
+def token_logp(logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / tau)[token] and the log-sum-exp of each row: logits [rows, V] -> float32 [rows] twice.
+    `entropy` float32 [rows] is filled with that of each softmax, in nats."""
     rows, vocabulary = logits.shape
     lse, logp = torch.empty(rows), torch.empty(rows)
-    _call("token_logp", _half(logits), rows, vocabulary, logits, token_ids, 1.0 / tau, lse, logp)
+    _call("token_logp", _half(logits), rows, vocabulary, logits, token_ids, 1.0 / tau, lse, logp, entropy)
     return logp, lse
 
 

@@ -332,20 +332,20 @@ INLINE void as_float(const void *x, i64 first, i64 d, float *y, int half) {
     for (i64 c = 0; c < d; c += W) store(y, c, load(x, first + c, half), 0);
 }
 
-/* kt[h][c][row] = k[row][h][c], rows of kt `stride` >= n + W apart. */
-INLINE void transpose_any(i64 n, i64 heads, i64 d, const void *k, void *kt, i64 stride, int half) {
+/* kt[h][c][row] = k[row][h][c] in float32, rows of kt `stride` >= n + W apart. */
+INLINE void transpose_any(i64 n, i64 heads, i64 d, const void *k, float *kt, i64 stride, int half) {
 #pragma omp parallel for schedule(static) collapse(2)
     for (i64 h = 0; h < heads; h++)
         for (i64 first = 0; first < n; first += TILE)
             for (i64 c = 0; c < d; c++)
                 for (i64 row = first; row < first + TILE && row < n; row++) {
                     i64 from = (row * heads + h) * d + c, to = (h * d + c) * stride + row;
-                    if (half) ((uint16_t *)kt)[to] = ((const uint16_t *)k)[from];
-                    else ((float *)kt)[to] = ((const float *)k)[from];
+                    uint32_t bits = half ? (uint32_t)((const uint16_t *)k)[from] << 16 : ((const uint32_t *)k)[from];
+                    memcpy(kt + to, &bits, 4);
                 }
 }
 
-EXPORT void transpose(i64 n, i64 heads, i64 d, const void *k, void *kt, i64 stride, int half) {
+EXPORT void transpose(i64 n, i64 heads, i64 d, const void *k, float *kt, i64 stride, int half) {
     if (half) transpose_any(n, heads, d, k, kt, stride, 1);
     else transpose_any(n, heads, d, k, kt, stride, 0);
 }
@@ -378,9 +378,9 @@ static i64 longest_of(const Segment *segments, i64 n) {
     return longest;
 }
 
-/* q, out [rows, heads, d]; k_t as `transpose` leaves it; v [rows, kv_heads, d]; lse [rows, heads]. */
+/* q, out [rows, heads, d]; k_t as `transpose` leaves it; v [rows, kv_heads, d] float32; lse [rows, heads]. */
 INLINE void attention_any(i64 count, const Segment *segments, i64 heads, i64 kv_heads, i64 d, const void *q,
-                          const void *k_t, i64 stride, const void *v, float scaling, void *out, float *lse, int half) {
+                          const float *k_t, i64 stride, const float *v, float scaling, void *out, float *lse, int half) {
     i64 repeats = heads / kv_heads, room = longest_of(segments, count) + 2 * W;
 #pragma omp parallel
     {
@@ -389,20 +389,20 @@ INLINE void attention_any(i64 count, const Segment *segments, i64 heads, i64 kv_
         for (i64 task = 0; task < count * kv_heads; task++) {
             const Segment *g = segments + task / kv_heads;
             i64 h = task % kv_heads, width = kv_heads * d;
-            const void *kt = at(k_t, h * d * stride, half), *vh = at(v, h * d, half);
+            const float *kt = k_t + h * d * stride, *vh = v + h * d;
             for (i64 block = 0; block < g->length * repeats; block += QUERIES) {
                 Queries b = queries_of(g, block, repeats, h);
                 for (int a = 0; a < b.nq; a++) as_float(q, (b.row[a] * heads + b.head[a]) * d, d, qs + a * d, half);
-                FOR_QUERIES(b.nq, products(Q, d, qs, at(kt, g->prefix_first, half), stride, g->prefix_length, s, room, half);
-                            products(Q, d, qs, at(kt, g->first, half), stride, b.own, s + g->prefix_length, room, half))
+                FOR_QUERIES(b.nq, products(Q, d, qs, kt + g->prefix_first, stride, g->prefix_length, s, room, 0);
+                            products(Q, d, qs, kt + g->first, stride, b.own, s + g->prefix_length, room, 0))
                 float total[QUERIES];
                 for (int a = 0; a < b.nq; a++) {
                     lse[b.row[a] * heads + b.head[a]] = softmax(s + a * room, b.keys[a], scaling, total + a);
                     for (i64 i = b.keys[a]; i < g->prefix_length + b.own; i++) s[a * room + i] = 0;
                 }
                 memset(mix, 0, QUERIES * d * sizeof *mix);
-                FOR_QUERIES(b.nq, mixture(Q, d, s, room, at(vh, g->prefix_first * width, half), width, g->prefix_length, mix, half);
-                            mixture(Q, d, s + g->prefix_length, room, at(vh, g->first * width, half), width, b.own, mix, half))
+                FOR_QUERIES(b.nq, mixture(Q, d, s, room, vh + g->prefix_first * width, width, g->prefix_length, mix, 0);
+                            mixture(Q, d, s + g->prefix_length, room, vh + g->first * width, width, b.own, mix, 0))
                 for (int a = 0; a < b.nq; a++)
                     for (i64 c = 0; c < d; c += W)
                         store(out, (b.row[a] * heads + b.head[a]) * d + c, load(mix, a * d + c, 0) / all(total[a]), half);
@@ -412,26 +412,40 @@ INLINE void attention_any(i64 count, const Segment *segments, i64 heads, i64 kv_
     }
 }
 
-EXPORT void attention(i64 count, const Segment *segments, i64 heads, i64 kv_heads, i64 d, const void *q, const void *k_t,
-                      i64 stride, const void *v, float scaling, void *out, float *lse, int half) {
+EXPORT void attention(i64 count, const Segment *segments, i64 heads, i64 kv_heads, i64 d, const void *q, const float *k_t,
+                      i64 stride, const float *v, float scaling, void *out, float *lse, int half) {
     if (half) attention_any(count, segments, heads, kv_heads, d, q, k_t, stride, v, scaling, out, lse, 1);
     else attention_any(count, segments, heads, kv_heads, d, q, k_t, stride, v, scaling, out, lse, 0);
 }
 
+INLINE void spread_tile(int nq, int vectors, i64 d, const float *p, i64 room, const float *x, i64 n, float *sums,
+                        i64 stride, i64 c) {
+    vec xs[QUERIES][4];
+    for (int a = 0; a < nq; a++)
+        for (int j = 0; j < vectors; j++) xs[a][j] = load(x, a * d + c + j * W, 0);
+    for (i64 key = 0; key < n; key++) {
+        vec total[4];
+        for (int j = 0; j < vectors; j++) total[j] = load(sums, key * stride + c + j * W, 0);
+        for (int a = 0; a < nq; a++) {
+            vec weight = all(p[a * room + key]);
+            for (int j = 0; j < vectors; j++) total[j] += weight * xs[a][j];
+        }
+        for (int j = 0; j < vectors; j++) store(sums, key * stride + c + j * W, total[j], 0);
+    }
+}
+
 /* sums[key] += sum over queries of p[a][key] x[a]: sums [n, d] float32 with rows `stride` apart. */
 INLINE void spread(int nq, i64 d, const float *p, i64 room, const float *x, i64 n, float *sums, i64 stride) {
-    for (i64 key = 0; key < n; key++)
-        for (i64 c = 0; c < d; c += W) {
-            vec total = load(sums, key * stride + c, 0);
-            for (int a = 0; a < nq; a++) total += all(p[a * room + key]) * load(x, a * d + c, 0);
-            store(sums, key * stride + c, total, 0);
-        }
+    i64 c = 0;
+    for (; c + TILE <= d; c += TILE) spread_tile(nq, 4, d, p, room, x, n, sums, stride, c);
+    for (; c < d; c += W) spread_tile(nq, 1, d, p, room, x, n, sums, stride, c);
 }
 
 /* Gradients of `attention`. `groups` [n_groups + 1]: which segments belong to a group, whose rows no other group
- * touches; a group and a key head are one task. grad_k and grad_v float32 [rows, kv_heads, d], zeros at the start. */
+ * touches; a group and a key head are one task. k float32, k_t and v_t as `transpose` leaves them; grad_k and grad_v
+ * float32 [rows, kv_heads, d], zeros at the start. */
 INLINE void attention_backward_any(i64 n_groups, const i64 *groups, const Segment *segments, i64 heads, i64 kv_heads,
-                                   i64 d, const void *q, const void *k, const void *k_t, i64 stride, const void *v_t,
+                                   i64 d, const void *q, const float *k, const float *k_t, i64 stride, const float *v_t,
                                    const void *out, const float *lse, const void *grad_out, float scaling, void *grad_q,
                                    float *grad_k, float *grad_v, int half) {
     i64 repeats = heads / kv_heads, room = longest_of(segments, groups[n_groups]) + 2 * W, width = kv_heads * d;
@@ -444,7 +458,7 @@ INLINE void attention_backward_any(i64 n_groups, const i64 *groups, const Segmen
             for (i64 segment = groups[task / kv_heads]; segment < groups[task / kv_heads + 1]; segment++) {
                 const Segment *g = segments + segment;
                 i64 h = task % kv_heads, P = g->prefix_length, prefix = g->prefix_first, own = g->first;
-                const void *kt = at(k_t, h * d * stride, half), *vt = at(v_t, h * d * stride, half), *kh = at(k, h * d, half);
+                const float *kt = k_t + h * d * stride, *vt = v_t + h * d * stride, *kh = k + h * d;
                 float *gk = grad_k + h * d, *gv = grad_v + h * d;
                 for (i64 block = 0; block < g->length * repeats; block += QUERIES) {
                     Queries b = queries_of(g, block, repeats, h);
@@ -457,10 +471,10 @@ INLINE void attention_backward_any(i64 n_groups, const i64 *groups, const Segmen
                         for (i64 c = 0; c < d; c += W) total += load(out, from + c, half) * load(gs, a * d + c, 0);
                         inner[a] = sum(total);
                     }
-                    FOR_QUERIES(b.nq, products(Q, d, qs, at(kt, prefix, half), stride, P, p, room, half);
-                                products(Q, d, qs, at(kt, own, half), stride, b.own, p + P, room, half);
-                                products(Q, d, gs, at(vt, prefix, half), stride, P, ds, room, half);
-                                products(Q, d, gs, at(vt, own, half), stride, b.own, ds + P, room, half))
+                    FOR_QUERIES(b.nq, products(Q, d, qs, kt + prefix, stride, P, p, room, 0);
+                                products(Q, d, qs, kt + own, stride, b.own, p + P, room, 0);
+                                products(Q, d, gs, vt + prefix, stride, P, ds, room, 0);
+                                products(Q, d, gs, vt + own, stride, b.own, ds + P, room, 0))
                     for (int a = 0; a < b.nq; a++) {
                         vec norm = all(lse[b.row[a] * heads + b.head[a]]);
                         for (i64 i = 0; i < b.keys[a]; i += W) {
@@ -471,8 +485,8 @@ INLINE void attention_backward_any(i64 n_groups, const i64 *groups, const Segmen
                         for (i64 i = b.keys[a]; i < P + b.own; i++) p[a * room + i] = ds[a * room + i] = 0;
                     }
                     memset(mix, 0, QUERIES * d * sizeof *mix);
-                    FOR_QUERIES(b.nq, mixture(Q, d, ds, room, at(kh, prefix * width, half), width, P, mix, half);
-                                mixture(Q, d, ds + P, room, at(kh, own * width, half), width, b.own, mix, half);
+                    FOR_QUERIES(b.nq, mixture(Q, d, ds, room, kh + prefix * width, width, P, mix, 0);
+                                mixture(Q, d, ds + P, room, kh + own * width, width, b.own, mix, 0);
                                 spread(Q, d, ds, room, qs, P, gk + prefix * width, width);
                                 spread(Q, d, ds + P, room, qs, b.own, gk + own * width, width);
                                 spread(Q, d, p, room, gs, P, gv + prefix * width, width);
@@ -487,7 +501,7 @@ INLINE void attention_backward_any(i64 n_groups, const i64 *groups, const Segmen
 }
 
 EXPORT void attention_backward(i64 n_groups, const i64 *groups, const Segment *segments, i64 heads, i64 kv_heads, i64 d,
-                               const void *q, const void *k, const void *k_t, i64 stride, const void *v_t,
+                               const void *q, const float *k, const float *k_t, i64 stride, const float *v_t,
                                const void *out, const float *lse, const void *grad_out, float scaling, void *grad_q,
                                float *grad_k, float *grad_v, int half) {
     if (half)
@@ -578,7 +592,7 @@ INLINE float highest(const void *x, i64 first, i64 stop, float over_tau, int hal
     return largest(top) * over_tau;
 }
 
-/* sum of exp(x over_tau - top) over at most BLOCK numbers */
+/* sum of e = exp(x over_tau - top) over at most BLOCK numbers */
 INLINE double block_sum(const void *x, i64 first, i64 stop, float over_tau, float top, int half) {
     vec sums = all(0);
     for (i64 i = first; i < stop; i += W)
@@ -586,27 +600,42 @@ INLINE double block_sum(const void *x, i64 first, i64 stop, float over_tau, floa
     return sum(sums);
 }
 
+/* sum of e (x over_tau - top) over the same numbers; where e = 0 the product is 0 */
+INLINE double block_moment(const void *x, i64 first, i64 stop, float over_tau, float top, int half) {
+    vec sums = all(0);
+    for (i64 i = first; i < stop; i += W) {
+        vec gap = load_some(x, i, stop, -INFINITY, half) * all(over_tau) - all(top), e = exponential(gap);
+        sums += choose(e == 0, all(0), e * gap);
+    }
+    return sum(sums);
+}
+
 INLINE float one(const void *x, i64 i, float over_tau, int half) { return load_some(x, i, i + 1, 0, half)[0] * over_tau; }
 
-/* lse = log sum exp(x / tau) and logp = x[token] / tau - lse of each row: x [n, width]. */
+/* lse = log sum exp(x / tau) and logp = x[token] / tau - lse of each row: x [n, width]; with p the softmax, entropy = -
+ * sum p log p where it is asked for. */
 INLINE void token_logp_any(i64 n, i64 width, const void *x, const i64 *tokens, float over_tau, float *lse, float *logp,
-                           int half) {
+                           float *entropy, int half) {
 #pragma omp parallel for schedule(static)
     for (i64 row = 0; row < n; row++) {
         i64 first = row * width, stop = first + width;
         float top = highest(x, first, stop, over_tau, half);
-        double total = 0;
-        for (i64 i = first; i < stop; i += BLOCK)
-            total += block_sum(x, i, i + BLOCK < stop ? i + BLOCK : stop, over_tau, top, half);
+        double total = 0, moment = 0;
+        for (i64 i = first; i < stop; i += BLOCK) {
+            i64 end = i + BLOCK < stop ? i + BLOCK : stop;
+            total += block_sum(x, i, end, over_tau, top, half);
+            if (entropy) moment += block_moment(x, i, end, over_tau, top, half);
+        }
+        if (entropy) entropy[row] = (float)(log(total) - moment / total);
         lse[row] = (float)(top + log(total));
         logp[row] = one(x, first + tokens[row], over_tau, half) - lse[row];
     }
 }
 
 EXPORT void token_logp(i64 n, i64 width, const void *x, const i64 *tokens, float over_tau, float *lse, float *logp,
-                       int half) {
-    if (half) token_logp_any(n, width, x, tokens, over_tau, lse, logp, 1);
-    else token_logp_any(n, width, x, tokens, over_tau, lse, logp, 0);
+                       float *entropy, int half) {
+    if (half) token_logp_any(n, width, x, tokens, over_tau, lse, logp, entropy, 1);
+    else token_logp_any(n, width, x, tokens, over_tau, lse, logp, entropy, 0);
 }
 
 /* x <- grad / tau (onehot(token) - exp(x / tau - lse)), in place. */

@@ -17,6 +17,9 @@ that share a key head are folded into the rows of one matrix product.
 Sampler and learner run these same functions on the same rounded numbers. On CPU they agree to the bit in bfloat16,
 because each row of a oneDNN matrix product, and each row of a softmax over at least MIN_KEYS keys, does not depend on
 the rows around it nor on trailing zeros; that is why key blocks are padded to MIN_KEYS.
+
+Where the kernels run (lagrpo.kernels: on a CPU with a C compiler) they take the place of the functions below: one
+softmax over prompt and own keys together, key after key in the order of the sequence, in sampler and learner alike.
 """
 
 from __future__ import annotations

@@ -101,19 +101,32 @@ def micro_batches(
     `whole_groups`, for objectives that compare the completions of a group, it has a longer row instead. `silent`, for
     objectives in which an advantage of 0 has no gradient, leaves those completions out: they still count in the weights
     of the others."""
-    rows: list[tuple[int, list[list[int]]]] = []  # tokens, pieces; all of them with log α, or all without
     wanted_C = (batch.weight_C != 0) & ~(silent & (batch.advantage_C == 0))
     pieces = _pieces(batch, wanted_C.tolist(), tokens if not whole_groups else sys.maxsize)
-    for piece in sorted(pieces, key=lambda p: -_cost(batch, p)):
-        cost = _cost(batch, piece)
-        known = _knows_alpha(batch, piece)
-        room = (n for n, (used, _) in enumerate(rows) if used + cost <= tokens)
-        home = next((n for n in room if _knows_alpha(batch, rows[n][1][0]) == known), None)
-        if home is None:
-            rows.append((cost, [piece]))
+    rows: list[list[list[int]]] = []
+    for known in (True, False):  # a row's completions all have log α, or none of them
+        alike = [piece for piece in pieces if _knows_alpha(batch, piece) == known]
+        rows += [[alike[n] for n in row] for row in balanced([_cost(batch, piece) for piece in alike], tokens)]
+    return [_pack(batch, row, device) for row in rows]
+
+
+def balanced(costs: Sequence[int], budget: int) -> list[list[int]]:
+    """Items, by their numbers, in few rows of at most `budget` each and of about the same cost, largest first; an item
+    beyond the budget has a row of its own. As many rows as it takes to put each into the first that has room; then, if
+    they hold them, each into the row that has least."""
+    order = sorted(range(len(costs)), key=lambda n: -costs[n])
+    first_fit: list[list[int]] = []
+    for n in order:
+        room = (row for row in first_fit if sum(costs[m] for m in row) + costs[n] <= budget)
+        if (home := next(room, None)) is None:
+            first_fit.append([n])
         else:
-            rows[home] = (rows[home][0] + cost, [*rows[home][1], piece])
-    return [_pack(batch, pieces, device) for _, pieces in rows]
+            home.append(n)
+    least: list[list[int]] = [[] for _ in first_fit]
+    for n in order:
+        min(least, key=lambda row: sum(costs[m] for m in row)).append(n)
+    fits = all(len(row) == 1 or sum(costs[m] for m in row) <= budget for row in least)
+    return least if fits else first_fit
 
 
 def _knows_alpha(batch: Batch, piece: list[int]) -> bool:

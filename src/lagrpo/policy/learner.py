@@ -45,7 +45,7 @@ class Optimisation:
 
 class Learner:
     """Steps `policy` along the objective of `recipe` (see lagrpo.recipes), with `reference` = π_ref where it has a KL
-    term. `policy.version` counts the updates."""
+    term. `policy.version` counts the updates. With `entropy` the first update on a batch also measures π's entropy."""
 
     def __init__(
         self,
@@ -54,10 +54,12 @@ class Learner:
         optimisation: Optimisation,
         reference: Policy | None = None,
         activation_checkpointing: bool = False,
+        entropy: bool = False,
     ) -> None:
         if recipe.needs_pi_ref and reference is None:
             raise ValueError(f"recipe {recipe.name!r} has a KL term (beta > 0): the learner needs a reference policy")
         self.policy, self.recipe, self.optimisation, self.reference = policy, recipe, optimisation, reference
+        self.entropy = entropy
         if activation_checkpointing:
             policy.model.gradient_checkpointing_enable({"use_reentrant": False})
             policy.model.train()  # transformers checkpoints in training mode only; dropout is off
@@ -115,7 +117,12 @@ class Learner:
         """
         sums: defaultdict[str, float] = defaultdict(float)
         for micro in micro_batches:
-            logp_T = self.policy.logp(micro.packed)
+            measured = self.entropy and micro.logp_k_T is None
+            entropy_T = torch.empty(len(micro.completion_T), device=self.policy.device) if measured else None
+            logp_T = self.policy.logp(micro.packed, entropy_T)
+            if entropy_T is not None:
+                sums["entropy"] += entropy_T.sum().item()
+                sums["tokens_entropy"] += len(entropy_T)
             if micro.logp_k_T is None:
                 micro.logp_k_T = logp_T.detach()
             loss, diagnostics = self.recipe.loss(

@@ -20,6 +20,7 @@ from lagrpo import kernels
 CHUNK_LOGITS = 1 << 23  # float32 logits in hand: 32 MiB, about what a processor's cache holds
 HELD_GRADIENTS = 1 << 26  # their gradients, in the model's dtype, gathered for one large matrix product: 128 MiB
 KERNEL_LOGITS = 1 << 25  # logits in hand where the kernels run, in the model's dtype: 64 MiB in bfloat16
+KEPT_LOGITS = 1 << 27  # at most so many wait there for the backward pass; those beyond are computed again
 
 
 def log_normaliser(scaled: Tensor) -> Tensor:
@@ -45,8 +46,16 @@ def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, tau: floa
     return scaled(F.linear(hidden, weight, bias), tau)
 
 
-def token_logp(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, token_ids_T: Tensor, tau: float) -> Tensor:
+def token_logp(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    token_ids_T: Tensor,
+    tau: float,
+    entropy_T: Tensor | None = None,
+) -> Tensor:
     """log softmax(logits / tau)[token] for each row: float32 [T], nats, differentiable in hidden, weight and bias.
+    `entropy_T`, float32 [T] on the same device, is filled with the entropy of each softmax, nats, without a gradient.
 
     Raises:
         ValueError: shapes that do not go together, or tau that is not positive.
@@ -59,18 +68,23 @@ def token_logp(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, toke
     if not tau > 0:
         raise ValueError(f"tau is {tau}; a sampling temperature is positive")
     function = _KernelTokenLogp if kernels.run_on(hidden_TH, weight_VH) else _TokenLogp
-    return function.apply(hidden_TH, weight_VH, bias_V, token_ids_T, tau)  # type: ignore[return-value]
+    return function.apply(hidden_TH, weight_VH, bias_V, token_ids_T, tau, entropy_T)  # type: ignore[return-value]
 
 
 class _KernelTokenLogp(torch.autograd.Function):
     """As _TokenLogp, with the softmax in one pass over the logits and its gradient in their place."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, tau: float) -> Tensor:
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, tau: float, entropy: Tensor | None
+    ) -> Tensor:
         logp, lse = torch.empty(len(token_ids)), torch.empty(len(token_ids))
+        keep = min(len(token_ids), KEPT_LOGITS // weight.shape[0]) if any(ctx.needs_input_grad) else 0
+        ctx.kept = _take_room("kept", (keep, weight.shape[0]), weight.dtype)
         for rows in _chunks(0, len(token_ids), weight.shape[0], KERNEL_LOGITS):
-            logits = _logits(hidden[rows], weight, bias)
-            logp[rows], lse[rows] = kernels.token_logp(logits, token_ids[rows], tau)
+            logits = _logits(hidden[rows], weight, bias, ctx.kept[rows] if rows.stop <= keep else None)
+            asked = None if entropy is None else entropy[rows]
+            logp[rows], lse[rows] = kernels.token_logp(logits, token_ids[rows], tau, asked)
         ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
         ctx.tau = tau
         return logp
@@ -82,21 +96,25 @@ class _KernelTokenLogp(torch.autograd.Function):
         grad_weight = _room("gradient", weight.shape, torch.float32).zero_()
         share = _room("share", weight.shape, weight.dtype)
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        kept, ctx.kept = ctx.kept, None  # overwritten below: another backward pass computes them again
         for rows in _chunks(0, len(token_ids), weight.shape[0], KERNEL_LOGITS):
-            logits = _logits(hidden[rows], weight, bias)
+            here = kept is not None and rows.stop <= len(kept)
+            logits = kept[rows] if here else _logits(hidden[rows], weight, bias)
             dx = kernels.token_logp_backward(logits, token_ids[rows], ctx.tau, lse[rows], grad_logp[rows])
             torch.mm(dx, weight, out=grad_hidden[rows])
             grad_weight += torch.mm(dx.mT, hidden[rows], out=share)
             if grad_bias is not None:
                 grad_bias += dx.sum(0, dtype=torch.float32)
+        if kept is not None:
+            _return_room("kept", kept)
         grad_bias = grad_bias.to(bias.dtype) if bias is not None and grad_bias is not None else None
         grad_weight = grad_weight.to(weight.dtype, copy=True)
-        return grad_hidden, grad_weight, grad_bias, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """hidden · weightᵀ + bias [rows, V], until the next call."""
-    out = _room("logits", (len(hidden), weight.shape[0]), weight.dtype)
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """hidden · weightᵀ + bias [rows, V], in `out`; without it, until the next call."""
+    out = _room("logits", (len(hidden), weight.shape[0]), weight.dtype) if out is None else out
     return torch.mm(hidden, weight.mT, out=out) if bias is None else torch.addmm(bias, hidden, weight.mT, out=out)
 
 
@@ -106,18 +124,33 @@ _rooms = threading.local()
 def _room(use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Memory that is kept for a use, with anything in it. To clear fresh pages for such large tensors takes the system
     as long as the products that fill them."""
-    rooms: dict[str, Tensor] = _rooms.__dict__
+    room = _take_room(use, shape, dtype)
+    _return_room(use, room)
+    return room
+
+
+def _take_room(use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """As `_room`, and nobody else's until it is returned (or forgotten)."""
     numbers = math.prod(shape)
-    if use not in rooms or rooms[use].numel() < numbers or rooms[use].dtype != dtype:
-        rooms[use] = torch.empty(numbers, dtype=dtype)
-    return rooms[use][:numbers].view(*shape)
+    room: Tensor | None = _rooms.__dict__.pop(use, None)
+    if room is None or room.numel() < numbers or room.dtype != dtype:
+        room = torch.empty(numbers, dtype=dtype)
+    return room[:numbers].view(*shape)
+
+
+def _return_room(use: str, room: Tensor) -> None:
+    """For the next one who asks for it."""
+    whole = room.untyped_storage().nbytes() // room.element_size()
+    _rooms.__dict__[use] = room.as_strided((whole,), (1,), 0)
 
 
 class _TokenLogp(torch.autograd.Function):
     """Chunks of rows forward and again backward; the gradient of a row is g/tau · (onehot - softmax)."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, tau: float) -> Tensor:
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, tau: float, entropy: Tensor | None
+    ) -> Tensor:
         logp = torch.empty(len(token_ids), dtype=torch.float32, device=hidden.device)
         lse = torch.empty_like(logp)
         for rows in _chunks(0, len(token_ids), weight.shape[0], CHUNK_LOGITS):
@@ -125,6 +158,8 @@ class _TokenLogp(torch.autograd.Function):
             chosen = x.gather(1, token_ids[rows].unsqueeze(1)).squeeze(1)
             lse[rows] = log_normaliser(x)
             logp[rows] = chosen - lse[rows]
+            if entropy is not None:
+                entropy[rows] = torch.special.entr(x.sub_(lse[rows].unsqueeze(1)).exp_()).sum(1)
         ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
         ctx.tau = tau
         return logp
@@ -148,7 +183,7 @@ class _TokenLogp(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += dx.sum(0, dtype=torch.float32)
         grad_bias = grad_bias.to(bias.dtype) if bias is not None and grad_bias is not None else None
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
 
 
 def _chunks(start: int, stop: int, vocabulary: int, numbers: int) -> list[slice]:

@@ -139,11 +139,12 @@ class Policy:
         """[rows, H] -> [rows, V], in the model's dtype."""
         return F.linear(hidden, self.head.weight, self.head.bias)
 
-    def logp(self, packed: Packed) -> Tensor:
-        """log π(token | prompt, tokens before it) at the policy's tau, of every completion token: float32 [T], nats."""
+    def logp(self, packed: Packed, entropy_T: Tensor | None = None) -> Tensor:
+        """log π(token | prompt, tokens before it) at the policy's tau, of every completion token: float32 [T], nats.
+        `entropy_T` float32 [T] is filled with the entropy of the distribution that each token stands for, nats."""
         hidden = self.hidden(packed.input_ids, packed.layout.position_ids, packed.layout)
         rows = hidden.index_select(0, packed.layout.logit_rows)
-        return token_logp(rows, self.head.weight, self.head.bias, packed.token_ids, self.tau)
+        return token_logp(rows, self.head.weight, self.head.bias, packed.token_ids, self.tau, entropy_T)
 
     def tokenize(self, prompt: Prompt) -> Prompt:
         """The prompt with its token ids: through the chat template, or its plain text where the tokenizer has none."""
