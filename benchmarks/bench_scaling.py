@@ -94,7 +94,9 @@ def ahead(asked: argparse.Namespace, work: Work, report: Report, load: Load) -> 
     work = replace(asked_for(work, asked), N=2, G=8)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         one, ten = (
-            stack.enter_context(start_ours(f"v{v}", work, Path(scratch), asked.threads, schedule=schedule(work, v)))
+            stack.enter_context(
+                start_ours(f"v{v}", work, Path(scratch), asked.threads, schedule=schedule(work, v), sampling=wide(work))
+            )
             for v in (1, CYCLE)
         )
         for side in (one, ten):  # batches 1 to 9; π is delivered before batch 10, 20, …
@@ -115,6 +117,11 @@ def ahead(asked: argparse.Namespace, work: Work, report: Report, load: Load) -> 
     ]  # fmt: skip
     report.table(f"Sampling ahead, {work.title}", rows)
     report.text(f"v = {CYCLE} / v = 1: {ratio(seconds[1], seconds[0])}.")
+
+
+def wide(work: Work) -> dict[str, int]:
+    """Settings of a sampler that decodes all completions of a cycle at a time."""
+    return {"G": work.G, "max_tokens": work.max_tokens, "rows": CYCLE * work.completions}
 
 
 def schedule(work: Work, v: int) -> dict[str, Any]:

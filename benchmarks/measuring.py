@@ -90,7 +90,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 class Report:
-    """A Markdown page and the raw figures beside it, written under `directory` as NAME.md and NAME.json."""
+    """A Markdown page and the raw figures beside it, written under `directory` as NAME.md and NAME.json; may be written
+    again when there is more."""
 
     def __init__(self, name: str, title: str, directory: Path) -> None:
         self.name, self.directory = name, directory
@@ -104,9 +105,9 @@ class Report:
         self.text(f"## {heading}\n\n{table(rows)}")
 
     def write(self, machine: Mapping[str, str]) -> None:
-        self.text("## Machine\n\n" + table([{"": name, " ": value} for name, value in machine.items()]))
+        own = "## Machine\n\n" + table([{"": name, " ": value} for name, value in machine.items()])
         self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / f"{self.name}.md").write_text("\n\n".join(self.parts) + "\n")
+        (self.directory / f"{self.name}.md").write_text("\n\n".join([*self.parts, own]) + "\n")
         raw = {"machine": dict(machine), **self.raw}
         (self.directory / f"{self.name}.json").write_text(json.dumps(raw, indent=1) + "\n")
-        print(f"\nWritten to {self.directory / self.name}.md and .json", flush=True)
+        print(f"\n{own}\n\nWritten to {self.directory / self.name}.md and .json", flush=True)

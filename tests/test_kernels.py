@@ -14,6 +14,8 @@ from torch import Tensor
 from lagrpo import kernels
 from lagrpo.kernels import build
 from lagrpo.policy import logprobs
+from lagrpo.policy import replica as replica_module
+from lagrpo.policy.fused import rotary
 from lagrpo.policy.layout import PackedLayout
 from lagrpo.policy.logprobs import token_logp
 from lagrpo.policy.model import Packed
@@ -233,25 +235,67 @@ def test_a_row_does_not_depend_on_the_rows_around_it_nor_on_the_threads():
     assert torch.equal(together, torch.cat(alone))
 
 
-def test_the_fused_decoder_gives_the_gradient_of_transformers_modules():
+FUSED = [
+    ("llama", {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    ("mistral", {"head_dim": 32}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("kind", "changes"), FUSED)
+def test_the_fused_decoder_gives_the_gradient_of_transformers_modules(kind, changes, checkpointing):
     groups = [([5, 6, 7, 8, 9], [torch.tensor([4, 9, 11, 30]), torch.tensor([8, 1])])]
     gradients = {}
     for choice in ("c", "torch"):
         kernels.select(choice)
-        for kind in ("llama", "qwen2", "qwen3"):
-            policy = tiny_policy(kind)
-            assert policy.fused is not None
-            policy.logp(Packed.build(groups)).sum().backward()
-            gradients[choice, kind] = {n: p.grad for n, p in policy.model.named_parameters()}
-    for kind in ("llama", "qwen2", "qwen3"):
-        for name, theirs in gradients["torch", kind].items():
-            torch.testing.assert_close(gradients["c", kind][name], theirs, rtol=1e-4, atol=2e-5, msg=f"{kind} {name}")
+        policy = tiny_policy(kind, **changes)
+        assert policy.fused is not None
+        if checkpointing:
+            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+            policy.model.train()
+        policy.logp(Packed.build(groups)).sum().backward()
+        gradients[choice] = {n: p.grad for n, p in policy.model.named_parameters()}
+    for name, theirs in gradients["torch"].items():
+        torch.testing.assert_close(gradients["c"][name], theirs, rtol=1e-4, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_a_replica_computes_to_the_bit_what_its_policy_computes(kind):
+def test_the_fused_decoder_keeps_to_the_window_and_to_whole_heads():
+    policy = tiny_policy("mistral", head_dim=32, sliding_window=8)
+    assert policy.fused is not None
+    with pytest.raises(ValueError, match="within a window of 8 tokens"):
+        policy.logp(Packed.build([([5, 6, 7, 8, 9], [torch.arange(5)])]))
+    with pytest.raises(ValueError, match="rotary embedding of 32 out of 64"):
+        rotary(random(3, 2, 64), random(3, 32), random(3, 32))
+
+
+@pytest.mark.parametrize("choice", ["c", "torch"])
+@pytest.mark.parametrize("token", [-1, 103, 10**9])
+def test_a_token_outside_the_vocabulary_is_refused(token, choice):
+    kernels.select(choice)
+    with pytest.raises(ValueError, match=f"token {token} is outside the model's vocabulary of 103"):
+        tiny_policy().logp(Packed.build([([5, 6], [torch.tensor([7, token])])]))
+
+
+def test_other_defaults_of_pytorch_do_no_harm():
+    policy, packed = tiny_policy(), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
+    expected = policy.logp(packed)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        again = policy.logp(packed)
+        again.sum().backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize(("kind", "changes"), FUSED)
+def test_a_replica_computes_to_the_bit_what_its_policy_computes(kind, changes):
     """Also after a delivery; and it keeps no second copy of what it has packed."""
-    policy = tiny_policy(kind, dtype=torch.bfloat16)
+    policy = tiny_policy(kind, dtype=torch.bfloat16, **changes)
     copy = replica(policy)
     assert isinstance(copy, Replica)
     packed = Packed.build([([5, 6, 7, 8, 9], [torch.tensor([4, 9, 11, 30]), torch.tensor([8, 1])])])
@@ -273,9 +317,12 @@ def test_a_replica_computes_to_the_bit_what_its_policy_computes(kind):
         copy.load_weights({**policy.weights(), "odd": torch.zeros(1)}, 3)
 
 
-def test_where_weights_cannot_be_packed_a_replica_is_a_twin():
+def test_where_weights_cannot_be_packed_a_replica_is_a_twin(monkeypatch):
     assert not isinstance(replica(tiny_policy("gemma", dtype=torch.bfloat16)), Replica)
     assert not isinstance(replica(tiny_policy(dtype=torch.float32)), Replica)
+    monkeypatch.setattr(replica_module, "packs", lambda: False)  # a processor without products of bfloat16
+    assert not isinstance(replica(tiny_policy(dtype=torch.bfloat16)), Replica)
+    monkeypatch.undo()
     kernels.select("torch")
     assert not isinstance(replica(tiny_policy(dtype=torch.bfloat16)), Replica)
 
@@ -337,8 +384,20 @@ def test_a_spoilt_library_is_named(tmp_path):
     library.write_bytes(b"spoilt")
     said = python(DESCRIBE, LAGRPO_CACHE=str(tmp_path)).stdout
     assert str(library) in said
-    assert "cannot be loaded" in said
+    assert "cannot be kept or loaded" in said
+
+
+def test_a_library_that_others_may_write_is_not_loaded(tmp_path):
+    python(DESCRIBE, LAGRPO_CACHE=str(tmp_path))
+    (tmp_path / "kernels").chmod(0o777)
+    assert "others may write to it" in python(DESCRIBE, LAGRPO_CACHE=str(tmp_path)).stdout
+
+
+def test_a_cache_that_is_no_directory_is_no_crash(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "cannot be kept or loaded" in python(DESCRIBE, LAGRPO_CACHE=str(tmp_path / "file")).stdout
 
 
 def test_another_compiler_makes_another_library():
-    assert build._fingerprint("gcc 12") != build._fingerprint("gcc 13")
+    prints = {build._fingerprint(*made) for made in ((["gcc"], "12"), (["gcc"], "13"), (["gcc", "-O0"], "12"))}
+    assert len(prints) == 3

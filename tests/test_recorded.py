@@ -80,6 +80,7 @@ def test_the_rollouts_of_a_run_are_read_back_but_for_its_versions(tmp_path):
         ({"completion": "2"}, "row 1: it has neither prompt nor prompt_token_ids"),
         ({"prompt": "1+1="}, "row 1: it has neither completion nor token_ids"),
         ({"prompt": "1+1=", "token_ids": []}, "row 1: its completion has no tokens"),
+        ({"prompt": "1+1=", "token_ids": [5, 1000]}, "row 1: token 1000 is outside the model's vocabulary of 103"),
         ({"prompt": "1+1=", "completion": "2", "logp_alpha": [-1.0]}, "logp_alpha needs token_ids"),
         ({"prompt": "1+1=", "token_ids": [5, 1], "logp_alpha": [-1.0]}, "logp_alpha has 1 entries for 2 tokens"),
         ({"prompt": "1+1=", "completion": "2", "reward": float("nan")}, "its reward is nan"),

@@ -15,6 +15,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 1, "head_dim": 64},
     "gemma": {"num_key_value_heads": 1, "head_dim": 16, "hidden_act": "gelu_pytorch_tanh"},
     "mistral": {"num_key_value_heads": 4, "head_dim": 8, "sliding_window": None},
+    "phi3": {"num_key_value_heads": 2, "hidden_size": 64},  # heads of 16, queries that are not contiguous
 }
 
 
@@ -58,6 +59,8 @@ def tiny_model(kind: str = "llama", seed: int = 0, spread: float = 0.6, **change
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, spread / parameter.shape[1] ** 0.5)
+            else:  # biases, and the scales of norms
+                parameter += torch.randn(parameter.shape) * 0.1
     return model
 
 

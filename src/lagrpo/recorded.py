@@ -124,6 +124,9 @@ def _completion(row: Mapping[str, Any], policy: Policy) -> Completion:
         ids = [*ids, policy.tokenizer.eos_token_id] if finished else ids
     if len(ids) == 0:
         raise ValueError("its completion has no tokens")
+    vocabulary = policy.head.weight.shape[0]
+    if strange := [i for i in ids if not 0 <= i < vocabulary]:
+        raise ValueError(f"token {strange[0]} is outside the model's vocabulary of {vocabulary}")
     logp = row.get("logp_alpha")
     if logp is not None and row.get("token_ids") is None:
         raise ValueError("logp_alpha needs token_ids: the text may be tokenised otherwise than it was drawn")

@@ -80,6 +80,11 @@ def _as_c(value: Tensor | float | int | None) -> Any:
     return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value or 0)
 
 
+def floats(*shape: int) -> Tensor:
+    """float32 on the CPU, with anything in it, whatever PyTorch's defaults are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
 def _half(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16
 
@@ -87,7 +92,7 @@ def _half(x: Tensor) -> bool:
 def norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(x + delta, its root mean square norm times weight, 1 / rms): [n, width] twice and float32 [n]."""
     n, width = x.shape
-    x, y, rstd = x.contiguous(), torch.empty_like(x), torch.empty(n)
+    x, y, rstd = x.contiguous(), torch.empty_like(x), floats(n)
     total = x if delta is None else torch.empty_like(x)
     delta = delta if delta is None else delta.contiguous()
     _call("norm", _half(x), n, width, x, delta, weight, float(eps), total, y, rstd)
@@ -100,7 +105,7 @@ def norm_backward(
     """Gradients of `norm`: of x + delta [n, width], the sum's own `grad_total` included, and of the weight [width]."""
     n, width = x.shape
     slices = min(n, torch.get_num_threads())
-    grad_x, grad_weight = torch.empty_like(x), torch.empty(slices, width)
+    grad_x, grad_weight = torch.empty_like(x), floats(slices, width)
     grad_total = grad_total if grad_total is None else grad_total.contiguous()
     _call(
         "norm_backward",
@@ -122,7 +127,7 @@ def norm_backward(
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, both [n, width] with the same distance between their rows."""
     n, width = gate.shape
-    y = torch.empty(n, width, dtype=gate.dtype)
+    y = gate.new_empty(n, width)
     _call("swiglu", _half(gate), n, width, gate, up, gate.stride(0), y)
     return y
 
@@ -136,7 +141,7 @@ def swiglu_backward(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, T
 def rotary(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tensor:
     """x [n, heads, d] turned by the angles of [n, d], or turned `back`; d a multiple of 2 VECTOR."""
     n, heads, d = x.shape
-    y = torch.empty(n, heads, d, dtype=x.dtype)
+    y = x.new_empty(n, heads, d)
     _call("rotary", _half(x), n, heads, d, x, x.stride(0), cosine, sine, -1.0 if back else 1.0, y)
     return y
 
@@ -144,7 +149,7 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tenso
 def transposed(x: Tensor) -> Tensor:
     """[rows, heads, d] -> float32 [heads, d, rows and at least VECTOR more]."""
     rows, heads, d = x.shape
-    y = torch.empty(heads, d, -(-rows // VECTOR) * VECTOR + VECTOR)
+    y = floats(heads, d, -(-rows // VECTOR) * VECTOR + VECTOR)
     _call("transpose", _half(x), rows, heads, d, x, y, y.shape[2])
     return y
 
@@ -153,7 +158,7 @@ def attention(segments: Tensor, query: Tensor, key: Tensor, value: Tensor, scali
     """Group attention of a packed row: out [rows, Hq, D] and log-sum-exps float32 [rows, Hq]. segments int64 [S, 4]:
     first row, length, first row of the prefix, its length. D a multiple of VECTOR."""
     rows, heads, d = query.shape
-    out, lse, turned = torch.empty_like(query), torch.empty(rows, heads), transposed(key)
+    out, lse, turned = torch.empty_like(query), floats(rows, heads), transposed(key)
     _call(
         "attention", _half(query), len(segments), segments, heads, key.shape[1], d, query, turned, turned.shape[2],
         value.float(), float(scaling), out, lse,
@@ -167,7 +172,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value. groups int64 [N + 1]: which segments share no rows with others."""
     grad_query = torch.empty_like(query)
-    grad_key, grad_value = (torch.zeros(t.shape, dtype=torch.float32) for t in (key, value))
+    grad_key, grad_value = (torch.zeros(t.shape, dtype=torch.float32, device="cpu") for t in (key, value))
     keys, values = transposed(key), transposed(value)
     _call(
         "attention_backward", _half(query), len(groups) - 1, groups, segments, query.shape[1], key.shape[1],
@@ -198,7 +203,7 @@ def token_logp(logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | 
     """log softmax(logits / tau)[token] and the log-sum-exp of each row: logits [rows, V] -> float32 [rows] twice.
     `entropy` float32 [rows] is filled with that of each softmax, in nats."""
     rows, vocabulary = logits.shape
-    lse, logp = torch.empty(rows), torch.empty(rows)
+    lse, logp = floats(rows), floats(rows)
     _call("token_logp", _half(logits), rows, vocabulary, logits, token_ids, 1.0 / tau, lse, logp, entropy)
     return logp, lse
 
@@ -214,7 +219,7 @@ def draw(logits: Tensor, tau: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens int64 [rows] drawn from softmax(logits / tau) by inverting its cumulative distribution at uniform float64
     [rows], and their log-probs float32 [rows], those of `token_logp`."""
     rows, vocabulary = logits.shape
-    tokens, logp = torch.empty(rows, dtype=torch.long), torch.empty(rows)
-    ends = torch.empty(rows, -(-vocabulary // 256), dtype=torch.float64)
+    tokens, logp = torch.empty(rows, dtype=torch.long, device="cpu"), floats(rows)
+    ends = torch.empty(rows, -(-vocabulary // 256), dtype=torch.float64, device="cpu")
     _call("draw", _half(logits), rows, vocabulary, logits, 1.0 / tau, uniform, ends, tokens, logp)
     return tokens, logp

@@ -9,7 +9,9 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -33,23 +35,44 @@ def load_library(say: Callable[[str], None]) -> tuple[ctypes.CDLL, str]:
     """The library and what made it. Raises NoKernels."""
     if sys.platform != "linux" or "OpenMP" not in torch.__config__.parallel_info():
         raise NoKernels("they need Linux and a PyTorch that runs its threads with OpenMP")
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        raise NoKernels("there is no C compiler (gcc or cc, or what CC names)")
-    version = _run([*compiler.split(), "--version"]).partition("\n")[0]
-    target = cache_directory() / "kernels" / f"{_fingerprint(version)}.so"
-    if not target.is_file():
-        say(f"compiling the kernels for this processor, once, into {target}")
-        _compile(compiler.split(), target)
+    if _openmp() is None:
+        raise NoKernels("PyTorch's OpenMP is not GNU's, and two of them would be in each other's way")
+    compiler = _compiler()
+    version = _run([*compiler, "--version"]).partition("\n")[0]
     try:
+        target = cache_directory() / "kernels" / f"{_fingerprint(compiler, version)}.so"
+        if not target.is_file():
+            say(f"compiling the kernels for this processor, once, into {target}")
+            _compile(compiler, target)
+        _trusted(target)
         return ctypes.CDLL(str(target)), version
-    except OSError as error:
-        raise NoKernels(f"{target} cannot be loaded ({error})") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home directory
+        if isinstance(error, NoKernels):
+            raise
+        raise NoKernels(f"the library cannot be kept or loaded ({error}); LAGRPO_CACHE names another place") from error
 
 
-def _fingerprint(version: str) -> str:
+def _compiler() -> list[str]:
+    """The command of the compiler. Raises NoKernels."""
+    if own := os.environ.get("CC"):
+        return shlex.split(own)
+    found = shutil.which("gcc") or shutil.which("cc")
+    if found is None:
+        raise NoKernels("there is no C compiler (gcc or cc, or what CC names)")
+    return [found]
+
+
+def _trusted(library: Path) -> None:
+    """Raise NoKernels for a library that another user may have put there."""
+    for path in (library, library.parent):
+        status = path.stat()
+        if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise NoKernels(f"{path} belongs to another user, or others may write to it; set LAGRPO_CACHE")
+
+
+def _fingerprint(compiler: list[str], version: str) -> str:
     flags = [line for line in _cpuinfo() if line.startswith(("flags", "Features", "model name"))][:2]
-    what = (SOURCE.read_text(), version, *FLAGS, str(_openmp()), platform.machine(), *flags)
+    what = (SOURCE.read_text(), *compiler, version, *FLAGS, str(_openmp()), platform.machine(), *flags)
     return hashlib.sha256("\0".join(what).encode()).hexdigest()[:20]
 
 
@@ -67,16 +90,13 @@ def _openmp() -> Path | None:
 
 
 def _compile(compiler: list[str], target: Path) -> None:
-    """Under a temporary name, renamed when complete. Raises NoKernels."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as scratch:
-            made = Path(scratch) / target.name
-            libraries = [str(library)] if (library := _openmp()) else []
-            _run([*compiler, *FLAGS, "-o", str(made), str(SOURCE), *libraries, "-lm"])
-            made.replace(target)
-    except OSError as error:
-        raise NoKernels(f"{target.parent} cannot be written ({error})") from error
+    """Under a temporary name, renamed when complete. Raises NoKernels, OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+    with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as scratch:
+        made = Path(scratch) / target.name
+        _run([*compiler, *FLAGS, "-o", str(made), str(SOURCE), str(_openmp()), "-lm"])
+        made.chmod(0o755)
+        made.replace(target)
 
 
 def _run(command: list[str]) -> str:

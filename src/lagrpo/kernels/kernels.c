@@ -10,6 +10,7 @@
 #include <math.h>
 #include <omp.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -85,6 +86,15 @@ INLINE void store_some(void *p, i64 i, i64 stop, vec x, int half) {
         if (half) ((uint16_t *)p)[i + j] = (uint16_t)bits[j];
         else memcpy((float *)p + i + j, (uint32_t *)&bits + j, 4);
     }
+}
+
+static float *room_for(i64 numbers) {
+    float *room = malloc(numbers * sizeof *room);
+    if (!room) {
+        fprintf(stderr, "lagrpo: no memory for %lld numbers of attention\n", (long long)numbers);
+        abort();
+    }
+    return room;
 }
 
 /* ---- functions of a vector ---- */
@@ -384,7 +394,7 @@ INLINE void attention_any(i64 count, const Segment *segments, i64 heads, i64 kv_
     i64 repeats = heads / kv_heads, room = longest_of(segments, count) + 2 * W;
 #pragma omp parallel
     {
-        float *s = malloc((QUERIES * room + 2 * QUERIES * d) * sizeof *s), *qs = s + QUERIES * room, *mix = qs + QUERIES * d;
+        float *s = room_for(QUERIES * room + 2 * QUERIES * d), *qs = s + QUERIES * room, *mix = qs + QUERIES * d;
 #pragma omp for schedule(dynamic, 1)
         for (i64 task = 0; task < count * kv_heads; task++) {
             const Segment *g = segments + task / kv_heads;
@@ -451,7 +461,7 @@ INLINE void attention_backward_any(i64 n_groups, const i64 *groups, const Segmen
     i64 repeats = heads / kv_heads, room = longest_of(segments, groups[n_groups]) + 2 * W, width = kv_heads * d;
 #pragma omp parallel
     {
-        float *p = malloc((2 * QUERIES * room + 3 * QUERIES * d) * sizeof *p), *ds = p + QUERIES * room;
+        float *p = room_for(2 * QUERIES * room + 3 * QUERIES * d), *ds = p + QUERIES * room;
         float *qs = ds + QUERIES * room, *gs = qs + QUERIES * d, *mix = gs + QUERIES * d;
 #pragma omp for schedule(dynamic, 1)
         for (i64 task = 0; task < n_groups * kv_heads; task++)
@@ -526,7 +536,7 @@ INLINE void decode_any(i64 n_groups, const i64 *groups, const i64 *members, cons
         if (groups[g + 1] - groups[g] > most) most = groups[g + 1] - groups[g];
 #pragma omp parallel
     {
-        float *s = malloc((QUERIES * room + 2 * QUERIES * d) * sizeof *s), *qs = s + QUERIES * room, *mix = qs + QUERIES * d;
+        float *s = room_for(QUERIES * room + 2 * QUERIES * d), *qs = s + QUERIES * room, *mix = qs + QUERIES * d;
 #pragma omp for schedule(dynamic, 1) collapse(2)
         for (i64 g = 0; g < n_groups; g++)
             for (i64 h = 0; h < kv_heads; h++) {

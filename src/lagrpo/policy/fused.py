@@ -60,7 +60,8 @@ class FusedDecoder:
     ) -> tuple[Tensor, Tensor]:
         """The residual stream before the layer's last addition, and what is to be added."""
         attention, mlp = layer.self_attn, layer.mlp
-        check_window(attention, layout, getattr(attention, "sliding_window", None))
+        window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+        check_window(attention, layout, window)
         qkv = attention.q_proj, attention.k_proj, attention.v_proj
         x, qkv = self.normed_products(x, delta, layer.input_layernorm, *qkv)
         query, key, value = (t.unflatten(1, (-1, attention.head_dim)) for t in qkv)
@@ -154,7 +155,15 @@ class _AddNorm(torch.autograd.Function):
 
 
 def rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary position embedding: x [n, heads, D], cosine and sine [n, D], the same in both halves of D."""
+    """Rotary position embedding: x [n, heads, D], cosine and sine [n, D], the same in both halves of D.
+
+    Raises:
+        ValueError: angles for a part of D only.
+    """
+    if cosine.shape[-1] != x.shape[-1]:
+        raise ValueError(
+            f"rotary embedding of {cosine.shape[-1]} out of {x.shape[-1]} numbers of a head is not supported"
+        )
     if not torch.is_grad_enabled():
         return kernels.rotary(x, cosine, sine)
     return _Rotary.apply(x, cosine, sine)  # type: ignore[return-value]

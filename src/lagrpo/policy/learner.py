@@ -118,7 +118,7 @@ class Learner:
         sums: defaultdict[str, float] = defaultdict(float)
         for micro in micro_batches:
             measured = self.entropy and micro.logp_k_T is None
-            entropy_T = torch.empty(len(micro.completion_T), device=self.policy.device) if measured else None
+            entropy_T = micro.weight_C.new_empty(len(micro.completion_T), dtype=torch.float32) if measured else None
             logp_T = self.policy.logp(micro.packed, entropy_T)
             if entropy_T is not None:
                 sums["entropy"] += entropy_T.sum().item()
@@ -145,13 +145,16 @@ class Learner:
         for master in self._masters:
             master.grad = torch.zeros_like(master) if master.grad is None else master.grad
         limit = self.optimisation.max_grad_norm or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self._masters, limit).item()
+        total = torch.nn.utils.get_total_norm([m.grad for m in self._masters if m.grad is not None])
+        norm = total.item()
         if not math.isfinite(norm):
             self._optimizer.zero_grad()
             raise FloatingPointError(
                 f"the gradient of update {self.policy.version + 1} is not finite (norm {norm}); the policy is still "
                 f"version {self.policy.version}. Lower optimizer.lr, or look at the last rollouts for extreme ratios"
             )
+        if norm > limit:
+            torch.nn.utils.clip_grads_with_norm_(self._masters, limit, total)
         rate = self.optimisation.rate(self.policy.version)
         for group in self._optimizer.param_groups:
             group["lr"] = rate

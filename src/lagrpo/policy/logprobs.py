@@ -58,7 +58,7 @@ def token_logp(
     `entropy_T`, float32 [T] on the same device, is filled with the entropy of each softmax, nats, without a gradient.
 
     Raises:
-        ValueError: shapes that do not go together, or tau that is not positive.
+        ValueError: shapes that do not go together, a token outside the vocabulary, or tau that is not positive.
     """
     if hidden_TH.shape[0] != token_ids_T.shape[0] or hidden_TH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
@@ -67,8 +67,13 @@ def token_logp(
         )
     if not tau > 0:
         raise ValueError(f"tau is {tau}; a sampling temperature is positive")
+    lowest, highest = (int(i) for i in token_ids_T.aminmax()) if len(token_ids_T) else (0, 0)
+    if lowest < 0 or highest >= weight_VH.shape[0]:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(f"token {wrong} is outside the model's vocabulary of {weight_VH.shape[0]}")
     function = _KernelTokenLogp if kernels.run_on(hidden_TH, weight_VH) else _TokenLogp
-    return function.apply(hidden_TH, weight_VH, bias_V, token_ids_T, tau, entropy_T)  # type: ignore[return-value]
+    needed = torch.is_grad_enabled()
+    return function.apply(hidden_TH, weight_VH, bias_V, token_ids_T, tau, entropy_T, needed)  # type: ignore[return-value]
 
 
 class _KernelTokenLogp(torch.autograd.Function):
@@ -76,13 +81,20 @@ class _KernelTokenLogp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, tau: float, entropy: Tensor | None
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token_ids: Tensor,
+        tau: float,
+        entropy: Tensor | None,
+        needed: bool,
     ) -> Tensor:
-        logp, lse = torch.empty(len(token_ids)), torch.empty(len(token_ids))
-        keep = min(len(token_ids), KEPT_LOGITS // weight.shape[0]) if any(ctx.needs_input_grad) else 0
-        ctx.kept = _take_room("kept", (keep, weight.shape[0]), weight.dtype)
-        for rows in _chunks(0, len(token_ids), weight.shape[0], KERNEL_LOGITS):
-            logits = _logits(hidden[rows], weight, bias, ctx.kept[rows] if rows.stop <= keep else None)
+        logp, lse = kernels.floats(len(token_ids)), kernels.floats(len(token_ids))
+        keep = min(len(token_ids), KEPT_LOGITS // weight.shape[0]) if needed else 0
+        ctx.kept = _take_room("kept", (keep, weight.shape[0]), weight.dtype) if keep else None
+        for rows in _kept_and_chunks(keep, len(token_ids), weight.shape[0]):
+            logits = _logits(hidden[rows], weight, bias, ctx.kept if rows.stop <= keep else None)
             asked = None if entropy is None else entropy[rows]
             logp[rows], lse[rows] = kernels.token_logp(logits, token_ids[rows], tau, asked)
         ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
@@ -93,23 +105,31 @@ class _KernelTokenLogp(torch.autograd.Function):
     def backward(ctx, grad_logp: Tensor):  # type: ignore[override]
         hidden, weight, bias, token_ids, lse = ctx.saved_tensors
         grad_hidden, grad_logp = torch.empty_like(hidden), grad_logp.contiguous()
-        grad_weight = _room("gradient", weight.shape, torch.float32).zero_()
-        share = _room("share", weight.shape, weight.dtype)
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         kept, ctx.kept = ctx.kept, None  # overwritten below: another backward pass computes them again
-        for rows in _chunks(0, len(token_ids), weight.shape[0], KERNEL_LOGITS):
-            here = kept is not None and rows.stop <= len(kept)
-            logits = kept[rows] if here else _logits(hidden[rows], weight, bias)
+        pieces = _kept_and_chunks(0 if kept is None else len(kept), len(token_ids), weight.shape[0])
+        total = _room("gradient", weight.shape, torch.float32).zero_() if len(pieces) != 1 else None
+        share = torch.empty_like(weight) if total is None else _room("share", weight.shape, weight.dtype)
+        for rows in pieces:
+            logits = kept if kept is not None and rows.stop <= len(kept) else _logits(hidden[rows], weight, bias)
             dx = kernels.token_logp_backward(logits, token_ids[rows], ctx.tau, lse[rows], grad_logp[rows])
             torch.mm(dx, weight, out=grad_hidden[rows])
-            grad_weight += torch.mm(dx.mT, hidden[rows], out=share)
+            torch.mm(dx.mT, hidden[rows], out=share)
+            if total is not None:
+                total += share
             if grad_bias is not None:
                 grad_bias += dx.sum(0, dtype=torch.float32)
         if kept is not None:
             _return_room("kept", kept)
         grad_bias = grad_bias.to(bias.dtype) if bias is not None and grad_bias is not None else None
-        grad_weight = grad_weight.to(weight.dtype, copy=True)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        grad_weight = share if total is None else total.to(weight.dtype, copy=True)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _kept_and_chunks(kept: int, rows: int, vocabulary: int) -> list[slice]:
+    """The first `kept` rows in one piece, the others in chunks."""
+    first = [slice(0, kept)] if kept else []
+    return first + _chunks(kept, rows, vocabulary, KERNEL_LOGITS)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -149,7 +169,14 @@ class _TokenLogp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, tau: float, entropy: Tensor | None
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token_ids: Tensor,
+        tau: float,
+        entropy: Tensor | None,
+        needed: bool,
     ) -> Tensor:
         logp = torch.empty(len(token_ids), dtype=torch.float32, device=hidden.device)
         lse = torch.empty_like(logp)
@@ -183,7 +210,7 @@ class _TokenLogp(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += dx.sum(0, dtype=torch.float32)
         grad_bias = grad_bias.to(bias.dtype) if bias is not None and grad_bias is not None else None
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None
 
 
 def _chunks(start: int, stop: int, vocabulary: int, numbers: int) -> list[slice]:

@@ -26,12 +26,22 @@ ROWS = 64  # what oneDNN is told to expect in a product; any number is computed
 def replica(policy: Policy) -> Policy:
     """A second policy with the same weights, to sample from: a Replica where that is possible, else a twin."""
     possible = policy.fused is not None and policy.dtype == torch.bfloat16 and kernels.run_on(policy.head.weight)
-    oneDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return Replica(policy) if possible and oneDNN else policy.twin()
+    return Replica(policy) if possible and packs() else policy.twin()
+
+
+def packs() -> bool:
+    """Whether PyTorch has oneDNN here, and a processor on which that packs bfloat16."""
+    operations = torch.ops.mkldnn
+    return (
+        torch.backends.mkldnn.is_available()
+        and hasattr(operations, "_linear_pointwise")
+        and hasattr(operations, "_is_mkldnn_bf16_supported")
+        and operations._is_mkldnn_bf16_supported()
+    )
 
 
 class Replica(Policy):
-    """Hidden states and logits from packed weights; those of the model's linear layers are not kept beside them."""
+    """Hidden states and logits from packed weights; those of the decoder's linear layers are not kept beside them."""
 
     def __init__(self, policy: Policy) -> None:
         twin = policy.twin()
@@ -92,7 +102,8 @@ class PackedDecoder(FusedDecoder):
 def _pack(modules: list[nn.Linear], into: Pack | None) -> Pack:
     """The layers' weights one below the other, in oneDNN's order, and their biases, zero where only others have one; in
     the memory of a pack of the same layers, where there is one: memory would be torn into pieces otherwise."""
-    weight = torch.cat([m.weight.detach() for m in modules])
+    first, *others = (m.weight.detach() for m in modules)
+    weight = torch.cat([first, *others]) if others else first
     biases = [m.weight.new_zeros(m.out_features) if m.bias is None else m.bias.detach() for m in modules]
     bias = torch.cat(biases) if any(m.bias is not None for m in modules) else None
     ordered = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)

@@ -169,8 +169,9 @@ class _KernelDecode:
         self.groups = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        query, key, value = (t.contiguous() for t in (query, key, value))
         return kernels.decode(
-            self.groups, self.members, self.prompts, self.lengths, query, key.contiguous(), value.contiguous(),
+            self.groups, self.members, self.prompts, self.lengths, query, key, value,
             self.own.keys[layer], self.own.values[layer], self.prefix.keys[layer], self.prefix.values[layer], scaling,
         )  # fmt: skip
 
