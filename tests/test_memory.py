@@ -36,11 +36,11 @@ def run(what: str, **environment: str) -> tuple[str, int]:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_freed_memory_is_not_fetched_again_page_by_page():
-    _, without = run("do not")
+    _, given_back = run("do not", MALLOC_MMAP_THRESHOLD_="131072")  # glibc's own limit, before it adapts to a program
+    assert given_back > 0.9 * PAGES  # what is counted here is what there is to save
     kept, faults = run("keep")
     assert kept == "True"
     assert faults < PAGES / 20
-    assert without > PAGES / 2  # what there is to gain; at least a block of the three is given back
 
 
 def test_the_users_own_settings_are_left_alone():
