@@ -7,7 +7,7 @@ from typing import Any
 from lagrpo.build import loading, recorded_prompts
 from lagrpo.compose import Recipe
 from lagrpo.config import Settings
-from lagrpo.policy.logprobs import CHUNK_LOGITS
+from lagrpo.policy.logprobs import CHUNK_LOGITS, KEPT_LOGITS, KERNEL_LOGITS
 from lagrpo.policy.model import Policy, refuse
 from lagrpo.sampling.schedule import Schedule, largest_lag
 from lagrpo.servers import deadlines
@@ -103,7 +103,10 @@ def expected_memory(settings: Settings, recipe: Recipe, config: Any, parameters:
     tokens_held = sampling.rows * sampling.max_tokens + sampling.rows // sampling.G * sampling.max_prompt_tokens
     of_a_batch = prompts * (sampling.max_prompt_tokens + sampling.G * sampling.max_tokens)
     learned = min(settings.optimizer.tokens, of_a_batch)
-    logits = 4 * (4 * min(CHUNK_LOGITS, learned * config.vocab_size) + config.vocab_size * config.hidden_size)
+    numbers, head = learned * config.vocab_size, config.vocab_size * config.hidden_size
+    by_pytorch = 4 * (4 * min(CHUNK_LOGITS, numbers) + head)
+    by_kernels = size * min(KEPT_LOGITS + KERNEL_LOGITS, numbers) + (4 + size) * head
+    logits = max(by_pytorch, by_kernels)
     return {
         "program": PROGRAM,
         "weights": copies * parameters * size,

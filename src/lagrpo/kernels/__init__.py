@@ -108,19 +108,9 @@ def norm_backward(
     grad_x, grad_weight = torch.empty_like(x), floats(slices, width)
     grad_total = grad_total if grad_total is None else grad_total.contiguous()
     _call(
-        "norm_backward",
-        _half(x),
-        n,
-        width,
-        x,
-        weight,
-        rstd,
-        grad_y.contiguous(),
-        grad_total,
-        grad_x,
-        grad_weight,
+        "norm_backward", _half(x), n, width, x, weight, rstd, grad_y.contiguous(), grad_total, grad_x, grad_weight,
         slices,
-    )
+    )  # fmt: skip
     return grad_x, grad_weight.sum(0).to(weight.dtype)
 
 

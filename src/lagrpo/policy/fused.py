@@ -39,7 +39,8 @@ class FusedDecoder:
         if _names(decoder) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
             return None
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        if head_dim % (2 * kernels.VECTOR) or getattr(text, "partial_rotary_factor", None) not in (None, 1.0):
+        rope = getattr(text, "rope_parameters", None) or {}
+        if head_dim % (2 * kernels.VECTOR) or rope.get("partial_rotary_factor", 1.0) != 1.0:
             return None
         return FusedDecoder(decoder) if all(map(_is_plain, decoder.layers)) else None
 

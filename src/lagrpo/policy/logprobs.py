@@ -1,4 +1,4 @@
-"""Log-probs of given tokens from hidden states, without keeping a [T, V] tensor.
+"""Log-probs of given tokens from hidden states, in bounded memory however many tokens there are.
 
 The sampler draws from softmax(logits / tau) and the learner differentiates it: both take the same sum of exponentials
 of the same rounded logits, so right after a delivery the ratio π/α is 1 up to rounding in float32. On a CPU the kernels
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from lagrpo import kernels
 CHUNK_LOGITS = 1 << 23  # float32 logits in hand: 32 MiB, about what a processor's cache holds
 HELD_GRADIENTS = 1 << 26  # their gradients, in the model's dtype, gathered for one large matrix product: 128 MiB
 KERNEL_LOGITS = 1 << 25  # logits in hand where the kernels run, in the model's dtype: 64 MiB in bfloat16
-KEPT_LOGITS = 1 << 27  # at most so many wait there for the backward pass; those beyond are computed again
+KEPT_LOGITS = 1 << 27  # at most so many wait there for the backward pass (256 MiB); those beyond are computed again
 
 
 def log_normaliser(scaled: Tensor) -> Tensor:
@@ -72,33 +73,33 @@ def token_logp(
         wrong = lowest if lowest < 0 else highest
         raise ValueError(f"token {wrong} is outside the model's vocabulary of {weight_VH.shape[0]}")
     function = _KernelTokenLogp if kernels.run_on(hidden_TH, weight_VH) else _TokenLogp
-    needed = torch.is_grad_enabled()
-    return function.apply(hidden_TH, weight_VH, bias_V, token_ids_T, tau, entropy_T, needed)  # type: ignore[return-value]
+    asked = _Asked(tau, entropy_T, torch.is_grad_enabled())
+    return function.apply(hidden_TH, weight_VH, bias_V, token_ids_T, asked)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The temperature, where entropies go if they are wanted, and whether a backward pass may follow."""
+
+    tau: float
+    entropy: Tensor | None
+    differentiable: bool
 
 
 class _KernelTokenLogp(torch.autograd.Function):
     """As _TokenLogp, with the softmax in one pass over the logits and its gradient in their place."""
 
     @staticmethod
-    def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        token_ids: Tensor,
-        tau: float,
-        entropy: Tensor | None,
-        needed: bool,
-    ) -> Tensor:
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, asked: _Asked) -> Tensor:
         logp, lse = kernels.floats(len(token_ids)), kernels.floats(len(token_ids))
-        keep = min(len(token_ids), KEPT_LOGITS // weight.shape[0]) if needed else 0
+        keep = min(len(token_ids), KEPT_LOGITS // weight.shape[0]) if asked.differentiable else 0
         ctx.kept = _take_room("kept", (keep, weight.shape[0]), weight.dtype) if keep else None
         for rows in _kept_and_chunks(keep, len(token_ids), weight.shape[0]):
             logits = _logits(hidden[rows], weight, bias, ctx.kept if rows.stop <= keep else None)
-            asked = None if entropy is None else entropy[rows]
-            logp[rows], lse[rows] = kernels.token_logp(logits, token_ids[rows], tau, asked)
+            entropy = None if asked.entropy is None else asked.entropy[rows]
+            logp[rows], lse[rows] = kernels.token_logp(logits, token_ids[rows], asked.tau, entropy)
         ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
-        ctx.tau = tau
+        ctx.tau = asked.tau
         return logp
 
     @staticmethod
@@ -123,7 +124,7 @@ class _KernelTokenLogp(torch.autograd.Function):
             _return_room("kept", kept)
         grad_bias = grad_bias.to(bias.dtype) if bias is not None and grad_bias is not None else None
         grad_weight = share if total is None else total.to(weight.dtype, copy=True)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
 def _kept_and_chunks(kept: int, rows: int, vocabulary: int) -> list[slice]:
@@ -168,27 +169,18 @@ class _TokenLogp(torch.autograd.Function):
     """Chunks of rows forward and again backward; the gradient of a row is g/tau · (onehot - softmax)."""
 
     @staticmethod
-    def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        token_ids: Tensor,
-        tau: float,
-        entropy: Tensor | None,
-        needed: bool,
-    ) -> Tensor:
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, asked: _Asked) -> Tensor:
         logp = torch.empty(len(token_ids), dtype=torch.float32, device=hidden.device)
         lse = torch.empty_like(logp)
         for rows in _chunks(0, len(token_ids), weight.shape[0], CHUNK_LOGITS):
-            x = scaled_logits(hidden[rows], weight, bias, tau)
+            x = scaled_logits(hidden[rows], weight, bias, asked.tau)
             chosen = x.gather(1, token_ids[rows].unsqueeze(1)).squeeze(1)
             lse[rows] = log_normaliser(x)
             logp[rows] = chosen - lse[rows]
-            if entropy is not None:
-                entropy[rows] = torch.special.entr(x.sub_(lse[rows].unsqueeze(1)).exp_()).sum(1)
+            if asked.entropy is not None:
+                asked.entropy[rows] = torch.special.entr(x.sub_(lse[rows].unsqueeze(1)).exp_()).sum(1)
         ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
-        ctx.tau = tau
+        ctx.tau = asked.tau
         return logp
 
     @staticmethod
@@ -210,7 +202,7 @@ class _TokenLogp(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += dx.sum(0, dtype=torch.float32)
         grad_bias = grad_bias.to(bias.dtype) if bias is not None and grad_bias is not None else None
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
 
 
 def _chunks(start: int, stop: int, vocabulary: int, numbers: int) -> list[slice]:

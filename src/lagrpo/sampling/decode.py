@@ -2,8 +2,8 @@
 
 `DecodeState` holds what a set of live completions (*rows*) needs: for each group its prompt's keys and values, for each
 row the keys and values of its own tokens. Live rows are always rows 0 .. R-1: when one ends, the last one moves into
-its place. One step takes one token per row and returns the final hidden states, by the same two attention parts as
-the learner (policy/attention.py).
+its place. One step takes one token per row and returns the final hidden states, by the same attention as the learner:
+that of the kernels, or the two parts of policy/attention.py.
 """
 
 from __future__ import annotations

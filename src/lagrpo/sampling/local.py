@@ -73,7 +73,7 @@ class _Open:
 
 
 class LocalSampler:
-    """Sampler over a policy of its own (a twin of the one that learns): at most `rows` completions at a time, each of
+    """Sampler over a policy of its own (a copy of the one that learns): at most `rows` completions at a time, each of
     at most `max_tokens` tokens, at temperature `tau` (the policy's unless given). `purpose` is part of the address of
     every draw, so that an evaluation does not repeat the draws of training."""
 
