@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lagrpo.kernels.build import NoKernels, load_library
 
 VECTOR = 16  # numbers in one vector of the kernels
+PANEL = 48  # rows of weights in one panel of a pack
+RUN = 64  # sums start anew at a multiple of this
 Choice = Literal["auto", "c", "torch"]
 
 _choice: Choice = "auto"
@@ -70,11 +75,17 @@ def _load(say: Callable[[str], None] | None = None) -> bool:
 
 
 def _call(name: str, half: bool, *arguments: Tensor | float | int | None) -> None:
-    """Tensors as their addresses, int as int64, float as float32; `half` last: bfloat16."""
+    """A kernel for both dtypes: `half`, bfloat16, is its last argument."""
     getattr(_library, name)(*map(_as_c, arguments), ctypes.c_int(half))
 
 
+def _call_half(name: str, *arguments: Tensor | float | int | None) -> None:
+    """A kernel for bfloat16 alone."""
+    getattr(_library, name)(*map(_as_c, arguments))
+
+
 def _as_c(value: Tensor | float | int | None) -> Any:
+    """Tensors as their addresses, int as int64, float as float32."""
     if isinstance(value, Tensor):
         return ctypes.c_void_p(value.data_ptr())
     return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value or 0)
@@ -172,21 +183,109 @@ def attention_backward(
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def decode(
-    groups: Tensor, members: Tensor, prompts: Tensor, lengths: Tensor, query: Tensor, key: Tensor, value: Tensor,
-    own_keys: Tensor, own_values: Tensor, prompt_keys: Tensor, prompt_values: Tensor, scaling: float,
-) -> Tensor:  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The rows of a decoding step: who belongs to whom, and caches. groups int64 [N + 1] counts members, int64 [rows];
+    prompts [N] and lengths [rows] in tokens. Keys [layers, ., Hkv, D, room], values [layers, ., Hkv, room, D], of rows
+    (own) or groups (prompt); rooms multiples of VECTOR."""
+
+    groups: Tensor
+    members: Tensor
+    prompts: Tensor
+    lengths: Tensor
+    own_keys: Tensor
+    own_values: Tensor
+    prompt_keys: Tensor
+    prompt_values: Tensor
+
+
+def decode(live: Live, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """One query per row, [rows, Hq, D], over the prompt of its group and its own tokens, the new one included, which is
-    put in the caches. groups int64 [N + 1] counts members, int64 [rows]; prompts [N] and lengths [rows] in tokens.
-    Keys [., Hkv, D, room], values [., Hkv, room, D]; rooms multiples of VECTOR."""
+    put in the caches."""
+    query, key = query.contiguous(), key.contiguous()
     heads, d = query.shape[1:]
+    value = value if value.stride()[1:] == (d, 1) else value.contiguous()
     out = torch.empty_like(query)
     _call(
-        "decode", _half(query), len(prompts), groups, members, prompts, lengths, heads, key.shape[1], d, query, key,
-        value, own_keys, own_values, own_keys.shape[3], prompt_keys, prompt_values, prompt_keys.shape[3],
+        "decode", _half(query), len(live.prompts), live.groups, live.members, live.prompts, live.lengths, heads,
+        key.shape[1], d, query, key, value, value.stride(0), live.own_keys[layer], live.own_values[layer],
+        live.own_keys.shape[4], live.prompt_keys[layer], live.prompt_values[layer], live.prompt_keys.shape[4],
         float(scaling), out,
     )  # fmt: skip
     return out
+
+
+class Stack:
+    """A decoder's layers, all alike, with packed weights, as `decode_step` takes them. For each layer the fields of
+    kernels.c's Layer in their order, None for what a family lacks: they stay where they are in memory as long as this
+    lives. `sizes` those of its Sizes, `scaling` of the attention's scores, `eps` of the norms."""
+
+    def __init__(self, layers: Sequence[Sequence[Tensor | None]], sizes: Sequence[int], scaling: float, eps: float):
+        self._held = layers
+        self.addresses = torch.tensor([0 if t is None else t.data_ptr() for layer in layers for t in layer])
+        self.sizes, self.scaling, self.eps = torch.tensor(sizes), float(scaling), float(eps)
+
+
+def decode_step(stack: Stack, live: Live, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    """One token per row through all layers: its embedding x [rows, H] -> the residual stream before the last addition
+    (in x's place), and what is to be added. bfloat16; cosine and sine [rows, D] contiguous."""
+    delta = torch.empty_like(x)
+    _call_half(
+        "decode_step", stack.sizes, stack.addresses, len(x), len(live.prompts), live.groups, live.members, live.prompts,
+        live.lengths, live.own_keys, live.own_values, live.own_keys.shape[1], live.own_keys.shape[4], live.prompt_keys,
+        live.prompt_values, live.prompt_keys.shape[4], stack.scaling, stack.eps, cosine, sine, x, delta,
+    )  # fmt: skip
+    return x, delta
+
+
+class Panels:
+    """Linear layers with the same input as one product of bfloat16, their weights one below the other in the order of
+    kernels.c's `product`. Sums run as PyTorch's do, a new one every `run` inputs (see `run_of`)."""
+
+    def __init__(self, layers: Sequence[nn.Linear], run: int) -> None:
+        self.n, self.k, self.run = sum(m.out_features for m in layers), layers[0].in_features, run
+        padded = -(-self.n // PANEL) * PANEL
+        self.packed = torch.zeros(padded * self.k, dtype=torch.bfloat16, device="cpu")
+        biased = any(m.bias is not None for m in layers)
+        self.bias = torch.zeros(padded, dtype=torch.float32, device="cpu") if biased else None
+        self.fill(layers)
+
+    @torch.no_grad()
+    def fill(self, layers: Sequence[nn.Linear]) -> None:
+        """Take over the weights [out, k] and biases of these layers, in the place of those before."""
+        first = 0
+        for layer in layers:
+            _call_half("pack", first, layer.out_features, self.k, layer.weight.bfloat16().contiguous(), self.packed)
+            if self.bias is not None:
+                self.bias[first : first + layer.out_features] = 0 if layer.bias is None else layer.bias
+            first += layer.out_features
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, k] -> [rows, n]."""
+        y = x.new_empty(len(x), self.n)
+        _call_half("product", len(x), self.n, self.k, self.run, x.contiguous(), self.packed, self.bias, y)
+        return y
+
+
+@cache
+@torch.no_grad()
+def run_of(k: int) -> int | None:
+    """How many of k numbers PyTorch's product of bfloat16 adds up before it starts another sum, found by trying; None
+    where `Panels` cannot be had, or would not give the same bits."""
+    if not _load() or not _library.has_product() or k % 2:
+        return None
+    row = torch.arange((k - 1) // RUN)
+    starts, x = (row + 1) * RUN, torch.zeros(len(row), k, dtype=torch.bfloat16, device="cpu")
+    # within a run 2^40 - 2^40 + 1, as the second of a pair is added first; in the next one -2^40 + 1, and the 1 is lost
+    x[:, 0], x[row, starts + 1], x[row, starts] = 2.0**40, -(2.0**40), 1
+    lost = starts[F.linear(x, torch.ones(PANEL, k, dtype=torch.bfloat16, device="cpu"))[:, 0] == 0]
+    run = int(lost[0]) if len(lost) else k
+    numbers = torch.Generator().manual_seed(k)
+    layer = nn.Linear(k, 2 * PANEL + 5, device="cpu", dtype=torch.bfloat16)
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=numbers))
+    x = torch.randn(3 * PANEL, k, generator=numbers).bfloat16()
+    return run if torch.equal(Panels([layer], run)(x), layer(x)) else None
 
 
 def token_logp(logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 /* The arithmetic between the matrix products of a decoder model, on a CPU: norms, rotary embedding, the gated
- * activation, group attention, and the softmax over the vocabulary.
+ * activation, group attention, and the softmax over the vocabulary; and, for decoding, the products of few rows and whole
+ * steps made of all these.
  *
  * Numbers are float32 or bfloat16 in memory (`half`: bfloat16) and float32 in registers. What comes out for a row does
  * not depend on the rows around it, on the number of threads or on how the work is cut: sums run in an order that only
@@ -285,8 +286,10 @@ INLINE void products_tile(int nq, int vectors, i64 d, const float *q, const void
  * `stride` apart; rows of s `room` apart. */
 INLINE void products(int nq, i64 d, const float *q, const void *kt, i64 stride, i64 n, float *s, i64 room, int half) {
     i64 key = 0;
-    for (; key + TILE <= n; key += TILE) products_tile(nq, 4, d, q, kt, stride, key, s, room, half);
-    for (; key < n; key += W) products_tile(nq, 1, d, q, kt, stride, key, s, room, half);
+    for (; key + 3 * W < n; key += TILE) products_tile(nq, 4, d, q, kt, stride, key, s, room, half);
+    if (key + 2 * W < n) products_tile(nq, 3, d, q, kt, stride, key, s, room, half);
+    else if (key + W < n) products_tile(nq, 2, d, q, kt, stride, key, s, room, half);
+    else if (key < n) products_tile(nq, 1, d, q, kt, stride, key, s, room, half);
 }
 
 INLINE void mixture_tile(int nq, int vectors, i64 d, const float *p, i64 room, const void *v, i64 stride, i64 n,
@@ -525,11 +528,11 @@ EXPORT void attention_backward(i64 n_groups, const i64 *groups, const Segment *s
 /* ---- one token of each live row against its prompt and its own tokens ---- */
 
 /* Puts the new keys and values in their caches and attends. Rows of group g are members[groups[g]] ..; q, out [rows,
- * heads, d]; k, v [rows, kv_heads, d]; own caches of keys [rows, kv_heads, d, own_room] and values [rows, kv_heads,
+ * heads, d]; k, v [rows, kv_heads, d], rows of v `v_stride` numbers apart; own caches of keys [rows, kv_heads, d, own_room] and values [rows, kv_heads,
  * own_room, d], of which lengths[row] are filled; prompts' likewise [n_groups, kv_heads, ., .]; rooms multiples of W. */
 INLINE void decode_any(i64 n_groups, const i64 *groups, const i64 *members, const i64 *prompts, const i64 *lengths,
-                       i64 heads, i64 kv_heads, i64 d, const void *q, const void *k, const void *v, void *own_keys,
-                       void *own_values, i64 own_room, const void *prompt_keys, const void *prompt_values,
+                       i64 heads, i64 kv_heads, i64 d, const void *q, const void *k, const void *v, i64 v_stride,
+                       void *own_keys, void *own_values, i64 own_room, const void *prompt_keys, const void *prompt_values,
                        i64 prompt_room, float scaling, void *out, int half) {
     i64 repeats = heads / kv_heads, room = own_room + prompt_room + 2 * W, most = 0, size = half ? 2 : 4;
     for (i64 g = 0; g < n_groups; g++)
@@ -548,7 +551,7 @@ INLINE void decode_any(i64 n_groups, const i64 *groups, const i64 *members, cons
                     const char *new_key = at(k, (row * kv_heads + h) * d, half);
                     for (i64 c = 0; c < d; c++)
                         memcpy((char *)own_keys + (cache + c * own_room + slot) * size, new_key + c * size, size);
-                    memcpy((char *)own_values + (cache + slot * d) * size, at(v, (row * kv_heads + h) * d, half), d * size);
+                    memcpy((char *)own_values + (cache + slot * d) * size, at(v, row * v_stride + h * d, half), d * size);
                 }
                 for (i64 block = 0; block < members_of_g * repeats; block += QUERIES) {
                     i64 row[QUERIES], from[QUERIES];
@@ -583,15 +586,159 @@ INLINE void decode_any(i64 n_groups, const i64 *groups, const i64 *members, cons
 }
 
 EXPORT void decode(i64 n_groups, const i64 *groups, const i64 *members, const i64 *prompts, const i64 *lengths, i64 heads,
-                   i64 kv_heads, i64 d, const void *q, const void *k, const void *v, void *own_keys, void *own_values,
-                   i64 own_room, const void *prompt_keys, const void *prompt_values, i64 prompt_room, float scaling,
+                   i64 kv_heads, i64 d, const void *q, const void *k, const void *v, i64 v_stride, void *own_keys,
+                   void *own_values, i64 own_room, const void *prompt_keys, const void *prompt_values, i64 prompt_room, float scaling,
                    void *out, int half) {
     if (half)
-        decode_any(n_groups, groups, members, prompts, lengths, heads, kv_heads, d, q, k, v, own_keys, own_values,
+        decode_any(n_groups, groups, members, prompts, lengths, heads, kv_heads, d, q, k, v, v_stride, own_keys, own_values,
                    own_room, prompt_keys, prompt_values, prompt_room, scaling, out, 1);
     else
-        decode_any(n_groups, groups, members, prompts, lengths, heads, kv_heads, d, q, k, v, own_keys, own_values,
+        decode_any(n_groups, groups, members, prompts, lengths, heads, kv_heads, d, q, k, v, v_stride, own_keys, own_values,
                    own_room, prompt_keys, prompt_values, prompt_room, scaling, out, 0);
+}
+
+/* ---- matrix products of a few rows, bfloat16 ---- */
+
+/* oneDNN's products of few rows reach half of what the processor can do; these, with weights in an order of their own,
+ * nearly all of it. The sums are oneDNN's: pair after pair of k, as the instruction adds them, and with a fresh start
+ * every `chunk` numbers of k. Only for processors with bfloat16 dot products in vector registers and without AMX, with
+ * which oneDNN adds in another order. */
+
+enum { COLUMNS = 3, PANEL = COLUMNS * W, ROWS = 8, LINE = 64 };
+
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#include <immintrin.h>
+
+EXPORT int has_product(void) { return 1; }
+
+INLINE vec add_pairs(vec total, vec x, vec w) { return (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, (__m512bh)w); }
+#else
+EXPORT int has_product(void) { return 0; }
+
+INLINE vec add_pairs(vec total, vec x, vec w) { return total + x * w; } /* never called */
+#endif
+
+/* Rows of w [n, k] as rows `first` .. of a pack: panels of PANEL rows, in each pair after pair of k, [panels, k / 2,
+ * PANEL, 2]. */
+EXPORT void pack(i64 first, i64 n, i64 k, const void *w, void *packed) {
+    i64 pairs = k / 2;
+#pragma omp parallel for schedule(static)
+    for (i64 panel = first / PANEL; panel < (first + n + PANEL - 1) / PANEL; panel++) {
+        i64 from = panel * PANEL > first ? panel * PANEL : first, stop = (panel + 1) * PANEL;
+        if (stop > first + n) stop = first + n;
+        const uint32_t *source = (const uint32_t *)w + (from - first) * pairs;
+        uint32_t *to = (uint32_t *)packed + panel * pairs * PANEL + from % PANEL;
+        for (i64 pair = 0; pair < pairs; pair++)
+            for (i64 row = 0; row < stop - from; row++) to[pair * PANEL + row] = source[row * pairs + pair];
+    }
+}
+
+/* y = x w + bias for `rows` rows of x against one panel; meanwhile `lines` cache lines at `ahead` are fetched, `each` per
+ * pair. */
+INLINE void strip(const int rows, i64 k, i64 chunk, const uint16_t *x, const char *panel, const float *bias,
+                  const char *ahead, i64 lines, i64 each, uint16_t *y, i64 n, i64 stop) {
+    vec total[ROWS][COLUMNS], before[ROWS][COLUMNS];
+    const char *end = ahead + lines * LINE;
+    for (i64 start = 0; start < k; start += chunk) {
+        if (start) memcpy(before, total, sizeof before);
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < COLUMNS; c++) total[r][c] = all(0);
+        for (i64 i = start; i < k && i < start + chunk; i += 2) {
+            vec w[COLUMNS];
+            for (int c = 0; c < COLUMNS; c++) memcpy(&w[c], panel + (i / 2 * COLUMNS + c) * LINE, sizeof(vec));
+            if (ahead < end) {
+                for (i64 line = 0; line < each; line++) __builtin_prefetch(ahead + line * LINE, 0, 2);
+                ahead += each * LINE;
+            }
+            for (int r = 0; r < rows; r++) {
+                float pair;
+                memcpy(&pair, x + r * k + i, sizeof pair);
+                vec both = (vec)((ivec){} + ((union { float f; int32_t i; }){pair}).i);
+                for (int c = 0; c < COLUMNS; c++) total[r][c] = add_pairs(total[r][c], both, w[c]);
+            }
+        }
+        if (start)
+            for (int r = 0; r < rows; r++)
+                for (int c = 0; c < COLUMNS; c++) total[r][c] = before[r][c] + total[r][c];
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < COLUMNS && c * W < stop; c++)
+            store_some(y, r * n + c * W, r * n + stop, bias ? total[r][c] + load(bias, c * W, 0) : total[r][c], 1);
+}
+
+/* y [m, n] = x [m, k] packed weights [n, k] transposed + bias float32 [n up to a multiple of PANEL], or none. */
+EXPORT void product(i64 m, i64 n, i64 k, i64 chunk, const uint16_t *x, const char *packed, const float *bias,
+                    uint16_t *y) {
+    i64 panels = (n + PANEL - 1) / PANEL, size = k / 2 * COLUMNS * LINE, strips = (m + ROWS - 1) / ROWS;
+#pragma omp parallel for schedule(static)
+    for (i64 p = 0; p < panels; p++) {
+        i64 next = p + 1 < panels ? size / LINE : 0, column = p * PANEL;
+        for (i64 s = 0; s < strips; s++) {
+            i64 first = m * s / strips, lines = next * s / strips, each = strips < COLUMNS ? COLUMNS - strips + 1 : 1;
+            const char *ahead = packed + (p + 1) * size + lines * LINE;
+#define STRIP(R)                                                                                                       \
+    case R:                                                                                                            \
+        strip(R, k, chunk, x + first * k, packed + p * size, bias ? bias + column : NULL, ahead,                       \
+              next * (s + 1) / strips - lines, each, y + first * n + column, n, n - column);                           \
+        break;
+            switch (m * (s + 1) / strips - first) {
+                STRIP(1) STRIP(2) STRIP(3) STRIP(4) STRIP(5) STRIP(6) STRIP(7) STRIP(8)
+            }
+        }
+    }
+}
+
+/* ---- a decoding step through all layers, bfloat16 ---- */
+
+typedef struct {
+    const void *input_norm, *query_norm, *key_norm, *mlp_norm; /* query_norm, key_norm: none in most families */
+    const void *qkv, *output, *gate_up, *down;                 /* packs */
+    const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
+} Layer;
+
+typedef struct { i64 layers, width, inner, heads, kv_heads, d, width_chunk, heads_chunk, inner_chunk; } Sizes;
+
+/* What is left of a strided [rows, heads, d] after its heads' norm, if they have one, and rotary embedding. */
+static void turn(i64 rows, i64 heads, i64 d, const uint16_t *x, i64 stride, const void *head_norm, float eps,
+                 const void *cosine, const void *sine, uint16_t *y, float *rstd) {
+    if (head_norm) {
+        for (i64 row = 0; row < rows; row++) memcpy(y + row * heads * d, x + row * stride, heads * d * sizeof *y);
+        norm(rows * heads, d, y, NULL, head_norm, eps, NULL, y, rstd, 1);
+        x = y, stride = heads * d;
+    }
+    rotary(rows, heads, d, x, stride, cosine, sine, 1, y, 1);
+}
+
+/* x [rows, width], the embeddings of one token per row, becomes the residual stream before the last layer's last
+ * addition, delta [rows, width] what is to be added. The other arguments are those of `decode`, caches of all layers:
+ * one layer's own keys are own_batch * kv_heads * d * own_room numbers, a prompt's n_groups times. */
+EXPORT void decode_step(const Sizes *s, const Layer *layers, i64 rows, i64 n_groups, const i64 *groups, const i64 *members,
+                        const i64 *prompts, const i64 *lengths, uint16_t *own_keys, uint16_t *own_values, i64 own_batch,
+                        i64 own_room, const uint16_t *prompt_keys, const uint16_t *prompt_values, i64 prompt_room,
+                        float scaling, float eps, const void *cosine, const void *sine, uint16_t *x, uint16_t *delta) {
+    i64 q_width = s->heads * s->d, kv_width = s->kv_heads * s->d, qkv_width = q_width + 2 * kv_width;
+    i64 own = own_batch * kv_width * own_room, prompt = n_groups * kv_width * prompt_room;
+    i64 numbers = s->width + qkv_width + 2 * q_width + kv_width + 3 * s->inner;
+    uint16_t *h = (uint16_t *)room_for(rows * (numbers / 2 + 1 + s->heads)), *qkv = h + rows * s->width;
+    uint16_t *q = qkv + rows * qkv_width, *k = q + rows * q_width, *attended = k + rows * kv_width;
+    uint16_t *gate_up = attended + rows * q_width, *active = gate_up + rows * 2 * s->inner;
+    float *rstd = (float *)h + rows * (numbers / 2 + 1);
+    for (i64 n = 0; n < s->layers; n++) {
+        const Layer *layer = layers + n;
+        norm(rows, s->width, x, n ? delta : NULL, layer->input_norm, eps, x, h, rstd, 1);
+        product(rows, qkv_width, s->width, s->width_chunk, h, layer->qkv, layer->qkv_bias, qkv);
+        turn(rows, s->heads, s->d, qkv, qkv_width, layer->query_norm, eps, cosine, sine, q, rstd);
+        turn(rows, s->kv_heads, s->d, qkv + q_width, qkv_width, layer->key_norm, eps, cosine, sine, k, rstd);
+        decode(n_groups, groups, members, prompts, lengths, s->heads, s->kv_heads, s->d, q, k, qkv + q_width + kv_width,
+               qkv_width, own_keys + n * own, own_values + n * own, own_room, prompt_keys + n * prompt,
+               prompt_values + n * prompt, prompt_room, scaling, attended, 1);
+        product(rows, s->width, q_width, s->heads_chunk, attended, layer->output, layer->output_bias, delta);
+        norm(rows, s->width, x, delta, layer->mlp_norm, eps, x, h, rstd, 1);
+        product(rows, 2 * s->inner, s->width, s->width_chunk, h, layer->gate_up, layer->gate_up_bias, gate_up);
+        swiglu(rows, s->inner, gate_up, gate_up + s->inner, 2 * s->inner, active, 1);
+        product(rows, s->width, s->inner, s->inner_chunk, active, layer->down, layer->down_bias, delta);
+    }
+    free(h);
 }
 
 /* ---- softmax over the vocabulary ---- */

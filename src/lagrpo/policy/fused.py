@@ -46,8 +46,7 @@ class FusedDecoder:
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """input_ids and position_ids [rows] -> [rows, H]."""
-        x = self.decoder.embed_tokens(input_ids)
-        cosine, sine = (t.squeeze(0) for t in self.decoder.rotary_emb(x, position_ids.unsqueeze(0)))
+        x, cosine, sine = self.embedded(input_ids, position_ids)
         delta: Tensor | None = None
         for number, layer in enumerate(self.decoder.layers):
             if torch.is_grad_enabled() and layer.training and getattr(layer, "gradient_checkpointing", False):
@@ -56,13 +55,18 @@ class FusedDecoder:
                 x, delta = self._layer(number, layer, x, delta, cosine, sine, layout)
         return add_norm(x, delta, self.decoder.norm)[1]
 
+    def embedded(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The embeddings [rows, H], and cosine and sine of the rotary angles [rows, D]."""
+        x = self.decoder.embed_tokens(input_ids)
+        cosine, sine = (t.squeeze(0) for t in self.decoder.rotary_emb(x, position_ids.unsqueeze(0)))
+        return x, cosine, sine
+
     def _layer(
         self, number: int, layer: Any, x: Tensor, delta: Tensor | None, cosine: Tensor, sine: Tensor, layout: Layout
     ) -> tuple[Tensor, Tensor]:
         """The residual stream before the layer's last addition, and what is to be added."""
         attention, mlp = layer.self_attn, layer.mlp
-        window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
-        check_window(attention, layout, window)
+        check_layer(layer, layout)
         qkv = attention.q_proj, attention.k_proj, attention.v_proj
         x, qkv = self.normed_products(x, delta, layer.input_layernorm, *qkv)
         query, key, value = (t.unflatten(1, (-1, attention.head_dim)) for t in qkv)
@@ -96,6 +100,12 @@ class FusedDecoder:
     def products(self, x: Tensor, *modules: nn.Linear) -> tuple[Tensor, ...]:
         """What linear layers make of their common input [n, in]: [n, out] each."""
         return tuple(F.linear(x, m.weight, m.bias) for m in modules)
+
+
+def check_layer(layer: Any, layout: Layout) -> None:
+    """Raise ValueError where a sequence is longer than the window that the layer attends within."""
+    a = layer.self_attn
+    check_window(a, layout, getattr(a, "sliding_window", getattr(a.config, "sliding_window", None)))
 
 
 def _names(module: nn.Module) -> set[str]:

@@ -1,26 +1,61 @@
 """A policy's copy that only samples: its weights lie in memory as the matrix products of few rows read them fastest.
 
 One decoding step reads every weight once and does little else, so how they lie decides its time. Products that share
-their input (query, key and value; gate and up) become one, and oneDNN's own order of the numbers is made once per
-delivery in place of in every product: a fifth to a third of the time of a step. For bfloat16 on a CPU. The numbers and
-the order of every sum are those of the plain product, which the proof of each delivery checks.
+their input (query, key and value; gate and up) become one, and their weights are put in order once per delivery in
+place of in every product. Where our own products (`kernels.Panels`) give the same bits as PyTorch's, they compute, and
+a decoding step is one call through all layers; elsewhere oneDNN's packed products do. For bfloat16 on a CPU. The
+numbers and the order of every sum are those of the learner's products, which the proof of each delivery checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lagrpo import kernels
 from lagrpo.policy.attention import Layout
-from lagrpo.policy.fused import FusedDecoder
+from lagrpo.policy.fused import FusedDecoder, add_norm, check_layer
 from lagrpo.policy.model import Policy
 
-Pack = tuple[Tensor, Tensor | None]  # weights in oneDNN's order, and the bias
 ROWS = 64  # what oneDNN is told to expect in a product; any number is computed
+
+
+class Pack(Protocol):
+    """Linear layers with the same input as one product: [rows, in] -> [rows, the sum of out]."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def fill(self, layers: Sequence[nn.Linear]) -> None:
+        """Take over the layers' weights, in the place of those before: memory would be torn into pieces otherwise."""
+        ...
+
+
+class OneDNN:
+    """A Pack in oneDNN's own order, for its products."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self._weight: Tensor | None = None
+        self.fill(layers)
+
+    @torch.no_grad()
+    def fill(self, layers: Sequence[nn.Linear]) -> None:
+        weight = torch.cat([m.weight for m in layers]) if len(layers) > 1 else layers[0].weight
+        biases = [m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in layers]
+        self._bias = torch.cat(biases) if any(m.bias is not None for m in layers) else None
+        ordered = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+        self._weight = ordered if self._weight is None else self._weight.copy_(ordered)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+
+
+def pack(layers: Sequence[nn.Linear]) -> Pack:
+    """With our own product where it gives PyTorch's bits."""
+    run = kernels.run_of(layers[0].in_features)
+    return OneDNN(layers) if run is None else kernels.Panels(layers, run)
 
 
 def replica(policy: Policy) -> Policy:
@@ -46,12 +81,17 @@ class Replica(Policy):
     def __init__(self, policy: Policy) -> None:
         twin = policy.twin()
         super().__init__(twin.model, twin.tokenizer, twin.tau, twin.version)
-        self._decoder = PackedDecoder(self.decoder)
-        self._head: Pack | None = None
         self._shapes = {name: p.shape for name, p in self.model.named_parameters()}
+        self._decoder = PackedDecoder(self.decoder)
+        self._head = pack([self.head])
         linear = {m.weight for group in self._decoder.groups() for m in group}
         self._in_packs = {name: p for name, p in self.model.named_parameters() if p in linear}
-        self.load_weights(policy.weights(), policy.version)
+        self._empty()
+
+    def _empty(self) -> None:
+        """Let go of what is in the packs."""
+        for parameter in self._in_packs.values():
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -61,18 +101,16 @@ class Replica(Policy):
                 parameter.data = weights[name].to(parameter.dtype)  # no copy: only to be packed
             else:
                 parameter.copy_(weights[name])
-        self._decoder.pack()
-        self._head = _pack([self.head], self._head)
-        for parameter in self._in_packs.values():
-            parameter.data = torch.empty(0, dtype=parameter.dtype)
+        self._decoder.fill()
+        self._head.fill([self.head])
+        self._empty()
         self.version = version
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         return self._decoder(input_ids, position_ids, layout)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        assert self._head is not None
-        return _product(hidden, *self._head)
+        return self._head(hidden)
 
 
 class PackedDecoder(FusedDecoder):
@@ -80,7 +118,8 @@ class PackedDecoder(FusedDecoder):
 
     def __init__(self, decoder: Any) -> None:
         super().__init__(decoder)
-        self._packs: dict[nn.Linear, Pack] = {}  # by the first of the layers in one
+        self._packs = {group[0]: pack(group) for group in self.groups()}  # by the first of the layers in one
+        self._stack = self._as_stack()
 
     def groups(self) -> list[list[nn.Linear]]:
         """The linear layers, those with the same input together."""
@@ -90,25 +129,45 @@ class PackedDecoder(FusedDecoder):
             groups += [[a.q_proj, a.k_proj, a.v_proj], [a.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
         return groups
 
-    def pack(self) -> None:
+    def fill(self) -> None:
         """Take over the layers' weights, in the place of those before."""
         for group in self.groups():
-            self._packs[group[0]] = _pack(group, self._packs.get(group[0]))
+            self._packs[group[0]].fill(group)
 
     def products(self, x: Tensor, *modules: nn.Linear) -> tuple[Tensor, ...]:
-        return _product(x, *self._packs[modules[0]]).split([m.out_features for m in modules], 1)
+        return self._packs[modules[0]](x).split([m.out_features for m in modules], 1)
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        live: kernels.Live | None = getattr(layout, "live", None)
+        if live is None or self._stack is None:
+            return super().__call__(input_ids, position_ids, layout)
+        for layer in self.decoder.layers:
+            check_layer(layer, layout)
+        x, cosine, sine = self.embedded(input_ids, position_ids)
+        return add_norm(*kernels.decode_step(self._stack, live, x, cosine, sine), self.decoder.norm)[1]
+
+    def _as_stack(self) -> kernels.Stack | None:
+        """All layers for one call, where every product is ours and the layers are alike."""
+        layers, packs = self.decoder.layers, self._packs
+        scalings = {layer.self_attn.scaling for layer in layers}
+        eps = {norm.variance_epsilon for layer in layers for norm in _norms(layer) if norm is not None}
+        fields: list[list[Tensor | None]] = []
+        for layer in layers:
+            a, mlp = layer.self_attn, layer.mlp
+            four = [packs[first] for first in (a.q_proj, a.o_proj, mlp.gate_proj, mlp.down_proj)]
+            panels = [p for p in four if isinstance(p, kernels.Panels)]
+            if len(panels) < len(four) or len(scalings) > 1 or len(eps) > 1:
+                return None
+            weights = [None if norm is None else norm.weight.detach() for norm in _norms(layer)]
+            fields.append([*weights, *(p.packed for p in panels), *(p.bias for p in panels)])
+        qkv, output, _, down = panels
+        d = layers[0].self_attn.head_dim
+        heads, kv_heads = output.k // d, (qkv.n - output.k) // (2 * d)
+        sizes = [len(layers), qkv.k, down.k, heads, kv_heads, d, qkv.run, output.run, down.run]
+        return kernels.Stack(fields, sizes, scalings.pop(), eps.pop())
 
 
-def _pack(modules: list[nn.Linear], into: Pack | None) -> Pack:
-    """The layers' weights one below the other, in oneDNN's order, and their biases, zero where only others have one; in
-    the memory of a pack of the same layers, where there is one: memory would be torn into pieces otherwise."""
-    first, *others = (m.weight.detach() for m in modules)
-    weight = torch.cat([first, *others]) if others else first
-    biases = [m.weight.new_zeros(m.out_features) if m.bias is None else m.bias.detach() for m in modules]
-    bias = torch.cat(biases) if any(m.bias is not None for m in modules) else None
-    ordered = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
-    return (ordered if into is None else into[0].copy_(ordered)), bias
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def _norms(layer: Any) -> tuple[Any, ...]:
+    """Of a layer's input, of each head of queries and keys (None in most families), of the MLP's input."""
+    a = layer.self_attn
+    return layer.input_layernorm, getattr(a, "q_norm", None), getattr(a, "k_norm", None), layer.post_attention_layernorm

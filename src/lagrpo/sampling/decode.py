@@ -159,21 +159,19 @@ def decoding(state: DecodeState, group_of_row: Tensor, lengths: Tensor) -> Layou
 
 
 class _KernelDecode:
-    """One token per live row, by the kernels."""
+    """One token per live row, by the kernels: attention, or all layers at once (policy/replica.py)."""
 
     def __init__(self, state: DecodeState, group_of_row: Tensor, lengths: Tensor) -> None:
-        self.own, self.prefix, self.prompts, self.lengths = state.own, state.prefix, state.prompt_lengths, lengths
         self.longest = int((state.prompt_lengths[group_of_row] + lengths).max()) + 1
-        self.members = torch.argsort(group_of_row, stable=True)
         counts = torch.bincount(group_of_row, minlength=state.prefix.batch)
-        self.groups = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+        groups = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+        self.live = kernels.Live(
+            groups, torch.argsort(group_of_row, stable=True), state.prompt_lengths, lengths,
+            state.own.keys, state.own.values, state.prefix.keys, state.prefix.values,
+        )  # fmt: skip
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        query, key, value = (t.contiguous() for t in (query, key, value))
-        return kernels.decode(
-            self.groups, self.members, self.prompts, self.lengths, query, key, value,
-            self.own.keys[layer], self.own.values[layer], self.prefix.keys[layer], self.prefix.values[layer], scaling,
-        )  # fmt: skip
+        return kernels.decode(self.live, layer, query, key, value, scaling)
 
 
 class _Decode:
