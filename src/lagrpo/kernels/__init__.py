@@ -79,8 +79,8 @@ def _call(name: str, half: bool, *arguments: Tensor | float | int | None) -> Non
     getattr(_library, name)(*map(_as_c, arguments), ctypes.c_int(half))
 
 
-def _call_half(name: str, *arguments: Tensor | float | int | None) -> None:
-    """A kernel for bfloat16 alone."""
+def _call_only(name: str, *arguments: Tensor | float | int | None) -> None:
+    """A kernel for bfloat16 alone, or for lanes of any kind."""
     getattr(_library, name)(*map(_as_c, arguments))
 
 
@@ -147,22 +147,37 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tenso
     return y
 
 
+def numbers_in_a_lane(dtype: torch.dtype) -> int:
+    """A lane is 32 bits: one float32, or a pair of bfloat16 that are neighbours in a sum."""
+    return 4 // dtype.itemsize
+
+
 def transposed(x: Tensor) -> Tensor:
-    """[rows, heads, d] -> float32 [heads, d, rows and at least VECTOR more]."""
+    """[rows, heads, d] -> lanes [heads, d or half of it, rows and at least VECTOR more]."""
     rows, heads, d = x.shape
+    d //= numbers_in_a_lane(x.dtype)
     y = floats(heads, d, -(-rows // VECTOR) * VECTOR + VECTOR)
-    _call("transpose", _half(x), rows, heads, d, x, y, y.shape[2])
+    _call_only("transpose", rows, heads, d, x, y, y.shape[2])
+    return y
+
+
+def paired(x: Tensor) -> Tensor:
+    """[rows, heads, d] as lanes of the same shape: of each row and the next one in bfloat16."""
+    if not _half(x):
+        return x
+    y = floats(*x.shape)
+    _call_only("pair_rows", len(x), x.shape[1] * x.shape[2], x, y)
     return y
 
 
 def attention(segments: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Group attention of a packed row: out [rows, Hq, D] and log-sum-exps float32 [rows, Hq]. segments int64 [S, 4]:
-    first row, length, first row of the prefix, its length. D a multiple of VECTOR."""
+    first row, length, first row of the prefix, its length. D a multiple of VECTOR. All contiguous."""
     rows, heads, d = query.shape
     out, lse, turned = torch.empty_like(query), floats(rows, heads), transposed(key)
     _call(
         "attention", _half(query), len(segments), segments, heads, key.shape[1], d, query, turned, turned.shape[2],
-        value.float(), float(scaling), out, lse,
+        paired(value), float(scaling), out, lse,
     )  # fmt: skip
     return out, lse
 
@@ -177,7 +192,7 @@ def attention_backward(
     keys, values = transposed(key), transposed(value)
     _call(
         "attention_backward", _half(query), len(groups) - 1, groups, segments, query.shape[1], key.shape[1],
-        query.shape[2], query, key.float(), keys, keys.shape[2], values, out, lse, grad_out, float(scaling),
+        query.shape[2], query, paired(key), keys, keys.shape[2], values, out, lse, grad_out, float(scaling),
         grad_query, grad_key, grad_value,
     )  # fmt: skip
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
@@ -186,8 +201,9 @@ def attention_backward(
 @dataclass(frozen=True, slots=True)
 class Live:
     """The rows of a decoding step: who belongs to whom, and caches. groups int64 [N + 1] counts members, int64 [rows];
-    prompts [N] and lengths [rows] in tokens. Keys [layers, ., Hkv, D, room], values [layers, ., Hkv, room, D], of rows
-    (own) or groups (prompt); rooms multiples of VECTOR."""
+    prompts [N] and lengths [rows] in tokens. In lanes (see `numbers_in_a_lane`), for rows (own) or groups (prompt):
+    keys [layers, ., Hkv, D or half of it, room] and values [layers, ., Hkv, room or half of it, D]; the room, in
+    tokens, a multiple of VECTOR."""
 
     groups: Tensor
     members: Tensor
@@ -230,7 +246,7 @@ def decode_step(stack: Stack, live: Live, x: Tensor, cosine: Tensor, sine: Tenso
     """One token per row through all layers: its embedding x [rows, H] -> the residual stream before the last addition
     (in x's place), and what is to be added. bfloat16; cosine and sine [rows, D] contiguous."""
     delta = torch.empty_like(x)
-    _call_half(
+    _call_only(
         "decode_step", stack.sizes, stack.addresses, len(x), len(live.prompts), live.groups, live.members, live.prompts,
         live.lengths, live.own_keys, live.own_values, live.own_keys.shape[1], live.own_keys.shape[4], live.prompt_keys,
         live.prompt_values, live.prompt_keys.shape[4], stack.scaling, stack.eps, cosine, sine, x, delta,
@@ -255,7 +271,7 @@ class Panels:
         """Take over the weights [out, k] and biases of these layers, in the place of those before."""
         first = 0
         for layer in layers:
-            _call_half("pack", first, layer.out_features, self.k, layer.weight.bfloat16().contiguous(), self.packed)
+            _call_only("pack", first, layer.out_features, self.k, layer.weight.bfloat16().contiguous(), self.packed)
             if self.bias is not None:
                 self.bias[first : first + layer.out_features] = 0 if layer.bias is None else layer.bias
             first += layer.out_features
@@ -263,7 +279,7 @@ class Panels:
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, k] -> [rows, n]."""
         y = x.new_empty(len(x), self.n)
-        _call_half("product", len(x), self.n, self.k, self.run, x.contiguous(), self.packed, self.bias, y)
+        _call_only("product", len(x), self.n, self.k, self.run, x.contiguous(), self.packed, self.bias, y)
         return y
 
 

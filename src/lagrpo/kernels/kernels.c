@@ -8,6 +8,9 @@
  *
  * GCC's vector extensions: 16 float32 at a time, whatever the registers of the machine are. */
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 #include <math.h>
 #include <omp.h>
 #include <stdint.h>
@@ -96,6 +99,28 @@ static float *room_for(i64 numbers) {
         abort();
     }
     return room;
+}
+
+/* ---- lanes: one float32, or two bfloat16 that are neighbours in a sum ---- */
+
+INLINE vec lanes(const void *p, i64 i) { return load(p, i, 0); }
+
+INLINE vec same_lanes(const void *p, i64 i) { /* one lane, W times */
+    int32_t lane;
+    memcpy(&lane, (const char *)p + i * 4, sizeof lane);
+    return (vec)((ivec){} + lane);
+}
+
+/* total + x y; of a pair first the second product, then the first, each rounded, as the processors' instruction does */
+INLINE vec add_product(vec total, vec x, vec y, int half) {
+    if (!half) return total + x * y;
+#if defined(__AVX512BF16__)
+    return (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, (__m512bh)y);
+#else
+    uvec a = (uvec)x, b = (uvec)y, high = (uvec){} + 0xffff0000u;
+    total += (vec)(a & high) * (vec)(b & high);
+    return total + (vec)(a << 16) * (vec)(b << 16);
+#endif
 }
 
 /* ---- functions of a vector ---- */
@@ -268,23 +293,29 @@ EXPORT void rotary(i64 n, i64 heads, i64 d, const void *x, i64 stride, const voi
 
 /* ---- attention: up to QUERIES queries at a time ---- */
 
-INLINE void products_tile(int nq, int vectors, i64 d, const float *q, const void *kt, i64 stride, i64 key, float *s,
+/* Numbers that are multiplied lie in lanes. In bfloat16 that halves the work: a key's pairs run along its numbers, a
+ * value's along the tokens, starting with the first token of a segment. Scores and sums are float32, weights are rounded
+ * to bfloat16 for their product with the values, as in fused attention elsewhere. */
+
+INLINE void products_tile(int nq, int vectors, i64 d, const float *q, const float *kt, i64 stride, i64 key, float *s,
                           i64 room, int half) {
     vec total[QUERIES][4];
     for (int a = 0; a < nq; a++)
         for (int j = 0; j < vectors; j++) total[a][j] = all(0);
-    for (i64 c = 0; c < d; c++)
-        for (int j = 0; j < vectors; j++) {
-            vec k = load(kt, c * stride + key + j * W, half);
-            for (int a = 0; a < nq; a++) total[a][j] += k * all(q[a * d + c]);
-        }
+    for (i64 c = 0; c < d; c++) {
+        vec k[4];
+        for (int j = 0; j < vectors; j++) k[j] = lanes(kt, c * stride + key + j * W);
+        for (int a = 0; a < nq; a++)
+            for (int j = 0; j < vectors; j++)
+                total[a][j] = add_product(total[a][j], k[j], same_lanes(q, a * d + c), half);
+    }
     for (int a = 0; a < nq; a++)
         for (int j = 0; j < vectors; j++) memcpy(s + a * room + key + j * W, &total[a][j], sizeof(vec));
 }
 
-/* s[a][key] = q[a] . k[key] for keys 0 .. n-1 (up to W - 1 more are written). q [nq, d] float32; kt [d, n] with rows
- * `stride` apart; rows of s `room` apart. */
-INLINE void products(int nq, i64 d, const float *q, const void *kt, i64 stride, i64 n, float *s, i64 room, int half) {
+/* s[a][key] = q[a] . k[key] for keys 0 .. n-1 (up to W - 1 more are written). q [nq, d] and kt [d, n] in d lanes, rows of
+ * kt `stride` lanes apart; s float32, its rows `room` apart. */
+INLINE void products(int nq, i64 d, const float *q, const float *kt, i64 stride, i64 n, float *s, i64 room, int half) {
     i64 key = 0;
     for (; key + 3 * W < n; key += TILE) products_tile(nq, 4, d, q, kt, stride, key, s, room, half);
     if (key + 2 * W < n) products_tile(nq, 3, d, q, kt, stride, key, s, room, half);
@@ -292,25 +323,28 @@ INLINE void products(int nq, i64 d, const float *q, const void *kt, i64 stride, 
     else if (key < n) products_tile(nq, 1, d, q, kt, stride, key, s, room, half);
 }
 
-INLINE void mixture_tile(int nq, int vectors, i64 d, const float *p, i64 room, const void *v, i64 stride, i64 n,
+INLINE void mixture_tile(int nq, int vectors, i64 d, const float *p, i64 room, const float *v, i64 stride, i64 n,
                          float *out, i64 c, int half) {
     vec total[QUERIES][4];
     for (int a = 0; a < nq; a++)
         for (int j = 0; j < vectors; j++) total[a][j] = load(out, a * d + c + j * W, 0);
-    for (i64 key = 0; key < n; key++)
-        for (int j = 0; j < vectors; j++) {
-            vec x = load(v, key * stride + c + j * W, half);
-            for (int a = 0; a < nq; a++) total[a][j] += x * all(p[a * room + key]);
-        }
+    for (i64 key = 0; key < n; key++) {
+        vec x[4];
+        for (int j = 0; j < vectors; j++) x[j] = lanes(v, key * stride + c + j * W);
+        for (int a = 0; a < nq; a++)
+            for (int j = 0; j < vectors; j++)
+                total[a][j] = add_product(total[a][j], x[j], same_lanes(p, a * room + key), half);
+    }
     for (int a = 0; a < nq; a++)
         for (int j = 0; j < vectors; j++) memcpy(out + a * d + c + j * W, &total[a][j], sizeof(vec));
 }
 
-/* out[a] += sum over keys of p[a][key] v[key], key after key. v [n, d] with rows `stride` apart; out [nq, d]. */
-INLINE void mixture(int nq, i64 d, const float *p, i64 room, const void *v, i64 stride, i64 n, float *out, int half) {
-    i64 c = 0;
-    for (; c + TILE <= d; c += TILE) mixture_tile(nq, 4, d, p, room, v, stride, n, out, c, half);
-    for (; c < d; c += W) mixture_tile(nq, 1, d, p, room, v, stride, n, out, c, half);
+/* out[a] += sum over keys of p[a][key] v[key], lane after lane: of `n` tokens, in the rows of p and from row to row of v,
+ * `room` and `stride` lanes apart. out float32 [nq, d]. */
+INLINE void mixture(int nq, i64 d, const float *p, i64 room, const float *v, i64 stride, i64 n, float *out, int half) {
+    i64 c = 0, rows = half ? (n + 1) / 2 : n;
+    for (; c + TILE <= d; c += TILE) mixture_tile(nq, 4, d, p, room, v, stride, rows, out, c, half);
+    for (; c < d; c += W) mixture_tile(nq, 1, d, p, room, v, stride, rows, out, c, half);
 }
 
 /* one copy of the code for each number of queries, so that their sums stay in registers */
@@ -322,8 +356,9 @@ INLINE void mixture(int nq, i64 d, const float *p, i64 room, const void *v, i64 
         default: { enum { Q = 4 }; call; break; }                                                                      \
     }
 
-/* s <- exp(scaling s - max) over n numbers, zeros up to the next multiple of W; returns log sum exp and the sum. */
-INLINE float softmax(float *s, i64 n, float scaling, float *total) {
+/* s <- exp(scaling s - max) over n numbers, zeros up to the next multiple of W, in the place of s as bfloat16 (half);
+ * returns log sum exp, and the sum. */
+INLINE float softmax(float *s, i64 n, float scaling, float *total, int half) {
     vec top = all(-INFINITY), sums = all(0);
     for (i64 i = n; i % W; i++) s[i] = -INFINITY;
     for (i64 i = 0; i < n; i += W) {
@@ -335,32 +370,36 @@ INLINE float softmax(float *s, i64 n, float scaling, float *total) {
     for (i64 i = 0; i < n; i += W) {
         vec e = exponential(load(s, i, 0) - all(highest));
         sums += e;
-        store(s, i, e, 0);
+        store(s, i, e, half);
     }
     *total = sum(sums);
     return highest + logf(*total);
 }
 
-INLINE void as_float(const void *x, i64 first, i64 d, float *y, int half) {
-    for (i64 c = 0; c < d; c += W) store(y, c, load(x, first + c, half), 0);
+/* Numbers `first` .. `stop` - 1 of x are 0. */
+INLINE void clear(void *x, i64 first, i64 stop, int half) {
+    if (first < stop) memset((void *)at(x, first, half), 0, (stop - first) * (half ? 2 : 4));
 }
 
-/* kt[h][c][row] = k[row][h][c] in float32, rows of kt `stride` >= n + W apart. */
-INLINE void transpose_any(i64 n, i64 heads, i64 d, const void *k, float *kt, i64 stride, int half) {
+/* A segment's own tokens come behind its prefix where a pair begins. */
+INLINE i64 even(i64 n) { return n + n % 2; }
+
+/* kt[h][c][row] = k[row][h][c] in lanes, rows of kt `stride` >= n + W apart. */
+EXPORT void transpose(i64 n, i64 heads, i64 d, const uint32_t *k, uint32_t *kt, i64 stride) {
 #pragma omp parallel for schedule(static) collapse(2)
     for (i64 h = 0; h < heads; h++)
         for (i64 first = 0; first < n; first += TILE)
             for (i64 c = 0; c < d; c++)
-                for (i64 row = first; row < first + TILE && row < n; row++) {
-                    i64 from = (row * heads + h) * d + c, to = (h * d + c) * stride + row;
-                    uint32_t bits = half ? (uint32_t)((const uint16_t *)k)[from] << 16 : ((const uint32_t *)k)[from];
-                    memcpy(kt + to, &bits, 4);
-                }
+                for (i64 row = first; row < first + TILE && row < n; row++)
+                    kt[(h * d + c) * stride + row] = k[(row * heads + h) * d + c];
 }
 
-EXPORT void transpose(i64 n, i64 heads, i64 d, const void *k, float *kt, i64 stride, int half) {
-    if (half) transpose_any(n, heads, d, k, kt, stride, 1);
-    else transpose_any(n, heads, d, k, kt, stride, 0);
+/* y[row] = the pairs of x[row] and x[row + 1], of x[n - 1] and 0: x bfloat16 [n, width], y lanes [n, width]. */
+EXPORT void pair_rows(i64 n, i64 width, const uint16_t *x, uint32_t *y) {
+#pragma omp parallel for schedule(static)
+    for (i64 row = 0; row < n; row++)
+        for (i64 c = 0; c < width; c++)
+            y[row * width + c] = x[row * width + c] | (row + 1 < n ? (uint32_t)x[(row + 1) * width + c] << 16 : 0);
 }
 
 /* A segment of a packed row: rows first .. first + length - 1, attending causally to themselves and to all of
@@ -368,7 +407,7 @@ EXPORT void transpose(i64 n, i64 heads, i64 d, const void *k, float *kt, i64 str
 typedef struct { i64 first, length, prefix_first, prefix_length; } Segment;
 
 /* The QUERIES or fewer queries number `block` .. of a segment and a key head: token after token, and within a token the
- * `repeats` query heads of the key head. */
+ * `repeats` query heads of the key head. keys: how many of the segment's own each attends to; own: the most of these. */
 typedef struct { int nq; i64 row[QUERIES], head[QUERIES], keys[QUERIES], own; } Queries;
 
 INLINE Queries queries_of(const Segment *s, i64 block, i64 repeats, i64 kv_head) {
@@ -377,8 +416,7 @@ INLINE Queries queries_of(const Segment *s, i64 block, i64 repeats, i64 kv_head)
         i64 t = f / repeats;
         q.row[q.nq] = s->first + t;
         q.head[q.nq] = kv_head * repeats + f % repeats;
-        q.own = t + 1;
-        q.keys[q.nq] = s->prefix_length + t + 1;
+        q.keys[q.nq] = q.own = t + 1;
     }
     return q;
 }
@@ -391,31 +429,33 @@ static i64 longest_of(const Segment *segments, i64 n) {
     return longest;
 }
 
-/* q, out [rows, heads, d]; k_t as `transpose` leaves it; v [rows, kv_heads, d] float32; lse [rows, heads]. */
+/* q, out [rows, heads, d]; k_t as `transpose` leaves it, v as `pair_rows` does (float32: as it is); lse [rows, heads]. */
 INLINE void attention_any(i64 count, const Segment *segments, i64 heads, i64 kv_heads, i64 d, const void *q,
                           const float *k_t, i64 stride, const float *v, float scaling, void *out, float *lse, int half) {
-    i64 repeats = heads / kv_heads, room = longest_of(segments, count) + 2 * W;
+    i64 repeats = heads / kv_heads, room = longest_of(segments, count) + 2 * W, dl = half ? d / 2 : d;
 #pragma omp parallel
     {
         float *s = room_for(QUERIES * room + 2 * QUERIES * d), *qs = s + QUERIES * room, *mix = qs + QUERIES * d;
 #pragma omp for schedule(dynamic, 1)
         for (i64 task = 0; task < count * kv_heads; task++) {
             const Segment *g = segments + task / kv_heads;
-            i64 h = task % kv_heads, width = kv_heads * d;
-            const float *kt = k_t + h * d * stride, *vh = v + h * d;
+            i64 h = task % kv_heads, width = kv_heads * d, step = half ? 2 * width : width;
+            i64 P = g->prefix_length, own = even(P), split = half ? own / 2 : own;
+            const float *kt = k_t + h * dl * stride, *vh = v + h * d;
             for (i64 block = 0; block < g->length * repeats; block += QUERIES) {
                 Queries b = queries_of(g, block, repeats, h);
-                for (int a = 0; a < b.nq; a++) as_float(q, (b.row[a] * heads + b.head[a]) * d, d, qs + a * d, half);
-                FOR_QUERIES(b.nq, products(Q, d, qs, kt + g->prefix_first, stride, g->prefix_length, s, room, 0);
-                            products(Q, d, qs, kt + g->first, stride, b.own, s + g->prefix_length, room, 0))
+                for (int a = 0; a < b.nq; a++) memcpy(qs + a * dl, at(q, (b.row[a] * heads + b.head[a]) * d, half), dl * 4);
+                FOR_QUERIES(b.nq, products(Q, dl, qs, kt + g->prefix_first, stride, P, s, room, half);
+                            products(Q, dl, qs, kt + g->first, stride, b.own, s + own, room, half))
                 float total[QUERIES];
                 for (int a = 0; a < b.nq; a++) {
-                    lse[b.row[a] * heads + b.head[a]] = softmax(s + a * room, b.keys[a], scaling, total + a);
-                    for (i64 i = b.keys[a]; i < g->prefix_length + b.own; i++) s[a * room + i] = 0;
+                    if (P < own) s[a * room + P] = -INFINITY;
+                    lse[b.row[a] * heads + b.head[a]] = softmax(s + a * room, own + b.keys[a], scaling, total + a, half);
+                    clear(s + a * room, own + b.keys[a], own + even(b.own), half);
                 }
                 memset(mix, 0, QUERIES * d * sizeof *mix);
-                FOR_QUERIES(b.nq, mixture(Q, d, s, room, vh + g->prefix_first * width, width, g->prefix_length, mix, 0);
-                            mixture(Q, d, s + g->prefix_length, room, vh + g->first * width, width, b.own, mix, 0))
+                FOR_QUERIES(b.nq, mixture(Q, d, s, room, vh + g->prefix_first * width, step, P, mix, half);
+                            mixture(Q, d, s + split, room, vh + g->first * width, step, b.own, mix, half))
                 for (int a = 0; a < b.nq; a++)
                     for (i64 c = 0; c < d; c += W)
                         store(out, (b.row[a] * heads + b.head[a]) * d + c, load(mix, a * d + c, 0) / all(total[a]), half);
@@ -432,78 +472,100 @@ EXPORT void attention(i64 count, const Segment *segments, i64 heads, i64 kv_head
 }
 
 INLINE void spread_tile(int nq, int vectors, i64 d, const float *p, i64 room, const float *x, i64 n, float *sums,
-                        i64 stride, i64 c) {
+                        i64 stride, i64 c, int half) {
     vec xs[QUERIES][4];
     for (int a = 0; a < nq; a++)
-        for (int j = 0; j < vectors; j++) xs[a][j] = load(x, a * d + c + j * W, 0);
+        for (int j = 0; j < vectors; j++) xs[a][j] = lanes(x, a * d + c + j * W);
     for (i64 key = 0; key < n; key++) {
         vec total[4];
         for (int j = 0; j < vectors; j++) total[j] = load(sums, key * stride + c + j * W, 0);
         for (int a = 0; a < nq; a++) {
-            vec weight = all(p[a * room + key]);
-            for (int j = 0; j < vectors; j++) total[j] += weight * xs[a][j];
+            vec weight = same_lanes(p, a * room + key);
+            for (int j = 0; j < vectors; j++) total[j] = add_product(total[j], weight, xs[a][j], half);
         }
         for (int j = 0; j < vectors; j++) store(sums, key * stride + c + j * W, total[j], 0);
     }
 }
 
-/* sums[key] += sum over queries of p[a][key] x[a]: sums [n, d] float32 with rows `stride` apart. */
-INLINE void spread(int nq, i64 d, const float *p, i64 room, const float *x, i64 n, float *sums, i64 stride) {
-    i64 c = 0;
-    for (; c + TILE <= d; c += TILE) spread_tile(nq, 4, d, p, room, x, n, sums, stride, c);
-    for (; c < d; c += W) spread_tile(nq, 1, d, p, room, x, n, sums, stride, c);
+/* sums[key] += sum over queries of p[a][key] x[a], pairs of queries (half): p [., n] and x [., d] in lanes, sums [n, d]
+ * float32 with rows `stride` apart. */
+INLINE void spread(int nq, i64 d, const float *p, i64 room, const float *x, i64 n, float *sums, i64 stride, int half) {
+    i64 c = 0, rows = half ? (nq + 1) / 2 : nq;
+    for (; c + TILE <= d; c += TILE) spread_tile(rows, 4, d, p, room, x, n, sums, stride, c, half);
+    for (; c < d; c += W) spread_tile(rows, 1, d, p, room, x, n, sums, stride, c, half);
+}
+
+/* Rows of x, bfloat16 [nq, n] and `room` lanes apart, two by two as lanes [., n], `y_room` apart; a missing row is
+ * zeros. float32: x itself. n up to the next multiple of W. */
+INLINE const float *two_by_two(int nq, i64 n, const float *x, i64 room, float *y, i64 y_room, int half) {
+    if (!half) return x;
+    for (int a = 0; a < nq; a += 2)
+        for (i64 i = 0; i < n; i += W) {
+            uvec second = a + 1 < nq ? (uvec)load(x + (a + 1) * room, i, 1) : (uvec){};
+            store(y, a / 2 * y_room + i, (vec)((uvec)load(x + a * room, i, 1) >> 16 | second), 0);
+        }
+    return y;
 }
 
 /* Gradients of `attention`. `groups` [n_groups + 1]: which segments belong to a group, whose rows no other group
- * touches; a group and a key head are one task. k float32, k_t and v_t as `transpose` leaves them; grad_k and grad_v
- * float32 [rows, kv_heads, d], zeros at the start. */
+ * touches; a group and a key head are one task. k as `pair_rows` leaves it (float32: as it is), k_t and v_t as
+ * `transpose` does; grad_k and grad_v float32 [rows, kv_heads, d], zeros at the start. */
 INLINE void attention_backward_any(i64 n_groups, const i64 *groups, const Segment *segments, i64 heads, i64 kv_heads,
                                    i64 d, const void *q, const float *k, const float *k_t, i64 stride, const float *v_t,
                                    const void *out, const float *lse, const void *grad_out, float scaling, void *grad_q,
                                    float *grad_k, float *grad_v, int half) {
     i64 repeats = heads / kv_heads, room = longest_of(segments, groups[n_groups]) + 2 * W, width = kv_heads * d;
+    i64 dl = half ? d / 2 : d, step = half ? 2 * width : width;
 #pragma omp parallel
     {
-        float *p = room_for(2 * QUERIES * room + 3 * QUERIES * d), *ds = p + QUERIES * room;
-        float *qs = ds + QUERIES * room, *gs = qs + QUERIES * d, *mix = gs + QUERIES * d;
+        float *p = room_for(3 * QUERIES * room + 4 * QUERIES * d), *ds = p + QUERIES * room, *zip = ds + QUERIES * room;
+        float *qs = zip + QUERIES * room, *gs = qs + QUERIES * d, *mix = gs + QUERIES * d, *zip_d = mix + QUERIES * d;
 #pragma omp for schedule(dynamic, 1)
         for (i64 task = 0; task < n_groups * kv_heads; task++)
             for (i64 segment = groups[task / kv_heads]; segment < groups[task / kv_heads + 1]; segment++) {
                 const Segment *g = segments + segment;
-                i64 h = task % kv_heads, P = g->prefix_length, prefix = g->prefix_first, own = g->first;
-                const float *kt = k_t + h * d * stride, *vt = v_t + h * d * stride, *kh = k + h * d;
+                i64 h = task % kv_heads, P = g->prefix_length, own = even(P), split = half ? own / 2 : own;
+                i64 before = g->prefix_first, first = g->first;
+                const float *kt = k_t + h * dl * stride, *vt = v_t + h * dl * stride, *kh = k + h * d, *weights, *x;
                 float *gk = grad_k + h * d, *gv = grad_v + h * d;
                 for (i64 block = 0; block < g->length * repeats; block += QUERIES) {
                     Queries b = queries_of(g, block, repeats, h);
                     float inner[QUERIES];
                     for (int a = 0; a < b.nq; a++) {
                         i64 from = (b.row[a] * heads + b.head[a]) * d;
-                        as_float(q, from, d, qs + a * d, half);
-                        as_float(grad_out, from, d, gs + a * d, half);
+                        memcpy(qs + a * dl, at(q, from, half), dl * 4);
+                        memcpy(gs + a * dl, at(grad_out, from, half), dl * 4);
                         vec total = all(0);
-                        for (i64 c = 0; c < d; c += W) total += load(out, from + c, half) * load(gs, a * d + c, 0);
+                        for (i64 c = 0; c < d; c += W) total += load(out, from + c, half) * load(grad_out, from + c, half);
                         inner[a] = sum(total);
                     }
-                    FOR_QUERIES(b.nq, products(Q, d, qs, kt + prefix, stride, P, p, room, 0);
-                                products(Q, d, qs, kt + own, stride, b.own, p + P, room, 0);
-                                products(Q, d, gs, vt + prefix, stride, P, ds, room, 0);
-                                products(Q, d, gs, vt + own, stride, b.own, ds + P, room, 0))
+                    FOR_QUERIES(b.nq, products(Q, dl, qs, kt + before, stride, P, p, room, half);
+                                products(Q, dl, qs, kt + first, stride, b.own, p + own, room, half);
+                                products(Q, dl, gs, vt + before, stride, P, ds, room, half);
+                                products(Q, dl, gs, vt + first, stride, b.own, ds + own, room, half))
                     for (int a = 0; a < b.nq; a++) {
+                        float *pa = p + a * room, *dsa = ds + a * room;
                         vec norm = all(lse[b.row[a] * heads + b.head[a]]);
-                        for (i64 i = 0; i < b.keys[a]; i += W) {
-                            vec x = exponential(load(p, a * room + i, 0) * all(scaling) - norm);
-                            store(p, a * room + i, x, 0);
-                            store(ds, a * room + i, (load(ds, a * room + i, 0) - all(inner[a])) * x * all(scaling), 0);
+                        if (P < own) pa[P] = -INFINITY, dsa[P] = 0;
+                        for (i64 i = 0; i < own + b.keys[a]; i += W) {
+                            vec e = exponential(load(pa, i, 0) * all(scaling) - norm);
+                            store(dsa, i, (load(dsa, i, 0) - all(inner[a])) * e * all(scaling), half);
+                            store(pa, i, e, half);
                         }
-                        for (i64 i = b.keys[a]; i < P + b.own; i++) p[a * room + i] = ds[a * room + i] = 0;
+                        clear(pa, own + b.keys[a], own + b.own + W, half);
+                        clear(dsa, own + b.keys[a], own + b.own + W, half);
                     }
                     memset(mix, 0, QUERIES * d * sizeof *mix);
-                    FOR_QUERIES(b.nq, mixture(Q, d, ds, room, kh + prefix * width, width, P, mix, 0);
-                                mixture(Q, d, ds + P, room, kh + own * width, width, b.own, mix, 0);
-                                spread(Q, d, ds, room, qs, P, gk + prefix * width, width);
-                                spread(Q, d, ds + P, room, qs, b.own, gk + own * width, width);
-                                spread(Q, d, p, room, gs, P, gv + prefix * width, width);
-                                spread(Q, d, p + P, room, gs, b.own, gv + own * width, width))
+                    FOR_QUERIES(b.nq, mixture(Q, d, ds, room, kh + before * width, step, P, mix, half);
+                                mixture(Q, d, ds + split, room, kh + first * width, step, b.own, mix, half);
+                                weights = two_by_two(Q, own + b.own, ds, room, zip, room, half);
+                                x = two_by_two(Q, d, qs, dl, zip_d, d, half);
+                                spread(Q, d, weights, room, x, P, gk + before * width, width, half);
+                                spread(Q, d, weights + own, room, x, b.own, gk + first * width, width, half);
+                                weights = two_by_two(Q, own + b.own, p, room, zip, room, half);
+                                x = two_by_two(Q, d, gs, dl, zip_d, d, half);
+                                spread(Q, d, weights, room, x, P, gv + before * width, width, half);
+                                spread(Q, d, weights + own, room, x, b.own, gv + first * width, width, half))
                     for (int a = 0; a < b.nq; a++)
                         for (i64 c = 0; c < d; c += W)
                             store(grad_q, (b.row[a] * heads + b.head[a]) * d + c, load(mix, a * d + c, 0), half);
@@ -528,53 +590,60 @@ EXPORT void attention_backward(i64 n_groups, const i64 *groups, const Segment *s
 /* ---- one token of each live row against its prompt and its own tokens ---- */
 
 /* Puts the new keys and values in their caches and attends. Rows of group g are members[groups[g]] ..; q, out [rows,
- * heads, d]; k, v [rows, kv_heads, d], rows of v `v_stride` numbers apart; own caches of keys [rows, kv_heads, d, own_room] and values [rows, kv_heads,
- * own_room, d], of which lengths[row] are filled; prompts' likewise [n_groups, kv_heads, ., .]; rooms multiples of W. */
+ * heads, d]; k, v [rows, kv_heads, d], rows of v `v_stride` numbers apart. Caches in lanes: own keys [rows, kv_heads, d,
+ * own_room] and values [rows, kv_heads, own_room, d], of which lengths[row] tokens are filled, half as many lanes along d
+ * and along own_room in bfloat16; prompts' likewise [n_groups, kv_heads, ., .]; rooms, in tokens, multiples of 2 W. */
 INLINE void decode_any(i64 n_groups, const i64 *groups, const i64 *members, const i64 *prompts, const i64 *lengths,
                        i64 heads, i64 kv_heads, i64 d, const void *q, const void *k, const void *v, i64 v_stride,
-                       void *own_keys, void *own_values, i64 own_room, const void *prompt_keys, const void *prompt_values,
-                       i64 prompt_room, float scaling, void *out, int half) {
-    i64 repeats = heads / kv_heads, room = own_room + prompt_room + 2 * W, most = 0, size = half ? 2 : 4;
-    for (i64 g = 0; g < n_groups; g++)
-        if (groups[g + 1] - groups[g] > most) most = groups[g + 1] - groups[g];
+                       float *own_keys, float *own_values, i64 own_room, const float *prompt_keys,
+                       const float *prompt_values, i64 prompt_room, float scaling, void *out, int half) {
+    i64 repeats = heads / kv_heads, room = own_room + prompt_room + 2 * W, dl = half ? d / 2 : d;
 #pragma omp parallel
     {
         float *s = room_for(QUERIES * room + 2 * QUERIES * d), *qs = s + QUERIES * room, *mix = qs + QUERIES * d;
 #pragma omp for schedule(dynamic, 1) collapse(2)
         for (i64 g = 0; g < n_groups; g++)
             for (i64 h = 0; h < kv_heads; h++) {
-                i64 P = prompts[g], members_of_g = groups[g + 1] - groups[g];
-                const void *pk = at(prompt_keys, (g * kv_heads + h) * d * prompt_room, half);
-                const void *pv = at(prompt_values, (g * kv_heads + h) * d * prompt_room, half);
+                i64 P = prompts[g], own = even(P), split = half ? own / 2 : own, members_of_g = groups[g + 1] - groups[g];
+                const float *pk = prompt_keys + (g * kv_heads + h) * dl * prompt_room;
+                const float *pv = prompt_values + (g * kv_heads + h) * dl * prompt_room;
                 for (i64 m = 0; m < members_of_g; m++) {
-                    i64 row = members[groups[g] + m], slot = lengths[row], cache = (row * kv_heads + h) * d * own_room;
-                    const char *new_key = at(k, (row * kv_heads + h) * d, half);
-                    for (i64 c = 0; c < d; c++)
-                        memcpy((char *)own_keys + (cache + c * own_room + slot) * size, new_key + c * size, size);
-                    memcpy((char *)own_values + (cache + slot * d) * size, at(v, row * v_stride + h * d, half), d * size);
+                    i64 row = members[groups[g] + m], slot = lengths[row], cache = (row * kv_heads + h) * dl * own_room;
+                    const char *new_key = at(k, (row * kv_heads + h) * d, half), *new_value = at(v, row * v_stride + h * d, half);
+                    for (i64 c = 0; c < dl; c++) memcpy(own_keys + cache + c * own_room + slot, new_key + c * 4, 4);
+                    uint16_t *pairs = (uint16_t *)(own_values + cache + slot / 2 * d);
+                    if (half)
+                        for (i64 c = 0; c < d; c++) pairs[2 * c + slot % 2] = ((const uint16_t *)new_value)[c];
+                    else memcpy(own_values + cache + slot * d, new_value, d * 4);
                 }
                 for (i64 block = 0; block < members_of_g * repeats; block += QUERIES) {
-                    i64 row[QUERIES], from[QUERIES];
+                    i64 row[QUERIES], from[QUERIES], cache[QUERIES];
                     int nq = 0;
                     for (i64 f = block; f < members_of_g * repeats && nq < QUERIES; f++, nq++) {
                         row[nq] = members[groups[g] + f / repeats];
                         from[nq] = (row[nq] * heads + h * repeats + f % repeats) * d;
-                        as_float(q, from[nq], d, qs + nq * d, half);
+                        cache[nq] = (row[nq] * kv_heads + h) * dl * own_room;
+                        memcpy(qs + nq * dl, at(q, from[nq], half), dl * 4);
                     }
-                    FOR_QUERIES(nq, products(Q, d, qs, pk, prompt_room, P, s, room, half))
+                    FOR_QUERIES(nq, products(Q, dl, qs, pk, prompt_room, P, s, room, half))
                     float total[QUERIES];
                     for (int a = 0, same; a < nq; a += same) { /* the queries of one row share its keys */
-                        const void *keys = at(own_keys, (row[a] * kv_heads + h) * d * own_room, half);
                         for (same = 1; a + same < nq && row[a + same] == row[a];) same++;
-                        FOR_QUERIES(same, products(Q, d, qs + a * d, keys, own_room, lengths[row[a]] + 1, s + a * room + P, room, half))
-                        for (int b = a; b < a + same; b++) softmax(s + b * room, P + lengths[row[b]] + 1, scaling, total + b);
+                        i64 tokens = lengths[row[a]] + 1;
+                        FOR_QUERIES(same, products(Q, dl, qs + a * dl, own_keys + cache[a], own_room, tokens,
+                                                   s + a * room + own, room, half))
+                        for (int b = a; b < a + same; b++) {
+                            if (P < own) s[b * room + P] = -INFINITY;
+                            softmax(s + b * room, own + tokens, scaling, total + b, half);
+                            clear(s + b * room, own + tokens, own + even(tokens), half);
+                        }
                     }
                     memset(mix, 0, QUERIES * d * sizeof *mix);
                     FOR_QUERIES(nq, mixture(Q, d, s, room, pv, d, P, mix, half))
                     for (int a = 0, same; a < nq; a += same) {
-                        const void *values = at(own_values, (row[a] * kv_heads + h) * d * own_room, half);
                         for (same = 1; a + same < nq && row[a + same] == row[a];) same++;
-                        FOR_QUERIES(same, mixture(Q, d, s + a * room + P, room, values, d, lengths[row[a]] + 1, mix + a * d, half))
+                        FOR_QUERIES(same, mixture(Q, d, s + a * room + split, room, own_values + cache[a], d,
+                                                  lengths[row[a]] + 1, mix + a * d, half))
                     }
                     for (int a = 0; a < nq; a++)
                         for (i64 c = 0; c < d; c += W)
@@ -586,15 +655,15 @@ INLINE void decode_any(i64 n_groups, const i64 *groups, const i64 *members, cons
 }
 
 EXPORT void decode(i64 n_groups, const i64 *groups, const i64 *members, const i64 *prompts, const i64 *lengths, i64 heads,
-                   i64 kv_heads, i64 d, const void *q, const void *k, const void *v, i64 v_stride, void *own_keys,
-                   void *own_values, i64 own_room, const void *prompt_keys, const void *prompt_values, i64 prompt_room, float scaling,
-                   void *out, int half) {
+                   i64 kv_heads, i64 d, const void *q, const void *k, const void *v, i64 v_stride, float *own_keys,
+                   float *own_values, i64 own_room, const float *prompt_keys, const float *prompt_values,
+                   i64 prompt_room, float scaling, void *out, int half) {
     if (half)
-        decode_any(n_groups, groups, members, prompts, lengths, heads, kv_heads, d, q, k, v, v_stride, own_keys, own_values,
-                   own_room, prompt_keys, prompt_values, prompt_room, scaling, out, 1);
+        decode_any(n_groups, groups, members, prompts, lengths, heads, kv_heads, d, q, k, v, v_stride, own_keys,
+                   own_values, own_room, prompt_keys, prompt_values, prompt_room, scaling, out, 1);
     else
-        decode_any(n_groups, groups, members, prompts, lengths, heads, kv_heads, d, q, k, v, v_stride, own_keys, own_values,
-                   own_room, prompt_keys, prompt_values, prompt_room, scaling, out, 0);
+        decode_any(n_groups, groups, members, prompts, lengths, heads, kv_heads, d, q, k, v, v_stride, own_keys,
+                   own_values, own_room, prompt_keys, prompt_values, prompt_room, scaling, out, 0);
 }
 
 /* ---- matrix products of a few rows, bfloat16 ---- */
@@ -606,17 +675,13 @@ EXPORT void decode(i64 n_groups, const i64 *groups, const i64 *members, const i6
 
 enum { COLUMNS = 3, PANEL = COLUMNS * W, ROWS = 8, LINE = 64 };
 
+EXPORT int has_product(void) {
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-#include <immintrin.h>
-
-EXPORT int has_product(void) { return 1; }
-
-INLINE vec add_pairs(vec total, vec x, vec w) { return (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, (__m512bh)w); }
+    return 1;
 #else
-EXPORT int has_product(void) { return 0; }
-
-INLINE vec add_pairs(vec total, vec x, vec w) { return total + x * w; } /* never called */
+    return 0;
 #endif
+}
 
 /* Rows of w [n, k] as rows `first` .. of a pack: panels of PANEL rows, in each pair after pair of k, [panels, k / 2,
  * PANEL, 2]. */
@@ -637,7 +702,7 @@ EXPORT void pack(i64 first, i64 n, i64 k, const void *w, void *packed) {
  * pair. */
 INLINE void strip(const int rows, i64 k, i64 chunk, const uint16_t *x, const char *panel, const float *bias,
                   const char *ahead, i64 lines, i64 each, uint16_t *y, i64 n, i64 stop) {
-    vec total[ROWS][COLUMNS], before[ROWS][COLUMNS];
+    vec total[ROWS][COLUMNS], before[ROWS][COLUMNS] = {};
     const char *end = ahead + lines * LINE;
     for (i64 start = 0; start < k; start += chunk) {
         if (start) memcpy(before, total, sizeof before);
@@ -650,12 +715,9 @@ INLINE void strip(const int rows, i64 k, i64 chunk, const uint16_t *x, const cha
                 for (i64 line = 0; line < each; line++) __builtin_prefetch(ahead + line * LINE, 0, 2);
                 ahead += each * LINE;
             }
-            for (int r = 0; r < rows; r++) {
-                float pair;
-                memcpy(&pair, x + r * k + i, sizeof pair);
-                vec both = (vec)((ivec){} + ((union { float f; int32_t i; }){pair}).i);
-                for (int c = 0; c < COLUMNS; c++) total[r][c] = add_pairs(total[r][c], both, w[c]);
-            }
+            for (int r = 0; r < rows; r++)
+                for (int c = 0; c < COLUMNS; c++)
+                    total[r][c] = add_product(total[r][c], same_lanes(x, (r * k + i) / 2), w[c], 1);
         }
         if (start)
             for (int r = 0; r < rows; r++)
@@ -711,13 +773,13 @@ static void turn(i64 rows, i64 heads, i64 d, const uint16_t *x, i64 stride, cons
 
 /* x [rows, width], the embeddings of one token per row, becomes the residual stream before the last layer's last
  * addition, delta [rows, width] what is to be added. The other arguments are those of `decode`, caches of all layers:
- * one layer's own keys are own_batch * kv_heads * d * own_room numbers, a prompt's n_groups times. */
+ * a layer's own keys are own_batch * kv_heads * d / 2 * own_room lanes, those of the prompts n_groups times. */
 EXPORT void decode_step(const Sizes *s, const Layer *layers, i64 rows, i64 n_groups, const i64 *groups, const i64 *members,
-                        const i64 *prompts, const i64 *lengths, uint16_t *own_keys, uint16_t *own_values, i64 own_batch,
-                        i64 own_room, const uint16_t *prompt_keys, const uint16_t *prompt_values, i64 prompt_room,
+                        const i64 *prompts, const i64 *lengths, float *own_keys, float *own_values, i64 own_batch,
+                        i64 own_room, const float *prompt_keys, const float *prompt_values, i64 prompt_room,
                         float scaling, float eps, const void *cosine, const void *sine, uint16_t *x, uint16_t *delta) {
     i64 q_width = s->heads * s->d, kv_width = s->kv_heads * s->d, qkv_width = q_width + 2 * kv_width;
-    i64 own = own_batch * kv_width * own_room, prompt = n_groups * kv_width * prompt_room;
+    i64 own = own_batch * kv_width / 2 * own_room, prompt = n_groups * kv_width / 2 * prompt_room;
     i64 numbers = s->width + qkv_width + 2 * q_width + kv_width + 3 * s->inner;
     uint16_t *h = (uint16_t *)room_for(rows * (numbers / 2 + 1 + s->heads)), *qkv = h + rows * s->width;
     uint16_t *q = qkv + rows * qkv_width, *k = q + rows * q_width, *attended = k + rows * kv_width;

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lagrpo import kernels
@@ -26,47 +27,61 @@ MIN_ROWS = 2  # a matrix product with one row takes another kernel, with another
 @dataclass(slots=True)
 class Cache:
     """Keys [layers, batch, Hkv, D, tokens], their tokens side by side, and values [layers, batch, Hkv, tokens, D]; the
-    batch is rows, or groups."""
+    batch is rows, or groups. Where the kernels attend, `lanes` is how many numbers one float32 holds: with 2 (bfloat16)
+    neighbours along D of a key, and along the tokens of a value, are one, and these dimensions half as long. Elsewhere
+    it is 0."""
 
     keys: Tensor
     values: Tensor
+    lanes: int
+
+    @staticmethod
+    def empty(policy: Policy, batch: int, tokens: int) -> Cache:
+        text = policy.model.config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        d = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        like = torch.empty(1, 1, d, dtype=policy.dtype, device=policy.device)
+        lanes = kernels.numbers_in_a_lane(policy.dtype) if kernels.attend_on(like) else 0
+        pair, dtype = (lanes, torch.float32) if lanes else (1, policy.dtype)
+        room = -(-tokens // MIN_KEYS) * MIN_KEYS
+        shape = (text.num_hidden_layers, batch, heads)
+        keys, values = (like.new_zeros(*shape, *size, dtype=dtype) for size in ((d // pair, room), (room // pair, d)))
+        return Cache(keys, values, lanes)
 
     @property
     def room(self) -> int:
-        return self.values.shape[3]
+        return self.keys.shape[4]
 
     @property
     def batch(self) -> int:
-        return self.values.shape[1]
+        return self.keys.shape[1]
+
+    def put(self, layer: int, at: int, key: Tensor, value: Tensor) -> None:
+        """The first tokens of one of the batch: key and value [tokens, Hkv, D]."""
+        if self.lanes == 2:
+            key = key.contiguous().view(torch.float32)
+            value = F.pad(value, (0, 0, 0, 0, 0, len(value) % 2)).unflatten(0, (-1, 2))
+            value = value.permute(0, 2, 3, 1).contiguous().view(torch.float32).squeeze(-1)
+        self.keys[layer, at, :, :, : len(key)] = key.permute(1, 2, 0)
+        self.values[layer, at, :, : len(value)] = value.transpose(0, 1)
 
     def copy(self, source: Cache) -> None:
         """Take over a smaller cache."""
         self.keys[:, : source.batch, :, :, : source.room] = source.keys
-        self.values[:, : source.batch, :, : source.room] = source.values
+        self.values[:, : source.batch, :, : source.values.shape[3]] = source.values
 
 
 class DecodeState:
     """Keys and values of the live rows, `own`, and of the prompts of their groups, `prefix`; who belongs to whom."""
 
     def __init__(self, policy: Policy, max_rows: int, max_tokens: int) -> None:
-        text = policy.model.config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self.policy = policy
-        self.shape = (text.num_hidden_layers, heads, head_dim)
         self.max_rows = max(max_rows, MIN_ROWS)
-        self.own = self._empty(self.max_rows, min(BLOCK, max_tokens))
-        self.prefix = self._empty(0, MIN_KEYS)
+        self.own = Cache.empty(policy, self.max_rows, min(BLOCK, max_tokens))
+        self.prefix = Cache.empty(policy, 0, MIN_KEYS)
         self.prompt_lengths = torch.empty(0, dtype=torch.long)  # of each group
         self.group_of_row = torch.empty(0, dtype=torch.long)
         self.lengths = torch.empty(0, dtype=torch.long)  # tokens in each row's own cache
-
-    def _empty(self, batch: int, tokens: int) -> Cache:
-        layers, heads, head_dim = self.shape
-        room = -(-tokens // MIN_KEYS) * MIN_KEYS
-        like = {"dtype": self.policy.dtype, "device": self.policy.device}
-        keys = torch.zeros(layers, batch, heads, head_dim, room, **like)
-        return Cache(keys, torch.zeros(layers, batch, heads, room, head_dim, **like))
 
     @property
     def rows(self) -> int:
@@ -77,7 +92,7 @@ class DecodeState:
         """Prefill new groups of G rows each, behind the live ones; returns hidden [prompts, H] of the last prompt
         tokens, from which the first token of every row is drawn."""
         kept = self.prefix
-        self.prefix = self._empty(kept.batch + len(prompts), max(kept.room, *map(len, prompts)))
+        self.prefix = Cache.empty(self.policy, kept.batch + len(prompts), max(kept.room, *map(len, prompts)))
         self.prefix.copy(kept)
         layout = PackedLayout.build([(len(p), ()) for p in prompts], self.policy.device)
         ids = torch.cat([torch.tensor(p, dtype=torch.long) for p in prompts]).to(self.policy.device)
@@ -94,7 +109,7 @@ class DecodeState:
         """One token per live row, int64 [R] -> final hidden states [R, H]."""
         longest = int(self.lengths.max()) + 1
         if longest > self.own.room:
-            grown = self._empty(self.max_rows, max(longest, 2 * self.own.room))
+            grown = Cache.empty(self.policy, self.max_rows, max(longest, 2 * self.own.room))
             grown.copy(self.own)
             self.own = grown
         copies = torch.arange(max(self.rows, MIN_ROWS)) % self.rows  # a lone row is computed twice
@@ -116,6 +131,7 @@ class DecodeState:
             to, source = torch.tensor(holes), torch.tensor(movers)
             used = int(self.lengths[source].max())
             self.own.keys[:, to, :, :, :used] = self.own.keys[:, source, :, :, :used]
+            used = -(-used // max(1, self.own.lanes))
             self.own.values[:, to, :, :used] = self.own.values[:, source, :, :used]
             self.group_of_row[to], self.lengths[to] = self.group_of_row[source], self.lengths[source]
         self.group_of_row, self.lengths = self.group_of_row[:live], self.lengths[:live]
@@ -128,9 +144,9 @@ class DecodeState:
             return
         kept, at = self.prefix, alive.to(self.policy.device)
         self.prompt_lengths = self.prompt_lengths[alive]
-        self.prefix = self._empty(len(alive), int(self.prompt_lengths.max()) if len(alive) else MIN_KEYS)
+        self.prefix = Cache.empty(self.policy, len(alive), int(self.prompt_lengths.max()) if len(alive) else MIN_KEYS)
         self.prefix.keys[:] = kept.keys[:, at, :, :, : self.prefix.room]
-        self.prefix.values[:] = kept.values[:, at, :, : self.prefix.room]
+        self.prefix.values[:] = kept.values[:, at, :, : self.prefix.values.shape[3]]
         renumbered = torch.full((int(alive.max()) + 1 if len(alive) else 0,), -1)
         renumbered[alive] = torch.arange(len(alive))
         self.group_of_row = renumbered[self.group_of_row]
@@ -146,16 +162,14 @@ class _Prefill:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         row = 0
         for group, length in enumerate(self.lengths, start=self.first):
-            self.prefix.keys[layer, group, :, :, :length] = key[row : row + length].permute(1, 2, 0)
-            self.prefix.values[layer, group, :, :length] = value[row : row + length].transpose(0, 1)
+            self.prefix.put(layer, group, key[row : row + length], value[row : row + length])
             row += length
         return self.layout.attend(layer, query, key, value, scaling)
 
 
 def decoding(state: DecodeState, group_of_row: Tensor, lengths: Tensor) -> Layout:
     """The layout of one token per row: by the kernels, or by PyTorch's operations."""
-    kernel = kernels.attend_on(state.own.values)
-    return (_KernelDecode if kernel else _Decode)(state, group_of_row, lengths)
+    return (_KernelDecode if state.own.lanes else _Decode)(state, group_of_row, lengths)
 
 
 class _KernelDecode:
