@@ -9,7 +9,11 @@ from test_sampling import log_ratio, requests_for, sampled
 from tiny import save_tiny, tiny_policy
 
 import lagrpo
+from lagrpo import kernels
+from lagrpo.policy import flex
+from lagrpo.policy.layout import PackedLayout
 from lagrpo.policy.model import Packed
+from lagrpo.sampling.local import LocalSampler
 
 pytestmark = pytest.mark.gpu
 
@@ -37,6 +41,47 @@ def test_sampler_and_learner_agree_on_cuda(dtype, tolerance):
         difference = on_gpu.logp(packed).cpu() - torch.cat([c.logp_alpha for g in groups for c in g.completions])
     assert difference.abs().mean() <= tolerance
     assert log_ratio(policy, groups).abs().mean() <= 10 * tolerance  # and the CPU is not far
+
+
+@pytest.fixture
+def plain():
+    """Chooses PyTorch's plain operations when called."""
+    yield lambda: kernels.select("torch")
+    kernels.select("auto")
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(6, 2, 64), (4, 4, 32)])
+def test_flex_attention_and_its_gradient_are_those_of_the_tiles(plain, heads, kv_heads, d):
+    layout = PackedLayout.build([(7, (3, 9, 1)), (300, (1, 200, 77)), (1, (4, 4, 30)), (5, ())], "cuda")
+    draw = torch.Generator("cuda").manual_seed(0)
+    q, k, v, weight = (
+        torch.randn(layout.rows, h, d, generator=draw, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for h in (heads, kv_heads, kv_heads, heads)
+    )
+    assert flex.attends(q, k)
+    found = []
+    for _ in range(2):
+        out = layout.attend(0, q, k, v, d**-0.5)
+        found.append([out, *torch.autograd.grad((out * weight).sum(), (q, k, v))])
+        plain()
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours.float() - theirs.float()).abs().max() <= 0.03 * theirs.float().abs().max()
+
+
+def test_recorded_steps_draw_what_plain_steps_draw(plain):
+    policy = tiny_policy(dtype=torch.float32)
+    policy.model.to("cuda")
+    drawn = []
+    for _ in range(2):
+        sampler = LocalSampler(policy, 0, 60, 20)
+        drawn.append({r.prompt.key: g for r, g in sampler.sample(requests_for(policy, 7), 5)})
+        plain()
+    same = [
+        torch.equal(a.token_ids, b.token_ids)
+        for key in drawn[0]
+        for a, b in zip(drawn[0][key].completions, drawn[1][key].completions, strict=True)
+    ]
+    assert sum(same) >= 0.9 * len(same)  # rounding may turn a draw
 
 
 def test_a_run_on_cuda(tmp_path):

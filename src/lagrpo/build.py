@@ -59,8 +59,8 @@ def build_policy(model: ModelSettings, tau: float, longest: int) -> Policy:
         torch.set_num_threads(model.threads)
     if device.type == "cpu":
         keep_freed_memory()
-        with refusing("model.kernels", kernels.NoKernels):
-            kernels.select(model.kernels)
+    with refusing("model.kernels", kernels.NoKernels):
+        kernels.select(model.kernels, device.type)
     with loading(model), without_progress_bars():
         policy = load_policy(resolve_model(model.path), DTYPES[model.dtype], device, tau, chat_template(model))
     with refusing("model.path"):

@@ -51,8 +51,9 @@ class ModelSettings(_Settings):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; PyTorch's choice by default: OMP_NUM_THREADS, or the physical cores at hand."""
     kernels: Literal["auto", "c", "torch"] = "auto"
-    """What computes between the matrix products on a CPU: lagrpo's C kernels, compiled for the machine at their first
-    use, or PyTorch's operations; auto takes the kernels where there is a C compiler."""
+    """What computes between the matrix products. On a CPU lagrpo's C kernels, compiled for the machine at their first
+    use, or PyTorch's operations; auto takes the kernels where there is a C compiler. On a GPU auto takes flex attention
+    and CUDA graphs, torch plain operations."""
     chat_template: str | None = None
     """File with a Jinja chat template, in place of the tokenizer's own."""
 

@@ -7,6 +7,7 @@ from typing import Any
 from lagrpo.build import loading, recorded_prompts
 from lagrpo.compose import Recipe
 from lagrpo.config import Settings
+from lagrpo.policy.attention import Shape
 from lagrpo.policy.logprobs import CHUNK_LOGITS, KEPT_LOGITS, KERNEL_LOGITS
 from lagrpo.policy.model import Policy, refuse
 from lagrpo.sampling.schedule import Schedule, largest_lag
@@ -96,9 +97,8 @@ def expected_memory(settings: Settings, recipe: Recipe, config: Any, parameters:
     reference and 48 tokens a completion in micro-batches of 2,048 (expected 5.8); 3.8 with checkpointing (4.0)."""
     size = BYTES[settings.model.dtype]
     copies = 3 if recipe.needs_pi_ref else 2
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * heads * head_dim * size
+    layers, _, kv_heads, d = Shape.of(config)
+    per_token = 2 * layers * kv_heads * d * size
     sampling, prompts = settings.sampling, settings.schedule.prompts
     tokens_held = sampling.rows * sampling.max_tokens + sampling.rows // sampling.G * sampling.max_prompt_tokens
     of_a_batch = prompts * (sampling.max_prompt_tokens + sampling.G * sampling.max_tokens)

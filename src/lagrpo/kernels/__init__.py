@@ -31,17 +31,25 @@ _reason: str | None = None  # why there is no library, once that is known
 _compiler = ""
 
 
-def select(choice: Choice, say: Callable[[str], None] | None = None) -> None:
-    """For this process: the kernels where they can be had (auto), without fail (c), or never (torch). `say` is told of
-    a compilation (default: standard error).
+def select(choice: Choice, device: str = "cpu", say: Callable[[str], None] | None = None) -> None:
+    """For this process: the kernels where they can be had (auto), without fail (c), or PyTorch's plain operations alone
+    (torch; on a GPU without flex attention and CUDA graphs, too). `say` is told of a compilation (default: standard
+    error).
 
     Raises:
-        NoKernels: "c" on a machine where they cannot be had.
+        NoKernels: "c" on a machine where they cannot be had, or for another device than the CPU.
     """
     global _choice
+    if choice == "c" and device != "cpu":
+        raise NoKernels(f"the kernels are for the CPU, the model is on {device}")
     if choice == "c" and not _load(say):
         raise NoKernels(f"the kernels cannot be had here: {_reason}")
     _choice = choice
+
+
+def chosen() -> Choice:
+    """What `select` chose for this process."""
+    return _choice
 
 
 def describe() -> str:

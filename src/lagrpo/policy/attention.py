@@ -24,13 +24,32 @@ softmax over prompt and own keys together, key after key in the order of the seq
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 NAME = "lagrpo_group"
 MIN_KEYS = 16  # below one vector register of float32 the order of the softmax's sum would depend on the padding
+
+
+class Shape(NamedTuple):
+    """Of a model's attention: layers, query heads, heads of keys and values, numbers in a head."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    d: int
+
+    @staticmethod
+    def of(config: Any) -> Shape:
+        """From a model's config."""
+        text = config.get_text_config()
+        heads = text.num_attention_heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        return Shape(
+            text.num_hidden_layers, heads, kv_heads, getattr(text, "head_dim", None) or text.hidden_size // heads
+        )
 
 
 class Layout(Protocol):

@@ -7,10 +7,10 @@ A packed row holds, group after group, the prompt once and then its completions:
 The last token of a completion predicts nothing that is needed and is left out of the row. The log-prob of a
 completion's first token comes from its prompt's last row, of token j from row j - 1 of the completion.
 
-On a CPU the kernels (lagrpo.kernels) attend along the row as it is, a few queries at a time. Elsewhere segments of
-similar length are put into *tiles*, small batches with a little padding inside the attention only; the linear layers,
-the loss and the disk never see a padded token. A tile holds at most TILE_SCORES scores per head, so long sequences are
-cut into blocks of queries. No [T, T] matrix is ever stored.
+On a CPU the kernels (lagrpo.kernels) attend along the row as it is, a few queries at a time; on a GPU flex attention
+does (policy/flex.py). Elsewhere segments of similar length are put into *tiles*, small batches with a little padding
+inside the attention only; the linear layers, the loss and the disk never see a padded token. A tile holds at most
+TILE_SCORES scores per head, so long sequences are cut into blocks of queries. No [T, T] matrix is ever stored.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lagrpo import kernels
+from lagrpo.policy import flex
 from lagrpo.policy.attention import MIN_KEYS, fold_keys, fold_queries, merge, part, part_backward, unfold_queries
 
 TILE_SCORES = 1 << 21  # scores per head in one tile: 8 MiB in float32
@@ -65,8 +66,15 @@ class PackedLayout:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """[rows, Hq, D], [rows, Hkv, D] twice -> [rows, Hq, D]; differentiable."""
+        if flex.attends(query, key):
+            return flex.attend(self, query, key, value, scaling)
         function = _KernelAttention if kernels.attend_on(query, key, value) else _PackedAttention
         return function.apply(query, key, value, self, scaling)  # type: ignore[return-value]
+
+    @cached_property
+    def block_mask(self) -> Any:
+        """For flex attention."""
+        return flex.block_mask(self)
 
     @cached_property
     def own(self) -> tuple[Tile, ...]:

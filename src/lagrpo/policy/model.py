@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lagrpo import kernels
-from lagrpo.policy import attention
+from lagrpo.policy import attention, flex
 from lagrpo.policy.fused import FusedDecoder
 from lagrpo.policy.layout import PackedLayout
 from lagrpo.policy.logprobs import token_logp
@@ -71,11 +71,21 @@ class Policy:
     def computation(self) -> str:
         """What computes between the matrix products, in words; compiles the kernels if they are to run."""
         if self.device.type != "cpu":
-            return "PyTorch"
+            return self._on_gpu()
         if not kernels.run_on(self.head.weight):
             return kernels.describe()
         kind = self.model.config.model_type
         return kernels.describe() + ("" if self.fused else f"; norms and activations of {kind!r} by transformers")
+
+    def _on_gpu(self) -> str:
+        if kernels.chosen() == "torch":
+            return "PyTorch (as chosen)"
+        if self.dtype == torch.float32:
+            attending = "attention in tiles (float32)"
+        else:
+            reason = flex.why_not(self.device, self.dtype, *attention.Shape.of(self.model.config)[1:])
+            attending = f"attention in tiles (no flex attention: {reason})" if reason else "flex attention"
+        return f"PyTorch: {attending}; decoding steps as CUDA graphs"
 
     @property
     def eos_ids(self) -> frozenset[int]:

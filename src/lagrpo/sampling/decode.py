@@ -8,7 +8,7 @@ that of the kernels, or the two parts of policy/attention.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lagrpo import kernels
-from lagrpo.policy.attention import MIN_KEYS, Layout, fold_queries, merge, part, unfold_queries
+from lagrpo.policy.attention import MIN_KEYS, Layout, Shape, fold_queries, merge, part, unfold_queries
 from lagrpo.policy.layout import PackedLayout
 from lagrpo.policy.model import Policy
 
 BLOCK = 64  # the own cache grows by this many tokens, or doubles
+ROWS_RECORDED = 16  # a CUDA graph is recorded for each multiple of so many rows
 MIN_ROWS = 2  # a matrix product with one row takes another kernel, with another order of summation
 
 
@@ -37,14 +38,12 @@ class Cache:
 
     @staticmethod
     def empty(policy: Policy, batch: int, tokens: int) -> Cache:
-        text = policy.model.config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        d = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        layers, _, heads, d = Shape.of(policy.model.config)
         like = torch.empty(1, 1, d, dtype=policy.dtype, device=policy.device)
         lanes = kernels.numbers_in_a_lane(policy.dtype) if kernels.attend_on(like) else 0
         pair, dtype = (lanes, torch.float32) if lanes else (1, policy.dtype)
         room = -(-tokens // MIN_KEYS) * MIN_KEYS
-        shape = (text.num_hidden_layers, batch, heads)
+        shape = (layers, batch, heads)
         keys, values = (like.new_zeros(*shape, *size, dtype=dtype) for size in ((d // pair, room), (room // pair, d)))
         return Cache(keys, values, lanes)
 
@@ -72,37 +71,54 @@ class Cache:
 
 
 class DecodeState:
-    """Keys and values of the live rows, `own`, and of the prompts of their groups, `prefix`; who belongs to whom."""
+    """Keys and values of the live rows, `own`, and of the prompts of their groups, `prefix`; who belongs to whom. A
+    group has a place in `prefix` until its last row has ended; the next group that comes takes it."""
 
     def __init__(self, policy: Policy, max_rows: int, max_tokens: int) -> None:
         self.policy = policy
         self.max_rows = max(max_rows, MIN_ROWS)
         self.own = Cache.empty(policy, self.max_rows, min(BLOCK, max_tokens))
         self.prefix = Cache.empty(policy, 0, MIN_KEYS)
-        self.prompt_lengths = torch.empty(0, dtype=torch.long)  # of each group
-        self.group_of_row = torch.empty(0, dtype=torch.long)
+        self.prompt_lengths = torch.empty(0, dtype=torch.long)  # in each place; 0: free
+        self.group_of_row = torch.empty(0, dtype=torch.long)  # its place
         self.lengths = torch.empty(0, dtype=torch.long)  # tokens in each row's own cache
+        self.widest = 0  # rows of a group, at the most
+        self._graphs = Graphs(policy) if graphs_on(policy.device) else None
 
     @property
     def rows(self) -> int:
         return len(self.group_of_row)
 
+    @property
+    def records(self) -> bool:
+        """Whether steps are recorded, for the next ones of the same shape."""
+        return self._graphs is not None
+
     @torch.no_grad()
     def admit(self, prompts: Sequence[Sequence[int]], G: int) -> Tensor:
         """Prefill new groups of G rows each, behind the live ones; returns hidden [prompts, H] of the last prompt
         tokens, from which the first token of every row is drawn."""
-        kept = self.prefix
-        self.prefix = Cache.empty(self.policy, kept.batch + len(prompts), max(kept.room, *map(len, prompts)))
-        self.prefix.copy(kept)
-        layout = PackedLayout.build([(len(p), ()) for p in prompts], self.policy.device)
-        ids = torch.cat([torch.tensor(p, dtype=torch.long) for p in prompts]).to(self.policy.device)
         lengths = [*map(len, prompts)]
-        hidden = self.policy.hidden(ids, layout.position_ids, _Prefill(layout, self.prefix, kept.batch, lengths))
-        self.prompt_lengths = torch.cat([self.prompt_lengths, torch.tensor(lengths)])
-        members = torch.arange(kept.batch, self.prefix.batch).repeat_interleave(G)
-        self.group_of_row = torch.cat([self.group_of_row, members])
-        self.lengths = torch.cat([self.lengths, torch.zeros(len(members), dtype=torch.long)])
+        places = self._places(lengths)
+        layout = PackedLayout.build([(length, ()) for length in lengths], self.policy.device)
+        ids = torch.cat([torch.tensor(p, dtype=torch.long) for p in prompts]).to(self.policy.device)
+        hidden = self.policy.hidden(ids, layout.position_ids, _Prefill(layout, self.prefix, places, lengths))
+        self.prompt_lengths[places] = torch.tensor(lengths)
+        self.group_of_row = torch.cat([self.group_of_row, torch.tensor(places).repeat_interleave(G)])
+        self.lengths = torch.cat([self.lengths, torch.zeros(len(places) * G, dtype=torch.long)])
+        self.widest = max(self.widest, G)
         return hidden.index_select(0, layout.last_prompt_rows)
+
+    def _places(self, lengths: list[int]) -> list[int]:
+        """For prompts of these lengths, in a larger cache where the one there has too few or too small ones."""
+        free = (self.prompt_lengths == 0).nonzero().flatten().tolist()
+        missing = max(0, len(lengths) - len(free))
+        if missing or max(lengths) > self.prefix.room:
+            free += range(self.prefix.batch, self.prefix.batch + missing)
+            grown = Cache.empty(self.policy, self.prefix.batch + missing, max(self.prefix.room, *lengths))
+            grown.copy(self.prefix)
+            self.prefix, self.prompt_lengths = grown, F.pad(self.prompt_lengths, (0, missing))
+        return free[: len(lengths)]
 
     @torch.no_grad()
     def step(self, token_ids: Tensor) -> Tensor:
@@ -112,13 +128,19 @@ class DecodeState:
             grown = Cache.empty(self.policy, self.max_rows, max(longest, 2 * self.own.room))
             grown.copy(self.own)
             self.own = grown
-        copies = torch.arange(max(self.rows, MIN_ROWS)) % self.rows  # a lone row is computed twice
-        group_of_row, lengths = self.group_of_row[copies], self.lengths[copies]
-        positions = (self.prompt_lengths[group_of_row] + lengths).to(self.policy.device)
-        layout = decoding(self, group_of_row, lengths)
-        hidden = self.policy.hidden(token_ids[copies].to(self.policy.device), positions, layout)
+        if self._graphs is not None:
+            hidden = self._graphs.step(self, token_ids)
+        else:
+            copies = torch.arange(max(self.rows, MIN_ROWS)) % self.rows  # a lone row is computed twice
+            layout = decoding(self, self.group_of_row[copies], self.lengths[copies])
+            hidden = self.policy.hidden(*self.inputs(token_ids, copies), layout)
         self.lengths += 1
         return hidden[: self.rows]
+
+    def inputs(self, token_ids: Tensor, copies: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and positions of the rows `copies`, on the policy's device."""
+        positions = self.prompt_lengths[self.group_of_row[copies]] + self.lengths[copies]
+        return token_ids[copies].to(self.policy.device), positions.to(self.policy.device)
 
     def retire(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Drop ended rows; returns the moves (from row, to row) that keep the live ones at 0 .. R-1. A group whose
@@ -135,34 +157,21 @@ class DecodeState:
             self.own.values[:, to, :, :used] = self.own.values[:, source, :, :used]
             self.group_of_row[to], self.lengths[to] = self.group_of_row[source], self.lengths[source]
         self.group_of_row, self.lengths = self.group_of_row[:live], self.lengths[:live]
-        self._drop_empty_groups()
+        self.prompt_lengths[torch.bincount(self.group_of_row, minlength=self.prefix.batch) == 0] = 0
         return list(zip(movers, holes, strict=True))
-
-    def _drop_empty_groups(self) -> None:
-        alive = torch.unique(self.group_of_row)
-        if len(alive) == self.prefix.batch:
-            return
-        kept, at = self.prefix, alive.to(self.policy.device)
-        self.prompt_lengths = self.prompt_lengths[alive]
-        self.prefix = Cache.empty(self.policy, len(alive), int(self.prompt_lengths.max()) if len(alive) else MIN_KEYS)
-        self.prefix.keys[:] = kept.keys[:, at, :, :, : self.prefix.room]
-        self.prefix.values[:] = kept.values[:, at, :, : self.prefix.values.shape[3]]
-        renumbered = torch.full((int(alive.max()) + 1 if len(alive) else 0,), -1)
-        renumbered[alive] = torch.arange(len(alive))
-        self.group_of_row = renumbered[self.group_of_row]
 
 
 class _Prefill:
     """Packed prompts whose keys and values are kept."""
 
-    def __init__(self, layout: PackedLayout, prefix: Cache, first: int, lengths: list[int]) -> None:
-        self.layout, self.prefix, self.first, self.lengths = layout, prefix, first, lengths
+    def __init__(self, layout: PackedLayout, prefix: Cache, places: list[int], lengths: list[int]) -> None:
+        self.layout, self.prefix, self.places, self.lengths = layout, prefix, places, lengths
         self.longest = layout.longest
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         row = 0
-        for group, length in enumerate(self.lengths, start=self.first):
-            self.prefix.put(layer, group, key[row : row + length], value[row : row + length])
+        for place, length in zip(self.places, self.lengths, strict=True):
+            self.prefix.put(layer, place, key[row : row + length], value[row : row + length])
             row += length
         return self.layout.attend(layer, query, key, value, scaling)
 
@@ -189,21 +198,27 @@ class _KernelDecode:
 
 
 class _Decode:
-    """One token per live row: its key and value go into the own cache, its query to both parts."""
+    """One token per live row: its key and value go into the own cache, its query to both parts. With `padded` shapes
+    depend on nothing but the caches' and that number of rows, of which those behind the live ones are of no use."""
 
-    def __init__(self, state: DecodeState, group_of_row: Tensor, lengths: Tensor) -> None:
+    def __init__(self, state: DecodeState, group_of_row: Tensor, lengths: Tensor, padded: int = 0) -> None:
         device = state.policy.device
-        self.own, self.prefix, self.rows = state.own, state.prefix, len(lengths)
-        self.keys = max(MIN_KEYS, int(lengths.max()) + 1)
+        self.own, self.prefix, self.rows = state.own, state.prefix, padded or len(lengths)
         self.longest = int((state.prompt_lengths[group_of_row] + lengths).max()) + 1
-        self.row_index = torch.arange(self.rows, device=device)
-        self.slot = lengths.to(device)
+        grid, place = pair_rows_with_groups(group_of_row, state.prefix.batch, state.widest if padded else 0)
+        place, lengths = (F.pad(t, (0, self.rows - len(t))) for t in (place, lengths))
+        self.keys = state.own.room if padded else max(MIN_KEYS, int(lengths.max()) + 1)
         own_hidden = torch.arange(self.keys)[None, :] > lengths[:, None]
-        self.own_hidden = _per_batch(own_hidden, device)
         prefix_hidden = torch.arange(state.prefix.room)[None, :] >= state.prompt_lengths[:, None]
-        self.prefix_hidden = _per_batch(prefix_hidden, device)
-        grid, place = pair_rows_with_groups(group_of_row, state.prefix.batch)
-        self.grid, self.place = grid.to(device), place.to(device)
+        masks = (h[:, None, None].to(device) if padded or bool(h.any()) else None for h in (own_hidden, prefix_hidden))
+        self.own_hidden, self.prefix_hidden = masks
+        self.row_index = torch.arange(self.rows, device=device)
+        self.slot, self.grid, self.place = lengths.to(device), grid.to(device), place.to(device)
+
+    def take_over(self, other: _Decode) -> None:
+        """What is to be attended to in another step of the same shapes, in the tensors of this one."""
+        for name in ("slot", "grid", "place", "own_hidden", "prefix_hidden"):
+            getattr(self, name).copy_(getattr(other, name))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         keys, values = self.own.keys[layer], self.own.values[layer]
@@ -224,19 +239,67 @@ class _Decode:
         )[0]
 
 
-def _per_batch(hidden: Tensor, device: torch.device) -> Tensor | None:
-    """[B, K] as the mask that `part` takes, [B, 1, 1, K], or None where nothing is hidden."""
-    return hidden[:, None, None].to(device) if bool(hidden.any()) else None
-
-
-def pair_rows_with_groups(group_of_row: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """grid [groups, c], the rows of each group (row 0 where there are fewer than c), and place [R], where in the
-    flattened grid each row stands."""
+def pair_rows_with_groups(group_of_row: Tensor, groups: int, width: int = 0) -> tuple[Tensor, Tensor]:
+    """grid [groups, c], the rows of each group (row 0 where there are fewer than c, which is at least `width`), and
+    place [R], where in the flattened grid each row stands."""
     counts = torch.bincount(group_of_row, minlength=groups)
+    width = max(width, int(counts.max()))
     order = torch.argsort(group_of_row, stable=True)
     within = torch.empty_like(order)
     within[order] = torch.arange(len(order)) - (counts.cumsum(0) - counts)[group_of_row[order]]
-    place = group_of_row * int(counts.max()) + within
-    grid = torch.zeros(groups, int(counts.max()), dtype=torch.long)
+    place = group_of_row * width + within
+    grid = torch.zeros(groups, width, dtype=torch.long)
     grid.view(-1)[place] = torch.arange(len(order))
     return grid, place
+
+
+class Graphs:
+    """Decoding steps as CUDA graphs: the hundreds of small launches of a step are recorded once for each shape and then
+    replayed as one. Shapes repeat: rows are filled up to a multiple of ROWS_RECORDED, and caches grow rarely."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._caches: tuple[int, ...] = ()
+        self._recorded: dict[tuple[int, int], tuple[Tensor, Tensor, _Decode, Callable[[], Tensor]]] = {}
+
+    def step(self, state: DecodeState, token_ids: Tensor) -> Tensor:
+        """Hidden states [at least R, H], until the next step."""
+        caches = (state.own.keys, state.own.values, state.prefix.keys, state.prefix.values)
+        if self._caches != (addresses := tuple(t.data_ptr() for t in caches)):
+            self._caches, self._recorded = addresses, {}
+        padded = min(-(-state.rows // ROWS_RECORDED) * ROWS_RECORDED, state.max_rows)
+        layout = _Decode(state, state.group_of_row, state.lengths, padded)
+        given = state.inputs(token_ids, torch.arange(padded) % state.rows)
+        shape = (padded, state.widest)
+        if shape not in self._recorded:
+            recorded = record(lambda: self.policy.hidden(*given, layout))
+            self._recorded[shape] = *given, layout, recorded
+        tokens, positions, known, replay = self._recorded[shape]
+        tokens.copy_(given[0])
+        positions.copy_(given[1])
+        known.take_over(layout)
+        return replay()
+
+
+def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A CUDA graph of `compute`, as a function that replays it and returns the tensor that it fills."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # what is set up at the first call must not be recorded
+            compute()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = compute()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return made
+
+    return replay
+
+
+def graphs_on(device: torch.device) -> bool:
+    """Whether decoding steps are recorded: on a GPU, unless PyTorch's plain operations were chosen."""
+    return device.type == "cuda" and kernels.chosen() != "torch"

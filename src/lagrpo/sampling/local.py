@@ -84,6 +84,7 @@ class LocalSampler:
         self.seed, self.max_tokens, self.rows, self.purpose = seed, max_tokens, rows, purpose
         self.tau = policy.tau if tau is None else tau
         self._under_way = 0
+        self._kept: DecodeState | None = None
 
     @property
     def version(self) -> int:
@@ -112,7 +113,7 @@ class LocalSampler:
         if self.rows < G:
             raise ValueError(f"a group of G = {G} completions does not fit sampling.rows = {self.rows}")
         waiting = deque(requests)
-        state = DecodeState(self.policy, min(self.rows, G * len(waiting)), self.max_tokens)
+        state = self._state(min(self.rows, G * len(waiting)))
         live: list[_Row] = []
         tokens = torch.empty(0, dtype=torch.long)
         self._under_way = len(waiting)
@@ -132,6 +133,15 @@ class LocalSampler:
                         yield group.request, Group(group.request.prompt, completions, group.request.epoch)
         finally:
             self._under_way = 0
+
+    def _state(self, rows: int) -> DecodeState:
+        """An empty state for that many rows: the last one where it holds recorded steps, which are worth keeping."""
+        if self._kept is None or self._kept.rows or self._kept.max_rows < rows:
+            self._kept = None  # gives its memory back before the next one takes its own
+            state = DecodeState(self.policy, rows, self.max_tokens)
+            self._kept = state if state.records else None
+            return state
+        return self._kept
 
     def score(self, prompt_ids: Sequence[int], token_ids: Tensor) -> Tensor:
         """By the decoding path, fed with the given tokens."""
