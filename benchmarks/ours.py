@@ -76,14 +76,17 @@ def learning_flops(micro: MicroBatch, policy: Policy) -> float:
     )
 
 
-def matrix_product(size: int, repetitions: int) -> dict[str, list[float]]:
+def matrix_product(size: int, repetitions: int, device: str = "cpu") -> dict[str, list[float]]:
     """Operations per second of bfloat16 products of square matrices, one value for each repetition."""
-    a, b = (torch.randn(size, size).to(torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     torch.mm(a, b)
     rates = []
     for _ in range(repetitions):
+        wait()
         started = time.perf_counter()
         torch.mm(a, b)
+        wait()
         rates.append(2 * size**3 / (time.perf_counter() - started))
     return {"rates": rates}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -67,6 +68,7 @@ def test_a_sampling_that_was_left_does_not_spoil_the_next(recordings):
     sampler = LocalSampler(policy, 0, max_tokens=30, rows=20)
     groups = sampler.sample(requests_for(policy, 7), 5)
     next(groups)
+    assert isinstance(groups, Generator)
     groups.close()
     assert sample(sampler, policy, 1).keys() == set(range(7))
     assert recordings

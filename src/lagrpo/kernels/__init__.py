@@ -1,4 +1,5 @@
-"""The kernels of kernels.c, as functions of tensors: what learner and sampler compute between matrix products on a CPU.
+"""The kernels of kernels.c, as functions of tensors: what learner and sampler compute between matrix products on a CPU,
+and the sampler's matrix products themselves.
 
 They are compiled for the machine at their first use (build.py). Where that is not possible, and on a GPU, PyTorch's own
 operations do the same; `describe` says which of the two run, `select` chooses. All tensors must be on the CPU and, but
@@ -304,11 +305,12 @@ def run_of(k: int) -> int | None:
     x[:, 0], x[row, starts + 1], x[row, starts] = 2.0**40, -(2.0**40), 1
     lost = starts[F.linear(x, torch.ones(PANEL, k, dtype=torch.bfloat16, device="cpu"))[:, 0] == 0]
     run = int(lost[0]) if len(lost) else k
+    # two halves that cancel: what remains is the rounding of sums, and shows their order
     numbers = torch.Generator().manual_seed(k)
-    layer = nn.Linear(k, 2 * PANEL + 5, device="cpu", dtype=torch.bfloat16)
-    for parameter in layer.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=numbers))
-    x = torch.randn(3 * PANEL, k, generator=numbers).bfloat16()
+    x, weight = (torch.randn(n, k // 2, generator=numbers).bfloat16() for n in (3 * PANEL, 2 * PANEL + 5))
+    layer = nn.Linear(k, len(weight), bias=False, device="cpu", dtype=torch.bfloat16)
+    layer.weight.copy_(torch.cat([weight, weight], 1))
+    x = torch.cat([x, -x], 1)
     return run if torch.equal(Panels([layer], run)(x), layer(x)) else None
 
 

@@ -42,9 +42,8 @@ class Shape(NamedTuple):
     d: int
 
     @staticmethod
-    def of(config: Any) -> Shape:
-        """From a model's config."""
-        text = config.get_text_config()
+    def of(text: Any) -> Shape:
+        """From a model's text config."""
         heads = text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         return Shape(

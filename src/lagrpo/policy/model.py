@@ -83,7 +83,8 @@ class Policy:
         if self.dtype == torch.float32:
             attending = "attention in tiles (float32)"
         else:
-            reason = flex.why_not(self.device, self.dtype, *attention.Shape.of(self.model.config)[1:])
+            shape = attention.Shape.of(self.model.config.get_text_config())
+            reason = flex.why_not(self.device, self.dtype, shape.heads, shape.kv_heads, shape.d)
             attending = f"attention in tiles (no flex attention: {reason})" if reason else "flex attention"
         return f"PyTorch: {attending}; decoding steps as CUDA graphs"
 

@@ -38,7 +38,7 @@ class Cache:
 
     @staticmethod
     def empty(policy: Policy, batch: int, tokens: int) -> Cache:
-        layers, _, heads, d = Shape.of(policy.model.config)
+        layers, _, heads, d = Shape.of(policy.model.config.get_text_config())
         like = torch.empty(1, 1, d, dtype=policy.dtype, device=policy.device)
         lanes = kernels.numbers_in_a_lane(policy.dtype) if kernels.attend_on(like) else 0
         pair, dtype = (lanes, torch.float32) if lanes else (1, policy.dtype)

@@ -1,0 +1,196 @@
+"""Sampling and learning on a GPU: tokens per second, share of the matrix peak, memory. See README.md.
+
+make bench-gpu
+python benchmarks/bench_gpu.py --help
+
+SmolLM2-135M, and a model of the shape of Qwen2.5-1.5B with random weights, at contexts of 1,024 and 4,096 tokens of
+which a quarter is the prompt. What `model.kernels = "auto"` computes with, and "torch", in turn. Runs on a CPU as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from measuring import Load, Report, gigabytes, machine, median, ratio, spread
+from ours import learning_flops, matrix_product
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from work import SEED, common_options
+
+from lagrpo import kernels
+from lagrpo.addressed import uniforms
+from lagrpo.build import advantage_of
+from lagrpo.embedded import resolve_model
+from lagrpo.policy import attention
+from lagrpo.policy.batch import assemble, micro_batches
+from lagrpo.policy.learner import Learner, Optimisation
+from lagrpo.policy.model import Policy, load_policy
+from lagrpo.policy.replica import replica
+from lagrpo.recipes import resolve
+from lagrpo.sampling.base import Request
+from lagrpo.sampling.local import LocalSampler
+from lagrpo.types import Group, Outcome, Prompt
+
+QWEN = Qwen2Config(
+    vocab_size=151_936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+    num_key_value_heads=2, max_position_embeddings=32_768, tie_word_embeddings=True,
+)  # fmt: skip
+TINY = Qwen2Config(
+    vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, max_position_embeddings=4096, tie_word_embeddings=True,
+)  # fmt: skip
+MODELS = {"smollm2": None, "random-1.5b": QWEN, "tiny": TINY}
+
+
+def options() -> argparse.Namespace:
+    parser = common_options(__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["smollm2", "random-1.5b"])
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[1024, 4096], help="prompt and completion, in tokens"
+    )
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--completions", type=int, default=16, help="of each prompt")
+    parser.add_argument("--tokens", type=int, default=32_768, help="in a micro-batch")
+    parser.add_argument("--rounds", type=int, default=3, help="of each way of computing, after one that is not counted")
+    asked = parser.parse_args()
+    if asked.quick:
+        asked.models, asked.contexts, asked.prompts, asked.completions, asked.rounds = ["tiny"], [64], 2, 4, 1
+    return asked
+
+
+def main() -> None:
+    asked = options()
+    torch.set_num_threads(asked.threads)
+    load = Load()
+    report = Report("gpu", f"Sampling and learning on {device_name(asked.device)}", asked.results)
+    report.text(
+        "Medians, with the least and the greatest value. *auto* is what a run takes by itself, *torch* PyTorch's plain "
+        "operations; a ratio above 1 says that auto is faster, or smaller."
+    )
+    rates = [
+        r for size in (4096, 8192) for r in matrix_product(size // (8 if asked.quick else 1), 5, asked.device)["rates"]
+    ]
+    peak = max(rates)
+    report.text(f"bfloat16 product of square matrices: {peak / 1e12:.3g} TFLOP/s, the peak below.")
+    for name in asked.models:
+        for context in asked.contexts:
+            measure(asked, name, context, peak, report)
+    report.write(machine(asked.threads, load) | {"device": device_name(asked.device)})
+
+
+def measure(asked: argparse.Namespace, name: str, context: int, peak: float, report: Report) -> None:
+    """One table: a model at a context."""
+    policy = make_policy(name, asked.device)
+    learner = Learner(policy, resolve("grpo", {"beta": 0.0}), Optimisation(lr=1e-6))
+    length = context - context // 4
+    taken: dict[str, list[dict[str, float]]] = {"auto": [], "torch": []}
+    samplers: dict[str, LocalSampler] = {}
+    said: dict[str, str] = {}
+    for turn in range(1 + asked.rounds):
+        for way in ("auto", "torch") if turn % 2 == 0 else ("torch", "auto"):
+            kernels.select(way)  # type: ignore[arg-type]
+            said[way] = policy.computation
+            samplers.setdefault(way, LocalSampler(replica(policy), SEED, length, asked.prompts * asked.completions))
+            taken[way].append(once(asked, policy, learner, samplers[way], context, turn))
+            print(f"  {name}, {context}, {way}: {taken[way][-1]}", flush=True)
+    kernels.select("auto")
+    taken = {way: figures[1:] for way, figures in taken.items()}
+    report.raw[f"{name}, {context}"] = taken
+    column = lambda figure, way: [figures[figure] for figures in taken[way]]  # noqa: E731
+    rows = []
+    for figure in ("sampling", "learning"):
+        each = {way: spread(column(figure, way), " tokens/s", 4) for way in taken}
+        rows.append({"": figure, **each, "ratio": ratio(column(figure, "auto"), column(figure, "torch"))})
+    shares = {way: f"{median(column('flops', way)) / peak:.0%}" for way in taken}
+    rows.append({"": "learning, share of the peak", **shares})
+    for figure in ("memory of sampling", "memory of learning"):
+        most = {way: max(column(figure, way)) for way in taken}
+        rows.append({"": figure, **{w: gigabytes(m) for w, m in most.items()}, "ratio": quotient(most)})
+    report.table(
+        f"{name}: {asked.prompts} prompts of {context // 4} tokens × {asked.completions} completions × ≤ {length} "
+        f"tokens; {asked.tokens} tokens in a micro-batch",
+        rows,
+    )
+    report.text("; ".join(f"{way}: {what}" for way, what in said.items()) + ".")
+
+
+def quotient(most: dict[str, float]) -> str:
+    return f"{most['torch'] / most['auto']:.2f}" if most["auto"] else "not measured"
+
+
+def once(
+    asked: argparse.Namespace, policy: Policy, learner: Learner, sampler: LocalSampler, context: int, turn: int
+) -> dict[str, float]:
+    """A batch is sampled and learned from; rewards are drawn, so that every group has a signal."""
+    vocabulary = min(policy.head.weight.shape[0], 40_000)
+    requests = []
+    for key in range(asked.prompts):
+        ids = (uniforms(context // 4, SEED, "prompt", turn, key) * vocabulary).astype("int64")
+        requests.append(Request(turn, 0, Prompt(key, (), None, tuple(ids.tolist()))))
+    sampler.deliver(policy.weights(), policy.version)
+    drawn, sampling, sampling_memory = timed(asked.device, lambda: list(sampler.sample(requests, asked.completions)))
+    groups = [rewarded(group, turn) for _, group in drawn]
+    recipe, length = learner.recipe, context - context // 4
+    batch = assemble(groups, advantage_of(recipe, SEED, length)(turn), lambda n, flat: recipe.weights(n, flat, length))
+    rows = micro_batches(batch, asked.tokens, policy.device, recipe.needs_whole_groups, recipe.silent)
+    _, learning, learning_memory = timed(asked.device, lambda: learner.step(rows, batch.in_objective))
+    tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
+    return {
+        "sampling": tokens / sampling,
+        "learning": sum(len(micro.packed.token_ids) for micro in rows) / learning,
+        "flops": sum(learning_flops(micro, policy) for micro in rows) / learning,
+        "memory of sampling": sampling_memory,
+        "memory of learning": learning_memory,
+    }
+
+
+def timed(device: str, compute: Callable[[], Any]) -> tuple[Any, float, float]:
+    """What it returns, its seconds, and the most memory allocated on a GPU meanwhile (0 on a CPU), in bytes."""
+    on_gpu = device.startswith("cuda")
+    gc.collect()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    started = time.perf_counter()
+    made = compute()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - started
+    return made, seconds, torch.cuda.max_memory_allocated(device) if on_gpu else 0
+
+
+def rewarded(group: Group, turn: int) -> Group:
+    rewards = uniforms(len(group.completions), SEED, "reward", turn, group.prompt.key)
+    return dataclasses.replace(
+        group,
+        completions=tuple(
+            dataclasses.replace(c, outcome=Outcome.scored(float(reward)))
+            for c, reward in zip(group.completions, rewards, strict=True)
+        ),
+    )
+
+
+def make_policy(name: str, device: str) -> Policy:
+    """The embedded model, or one of random weights with its tokenizer."""
+    config = MODELS[name]
+    if config is None:
+        return load_policy(str(resolve_model(name)), torch.bfloat16, device)
+    attention.register()
+    torch.manual_seed(SEED)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention.NAME)
+    return Policy(model, AutoTokenizer.from_pretrained(resolve_model("smollm2")))
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else "the CPU"
+
+
+if __name__ == "__main__":
+    main()
