@@ -31,6 +31,8 @@ def test_the_memory_by_hand():
     """2 x (20 + 4 x 10) = 120 tokens are learned from; 8 x 10 + 8/4 x 20 = 120 are held, of 2 x 2 layers x 2 x 25."""
     beside = memory(evaluation={"before_and_after": False}, objective={"beta": 0.0})
     layer, logits = 44 * 100 + 4 * 2 * 300, 4 * (4 * 120 * 1000 + 1000 * 100)
+    idle = beside.pop("idle")
+    assert idle == pytest.approx(0.15 * sum(beside.values()), abs=1)
     assert beside == {
         "program": 400 * 2**20,
         "weights": 2 * 2_000_000,
@@ -49,6 +51,11 @@ def test_what_changes_the_memory():
     assert memory(**base, optimizer={"tokens": 60})["activations"] == plain["activations"] // 2 + 2 * 1000 * 100
     settings = Settings.model_validate({"optimizer": {"activation_checkpointing": True}})
     assert activation_bytes(settings, Shape, 2) == 2 * 100 * 2 + 2 * (44 * 100 + 4 * 2 * 300)
+
+
+def test_what_layers_of_the_kernels_leave():
+    """In each of two layers the stream twice, queries and what they attended to, keys and values, gate and up."""
+    assert activation_bytes(Settings(), Shape, 2, fused=True) == 2 * 2 * (2 * 100 + 2 * 100 + 2 * 50 + 2 * 300)
 
 
 @pytest.fixture(scope="module")

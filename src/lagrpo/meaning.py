@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from lagrpo.build import loading, recorded_prompts
+from lagrpo import kernels
+from lagrpo.build import loading, pick_device, recorded_prompts
 from lagrpo.compose import Recipe
 from lagrpo.config import Settings
 from lagrpo.policy.attention import Shape
+from lagrpo.policy.fused import FAMILIES
 from lagrpo.policy.logprobs import CHUNK_LOGITS, KEPT_LOGITS, KERNEL_LOGITS
 from lagrpo.policy.model import Policy, refuse
 from lagrpo.sampling.schedule import Schedule, largest_lag
@@ -16,6 +18,7 @@ from lagrpo.servers import deadlines
 BYTES = {"bfloat16": 2, "float32": 4}
 HIDDEN_BYTES = {"bfloat16": 44, "float32": 54}
 PROGRAM = 400 * 2**20  # Python, torch and transformers themselves
+IDLE = 0.15  # of all that is used: gaps that the allocator cannot fill
 
 
 def explained(settings: Settings, recipe: Recipe, toml: str) -> str:
@@ -29,7 +32,8 @@ def meaning(settings: Settings, recipe: Recipe, policy: Policy | None = None) ->
     s, sampling = settings.schedule, settings.sampling
     per_batch, batches = s.prompts * sampling.G, s.stages * s.batches
     config, parameters = (policy.model.config, _parameters(policy.model)) if policy else _sizes(settings)
-    memory = expected_memory(settings, recipe, config.get_text_config(), parameters)
+    text = config.get_text_config()
+    memory = expected_memory(settings, recipe, text, parameters, _fused(settings, text, policy))
     return [
         f"recipe      {recipe.name}: {recipe.formula}" + _changes(settings),
         f"batch       {s.prompts} prompts x {sampling.G} completions = {per_batch:,} samples, used for "
@@ -88,13 +92,24 @@ def _from_file(settings: Settings) -> str:
     return f"; {count_of(recorded, 'prompt')} of them from {settings.offline.data}" if recorded else ""
 
 
-def expected_memory(settings: Settings, recipe: Recipe, config: Any, parameters: int) -> dict[str, int]:
-    """Bytes by purpose, at the most: the program; π, α (and π_ref) in the working dtype; masters, gradients and AdamW's
-    two moments in float32; activations of one micro-batch and the logits in hand; keys and values of the sampler.
+def _fused(settings: Settings, config: Any, policy: Policy | None) -> bool:
+    """Whether the kernels compute whole layers: as it is, or without a policy as it should be."""
+    if policy is not None:
+        return policy.fused is not None and kernels.run_on(policy.head.weight)
+    on_cpu = pick_device(settings.model.device).type == "cpu"
+    return on_cpu and settings.model.kernels != "torch" and config.model_type in FAMILIES
 
-    Measured peaks (CPU, SmolLM2-135M, two or three batches of experiments/demo.toml): 4.9 GiB in bfloat16 and 5.8 in
-    float32 where this expects 6.5 and 8.2, as its prompts and completions are shorter than they may be; 6.1 with a
-    reference and 48 tokens a completion in micro-batches of 2,048 (expected 5.8); 3.8 with checkpointing (4.0)."""
+
+def expected_memory(
+    settings: Settings, recipe: Recipe, config: Any, parameters: int, fused: bool = False
+) -> dict[str, int]:
+    """Bytes by purpose, at the most: the program; π, α (and π_ref) in the working dtype; masters, gradients and AdamW's
+    two moments in float32; activations of one micro-batch and the logits in hand; keys and values of the sampler; and
+    what lies idle between them, as the allocator cannot fill every gap. `fused`: see `activation_bytes`.
+
+    Measured peaks (CPU, SmolLM2-135M, two or three batches of experiments/demo.toml): 3.8 GiB in bfloat16 and 5.1 in
+    float32 where this expects 5.0 and 6.7, as its prompts and completions are shorter than they may be; 4.8 with a
+    reference and 48 tokens a completion in micro-batches of 2,048 (expected 5.0); 3.7 with checkpointing (4.1)."""
     size = BYTES[settings.model.dtype]
     copies = 3 if recipe.needs_pi_ref else 2
     layers, _, kv_heads, d = Shape.of(config)
@@ -107,26 +122,32 @@ def expected_memory(settings: Settings, recipe: Recipe, config: Any, parameters:
     by_pytorch = 4 * (4 * min(CHUNK_LOGITS, numbers) + head)
     by_kernels = size * min(KEPT_LOGITS + KERNEL_LOGITS, numbers) + (4 + size) * head
     logits = max(by_pytorch, by_kernels)
-    return {
+    memory = {
         "program": PROGRAM,
         "weights": copies * parameters * size,
         "optimizer": parameters * (12 + (4 if settings.model.dtype == "bfloat16" else 0)),
-        "activations": learned * activation_bytes(settings, config, size) + logits,
+        "activations": learned * activation_bytes(settings, config, size, fused) + logits,
         "sampler": tokens_held * per_token,
     }
+    return memory | {"idle": int(IDLE * sum(memory.values()))}
 
 
-def activation_bytes(settings: Settings, config: Any, size: int) -> int:
-    """Bytes that one token leaves for the backward pass. Measured on Llama layers (CPU, hidden sizes 512 to 1024, MLPs
-    of 1024 to 4096, group attention): in each layer 44 bytes a hidden unit in bfloat16 (norms and rotations are done
-    in float32) and 54 in float32, and 4 numbers a unit of the MLP; within 4 %, with keys and values of every head 15 %
-    more. With checkpointing one row per layer, and about three layers while one is recomputed."""
-    layer = HIDDEN_BYTES[settings.model.dtype] * config.hidden_size + 4 * size * (
-        getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    )
+def activation_bytes(settings: Settings, config: Any, size: int, fused: bool = False) -> int:
+    """Bytes that one token leaves for the backward pass. `fused`, where the kernels compute whole layers: in each the
+    residual stream twice, queries, keys, values and what was attended to, gate and up; norms and activations are
+    computed again. Elsewhere as measured on Llama layers (CPU, hidden sizes 512 to 1024, MLPs of 1024 to 4096): 44
+    bytes a hidden unit in bfloat16 (norms and rotations are done in float32) and 54 in float32, and 4 numbers a unit of
+    the MLP; within 4 %, with keys and values of every head 15 % more. With checkpointing one row per layer, and about
+    three layers while one is recomputed."""
+    shape, hidden = Shape.of(config), config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    if fused:
+        layer = 2 * size * (hidden + (shape.heads + shape.kv_heads) * shape.d + inner)
+    else:
+        layer = HIDDEN_BYTES[settings.model.dtype] * hidden + 4 * size * inner
     if settings.optimizer.activation_checkpointing:
-        return config.num_hidden_layers * config.hidden_size * size + min(3, config.num_hidden_layers) * layer
-    return config.num_hidden_layers * layer
+        return shape.layers * hidden * size + min(3, shape.layers) * layer
+    return shape.layers * layer
 
 
 def _sizes(settings: Settings) -> tuple[Any, int]:
