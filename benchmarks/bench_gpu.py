@@ -68,7 +68,8 @@ def main() -> None:
     asked = options()
     torch.set_num_threads(asked.threads)
     load = Load()
-    report = Report("gpu", f"Sampling and learning on {device_name(asked.device)}", asked.results)
+    name = "gpu" if asked.device.startswith("cuda") else "gpu-on-cpu"
+    report = Report(name, f"Sampling and learning on {device_name(asked.device)}", asked.results)
     report.text(
         "Medians, with the least and the greatest value. *auto* is what a run takes by itself, *torch* PyTorch's plain "
         "operations; a ratio above 1 says that auto is faster, or smaller."
@@ -109,19 +110,16 @@ def measure(asked: argparse.Namespace, name: str, context: int, peak: float, rep
         rows.append({"": figure, **each, "ratio": ratio(column(figure, "auto"), column(figure, "torch"))})
     shares = {way: f"{median(column('flops', way)) / peak:.0%}" for way in taken}
     rows.append({"": "learning, share of the peak", **shares})
-    for figure in ("memory of sampling", "memory of learning"):
+    for figure in ("memory of sampling", "memory of learning") if asked.device.startswith("cuda") else ():
         most = {way: max(column(figure, way)) for way in taken}
-        rows.append({"": figure, **{w: gigabytes(m) for w, m in most.items()}, "ratio": quotient(most)})
+        sizes = {way: gigabytes(size) for way, size in most.items()}
+        rows.append({"": figure, **sizes, "ratio": f"{most['torch'] / most['auto']:.2f}"})
     report.table(
         f"{name}: {asked.prompts} prompts of {context // 4} tokens × {asked.completions} completions × ≤ {length} "
         f"tokens; {asked.tokens} tokens in a micro-batch",
         rows,
     )
     report.text("; ".join(f"{way}: {what}" for way, what in said.items()) + ".")
-
-
-def quotient(most: dict[str, float]) -> str:
-    return f"{most['torch'] / most['auto']:.2f}" if most["auto"] else "not measured"
 
 
 def once(

@@ -52,8 +52,8 @@ def main() -> None:
     asked = options()
     require_peer(asked, "check-trl")
     works = [asked_for(WORKS[name], asked) for name in asked.work]
-    if asked.scan:
-        scan(asked, works)
+    for work in works if asked.scan else ():
+        scan(asked, work)
     load, versions = Load(), {}
     report = Report("trl", "A whole update: ours and TRL", asked.results)
     report.text(
@@ -114,28 +114,27 @@ def rows(ours: Figures, trl: Figures) -> list[dict[str, Any]]:
     return [dict(zip(("", "ours", "TRL", "TRL / ours"), line, strict=True)) for line in lines]
 
 
-def scan(asked: argparse.Namespace, works: list[Work]) -> None:
+def scan(asked: argparse.Namespace, work: Work) -> None:
     """TRL alone: what its update costs under other settings, and the best of them, kept for this and later runs."""
     load, versions = Load(), {}
-    report = Report("trl-scan", "TRL's settings: seconds per update", asked.results)
-    for work in works:
-        best, tried = fitting(work, DEFAULT), {}
-        for variants in SCANNED.values():
-            for settings in (best | variant for variant in variants):
-                if described(settings) not in tried and work.completions % settings["per_device"] == 0:
-                    figures, versions = alone(asked, work, settings, load)
-                    tried[described(settings)] = settings, figures
-            masters = [t for t in tried.values() if t[1][-1]["weights"] == "torch.float32"]
-            best, _ = min(masters, key=lambda t: median(values(t[1], "seconds")))
-        report.raw[work.name] = best
-        report.raw[f"{work.name}, tried"] = list(tried.values())
-        report.table(work.title, [
-            {"TRL's settings": name, "seconds per update": spread(values(figures, "seconds")),
-             "weights": figures[-1]["weights"].removeprefix("torch."),
-             "most memory resident": gigabytes(max(values(figures, "peak_bytes")))}
-            for name, (_, figures) in tried.items()
-        ])  # fmt: skip
-        report.text(f"Taken: {described(best)}.")
+    report = Report(f"trl-scan-{work.name}", "TRL's settings: seconds per update", asked.results)
+    best, tried = fitting(work, DEFAULT), {}
+    for variants in SCANNED.values():
+        for settings in (best | variant for variant in variants):
+            if described(settings) not in tried and work.completions % settings["per_device"] == 0:
+                figures, versions = alone(asked, work, settings, load)
+                tried[described(settings)] = settings, figures
+        masters = [t for t in tried.values() if t[1][-1]["weights"] == "torch.float32"]
+        best, _ = min(masters, key=lambda t: median(values(t[1], "seconds")))
+    report.raw["best"] = best
+    report.raw["tried"] = list(tried.values())
+    report.table(work.title, [
+        {"TRL's settings": name, "seconds per update": spread(values(figures, "seconds")),
+         "weights": figures[-1]["weights"].removeprefix("torch."),
+         "most memory resident": gigabytes(max(values(figures, "peak_bytes")))}
+        for name, (_, figures) in tried.items()
+    ])  # fmt: skip
+    report.text(f"Taken: {described(best)}.")
     report.write(machine(asked.threads, load, versions))
 
 
@@ -160,9 +159,10 @@ def fitting(work: Work, settings: dict[str, Any]) -> dict[str, Any]:
 
 def best_settings(results: Path, work: Work) -> dict[str, Any]:
     """Those that the last scan on this work found, else the default."""
-    path = results / "trl-scan.json"
-    default = DEFAULT_LONG if work.name == LONG.name else DEFAULT
-    return json.loads(path.read_text()).get(work.name, default) if path.exists() else default
+    path = results / f"trl-scan-{work.name}.json"
+    if path.exists():
+        return json.loads(path.read_text())["best"]
+    return DEFAULT_LONG if work.name == LONG.name else DEFAULT
 
 
 def described(settings: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from lagrpo.config import TaskSettings
 from lagrpo.embedded import resolve_model
 from lagrpo.tasks import load_task, prompt_order
 
+RESULTS = Path(__file__).parent / "results"
 SEED = 0
 PROMPTS = 384  # more than any benchmark visits: where one ends, the two sides would go on in different orders
 
@@ -58,14 +59,25 @@ WORKS = {work.name: work for work in (SHORT, LONG)}
 HASHED = "rewards:hashed"
 
 
+class Quick(argparse.Action):
+    """Tiny work, whose results do not take the place of real ones."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        namespace.quick = True
+        if namespace.results == RESULTS:
+            namespace.results = RESULTS / "quick"
+
+
 def common_options(description: str | None) -> argparse.ArgumentParser:
     """The options that every benchmark has. From now on SIGTERM, too, ends it by way of its `with` blocks."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side")
     parser.add_argument("--model", default="smollm2", help="alias or directory")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--quick", action="store_true", help="tiny work, to see that everything runs")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--quick", action=Quick, nargs=0, default=False, help="tiny work, to see that everything runs; results/quick"
+    )
     return parser
 
 

@@ -21,7 +21,8 @@ from lagrpo.policy.logprobs import token_logp
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import Replica, replica
 from lagrpo.sampling.decode import DecodeState
-from lagrpo.sampling.local import draw
+from lagrpo.sampling.local import LocalSampler, draw
+from lagrpo.sampling.proof import DeliveryError, Probe, prove_delivery
 
 WIDTHS = [1, 15, 16, 33, 576]  # below, at and beyond one vector
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
@@ -385,6 +386,21 @@ def test_where_weights_cannot_be_packed_a_replica_is_a_twin(monkeypatch):
     assert not isinstance(replica(tiny_policy(dtype=torch.bfloat16)), Replica)
 
 
+@pytest.mark.parametrize("forgotten", ["head", "decoder"])
+def test_a_delivery_that_forgets_packed_weights_is_noticed(forgotten, monkeypatch):
+    policy = tiny_policy(dtype=torch.bfloat16)
+    copy = replica(policy)
+    sampler = LocalSampler(copy, 0, 8, 8)
+    assert isinstance(copy, Replica)
+    monkeypatch.setattr(copy._head if forgotten == "head" else copy._decoder, "fill", lambda *layers: None)
+    probe = Probe((5, 6, 7), torch.tensor([4, 9, 11, 30]))
+    assert prove_delivery(probe, policy, sampler)["probe_max"] <= 1e-5
+    policy.load_weights({name: 1.5 * weight for name, weight in policy.weights().items()}, 1)
+    sampler.deliver(policy.weights(), 1)
+    with pytest.raises(DeliveryError, match="learner and sampler disagree"):
+        prove_delivery(probe, policy, sampler)
+
+
 @pytest.mark.parametrize(("kind", "fused"), [("llama", True), ("gemma", False), ("mistral", False)])
 def test_what_computes_is_said(kind, fused):
     said = tiny_policy(kind).computation
@@ -392,6 +408,21 @@ def test_what_computes_is_said(kind, fused):
     assert ("by transformers" in said) != fused
     kernels.select("torch")
     assert tiny_policy(kind).computation == "PyTorch (as chosen)"
+
+
+def test_attention_that_the_kernels_do_not_take_is_said():
+    said = tiny_policy("mistral").computation
+    assert said.endswith("attention by PyTorch (heads of 8 numbers, no multiple of 16)")
+
+
+def test_how_tokens_are_drawn_is_said(monkeypatch):
+    policy = tiny_policy(dtype=torch.bfloat16)
+    monkeypatch.setattr(kernels, "run_of", lambda k: None)
+    assert replica(policy).decoding == "layer by layer, matrix products of oneDNN with packed weights"
+    assert replica(tiny_policy()).decoding == "layer by layer, PyTorch's matrix products in float32"
+    monkeypatch.undo()
+    if kernels.run_of(32):
+        assert replica(policy).decoding == "one call through all layers, with matrix products of our own"
 
 
 # ---- how they are had: in processes of their own, with a cache of their own ----
@@ -431,6 +462,18 @@ def test_without_a_compiler_pytorch_computes_and_says_so(tmp_path):
     assert (
         "NoKernels: the kernels cannot be had here" in python(INSIST, LAGRPO_CACHE=str(tmp_path), CC="nothing").stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("gcc '", 'CC = "gcc \'" is no command (No closing quotation)'),
+        ("/bin/false", "/bin/false failed: exit status 1, no message"),
+        ("/bin/true", "/bin/true ended without an error and made no library"),
+    ],
+)
+def test_what_is_no_compiler_is_named(tmp_path, command, said):
+    assert f"PyTorch (no C kernels: {said})" in python(DESCRIBE, LAGRPO_CACHE=str(tmp_path), CC=command).stdout
 
 
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path):

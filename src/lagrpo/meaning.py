@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lagrpo import kernels
 from lagrpo.build import loading, pick_device, recorded_prompts
 from lagrpo.compose import Recipe
 from lagrpo.config import Settings
@@ -26,9 +25,11 @@ def explained(settings: Settings, recipe: Recipe, toml: str) -> str:
     return "\n".join([toml, *(f"# {line}" for line in meaning(settings, recipe))])
 
 
-def meaning(settings: Settings, recipe: Recipe, policy: Policy | None = None) -> list[str]:
+def meaning(
+    settings: Settings, recipe: Recipe, policy: Policy | None = None, sampled: Policy | None = None
+) -> list[str]:
     """One line for each thing that people get wrong about a run. Without a policy the model's sizes are read from its
-    config (no weights are loaded)."""
+    config (no weights are loaded). `sampled`: the policy of the in-process sampler."""
     s, sampling = settings.schedule, settings.sampling
     per_batch, batches = s.prompts * sampling.G, s.stages * s.batches
     config, parameters = (policy.model.config, _parameters(policy.model)) if policy else _sizes(settings)
@@ -49,6 +50,7 @@ def meaning(settings: Settings, recipe: Recipe, policy: Policy | None = None) ->
         f"arithmetic  {settings.model.dtype} on {policy.device if policy else settings.model.device}"
         + (", float32 masters in the optimizer" if settings.model.dtype == "bfloat16" else "")
         + (f"; {policy.computation}" if policy else ""),
+        *([f"decoding    {sampled.decoding}"] if sampled else []),
     ]
 
 
@@ -95,7 +97,7 @@ def _from_file(settings: Settings) -> str:
 def _fused(settings: Settings, config: Any, policy: Policy | None) -> bool:
     """Whether the kernels compute whole layers: as it is, or without a policy as it should be."""
     if policy is not None:
-        return policy.fused is not None and kernels.run_on(policy.head.weight)
+        return policy.runs_fused
     on_cpu = pick_device(settings.model.device).type == "cpu"
     return on_cpu and settings.model.kernels != "torch" and config.model_type in FAMILIES
 

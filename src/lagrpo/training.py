@@ -29,6 +29,7 @@ from lagrpo.metrics import batch_metrics, sampler_figures
 from lagrpo.parsing import load_settings, to_toml
 from lagrpo.runs import Run, collect_environment
 from lagrpo.sampling.draws import Draws, VersionError
+from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.proof import DeliveryError
 from lagrpo.sampling.vllm.server import SamplerError
 from lagrpo.tasks import Task
@@ -97,6 +98,8 @@ class Training:
         named = settings.model_dump() | {"task": {"name": parts.task.name}}
         environment = collect_environment(str(parts.policy.device))
         environment["computation"] = parts.policy.computation
+        self.sampled = parts.sampler.policy if isinstance(parts.sampler, LocalSampler) else None
+        environment["decoding"] = self.sampled.decoding if self.sampled else "by vLLM"
         self.store = Run.create(Path(run.directory), run.name, named, self.config(), environment)
         parts.keep_logs(self.store.path)
         self.total = settings.schedule.stages * settings.schedule.batches
@@ -107,7 +110,7 @@ class Training:
     def run(self) -> Result:
         """Evaluate, train, evaluate; whatever happens, what was learned is written."""
         interrupted, weights = None, None
-        for line in meaning(self.settings, self.parts.recipe, self.parts.policy):
+        for line in meaning(self.settings, self.parts.recipe, self.parts.policy, self.sampled):
             self.display.note(line)
         with self.verifier, self.display:
             try:

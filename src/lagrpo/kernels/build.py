@@ -55,7 +55,10 @@ def load_library(say: Callable[[str], None]) -> tuple[ctypes.CDLL, str]:
 def _compiler() -> list[str]:
     """The command of the compiler. Raises NoKernels."""
     if own := os.environ.get("CC"):
-        return shlex.split(own)
+        try:
+            return shlex.split(own)
+        except ValueError as error:
+            raise NoKernels(f"CC = {own!r} is no command ({error})") from error
     found = shutil.which("gcc") or shutil.which("cc")
     if found is None:
         raise NoKernels("there is no C compiler (gcc or cc, or what CC names)")
@@ -95,6 +98,8 @@ def _compile(compiler: list[str], target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as scratch:
         made = Path(scratch) / target.name
         _run([*compiler, *FLAGS, "-o", str(made), str(SOURCE), str(_openmp()), "-lm"])
+        if not made.is_file():
+            raise NoKernels(f"{compiler[0]} ended without an error and made no library")
         made.chmod(0o755)
         made.replace(target)
 
@@ -106,4 +111,4 @@ def _run(command: list[str]) -> str:
         raise NoKernels(f"{command[0]} could not be run ({error})") from error
     except subprocess.CalledProcessError as error:
         reason = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip()[:200])
-        raise NoKernels(f"{command[0]} failed: {reason}") from error
+        raise NoKernels(f"{command[0]} failed: {reason or f'exit status {error.returncode}, no message'}") from error

@@ -60,16 +60,11 @@ class Layout(Protocol):
 
 
 def register() -> None:
-    """Make `attn_implementation="lagrpo_group"` known to transformers. The mask function returns no mask: the layout
-    is the mask."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    """Make `attn_implementation="lagrpo_group"` known to transformers. It makes no masks for an attention that has not
+    registered any: the layout is the mask."""
+    from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, group_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def group_attention(

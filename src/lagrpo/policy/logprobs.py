@@ -47,6 +47,14 @@ def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, tau: floa
     return scaled(F.linear(hidden, weight, bias), tau)
 
 
+def logp_from_logits(logits: Tensor, token_ids_T: Tensor, tau: float) -> Tensor:
+    """log softmax(logits / tau)[token] of logits [T, V] in the model's dtype: float32 [T], without a gradient."""
+    if kernels.run_on(logits):
+        return kernels.token_logp(logits, token_ids_T, tau)[0]
+    x = scaled(logits, tau)
+    return x.gather(1, token_ids_T.unsqueeze(1)).squeeze(1) - log_normaliser(x)
+
+
 def token_logp(
     hidden_TH: Tensor,
     weight_VH: Tensor,

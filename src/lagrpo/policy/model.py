@@ -68,14 +68,22 @@ class Policy:
         return self.head.weight.dtype
 
     @property
+    def runs_fused(self) -> bool:
+        """Whether the kernels compute whole layers."""
+        return self.fused is not None and kernels.run_on(self.head.weight)
+
+    @property
     def computation(self) -> str:
         """What computes between the matrix products, in words; compiles the kernels if they are to run."""
         if self.device.type != "cpu":
             return self._on_gpu()
         if not kernels.run_on(self.head.weight):
             return kernels.describe()
-        kind = self.model.config.model_type
-        return kernels.describe() + ("" if self.fused else f"; norms and activations of {kind!r} by transformers")
+        kind, d = self.model.config.model_type, attention.Shape.of(self.model.config.get_text_config()).d
+        besides = "" if self.fused else f"; norms and activations of {kind!r} by transformers"
+        if d % kernels.VECTOR:
+            besides += f"; attention by PyTorch (heads of {d} numbers, no multiple of {kernels.VECTOR})"
+        return kernels.describe() + besides
 
     def _on_gpu(self) -> str:
         if kernels.chosen() == "torch":
@@ -86,7 +94,14 @@ class Policy:
             shape = attention.Shape.of(self.model.config.get_text_config())
             reason = flex.why_not(self.device, self.dtype, shape.heads, shape.kv_heads, shape.d)
             attending = f"attention in tiles (no flex attention: {reason})" if reason else "flex attention"
-        return f"PyTorch: {attending}; decoding steps as CUDA graphs"
+        return f"PyTorch: {attending}"
+
+    @property
+    def decoding(self) -> str:
+        """How tokens are drawn from this policy, in words."""
+        if self.device.type != "cpu" and kernels.chosen() != "torch":
+            return "steps recorded as CUDA graphs"
+        return f"layer by layer, PyTorch's matrix products in {str(self.dtype).removeprefix('torch.')}"
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -136,7 +151,7 @@ class Policy:
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: attention.Layout) -> Tensor:
         """Final hidden states of one packed row: input_ids and position_ids [rows] -> [rows, H]."""
-        if self.fused is not None and kernels.run_on(self.head.weight):
+        if self.fused is not None and self.runs_fused:
             return self.fused(input_ids, position_ids, layout)
         out = self.decoder(
             input_ids=input_ids.unsqueeze(0),

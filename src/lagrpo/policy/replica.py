@@ -60,8 +60,13 @@ def pack(layers: Sequence[nn.Linear]) -> Pack:
 
 def replica(policy: Policy) -> Policy:
     """A second policy with the same weights, to sample from: a Replica where that is possible, else a twin."""
+    return packed(policy) or policy.twin()
+
+
+def packed(policy: Policy) -> Replica | None:
+    """The policy as a Replica, where that is possible."""
     possible = policy.fused is not None and policy.dtype == torch.bfloat16 and kernels.run_on(policy.head.weight)
-    return Replica(policy) if possible and packs() else policy.twin()
+    return Replica(policy) if possible and packs() else None
 
 
 def packs() -> bool:
@@ -106,6 +111,12 @@ class Replica(Policy):
         self._empty()
         self.version = version
 
+    @property
+    def decoding(self) -> str:
+        if self._decoder.at_once:
+            return "one call through all layers, with matrix products of our own"
+        return f"layer by layer, matrix products of {' and '.join(self._decoder.kinds)} with packed weights"
+
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         return self._decoder(input_ids, position_ids, layout)
 
@@ -128,6 +139,17 @@ class PackedDecoder(FusedDecoder):
             a, mlp = layer.self_attn, layer.mlp
             groups += [[a.q_proj, a.k_proj, a.v_proj], [a.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
         return groups
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a decoding step is one call."""
+        return self._stack is not None
+
+    @property
+    def kinds(self) -> list[str]:
+        """Whose products these are."""
+        ours = {isinstance(p, kernels.Panels) for p in self._packs.values()}
+        return [name for own, name in ((True, "our own"), (False, "oneDNN")) if own in ours]
 
     def fill(self) -> None:
         """Take over the layers' weights, in the place of those before."""

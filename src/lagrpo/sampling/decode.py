@@ -272,8 +272,8 @@ class Graphs:
         given = state.inputs(token_ids, torch.arange(padded) % state.rows)
         shape = (padded, state.widest)
         if shape not in self._recorded:
-            recorded = record(lambda: self.policy.hidden(*given, layout))
-            self._recorded[shape] = *given, layout, recorded
+            replay = record(lambda: self.policy.hidden(*given, layout))
+            self._recorded[shape] = *given, layout, replay
         tokens, positions, known, replay = self._recorded[shape]
         tokens.copy_(given[0])
         positions.copy_(given[1])
@@ -282,7 +282,11 @@ class Graphs:
 
 
 def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A CUDA graph of `compute`, as a function that replays it and returns the tensor that it fills."""
+    """A CUDA graph of `compute`, as a function that replays it and returns the tensor that it fills.
+
+    Raises:
+        RuntimeError: something in it cannot be recorded (dynamic rotary scaling waits for the GPU, for example).
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -290,8 +294,15 @@ def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
             compute()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = compute()
+    try:
+        with torch.cuda.graph(graph):
+            made = compute()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"a decoding step of this model cannot be recorded as a CUDA graph ({error}); set model.kernels = 'torch'"
+        ) from error
 
     def replay() -> Tensor:
         graph.replay()

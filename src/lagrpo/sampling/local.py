@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lagrpo import kernels
 from lagrpo.addressed import uniforms
-from lagrpo.policy.logprobs import exponentials, scaled, token_logp
+from lagrpo.policy.logprobs import exponentials, logp_from_logits, scaled
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.decode import DecodeState
@@ -144,13 +144,13 @@ class LocalSampler:
         return self._kept
 
     def score(self, prompt_ids: Sequence[int], token_ids: Tensor) -> Tensor:
-        """By the decoding path, fed with the given tokens."""
+        """By the decoding path, fed with the given tokens, and the head that tokens are drawn by."""
         state = DecodeState(self.policy, 1, len(token_ids))
         hidden = [state.admit([prompt_ids], 1)]
         hidden += [state.step(token_ids[t : t + 1]) for t in range(len(token_ids) - 1)]
-        head, token_ids = self.policy.head, token_ids.to(self.policy.device)
         with torch.no_grad():
-            return token_logp(torch.cat(hidden), head.weight, head.bias, token_ids, self.tau)
+            logits = self.policy.logits(torch.cat(hidden))
+            return logp_from_logits(logits, token_ids.to(self.policy.device), self.tau)
 
     def _admit(self, waiting: deque[Request], state: DecodeState, live: list[_Row], G: int) -> Tensor | None:
         """Open as many waiting groups as there is room for; hidden states [new rows, H] for their first tokens."""
