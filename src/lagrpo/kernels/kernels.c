@@ -1,6 +1,6 @@
 /* The arithmetic between the matrix products of a decoder model, on a CPU: norms, rotary embedding, the gated
- * activation, group attention, and the softmax over the vocabulary; and, for decoding, the products of few rows and whole
- * steps made of all these.
+ * activation, group attention, and the softmax over the vocabulary; and, for decoding, the products of few rows and
+ * whole steps made of all these.
  *
  * Numbers are float32 or bfloat16 in memory (`half`: bfloat16) and float32 in registers. What comes out for a row does
  * not depend on the rows around it, on the number of threads or on how the work is cut: sums run in an order that only
@@ -444,7 +444,8 @@ INLINE void attention_any(i64 count, const Segment *segments, i64 heads, i64 kv_
             const float *kt = k_t + h * dl * stride, *vh = v + h * d;
             for (i64 block = 0; block < g->length * repeats; block += QUERIES) {
                 Queries b = queries_of(g, block, repeats, h);
-                for (int a = 0; a < b.nq; a++) memcpy(qs + a * dl, at(q, (b.row[a] * heads + b.head[a]) * d, half), dl * 4);
+                for (int a = 0; a < b.nq; a++)
+                    memcpy(qs + a * dl, at(q, (b.row[a] * heads + b.head[a]) * d, half), dl * 4);
                 FOR_QUERIES(b.nq, products(Q, dl, qs, kt + g->prefix_first, stride, P, s, room, half);
                             products(Q, dl, qs, kt + g->first, stride, b.own, s + own, room, half))
                 float total[QUERIES];
@@ -609,7 +610,8 @@ INLINE void decode_any(i64 n_groups, const i64 *groups, const i64 *members, cons
                 const float *pv = prompt_values + (g * kv_heads + h) * dl * prompt_room;
                 for (i64 m = 0; m < members_of_g; m++) {
                     i64 row = members[groups[g] + m], slot = lengths[row], cache = (row * kv_heads + h) * dl * own_room;
-                    const char *new_key = at(k, (row * kv_heads + h) * d, half), *new_value = at(v, row * v_stride + h * d, half);
+                    const char *new_key = at(k, (row * kv_heads + h) * d, half);
+                    const char *new_value = at(v, row * v_stride + h * d, half);
                     for (i64 c = 0; c < dl; c++) memcpy(own_keys + cache + c * own_room + slot, new_key + c * 4, 4);
                     uint16_t *pairs = (uint16_t *)(own_values + cache + slot / 2 * d);
                     if (half)
@@ -670,7 +672,7 @@ EXPORT void decode(i64 n_groups, const i64 *groups, const i64 *members, const i6
 
 /* oneDNN's products of few rows reach half of what the processor can do; these, with weights in an order of their own,
  * nearly all of it. The sums are oneDNN's: pair after pair of k, as the instruction adds them, and with a fresh start
- * every `chunk` numbers of k. Only for processors with bfloat16 dot products in vector registers and without AMX, with
+ * every `run` numbers of k. Only for processors with bfloat16 dot products in vector registers and without AMX, with
  * which oneDNN adds in another order. */
 
 enum { COLUMNS = 3, PANEL = COLUMNS * W, ROWS = 8, LINE = 64 };
@@ -698,17 +700,17 @@ EXPORT void pack(i64 first, i64 n, i64 k, const void *w, void *packed) {
     }
 }
 
-/* y = x w + bias for `rows` rows of x against one panel; meanwhile `lines` cache lines at `ahead` are fetched, `each` per
- * pair. */
-INLINE void strip(const int rows, i64 k, i64 chunk, const uint16_t *x, const char *panel, const float *bias,
+/* y = x w + bias for `rows` rows of x against one panel; meanwhile `lines` cache lines at `ahead` are fetched, `each`
+ * per pair. */
+INLINE void strip(const int rows, i64 k, i64 run, const uint16_t *x, const char *panel, const float *bias,
                   const char *ahead, i64 lines, i64 each, uint16_t *y, i64 n, i64 stop) {
     vec total[ROWS][COLUMNS], before[ROWS][COLUMNS] = {};
     const char *end = ahead + lines * LINE;
-    for (i64 start = 0; start < k; start += chunk) {
+    for (i64 start = 0; start < k; start += run) {
         if (start) memcpy(before, total, sizeof before);
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < COLUMNS; c++) total[r][c] = all(0);
-        for (i64 i = start; i < k && i < start + chunk; i += 2) {
+        for (i64 i = start; i < k && i < start + run; i += 2) {
             vec w[COLUMNS];
             for (int c = 0; c < COLUMNS; c++) memcpy(&w[c], panel + (i / 2 * COLUMNS + c) * LINE, sizeof(vec));
             if (ahead < end) {
@@ -729,7 +731,7 @@ INLINE void strip(const int rows, i64 k, i64 chunk, const uint16_t *x, const cha
 }
 
 /* y [m, n] = x [m, k] packed weights [n, k] transposed + bias float32 [n up to a multiple of PANEL], or none. */
-EXPORT void product(i64 m, i64 n, i64 k, i64 chunk, const uint16_t *x, const char *packed, const float *bias,
+EXPORT void product(i64 m, i64 n, i64 k, i64 run, const uint16_t *x, const char *packed, const float *bias,
                     uint16_t *y) {
     i64 panels = (n + PANEL - 1) / PANEL, size = k / 2 * COLUMNS * LINE, strips = (m + ROWS - 1) / ROWS;
 #pragma omp parallel for schedule(static)
@@ -740,7 +742,7 @@ EXPORT void product(i64 m, i64 n, i64 k, i64 chunk, const uint16_t *x, const cha
             const char *ahead = packed + (p + 1) * size + lines * LINE;
 #define STRIP(R)                                                                                                       \
     case R:                                                                                                            \
-        strip(R, k, chunk, x + first * k, packed + p * size, bias ? bias + column : NULL, ahead,                       \
+        strip(R, k, run, x + first * k, packed + p * size, bias ? bias + column : NULL, ahead,                         \
               next * (s + 1) / strips - lines, each, y + first * n + column, n, n - column);                           \
         break;
             switch (m * (s + 1) / strips - first) {
@@ -758,7 +760,7 @@ typedef struct {
     const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
 } Layer;
 
-typedef struct { i64 layers, width, inner, heads, kv_heads, d, width_chunk, heads_chunk, inner_chunk; } Sizes;
+typedef struct { i64 layers, width, inner, heads, kv_heads, d, width_run, heads_run, inner_run; } Sizes;
 
 /* What is left of a strided [rows, heads, d] after its heads' norm, if they have one, and rotary embedding. */
 static void turn(i64 rows, i64 heads, i64 d, const uint16_t *x, i64 stride, const void *head_norm, float eps,
@@ -788,17 +790,17 @@ EXPORT void decode_step(const Sizes *s, const Layer *layers, i64 rows, i64 n_gro
     for (i64 n = 0; n < s->layers; n++) {
         const Layer *layer = layers + n;
         norm(rows, s->width, x, n ? delta : NULL, layer->input_norm, eps, x, h, rstd, 1);
-        product(rows, qkv_width, s->width, s->width_chunk, h, layer->qkv, layer->qkv_bias, qkv);
+        product(rows, qkv_width, s->width, s->width_run, h, layer->qkv, layer->qkv_bias, qkv);
         turn(rows, s->heads, s->d, qkv, qkv_width, layer->query_norm, eps, cosine, sine, q, rstd);
         turn(rows, s->kv_heads, s->d, qkv + q_width, qkv_width, layer->key_norm, eps, cosine, sine, k, rstd);
         decode(n_groups, groups, members, prompts, lengths, s->heads, s->kv_heads, s->d, q, k, qkv + q_width + kv_width,
                qkv_width, own_keys + n * own, own_values + n * own, own_room, prompt_keys + n * prompt,
                prompt_values + n * prompt, prompt_room, scaling, attended, 1);
-        product(rows, s->width, q_width, s->heads_chunk, attended, layer->output, layer->output_bias, delta);
+        product(rows, s->width, q_width, s->heads_run, attended, layer->output, layer->output_bias, delta);
         norm(rows, s->width, x, delta, layer->mlp_norm, eps, x, h, rstd, 1);
-        product(rows, 2 * s->inner, s->width, s->width_chunk, h, layer->gate_up, layer->gate_up_bias, gate_up);
+        product(rows, 2 * s->inner, s->width, s->width_run, h, layer->gate_up, layer->gate_up_bias, gate_up);
         swiglu(rows, s->inner, gate_up, gate_up + s->inner, 2 * s->inner, active, 1);
-        product(rows, s->width, s->inner, s->inner_chunk, active, layer->down, layer->down_bias, delta);
+        product(rows, s->width, s->inner, s->inner_run, active, layer->down, layer->down_bias, delta);
     }
     free(h);
 }

@@ -31,17 +31,19 @@ def attends(query: Tensor, key: Tensor) -> bool:
 
 @cache
 def why_not(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int) -> str | None:
-    """None where a small example can be computed, forward and backward; else the reason, which is also printed."""
+    """None where examples of less than a block and of several can be computed, forward and backward; else the reason,
+    which is also printed."""
     from lagrpo.policy.layout import PackedLayout
 
-    layout = PackedLayout.build([(5, (3, 4))], device)
-    query, key, value = (
-        torch.zeros(layout.rows, h, d, dtype=dtype, device=device, requires_grad=True)
-        for h in (heads, kv_heads, kv_heads)
-    )
     try:
-        with torch.enable_grad():
-            attend(layout, query, key, value, 1.0).sum().backward()
+        for groups in ([(5, (3, 4))], [(150, (90, 100))]):
+            layout = PackedLayout.build(groups, device)
+            query, key, value = (
+                torch.zeros(layout.rows, h, d, dtype=dtype, device=device, requires_grad=True)
+                for h in (heads, kv_heads, kv_heads)
+            )
+            with torch.enable_grad():
+                attend(layout, query, key, value, 1.0).sum().backward()
     except Exception as error:  # noqa: BLE001  # whatever a compiler may raise
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         print(f"flex attention cannot be had here, PyTorch's tiles attend: {reason}", file=sys.stderr, flush=True)
