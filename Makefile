@@ -22,8 +22,8 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm check-trl bench-trl bench-scaling bench-peak bench-vllm bench-gpu lint format install \
-	vllm-env clean
+.PHONY: help demo test test-gpu test-vllm check-trl bench-trl bench-scaling bench-peak bench-vllm bench-gpu lint format \
+	install vllm-env clean
 
 # What `make test` leaves out: $(call deselected,MARKER,what those tests need (how to run them))
 define deselected

@@ -24,13 +24,20 @@ BLOCK = 128  # rows in a block of queries or keys
 
 def attends(query: Tensor, key: Tensor) -> bool:
     """Whether flex attention takes these, [rows, heads, D] each."""
-    if query.device.type != "cuda" or query.dtype == torch.float32 or kernels.chosen() == "torch":
-        return False
     return why_not(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2]) is None
 
 
-@cache
 def why_not(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int) -> str | None:
+    """None where flex attention takes queries and keys of this kind, else the reason."""
+    if device.type != "cuda":
+        return "no GPU"
+    if kernels.chosen() == "torch":
+        return "as chosen"
+    return "float32" if dtype == torch.float32 else _tried(device, dtype, heads, kv_heads, d)
+
+
+@cache
+def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int) -> str | None:
     """None where examples of less than a block and of several can be computed, forward and backward; else the reason,
     which is also printed."""
     from lagrpo.policy.layout import PackedLayout

@@ -75,26 +75,17 @@ class Policy:
     @property
     def computation(self) -> str:
         """What computes between the matrix products, in words; compiles the kernels if they are to run."""
+        shape = attention.Shape.of(self.model.config.get_text_config())
         if self.device.type != "cpu":
-            return self._on_gpu()
+            reason = flex.why_not(self.device, self.dtype, shape.heads, shape.kv_heads, shape.d)
+            return f"PyTorch: attention in tiles (no flex attention: {reason})" if reason else "PyTorch: flex attention"
         if not kernels.run_on(self.head.weight):
             return kernels.describe()
-        kind, d = self.model.config.model_type, attention.Shape.of(self.model.config.get_text_config()).d
+        kind = self.model.config.model_type
         besides = "" if self.fused else f"; norms and activations of {kind!r} by transformers"
-        if d % kernels.VECTOR:
-            besides += f"; attention by PyTorch (heads of {d} numbers, no multiple of {kernels.VECTOR})"
+        if shape.d % kernels.VECTOR:
+            besides += f"; attention by PyTorch (heads of {shape.d} numbers, no multiple of {kernels.VECTOR})"
         return kernels.describe() + besides
-
-    def _on_gpu(self) -> str:
-        if kernels.chosen() == "torch":
-            return "PyTorch (as chosen)"
-        if self.dtype == torch.float32:
-            attending = "attention in tiles (float32)"
-        else:
-            shape = attention.Shape.of(self.model.config.get_text_config())
-            reason = flex.why_not(self.device, self.dtype, shape.heads, shape.kv_heads, shape.d)
-            attending = f"attention in tiles (no flex attention: {reason})" if reason else "flex attention"
-        return f"PyTorch: {attending}"
 
     @property
     def decoding(self) -> str:
