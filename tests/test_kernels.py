@@ -15,15 +15,13 @@ from torch import Tensor
 from lagrpo import kernels
 from lagrpo.kernels import build
 from lagrpo.policy import logprobs
-from lagrpo.policy import replica as replica_module
 from lagrpo.policy.fused import rotary
 from lagrpo.policy.layout import PackedLayout
 from lagrpo.policy.logprobs import token_logp
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import Replica, replica
 from lagrpo.sampling.decode import DecodeState
-from lagrpo.sampling.local import LocalSampler, draw
-from lagrpo.sampling.proof import DeliveryError, Probe, prove_delivery
+from lagrpo.sampling.local import draw
 
 WIDTHS = [1, 15, 16, 33, 576]  # below, at and beyond one vector
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
@@ -297,12 +295,9 @@ def test_other_defaults_of_pytorch_do_no_harm():
     assert torch.equal(again, expected)
 
 
-@pytest.mark.parametrize("packed_by", ["panels", "oneDNN"])
 @pytest.mark.parametrize(("kind", "changes"), FUSED)
-def test_a_replica_computes_to_the_bit_what_its_policy_computes(kind, changes, packed_by, monkeypatch):
+def test_a_replica_computes_to_the_bit_what_its_policy_computes(kind, changes):
     """Also after a delivery; and it keeps no second copy of what it has packed."""
-    if packed_by == "oneDNN":
-        monkeypatch.setattr(kernels, "run_of", lambda k: None)
     policy = tiny_policy(kind, dtype=torch.bfloat16, **changes)
     copy = replica(policy)
     assert isinstance(copy, Replica)
@@ -325,44 +320,14 @@ def test_a_replica_computes_to_the_bit_what_its_policy_computes(kind, changes, p
         copy.load_weights({**policy.weights(), "odd": torch.zeros(1)}, 3)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (48, 2), (101, 576), (7, 1536), (200, 2500)])
-def test_a_product_of_panels_has_the_bits_of_pytorchs(shape):
-    """Any number of rows, outputs that fill no panel, one sum of inputs and several; two layers as one; refilled."""
-    out, k = shape
-    run = kernels.run_of(k)
-    if run is None:
-        pytest.skip("this processor has no products of bfloat16 in vector registers, or AMX")
-    first, second = torch.nn.Linear(k, out), torch.nn.Linear(k, 5, bias=False)
-    layers = [layer.bfloat16().requires_grad_(False) for layer in (first, second)]
-    second.weight[:, k // 2 :] = second.weight[:, : k // 2]
-    panels = kernels.Panels(layers, run)
-    for rows in (1, 2, 8, 9, 23, 64):
-        x = random(rows, k // 2, seed=rows, dtype=torch.bfloat16)
-        x = torch.cat([x, -x], 1)  # with two like halves of weights nothing but the rounding of sums would remain
-        padded = torch.cat([x, x])  # a single row is another product in PyTorch
-        assert torch.equal(panels(x), torch.cat([layer(padded)[:rows] for layer in layers], 1))
-        for layer in layers:
-            layer.weight.mul_(1.25)
-        panels.fill(layers)
-
-
-def test_products_that_would_add_up_otherwise_are_not_ours(monkeypatch):
-    kernels.run_of.cache_clear()
-    assert kernels.run_of(63) is None
-    linear = torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w, b=None: linear(x.flip(1), w.flip(1), b))
-    assert kernels.run_of(576) is None
-    kernels.run_of.cache_clear()
-
-
 @pytest.mark.parametrize(("kind", "changes"), FUSED)
 def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
     """Two groups of unlike size, an odd and an even prompt, rows of unlike length; hidden states and caches, to the
     bit."""
     copy = replica(tiny_policy(kind, dtype=torch.bfloat16, **changes))
     assert isinstance(copy, Replica)
-    if copy._decoder._stack is None:
-        pytest.skip("this processor has no products of bfloat16 in vector registers, or AMX")
+    assert copy.fused is not None
+    assert copy.fused.stack(copy.packs()) is not None
     states, found = [DecodeState(copy, 7, 80) for _ in range(2)], []
     for state in states:
         state.admit([[5, 6, 7]], 4)
@@ -372,7 +337,7 @@ def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
         state.retire([1, 5])
         hidden.append(state.step(torch.arange(5)))
         found.append([*hidden, state.own.keys[:, :5], state.own.values[:, :5]])
-        copy._decoder._stack = None
+        copy.fused._stack = copy.packs(), None
     for one, other in zip(*found, strict=True):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
@@ -380,26 +345,11 @@ def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
 def test_where_weights_cannot_be_packed_a_replica_is_a_twin(monkeypatch):
     assert not isinstance(replica(tiny_policy("gemma", dtype=torch.bfloat16)), Replica)
     assert not isinstance(replica(tiny_policy(dtype=torch.float32)), Replica)
-    monkeypatch.setattr(replica_module, "packs", lambda: False)  # a processor without products of bfloat16
+    monkeypatch.setattr(kernels, "_products", None)  # products that were wrong on this processor
     assert not isinstance(replica(tiny_policy(dtype=torch.bfloat16)), Replica)
     monkeypatch.undo()
     kernels.select("torch")
     assert not isinstance(replica(tiny_policy(dtype=torch.bfloat16)), Replica)
-
-
-@pytest.mark.parametrize("forgotten", ["head", "decoder"])
-def test_a_delivery_that_forgets_packed_weights_is_noticed(forgotten, monkeypatch):
-    policy = tiny_policy(dtype=torch.bfloat16)
-    copy = replica(policy)
-    sampler = LocalSampler(copy, 0, 8, 8)
-    assert isinstance(copy, Replica)
-    monkeypatch.setattr(copy._head if forgotten == "head" else copy._decoder, "fill", lambda *layers: None)
-    probe = Probe((5, 6, 7), torch.tensor([4, 9, 11, 30]))
-    assert prove_delivery(probe, policy, sampler)["probe_max"] <= 1e-5
-    policy.load_weights({name: 1.5 * weight for name, weight in policy.weights().items()}, 1)
-    sampler.deliver(policy.weights(), 1)
-    with pytest.raises(DeliveryError, match="learner and sampler disagree"):
-        prove_delivery(probe, policy, sampler)
 
 
 @pytest.mark.parametrize(("kind", "fused"), [("llama", True), ("gemma", False), ("mistral", False)])
@@ -417,13 +367,13 @@ def test_attention_that_the_kernels_do_not_take_is_said():
 
 
 def test_how_tokens_are_drawn_is_said(monkeypatch):
-    policy = tiny_policy(dtype=torch.bfloat16)
-    monkeypatch.setattr(kernels, "run_of", lambda k: None)
-    assert replica(policy).decoding == "layer by layer, matrix products of oneDNN with packed weights"
+    policy, name = tiny_policy(dtype=torch.bfloat16), kernels.products()
+    assert replica(policy).decoding == policy.decoding == f"one call through all layers, products by {name}"
+    assert f"forward products by {name}" in policy.computation
     assert replica(tiny_policy()).decoding == "layer by layer, PyTorch's matrix products in float32"
-    monkeypatch.undo()
-    if kernels.run_of(32):
-        assert replica(policy).decoding == "one call through all layers, with matrix products of our own"
+    monkeypatch.setattr(kernels, "_products", None)
+    assert replica(policy).decoding == "layer by layer, PyTorch's matrix products in bfloat16"
+    assert "products by" not in policy.computation
 
 
 # ---- how they are had: in processes of their own, with a cache of their own ----
@@ -440,25 +390,6 @@ INSIST = "from lagrpo import kernels; kernels.select('c')"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag that takes them away is of x86")
-def test_processors_without_dot_products_of_bfloat16_compute_the_same_bits(tmp_path):
-    code = """
-import torch
-from lagrpo import kernels
-from lagrpo.policy.layout import PackedLayout
-kernels.select("c")
-layout = PackedLayout.build([(7, (3, 9, 2)), (130, (70, 3))])
-draw = torch.Generator().manual_seed(0)
-q, k, v, g = (torch.randn(layout.rows, heads, 64, generator=draw).bfloat16() for heads in (9, 3, 3, 9))
-out, lse = kernels.attention(layout.segments, q, k, v, 0.125)
-grads = kernels.attention_backward(layout.groups, layout.segments, q, k, v, 0.125, out, lse, g)
-print([t.double().mul(torch.arange(t.numel()).view(t.shape)).sum().item() for t in (out, lse, *grads)])
-"""
-    plain = python(code, LAGRPO_CACHE=str(tmp_path), CC="gcc -mno-avx512bf16")
-    assert plain.stdout == python(code).stdout != ""
-    without = "from lagrpo import kernels; print(kernels.run_of(64))"
-    assert python(without, LAGRPO_CACHE=str(tmp_path), CC="gcc -mno-avx512bf16").stdout.strip() == "None"
-
-
 def test_without_a_compiler_pytorch_computes_and_says_so(tmp_path):
     done = python(DESCRIBE, LAGRPO_CACHE=str(tmp_path), CC="no-such-compiler")
     assert done.stdout.startswith("PyTorch (no C kernels: no-such-compiler could not be run")

@@ -19,7 +19,6 @@ from lagrpo.build import build_policy, build_task
 from lagrpo.checks import check_evaluation, refusing
 from lagrpo.config import EvalSettings
 from lagrpo.core.estimators import bootstrap_interval, pass_at_k
-from lagrpo.policy.replica import packed
 from lagrpo.prompts import PromptSource
 from lagrpo.runs.files import to_json, write_atomically
 from lagrpo.sampling.base import Request, Sampler
@@ -100,11 +99,10 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
     task = build_task(settings.task, settings.seed)
     print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
     policy = build_policy(settings.model, settings.temperature, settings.max_prompt_tokens + settings.max_tokens)
-    drawn_from = packed(policy) or policy
-    print(f"computing with {policy.computation}; decoding {drawn_from.decoding}", file=sys.stderr, flush=True)
+    print(f"computing with {policy.computation}; decoding {policy.decoding}", file=sys.stderr, flush=True)
     prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens)
     requests = prompts.held_out(settings.prompts or task.size("test"))
-    sampler = LocalSampler(drawn_from, settings.seed, settings.max_tokens, settings.rows, purpose="evaluate")
+    sampler = LocalSampler(policy, settings.seed, settings.max_tokens, settings.rows, purpose="evaluate")
     v = settings.verifier
     with refusing("task", TypeError):
         verifier = Verifier(task.judge, workers=v.workers, deadline=v.deadline, max_unscored_share=v.max_unscored)

@@ -1,5 +1,5 @@
-"""The kernels of kernels.c, as functions of tensors: what learner and sampler compute between matrix products on a CPU,
-and the sampler's matrix products themselves.
+"""The C kernels, as functions of tensors: the forward pass of learner and sampler on a CPU, its matrix products in
+bfloat16 included, and the backward pass between its matrix products.
 
 They are compiled for the machine at their first use (build.py). Where that is not possible, and on a GPU, PyTorch's own
 operations do the same; `describe` says which of the two run, `select` chooses. All tensors must be on the CPU and, but
@@ -12,24 +12,22 @@ import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lagrpo.kernels.build import NoKernels, load_library
+from lagrpo.kernels.build import NoKernels, isa_level, load_library
 
 VECTOR = 16  # numbers in one vector of the kernels
-PANEL = 48  # rows of weights in one panel of a pack
-RUN = 64  # sums start anew at a multiple of this
+BY_VECTORS, BY_TILES = 1, 2  # products.c's ways to compute
 Choice = Literal["auto", "c", "torch"]
 
 _choice: Choice = "auto"
 _library: Any = None
 _reason: str | None = None  # why there is no library, once that is known
 _compiler = ""
+_products: str | None = None  # what computes the products of bfloat16
 
 
 def select(choice: Choice, device: str = "cpu", say: Callable[[str], None] | None = None) -> None:
@@ -41,6 +39,7 @@ def select(choice: Choice, device: str = "cpu", say: Callable[[str], None] | Non
         NoKernels: "c" on a machine where they cannot be had, or for another device than the CPU.
     """
     global _choice
+    isa_level()  # a wrong LAGRPO_CPU_ISA is an error whatever computes
     if choice == "c" and device != "cpu":
         raise NoKernels(f"the kernels are for the CPU, the model is on {device}")
     if choice == "c" and not _load(say):
@@ -54,7 +53,8 @@ def chosen() -> Choice:
 
 
 def describe() -> str:
-    """What computes between the matrix products in this process, in words; compiles the kernels if they are to run."""
+    """What computes besides PyTorch's matrix products in this process, in words; compiles the kernels if they are to
+    run."""
     if _choice == "torch":
         return "PyTorch (as chosen)"
     return f"C kernels ({_compiler})" if _load() else f"PyTorch (no C kernels: {_reason})"
@@ -74,10 +74,13 @@ def attend_on(query: Tensor, *others: Tensor) -> bool:
 
 
 def _load(say: Callable[[str], None] | None = None) -> bool:
-    global _library, _reason, _compiler
+    global _library, _reason, _compiler, _products
     if _library is None and _reason is None:
+        say = say or (lambda line: print(line, file=sys.stderr, flush=True))
         try:
-            _library, _compiler = load_library(say or (lambda line: print(line, file=sys.stderr, flush=True)))
+            _library, _compiler = load_library(say)
+            _library.pack_bytes.restype = ctypes.c_int64
+            _products = _choose_products(say)
         except NoKernels as error:
             _reason = str(error)
     return _library is not None
@@ -143,8 +146,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_backward(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor]:
-    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    _call("swiglu_backward", _half(gate), gate.numel(), gate, up, grad_y.contiguous(), grad_gate, grad_up)
+    """Gradients of `swiglu`, both contiguous."""
+    n, width = gate.shape
+    grad_gate, grad_up = gate.new_empty(n, width), up.new_empty(n, width)
+    _call("swiglu_backward", _half(gate), n, width, gate, up, gate.stride(0), grad_y.contiguous(), grad_gate, grad_up)
     return grad_gate, grad_up
 
 
@@ -264,15 +269,18 @@ def decode_step(stack: Stack, live: Live, x: Tensor, cosine: Tensor, sine: Tenso
 
 
 class Panels:
-    """Linear layers with the same input as one product of bfloat16, their weights one below the other in the order of
-    kernels.c's `product`. Sums run as PyTorch's do, a new one every `run` inputs (see `run_of`)."""
+    """Linear layers with the same input [rows, k], k even, as one product of bfloat16: y [rows, n] with the outputs of
+    one layer behind those of another. A row's numbers depend on that row alone: see products.c."""
 
-    def __init__(self, layers: Sequence[nn.Linear], run: int) -> None:
-        self.n, self.k, self.run = sum(m.out_features for m in layers), layers[0].in_features, run
-        padded = -(-self.n // PANEL) * PANEL
-        self.packed = torch.zeros(padded * self.k, dtype=torch.bfloat16, device="cpu")
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.widths = [m.out_features for m in layers]
+        self.n, self.k = sum(self.widths), layers[0].in_features
+        if self.k % 2:
+            raise ValueError(f"a product of {self.k} inputs cannot be packed: pairs of bfloat16 need an even number")
+        self.packed = torch.zeros(_library.pack_bytes(*map(_as_c, (self.n, self.k))), dtype=torch.uint8, device="cpu")
+        width = _library.panel_width()
         biased = any(m.bias is not None for m in layers)
-        self.bias = torch.zeros(padded, dtype=torch.float32, device="cpu") if biased else None
+        self.bias = torch.zeros(-(-self.n // width) * width, device="cpu", dtype=torch.float32) if biased else None
         self.fill(layers)
 
     @torch.no_grad()
@@ -285,33 +293,53 @@ class Panels:
                 self.bias[first : first + layer.out_features] = 0 if layer.bias is None else layer.bias
             first += layer.out_features
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, k] -> [rows, n]."""
-        y = x.new_empty(len(x), self.n)
-        _call_only("product", len(x), self.n, self.k, self.run, x.contiguous(), self.packed, self.bias, y)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[rows, k] -> [rows, n], in `out` where it is given."""
+        y = x.new_empty(len(x), self.n) if out is None else out
+        _call_only("product", len(x), self.n, self.k, x.contiguous(), self.packed, self.bias, y)
         return y
 
 
-@cache
+CHECKED = ((1, 5, 2), (3, 49, 30), (17, 33, 576), (33, 97, 1030))
+"""Rows, outputs and inputs of the products that are compared with their plain form before any other is computed."""
+
+
+def _choose_products(say: Callable[[str], None]) -> str | None:
+    """Let the library compute products by the first of its ways that this processor grants and that is right here; its
+    name, or None where there is none."""
+    ways = ((BY_TILES, "AMX"), (BY_VECTORS, "AVX512-BF16" if _library.has_dot_products() else "vectors"))
+    for way, name in ways:
+        if not _library.products_by(ctypes.c_int64(way)):
+            continue
+        if products_are_right():
+            return name
+        say(f"matrix products by {name} do not give the numbers they should on this processor: they are not used")
+    return None
+
+
 @torch.no_grad()
-def run_of(k: int) -> int | None:
-    """How many of k numbers PyTorch's product of bfloat16 adds up before it starts another sum, found by trying; None
-    where `Panels` cannot be had, or would not give the same bits."""
-    if not _load() or not _library.has_product() or k % 2:
-        return None
-    row = torch.arange((k - 1) // RUN)
-    starts, x = (row + 1) * RUN, torch.zeros(len(row), k, dtype=torch.bfloat16, device="cpu")
-    # within a run 2^40 - 2^40 + 1, as the second of a pair is added first; in the next one -2^40 + 1, and the 1 is lost
-    x[:, 0], x[row, starts + 1], x[row, starts] = 2.0**40, -(2.0**40), 1
-    lost = starts[F.linear(x, torch.ones(PANEL, k, dtype=torch.bfloat16, device="cpu"))[:, 0] == 0]
-    run = int(lost[0]) if len(lost) else k
-    # two halves that cancel: what remains is the rounding of sums, and shows their order
-    numbers = torch.Generator().manual_seed(k)
-    x, weight = (torch.randn(n, k // 2, generator=numbers).bfloat16() for n in (3 * PANEL, 2 * PANEL + 5))
-    layer = nn.Linear(k, len(weight), bias=False, device="cpu", dtype=torch.bfloat16)
-    layer.weight.copy_(torch.cat([weight, weight], 1))
-    x = torch.cat([x, -x], 1)
-    return run if torch.equal(Panels([layer], run)(x), layer(x)) else None
+def products_are_right() -> bool:
+    """Whether products give, to the bit, what one number after another gives; a few milliseconds."""
+    numbers = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=numbers, device="cpu", dtype=torch.float32)
+
+    for m, n, k in CHECKED:
+        x, layer = normal(m, k).bfloat16(), nn.Linear(k, n, device="meta").to_empty(device="cpu").bfloat16()
+        layer.weight.copy_(normal(n, k))
+        layer.bias.copy_(normal(n))
+        plain = x.new_empty(m, n)
+        _call_only("plain_product", m, n, k, x, layer.weight, layer.bias.float(), plain)
+        if not torch.equal(Panels([layer])(x), plain):
+            return False
+    return True
+
+
+def products() -> str | None:
+    """What computes the forward products of bfloat16 in this process: AMX, AVX512-BF16, vectors (bfloat16 without
+    instructions for it); None where PyTorch's do."""
+    return _products if _choice != "torch" and _load() else None
 
 
 def token_logp(logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | None = None) -> tuple[Tensor, Tensor]:

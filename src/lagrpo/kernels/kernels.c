@@ -1,96 +1,18 @@
 /* The arithmetic between the matrix products of a decoder model, on a CPU: norms, rotary embedding, the gated
- * activation, group attention, and the softmax over the vocabulary; and, for decoding, the products of few rows and
- * whole steps made of all these.
+ * activation, group attention, and the softmax over the vocabulary; and whole decoding steps, made of these and of the
+ * products of products.c.
  *
- * Numbers are float32 or bfloat16 in memory (`half`: bfloat16) and float32 in registers. What comes out for a row does
- * not depend on the rows around it, on the number of threads or on how the work is cut: sums run in an order that only
- * the place in the row decides. Sampler and learner share these functions, so they agree to the bit.
- *
- * GCC's vector extensions: 16 float32 at a time, whatever the registers of the machine are. */
+ * What comes out for a row does not depend on the rows around it, on the number of threads or on how the work is cut:
+ * sums run in an order that only the place in the row decides. Sampler and learner share these functions, so they agree
+ * to the bit. */
 
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
+#include "products.h"
+#include "vectors.h"
 #include <math.h>
-#include <omp.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ivec __attribute__((vector_size(64)));
-typedef uint32_t uvec __attribute__((vector_size(64)));
-typedef uint16_t hvec __attribute__((vector_size(32)));
-typedef int64_t i64;
-
-#define INLINE static inline __attribute__((always_inline))
-#define EXPORT __attribute__((visibility("default")))
-
-enum { W = 16, BLOCK = 256, QUERIES = 4, TILE = 4 * W };
-
-/* ---- numbers in memory ---- */
-
-INLINE vec all(float x) { return x - (vec){}; }
-
-INLINE const void *at(const void *p, i64 i, int half) { return (const char *)p + i * (half ? 2 : 4); }
-
-INLINE vec load(const void *p, i64 i, int half) {
-    vec x;
-    if (half) {
-        hvec h;
-        memcpy(&h, at(p, i, 1), sizeof h);
-        x = (vec)(__builtin_convertvector(h, uvec) << 16);
-    } else {
-        memcpy(&x, at(p, i, 0), sizeof x);
-    }
-    return x;
-}
-
-INLINE uvec bf16_bits(vec x) { /* to nearest, ties to even; NaN stays NaN */
-    uvec u = (uvec)x, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, nan = (uvec)(x != x);
-    return (nan & 0x7fc0) | (~nan & rounded);
-}
-
-INLINE vec rounded(vec x, int half) { return half ? (vec)(bf16_bits(x) << 16) : x; }
-
-INLINE void store(void *p, i64 i, vec x, int half) {
-    if (half) {
-        hvec h = __builtin_convertvector(bf16_bits(x), hvec);
-        memcpy((void *)at(p, i, 1), &h, sizeof h);
-    } else {
-        memcpy((void *)at(p, i, 0), &x, sizeof x);
-    }
-}
-
-INLINE vec load_some(const void *p, i64 i, i64 stop, float fill, int half) { /* `fill` from `stop` on */
-    if (i + W <= stop) return load(p, i, half);
-    float some[W];
-    for (int j = 0; j < W; j++) {
-        some[j] = fill;
-        if (i + j < stop) {
-            if (half) {
-                uint32_t u = (uint32_t)((const uint16_t *)p)[i + j] << 16;
-                memcpy(&some[j], &u, 4);
-            } else {
-                some[j] = ((const float *)p)[i + j];
-            }
-        }
-    }
-    return load(some, 0, 0);
-}
-
-INLINE void store_some(void *p, i64 i, i64 stop, vec x, int half) {
-    if (i + W <= stop) {
-        store(p, i, x, half);
-        return;
-    }
-    uvec bits = half ? bf16_bits(x) : (uvec)x;
-    for (int j = 0; i + j < stop; j++) {
-        if (half) ((uint16_t *)p)[i + j] = (uint16_t)bits[j];
-        else memcpy((float *)p + i + j, (uint32_t *)&bits + j, 4);
-    }
-}
+enum { BLOCK = 256, QUERIES = 4, TILE = 4 * W };
 
 static float *room_for(i64 numbers) {
     float *room = malloc(numbers * sizeof *room);
@@ -99,28 +21,6 @@ static float *room_for(i64 numbers) {
         abort();
     }
     return room;
-}
-
-/* ---- lanes: one float32, or two bfloat16 that are neighbours in a sum ---- */
-
-INLINE vec lanes(const void *p, i64 i) { return load(p, i, 0); }
-
-INLINE vec same_lanes(const void *p, i64 i) { /* one lane, W times */
-    int32_t lane;
-    memcpy(&lane, (const char *)p + i * 4, sizeof lane);
-    return (vec)((ivec){} + lane);
-}
-
-/* total + x y; of a pair first the second product, then the first, each rounded, as the processors' instruction does */
-INLINE vec add_product(vec total, vec x, vec y, int half) {
-    if (!half) return total + x * y;
-#if defined(__AVX512BF16__)
-    return (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, (__m512bh)y);
-#else
-    uvec a = (uvec)x, b = (uvec)y, high = (uvec){} + 0xffff0000u;
-    total += (vec)(a & high) * (vec)(b & high);
-    return total + (vec)(a << 16) * (vec)(b << 16);
-#endif
 }
 
 /* ---- functions of a vector ---- */
@@ -246,23 +146,24 @@ EXPORT void swiglu(i64 n, i64 width, const void *gate, const void *up, i64 strid
     else swiglu_any(n, width, gate, up, stride, y, 0);
 }
 
-INLINE void swiglu_backward_any(i64 numbers, const void *gate, const void *up, const void *grad_y, void *grad_gate,
-                                void *grad_up, int half) {
-    i64 vectors = (numbers + W - 1) / W;
+/* Gradients of `swiglu`: grad_y, grad_gate and grad_up [n, width]. */
+INLINE void swiglu_backward_any(i64 n, i64 width, const void *gate, const void *up, i64 stride, const void *grad_y,
+                                void *grad_gate, void *grad_up, int half) {
 #pragma omp parallel for schedule(static)
-    for (i64 j = 0; j < vectors; j++) {
-        i64 i = j * W;
-        vec g = load_some(gate, i, numbers, 0, half), u = load_some(up, i, numbers, 0, half);
-        vec gy = load_some(grad_y, i, numbers, 0, half), s = sigmoid(g);
-        store_some(grad_up, i, numbers, gy * g * s, half);
-        store_some(grad_gate, i, numbers, gy * u * s * (all(1.f) + g * (all(1.f) - s)), half);
-    }
+    for (i64 row = 0; row < n; row++)
+        for (i64 i = 0; i < width; i += W) {
+            i64 from = row * stride, to = row * width, stop = to + width;
+            vec g = load_some(gate, from + i, from + width, 0, half), u = load_some(up, from + i, from + width, 0, half);
+            vec gy = load_some(grad_y, to + i, stop, 0, half), s = sigmoid(g);
+            store_some(grad_up, to + i, stop, gy * g * s, half);
+            store_some(grad_gate, to + i, stop, gy * u * s * (all(1.f) + g * (all(1.f) - s)), half);
+        }
 }
 
-EXPORT void swiglu_backward(i64 numbers, const void *gate, const void *up, const void *grad_y, void *grad_gate,
-                            void *grad_up, int half) {
-    if (half) swiglu_backward_any(numbers, gate, up, grad_y, grad_gate, grad_up, 1);
-    else swiglu_backward_any(numbers, gate, up, grad_y, grad_gate, grad_up, 0);
+EXPORT void swiglu_backward(i64 n, i64 width, const void *gate, const void *up, i64 stride, const void *grad_y,
+                            void *grad_gate, void *grad_up, int half) {
+    if (half) swiglu_backward_any(n, width, gate, up, stride, grad_y, grad_gate, grad_up, 1);
+    else swiglu_backward_any(n, width, gate, up, stride, grad_y, grad_gate, grad_up, 0);
 }
 
 /* ---- rotary position embedding ---- */
@@ -668,90 +569,6 @@ EXPORT void decode(i64 n_groups, const i64 *groups, const i64 *members, const i6
                    own_values, own_room, prompt_keys, prompt_values, prompt_room, scaling, out, 0);
 }
 
-/* ---- matrix products of a few rows, bfloat16 ---- */
-
-/* oneDNN's products of few rows reach half of what the processor can do; these, with weights in an order of their own,
- * nearly all of it. The sums are oneDNN's: pair after pair of k, as the instruction adds them, and with a fresh start
- * every `run` numbers of k. Only for processors with bfloat16 dot products in vector registers and without AMX, with
- * which oneDNN adds in another order. */
-
-enum { COLUMNS = 3, PANEL = COLUMNS * W, ROWS = 8, LINE = 64 };
-
-EXPORT int has_product(void) {
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-    return 1;
-#else
-    return 0;
-#endif
-}
-
-/* Rows of w [n, k] as rows `first` .. of a pack: panels of PANEL rows, in each pair after pair of k, [panels, k / 2,
- * PANEL, 2]. */
-EXPORT void pack(i64 first, i64 n, i64 k, const void *w, void *packed) {
-    i64 pairs = k / 2;
-#pragma omp parallel for schedule(static)
-    for (i64 panel = first / PANEL; panel < (first + n + PANEL - 1) / PANEL; panel++) {
-        i64 from = panel * PANEL > first ? panel * PANEL : first, stop = (panel + 1) * PANEL;
-        if (stop > first + n) stop = first + n;
-        const uint32_t *source = (const uint32_t *)w + (from - first) * pairs;
-        uint32_t *to = (uint32_t *)packed + panel * pairs * PANEL + from % PANEL;
-        for (i64 pair = 0; pair < pairs; pair++)
-            for (i64 row = 0; row < stop - from; row++) to[pair * PANEL + row] = source[row * pairs + pair];
-    }
-}
-
-/* y = x w + bias for `rows` rows of x against one panel; meanwhile `lines` cache lines at `ahead` are fetched, `each`
- * per pair. */
-INLINE void strip(const int rows, i64 k, i64 run, const uint16_t *x, const char *panel, const float *bias,
-                  const char *ahead, i64 lines, i64 each, uint16_t *y, i64 n, i64 stop) {
-    vec total[ROWS][COLUMNS], before[ROWS][COLUMNS] = {};
-    const char *end = ahead + lines * LINE;
-    for (i64 start = 0; start < k; start += run) {
-        if (start) memcpy(before, total, sizeof before);
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < COLUMNS; c++) total[r][c] = all(0);
-        for (i64 i = start; i < k && i < start + run; i += 2) {
-            vec w[COLUMNS];
-            for (int c = 0; c < COLUMNS; c++) memcpy(&w[c], panel + (i / 2 * COLUMNS + c) * LINE, sizeof(vec));
-            if (ahead < end) {
-                for (i64 line = 0; line < each; line++) __builtin_prefetch(ahead + line * LINE, 0, 2);
-                ahead += each * LINE;
-            }
-            for (int r = 0; r < rows; r++)
-                for (int c = 0; c < COLUMNS; c++)
-                    total[r][c] = add_product(total[r][c], same_lanes(x, (r * k + i) / 2), w[c], 1);
-        }
-        if (start)
-            for (int r = 0; r < rows; r++)
-                for (int c = 0; c < COLUMNS; c++) total[r][c] = before[r][c] + total[r][c];
-    }
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < COLUMNS && c * W < stop; c++)
-            store_some(y, r * n + c * W, r * n + stop, bias ? total[r][c] + load(bias, c * W, 0) : total[r][c], 1);
-}
-
-/* y [m, n] = x [m, k] packed weights [n, k] transposed + bias float32 [n up to a multiple of PANEL], or none. */
-EXPORT void product(i64 m, i64 n, i64 k, i64 run, const uint16_t *x, const char *packed, const float *bias,
-                    uint16_t *y) {
-    i64 panels = (n + PANEL - 1) / PANEL, size = k / 2 * COLUMNS * LINE, strips = (m + ROWS - 1) / ROWS;
-#pragma omp parallel for schedule(static)
-    for (i64 p = 0; p < panels; p++) {
-        i64 next = p + 1 < panels ? size / LINE : 0, column = p * PANEL;
-        for (i64 s = 0; s < strips; s++) {
-            i64 first = m * s / strips, lines = next * s / strips, each = strips < COLUMNS ? COLUMNS - strips + 1 : 1;
-            const char *ahead = packed + (p + 1) * size + lines * LINE;
-#define STRIP(R)                                                                                                       \
-    case R:                                                                                                            \
-        strip(R, k, run, x + first * k, packed + p * size, bias ? bias + column : NULL, ahead,                         \
-              next * (s + 1) / strips - lines, each, y + first * n + column, n, n - column);                           \
-        break;
-            switch (m * (s + 1) / strips - first) {
-                STRIP(1) STRIP(2) STRIP(3) STRIP(4) STRIP(5) STRIP(6) STRIP(7) STRIP(8)
-            }
-        }
-    }
-}
-
 /* ---- a decoding step through all layers, bfloat16 ---- */
 
 typedef struct {
@@ -760,7 +577,7 @@ typedef struct {
     const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
 } Layer;
 
-typedef struct { i64 layers, width, inner, heads, kv_heads, d, width_run, heads_run, inner_run; } Sizes;
+typedef struct { i64 layers, width, inner, heads, kv_heads, d; } Sizes;
 
 /* What is left of a strided [rows, heads, d] after its heads' norm, if they have one, and rotary embedding. */
 static void turn(i64 rows, i64 heads, i64 d, const uint16_t *x, i64 stride, const void *head_norm, float eps,
@@ -790,17 +607,17 @@ EXPORT void decode_step(const Sizes *s, const Layer *layers, i64 rows, i64 n_gro
     for (i64 n = 0; n < s->layers; n++) {
         const Layer *layer = layers + n;
         norm(rows, s->width, x, n ? delta : NULL, layer->input_norm, eps, x, h, rstd, 1);
-        product(rows, qkv_width, s->width, s->width_run, h, layer->qkv, layer->qkv_bias, qkv);
+        product(rows, qkv_width, s->width, h, layer->qkv, layer->qkv_bias, qkv);
         turn(rows, s->heads, s->d, qkv, qkv_width, layer->query_norm, eps, cosine, sine, q, rstd);
         turn(rows, s->kv_heads, s->d, qkv + q_width, qkv_width, layer->key_norm, eps, cosine, sine, k, rstd);
         decode(n_groups, groups, members, prompts, lengths, s->heads, s->kv_heads, s->d, q, k, qkv + q_width + kv_width,
                qkv_width, own_keys + n * own, own_values + n * own, own_room, prompt_keys + n * prompt,
                prompt_values + n * prompt, prompt_room, scaling, attended, 1);
-        product(rows, s->width, q_width, s->heads_run, attended, layer->output, layer->output_bias, delta);
+        product(rows, s->width, q_width, attended, layer->output, layer->output_bias, delta);
         norm(rows, s->width, x, delta, layer->mlp_norm, eps, x, h, rstd, 1);
-        product(rows, 2 * s->inner, s->width, s->width_run, h, layer->gate_up, layer->gate_up_bias, gate_up);
+        product(rows, 2 * s->inner, s->width, h, layer->gate_up, layer->gate_up_bias, gate_up);
         swiglu(rows, s->inner, gate_up, gate_up + s->inner, 2 * s->inner, active, 1);
-        product(rows, s->width, s->inner, s->inner_run, active, layer->down, layer->down_bias, delta);
+        product(rows, s->width, s->inner, active, layer->down, layer->down_bias, delta);
     }
     free(h);
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,8 @@ CHUNK_LOGITS = 1 << 23  # float32 logits in hand: 32 MiB, about what a processor
 HELD_GRADIENTS = 1 << 26  # their gradients, in the model's dtype, gathered for one large matrix product: 128 MiB
 KERNEL_LOGITS = 1 << 25  # logits in hand where the kernels run, in the model's dtype: 64 MiB in bfloat16
 KEPT_LOGITS = 1 << 27  # at most so many wait there for the backward pass (256 MiB); those beyond are computed again
+
+Product = Callable[[Tensor, Tensor], Tensor]  # (rows [n, H], where the result goes [n, V])
 
 
 def log_normaliser(scaled: Tensor) -> Tensor:
@@ -62,9 +64,11 @@ def token_logp(
     token_ids_T: Tensor,
     tau: float,
     entropy_T: Tensor | None = None,
+    product: Product | None = None,
 ) -> Tensor:
     """log softmax(logits / tau)[token] for each row: float32 [T], nats, differentiable in hidden, weight and bias.
     `entropy_T`, float32 [T] on the same device, is filled with the entropy of each softmax, nats, without a gradient.
+    `product`, where the kernels run, computes the logits of rows [n, H] into [n, V] in the place of PyTorch's.
 
     Raises:
         ValueError: shapes that do not go together, a token outside the vocabulary, or tau that is not positive.
@@ -81,17 +85,19 @@ def token_logp(
         wrong = lowest if lowest < 0 else highest
         raise ValueError(f"token {wrong} is outside the model's vocabulary of {weight_VH.shape[0]}")
     function = _KernelTokenLogp if kernels.run_on(hidden_TH, weight_VH) else _TokenLogp
-    asked = _Asked(tau, entropy_T, torch.is_grad_enabled())
+    asked = _Asked(tau, entropy_T, torch.is_grad_enabled(), product)
     return function.apply(hidden_TH, weight_VH, bias_V, token_ids_T, asked)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The temperature, where entropies go if they are wanted, and whether a backward pass may follow."""
+    """The temperature, where entropies go if they are wanted, whether a backward pass may follow, and what computes the
+    logits."""
 
     tau: float
     entropy: Tensor | None
     differentiable: bool
+    product: Product | None
 
 
 class _KernelTokenLogp(torch.autograd.Function):
@@ -103,11 +109,12 @@ class _KernelTokenLogp(torch.autograd.Function):
         keep = min(len(token_ids), KEPT_LOGITS // weight.shape[0]) if asked.differentiable else 0
         ctx.kept = _take_room("kept", (keep, weight.shape[0]), weight.dtype) if keep else None
         for rows in _kept_and_chunks(keep, len(token_ids), weight.shape[0]):
-            logits = _logits(hidden[rows], weight, bias, ctx.kept if rows.stop <= keep else None)
+            kept = ctx.kept if rows.stop <= keep else None
+            logits = _logits(hidden[rows], weight, bias, asked.product, kept)
             entropy = None if asked.entropy is None else asked.entropy[rows]
             logp[rows], lse[rows] = kernels.token_logp(logits, token_ids[rows], asked.tau, entropy)
         ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
-        ctx.tau = asked.tau
+        ctx.tau, ctx.product = asked.tau, asked.product
         return logp
 
     @staticmethod
@@ -120,7 +127,8 @@ class _KernelTokenLogp(torch.autograd.Function):
         total = _room("gradient", weight.shape, torch.float32).zero_() if len(pieces) != 1 else None
         share = torch.empty_like(weight) if total is None else _room("share", weight.shape, weight.dtype)
         for rows in pieces:
-            logits = kept if kept is not None and rows.stop <= len(kept) else _logits(hidden[rows], weight, bias)
+            logits = kept if kept is not None and rows.stop <= len(kept) else None
+            logits = _logits(hidden[rows], weight, bias, ctx.product) if logits is None else logits
             dx = kernels.token_logp_backward(logits, token_ids[rows], ctx.tau, lse[rows], grad_logp[rows])
             torch.mm(dx, weight, out=grad_hidden[rows])
             torch.mm(dx.mT, hidden[rows], out=share)
@@ -141,9 +149,13 @@ def _kept_and_chunks(kept: int, rows: int, vocabulary: int) -> list[slice]:
     return first + _chunks(kept, rows, vocabulary, KERNEL_LOGITS)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, product: Product | None, out: Tensor | None = None
+) -> Tensor:
     """hidden · weightᵀ + bias [rows, V], in `out`; without it, until the next call."""
     out = _room("logits", (len(hidden), weight.shape[0]), weight.dtype) if out is None else out
+    if product is not None:
+        return product(hidden, out)
     return torch.mm(hidden, weight.mT, out=out) if bias is None else torch.addmm(bias, hidden, weight.mT, out=out)
 
 

@@ -21,6 +21,7 @@ from lagrpo.policy import attention, flex
 from lagrpo.policy.fused import FusedDecoder
 from lagrpo.policy.layout import PackedLayout
 from lagrpo.policy.logprobs import token_logp
+from lagrpo.policy.packs import Packing, Packs
 from lagrpo.types import Prompt
 
 PROOF_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}  # mean |Δ log-prob|, nats
@@ -58,6 +59,7 @@ class Policy:
         self.decoder: nn.Module = model.get_decoder()
         self.head: nn.Linear = model.get_output_embeddings()
         self.fused = FusedDecoder.of(model)
+        self._packing: Packing | None = None
 
     @property
     def device(self) -> torch.device:
@@ -73,8 +75,25 @@ class Policy:
         return self.fused is not None and kernels.run_on(self.head.weight)
 
     @property
+    def own_products(self) -> bool:
+        """Whether the kernels compute all matrix products of the forward pass too: in bfloat16, from packed weights."""
+        return self.runs_fused and self.dtype == torch.bfloat16 and kernels.products() is not None
+
+    @property
+    def packing(self) -> Packing:
+        """Who packs this policy's weights, and lends them."""
+        if self._packing is None:
+            self._packing = Packing(self.decoder, self.head)
+        return self._packing
+
+    def packs(self) -> Packs | None:
+        """The packed weights of this version, where own_products."""
+        return self.packing.current() if self.own_products else None
+
+    @property
     def computation(self) -> str:
-        """What computes between the matrix products, in words; compiles the kernels if they are to run."""
+        """What computes the forward pass besides PyTorch's products, in words; compiles the kernels if they are to
+        run."""
         shape = attention.Shape.of(self.model.config.get_text_config())
         if self.device.type != "cpu":
             reason = flex.why_not(self.device, self.dtype, shape.heads, shape.kv_heads, shape.d)
@@ -85,13 +104,19 @@ class Policy:
         besides = "" if self.fused else f"; norms and activations of {kind!r} by transformers"
         if shape.d % kernels.VECTOR:
             besides += f"; attention by PyTorch (heads of {shape.d} numbers, no multiple of {kernels.VECTOR})"
-        return kernels.describe() + besides
+        products = f", forward products by {kernels.products()}" if self.own_products else ""
+        return kernels.describe() + products + besides
 
     @property
     def decoding(self) -> str:
         """How tokens are drawn from this policy, in words."""
         if self.device.type != "cpu" and kernels.chosen() != "torch":
             return "steps recorded as CUDA graphs"
+        packs = self.packs()
+        if packs is not None and self.fused is not None and self.fused.stack(packs) is not None:
+            return f"one call through all layers, products by {kernels.products()}"
+        if packs is not None:
+            return f"layer by layer, products by {kernels.products()}"
         return f"layer by layer, PyTorch's matrix products in {str(self.dtype).removeprefix('torch.')}"
 
     @property
@@ -143,7 +168,7 @@ class Policy:
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: attention.Layout) -> Tensor:
         """Final hidden states of one packed row: input_ids and position_ids [rows] -> [rows, H]."""
         if self.fused is not None and self.runs_fused:
-            return self.fused(input_ids, position_ids, layout)
+            return self.fused(input_ids, position_ids, layout, self.packs())
         out = self.decoder(
             input_ids=input_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
@@ -153,15 +178,18 @@ class Policy:
         return out.last_hidden_state.squeeze(0)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, H] -> [rows, V], in the model's dtype."""
-        return F.linear(hidden, self.head.weight, self.head.bias)
+        """[rows, H] -> [rows, V], in the model's dtype, without a gradient."""
+        packs = self.packs()
+        return packs.head(hidden) if packs is not None else F.linear(hidden, self.head.weight, self.head.bias)
 
     def logp(self, packed: Packed, entropy_T: Tensor | None = None) -> Tensor:
         """log π(token | prompt, tokens before it) at the policy's tau, of every completion token: float32 [T], nats.
         `entropy_T` float32 [T] is filled with the entropy of the distribution that each token stands for, nats."""
         hidden = self.hidden(packed.input_ids, packed.layout.position_ids, packed.layout)
         rows = hidden.index_select(0, packed.layout.logit_rows)
-        return token_logp(rows, self.head.weight, self.head.bias, packed.token_ids, self.tau, entropy_T)
+        packs = self.packs()
+        product = packs.head if packs is not None else None
+        return token_logp(rows, self.head.weight, self.head.bias, packed.token_ids, self.tau, entropy_T, product)
 
     def tokenize(self, prompt: Prompt) -> Prompt:
         """The prompt with its token ids: through the chat template, or its plain text where the tokenizer has none."""

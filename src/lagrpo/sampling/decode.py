@@ -22,7 +22,7 @@ from lagrpo.policy.model import Policy
 
 BLOCK = 64  # the own cache grows by this many tokens, or doubles
 ROWS_RECORDED = 16  # a CUDA graph is recorded for each multiple of so many rows
-MIN_ROWS = 2  # a matrix product with one row takes another kernel, with another order of summation
+MIN_ROWS = 2  # PyTorch's product with one row takes another kernel, with another order of summation
 
 
 @dataclass(slots=True)
@@ -131,7 +131,8 @@ class DecodeState:
         if self._graphs is not None:
             hidden = self._graphs.step(self, token_ids)
         else:
-            copies = torch.arange(max(self.rows, MIN_ROWS)) % self.rows  # a lone row is computed twice
+            least = 1 if self.policy.own_products else MIN_ROWS  # there a lone row is computed twice
+            copies = torch.arange(max(self.rows, least)) % self.rows
             layout = decoding(self, self.group_of_row[copies], self.lengths[copies])
             hidden = self.policy.hidden(*self.inputs(token_ids, copies), layout)
         self.lengths += 1

@@ -1,0 +1,111 @@
+/* Sixteen numbers at a time, by GCC's vector extensions, whatever the registers of the machine are.
+ *
+ * Numbers are float32 or bfloat16 in memory (`half`: bfloat16) and float32 in registers. */
+
+#ifndef LAGRPO_VECTORS_H
+#define LAGRPO_VECTORS_H
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ivec __attribute__((vector_size(64)));
+typedef uint32_t uvec __attribute__((vector_size(64)));
+typedef uint16_t hvec __attribute__((vector_size(32)));
+typedef int64_t i64;
+
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+
+enum { W = 16 };
+
+/* ---- numbers in memory ---- */
+
+INLINE vec all(float x) { return x - (vec){}; }
+
+INLINE const void *at(const void *p, i64 i, int half) { return (const char *)p + i * (half ? 2 : 4); }
+
+INLINE vec load(const void *p, i64 i, int half) {
+    vec x;
+    if (half) {
+        hvec h;
+        memcpy(&h, at(p, i, 1), sizeof h);
+        x = (vec)(__builtin_convertvector(h, uvec) << 16);
+    } else {
+        memcpy(&x, at(p, i, 0), sizeof x);
+    }
+    return x;
+}
+
+INLINE uvec bf16_bits(vec x) { /* to nearest, ties to even; NaN stays NaN */
+    uvec u = (uvec)x, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, nan = (uvec)(x != x);
+    return (nan & 0x7fc0) | (~nan & rounded);
+}
+
+INLINE vec rounded(vec x, int half) { return half ? (vec)(bf16_bits(x) << 16) : x; }
+
+INLINE void store(void *p, i64 i, vec x, int half) {
+    if (half) {
+        hvec h = __builtin_convertvector(bf16_bits(x), hvec);
+        memcpy((void *)at(p, i, 1), &h, sizeof h);
+    } else {
+        memcpy((void *)at(p, i, 0), &x, sizeof x);
+    }
+}
+
+INLINE vec load_some(const void *p, i64 i, i64 stop, float fill, int half) { /* `fill` from `stop` on */
+    if (i + W <= stop) return load(p, i, half);
+    float some[W];
+    for (int j = 0; j < W; j++) {
+        some[j] = fill;
+        if (i + j < stop) {
+            if (half) {
+                uint32_t u = (uint32_t)((const uint16_t *)p)[i + j] << 16;
+                memcpy(&some[j], &u, 4);
+            } else {
+                some[j] = ((const float *)p)[i + j];
+            }
+        }
+    }
+    return load(some, 0, 0);
+}
+
+INLINE void store_some(void *p, i64 i, i64 stop, vec x, int half) {
+    if (i + W <= stop) {
+        store(p, i, x, half);
+        return;
+    }
+    uvec bits = half ? bf16_bits(x) : (uvec)x;
+    for (int j = 0; i + j < stop; j++) {
+        if (half) ((uint16_t *)p)[i + j] = (uint16_t)bits[j];
+        else memcpy((float *)p + i + j, (uint32_t *)&bits + j, 4);
+    }
+}
+
+/* ---- lanes: one float32, or two bfloat16 that are neighbours in a sum ---- */
+
+INLINE vec lanes(const void *p, i64 i) { return load(p, i, 0); }
+
+INLINE vec same_lanes(const void *p, i64 i) { /* one lane, W times */
+    int32_t lane;
+    memcpy(&lane, (const char *)p + i * 4, sizeof lane);
+    return (vec)((ivec){} + lane);
+}
+
+/* total + x y; of a pair first the second product, then the first, each rounded, as the processors' instruction does */
+INLINE vec add_product(vec total, vec x, vec y, int half) {
+    if (!half) return total + x * y;
+#if defined(__AVX512BF16__)
+    return (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, (__m512bh)y);
+#else
+    uvec a = (uvec)x, b = (uvec)y, high = (uvec){} + 0xffff0000u;
+    total += (vec)(a & high) * (vec)(b & high);
+    return total + (vec)(a << 16) * (vec)(b << 16);
+#endif
+}
+
+#endif

@@ -1,0 +1,240 @@
+"""The matrix products of the kernels, and the packed weights that they read."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny import tiny_policy
+from torch import Tensor, nn
+
+from lagrpo import kernels
+from lagrpo.kernels import build
+from lagrpo.policy.model import Packed
+from lagrpo.policy.replica import Replica, replica
+
+
+@pytest.fixture(autouse=True)
+def with_kernels():
+    kernels.select("c")
+    yield
+    kernels.select("auto")
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def linear(out: int, k: int, bias: bool = True, seed: int = 0) -> nn.Linear:
+    layer = nn.Linear(k, out, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
+    layer.weight.copy_(random(out, k, seed=seed))
+    return layer
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (48, 2), (101, 576), (7, 1536), (200, 2500)])
+def test_a_product_is_that_of_its_layers_whatever_the_rows_beside_a_row(shape):
+    """Two layers as one, refilled; any number of rows; outputs that fill no panel; every slice has the same bits."""
+    out, k = shape
+    layers = [linear(out, k), linear(5, k, bias=False, seed=1)]
+    panels = kernels.Panels(layers)
+    for layer in layers:
+        layer.weight.mul_(1.25)
+    panels.fill(layers)
+    x = random(700, k, seed=2)
+    whole = panels(x)
+    exact = torch.cat(
+        [x.double() @ m.weight.double().mT + (0 if m.bias is None else m.bias.double()) for m in layers], 1
+    )
+    assert ((whole.double() - exact).abs() / exact.abs().amax()).max().item() < 2**-8
+    for first, rows in [(0, 1), (699, 1), (3, 2), (7, 9), (100, 15), (90, 16), (11, 17), (1, 33), (64, 64), (9, 513)]:
+        assert torch.equal(panels(x[first : first + rows]), whole[first : first + rows])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3 - min(threads, 2))
+    assert torch.equal(panels(x), whole)
+    torch.set_num_threads(threads)
+
+
+def test_an_odd_number_of_inputs_is_refused():
+    with pytest.raises(ValueError, match="a product of 63 inputs cannot be packed"):
+        kernels.Panels([linear(4, 63)])
+
+
+COMPARED = """
+import torch
+from lagrpo import kernels
+from lagrpo.policy.layout import PackedLayout
+kernels.select("c")
+assert kernels.products_are_right()
+x, w = (torch.randn(n, 576, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (200, 77))
+layer = torch.nn.Linear(576, 77, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+layer.weight.copy_(w)
+y = kernels.Panels([layer])(x)
+exact = x.double() @ w.double().mT
+assert ((y.double() - exact).abs() / exact.abs().max()).max() < 2**-8
+for rows in (1, 16, 31, 32, 33, 130):
+    assert torch.equal(kernels.Panels([layer])(x[:rows]), y[:rows])
+layout = PackedLayout.build([(7, (3, 9, 2)), (130, (70, 3))])
+draw = torch.Generator().manual_seed(0)
+q, k, v, g = (torch.randn(layout.rows, heads, 64, generator=draw).bfloat16() for heads in (9, 3, 3, 9))
+out, lse = kernels.attention(layout.segments, q, k, v, 0.125)
+grads = kernels.attention_backward(layout.groups, layout.segments, q, k, v, 0.125, out, lse, g)
+sums = [t.double().mul(torch.arange(t.numel()).view(t.shape)).sum().item() for t in (y, out, lse, *grads)]
+print(kernels.products(), *sums)
+"""
+
+
+def at_level(level: str, code: str = COMPARED) -> str:
+    """What code prints where only instructions of a level are used."""
+    environment = {**os.environ, build.ISA: level, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+@pytest.mark.parametrize("level", sorted(build.LEVELS))
+def test_at_every_level_of_instructions_products_are_right_and_independent_of_their_rows(level):
+    """AMX by its instructions in plain C where there are none; attention has the bits of this processor's own level."""
+    if missing := build.LEVELS[level].needs - build.cpu_flags():
+        with pytest.raises(AssertionError, match="this processor has no"):
+            at_level(level)
+        assert missing
+        return
+    products, y, *attention = at_level(level).split()
+    own, own_y, *own_attention = at_level("native").split()
+    expected = {"emulated_tiles": "AMX", "native": own, "avx512_bf16": "AVX512-BF16"}
+    assert products == expected.get(level, "vectors")
+    if products == "AMX" == own or "AMX" not in (products, own):
+        assert y == own_y  # vectors add in one order, with or without an instruction for pairs
+    if level in ("native", "avx512_bf16", "emulated_tiles", "avx512"):
+        assert attention == own_attention
+
+
+DECODED = """
+import torch
+from tiny import tiny_policy
+from lagrpo import kernels
+from lagrpo.policy.model import Packed
+from lagrpo.policy.replica import replica
+from lagrpo.sampling.base import Request
+from lagrpo.sampling.local import LocalSampler
+from lagrpo.types import Prompt
+kernels.select("c")
+policy = tiny_policy("qwen3", dtype=torch.bfloat16)
+prompts = [Prompt(key, ({"role": "user", "content": "?"},), None, tuple(range(5, 8 + key))) for key in range(3)]
+sampler = LocalSampler(replica(policy), 0, 9, 64)
+with torch.no_grad():
+    for request, group in sampler.sample([Request(1, 0, prompt) for prompt in prompts], 6):
+        packed = Packed.build([(request.prompt.token_ids, [c.token_ids for c in group.completions])])
+        assert torch.equal(policy.logp(packed), torch.cat([c.logp_alpha for c in group.completions]))
+print(policy.decoding)
+"""
+
+
+def test_steps_through_all_layers_by_tiles_draw_what_the_learner_computes():
+    assert at_level("emulated_tiles", DECODED) == "one call through all layers, products by AMX"
+
+
+def test_an_unknown_level_is_refused_before_anything_is_compiled(monkeypatch):
+    monkeypatch.setenv(build.ISA, "sse9")
+    with pytest.raises(kernels.NoKernels, match=r"LAGRPO_CPU_ISA = 'sse9' is no level of instructions: use native, "):
+        kernels.select("auto")
+
+
+def test_a_level_above_the_processor_is_refused(monkeypatch):
+    monkeypatch.setenv(build.ISA, "avx2")
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"fma", "bmi2", "f16c"}))
+    with pytest.raises(kernels.NoKernels, match="LAGRPO_CPU_ISA = 'avx2': this processor has no avx2"):
+        kernels.select("auto")
+
+
+def test_products_that_are_wrong_here_are_not_used(monkeypatch):
+    """A library whose every way is broken: nothing of it computes, and the line says so."""
+    monkeypatch.setattr(kernels, "products_are_right", lambda: False)
+    lines: list[str] = []
+    assert kernels._choose_products(lines.append) is None
+    assert any("do not give the numbers they should on this processor" in line for line in lines)
+    monkeypatch.undo()
+    assert kernels._choose_products(lines.append) == kernels.products()
+
+
+def test_the_comparison_with_plain_numbers_sees_one_wrong_bit(monkeypatch):
+    product = kernels._library.product
+
+    def off(m, n, k, x, packed, bias, y):
+        product(m, n, k, x, packed, bias, y)
+        if n.value > 40:
+            ctypes.cast(y, ctypes.POINTER(ctypes.c_uint16))[3] ^= 1
+
+    class Library:
+        def __getattr__(self, name):
+            return off if name == "product" else getattr(kernels._real, name)
+
+    monkeypatch.setattr(kernels, "_real", kernels._library, raising=False)
+    assert kernels.products_are_right()
+    monkeypatch.setattr(kernels, "_library", Library())
+    assert not kernels.products_are_right()
+
+
+# ---- packs, and who has them ----
+
+
+def changed(policy) -> None:
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.1)
+
+
+def test_one_packed_copy_serves_learner_and_sampler_of_one_version():
+    policy = tiny_policy(dtype=torch.bfloat16)
+    alpha = replica(policy)
+    assert isinstance(alpha, Replica)
+    first = policy.packs()
+    for version in (1, 2):  # v = 1, i = 1: an update, a delivery, no forward pass between
+        changed(policy)
+        alpha.load_weights(policy.weights(), version)
+        assert alpha.packs() is policy.packs() is first
+
+
+def test_packs_that_are_lent_keep_their_weights_while_the_learner_goes_on():
+    policy, packed = tiny_policy(dtype=torch.bfloat16), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
+    alpha = replica(policy)
+    with torch.no_grad():
+        before = policy.logp(packed)
+        changed(policy)
+        assert not torch.equal(policy.logp(packed), before)
+        assert torch.equal(alpha.logp(packed), before)
+        lent = alpha.packs()
+        alpha.load_weights(policy.weights(), 1)
+        assert torch.equal(alpha.logp(packed), policy.logp(packed))
+        changed(policy)
+        policy.logp(packed)
+        assert policy.packs() is lent  # what the sampler gave back is used again: never more than two
+
+
+def test_weights_of_somebody_else_are_packed_for_the_replica_alone():
+    policy, other = (tiny_policy(dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+    packed, alpha = Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])]), replica(policy)
+    with torch.no_grad():
+        for version in (1, 2):
+            alpha.load_weights(other.weights(), version)
+            assert torch.equal(alpha.logp(packed), other.logp(packed))
+            changed(other)
+        alpha.load_weights(policy.weights(), 3)
+        assert torch.equal(alpha.logp(packed), policy.logp(packed))
+
+
+def test_a_weight_that_is_changed_in_place_is_packed_again():
+    policy, packed = tiny_policy(dtype=torch.bfloat16), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
+    with torch.no_grad():
+        before = policy.logp(packed)
+        policy.model.get_decoder().layers[1].mlp.down_proj.weight.mul_(-3)
+        after = policy.logp(packed)
+    assert not torch.equal(before, after)
+    kernels.select("torch")
+    with torch.no_grad():
+        assert (policy.logp(packed) - after).abs().max().item() < 0.2
+        assert (policy.logp(packed) - before).abs().max().item() > 0.2
