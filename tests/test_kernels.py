@@ -452,5 +452,5 @@ def test_a_cache_that_is_no_directory_is_no_crash(tmp_path):
 
 
 def test_another_compiler_makes_another_library():
-    prints = {build._fingerprint(*made) for made in ((["gcc"], "12"), (["gcc"], "13"), (["gcc", "-O0"], "12"))}
-    assert len(prints) == 3
+    made = (["gcc"], "12", ()), (["gcc"], "13", ()), (["gcc", "-O0"], "12", ()), (["gcc"], "12", ("-march=native",))
+    assert len({build._fingerprint(*one) for one in made}) == 4

@@ -28,8 +28,8 @@ from vllm_servers import DEADLINES, PYTHON, tiny_directory
 from lagrpo import cli, serve
 from lagrpo.config import VllmSettings
 from lagrpo.runs import load_metrics, load_rollouts
+from lagrpo.sampling.proof import TOLERANCE
 from lagrpo.sampling.vllm.process import free_port
-from lagrpo.sampling.vllm.proof import TOLERANCE
 from lagrpo.sampling.vllm.server import RefusedError, Server
 
 HERE = Path(__file__).parent

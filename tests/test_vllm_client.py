@@ -19,9 +19,8 @@ from tiny import save_tiny, tiny_policy
 from lagrpo import servers, training
 from lagrpo.config import Settings, SettingsError
 from lagrpo.policy.model import Packed
-from lagrpo.sampling.proof import DeliveryError
+from lagrpo.sampling.proof import DeliveryError, Proof, _not_stale
 from lagrpo.sampling.vllm import wire
-from lagrpo.sampling.vllm.proof import PairedProof, _not_stale
 from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler
 from lagrpo.sampling.vllm.server import Deadlines, Drawn, RefusedError, SamplerError, Server, UnreachableError
 from lagrpo.sampling.vllm.wire import CorruptError, Directories, DirectoryWire, IpcWire, NcclWire, Parcel
@@ -400,7 +399,7 @@ class Echo:
 
 def test_the_proof_passes_what_agrees_and_says_by_how_much():
     policy = tiny_policy(tau=0.7)
-    figures = PairedProof(requests_for(policy, 3), torch.bfloat16)(policy, Echo(policy, shift=0.05))
+    figures = Proof(requests_for(policy, 3), torch.bfloat16)(policy, Echo(policy, shift=0.05))
     assert figures["probe_mean"] == pytest.approx(0.05, abs=1e-5)
     assert figures["probe_kl"] == pytest.approx(math.expm1(-0.05) + 0.05, abs=1e-5)
     assert policy.tau == 0.7
@@ -409,7 +408,7 @@ def test_the_proof_passes_what_agrees_and_says_by_how_much():
 def test_the_probe_is_renewed_when_the_policy_has_moved_away_from_it():
     """Batch 0's draws have one address: what is drawn again differs because the policy does."""
     policy = tiny_policy()
-    proof = PairedProof(requests_for(policy, 3), torch.float32)
+    proof = Proof(requests_for(policy, 3), torch.float32)
     proof(policy, Echo(policy))
     first = proof._items
     with torch.no_grad():
@@ -426,11 +425,11 @@ def test_the_probe_is_renewed_when_the_policy_has_moved_away_from_it():
 
 def test_the_proof_refuses_other_weights_and_log_probs_of_another_temperature():
     policy = tiny_policy(tau=0.7)
-    proof = PairedProof(requests_for(policy, 3), torch.bfloat16)
+    proof = Proof(requests_for(policy, 3), torch.bfloat16)
     with pytest.raises(DeliveryError, match=r"more than the tolerance of 0.1"):
         proof(policy, Echo(policy, shift=0.11))
     with pytest.raises(DeliveryError, match=r"another temperature"):
-        PairedProof(requests_for(policy, 3), torch.float32)(policy, Echo(policy, tau=1.0))
+        Proof(requests_for(policy, 3), torch.float32)(policy, Echo(policy, tau=1.0))
 
 
 @pytest.mark.parametrize(

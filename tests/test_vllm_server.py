@@ -18,9 +18,8 @@ from lagrpo.config import SettingsError
 from lagrpo.policy.model import Packed
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.proof import DeliveryError
+from lagrpo.sampling.proof import DeliveryError, Proof
 from lagrpo.sampling.vllm import wire
-from lagrpo.sampling.vllm.proof import PairedProof
 from lagrpo.sampling.vllm.server import SamplerError, Server
 from lagrpo.sampling.vllm.wire import CorruptError
 from lagrpo.servers import KEY
@@ -62,7 +61,7 @@ def learner_logp(policy, prompt_ids, completion):
 def test_learner_and_server_agree_after_each_of_five_deliveries(attached, model, tmp_path, tau):
     policy = policy_of(model, tau)
     sampler = sampler_over([attached], policy, tmp_path)
-    proof = PairedProof(requests_for(policy, 4), torch.float32)
+    proof = Proof(requests_for(policy, 4), torch.float32)
     for version in range(5):
         assert sampler.deliver(policy.weights(), version)["delivery_bytes"] == sum(
             tensor.numel() * 4 for tensor in policy.weights().values()
@@ -104,7 +103,7 @@ class Outdated(Server):
 def test_a_withheld_delivery_is_caught(attached, policy, server, tmp_path):
     withheld = Withheld(server.url, server.key, DEADLINES)
     sampler = sampler_over([withheld], policy, tmp_path)
-    proof = PairedProof(requests_for(policy, 4), torch.float32)
+    proof = Proof(requests_for(policy, 4), torch.float32)
     sampler.deliver(policy.weights(), 0)
     proof(policy, sampler)
     perturb(policy, 1e-4)  # far below the tolerance: only the comparison with the delivery before can tell
@@ -120,7 +119,7 @@ def test_weights_of_the_delivery_before_are_caught(policy, server, tmp_path):
     outdated = Outdated(server.url, server.key, DEADLINES)
     sampler = sampler_over([outdated], policy, tmp_path)
     sampler.directories.drop_before = lambda version: None
-    proof = PairedProof(requests_for(policy, 4), torch.float32, tolerance=10.0)
+    proof = Proof(requests_for(policy, 4), torch.float32, tolerance=10.0)
     sampler.deliver(policy.weights(), 0)
     proof(policy, sampler)
     outdated.before = None

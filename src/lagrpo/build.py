@@ -18,6 +18,7 @@ from lagrpo.checks import chat_template, refusing
 from lagrpo.compose import Recipe
 from lagrpo.config import ModelSettings, Settings, SettingsError
 from lagrpo.embedded import resolve_model
+from lagrpo.hardware import pick_device, pick_dtype
 from lagrpo.memory import keep_freed_memory
 from lagrpo.policy.learner import Learner, Optimisation
 from lagrpo.policy.model import Policy, check_context, load_policy
@@ -26,9 +27,8 @@ from lagrpo.prompts import PromptSource
 from lagrpo.recorded import Recorded
 from lagrpo.sampling.base import Sampler
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.proof import Probe, prove_delivery
+from lagrpo.sampling.proof import PROBE_PROMPTS, DeliveryError, Parity, Proof
 from lagrpo.sampling.schedule import Schedule
-from lagrpo.sampling.vllm.proof import PROBE_PROMPTS, PairedProof
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import Server
 from lagrpo.servers import build_vllm, open_servers
@@ -36,19 +36,6 @@ from lagrpo.tasks import Task, TaskSettings, load_task
 from lagrpo.types import Group
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of a setting. Raises SettingsError for one that is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise SettingsError(f"model.device = {name!r} is no device: use auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
-        raise SettingsError(f"model.device = {name!r}, but PyTorch sees {torch.cuda.device_count()} CUDA devices")
-    return device
 
 
 def build_policy(model: ModelSettings, tau: float, longest: int) -> Policy:
@@ -61,8 +48,9 @@ def build_policy(model: ModelSettings, tau: float, longest: int) -> Policy:
         keep_freed_memory()
     with refusing("model.kernels", kernels.NoKernels):
         kernels.select(model.kernels, device.type)
+    dtype, _ = pick_dtype(model.dtype, device)
     with loading(model), without_progress_bars():
-        policy = load_policy(resolve_model(model.path), DTYPES[model.dtype], device, tau, chat_template(model))
+        policy = load_policy(resolve_model(model.path), DTYPES[dtype], device, tau, chat_template(model))
     with refusing("model.path"):
         check_context(policy, longest)
     return policy
@@ -105,7 +93,8 @@ def without_progress_bars() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the settings of a run stand for; `own_task`: the task is an object of the caller's, not of the settings."""
+    """What the settings of a run stand for; `own_task`: the task is an object of the caller's, not of the settings;
+    `parity`: how far learner and in-process sampler agree, None where that was not asked or the sampler is vLLM."""
 
     task: Task
     own_task: bool
@@ -114,6 +103,7 @@ class Parts:
     learner: Learner
     sampler: Sampler
     prove: Callable[[Policy, Any], Mapping[str, float]]
+    parity: Parity | None
     evaluator: LocalSampler
     prompts: PromptSource
     schedule: Schedule
@@ -147,7 +137,7 @@ class Parts:
         with refusing("task"):
             source.check(settings.schedule.stages * settings.schedule.batches)
         recorded = build_recorded(settings, recipe, policy) if offline.data else None
-        reference = policy.twin() if recipe.needs_pi_ref else None
+        reference = replica(policy) if recipe.needs_pi_ref else None
         checkpointing = settings.optimizer.activation_checkpointing
         learner = Learner(policy, recipe, optimisation(settings), reference, checkpointing, settings.run.entropy)
         sampler = (
@@ -155,13 +145,15 @@ class Parts:
             if servers
             else LocalSampler(replica(policy), seed, sampling.max_tokens, sampling.rows)
         )
-        prove = build_proof(settings, policy, source, sampler)
+        prove, parity = build_proof(settings, policy, source, sampler)
         evaluator = LocalSampler(
             policy, seed, sampling.max_tokens, sampling.rows, settings.evaluation.temperature, "evaluate"
         )
         schedule = Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.delta)
         given = partial(recorded.batch, count=from_file) if recorded else _nothing
-        return Parts(task, own_task, recipe, policy, learner, sampler, prove, evaluator, source, schedule, given)
+        return Parts(
+            task, own_task, recipe, policy, learner, sampler, prove, parity, evaluator, source, schedule, given
+        )
 
     def keep_logs(self, run: Path) -> None:
         """The logs of the servers that were started for a run go to its directory."""
@@ -172,14 +164,21 @@ class Parts:
 
 def build_proof(
     settings: Settings, policy: Policy, source: PromptSource, sampler: Sampler
-) -> Callable[[Policy, Any], Mapping[str, float]]:
-    """What is called after every delivery; see sampling/proof.py and sampling/vllm/proof.py."""
+) -> tuple[Callable[[Policy, Any], Mapping[str, float]], Parity | None]:
+    """What is called after every delivery (see sampling/proof.py), and how far an in-process sampler agrees now.
+
+    Raises:
+        SettingsError: the in-process sampler computes something else than the learner.
+    """
     if not settings.sampling.prove:
-        return _unproven
+        return _unproven, None
+    probes = source.probes(PROBE_PROMPTS)
     if isinstance(sampler, VllmSampler):
-        return PairedProof(source.probes(PROBE_PROMPTS), sampler.dtype, settings.vllm.tolerance)
-    vocabulary = policy.head.weight.shape[0]
-    return partial(prove_delivery, Probe.after(source.tokenised("train", 0), vocabulary, settings.run.seed))
+        return Proof(probes, sampler.dtype, settings.vllm.tolerance), None
+    assert isinstance(sampler, LocalSampler)
+    proof = Proof(probes, policy.dtype)
+    with refusing("model.path", DeliveryError):
+        return proof, proof.start(policy, sampler)
 
 
 def _unproven(policy: Policy, sampler: Any) -> Mapping[str, float]:

@@ -44,8 +44,9 @@ class RunSettings(_Settings):
 class ModelSettings(_Settings):
     path: str = "smollm2"
     """Hub id or directory of a causal language model, or "smollm2", the embedded SmolLM2-135M-Instruct."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the weights that sampler and learner compute with; with bfloat16 the optimiser keeps float32 masters."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of the weights that sampler and learner compute with; with bfloat16 the optimizer keeps float32 masters. auto
+    takes bfloat16 where the device multiplies it in hardware, else float32, and says why at the start."""
     device: str = "auto"
     """cpu, cuda, cuda:1 …; auto takes a GPU where there is one."""
     threads: int | None = Field(default=None, ge=1)

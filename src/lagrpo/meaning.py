@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from lagrpo.build import loading, pick_device, recorded_prompts
+from lagrpo.build import loading, recorded_prompts
 from lagrpo.compose import Recipe
 from lagrpo.config import Settings
+from lagrpo.hardware import pick_device, pick_dtype
 from lagrpo.policy.attention import Shape
 from lagrpo.policy.fused import FAMILIES
 from lagrpo.policy.logprobs import CHUNK_LOGITS, KEPT_LOGITS, KERNEL_LOGITS
 from lagrpo.policy.model import Policy, refuse
+from lagrpo.sampling.proof import Parity
 from lagrpo.sampling.schedule import Schedule, largest_lag
 from lagrpo.servers import deadlines
 
 BYTES = {"bfloat16": 2, "float32": 4}
-HIDDEN_BYTES = {"bfloat16": 44, "float32": 54}
+HIDDEN_BYTES = {2: 44, 4: 54}  # by the bytes of a number
 PROGRAM = 400 * 2**20  # Python, torch and transformers themselves
 IDLE = 0.15  # of all that is used: gaps that the allocator cannot fill
 
@@ -26,13 +28,19 @@ def explained(settings: Settings, recipe: Recipe, toml: str) -> str:
 
 
 def meaning(
-    settings: Settings, recipe: Recipe, policy: Policy | None = None, sampled: Policy | None = None
+    settings: Settings,
+    recipe: Recipe,
+    policy: Policy | None = None,
+    sampled: Policy | None = None,
+    parity: Parity | None = None,
 ) -> list[str]:
     """One line for each thing that people get wrong about a run. Without a policy the model's sizes are read from its
-    config (no weights are loaded). `sampled`: the policy of the in-process sampler."""
+    config (no weights are loaded). `sampled`: the policy of the in-process sampler; `parity`: how far it agrees with
+    the learner."""
     s, sampling = settings.schedule, settings.sampling
     per_batch, batches = s.prompts * sampling.G, s.stages * s.batches
     config, parameters = (policy.model.config, _parameters(policy.model)) if policy else _sizes(settings)
+    dtype, why = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
     text = config.get_text_config()
     memory = expected_memory(settings, recipe, text, parameters, _fused(settings, text, policy))
     return [
@@ -47,10 +55,11 @@ def meaning(
         f"{settings.optimizer.tokens:,} in a micro-batch",
         f"memory      at most about {_size(sum(memory.values()))}: "
         + ", ".join(f"{name} {_size(size)}" for name, size in memory.items()),
-        f"arithmetic  {settings.model.dtype} on {policy.device if policy else settings.model.device}"
-        + (", float32 masters in the optimizer" if settings.model.dtype == "bfloat16" else "")
+        f"arithmetic  {dtype} ({why}) on {policy.device if policy else settings.model.device}"
+        + (", float32 masters in the optimizer" if dtype == "bfloat16" else "")
         + (f"; {policy.computation}" if policy else ""),
         *([f"decoding    {sampled.decoding}"] if sampled else []),
+        *([f"parity      {parity}"] if parity else []),
     ]
 
 
@@ -112,7 +121,8 @@ def expected_memory(
     Measured peaks (CPU, SmolLM2-135M, two or three batches of experiments/demo.toml): 3.8 GiB in bfloat16 and 5.1 in
     float32 where this expects 5.0 and 6.7, as its prompts and completions are shorter than they may be; 4.8 with a
     reference and 48 tokens a completion in micro-batches of 2,048 (expected 5.0); 3.7 with checkpointing (4.1)."""
-    size = BYTES[settings.model.dtype]
+    dtype, _ = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
+    size = BYTES[dtype]
     copies = 3 if recipe.needs_pi_ref else 2
     layers, _, kv_heads, d = Shape.of(config)
     per_token = 2 * layers * kv_heads * d * size
@@ -127,7 +137,7 @@ def expected_memory(
     memory = {
         "program": PROGRAM,
         "weights": copies * parameters * size,
-        "optimizer": parameters * (12 + (4 if settings.model.dtype == "bfloat16" else 0)),
+        "optimizer": parameters * (12 + (4 if dtype == "bfloat16" else 0)),
         "activations": learned * activation_bytes(settings, config, size, fused) + logits,
         "sampler": tokens_held * per_token,
     }
@@ -146,7 +156,7 @@ def activation_bytes(settings: Settings, config: Any, size: int, fused: bool = F
     if fused:
         layer = 2 * size * (hidden + (shape.heads + shape.kv_heads) * shape.d + inner)
     else:
-        layer = HIDDEN_BYTES[settings.model.dtype] * hidden + 4 * size * inner
+        layer = HIDDEN_BYTES[size] * hidden + 4 * size * inner
     if settings.optimizer.activation_checkpointing:
         return shape.layers * hidden * size + min(3, shape.layers) * layer
     return shape.layers * layer

@@ -18,6 +18,7 @@ import torch
 from lagrpo.checks import refusing
 from lagrpo.config import Settings, VllmSettings
 from lagrpo.embedded import resolve_model
+from lagrpo.hardware import pick_device, pick_dtype
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.vllm.process import Launch, StartedServer, expanded, missing
 from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler, refuse_mismatch
@@ -98,7 +99,7 @@ def started(settings: Settings) -> list[Server]:
     launch = Launch(
         python=str(Path(vllm.python).expanduser().absolute()),
         model=resolve_model(settings.model.path),
-        dtype=settings.model.dtype,
+        dtype=pick_dtype(settings.model.dtype, pick_device(settings.model.device))[0],
         longest=sampling.max_prompt_tokens + sampling.max_tokens + 1,
         rows=sampling.rows,
         wire=vllm.delivery,

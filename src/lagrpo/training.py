@@ -10,17 +10,18 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lagrpo.build import Parts, advantage_of, pick_device, without_progress_bars
+from lagrpo.build import Parts, advantage_of, without_progress_bars
 from lagrpo.checks import check_settings, refusing
 from lagrpo.config import Settings
 from lagrpo.display import Display, make_display, summary
 from lagrpo.evaluate import Evaluation, evaluate, interval
+from lagrpo.hardware import pick_device, pick_dtype
 from lagrpo.interrupts import Interrupted, interruptible, whole
 from lagrpo.live import completion_columns, lag_figures
 from lagrpo.loop import Algorithm, Used, iterative_grpo
@@ -100,6 +101,8 @@ class Training:
         environment["computation"] = parts.policy.computation
         self.sampled = parts.sampler.policy if isinstance(parts.sampler, LocalSampler) else None
         environment["decoding"] = self.sampled.decoding if self.sampled else "by vLLM"
+        environment["dtype"], environment["dtype_reason"] = pick_dtype(settings.model.dtype, parts.policy.device)
+        environment["parity"] = asdict(parts.parity) if parts.parity else None
         self.store = Run.create(Path(run.directory), run.name, named, self.config(), environment)
         parts.keep_logs(self.store.path)
         self.total = settings.schedule.stages * settings.schedule.batches
@@ -110,7 +113,7 @@ class Training:
     def run(self) -> Result:
         """Evaluate, train, evaluate; whatever happens, what was learned is written."""
         interrupted, weights = None, None
-        for line in meaning(self.settings, self.parts.recipe, self.parts.policy, self.sampled):
+        for line in meaning(self.settings, self.parts.recipe, self.parts.policy, self.sampled, self.parts.parity):
             self.display.note(line)
         with self.verifier, self.display:
             try:

@@ -53,6 +53,19 @@ def draw(logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Tensor, Tens
     return token, scaled_RV.gather(1, token.unsqueeze(1)).squeeze(1) - log_sum
 
 
+@dataclass(frozen=True, slots=True)
+class Here:
+    """This process, as the only server of an in-process sampler."""
+
+    policy: Policy
+
+    def version(self) -> int:
+        return self.policy.version
+
+    def __str__(self) -> str:
+        return "the in-process sampler"
+
+
 @dataclass(slots=True)
 class _Row:
     """One completion under way. `uniform` [max_tokens] its random numbers."""
@@ -89,6 +102,10 @@ class LocalSampler:
     @property
     def version(self) -> int:
         return self.policy.version
+
+    @property
+    def servers(self) -> list[Here]:
+        return [Here(self.policy)]
 
     @property
     def spans(self) -> bool:
@@ -144,13 +161,36 @@ class LocalSampler:
         return self._kept
 
     def score(self, prompt_ids: Sequence[int], token_ids: Tensor) -> Tensor:
-        """By the decoding path, fed with the given tokens, and the head that tokens are drawn by."""
-        state = DecodeState(self.policy, 1, len(token_ids))
-        hidden = [state.admit([prompt_ids], 1)]
-        hidden += [state.step(token_ids[t : t + 1]) for t in range(len(token_ids) - 1)]
-        with torch.no_grad():
-            logits = self.policy.logits(torch.cat(hidden))
-            return logp_from_logits(logits, token_ids.to(self.policy.device), self.tau)
+        return self._fed([(prompt_ids, token_ids.tolist())], self.tau)[0]
+
+    def scores(self, items: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
+        """log-probs at temperature 1 of several (prompt, tokens), side by side: [one server][item][token], nats."""
+        return [[logp_t.tolist() for logp_t in self._fed(items, 1.0)]]
+
+    def drawn(self, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
+        """Groups for a proof, in the order of the requests; training draws under other addresses."""
+        sampler = LocalSampler(self.policy, self.seed, max_tokens, max(self.rows, G), self.tau, "probe")
+        groups = {request.prompt.key: group for request, group in sampler.sample(requests, G)}
+        return [groups[request.prompt.key] for request in requests]
+
+    def drawn_by(self, number: int, request: Request, max_tokens: int) -> Group:
+        return self.drawn([request], 1, max_tokens)[0]
+
+    @torch.no_grad()
+    def _fed(self, items: Sequence[tuple[Sequence[int], Sequence[int]]], tau: float) -> list[Tensor]:
+        """By the decoding path, fed with the given tokens, and the head that tokens are drawn by: float32 [t] of each
+        item. Those that have ended are fed with their last token again."""
+        longest = max(len(tokens) for _, tokens in items)
+        fed = torch.tensor([[tokens[min(t, len(tokens) - 1)] for _, tokens in items] for t in range(longest)])
+        state = DecodeState(self.policy, len(items), longest)
+        hidden = state.admit([prompt_ids for prompt_ids, _ in items], 1)
+        found = []
+        for t, token_ids in enumerate(fed):
+            logits = self.policy.logits(hidden)  # at once: a recorded step overwrites its hidden states
+            found.append(logp_from_logits(logits, token_ids.to(self.policy.device), tau).cpu())
+            hidden = state.step(token_ids) if t + 1 < longest else hidden
+        logp = torch.stack(found, 1)
+        return [row[: len(tokens)] for row, (_, tokens) in zip(logp, items, strict=True)]
 
     def _admit(self, waiting: deque[Request], state: DecodeState, live: list[_Row], G: int) -> Tensor | None:
         """Open as many waiting groups as there is room for; hidden states [new rows, H] for their first tokens."""
