@@ -10,7 +10,8 @@ from typing import Any
 from lagrpo.figures import style
 
 BEGIN, END = "<!-- the table of experiments/precision.py -->", "<!-- its end -->"
-ORDER = {"2e-5": (5, 10), "5e-6": (5, 20), "1e-6": (20, 60)}  # learning rates, and the updates whose reward is shown
+ORDER = {"2e-5": (5, 10, 16), "5e-6": (5, 20, 24), "1e-6": (20, 60, 60)}
+"""Learning rates; of each the two updates whose rewards are shown, and how many there are."""
 MODES = {
     "plain": ("plain masters", style.VERMILLION),
     "dithered": ("dithered masters", style.BLUE),
@@ -33,7 +34,7 @@ def table(cells: Cells) -> str:
         "| lr | mode | seeds | weights moved by update 1 | by an update, mean | reward | later | pass@1 after |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for lr, (early, late) in ORDER.items():
+    for lr, (early, late, _) in ORDER.items():
         for mode, (title, _) in MODES.items():
             found = of(cells, lr, mode)
             if mode == "trl" and not found:
@@ -86,7 +87,7 @@ def figure(cells: Cells, path: Path) -> None:
                 mean = [statistics.fmean(values) for values in zip(*curves, strict=False)]
                 count = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
                 axes.plot(range(1, len(mean) + 1), mean, color=color, lw=2, label=f"{title} ({count})")
-        axes.set_ylim(0, 1)
+        axes.set(xlim=(0, ORDER[lr][2] + 1), ylim=(0, 1))
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="upper left" if lr != "2e-5" else "lower right", fontsize=8, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
