@@ -26,9 +26,10 @@ class Measured(GRPOTrainer):
     """A GRPOTrainer that notes what its rollouts cost and how many tokens they have."""
 
     figures: dict[str, Any]
+    rewards: list[float]  # of the batch under way
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        started = time.perf_counter()
+        started, self.rewards = time.perf_counter(), []
         batch = super()._generate_and_score_completions(inputs)
         tokens = int(batch["completion_mask"].sum())
         groups = batch["advantages"].view(-1, self.num_generations)
@@ -41,6 +42,7 @@ class Measured(GRPOTrainer):
             "learned": tokens,
             "micro_batches": self.args.steps_per_generation,
             "flat": float((groups == 0).all(1).float().mean()),
+            "reward": sum(self.rewards) / len(self.rewards),
             "weights": str(next(self.model.parameters()).dtype),
         }
         return batch
@@ -70,7 +72,10 @@ def main() -> None:
     judge = imported(request["reward"])
 
     def reward(completions: list[Any], gold: list[Any], **_: Any) -> list[float]:
-        return [judge(completion[0]["content"], answer) for completion, answer in zip(completions, gold, strict=True)]
+        pairs = zip(completions, gold, strict=True)
+        rewards = [judge(completion[0]["content"], answer) for completion, answer in pairs]
+        trainer.rewards += rewards
+        return rewards
 
     stepping = Stepping(Gate(wire))
     trainer = Measured(

@@ -243,7 +243,7 @@ def test_masters_keep_what_bfloat16_would_round_away():
         stepping.step(rows)
     assert (policy.head.weight != before).float().mean().item() > 2 * after_one
     working = list(policy.model.parameters())
-    for parameter, master in zip(working, stepping._masters, strict=True):
+    for parameter, master in zip(working, stepping._masters.parameters, strict=True):
         assert torch.equal(parameter, master.to(torch.bfloat16))
         assert parameter.grad is None
 

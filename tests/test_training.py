@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +109,43 @@ def test_reset_optimizer_forgets_the_moments_between_stages_and_nothing_else(run
         for batch in (1, 2, 3, 4)
     ]
     assert equal == [True, True, True, False]  # batch 3 is drawn before the first update of the second stage
+
+
+BF16: dict[str, dict[str, Any]] = {"model": {"dtype": "bfloat16"}, "sampling": {"prove": False}}
+STANDSTILL = "of the sampler's weights, less than 1 in 10,000"
+
+
+def test_where_the_masters_start_changes_nothing_before_the_first_update(run):
+    plain, dithered = (run(**BF16, optimizer={"lr": 1e-4, "masters": start}) for start in ("plain", "dithered"))
+    columns = ["token_ids", "logp_alpha"]
+    equal = [load_rollouts(plain.run, [b], columns) == load_rollouts(dithered.run, [b], columns) for b in (1, 2)]
+    assert equal == [True, False]
+
+
+def test_what_an_update_and_a_delivery_move_is_recorded(run):
+    """every(2), i = 2: deliveries before batches 1, 2 and 4, the second one after two updates, the third after four."""
+    result = run(**BF16, schedule={"v": 2, "i": 2, "batches": 4}, optimizer={"lr": 1e-5})
+    metrics = load_metrics(result.run)
+    assert [m["delivered"] for m in metrics] == [True, True, False, True]
+    delivered = [m["moved_delivered"] for m in metrics]
+    assert delivered[0] is None
+    assert delivered[1] == delivered[2]
+    assert all(0 < m["moved"] < delivered[1] < delivered[3] < 1 for m in metrics)
+    assert all(m["moved"] is None and m["moved_delivered"] != 0 for m in load_metrics(run().run))
+
+
+@pytest.mark.parametrize(
+    ("task", "masters", "lr", "warned"),
+    [("load", "plain", 1e-9, True), ("load", "plain", 1e-2, False), ("load", "dithered", 1e-4, False),
+     ("load_even", "plain", 1e-9, False)],
+)  # fmt: skip
+def test_a_delivery_that_moves_next_to_nothing_is_told_of_once(settings, capsys, task, masters, lr, warned):
+    """Unless no update had a gradient: weights without a signal stand still for a better reason."""
+    changes = {"task": {"name": f"sample_task:{task}"}, "optimizer": {"lr": lr, "masters": masters}}
+    train(settings(**BF16, **changes, run={"display": "plain"}))
+    out = capsys.readouterr().out
+    assert out.count(STANDSTILL) == warned
+    assert ('What helps: optimizer.masters = "dithered", a larger optimizer.lr' in out) == warned
 
 
 # Library

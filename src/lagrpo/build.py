@@ -229,6 +229,8 @@ def optimisation(settings: Settings) -> Optimisation:
         schedule=o.schedule,
         warmup=o.warmup,
         updates=s.stages * s.batches * s.i,
+        masters=o.masters,
+        seed=settings.run.seed,
     )
 
 

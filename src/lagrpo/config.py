@@ -275,6 +275,10 @@ class OptimizerSettings(_Settings):
     """Of the learning rate, after the warm-up."""
     warmup: int = Field(default=0, ge=0)
     """Updates over which the learning rate rises."""
+    masters: Literal["dithered", "plain"] = "dithered"
+    """Where the float32 masters of bfloat16 weights start: at a draw inside the rounding cell of the weight, so that
+    the weights move from the first update on, or plain at the weight, so that they stand still until the sum of their
+    steps passes half a spacing (docs/precision.md). The policy starts the same. No effect with float32."""
     tokens: int = Field(default=4096, ge=1)
     """Tokens in a micro-batch; sets the memory, cannot change the gradient."""
     activation_checkpointing: bool = False

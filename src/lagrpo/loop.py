@@ -128,7 +128,7 @@ def deliver(a: Algorithm, clock: Clock) -> tuple[int, Mapping[str, float]]:
     with clock("delivery"):
         cost = a.sampler.deliver(policy.weights(), policy.version)
         a.draws.delivered(policy.version)
-        return policy.version, {**cost, **a.prove(policy, a.sampler)}
+        return policy.version, {**cost, **a.learner.delivered(), **a.prove(policy, a.sampler)}
 
 
 def judged(a: Algorithm, clock: Clock, groups: Iterator[Group]) -> list[Group]:

@@ -56,11 +56,24 @@ def meaning(
         f"memory      at most about {_size(sum(memory.values()))}: "
         + ", ".join(f"{name} {_size(size)}" for name, size in memory.items()),
         f"arithmetic  {dtype} ({why}) on {policy.device if policy else settings.model.device}"
-        + (", float32 masters in the optimizer" if dtype == "bfloat16" else "")
+        + (f", {settings.optimizer.masters} float32 masters" if dtype == "bfloat16" else "")
         + (f"; {policy.computation}" if policy else ""),
         *([f"decoding    {sampled.decoding}"] if sampled else []),
         *([f"parity      {parity}"] if parity else []),
     ]
+
+
+def standstill(settings: Settings, dtype: str, version: int, share: float) -> str:
+    """What to say of a delivery that changes so few of the weights (in `dtype`) that the sampler draws as before."""
+    remedies = ["a larger optimizer.lr", "more updates per delivery (schedule.v, schedule.i)"]
+    if dtype == "bfloat16":
+        remedies += ['model.dtype = "float32"']
+        remedies = (['optimizer.masters = "dithered"'] if settings.optimizer.masters == "plain" else []) + remedies
+    return (
+        f"the delivery of version {version} changes {share:.4%} of the sampler's weights, less than 1 in 10,000: its "
+        f"steps are lost in the rounding to {dtype}, and the sampler draws as before. What helps: "
+        f"{', '.join(remedies)}. See docs/precision.md; said once"
+    )
 
 
 def _deliveries(settings: Settings) -> str:

@@ -45,8 +45,8 @@ def batch_metrics(
 ) -> dict[str, Any]:
     """Everything that is recorded about batch b, where π_k has `version`. docs/run-directory.md says what each is.
 
-    Figures of the objective are those of the first update on the batch, where π = π_k; grad_norm, lr and loss those of
-    the last one."""
+    Figures of the objective are those of the first update on the batch, where π = π_k; grad_norm, lr, moved and loss
+    those of the last one."""
     first, last = (updates[0], updates[-1]) if updates else ({}, {})
     completions = [c for group in batch.groups for c in group.completions]
     flat = [len(set(group.rewards)) < 2 for group in batch.groups if group.rewards]
@@ -62,11 +62,13 @@ def batch_metrics(
         "loss": last.get("loss"),
         "grad_norm": last.get("grad_norm"),
         "lr": last.get("lr"),
+        "moved": last.get("moved"),
         **_pace(clock, sum(len(c.token_ids) for c in completions), sum(u.get("tokens", 0.0) for u in updates)),
     }
 
 
 SAMPLER_FIGURES = (
+    "moved_delivered",
     *("probe_mean", "probe_max", "probe_kl", "probe_telling"),
     *("delivery_bytes", "seconds_writing", "seconds_paused", "seconds_drawing", "recoveries", "redrawn"),
 )

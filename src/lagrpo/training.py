@@ -25,7 +25,7 @@ from lagrpo.hardware import pick_device, pick_dtype
 from lagrpo.interrupts import Interrupted, interruptible, whole
 from lagrpo.live import completion_columns, lag_figures
 from lagrpo.loop import Algorithm, Used, iterative_grpo
-from lagrpo.meaning import count_of, meaning
+from lagrpo.meaning import count_of, meaning, standstill
 from lagrpo.metrics import batch_metrics, sampler_figures
 from lagrpo.parsing import load_settings, to_toml
 from lagrpo.runs import Run, collect_environment
@@ -37,6 +37,7 @@ from lagrpo.tasks import Task
 from lagrpo.verify import Verifier, VerifierError
 
 SHOWN = 3  # completions shown before and after
+STILL = 1e-4  # a delivery that changes a smaller share of the weights is warned of
 FAILURES = (
     *(VerifierError, DeliveryError, VersionError, SamplerError),
     *(FloatingPointError, torch.OutOfMemoryError, OSError),
@@ -109,6 +110,7 @@ class Training:
         self.display: Display = make_display(self.total, self.store.path.name, run.display)
         self.evaluations: dict[str, Evaluation] = {}
         self.batches = 0
+        self.pushed, self.warned = False, False  # an update had a gradient since the delivery; it was said that …
 
     def run(self) -> Result:
         """Evaluate, train, evaluate; whatever happens, what was learned is written."""
@@ -209,11 +211,22 @@ class Training:
             self.store.record(metrics)
             self.batches = b
         self.display.batch(metrics)
+        self.warn_of_standstill(used)
         if self.settings.run.save_every and b % self.settings.run.save_every == 0:
             self.store.record_weights(self.parts.policy.save, self.parts.policy.version)
         every = self.settings.evaluation.every
         if every and b % every == 0 and b < self.total:
             self.evaluate(f"batch-{b:06d}")
+
+    def warn_of_standstill(self, used: Used) -> None:
+        """Say it, once, when updates that had a gradient leave the sampler's weights as they were."""
+        share = used.delivery.get("moved_delivered")
+        if used.reason and self.pushed and not self.warned and share is not None and share < STILL:
+            dtype = str(self.parts.policy.dtype).removeprefix("torch.")
+            self.display.note(standstill(self.settings, dtype, used.alpha, share))
+            self.warned = True
+        pushed = any(update.get("grad_norm") for update in used.updates)
+        self.pushed = pushed or (self.pushed and not used.reason)
 
     def evaluate(self, name: str) -> None:
         """pass@k of π as it is now, recorded under `name`."""

@@ -1,8 +1,8 @@
 """The learner: gradient steps on one policy, π.
 
 The working copy of the weights is what sampler and learner compute with (bfloat16, or float32 throughout). In bfloat16
-the optimiser keeps float32 masters: gradients of the micro-batches are added up in float32, AdamW steps on the masters
-and the working copy is their rounding. No autocast anywhere.
+the optimizer keeps float32 masters (masters.py): gradients of the micro-batches are added up in float32, AdamW steps on
+the masters and the working copy is their rounding. No autocast anywhere.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from torch import Tensor
 
 from lagrpo.interrupts import whole
 from lagrpo.policy.batch import MicroBatch
+from lagrpo.policy.masters import Delivered, Masters, Start
 from lagrpo.policy.model import Policy
 
 
 @dataclass(frozen=True, slots=True)
 class Optimisation:
-    """The numbers of AdamW and of its learning-rate schedule; `updates` is how many the run makes in all."""
+    """The numbers of AdamW and of its learning-rate schedule; `updates` is how many the run makes in all. `masters`
+    says where the float32 masters of bfloat16 weights start, by draws of `seed`."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -32,6 +34,8 @@ class Optimisation:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: int = 0
     updates: int = 1
+    masters: Start = "dithered"
+    seed: int = 0
 
     def rate(self, update: int) -> float:
         """The learning rate of update 0, 1, …: linear warm-up over `warmup` updates, then constant, or down to 0 at
@@ -63,27 +67,15 @@ class Learner:
         if activation_checkpointing:
             policy.model.gradient_checkpointing_enable({"use_reentrant": False})
             policy.model.train()  # transformers checkpoints in training mode only; dropout is off
-        self._masters = self._make_masters()
+        self._masters = Masters(policy.model, optimisation.masters, optimisation.seed)
+        self._delivered = Delivered()
         self.reset_optimizer()
 
-    def _make_masters(self) -> list[torch.nn.Parameter]:
-        """float32 masters of the working copy's parameters, which pass their gradients on to them."""
-        parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
-        if self.policy.dtype == torch.float32:
-            return parameters
-        masters = []
-        for parameter in parameters:
-            master = torch.nn.Parameter(parameter.detach().float())
-            parameter.register_post_accumulate_grad_hook(_passes_gradient_to(master))
-            masters.append(master)
-        self._working = parameters
-        return masters
-
     def reset_optimizer(self) -> None:
-        """A fresh AdamW: moments at zero."""
+        """A fresh AdamW: moments at zero. The masters stay where they are."""
         o = self.optimisation
         self._optimizer = torch.optim.AdamW(
-            self._masters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, fused=True
+            self._masters.parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, fused=True
         )
 
     def end_stage(self, reset_optimizer: bool) -> None:
@@ -142,10 +134,11 @@ class Learner:
         return dict(sums)
 
     def _update(self) -> dict[str, float]:
-        for master in self._masters:
+        masters = self._masters.parameters
+        for master in masters:
             master.grad = torch.zeros_like(master) if master.grad is None else master.grad
         limit = self.optimisation.max_grad_norm or math.inf
-        total = torch.nn.utils.get_total_norm([m.grad for m in self._masters if m.grad is not None])
+        total = torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
         norm = total.item()
         if not math.isfinite(norm):
             self._optimizer.zero_grad()
@@ -154,31 +147,22 @@ class Learner:
                 f"version {self.policy.version}. Lower optimizer.lr, or look at the last rollouts for extreme ratios"
             )
         if norm > limit:
-            torch.nn.utils.clip_grads_with_norm_(self._masters, limit, total)
+            torch.nn.utils.clip_grads_with_norm_(masters, limit, total)
         rate = self.optimisation.rate(self.policy.version)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         with whole():
             self._optimizer.step()
             self._optimizer.zero_grad()
-            self._round_masters()
+            moved = self._round_masters()
             self.policy.version += 1
-        return {"grad_norm": norm, "lr": rate}
+        return {"grad_norm": norm, "lr": rate} | ({} if moved is None else {"moved": moved})
 
-    @torch.no_grad()
-    def _round_masters(self) -> None:
-        if self.policy.dtype != torch.float32:
-            for working, master in zip(self._working, self._masters, strict=True):
-                working.copy_(master)
+    def _round_masters(self) -> float | None:
+        return self._masters.round()
 
-
-def _passes_gradient_to(master: torch.nn.Parameter):
-    def hook(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if master.grad is None:
-            master.grad = parameter.grad.float()
-        else:
-            master.grad += parameter.grad
-        parameter.grad = None
-
-    return hook
+    def delivered(self) -> dict[str, float]:
+        """Called at every delivery: the share of the working weights that it changes, as `moved_delivered`; nothing at
+        the first one."""
+        share = self._delivered.share(self.policy.weights())
+        return {} if share is None else {"moved_delivered": share}

@@ -1,0 +1,156 @@
+"""How far bfloat16 weights move: plain masters, dithered masters and float32 throughout, at three learning rates.
+
+    python experiments/precision.py                                train what is missing, then the table and the figure
+    python experiments/precision.py --report                       the table and the figure of what is there
+    python experiments/precision.py --report --write docs/precision.md    put the table into the page, too
+    python experiments/precision.py --trl .venv-trl/bin/python     TRL's curves, where `make check-trl` installed it
+
+The embedded model on the task of experiments/demo.toml: 8 prompts x 16 completions per update. A cell is a learning
+rate, a mode and a seed, such as 5e-6/dithered/seed0; each is one run of `lagrpo train`, and its figures go to a JSON
+file of their own in RESULTS/cells when it ends. A cell that is there is not repeated, so the script can be ended at any
+time. Three seeds take some hours on one core. The figure goes to docs/images/precision.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from precision_report import figure, table, write_table
+
+HERE = Path(__file__).parent
+UPDATES = {"5e-6": 24, "2e-5": 16, "1e-6": 60}  # by learning rate, in the order in which they are trained
+MODES: dict[str, dict[str, str]] = {
+    "plain": {"model.dtype": "bfloat16", "optimizer.masters": "plain"},
+    "dithered": {"model.dtype": "bfloat16", "optimizer.masters": "dithered"},
+    "float32": {"model.dtype": "float32"},
+}
+Cell = tuple[str, str, int]
+"""Learning rate, mode, seed."""
+
+
+def name_of(cell: Cell) -> str:
+    """
+    >>> name_of(("5e-6", "dithered", 0))
+    '5e-6/dithered/seed0'
+    """
+    lr, mode, seed = cell
+    return f"{lr}/{mode}/seed{seed}"
+
+
+def cells(seeds: Sequence[int]) -> list[Cell]:
+    """All of them, in the order in which they are trained: seed by seed, float32 last as it takes longest."""
+    half = [(lr, mode, seed) for seed in seeds for lr in UPDATES for mode in ("plain", "dithered")]
+    return half + [(lr, "float32", seed) for seed in seeds for lr in UPDATES]
+
+
+def result_path(results: Path, cell: Cell) -> Path:
+    return results / "cells" / (name_of(cell).replace("/", "-") + ".json")
+
+
+def read(results: Path) -> list[dict[str, Any]]:
+    """The figures of every cell that is there."""
+    return [json.loads(path.read_text()) for path in sorted((results / "cells").glob("*.json"))]
+
+
+def write(path: Path, figures: dict[str, Any]) -> None:
+    """Under a temporary name, then renamed: a file that is there is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(figures, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def command(cell: Cell, runs: Path, threads: int) -> list[str]:
+    """The command line of one cell's run."""
+    lr, mode, seed = cell
+    settings = {
+        "run.directory": runs,
+        "run.name": name_of(cell).replace("/", "-"),
+        "run.seed": seed,
+        "run.save-weights": False,
+        "run.display": "plain",
+        "model.threads": threads,
+        "schedule.batches": UPDATES[lr],
+        "optimizer.lr": lr,
+        **MODES[mode],
+    }
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    return [str(Path(sys.executable).parent / "lagrpo"), "train", str(HERE / "demo.toml"), *words]
+
+
+def train(cell: Cell, results: Path, threads: int) -> None:
+    """Make the cell's run, in place of what an ended script left of it, and keep its figures."""
+    lr, mode, seed = cell
+    words = command(cell, results / "runs", threads)
+    run = results / "runs" / words[words.index("--run.name") + 1]
+    if run.exists():
+        shutil.rmtree(run)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    started = time.monotonic()
+    subprocess.run(words, check=True, env=environment)
+    before, after = (json.loads((run / "evaluations" / f"{when}.json").read_text()) for when in ("before", "after"))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = {
+        "rewards": "reward_mean", "moved": "moved", "moved_delivered": "moved_delivered", "grad_norm": "grad_norm",
+        "kl_alpha": "kl_alpha", "seconds": "seconds_total",
+    }  # fmt: skip
+    write(result_path(results, cell), {
+        "lr": lr, "mode": mode, "seed": seed, "updates": len(lines), "threads": threads,
+        "pass_at_1_before": before["pass_at_1"], "pass_at_1": after["pass_at_1"],
+        "seconds_in_all": time.monotonic() - started,
+        **{name: [line[key] for line in lines] for name, key in kept.items()},
+        "command": words[1:], "environment": json.loads((run / "environment.json").read_text()),
+    })  # fmt: skip
+
+
+def train_missing(chosen: Sequence[Cell], results: Path, threads: int) -> None:
+    """The chosen cells that are not there, one after the other; one that fails does not keep the others from it."""
+    failed = []
+    for number, cell in enumerate(chosen, start=1):
+        if result_path(results, cell).exists():
+            continue
+        print(f"{number} of {len(chosen)}: {name_of(cell)}", flush=True)
+        try:
+            train(cell, results, threads)
+        except (subprocess.CalledProcessError, OSError) as error:
+            failed.append(name_of(cell))
+            print(f"{name_of(cell)} failed: {error}", file=sys.stderr, flush=True)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}; the next call tries them again")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("runs/precision"), help="where the figures of cells are")
+    parser.add_argument("--seeds", type=int, nargs="*", default=(0, 1, 2))
+    parser.add_argument("--cells", nargs="*", help="only cells whose name has one of these in it: 5e-6/plain float32")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--trl", type=Path, metavar="PYTHON", help="a Python that has TRL: train its side instead")
+    parser.add_argument("--report", action="store_true", help="do not train")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the markers of this page")
+    asked = parser.parse_args()
+    if asked.trl:
+        from precision_trl import train_trl
+
+        train_trl(asked.trl, asked.results, asked.seeds, asked.threads)
+    elif not asked.report:
+        chosen = [c for c in cells(asked.seeds) if not asked.cells or any(part in name_of(c) for part in asked.cells)]
+        train_missing(chosen, asked.results, asked.threads)
+    found = read(asked.results)
+    print(table(found))
+    figure(found, HERE.parent / "docs" / "images" / "precision.png")
+    if asked.write:
+        write_table(asked.write, table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The table and the figure of experiments/precision.py, from whatever cells are there."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lagrpo.figures import style
+
+BEGIN, END = "<!-- the table of experiments/precision.py -->", "<!-- its end -->"
+ORDER = {"2e-5": (5, 10, 16), "5e-6": (5, 20, 24), "1e-6": (20, 60, 60)}
+"""Learning rates; of each the two updates whose rewards are shown, and how many there are."""
+MODES = {
+    "plain": ("plain masters", style.VERMILLION),
+    "dithered": ("dithered masters", style.BLUE),
+    "float32": ("float32 throughout", style.GREEN),
+    "trl": ("TRL 1.16, bf16", style.PURPLE),
+}
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # 97.5 % of t with n - 1 degrees
+
+Cells = Sequence[dict[str, Any]]
+
+
+def of(cells: Cells, lr: str, mode: str) -> Cells:
+    """The cells of this rate and mode, by seed."""
+    return sorted((c for c in cells if (c["lr"], c["mode"]) == (lr, mode)), key=lambda c: c["seed"])
+
+
+def table(cells: Cells) -> str:
+    """One row for each learning rate and mode; a dash where nothing was measured."""
+    rows = [
+        "| lr | mode | seeds | weights moved by update 1 | by an update, mean | reward | later | pass@1 after |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for lr, (early, late, _) in ORDER.items():
+        for mode, (title, _) in MODES.items():
+            found = of(cells, lr, mode)
+            if mode == "trl" and not found:
+                continue
+            seeds = ", ".join(str(c["seed"]) for c in found) or "none yet"
+            moved = [[m for m in c.get("moved", []) if m is not None] for c in found]
+            cols = (
+                interval([m[0] for m in moved if m], percent=True),
+                interval([statistics.fmean(m) for m in moved if m], percent=True),
+                _reward(found, early),
+                _reward(found, late),
+                interval([c["pass_at_1"] for c in found if c.get("pass_at_1") is not None], percent=True),
+            )
+            rows.append(f"| {lr} | {title} | {seeds} | " + " | ".join(cols) + " |")
+    return "\n".join(rows)
+
+
+def _reward(cells: Cells, update: int) -> str:
+    values = [c["rewards"][update - 1] for c in cells if len(c["rewards"]) >= update]
+    return f"{interval(values)} at {update}" if values else "–"
+
+
+def interval(values: Sequence[float], percent: bool = False) -> str:
+    """The mean with the half width of its 95 % interval over seeds, by Student's t; one value stands alone.
+
+    >>> interval([0.5, 0.6, 0.7]), interval([0.5]), interval([], True), interval([0.0123], True)
+    ('0.60 ± 0.25', '0.50', '–', '1.23 %')
+    """
+    if not values:
+        return "–"
+    mean = statistics.fmean(values)
+    half = STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    if percent:
+        digits = 1 if mean >= 0.05 else 2 if mean >= 1e-3 else 4
+        return f"{100 * mean:.{digits}f}" + (f" ± {100 * half:.{digits}f}" if half is not None else "") + " %"
+    return f"{mean:.2f}" + (f" ± {half:.2f}" if half is not None else "")
+
+
+def figure(cells: Cells, path: Path) -> None:
+    """Reward against updates, a panel for each learning rate: the mean of the seeds, and each of them thin."""
+    drawing = style.canvas(12, 4)
+    panels = drawing.subplots(1, len(ORDER), sharey=True)
+    for axes, lr in zip(panels, ORDER, strict=True):
+        style.plain(axes, f"learning rate {lr}", "update", "mean reward of the batch" if axes is panels[0] else "")
+        for mode, (title, color) in MODES.items():
+            curves = [c["rewards"] for c in of(cells, lr, mode)]
+            for curve in curves:
+                axes.plot(range(1, len(curve) + 1), curve, color=color, lw=0.7, alpha=0.35)
+            if curves:
+                mean = [statistics.fmean(values) for values in zip(*curves, strict=False)]
+                count = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
+                axes.plot(range(1, len(mean) + 1), mean, color=color, lw=2, label=f"{title} ({count})")
+        axes.set(xlim=(0, ORDER[lr][2] + 1), ylim=(0, 1))
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="upper left" if lr != "2e-5" else "lower right", fontsize=8, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(path, dpi=110)
+
+
+def write_table(page: Path, text: str) -> None:
+    """Put the table between the page's markers. Raises ValueError where they are missing."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{page} has no lines {BEGIN!r} and {END!r}, between which the table belongs")
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")

@@ -1,0 +1,72 @@
+"""TRL's side of experiments/precision.py: `GRPOTrainer` in its bfloat16 setting on the prompts that ours visits.
+
+Driven as the benchmarks drive it (benchmarks/trl_peer.py), one update per request; a curve that was ended is begun
+again. TRL's setting keeps float32 weights and computes under bfloat16 autocast, which rounds them in every
+forward pass.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lagrpo.config import TaskSettings
+from lagrpo.embedded import resolve_model
+from lagrpo.tasks import load_task, prompt_order
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+
+from precision import UPDATES, name_of, result_path, write
+from processes import HERE, Side, environment
+from work import SHORT, trl
+
+RATES = ("5e-6", "1e-6")
+
+
+def prompts(seed: int, updates: int) -> list[dict[str, Any]]:
+    """The prompts of the first updates of our run of this seed, in its order, batch by batch."""
+    task = load_task(TaskSettings(**SHORT.task), seed)
+    size, rows = task.size("train"), []
+    for place in range(updates * SHORT.N):
+        epoch, position = divmod(place, size)
+        key = prompt_order(seed, epoch, size)[position]
+        prompt = task.prompt("train", key)
+        rows.append({"key": key, "messages": [dict(m) for m in prompt.messages], "gold": prompt.gold})
+    return rows
+
+
+def train_trl(python: Path, results: Path, seeds: Sequence[int], threads: int) -> None:
+    """Make the curves that are missing, and keep each when it ends."""
+    if not python.exists():
+        raise SystemExit(f"{python}: no such Python. `make check-trl` makes .venv-trl/bin/python")
+    for seed in seeds:
+        for lr in RATES:
+            cell = (lr, "trl", seed)
+            if not result_path(results, cell).exists():
+                print(name_of(cell), flush=True)
+                with tempfile.TemporaryDirectory() as scratch:
+                    write(result_path(results, cell), curve(python, lr, seed, threads, Path(scratch)))
+
+
+def curve(python: Path, lr: str, seed: int, threads: int, scratch: Path) -> dict[str, Any]:
+    """The figures of one run of TRL."""
+    updates = UPDATES[lr]
+    rows, request = scratch / "prompts.jsonl", scratch / "request.json"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in prompts(seed, updates + 1)))  # TRL may look ahead
+    config = trl(SHORT, per_device=32, learning_rate=float(lr), seed=seed)
+    model = resolve_model(SHORT.model)
+    request.write_text(json.dumps({"model": model, "config": config, "prompts": str(rows), "reward": SHORT.judge}))
+    taken = []
+    with Side("trl", [python, HERE / "trl_peer.py", request], scratch, environment(threads)) as side:
+        for update in range(1, updates + 1):
+            taken.append(side.update())
+            print(f"  update {update}: reward {taken[-1]['reward']:.3f}, {taken[-1]['seconds']:.1f} s", flush=True)
+        versions = side.facts["versions"]
+    return {
+        "lr": lr, "mode": "trl", "seed": seed, "updates": updates, "threads": threads, "versions": versions,
+        "config": config, "rewards": [u["reward"] for u in taken], "seconds": [u["seconds"] for u in taken],
+    }  # fmt: skip

@@ -1,0 +1,115 @@
+"""float32 masters of bfloat16 weights: what the optimizer steps on, started inside the rounding cells of the weights.
+
+A checkpoint in bfloat16 puts every master in the middle of its cell (the float32 numbers that round to its weight), so
+a weight stands still until the sum of its steps passes half a spacing. A *dithered* master starts at a uniform draw
+inside the cell instead. It rounds to the same weight, and from the first update on the weight's expected change is the
+master's. docs/precision.md derives that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lagrpo.addressed import signed16
+
+Start = Literal["dithered", "plain"]
+CHUNK = 2**20  # numbers rounded and compared at a time: what lies between stays in the cache
+SAMPLE = 2**20  # about so many weights tell how many a delivery moves
+
+
+class Masters:
+    """`parameters` is what the optimizer steps on: a float32 master of every trained weight of `model`, or the weight
+    itself where `model` is float32. Weights pass their gradients on to their masters as soon as they have them, so no
+    gradient in bfloat16 is kept or added up.
+
+    The draws of a dithered start are addressed by (seed, "masters", name of the parameter).
+    """
+
+    def __init__(self, model: nn.Module, start: Start, seed: int) -> None:
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._working: list[nn.Parameter] = []
+        self.parameters = list(named.values())
+        if all(p.dtype == torch.float32 for p in self.parameters):
+            return
+        self._working, self.parameters = self.parameters, []
+        for name, working in named.items():
+            value = working.detach().float()
+            if start == "dithered" and working.dtype == torch.bfloat16:
+                dither_(value, signed16(value.numel(), seed, "masters", name))
+            master = nn.Parameter(value)
+            working.register_post_accumulate_grad_hook(_passes_gradient_to(master))
+            self.parameters.append(master)
+
+    @torch.no_grad()
+    def round(self) -> float | None:
+        """Every weight becomes its master, rounded to nearest, ties to even. Returns the share of the weights whose
+        bits changed; None in float32, where nothing is rounded."""
+        if not self._working:
+            return None
+        moved = 0
+        for working, master in zip(self._working, self.parameters, strict=True):
+            for old, exact in zip(_chunks(working), _chunks(master), strict=True):
+                new = exact.to(old.dtype)
+                moved += differing(new, old)
+                old.copy_(new)
+        return moved / sum(working.numel() for working in self._working)
+
+
+def dither_(value: Tensor, draws: np.ndarray) -> None:
+    """Move bfloat16 numbers, in float32, inside their rounding cells, in place: add a draw to the bits of each.
+
+    `draws` int16, as many as there are numbers, of [-32767, 32767]. The low 16 bits of a bfloat16 number's float32
+    pattern are 0 and a cell reaches 2^15 patterns to either side (its ends round to the neighbor where the number is
+    odd), so what comes out rounds to the same number. Zeros, infinities and NaN stay: their cells are not such."""
+    steps = torch.from_numpy(draws).view(value.shape).to(value.device)
+    steps.masked_fill_((value == 0) | ~value.isfinite(), 0)
+    value.view(torch.int32).add_(steps)
+
+
+def differing(one: Tensor, other: Tensor) -> int:
+    """How many numbers of two tensors differ in their bits."""
+    bits = torch.int16 if one.element_size() == 2 else torch.int32 if one.element_size() == 4 else torch.int64
+    unequal = one.view(bits) != other.view(bits)
+    # NumPy counts bytes several times as fast as PyTorch does on a CPU.
+    return int(np.count_nonzero(unequal.numpy()) if unequal.device.type == "cpu" else unequal.sum())
+
+
+class Delivered:
+    """How much of the weights each delivery changes, by a sample of the weights: every n-th of each parameter, about a
+    million in all, so that no further copy of the weights has to be kept. All of them in a small model; in a large one
+    the share p has a standard error of about √(p / 10⁶)."""
+
+    def __init__(self) -> None:
+        self._last: list[Tensor] = []
+
+    @torch.no_grad()
+    def share(self, weights: Mapping[str, Tensor]) -> float | None:
+        """The share of the weights that differ in their bits from what the call before got; None at the first call."""
+        every = max(1, sum(w.numel() for w in weights.values()) // SAMPLE) | 1
+        last, self._last = self._last, [w.reshape(-1)[::every].clone() for w in weights.values()]
+        if not last:
+            return None
+        moved = sum(differing(new, old) for new, old in zip(self._last, last, strict=True))
+        return moved / sum(len(w) for w in last)
+
+
+def _chunks(parameter: nn.Parameter) -> Iterator[Tensor]:
+    rows = torch.atleast_1d(parameter.detach())
+    yield from rows.split(max(1, CHUNK // max(1, rows[0].numel())))
+
+
+def _passes_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad += parameter.grad
+        parameter.grad = None
+
+    return hook

@@ -1,0 +1,336 @@
+"""Masters: they start inside the rounding cells of their weights, and the weights follow them on average."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_policy
+from torch import nn
+
+from lagrpo.addressed import generator, signed16
+from lagrpo.policy.learner import Learner, Optimisation
+from lagrpo.policy.masters import CHUNK, Delivered, Masters, differing, dither_
+
+ALL = torch.arange(-(2**15), 2**15).to(torch.int16)  # every pattern of 16 bits
+DRAWS = np.arange(-(2**15), 2**15)
+DRAWS[0] = 0  # what signed16 makes of the 65,536 values of 16 bits
+FINE = 2.0**-16  # a spacing of float32 in spacings of bfloat16
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(torch.int16)
+
+
+def module(*tensors: torch.Tensor) -> nn.Module:
+    """A model with these tensors as its parameters, named 0, 1, …"""
+    return nn.ParameterList(nn.Parameter(t.clone()) for t in tensors)
+
+
+def rounded(masters: torch.Tensor) -> torch.Tensor:
+    """What Masters.round makes of float32 numbers, as float64."""
+    held = Masters(module(torch.zeros(len(masters), dtype=torch.bfloat16)), "plain", 0)
+    held.parameters[0].data.copy_(masters)
+    held.round()
+    return held._working[0].detach().double()
+
+
+# A dithered master rounds to its weight
+
+
+@pytest.mark.parametrize("draw", [-32767, -32766, -1, 0, 1, 12345, 32766, 32767])
+def test_every_bfloat16_number_comes_back(draw):
+    """All 65,536 patterns: normal, subnormal, the largest, both zeros, infinities and NaN; odd ones round away from
+    the ends of their cells, even ones to them."""
+    weights = ALL.view(torch.bfloat16)
+    value = weights.float()
+    moves = (weights != 0) & weights.isfinite()
+    dither_(value, np.full(len(value), draw, np.int16))
+    assert torch.equal(value.view(torch.int32) - weights.float().view(torch.int32), moves * draw)
+    back = torch.empty_like(weights).copy_(value)
+    same = bits(back) == ALL
+    assert same[~weights.isnan()].all()
+    assert back[weights.isnan()].isnan().all()
+
+
+def test_one_step_further_is_another_number():
+    """The draws reach as far as they may: one more, and every odd number rounds to its neighbor."""
+    weights = ALL.view(torch.bfloat16)
+    odd = (ALL % 2 != 0) & weights.isfinite()
+    for draw in (-(2**15), 2**15):
+        value = weights.float()
+        value.view(torch.int32).add_(draw)
+        assert (bits(value.to(torch.bfloat16)) != ALL)[odd].all()
+
+
+def test_draws_are_of_the_whole_cell_and_of_their_address():
+    draws = signed16(1_000_003, 5, "masters", "a.weight")
+    assert draws.dtype == np.int16
+    assert (draws.min(), draws.max()) == (-32767, 32767)
+    assert abs(draws.mean()) < 4 * 65535 / 12**0.5 / 1e3
+    assert draws.astype(float).var() == pytest.approx(65535**2 / 12, rel=0.01)
+    assert np.abs(np.bincount(draws.astype(int) // 4096 + 8, minlength=16) / len(draws) - 1 / 16).max() < 2e-3
+    assert np.array_equal(draws[:7], signed16(7, 5, "masters", "a.weight"))
+    for other in ((6, "masters", "a.weight"), (5, "masters", "b.weight")):
+        assert (draws[:1000] == signed16(1000, *other)).mean() < 0.01
+
+
+def test_draws_are_cut_from_the_raw_stream():
+    """Which NumPy keeps the same between versions, unlike what it draws from distributions."""
+    raw = generator(1, "x").random_raw(50_000)
+    expected = np.stack([(raw >> np.uint64(16 * n)).astype(np.uint16) for n in range(4)], 1).view(np.int16).ravel()
+    assert (expected == -32768).any()
+    assert np.array_equal(signed16(199_999, 1, "x"), np.where(expected == -32768, 0, expected)[:-1])
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_policy_starts_the_same(kind):
+    """The weights to the bit, of every name and whatever the order of the parameters; masters alone differ."""
+    policy = tiny_policy(kind, torch.bfloat16)
+    before = {name: w.clone() for name, w in policy.weights().items()}
+    optimisation = Optimisation(lr=1e-3, seed=4)
+    masters = Learner(policy, _recipe(), optimisation)._masters
+    assert masters.round() == 0
+    for (name, weight), master in zip(policy.weights().items(), masters.parameters, strict=True):
+        assert torch.equal(bits(weight), bits(before[name])), name
+        steps = master.detach().view(torch.int32) - before[name].float().view(torch.int32)
+        assert torch.equal(steps.flatten(), torch.from_numpy(signed16(weight.numel(), 4, "masters", name)).int())
+
+
+def test_the_same_name_and_seed_draw_the_same():
+    a, b = torch.randn(2, 50, dtype=torch.bfloat16)
+    one, other = nn.Module(), nn.Module()
+    for model, order in ((one, "ab"), (other, "ba")):
+        for name in order:
+            model.register_parameter(name, nn.Parameter({"a": a, "b": b}[name].clone()))
+    first, second = Masters(one, "dithered", 1).parameters, Masters(other, "dithered", 1).parameters
+    assert torch.equal(first[0], second[1])
+    assert torch.equal(first[1], second[0])
+    assert not torch.equal(first[0], Masters(one, "dithered", 2).parameters[0])
+
+
+def test_plain_masters_are_the_weights_and_float32_has_none():
+    policy = tiny_policy(dtype=torch.bfloat16)
+    for weight, master in zip(policy.weights().values(), Masters(policy.model, "plain", 0).parameters, strict=True):
+        assert torch.equal(master, weight.float())
+    policy = tiny_policy()
+    masters = Masters(policy.model, "dithered", 0)
+    assert [id(p) for p in masters.parameters] == [id(p) for p in policy.model.parameters()]
+    assert masters.round() is None
+
+
+# The expected step of a weight is its master's
+
+
+def expected_step(pattern: int, step: float) -> float:
+    """The mean step of a bfloat16 weight over all draws when its master makes `step`; both in spacings of float32 at
+    the weight (above it), of which a spacing of bfloat16 has 65,536."""
+    weight = torch.tensor([pattern], dtype=torch.int16).view(torch.bfloat16).float()
+    spacing = float(np.spacing(weight.abs().numpy()[0]))
+    masters = weight.repeat(len(DRAWS))
+    masters.view(torch.int32).add_(torch.from_numpy(DRAWS))
+    moved = (masters.double() + step * spacing).float()
+    return float((rounded(moved) - weight.double()).mean()) / spacing
+
+
+ODD, EVEN = 0x3CA5, 0x3CA4  # .0201 and .0200, well inside a binade
+BELOW, POWER = 0x3C7F, 0x3C80  # 2^-6 and the number before it
+HALF, WHOLE = 2**15, 2**16  # of a bfloat16 spacing
+
+
+@pytest.mark.parametrize("step", [1, 7, 549, 16384, HALF - 1])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_expected_step_of_an_odd_weight_is_exactly_the_masters(step, sign):
+    for pattern in (ODD, ODD - 2**15):  # the weight and its negative
+        assert expected_step(pattern, sign * step) == sign * step
+
+
+@pytest.mark.parametrize("step", [1, 7, 549, 16384, HALF - 1])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_expected_step_of_an_even_weight_is_one_float32_spacing_short(step, sign):
+    """Its cell has both ends, one number more than there are draws on either side."""
+    for pattern in (EVEN, EVEN - 2**15):
+        assert expected_step(pattern, sign * step) == sign * (step - 1)
+
+
+@pytest.mark.parametrize("step", [HALF, HALF + 1, WHOLE, 100_000, 5 * WHOLE + 12345, 9 * WHOLE - 1])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_steps_over_several_cells_are_expected_within_one_float32_spacing(step, sign):
+    for pattern in (ODD, EVEN):
+        assert abs(expected_step(pattern, sign * step) - sign * step) <= 1
+
+
+@pytest.mark.parametrize("step", [2, 8, 548, 8192, HALF // 2])
+def test_at_a_power_of_two_the_expected_step_holds_up_to_half_a_spacing(step):
+    """Numbers below it lie twice as densely. Half of the draws are there, in half the width: as much leaves the cell on
+    either side."""
+    assert abs(expected_step(POWER, 2 * step) - 2 * step) <= 1
+    assert abs(expected_step(POWER, -step) + step) <= 1
+
+
+def test_at_a_power_of_two_it_holds_no_longer_once_one_half_of_the_draws_is_used_up():
+    """Half a spacing of that side: by then the mean has moved by as much; a further step moves it by another rate."""
+    assert expected_step(POWER, HALF + 8192) - (HALF + 8192) == pytest.approx(8192, abs=2)
+    assert expected_step(POWER, -HALF) + HALF == pytest.approx(8192, abs=2)
+
+
+def test_upwards_over_a_power_of_two_the_error_is_at_most_a_quarter_of_the_wider_spacing():
+    """The draws fill half of a cell there. Up to the power of two the step is still exact; beyond it the error depends
+    on where in the wider cell the master is, and is 0 on average. Without draws it is up to half a spacing."""
+    steps = range(0, 32 * WHOLE, WHOLE // 16)
+    errors = {step: (expected_step(BELOW, step) - step) / (2 * WHOLE) for step in steps}
+    assert all(abs(error) <= FINE for step, error in errors.items() if step <= WHOLE)
+    assert max(map(abs, errors.values())) == pytest.approx(0.25, abs=2 * FINE)
+    periods = [error for step, error in errors.items() if WHOLE < step <= 29 * WHOLE]
+    assert abs(sum(periods) / len(periods)) < 1e-3
+
+
+def test_downwards_over_a_power_of_two_the_draws_fill_two_cells():
+    """So that the step is exact again beyond the cell of the power of two itself."""
+    for step in range(3 * WHOLE, 9 * WHOLE, WHOLE // 4):
+        assert abs(expected_step(POWER + 2, -step) + step) <= 1, step
+
+
+@pytest.mark.parametrize("step", [1, 549, 16384, 32767])
+def test_a_plain_master_moves_no_weight_within_half_a_spacing(step):
+    weight = torch.tensor([ODD], dtype=torch.int16).view(torch.bfloat16).float()
+    moved = weight + step * torch.from_numpy(np.spacing(weight.numpy()))
+    assert rounded(moved).item() == weight.item()
+
+
+# A bandit with bfloat16 logits: its expected gradient is exact, its dithers are many
+
+REWARDS = torch.tensor([1.0, 0.0, 0.3, 0.6])
+LOGITS = torch.tensor([0.515625, 0.75, -0.625, 0.84375]).bfloat16()  # of the binade [.5, 1), whose spacing is 2^-8
+COPIES = 2**14
+
+
+class Bandit:
+    """`COPIES` bandits that learn side by side, each with its draw: rows of one parameter, which AdamW steps number by
+    number. π of an arm is its softmax; each step follows the exact gradient of the expected reward."""
+
+    def __init__(self, dtype: torch.dtype, masters: Any, weight_decay: float) -> None:
+        self.model: Any = nn.ParameterDict({"logits": LOGITS.to(dtype).repeat(COPIES, 1)})
+        self.dtype, self.version = dtype, 0
+        optimisation = Optimisation(1e-4, weight_decay=weight_decay, max_grad_norm=None, masters=masters, seed=7)
+        self.learner = Learner(self, SimpleNamespace(needs_pi_ref=False), optimisation)  # type: ignore[arg-type]
+
+    def learn(self, updates: int) -> None:
+        for _ in range(updates):
+            pi = self.model["logits"].float().softmax(1)
+            (-(pi * REWARDS).sum(1)).sum().backward()
+            self.learner._update()
+
+    def pi(self) -> torch.Tensor:
+        return self.model["logits"].detach().double().softmax(1)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.2])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_bandit_in_bfloat16_learns_as_in_float32_with_dithered_masters_alone(weight_decay, stages):
+    """16 updates of 1e-4 are less than half a spacing (2e-3), weight decay included: plain, no weight moves. Dithered,
+    E π_t is float32's within four standard errors of the 16,384 draws; one is at most a fiftieth of the way of π."""
+    bandits = {
+        name: Bandit(dtype, masters, weight_decay)
+        for name, dtype, masters in (
+            ("float32", torch.float32, "dithered"),
+            ("dithered", torch.bfloat16, "dithered"),
+            ("plain", torch.bfloat16, "plain"),
+        )
+    }
+    start = bandits["float32"].pi()[0]
+    for stage in range(stages):
+        for bandit in bandits.values():
+            bandit.learn(16 // stages)
+            if stage < stages - 1:
+                bandit.learner.end_stage(reset_optimizer=True)
+    exact = bandits["float32"].pi()[0]
+    way = (exact - start).abs().max()
+    assert way > 3e-4
+    dithered = bandits["dithered"].pi()
+    error = dithered.std(0) / COPIES**0.5
+    assert (error < way / 50).all()
+    assert ((dithered.mean(0) - exact).abs() < 4 * error).all()
+    assert torch.equal(bandits["plain"].pi(), start.expand(COPIES, -1))
+
+
+def test_a_new_stage_does_not_draw_again():
+    bandit = Bandit(torch.bfloat16, "dithered", 0.1)
+    bandit.learn(3)
+    before, weights = bandit.learner._masters.parameters[0].detach().clone(), bandit.pi()
+    bandit.learner.end_stage(reset_optimizer=True)
+    assert torch.equal(bandit.learner._masters.parameters[0], before)
+    assert torch.equal(bandit.pi(), weights)
+    assert not bandit.learner._optimizer.state
+
+
+# What moved
+
+
+def test_moved_is_the_share_of_the_weights_whose_bits_changed():
+    """Over several chunks, of any shape; -0 for 0 counts, as its bits are others."""
+    model = module(
+        torch.ones(CHUNK // 64 + 3, 100, dtype=torch.bfloat16),
+        torch.ones(7, dtype=torch.bfloat16),
+        torch.tensor(0.0, dtype=torch.bfloat16),
+    )
+    masters = Masters(model, "plain", 0)
+    assert masters.round() == 0
+    with torch.no_grad():
+        masters.parameters[0][-2:] = 2
+        masters.parameters[0][0] += 2.0**-10  # within the cell
+        masters.parameters[1][3] = 1 + 2.0**-6
+        masters.parameters[2].neg_()
+    total = sum(p.numel() for p in model.parameters())
+    assert masters.round() == 202 / total
+    assert masters.round() == 0
+    weights = list(model.parameters())
+    assert weights[0][-1, -1] == 2
+    assert weights[0][0, 0] == 1
+    assert weights[2].signbit()
+
+
+def test_what_a_delivery_moved_is_against_the_delivery_before():
+    """Whatever lies between: here there and back again, then one weight of ten thousand and three."""
+    delivered, weights = Delivered(), {"a": torch.ones(10_000).bfloat16(), "b": torch.ones(3).bfloat16()}
+    assert delivered.share(weights) is None
+    weights["a"] += 1
+    weights["a"] -= 1
+    assert delivered.share(weights) == 0
+    weights["a"][77] = 2
+    assert delivered.share(weights) == 1 / 10_003
+    assert delivered.share(weights) == 0
+
+
+def test_of_a_large_model_a_sample_tells(monkeypatch):
+    monkeypatch.setattr("lagrpo.policy.masters.SAMPLE", 1000)
+    delivered, weights = Delivered(), {"a": torch.zeros(300, 200).bfloat16(), "b": torch.zeros(40_000)}
+    delivered.share(weights)
+    assert 900 < sum(map(len, delivered._last)) < 1100
+    weights["a"][:, ::5] = 1
+    assert delivered.share(weights) == pytest.approx(0.12, abs=0.03)
+
+
+def test_differing_compares_bits():
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        one = torch.tensor([0.0, 1.0, float("nan"), 3.0], dtype=dtype)
+        assert differing(one, one.clone()) == 0
+        assert differing(one, torch.tensor([-0.0, 1.0, float("nan"), 4.0], dtype=dtype)) == 2
+
+
+def test_moved_and_moved_delivered_agree_where_a_delivery_brings_one_update():
+    policy = tiny_policy(dtype=torch.bfloat16)
+    learner = Learner(policy, _recipe(), Optimisation(lr=1e-4))
+    assert learner.delivered() == {}
+    for master in learner._masters.parameters:
+        master.grad = torch.randn_like(master)
+    figures = learner._update()
+    assert 0.01 < figures["moved"] < 1
+    assert learner.delivered() == {"moved_delivered": figures["moved"]}
+
+
+def _recipe() -> Any:
+    return SimpleNamespace(needs_pi_ref=False)
