@@ -22,7 +22,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm check-trl bench-trl bench-scaling bench-peak bench-vllm bench-gpu lint format \
+.PHONY: help demo test test-gpu test-vllm check-trl portability check-aarch64 bench-trl bench-scaling bench-peak bench-vllm bench-gpu lint format \
 	install vllm-env clean
 
 # What `make test` leaves out: $(call deselected,MARKER,what those tests need (how to run them))
@@ -39,6 +39,8 @@ help:
 	@echo "make test-vllm  install vLLM too, then run the tests that need it"
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
 	@echo "make bench-trl, bench-scaling, bench-peak, bench-vllm, bench-gpu   see benchmarks/README.md"
+	@echo "make portability  two updates of the embedded model at every level of instructions of this processor"
+	@echo "make check-aarch64  the kernels on an emulated ARM processor (needs gcc-aarch64-linux-gnu and qemu-user)"
 	@echo "make lint       ruff (rules and format) and pyright"
 	@echo "make format     let ruff put the sources in order"
 	@echo "make install    only install, into .venv"
@@ -67,6 +69,12 @@ test-vllm: $(STAMP) $(VLLM_STAMP)
 
 check-trl: $(STAMP) $(TRL)/installed
 	LAGRPO_TRL=$(TRL)/bin/python $(PYTEST) -m peer
+
+portability: $(STAMP)
+	$(BIN)/python benchmarks/portability.py $(OPTIONS)
+
+check-aarch64:
+	sh tests/aarch64/check.sh
 
 bench-trl bench-peak: check-trl
 	$(BIN)/python benchmarks/$(subst -,_,$@).py --peer $(TRL)/bin/python $(OPTIONS)

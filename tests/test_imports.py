@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "columns": PLAIN,
     "display": {"columns"} | PLAIN,
     "config": set(),
+    "hardware": {"config", "kernels"},
     "parsing": {"config"},
     "arguments": {"config"},
     "checks": {"compose", "config", "embedded", "recipes", "runs", "tasks"},
@@ -44,12 +45,13 @@ ALLOWED: dict[str, set[str]] = {
     "prompts": {"types", "config", "policy", "sampling", "tasks"},
     "recorded": {"types", "policy", "tasks"},
     "serve": {"checks", "config", "embedded", "sampling"} | PLAIN,
-    "servers": {"checks", "config", "embedded", "policy", "sampling"},
+    "servers": {"checks", "config", "embedded", "hardware", "policy", "sampling"},
     "build": {
         "checks",
         "compose",
         "config",
         "embedded",
+        "hardware",
         "kernels",
         "memory",
         "policy",
@@ -60,7 +62,19 @@ ALLOWED: dict[str, set[str]] = {
     }
     | {"servers", "tasks", "types"}
     | PLAIN,
-    "meaning": {"build", "checks", "compose", "config", "embedded", "policy", "recipes", "sampling", "servers"} | PLAIN,
+    "meaning": {
+        "build",
+        "checks",
+        "compose",
+        "config",
+        "embedded",
+        "hardware",
+        "policy",
+        "recipes",
+        "sampling",
+        "servers",
+    }
+    | PLAIN,
 }
 BELOW_THE_LOOP = set(ALLOWED)
 ALLOWED |= {

@@ -14,12 +14,13 @@ Attention over (prompt ++ own tokens) is computed in two *parts* that are merged
 so that the prompt's keys and values are stored once per group and grouped-query heads are never expanded: the queries
 that share a key head are folded into the rows of one matrix product.
 
-Sampler and learner run these same functions on the same rounded numbers. On CPU they agree to the bit in bfloat16,
-because each row of a oneDNN matrix product, and each row of a softmax over at least MIN_KEYS keys, does not depend on
-the rows around it nor on trailing zeros; that is why key blocks are padded to MIN_KEYS.
+Sampler and learner run these same functions on the same rounded numbers. They differ by rounding alone: each row of a
+softmax over at least MIN_KEYS keys does not depend on trailing zeros, which is why key blocks are padded to MIN_KEYS,
+but in which order a matrix product adds up is the library's choice, and may depend on the number of rows.
 
 Where the kernels run (lagrpo.kernels: on a CPU with a C compiler) they take the place of the functions below: one
-softmax over prompt and own keys together, key after key in the order of the sequence, in sampler and learner alike.
+softmax over prompt and own keys together, key after key in the order of the sequence, in sampler and learner alike, to
+the bit.
 """
 
 from __future__ import annotations

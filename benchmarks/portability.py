@@ -1,0 +1,150 @@
+"""The real model at every level of instructions that this machine can be lowered to: two updates and a delivery each.
+
+    make portability                                     # everything that makes sense here
+    python benchmarks/portability.py --quick             # what takes under five minutes
+
+What passes on one processor may fail on another: orders of sums differ, and so does what is fast. Each run is `lagrpo
+train` with the settings of experiments/demo.toml, v = 2, in a process of its own, with PyTorch's oneDNN and our kernels
+lowered to the same level. The table says which arithmetic a run took, its grade (README, "One arithmetic"), by how much
+learner and sampler differed, and how long the second batch took. A run that fails makes the exit status 1. What this
+machine has no instructions for is listed as not tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from measuring import Load, Report, machine
+from processes import HERE
+
+from lagrpo.kernels.build import ISA, LEVELS, V3, cpu_flags
+
+DEADLINE = 300.0  # seconds for a run
+WORK = {
+    "run.display": "plain",
+    "run.save-weights": "False",
+    "schedule.v": "2",
+    "schedule.batches": "2",
+    "schedule.prompts": "4",
+    "sampling.G": "4",
+    "objective.recipe": "asymre",  # has a gradient whatever the rewards are
+    "evaluation.before-and-after": "False",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What oneDNN and our kernels may use, and what the processor must list for that."""
+
+    name: str
+    onednn: str
+    ours: str
+    needs: frozenset[str]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"ONEDNN_MAX_CPU_ISA": self.onednn, ISA: self.ours}
+
+
+ALL = (
+    Level("AMX", "ALL", "native", frozenset({"amx_bf16"})),
+    Level("AVX512-BF16", "AVX512_CORE_BF16", "avx512_bf16", LEVELS["avx512_bf16"].needs),
+    Level("AVX512", "AVX512_CORE", "avx512", LEVELS["avx512"].needs),
+    Level("AVX2", "AVX2", "avx2", V3),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    level: Level
+    kernels: str
+    dtype: str
+
+
+def cases(levels: list[Level], quick: bool) -> list[Case]:
+    """auto everywhere; the other dtype where it says something new. On AVX2 PyTorch emulates products of bfloat16 and
+    takes minutes."""
+    found = []
+    for level in levels:
+        for kernels in ("c", "torch"):
+            found.append(Case(level, kernels, "auto"))
+            other = "float32" if LEVELS[level.ours].bf16 else "bfloat16"
+            slow = level.name == "AVX2"
+            if not slow and not (quick and kernels == "torch"):
+                found.append(Case(level, kernels, other))
+    return found
+
+
+def run(case: Case, scratch: Path, threads: int | None) -> dict[str, Any]:
+    """One row of the table, and whether the run ended well."""
+    words = [word for name, value in WORK.items() for word in (f"--{name}", value)]
+    words += ["--model.dtype", case.dtype, "--model.kernels", case.kernels, "--run.directory", str(scratch)]
+    words += ["--model.threads", str(threads)] if threads else []
+    words += ["--run.name", name := f"{case.level.name}-{case.kernels}-{case.dtype}"]
+    command = [sys.executable, "-c", "from lagrpo.cli import main; main()", "train"]
+    started = time.monotonic()
+    try:
+        done = subprocess.run(
+            [*command, str(HERE.parent / "experiments" / "demo.toml"), *words],
+            env={**os.environ, **case.level.environment}, capture_output=True, text=True, timeout=DEADLINE,
+        )  # fmt: skip
+        error = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
+    except subprocess.TimeoutExpired:
+        error = f"not done after {DEADLINE:.0f} s"
+    row = {"instructions": case.level.name, "kernels": case.kernels, "dtype": case.dtype}
+    made = scratch / name
+    if error or not (made / "metrics.jsonl").is_file():
+        return {**row, "result": f"FAILED: {error or 'nothing was recorded'}", "ok": False}
+    environment = json.loads((made / "environment.json").read_text())
+    metrics = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
+    parity = environment["parity"]
+    return {
+        **row,
+        "dtype": environment["dtype"] if case.dtype != "auto" else f"auto: {environment['dtype']}",
+        "grade": parity["grade"],
+        "difference at the start, nats (mean, largest)": f"{parity['mean']:.1e}, {parity['largest']:.1e}",
+        "after the delivery (largest)": f"{metrics[-1]['probe_max']:.1e}",
+        "seconds of the second batch": f"{metrics[-1]['seconds_total']:.1f}",
+        "seconds in all": f"{time.monotonic() - started:.0f}",
+        "ok": metrics[-1]["version"] == 1 and metrics[-1]["delivered"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="leave out what another run says nearly as well")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: lagrpo's own choice)")
+    parser.add_argument(
+        "--results", type=Path, help="where the report goes (default: benchmarks/results, or its quick/)"
+    )
+    asked = parser.parse_args()
+    here = [level for level in ALL if level.needs <= cpu_flags()]
+    load, rows = Load(), []
+    with tempfile.TemporaryDirectory(prefix="portability-") as scratch:
+        for case in cases(here, asked.quick):
+            row = run(case, Path(scratch), asked.threads)
+            rows.append(row)
+            print(" | ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    directory = asked.results or HERE / "results" / ("quick" if asked.quick else "")
+    report = Report("portability", "One run at every level of instructions", directory)
+    report.raw["rows"] = rows
+    heads = dict.fromkeys(key for row in rows for key in row if key != "ok")
+    report.table("SmolLM2-135M, two updates, v = 2", [{key: row.get(key, "") for key in heads} for row in rows])
+    missing = [level.name for level in ALL if level not in here]
+    report.text(f"Not tried, as this processor has no such instructions: {', '.join(missing) or 'nothing'}.")
+    report.write(machine(asked.threads or os.cpu_count() or 1, load))
+    if failed := [row for row in rows if not row["ok"]]:
+        sys.exit(f"{len(failed)} of {len(rows)} runs failed")
+
+
+if __name__ == "__main__":
+    main()
