@@ -25,6 +25,7 @@ from lagrpo.runs.files import to_json, write_atomically
 from lagrpo.sampling.base import Request, Sampler
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.text import formatted
+from lagrpo.threads import team
 from lagrpo.types import Group
 from lagrpo.verify import Verifier
 
@@ -102,6 +103,7 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
     policy = build_policy(settings.model, settings.temperature, settings.max_prompt_tokens + settings.max_tokens)
     drawn_from = packed(policy) or policy
     print(f"computing with {policy.computation}; decoding {drawn_from.decoding}", file=sys.stderr, flush=True)
+    team.tell(lambda line: print(line, file=sys.stderr, flush=True))
     prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens)
     requests = prompts.held_out(settings.prompts or task.size("test"))
     sampler = LocalSampler(drawn_from, settings.seed, settings.max_tokens, settings.rows, purpose="evaluate")
