@@ -22,7 +22,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm check-trl bench-trl bench-scaling bench-peak bench-vllm bench-gpu lint format \
+.PHONY: help demo test test-gpu test-vllm check-trl bench-trl bench-scaling bench-peak bench-vllm bench-gpu bench-busy lint format \
 	install vllm-env clean
 
 # What `make test` leaves out: $(call deselected,MARKER,what those tests need (how to run them))
@@ -38,7 +38,7 @@ help:
 	@echo "make test-gpu   install, then run the tests that need one"
 	@echo "make test-vllm  install vLLM too, then run the tests that need it"
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
-	@echo "make bench-trl, bench-scaling, bench-peak, bench-vllm, bench-gpu   see benchmarks/README.md"
+	@echo "make bench-trl, bench-scaling, bench-peak, bench-vllm, bench-gpu, bench-busy   see benchmarks/README.md"
 	@echo "make lint       ruff (rules and format) and pyright"
 	@echo "make format     let ruff put the sources in order"
 	@echo "make install    only install, into .venv"
@@ -71,7 +71,7 @@ check-trl: $(STAMP) $(TRL)/installed
 bench-trl bench-peak: check-trl
 	$(BIN)/python benchmarks/$(subst -,_,$@).py --peer $(TRL)/bin/python $(OPTIONS)
 
-bench-scaling bench-gpu: $(STAMP)
+bench-scaling bench-gpu bench-busy: $(STAMP)
 	$(BIN)/python benchmarks/$(subst -,_,$@).py $(OPTIONS)
 
 bench-vllm: $(STAMP) $(VLLM_STAMP)

@@ -91,6 +91,18 @@ def test_a_vllm_server_gets_the_users_choice_alone(monkeypatch):
     assert launch.environment("key")["GOMP_SPINCOUNT"] == "7"
 
 
+@pytest.mark.parametrize(("users", "seen"), [({}, "false"), ({"TOKENIZERS_PARALLELISM": "true"}, "true")])
+def test_tokenizers_start_no_threads_of_their_own_unless_the_user_says_so(monkeypatch, users, seen):
+    monkeypatch.setattr(waiting, "_own", {})
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "")  # so that it is put back afterwards
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
+    waiting.quiet_tokenizers()
+    assert os.environ["TOKENIZERS_PARALLELISM"] == seen
+    assert ("TOKENIZERS_PARALLELISM" in waiting.given(os.environ)) == bool(users)
+
+
 def test_the_examples_in_the_docstrings_hold():
     results = doctest.testmod(waiting)
     assert (results.attempted > 0, results.failed) == (True, 0)

@@ -18,7 +18,6 @@ from torch import Tensor
 from lagrpo.interrupts import whole
 from lagrpo.policy.batch import MicroBatch
 from lagrpo.policy.model import Policy
-from lagrpo.threads import team
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,6 @@ class Learner:
         """
         sums: defaultdict[str, float] = defaultdict(float)
         for micro in micro_batches:
-            team.look()
             measured = self.entropy and micro.logp_k_T is None
             entropy_T = micro.weight_C.new_empty(len(micro.completion_T), dtype=torch.float32) if measured else None
             logp_T = self.policy.logp(micro.packed, entropy_T)

@@ -22,7 +22,6 @@ from lagrpo.policy.logprobs import exponentials, logp_from_logits, scaled
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.decode import DecodeState
-from lagrpo.threads import team
 from lagrpo.types import Completion, Group
 
 CDF_BLOCK = 256  # the cumulative distribution is searched first over blocks of this many tokens
@@ -120,7 +119,6 @@ class LocalSampler:
         self._under_way = len(waiting)
         try:
             while waiting or live:
-                team.look()
                 hidden = state.step(tokens) if live else None
                 admitted = self._admit(waiting, state, live, G)
                 hidden = torch.cat([h for h in (hidden, admitted) if h is not None])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from lagrpo.threads import cores
+from lagrpo.threads import cores, waiting
 from lagrpo.threads.adapting import Adaptation
 from lagrpo.threads.readings import Reading, between, read
 
@@ -81,6 +81,7 @@ def start(asked: int | None, device: str = "cpu") -> None:
     adapted. On a GPU nothing is adapted."""
     global _team, _before
     release()
+    waiting.quiet_tokenizers()
     _before = torch.get_num_threads()
     threads = asked or default(_before)
     if threads != _before:
@@ -96,7 +97,8 @@ def default(threads: int) -> int:
 
 
 def look() -> None:
-    """To be called often, by the thread that computes, between two calls: reads every half second and adapts."""
+    """Reads every half second, and adapts. Called often, by the thread that computes: before each decoding step and
+    each layer's attention, forward and backward."""
     global _due
     now = time.monotonic()
     if now >= _due and _team is not None:

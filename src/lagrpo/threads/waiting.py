@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Container, Mapping, MutableMapping
 
-SPINS = "2000"  # see "A machine that is not idle" in benchmarks/README.md
+SPINS = "1000"  # tens of microseconds; see "A machine that is not idle" in benchmarks/README.md
 POLICIES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # what GNU's OpenMP reads
 
 _own: dict[str, str] = {}  # what was put into the environment here
@@ -30,6 +30,12 @@ def choose(environment: MutableMapping[str, str], loaded: Container[str]) -> dic
 def begin() -> None:
     """`choose` for this process."""
     _own.update(choose(os.environ, sys.modules))
+
+
+def quiet_tokenizers() -> None:
+    """For this process: tokenizers start no threads of their own beside those that compute, unless the user decided."""
+    if "TOKENIZERS_PARALLELISM" not in os.environ:
+        os.environ["TOKENIZERS_PARALLELISM"] = _own["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def given(environment: Mapping[str, str]) -> dict[str, str]:
