@@ -22,8 +22,8 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm check-trl portability check-aarch64 bench-trl bench-scaling bench-peak bench-vllm bench-gpu lint format \
-	install vllm-env clean
+.PHONY: help demo test test-gpu test-vllm check-trl portability check-aarch64 bench-trl bench-scaling bench-peak \
+	bench-vllm bench-gpu bench-busy lint format install vllm-env clean
 
 # What `make test` leaves out: $(call deselected,MARKER,what those tests need (how to run them))
 define deselected
@@ -38,7 +38,7 @@ help:
 	@echo "make test-gpu   install, then run the tests that need one"
 	@echo "make test-vllm  install vLLM too, then run the tests that need it"
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
-	@echo "make bench-trl, bench-scaling, bench-peak, bench-vllm, bench-gpu   see benchmarks/README.md"
+	@echo "make bench-trl, bench-scaling, bench-peak, bench-vllm, bench-gpu, bench-busy   see benchmarks/README.md"
 	@echo "make portability  two updates of the embedded model at every level of instructions of this processor"
 	@echo "make check-aarch64  the kernels on an emulated ARM processor (needs gcc-aarch64-linux-gnu and qemu-user)"
 	@echo "make lint       ruff (rules and format) and pyright"
@@ -79,7 +79,7 @@ check-aarch64:
 bench-trl bench-peak: check-trl
 	$(BIN)/python benchmarks/$(subst -,_,$@).py --peer $(TRL)/bin/python $(OPTIONS)
 
-bench-scaling bench-gpu: $(STAMP)
+bench-scaling bench-gpu bench-busy: $(STAMP)
 	$(BIN)/python benchmarks/$(subst -,_,$@).py $(OPTIONS)
 
 bench-vllm: $(STAMP) $(VLLM_STAMP)

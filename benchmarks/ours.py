@@ -13,6 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lagrpo  # noqa: F401 - before PyTorch, as on the command line: it says how threads wait
+
+# isort: split
 import torch
 from wire import Gate, Wire, imported
 from work import SEED, read_prompts
@@ -55,6 +58,7 @@ def figures(used: Used, policy: Policy) -> dict[str, Any]:
         "sampled": sum(len(c.token_ids) for group in groups for c in group.completions),
         "learned": sum(len(micro.packed.token_ids) for micro in used.rows),
         "micro_batches": len(used.rows),
+        "threads": torch.get_num_threads(),
         "flat": sum(map(is_flat, groups)) / len(groups),
         "flops": sum(learning_flops(micro, policy) for micro in used.rows),
     }

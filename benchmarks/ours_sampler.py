@@ -14,6 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lagrpo  # noqa: F401 - before PyTorch, as on the command line: it says how threads wait
+
+# isort: split
 import torch
 from wire import Wire
 from work import SEED, read_prompts

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from lagrpo.threads import waiting
+
 DEADLINE = 3600.0  # seconds for any one reply
 HERE = Path(__file__).parent
 SOURCES = HERE.parent / "src"
@@ -33,7 +35,7 @@ class Program:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if self.piped else log,
                 stderr=log,
-                env={name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+                env={name: value for name, value in os.environ.items() if name not in waiting.POLICIES}
                 | dict(environment),
                 start_new_session=True,
                 preexec_fn=_die_with_parent,

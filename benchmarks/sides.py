@@ -17,12 +17,13 @@ Figures = list[dict[str, Any]]
 
 
 def start_ours(
-    name: str, work: Work, scratch: Path, threads: int, reward: str = HASHED, **sections: Mapping[str, Any]
-) -> Side:
-    """A run of ours that makes one batch per request."""
+    name: str, work: Work, scratch: Path, threads: int, reward: str = HASHED,
+    variables: Mapping[str, str] | None = None, **sections: Mapping[str, Any],
+) -> Side:  # fmt: skip
+    """A run of ours that makes one batch per request, under further environment `variables`."""
     settings = ours(work, scratch / name, **sections)
     request = {"settings": settings, "prompts": _prompts(work, scratch), "reward": reward}
-    return _start(name, [sys.executable, HERE / "ours.py"], request, scratch, threads)
+    return _start(name, [sys.executable, HERE / "ours.py"], request, scratch, threads, variables)
 
 
 def start_trl(
@@ -40,12 +41,15 @@ def _prompts(work: Work, scratch: Path) -> str:
     return str(path if path.exists() else write_prompts(work, path))
 
 
-def _start(name: str, command: Sequence[Any], request: Mapping[str, Any], scratch: Path, threads: int) -> Side:
+def _start(
+    name: str, command: Sequence[Any], request: Mapping[str, Any], scratch: Path, threads: int,
+    variables: Mapping[str, str] | None = None,
+) -> Side:  # fmt: skip
     place = scratch / name
     place.mkdir()
     path = place / "request.json"
     path.write_text(json.dumps(request))
-    return Side(name, [*command, path], place, environment(threads))
+    return Side(name, [*command, path], place, environment(threads) | dict(variables or {}))
 
 
 def interleaved(sides: Sequence[Side], warmup: int, updates: int) -> list[Figures]:

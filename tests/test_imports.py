@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "text": set(),
     "interrupts": set(),
     "memory": set(),
+    "threads": set(),
     "embedded": set(),
     "kernels": {"embedded"},  # the cache directory
     "core": set(),
@@ -26,11 +27,12 @@ ALLOWED: dict[str, set[str]] = {
     "compose": {"core"},
     "recipes": {"core", "compose"},
     "bandit": {"core", "compose", "recipes"},
-    "policy": {"core", "kernels", "types"} | PLAIN,
-    "sampling": {"core", "kernels", "types", "policy"} | PLAIN,  # the local sampler runs the policy's own operations
+    "policy": {"core", "kernels", "threads", "types"} | PLAIN,
+    "sampling": {"core", "kernels", "threads", "types", "policy"}
+    | PLAIN,  # the local sampler runs the policy's own operations
     "tasks": {"core", "types"} | PLAIN,
-    "verify": {"core", "types", "tasks"} | PLAIN,  # tasks say what an answer that cannot be judged is
-    "runs": {"types"} | PLAIN,
+    "verify": {"core", "threads", "types", "tasks"} | PLAIN,  # tasks say what an answer that cannot be judged is
+    "runs": {"threads", "types"} | PLAIN,
     "figures": {"core", "runs", "bandit"} | PLAIN,
     "columns": PLAIN,
     "display": {"columns"} | PLAIN,
@@ -60,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
         "recorded",
         "sampling",
     }
-    | {"servers", "tasks", "types"}
+    | {"servers", "tasks", "threads", "types"}
     | PLAIN,
     "meaning": {
         "build",
@@ -163,17 +165,27 @@ def loaded(code: str) -> set[str]:
 HEAVY = {"torch", "transformers", "datasets", "pyarrow", "matplotlib", "math_verify", "sympy", "pandas"}
 
 
+# How OpenMP's threads wait must be said before PyTorch is loaded, so `import lagrpo` says it.
+WITH_LAGRPO = {"lagrpo", "lagrpo.threads", "lagrpo.threads.waiting"}
+
+
 def test_core_alone_loads_torch_and_nothing_of_ours_or_anybody_elses():
     files = [path for path in modules() if path.parts[0] == "core" and path.name != "__init__.py"]
     names = loaded("\n".join(f"import lagrpo.core.{path.stem}" for path in files))
     assert "torch" in names
     assert names & {"transformers", "datasets", "accelerate", "pydantic", "rich", "matplotlib", "vllm"} == set()
     ours = {name for name in names if name.startswith("lagrpo")}
-    assert ours == {"lagrpo", "lagrpo.core", *(f"lagrpo.core.{path.stem}" for path in files)}
+    assert ours == WITH_LAGRPO | {"lagrpo.core", *(f"lagrpo.core.{path.stem}" for path in files)}
+
+
+def test_the_package_itself_loads_what_must_come_before_pytorch_and_nothing_else():
+    names = loaded("import lagrpo")
+    assert {name for name in names if name.startswith("lagrpo")} == WITH_LAGRPO
+    assert names & HEAVY == set()
 
 
 @pytest.mark.parametrize(
-    "module", ["config", "recipes", "tasks", "display", "embedded", "figures", "sampling.schedule"]
+    "module", ["config", "recipes", "tasks", "display", "embedded", "figures", "sampling.schedule", "threads.cores"]
 )
 def test_settings_and_display_load_nothing_heavy(module):
     assert loaded(f"import lagrpo.{module}") & HEAVY == set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import torch
 import verify_judges
 
 from lagrpo.types import Completion, Group, Outcome, Prompt
-from lagrpo.verify import Verifier, VerifierError
+from lagrpo.verify import Verifier, VerifierError, worker
 from lagrpo.verify.verifier import Tally, excess
 
 EMPTY = torch.empty(0)
@@ -142,6 +143,12 @@ def test_an_abandoned_iteration_leaves_the_verifier_usable(verifier):
 def test_worker_processes_import_nothing_heavy(verifier):
     (judged,) = verifier.judge([group("modules")])
     assert judged.rewards == (0.0,)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX priorities")
+def test_worker_processes_give_way_to_the_policy(verifier):
+    (judged,) = verifier.judge([group("niceness", "threads")])
+    assert judged.rewards == (os.getpriority(os.PRIO_PROCESS, 0) + worker.POLITENESS, 1.0)
 
 
 def test_text_of_any_kind_reaches_the_judge(verifier):

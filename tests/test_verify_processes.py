@@ -35,14 +35,14 @@ def run(judge, *texts, **settings):
 """
 
 
-def script(tmp_path: Path, body: str) -> subprocess.Popen[str]:
+def script(tmp_path: Path, body: str, **environment: str) -> subprocess.Popen[str]:
     path = tmp_path / "script.py"
     path.write_text(JUDGE_ONE + textwrap.dedent(body))
-    return start([str(path)])
+    return start([str(path)], **environment)
 
 
-def start(arguments: list[str]) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+def start(arguments: list[str], **environment: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"} | environment
     return subprocess.Popen(
         [sys.executable, *arguments], env=environment, text=True, start_new_session=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -57,6 +57,19 @@ def test_a_script_without_a_main_guard_is_not_run_again_by_the_workers(tmp_path)
 
 def test_a_judge_defined_in_the_script_works_under_a_main_guard(tmp_path):
     out, err = script(tmp_path, "if __name__ == '__main__':\n    run(here, '7')").communicate(timeout=60)
+    assert (out, err) == ("rewards 1.0\n", "")
+
+
+def test_a_judge_whose_script_loads_torch_computes_with_one_thread(tmp_path):
+    body = """
+    def threads(text, gold):
+        return float(torch.get_num_threads())
+
+    if __name__ == "__main__":
+        torch.set_num_threads(2)
+        run(threads, "7")
+    """
+    out, err = script(tmp_path, body, OMP_NUM_THREADS="2").communicate(timeout=60)
     assert (out, err) == ("rewards 1.0\n", "")
 
 

@@ -38,6 +38,8 @@ def by_name(text: str, gold: Any) -> Any:
         "int": lambda: -3,
         "huge": lambda: 10**400,
         "pid": os.getpid,
+        "niceness": lambda: os.getpriority(os.PRIO_PROCESS, 0),
+        "threads": lambda: int(os.environ["OMP_NUM_THREADS"]),
         "modules": lambda: sum(module in sys.modules for module in ("torch", "transformers", "datasets", "sympy")),
     }
     return actions[action]() if action in actions else float(text == gold)

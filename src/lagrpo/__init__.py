@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lagrpo.threads import waiting
+
 if TYPE_CHECKING:
     from lagrpo.training import Result, train
+
+waiting.begin()  # before PyTorch is loaded, which loads OpenMP
 
 __all__ = ["Result", "train"]
 

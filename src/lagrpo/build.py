@@ -33,6 +33,7 @@ from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import Server
 from lagrpo.servers import build_vllm, open_servers
 from lagrpo.tasks import Task, TaskSettings, load_task
+from lagrpo.threads import team
 from lagrpo.types import Group
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -42,8 +43,7 @@ def build_policy(model: ModelSettings, tau: float, longest: int) -> Policy:
     """The policy of the settings at temperature tau, checked against the `longest` prompt and completion that they
     allow, in tokens. Raises SettingsError for a model that is not there or cannot be run."""
     device = pick_device(model.device)
-    if model.threads:
-        torch.set_num_threads(model.threads)
+    team.start(model.threads, device.type)
     if device.type == "cpu":
         keep_freed_memory()
     with refusing("model.kernels", kernels.NoKernels):

@@ -50,7 +50,8 @@ class ModelSettings(_Settings):
     device: str = "auto"
     """cpu, cuda, cuda:1 …; auto takes a GPU where there is one."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads; PyTorch's choice by default: OMP_NUM_THREADS, or the physical cores at hand."""
+    """CPU threads, fixed. By default OMP_NUM_THREADS or the physical cores at hand, at most the CPU quota of the
+    container, and fewer while other programs keep cores busy."""
     kernels: Literal["auto", "c", "torch"] = "auto"
     """What computes between the matrix products. On a CPU lagrpo's C kernels, compiled for the machine at their first
     use, or PyTorch's operations; auto takes the kernels where there is a C compiler. On a GPU auto takes flex attention

@@ -24,6 +24,7 @@ from lagrpo.runs.files import to_json, write_atomically
 from lagrpo.sampling.base import Request, Sampler
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.text import formatted
+from lagrpo.threads import team
 from lagrpo.types import Group
 from lagrpo.verify import Verifier
 
@@ -100,6 +101,7 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
     print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
     policy = build_policy(settings.model, settings.temperature, settings.max_prompt_tokens + settings.max_tokens)
     print(f"computing with {policy.computation}; decoding {policy.decoding}", file=sys.stderr, flush=True)
+    team.tell(lambda line: print(line, file=sys.stderr, flush=True))
     prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens)
     requests = prompts.held_out(settings.prompts or task.size("test"))
     sampler = LocalSampler(policy, settings.seed, settings.max_tokens, settings.rows, purpose="evaluate")

@@ -34,6 +34,7 @@ from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.proof import DeliveryError
 from lagrpo.sampling.vllm.server import SamplerError
 from lagrpo.tasks import Task
+from lagrpo.threads import team
 from lagrpo.verify import Verifier, VerifierError
 
 SHOWN = 3  # completions shown before and after
@@ -85,6 +86,7 @@ def train(settings: Settings | Mapping[str, Any] | str | os.PathLike[str], task:
             return Training(settings, parts).run()
         finally:
             parts.sampler.close()
+            team.release()
 
 
 class Training:
@@ -117,6 +119,8 @@ class Training:
         interrupted, weights = None, None
         for line in meaning(self.settings, self.parts.recipe, self.parts.policy, self.sampled, self.parts.parity):
             self.display.note(line)
+        self.display.note(f"threads     {team.describe()}")
+        team.tell(self.display.note)
         with self.verifier, self.display:
             try:
                 self.learn()
@@ -205,6 +209,7 @@ class Training:
         eps_std, reward_range = self.parts.recipe.composition.eps_std, self.settings.task.reward_range
         figures = lag_figures(batch, used.rows, eps_std, reward_range, used.after_T)
         metrics |= {"delivery": used.reason, **sampler_figures(used.delivery, used.sampling), **figures}
+        metrics |= team.figures()
         columns = completion_columns(batch, used.rows, eps_std)
         with whole():
             self.store.record_rollouts(batch.groups, columns, batch=b, stage=stage, pi_k_version=version)

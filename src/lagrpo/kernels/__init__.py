@@ -21,6 +21,7 @@ from lagrpo.kernels.build import NoKernels, isa_level, load_library
 
 VECTOR = 16  # numbers in one vector of the kernels
 BY_VECTORS, BY_TILES = 1, 2  # products.c's ways to compute
+SLICES = 16  # of the rows that a weight's gradient is a sum over: whatever the number of threads, the same sums
 Choice = Literal["auto", "c", "torch"]
 
 _choice: Choice = "auto"
@@ -127,7 +128,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `norm`: of x + delta [n, width], the sum's own `grad_total` included, and of the weight [width]."""
     n, width = x.shape
-    slices = min(n, torch.get_num_threads())
+    slices = min(n, SLICES)
     grad_x, grad_weight = torch.empty_like(x), floats(slices, width)
     grad_total = grad_total if grad_total is None else grad_total.contiguous()
     _call(

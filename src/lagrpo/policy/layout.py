@@ -28,6 +28,7 @@ from torch import Tensor
 from lagrpo import kernels
 from lagrpo.policy import flex
 from lagrpo.policy.attention import MIN_KEYS, fold_keys, fold_queries, merge, part, part_backward, unfold_queries
+from lagrpo.threads import team
 
 TILE_SCORES = 1 << 21  # scores per head in one tile: 8 MiB in float32
 PADDING = 1.25  # a tile's longest segment may be this many times its shortest
@@ -66,6 +67,7 @@ class PackedLayout:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """[rows, Hq, D], [rows, Hkv, D] twice -> [rows, Hq, D]; differentiable."""
+        team.look()
         if flex.attends(query, key):
             return flex.attend(self, query, key, value, scaling)
         function = _KernelAttention if kernels.attend_on(query, key, value) else _PackedAttention
@@ -220,6 +222,7 @@ class _KernelAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):  # type: ignore[override]
+        team.look()
         query, key, value, out, lse = ctx.saved_tensors
         layout, grad_out = ctx.layout, grad_out.contiguous()
         grads = kernels.attention_backward(
@@ -252,6 +255,7 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):  # type: ignore[override]
+        team.look()
         query, key, value, out, lse = ctx.saved_tensors
         inner = (out.float() * grad_out.float()).sum(-1)
         # float32: a prompt's keys gather gradients from several tiles

@@ -12,12 +12,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lagrpo.threads import cores, waiting
+
 PACKAGES = ("lagrpo", "torch", "transformers", "numpy", "datasets", "math-verify")
 
 
 def collect_environment(device: str = "cpu") -> dict[str, Any]:
-    """Versions, machine, device, threads, git commit of the working directory (None outside a repository), command line
-    and the time of the start (UTC). Imports none of the packages whose versions it gives, but torch."""
+    """Versions, machine, its cores and what this process may use of them, threads and how they wait for each other,
+    device, git commit of the working directory (None outside a repository), command line and the time of the start
+    (UTC). Imports none of the packages whose versions it gives, but torch."""
     import torch
 
     return {
@@ -30,7 +33,10 @@ def collect_environment(device: str = "cpu") -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
+        "cores_at_hand": cores.at_hand(),
+        "cpu_quota": cores.quota(),
         "threads": torch.get_num_threads(),
+        "waiting": waiting.describe(os.environ),
         "device": device,
         "device_name": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
         "cuda": torch.version.cuda,

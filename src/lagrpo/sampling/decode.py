@@ -19,6 +19,7 @@ from lagrpo import kernels
 from lagrpo.policy.attention import MIN_KEYS, Layout, Shape, fold_queries, merge, part, unfold_queries
 from lagrpo.policy.layout import PackedLayout
 from lagrpo.policy.model import Policy
+from lagrpo.threads import team
 
 BLOCK = 64  # the own cache grows by this many tokens, or doubles
 ROWS_RECORDED = 16  # a CUDA graph is recorded for each multiple of so many rows
@@ -123,6 +124,7 @@ class DecodeState:
     @torch.no_grad()
     def step(self, token_ids: Tensor) -> Tensor:
         """One token per live row, int64 [R] -> final hidden states [R, H]."""
+        team.look()
         longest = int(self.lengths.max()) + 1
         if longest > self.own.room:
             grown = Cache.empty(self.policy, self.max_rows, max(longest, 2 * self.own.room))

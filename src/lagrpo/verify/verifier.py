@@ -8,7 +8,6 @@ has no reward, the run stops.
 
 from __future__ import annotations
 
-import os
 import pickle
 import signal
 import threading
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pebble import ProcessExpired, ProcessPool
 
 from lagrpo.tasks.base import Judge
+from lagrpo.threads import cores
 from lagrpo.types import Completion, Group, Outcome
 from lagrpo.verify import worker
 from lagrpo.verify.processes import WorkerContext, pickled, refuse_in_worker
@@ -40,7 +40,7 @@ class Verifier:
 
     Args:
         judge: (text, gold) -> reward, picklable by reference.
-        workers: how many processes judge; by default as many as there are CPUs, at most 4.
+        workers: how many processes judge; by default as many as there are CPUs at hand, at most 4.
         deadline: seconds that judging one completion may take.
         max_unscored_share: the share of a batch's completions that may be without a reward (rejected or failed).
 
@@ -55,7 +55,7 @@ class Verifier:
         refuse_in_worker()
         self.deadline = deadline
         self.max_unscored_share = max_unscored_share
-        self._workers = workers or min(4, os.cpu_count() or 1)
+        self._workers = workers or cores.most(4, cores.quota(), cores.at_hand())
         self._judge = pickled(judge)
         self._context = WorkerContext(self._judge)
         self._open: dict[_Job, None] = {}

@@ -1,8 +1,9 @@
 """What runs in a worker process: judging one completion at a time.
 
 Nothing here imports torch or transformers, so that a worker starts in about a tenth of a second and takes little memory
-(beyond what the judge's own module imports). A verdict travels as a pair: ("scored", reward), ("rejected", reason), or
-("unloadable", reason) where this process could not load the judge.
+(beyond what the judge's own module imports). Judging goes on beside sampling and learning, which wait for every one of
+their threads: a worker gives way to them, and computes with one thread. A verdict travels as a pair: ("scored",
+reward), ("rejected", reason), or ("unloadable", reason) where this process could not load the judge.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from lagrpo.tasks.base import Judge, Unjudgeable
 
 Verdict = tuple[str, float | str]
 
+POLITENESS = 5  # niceness: of a core that both want, the policy gets three quarters and the judge one
 _SPARE_SECONDS = 5
 _LONGEST_REASON = 300
 
@@ -31,10 +33,11 @@ _deadline = math.inf
 
 
 def start(judge: bytes, deadline: float) -> None:
-    """Prepare this process: load the judge; die when told to even while the judge hangs in C code, which a signal
-    handler in Python would wait for; die with the parent."""
+    """Prepare this process: give way to the policy; load the judge; die when told to even while the judge hangs in C
+    code, which a signal handler in Python would wait for; die with the parent."""
     global _judge, _problem, _deadline
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _give_way()
     threading.Thread(target=_die_with_parent, daemon=True).start()
     _deadline = deadline
     try:
@@ -74,6 +77,16 @@ def _score(value: object) -> Verdict:
 
 def _describe(error: BaseException) -> str:
     return traceback.format_exception_only(error)[-1].strip()[:_LONGEST_REASON]
+
+
+def _give_way() -> None:
+    """A lower priority, and one thread in what the judge will load, or has loaded where it is part of the main script.
+    Not lower still: a deadline is one of the clock, and a judge that gets too little of a core would miss it."""
+    if sys.platform != "win32":
+        os.nice(POLITENESS)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 def _die_with_parent() -> None:

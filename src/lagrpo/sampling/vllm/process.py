@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lagrpo.sampling.vllm.server import Deadlines, Server, UnreachableError
+from lagrpo.threads import waiting
 
 SHOWN = 30  # lines of a server's log that a failure shows
 GUARD = """
@@ -71,10 +72,12 @@ class Launch:
     def environment(self, key: str) -> dict[str, str]:
         """Of the server's process: the key (never on the command line, where everybody can read it), development mode
         for pausing and loading weights, no usage statistics. On CPUs, unless our own environment says otherwise: 2 GiB
-        for keys and values, and all cores to compute with, as the trainer mostly waits while the server draws."""
+        for keys and values, and all cores to compute with, as the trainer mostly waits while the server draws. How our
+        threads wait for each other is not passed on: its OpenMP is another one."""
         own = {"VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         own |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if self.wire == "ipc" else {}
-        inherited = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "PYTHONPATH")}
+        ours = ("OMP_NUM_THREADS", "PYTHONPATH")
+        inherited = {name: value for name, value in waiting.given(os.environ).items() if name not in ours}
         cpu = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
         return {**cpu, **inherited, **own}
 

@@ -1,0 +1,142 @@
+"""The demo's batch on a machine that is idle otherwise, and beside a process that never stops computing. See README.md.
+
+make bench-busy
+python benchmarks/bench_busy.py --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from measuring import Load, Report, machine, median, ratio, spread
+from processes import Program, Side
+from sides import Figures, start_ours, values
+from work import SHORT, asked_for, common_options
+
+OPENMPS_OWN = {"GOMP_SPINCOUNT": "300000"}  # what GNU's OpenMP takes where nobody says how often to spin
+HOG = [sys.executable, "-S", "-c", "while True: pass"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run: `fixed` threads (None: adapted), under an environment. After the other process came or went,
+    `settling` updates are not counted among the others."""
+
+    fixed: int | None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    settling: int = 0
+
+
+def ways(threads: int, spins: list[int]) -> dict[str, Way]:
+    """By name; `spins`: further numbers of spins to try with all threads."""
+    return {
+        "as it is": Way(None, settling=1),
+        "OpenMP's own waiting, all threads": Way(threads, OPENMPS_OWN),
+        "a short spin, all threads": Way(threads),
+        "one thread": Way(1),
+        **{f"{count} spins, all threads": Way(threads, {"GOMP_SPINCOUNT": str(count)}) for count in spins},
+    }
+
+
+@dataclass
+class Taken:
+    """The updates of one way: counted ones without and with the other process, and the first ones after it came."""
+
+    idle: Figures = field(default_factory=list)
+    busy: Figures = field(default_factory=list)
+    first: Figures = field(default_factory=list)
+
+
+def options() -> argparse.Namespace:
+    parser = common_options(__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="of counted updates, each without and with the process")
+    parser.add_argument("--spins", type=int, nargs="*", default=[], help="further numbers of spins to try")
+    parser.add_argument("--only", nargs="*", help='of the ways, such as "as it is" "one thread" (each holds 3 GB)')
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked = options()
+    work, load = asked_for(SHORT, asked), Load()
+    chosen = {name: way for name, way in ways(asked.threads, asked.spins).items() if name in (asked.only or [name])}
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
+        sides = {
+            name: running.enter_context(started(f"{n}", way, work, Path(scratch), asked.threads))
+            for n, (name, way) in enumerate(chosen.items())
+        }
+        for side in sides.values():
+            side.update()
+        taken = measured(sides, chosen, asked.rounds, Path(scratch), load)
+        load.add(*sides.values())
+    report = Report("busy", "A machine that is not idle", asked.results)
+    report.raw |= {name: vars(t) for name, t in taken.items()}
+    report.text(
+        f"{work.title}. Seconds per update: median, with the least and the greatest, of {asked.rounds}; without "
+        "another program, and beside `python -c 'while True: pass'`. A ratio is that of the medians, with the least "
+        "and the greatest of one round. The first update after the process came is not among the others where threads "
+        "are adapted."
+    )
+    report.table("one busy process", [row(name, t) for name, t in taken.items()])
+    if comparison := against_before(taken):
+        report.text(comparison)
+    report.write(machine(asked.threads, load))
+
+
+def started(name: str, way: Way, work: Any, scratch: Path, threads: int) -> Side:
+    """A run of ours that makes one batch per request."""
+    model = {"path": work.model, "device": "cpu", "dtype": "bfloat16", "threads": way.fixed}
+    return start_ours(name, work, scratch, threads, variables=way.environment, model=model)
+
+
+def measured(
+    sides: Mapping[str, Side], chosen: Mapping[str, Way], rounds: int, scratch: Path, load: Load
+) -> dict[str, Taken]:
+    """In each round every way without the process, then every way with it; the order turns round by round."""
+    taken = {name: Taken() for name in sides}
+    for turn in range(rounds):
+        for busy in (False, True):
+            for name in list(sides) if turn % 2 == 0 else list(reversed(sides)):
+                with Program("hog", HOG, scratch, {}) if busy else nullcontext() as hog:
+                    updates = [sides[name].update() for _ in range(chosen[name].settling + 1)]
+                    load.add(*([hog] if hog else []))
+                (taken[name].busy if busy else taken[name].idle).append(updates[-1])
+                taken[name].first += updates[:1] if busy else []
+                print(f"  {name}, {'busy' if busy else 'idle'}: {updates[-1]['seconds']:.2f} s", flush=True)
+    return taken
+
+
+def row(name: str, taken: Taken) -> dict[str, str]:
+    idle, busy, first = (values(figures, "seconds") for figures in (taken.idle, taken.busy, taken.first))
+    threads = [sorted(set(values(figures, "threads"))) for figures in (taken.idle, taken.busy)]
+    return {
+        "": name,
+        "idle": spread(idle),
+        "one busy process": spread(busy),
+        "busy / idle": ratio(busy, idle),
+        "the first after it came": spread(first),
+        "threads": " → ".join(" or ".join(map(str, numbers)) for numbers in threads),
+    }
+
+
+def against_before(taken: Mapping[str, Taken]) -> str | None:
+    """The two targets: beside a busy process at most twice the idle time, and idle no slower than before."""
+    ours, *others = taken
+    if not others or ours != "as it is":
+        return None
+    best, before = values(taken[ours].idle, "seconds"), values(taken[others[0]].idle, "seconds")
+    busy = median(values(taken[ours].busy, "seconds"))
+    return (
+        f"As it is beside {others[0]}: idle {ratio(best, before)} of its time. Beside a busy process {busy:.2f} s, "
+        f"{busy / min(median(best), median(before)):.2f} of the faster idle time (target: at most 2)."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""How OpenMP's threads wait for each other, decided before PyTorch loads OpenMP.
+
+At the end of a parallel region a thread that is done waits for the others: it spins, and after a while it sleeps. GNU's
+OpenMP spins 300,000 times, which takes milliseconds. A decoding step has hundreds of regions; where another program has
+one of the cores, the spinning thread uses up the time in which the one that it waits for could run, at every region.
+With a short spin it sleeps, and both get on. OpenMP reads its environment once, when it is loaded: so this must be
+first."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Container, Mapping, MutableMapping
+
+SPINS = "1000"  # tens of microseconds; see "A machine that is not idle" in benchmarks/README.md
+POLICIES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # what GNU's OpenMP reads
+
+_own: dict[str, str] = {}  # what was put into the environment here
+
+
+def choose(environment: MutableMapping[str, str], loaded: Container[str]) -> dict[str, str]:
+    """Put a short spin into the environment, unless the user decided how threads wait or `loaded`, the modules that
+    are there, has PyTorch already. Returns what was put there."""
+    if not sys.platform.startswith("linux") or "torch" in loaded or any(name in environment for name in POLICIES):
+        return {}
+    environment["GOMP_SPINCOUNT"] = SPINS
+    return {"GOMP_SPINCOUNT": SPINS}
+
+
+def begin() -> None:
+    """`choose` for this process."""
+    _own.update(choose(os.environ, sys.modules))
+
+
+def quiet_tokenizers() -> None:
+    """For this process: tokenizers start no threads of their own beside those that compute, unless the user decided."""
+    if "TOKENIZERS_PARALLELISM" not in os.environ:
+        os.environ["TOKENIZERS_PARALLELISM"] = _own["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def given(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what was put there here: for programs with an OpenMP of their own."""
+    return {name: value for name, value in environment.items() if _own.get(name) != value}
+
+
+def describe(environment: Mapping[str, str]) -> str:
+    """The wait policy in words.
+
+    >>> describe({"OMP_WAIT_POLICY": "passive"}), describe({})
+    ('OMP_WAIT_POLICY=passive', "OpenMP's own")
+    """
+    chosen = [f"{name}={environment[name]}" for name in POLICIES if name in environment]
+    return ", ".join(chosen) or "OpenMP's own"
