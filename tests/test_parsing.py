@@ -73,7 +73,7 @@ def test_an_override_can_mend_what_the_file_contradicts(tmp_path):
         ('[optimizer]\nlr = "x"', "a.toml: optimizer.lr = 'x': Input should be a valid number"),
         ("[optimizer]\nlr = -1.0", "a.toml: optimizer.lr = -1.0: Input should be greater than 0"),
         ("[optimizer]\nlr = inf", "a.toml: optimizer.lr = inf: Input should be a finite number"),
-        ('[model]\ndtype = "bf16"', "a.toml: model.dtype = 'bf16': Input should be 'bfloat16' or 'float32'"),
+        ('[model]\ndtype = "bf16"', "a.toml: model.dtype = 'bf16': Input should be 'auto', 'bfloat16' or 'float32'"),
         ('[task]\noperations = ["+", "/"]', "a.toml: task.operations.1 = '/': Input should be '+', '-' or '*'"),
         ("[schedule]\nv = 0", "a.toml: schedule: v = 0 never delivers: use v of at least 1"),
         ("[sampling]\nG = 200", "a.toml: sampling.rows = 128 is less than sampling.G = 200"),

@@ -290,7 +290,14 @@ def check_whole(result: Result, batches: int) -> None:
 @pytest.mark.parametrize(
     ("signum", "owner", "name", "call", "batches", "version"),
     [
-        (signal.SIGINT, LocalSampler, "_draw", 3, 0, 0),  # in the evaluation before the first batch
+        (
+            signal.SIGINT,
+            LocalSampler,
+            "_draw",
+            18,
+            0,
+            0,
+        ),  # behind the 16 of the proof, in the evaluation before batch 1
         (signal.SIGTERM, LocalSampler, "deliver", 2, 1, 1),  # at the second batch's delivery
         (signal.SIGINT, Learner, "step", 2, 1, 1),  # in the second batch's learning
         (signal.SIGTERM, Learner, "_round_masters", 2, 1, 2),  # in the middle of the second update, which is finished

@@ -13,7 +13,8 @@ close   Somebody else decides in which order sums run (PyTorch's products, a GPU
 1. every server reports the version that was delivered;
 2. the mean |Δ log-prob| is within the tolerance of the dtype (once, too, for what the servers say of their own draws:
    that tells a server whose log-probs are of another temperature);
-3. the scores are not, to the last bit, those of before, when the learner's have changed: then nothing was loaded;
+3. the scores are not, to the last bit, those of before, when the learner's have changed on ENOUGH tokens: then nothing
+   was loaded (on fewer, rounding may have swallowed the change on one side);
 4. the scores are not nearer to the learner's of before than to those of now, on more of the tokens that can tell
    (`probe_telling`: those that the update moved by more than twice the noise) than chance would have.
 
@@ -45,6 +46,8 @@ CHANCE = 1e-6
 """Test 4 decides when so many of the telling tokens are nearer to the old log-probs that a fair coin would show it with
 a smaller chance than this; it takes 20 of them. Counted, not summed: the noise has heavy tails, and a few unlikely
 tokens would decide a sum of squares."""
+ENOUGH = 20
+"""Tokens on which the learner's log-probs must have changed before equal scores of the sampler are held against it."""
 RENEW = 0.5
 """Nats a token by which the learner's mean log-prob of the probe may fall before other completions take its place."""
 PROBE_PROMPTS = 8
@@ -127,9 +130,10 @@ class Proof:
             DeliveryError: they differ by more than TOO_FAR on average, or by no number.
         """
         self._tokens = LOCAL_TOKENS
-        alone = sampler.drawn([*self.requests, *self._long(policy)], 1, LOCAL_TOKENS)
-        groups = alone + sampler.drawn(self.requests[:2], EXACT, LOCAL_TOKENS)
-        self._items = [(g.prompt.token_ids, g.completions[0].token_ids.tolist()) for g in alone[: len(self.requests)]]
+        alone = sampler.drawn([*self.requests[:1], *self._long(policy)], 1, LOCAL_TOKENS)
+        groups = sampler.drawn(self.requests, max(2, -(-PROBE_PROMPTS // len(self.requests))), LOCAL_TOKENS)
+        self._items = [(g.prompt.token_ids, c.token_ids.tolist()) for g in groups for c in g.completions]
+        groups += alone
         drawn_T = torch.cat([c.logp_alpha for g in groups for c in g.completions])
         with torch.no_grad():
             together_T = policy.logp(Packed.build([_ids(g) for g in groups], policy.device)).float().cpu()
@@ -301,9 +305,9 @@ def _not_stale(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, wh
     >>> _not_stale(old, old + 0.3, old + 0.01, old + 0.29, "v")
     30
     """
-    if bool((new_T != old_T).any()) and torch.equal(before_T, now_T):
+    if int((new_T != old_T).sum()) >= ENOUGH and torch.equal(before_T, now_T):
         raise DeliveryError(
-            f"{where}: the server scores the probe exactly as before the delivery, though the policy has changed: it "
+            f"{where}: the sampler scores the probe exactly as before the delivery, though the policy has changed: it "
             "did not load the new weights"
         )
     to_new_T, to_old_T = (now_T - new_T).abs(), (now_T - old_T).abs()
@@ -312,7 +316,7 @@ def _not_stale(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, wh
     telling, older = int(telling_T.sum()), int((telling_T & (to_old_T < to_new_T)).sum())
     if _tail(older, telling) < CHANCE:
         raise DeliveryError(
-            f"{where}: the server scores the probe as the version delivered before would: {older} of the {telling} "
+            f"{where}: the sampler scores the probe as the version delivered before would: {older} of the {telling} "
             "tokens that can tell are nearer to that. It still serves the old weights"
         )
     return telling
