@@ -21,10 +21,14 @@ class Shape:
     num_attention_heads, num_key_value_heads, head_dim = 4, 2, None
 
 
-def memory(**sections: dict[str, Any]) -> dict[str, int]:
-    base = {"sampling": {"G": 4, "rows": 8, "max_tokens": 10, "max_prompt_tokens": 20}, "schedule": {"prompts": 2}}
+def memory(fused: bool = False, **sections: Any) -> dict[str, int]:
+    base = {
+        "model": {"dtype": "bfloat16"},
+        "sampling": {"G": 4, "rows": 8, "max_tokens": 10, "max_prompt_tokens": 20},
+        "schedule": {"prompts": 2},
+    }
     settings = Settings.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
-    return expected_memory(settings, check_settings(settings), Shape, parameters=1_000_000)
+    return expected_memory(settings, check_settings(settings), Shape, 1_000_000, fused)
 
 
 def test_the_memory_by_hand():
@@ -46,6 +50,9 @@ def test_what_changes_the_memory():
     base: dict[str, dict[str, Any]] = {"evaluation": {"before_and_after": False}}
     plain, reference = memory(**base, objective={"beta": 0.0}), memory(**base, objective={"beta": 0.1})
     assert reference["weights"] - plain["weights"] == 2_000_000
+    for schedule, copies in (({"v": 1}, 2), ({"v": 2}, 3), ({"i": 2}, 3), ({"kind": "lagged", "v": 1}, 3)):
+        lagging = memory(**base, fused=True, schedule=schedule, objective={"beta": 0.0})
+        assert lagging["weights"] == copies * 2_000_000
     single = memory(**base, model={"dtype": "float32"})
     assert (single["weights"], single["optimizer"]) == (3 * 4_000_000, 12_000_000)
     assert memory(**base, optimizer={"tokens": 60})["activations"] == plain["activations"] // 2 + 2 * 1000 * 100

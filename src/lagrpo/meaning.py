@@ -127,16 +127,19 @@ def _fused(settings: Settings, config: Any, policy: Policy | None) -> bool:
 def expected_memory(
     settings: Settings, recipe: Recipe, config: Any, parameters: int, fused: bool = False
 ) -> dict[str, int]:
-    """Bytes by purpose, at the most: the program; π, α (and π_ref) in the working dtype; masters, gradients and AdamW's
-    two moments in float32; activations of one micro-batch and the logits in hand; keys and values of the sampler; and
-    what lies idle between them, as the allocator cannot fill every gap. `fused`: see `activation_bytes`.
+    """Bytes by purpose, at the most: the program; π, α (and π_ref) in the working dtype, and π once more, packed, where
+    the kernels multiply and α lags behind; masters, gradients and AdamW's two moments in float32; activations of one
+    micro-batch and the logits in hand; keys and values of the sampler; and what lies idle between them, as the
+    allocator cannot fill every gap. `fused`: see `activation_bytes`.
 
     Measured peaks (CPU, SmolLM2-135M, two or three batches of experiments/demo.toml): 3.8 GiB in bfloat16 and 5.1 in
     float32 where this expects 5.0 and 6.7, as its prompts and completions are shorter than they may be; 4.8 with a
     reference and 48 tokens a completion in micro-batches of 2,048 (expected 5.0); 3.7 with checkpointing (4.1)."""
     dtype, _ = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
     size = BYTES[dtype]
-    copies = 3 if recipe.needs_pi_ref else 2
+    s = settings.schedule
+    apart = s.i > 1 or largest_lag(Schedule(s.kind, s.v, s.delta), s.stages, s.batches, s.i) > 0
+    copies = 2 + recipe.needs_pi_ref + (fused and size == 2 and apart)
     layers, _, kv_heads, d = Shape.of(config)
     per_token = 2 * layers * kv_heads * d * size
     sampling, prompts = settings.sampling, settings.schedule.prompts
