@@ -47,7 +47,7 @@ def test_the_memory_by_hand():
 
 
 def test_what_changes_the_memory():
-    base: dict[str, dict[str, Any]] = {"evaluation": {"before_and_after": False}}
+    base: dict[str, Any] = {"evaluation": {"before_and_after": False}}
     plain, reference = memory(**base, objective={"beta": 0.0}), memory(**base, objective={"beta": 0.1})
     assert reference["weights"] - plain["weights"] == 2_000_000
     for schedule, copies in (({"v": 1}, 2), ({"v": 2}, 3), ({"i": 2}, 3), ({"kind": "lagged", "v": 1}, 3)):
