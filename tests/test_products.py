@@ -83,7 +83,7 @@ q, k, v, g = (torch.randn(layout.rows, heads, 64, generator=draw).bfloat16() for
 out, lse = kernels.attention(layout.segments, q, k, v, 0.125)
 grads = kernels.attention_backward(layout.groups, layout.segments, q, k, v, 0.125, out, lse, g)
 sums = [t.double().mul(torch.arange(t.numel()).view(t.shape)).sum().item() for t in (y, out, lse, *grads)]
-print(kernels.products(), *sums)
+print(str(kernels.products()).replace(" ", "-"), *sums)
 """
 
 
@@ -105,9 +105,9 @@ def test_at_every_level_of_instructions_products_are_right_and_independent_of_th
         return
     products, y, *attention = at_level(level).split()
     own, own_y, *own_attention = at_level("native").split()
-    expected = {"emulated_tiles": "AMX", "native": own, "avx512_bf16": "AVX512-BF16"}
+    expected = {"emulated_tiles": "AMX-emulated-in-C", "native": own, "avx512_bf16": "AVX512-BF16"}
     assert products == expected.get(level, "vectors")
-    if products == "AMX" == own or "AMX" not in (products, own):
+    if ("AMX" in products) == ("AMX" in own):
         assert y == own_y  # vectors add in one order, with or without an instruction for pairs
     if level in ("native", "avx512_bf16", "emulated_tiles", "avx512"):
         assert attention == own_attention
@@ -135,12 +135,27 @@ print(policy.decoding)
 
 
 def test_steps_through_all_layers_by_tiles_draw_what_the_learner_computes():
-    assert at_level("emulated_tiles", DECODED) == "one call through all layers, products by AMX"
+    assert at_level("emulated_tiles", DECODED) == "one call through all layers, products by AMX emulated in C"
 
 
 def test_an_unknown_level_is_refused_before_anything_is_compiled(monkeypatch):
     monkeypatch.setenv(build.ISA, "sse9")
     with pytest.raises(kernels.NoKernels, match=r"LAGRPO_CPU_ISA = 'sse9' is no level of instructions: use native, "):
+        kernels.select("auto")
+
+
+def test_an_empty_level_is_none_and_case_does_not_matter(monkeypatch):
+    monkeypatch.setenv(build.ISA, "")
+    assert build.isa_level() == "native"
+    monkeypatch.setenv(build.ISA, "Baseline")
+    assert build.isa_level() == "baseline"
+
+
+def test_another_level_in_the_same_process_is_refused(monkeypatch):
+    monkeypatch.setenv(build.ISA, "baseline")
+    with pytest.raises(
+        kernels.NoKernels, match=r"computes with the instructions .*; for LAGRPO_CPU_ISA = baseline start"
+    ):
         kernels.select("auto")
 
 
@@ -181,6 +196,31 @@ def test_the_comparison_with_plain_numbers_sees_one_wrong_bit(monkeypatch):
 
 
 # ---- packs, and who has them ----
+
+
+def test_an_odd_number_of_inputs_takes_pytorchs_products():
+    policy = tiny_policy(dtype=torch.bfloat16, intermediate_size=47)
+    assert not policy.own_products
+    assert not isinstance(replica(policy), Replica)
+    assert "products by" not in policy.computation
+
+
+def test_an_interrupted_delivery_takes_nothing_from_others(monkeypatch):
+    """π_ref keeps its packs, however often a delivery to α was cut off and made again."""
+    policy, packed = tiny_policy(dtype=torch.bfloat16), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
+    alpha, reference = replica(policy), replica(policy)
+    with torch.no_grad():
+        before = reference.logp(packed)
+        for version in (1, 2, 3):
+            changed(policy)
+            fill = kernels.Panels.fill
+            monkeypatch.setattr(kernels.Panels, "fill", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                alpha.load_weights(policy.weights(), version)
+            monkeypatch.setattr(kernels.Panels, "fill", fill)
+            alpha.load_weights(policy.weights(), version)
+            assert torch.equal(alpha.logp(packed), policy.logp(packed))
+            assert torch.equal(reference.logp(packed), before)
 
 
 def changed(policy) -> None:

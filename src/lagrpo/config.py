@@ -53,9 +53,10 @@ class ModelSettings(_Settings):
     """CPU threads, fixed. By default OMP_NUM_THREADS or the physical cores at hand, at most the CPU quota of the
     container, and fewer while other programs keep cores busy."""
     kernels: Literal["auto", "c", "torch"] = "auto"
-    """What computes between the matrix products. On a CPU lagrpo's C kernels, compiled for the machine at their first
-    use, or PyTorch's operations; auto takes the kernels where there is a C compiler. On a GPU auto takes flex attention
-    and CUDA graphs, torch plain operations."""
+    """What computes beside PyTorch. On a CPU lagrpo's C kernels, compiled for the machine at their first use: in
+    bfloat16 the whole forward pass of the models they know, which makes sampler and learner agree to the bit. torch:
+    PyTorch's operations alone; auto: the kernels where there is a C compiler. On a GPU auto takes flex attention and
+    CUDA graphs, torch plain operations."""
     chat_template: str | None = None
     """File with a Jinja chat template, in place of the tokenizer's own."""
 

@@ -13,6 +13,8 @@ import torch
 from lagrpo.policy.batch import Batch
 from lagrpo.types import Completion
 
+AT_ONCE = 1e-3  # seconds: what took less to come was drawn before
+
 
 class Clock:
     """Seconds by phase, and since it was made."""
@@ -112,7 +114,7 @@ def _pace(clock: Clock, sampled: int, learned: float) -> dict[str, float | None]
         "seconds_total": clock.total,
         "tokens_sampled": sampled,
         "tokens_learned": learned,
-        "tokens_per_s_sampling": clock.drawn / seconds["sampling"] if clock.drawn and seconds["sampling"] else None,
+        "tokens_per_s_sampling": clock.drawn / seconds["sampling"] if seconds["sampling"] > AT_ONCE else None,
         "tokens_per_s_learning": learned / seconds["learning"] if seconds["learning"] else None,
     }
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lagrpo.kernels.build import NoKernels, isa_level, load_library
+from lagrpo.kernels.build import ISA, NoKernels, isa_level, load_library
 
 VECTOR = 16  # numbers in one vector of the kernels
 BY_VECTORS, BY_TILES = 1, 2  # products.c's ways to compute
@@ -28,6 +28,7 @@ _choice: Choice = "auto"
 _library: Any = None
 _reason: str | None = None  # why there is no library, once that is known
 _compiler = ""
+_level = ""  # of instructions, for which the library was compiled
 _products: str | None = None  # what computes the products of bfloat16
 
 
@@ -40,7 +41,9 @@ def select(choice: Choice, device: str = "cpu", say: Callable[[str], None] | Non
         NoKernels: "c" on a machine where they cannot be had, or for another device than the CPU.
     """
     global _choice
-    isa_level()  # a wrong LAGRPO_CPU_ISA is an error whatever computes
+    level = isa_level()  # a wrong LAGRPO_CPU_ISA is an error whatever computes
+    if _library is not None and level != _level:
+        raise NoKernels(f"this process computes with the instructions {_level}; for {ISA} = {level} start another one")
     if choice == "c" and device != "cpu":
         raise NoKernels(f"the kernels are for the CPU, the model is on {device}")
     if choice == "c" and not _load(say):
@@ -75,10 +78,11 @@ def attend_on(query: Tensor, *others: Tensor) -> bool:
 
 
 def _load(say: Callable[[str], None] | None = None) -> bool:
-    global _library, _reason, _compiler, _products
+    global _library, _reason, _compiler, _products, _level
     if _library is None and _reason is None:
         say = say or (lambda line: print(line, file=sys.stderr, flush=True))
         try:
+            _level = isa_level()
             _library, _compiler = load_library(say)
             _library.pack_bytes.restype = ctypes.c_int64
             _products = _choose_products(say)
@@ -308,7 +312,8 @@ CHECKED = ((1, 5, 2), (3, 49, 30), (17, 33, 576), (33, 97, 1030))
 def _choose_products(say: Callable[[str], None]) -> str | None:
     """Let the library compute products by the first of its ways that this processor grants and that is right here; its
     name, or None where there is none."""
-    ways = ((BY_TILES, "AMX"), (BY_VECTORS, "AVX512-BF16" if _library.has_dot_products() else "vectors"))
+    tiles = "AMX emulated in C" if isa_level() == "emulated_tiles" else "AMX"
+    ways = ((BY_TILES, tiles), (BY_VECTORS, "AVX512-BF16" if _library.has_dot_products() else "vectors"))
     for way, name in ways:
         if not _library.products_by(ctypes.c_int64(way)):
             continue

@@ -64,9 +64,10 @@ class NoKernels(RuntimeError):  # noqa: N818
 
 def isa_level() -> str:
     """The level that LAGRPO_CPU_ISA names. Raises NoKernels for a name that is none, or one above this processor."""
-    name = os.environ.get(ISA, "native")
+    name = (os.environ.get(ISA) or "native").lower()
     if name not in LEVELS:
-        raise NoKernels(f"{ISA} = {name!r} is no level of instructions: use {', '.join(LEVELS)}")
+        offered = ", ".join(level for level in LEVELS if level != "emulated_tiles")
+        raise NoKernels(f"{ISA} = {name!r} is no level of instructions: use {offered}")
     if platform.machine() not in ("x86_64", "AMD64") and name != "native":
         raise NoKernels(f"{ISA} = {name!r} is for x86-64; this processor is {platform.machine()}: unset {ISA}")
     if missing := LEVELS[name].needs - cpu_flags():

@@ -60,6 +60,8 @@ class Policy:
         self.head: nn.Linear = model.get_output_embeddings()
         self.fused = FusedDecoder.of(model)
         self._packing: Packing | None = None
+        widths = [m.in_features for m in model.modules() if isinstance(m, nn.Linear)]
+        self._in_pairs = all(width % 2 == 0 for width in widths)  # as products of bfloat16 take their inputs
 
     @property
     def device(self) -> torch.device:
@@ -77,7 +79,8 @@ class Policy:
     @property
     def own_products(self) -> bool:
         """Whether the kernels compute all matrix products of the forward pass too: in bfloat16, from packed weights."""
-        return self.runs_fused and self.dtype == torch.bfloat16 and kernels.products() is not None
+        fits = self.runs_fused and self.dtype == torch.bfloat16 and self._in_pairs
+        return fits and kernels.products() is not None
 
     @property
     def packing(self) -> Packing:

@@ -39,7 +39,7 @@ class Packs:
     def __init__(self, decoder: Any, head: nn.Linear) -> None:
         self.layers = [LayerPanels(*map(kernels.Panels, joined(layer))) for layer in decoder.layers]
         self.head = kernels.Panels([head])
-        self.borrowers = 0
+        self.borrowers: set[int] = set()  # who reads them beside the policy whose packs these are
 
     def fill(self, decoder: Any, head: nn.Linear) -> None:
         """Take over other weights in the place of those before: new memory each time would tear the heap."""
@@ -70,15 +70,15 @@ class Packing:
             self._packed = now
         return self._packs
 
-    def lend(self) -> Packs:
+    def lend(self, borrower: object) -> Packs:
         """The current packs, which keep their weights until they are given back."""
         packs = self.current()
-        packs.borrowers += 1
+        packs.borrowers.add(id(borrower))
         return packs
 
-    def give_back(self, packs: Packs) -> None:
-        """Packs that were lent are not needed any more by one of those who had them."""
-        packs.borrowers -= 1
+    def give_back(self, packs: Packs, borrower: object) -> None:
+        """`borrower` reads these packs no more; nothing happens where it did not."""
+        packs.borrowers.discard(id(borrower))
         if packs is not self._packs and not packs.borrowers:
             self._spare = packs
 

@@ -35,7 +35,7 @@ class Replica(Policy):
         self._shapes = {name: p.shape for name, p in origin.model.named_parameters()}
         self._only_packed = [name for name, p in origin.model.named_parameters() if p in linear]
         self._lender = origin.packing
-        self._packs, self._lent = self._lender.lend(), True
+        self._packs, self._lent = self._lender.lend(self), True
 
     def packs(self) -> Packs:
         return self._packs
@@ -47,9 +47,8 @@ class Replica(Policy):
             if name not in self._only_packed:
                 parameter.copy_(weights[name])
         if self._lender.owns([weights[name] for name in self._only_packed]):
-            if self._lent:
-                self._lender.give_back(self._packs)
-            self._packs, self._lent = self._lender.lend(), True
+            self._lender.give_back(self._packs, self)
+            self._packs, self._lent = self._lender.lend(self), True
         else:
             self._pack(weights)
         self.version = version
@@ -60,7 +59,7 @@ class Replica(Policy):
         for name in self._only_packed:
             parameters[name].data = weights[name].to(parameters[name].dtype)  # no copy: only to be packed
         if self._lent:
-            self._lender.give_back(self._packs)
+            self._lender.give_back(self._packs, self)
             self._packs, self._lent = Packs(self.decoder, self.head), False
         else:
             self._packs.fill(self.decoder, self.head)
