@@ -130,7 +130,9 @@ def train_missing(chosen: Sequence[Cell], results: Path, threads: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path("runs/precision"), help="where the figures of cells are")
+    parser.add_argument(
+        "--results", type=Path, default=Path(__file__).with_name("precision"), help="directory of the cells"
+    )
     parser.add_argument("--seeds", type=int, nargs="*", default=(0, 1, 2))
     parser.add_argument("--cells", nargs="*", help="only cells whose name has one of these in it: 5e-6/plain float32")
     parser.add_argument("--threads", type=int, default=1)
