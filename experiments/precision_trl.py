@@ -1,8 +1,8 @@
 """TRL's side of experiments/precision.py: `GRPOTrainer` in its bfloat16 setting on the prompts that ours visits.
 
-Driven as the benchmarks drive it (benchmarks/trl_peer.py), one update per request; a curve that was ended is begun
-again. TRL's setting keeps float32 weights and computes under bfloat16 autocast, which rounds them in every
-forward pass.
+Driven as the benchmarks drive it (benchmarks/trl_peer.py), one update per request. The file of a curve has the updates
+made so far; a curve that was ended early is begun again by the next call. TRL's setting keeps float32 weights and
+computes under bfloat16 autocast, which rounds them in every forward pass.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,20 @@ def train_trl(python: Path, results: Path, seeds: Sequence[int], threads: int) -
     for seed in seeds:
         for lr in RATES:
             cell = (lr, "trl", seed)
-            if not result_path(results, cell).exists():
+            if updates_in(result_path(results, cell)) < UPDATES[lr]:
                 print(name_of(cell), flush=True)
                 with tempfile.TemporaryDirectory() as scratch:
-                    write(result_path(results, cell), curve(python, lr, seed, threads, Path(scratch)))
+                    for figures in curve(python, lr, seed, threads, Path(scratch)):
+                        write(result_path(results, cell), figures)
 
 
-def curve(python: Path, lr: str, seed: int, threads: int, scratch: Path) -> dict[str, Any]:
-    """The figures of one run of TRL."""
+def updates_in(path: Path) -> int:
+    """How many updates a curve has; 0 where there is none."""
+    return json.loads(path.read_text())["updates"] if path.exists() else 0
+
+
+def curve(python: Path, lr: str, seed: int, threads: int, scratch: Path) -> Iterator[dict[str, Any]]:
+    """The figures of one run of TRL so far, after each update."""
     updates = UPDATES[lr]
     rows, request = scratch / "prompts.jsonl", scratch / "request.json"
     rows.write_text("".join(json.dumps(row) + "\n" for row in prompts(seed, updates + 1)))  # TRL may look ahead
@@ -65,8 +71,8 @@ def curve(python: Path, lr: str, seed: int, threads: int, scratch: Path) -> dict
         for update in range(1, updates + 1):
             taken.append(side.update())
             print(f"  update {update}: reward {taken[-1]['reward']:.3f}, {taken[-1]['seconds']:.1f} s", flush=True)
-        versions = side.facts["versions"]
-    return {
-        "lr": lr, "mode": "trl", "seed": seed, "updates": updates, "threads": threads, "versions": versions,
-        "config": config, "rewards": [u["reward"] for u in taken], "seconds": [u["seconds"] for u in taken],
-    }  # fmt: skip
+            yield {
+                "lr": lr, "mode": "trl", "seed": seed, "updates": update, "threads": threads,
+                "versions": side.facts["versions"], "config": config,
+                "rewards": [u["reward"] for u in taken], "seconds": [u["seconds"] for u in taken],
+            }  # fmt: skip
