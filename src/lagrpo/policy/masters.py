@@ -51,13 +51,13 @@ class Masters:
         bits changed; None in float32, where nothing is rounded."""
         if not self._working:
             return None
-        moved = 0
+        moved: int | Tensor = 0
         for working, master in zip(self._working, self.parameters, strict=True):
             for old, exact in zip(_chunks(working), _chunks(master), strict=True):
                 new = exact.to(old.dtype)
                 moved += differing(new, old)
                 old.copy_(new)
-        return moved / sum(working.numel() for working in self._working)
+        return int(moved) / sum(working.numel() for working in self._working)
 
 
 def dither_(value: Tensor, draws: np.ndarray) -> None:
@@ -71,12 +71,12 @@ def dither_(value: Tensor, draws: np.ndarray) -> None:
     value.view(torch.int32).add_(steps)
 
 
-def differing(one: Tensor, other: Tensor) -> int:
-    """How many numbers of two tensors differ in their bits."""
+def differing(one: Tensor, other: Tensor) -> int | Tensor:
+    """How many numbers of two tensors differ in their bits; on a GPU as a tensor there, so that nobody waits for it."""
     bits = torch.int16 if one.element_size() == 2 else torch.int32 if one.element_size() == 4 else torch.int64
     unequal = one.view(bits) != other.view(bits)
     # NumPy counts bytes several times as fast as PyTorch does on a CPU.
-    return int(np.count_nonzero(unequal.numpy()) if unequal.device.type == "cpu" else unequal.sum())
+    return int(np.count_nonzero(unequal.numpy())) if unequal.device.type == "cpu" else unequal.sum()
 
 
 class Delivered:
@@ -95,7 +95,7 @@ class Delivered:
         if not last:
             return None
         moved = sum(differing(new, old) for new, old in zip(self._last, last, strict=True))
-        return moved / sum(len(w) for w in last)
+        return int(moved) / sum(len(w) for w in last)
 
 
 def _chunks(parameter: nn.Parameter) -> Iterator[Tensor]:
