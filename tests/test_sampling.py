@@ -350,13 +350,13 @@ def test_schedules_that_never_deliver_are_refused():
 
 def test_a_budget_delivers_when_it_is_spent_and_at_the_cap():
     estimates = iter([0.0, 0.1, 0.3, 0.0, 0.1, 0.15, 0.2])
-    plan = budget(0.25, 4).plan(1, 8, divergence=lambda: next(estimates))
+    plan = budget(0.25, 4).plan(1, 8, latest=lambda: next(estimates))
     assert [(due.batch, due.reason) for due in plan if due.reason] == [(4, "budget"), (8, "cap")]
 
 
 def test_an_unspent_budget_is_a_cap_and_the_budget_zero_is_on_policy():
     assert lags(budget(1.0, 3), 1, 7, 1) == [0, 1, 2, 0, 1, 2, 0]
-    plan = budget(0.0, 9).plan(1, 5, divergence=lambda: 1e-9)
+    plan = budget(0.0, 9).plan(1, 5, latest=lambda: 1e-9)
     assert [due.reason for due in plan] == ["", "budget", "budget", "budget", "budget"]
 
 

@@ -107,7 +107,7 @@ class Sampled(NamedTuple):
     sigma            of the group, biased std: as the objective has it
     surrogate        mean rho A, estimates L_alpha(pi); biased, as A is made of the same rewards
     gain             mean rho (r - mean of the others): unbiased for J(pi) - J(alpha) = s L_alpha(pi)
-    tv, tv_k         mean |rho - 1| / 2, unbiased for TV(pi, alpha) and TV(pi_k, alpha) of *whole completions*
+    tv, tv_k         means of `divergences.tv_terms`, unbiased for TV(pi, alpha), TV(pi_k, alpha) of *whole completions*
     theorem1         surrogate - 2 (1-s)/s tv - 2 tv_k, a plug-in estimate of the right side of Theorem 1
     identity_bound   gain - tv_k: unbiased for the identity bound, at any group size above 1
     """
@@ -126,9 +126,12 @@ def sampled(
     log_ratio: Float[Tensor, "*N G"],
     log_ratio_k: Float[Tensor, "*N G"],
     eps_std: float,
+    bounded: bool = False,
+    bounded_k: bool = False,
 ) -> Sampled:
     """The bounds from groups of completions drawn by alpha: their rewards in [0, 1], and the log-ratios of whole
-    completions log pi(y)/alpha(y) and log pi_k(y)/alpha(y).
+    completions log pi(y)/alpha(y) and log pi_k(y)/alpha(y). `bounded` and `bounded_k` choose the estimates of TV(pi,
+    alpha) and TV(pi_k, alpha), see `divergences.prefers_bounded`.
 
     The variance is that of the sequence ratio: it grows exponentially with the length of completions, and once the
     effective sample size nears 1 the numbers mean nothing. Raises ValueError for G < 2, r outside [0, 1], s > 1."""
@@ -140,7 +143,7 @@ def sampled(
     s = advantages.sigma(rewards, eps_std)
     value = (rho * advantages.whitened(rewards, eps_std)).mean(dim=-1)
     gain = (rho * advantages.leave_one_out(rewards)).mean(dim=-1)
-    tv_pi, tv_k = sampled_tv(log_ratio), sampled_tv(log_ratio_k)
+    tv_pi, tv_k = sampled_tv(log_ratio, bounded), sampled_tv(log_ratio_k, bounded_k)
     bound = value - 2 * (_times(penalty(s), tv_pi) + tv_k)
     return Sampled(s, value, gain, tv_pi, tv_k, bound, gain - tv_k)
 
