@@ -14,7 +14,7 @@ from lagrpo.types import Completion, Group, Outcome, Prompt
 
 
 def batch_of(rewards_NG, lengths=2, budget=100, recipe=None):
-    """Groups of completions of two tokens under α with log-prob -1 each; all are in the objective, or those of a recipe."""
+    """Groups of completions of two tokens under α with log-prob -1 each, all in the objective unless a recipe says."""
     groups = [
         Group(
             Prompt(n, ({"role": "user", "content": "?"},), "", (5, 6)),

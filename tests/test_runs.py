@@ -412,6 +412,16 @@ def test_show_says_when_nothing_fits(sampled):
     assert "No completion here is right." in printed(sampled, prompt=8, only="right")
 
 
+def test_right_is_what_has_the_greatest_reward_of_the_runs_range(tmp_path):
+    run = Run.create(tmp_path, "ten", SETTINGS, "[task]\nreward_range = [0.0, 10.0]\n", {})
+    texts = {0.0: "nothing", 1.0: "a little", 10.0: "all of it"}
+    groups = [group(3, *(completion(Outcome.scored(reward), text) for reward, text in texts.items()))]
+    run.record_rollouts(groups, [[{}] * 3], batch=1, stage=1, pi_k_version=5)
+    assert "all of it" in (right := printed(run, only="right"))
+    assert "a little" not in right
+    assert "✗ 1 " in printed(run)
+
+
 # The reward curve
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from lagrpo.build import Parts, advantage_of, without_progress_bars
 from lagrpo.checks import check_settings, refusing
 from lagrpo.config import Settings
 from lagrpo.display import Display, make_display, summary
-from lagrpo.evaluate import Evaluation, evaluate, interval
+from lagrpo.evaluate import Evaluation, change, evaluate, few_prompts, interval
 from lagrpo.hardware import pick_device, pick_dtype
 from lagrpo.interrupts import Interrupted, interruptible, whole
 from lagrpo.live import certified, completion_columns, lag_figures, spent
@@ -36,6 +36,7 @@ from lagrpo.sampling.proof import DeliveryError
 from lagrpo.sampling.vllm.server import SamplerError
 from lagrpo.tasks import Task
 from lagrpo.threads import team
+from lagrpo.types import is_right
 from lagrpo.verify import Verifier, VerifierError
 
 SHOWN = 3  # completions shown before and after
@@ -271,7 +272,12 @@ class Training:
         s = self.settings.evaluation
         self.phase(f"evaluation ({name})")
         requests = self.parts.prompts.held_out(s.prompts)
-        evaluation = evaluate(self.parts.evaluator, self.verifier, requests, s.samples, self.settings.run.seed)
+        scale = self.settings.task.reward_range
+        evaluation = evaluate(self.parts.evaluator, self.verifier, requests, s.samples, self.settings.run.seed, scale)
+        if (before := self.evaluations.get("before")) is not None:
+            evaluation = replace(evaluation, summary=evaluation.summary | change(before, evaluation))
+        if not self.evaluations and (warning := few_prompts(len(requests))):
+            self.warn(self.batches, warning)
         facts = {"batch": self.batches, "version": self.parts.policy.version}
         self.store.record_evaluation(name, facts | evaluation.summary, evaluation.records)
         self.evaluations[name] = evaluation
@@ -299,18 +305,19 @@ class Training:
             after.summary if after else None,
             self.store.path,
             reward_curve(self.store) if self.batches else None,
-            _samples(before),
-            _samples(after),
+            self.samples(before),
+            self.samples(after),
             f"lagrpo show {self.store.path}",
             headline=f"Stopped by {interrupted.name}: {self.progress()}." if interrupted else "Finished.",
         )
 
-
-def _samples(evaluation: Evaluation | None) -> list[dict[str, Any]]:
-    if evaluation is None:
-        return []
-    groups = evaluation.groups[:SHOWN]
-    return [
-        {"prompt": g.prompt.messages[-1]["content"], "text": g.completions[0].text, "reward": g.completions[0].reward}
-        for g in groups
-    ]
+    def samples(self, evaluation: Evaluation | None) -> list[dict[str, Any]]:
+        """The first completions of the first prompts of an evaluation, for people."""
+        if evaluation is None:
+            return []
+        first = [(group.prompt.messages[-1]["content"], group.completions[0]) for group in evaluation.groups[:SHOWN]]
+        scale = self.settings.task.reward_range
+        return [
+            {"prompt": prompt, "text": c.text, "right": None if c.reward is None else is_right(c.reward, scale)}
+            for prompt, c in first
+        ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,13 @@ def open_run(run: Run | Path | str) -> Run:
     else:
         wrong = f"{path} is not a run: it has no config.toml"
     raise RunNotFoundError(wrong + _runs_nearby(path))
+
+
+def load_reward_range(run: Run | Path | str) -> tuple[float, float]:
+    """The least and the greatest reward of the run's task, by its config.toml; 0 and 1 where that does not say."""
+    config = tomllib.loads((open_run(run).path / "config.toml").read_text(encoding="utf-8"))
+    low, high = config.get("task", {}).get("reward_range", (0.0, 1.0))
+    return float(low), float(high)
 
 
 def load_metrics(run: Run | Path | str) -> list[dict[str, Any]]:
