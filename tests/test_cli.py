@@ -157,7 +157,9 @@ def test_the_weights_of_a_run_evaluate_to_what_the_run_said(model, tmp_path):
     alone = json.loads((tmp_path / "evaluations" / "one-final-spread" / "summary.json").read_text())
     after = load_evaluations(run)[-1]
     assert after["name"] == "after"
-    figures = [name for name in after if name.startswith(("pass_at_", "reward_mean"))]
+    figures = [name for name in after if name.startswith(("pass_at_", "reward_mean")) and "_change" not in name]
+    before = load_evaluations(run)[0]
+    assert after["pass_at_1_change"] == pytest.approx(after["pass_at_1"] - before["pass_at_1"])
     assert len(figures) == 9
     assert {name: alone[name] for name in figures} == {name: after[name] for name in figures}
     assert alone["settings"]["samples"] == 3

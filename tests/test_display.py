@@ -20,8 +20,9 @@ from lagrpo.display import LiveDisplay, PlainDisplay, make_display, summary, tim
 METRICS = {
     "stage": 2, "batch": 12, "version": 12, "lag_min": 0, "lag_max": 9, "lag_mean": 4.5, "reward_mean": 0.25,
     "reward_std": 0.4, "zero_variance_share": 0.375, "rejected": 3, "failed": 0, "completions": 128,
-    "tokens_mean": 9.4, "finished_share": 1.0, "kl_alpha": 0.00123, "clip_low_share": 0.01, "clip_high_share": 0.025,
-    "tokens_per_s_sampling": 1340.4, "tokens_per_s_learning": 2750.0, "seconds_total": 5.04, "delivered": True,
+    "tokens_mean": 9.4, "finished_share": 1.0, "kl_alpha": 0.00123, "clip_low_share_last": 0.01,
+    "clip_high_share_last": 0.025, "lag_improvement": 0.1, "lag_reliable": 1,
+    "tokens_per_s_sampling": 1340.4, "tokens_per_s_learning": 2750.0, "seconds_total": 5.04, "delivered": 1,
 }  # fmt: skip
 
 
@@ -79,7 +80,7 @@ def test_plain_lines_have_every_metric_under_its_heading():
     assert shown == _cells(header)
     assert cells == {
         "batch": "12", "reward": "0.250", "no signal": "38%", "lag": "0..9", "KL to α": "1.2e-03", "clipped": "3.5%",
-        "sampled/s": "1,340", "learned/s": "2,750", "seconds": "5.0", "TV": "–", "gained": "–", "new α": "yes",
+        "sampled/s": "1,340", "learned/s": "2,750", "seconds": "5.0", "TV": "–", "gained": "+0.100", "new α": "yes",
         "rejected": "3",
     }  # fmt: skip
 
@@ -97,6 +98,12 @@ def test_every_plain_line_is_narrower_than_120_columns():
         rates = {"tokens_per_s_sampling": 999_999.0, "tokens_per_s_learning": 999_999.0, "seconds_total": 86_400.0}
         display.batch(METRICS | large | rates)
     assert max(map(len, written(to).splitlines())) < 120
+
+
+def test_a_gain_is_shown_only_where_it_means_something():
+    column = next(column for column in columns_for(PLAIN_WIDTH) if column.heading == "gained")
+    assert column.text(METRICS) == "+0.100"
+    assert column.text(METRICS | {"lag_improvement": 55.13, "lag_reliable": 0}) == "–"
 
 
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf, "absent"])
@@ -186,15 +193,16 @@ def _read(terminal: int) -> bytes:
 
 
 BEFORE = {"pass_at_1": 0.1525, "pass_at_1_low": 0.12, "pass_at_1_high": 0.19, "prompts": 1000, "samples": 4}
-AFTER = {"pass_at_1": 0.98, "pass_at_1_low": 0.96, "pass_at_1_high": 1.0}
+CHANGE = {"pass_at_1_change": 0.8275, "pass_at_1_change_low": 0.78, "pass_at_1_change_high": 0.871}
+AFTER = {"pass_at_1": 0.98, "pass_at_1_low": 0.96, "pass_at_1_high": 1.0, **CHANGE}
 
 
 def test_the_summary_says_what_came_out_and_where_it_lies():
     to = console(80)
     run = Path("runs") / ("a-name-that-is-far-too-long-for-one-line-of-this-terminal" * 2)
-    old = [{"prompt": "2+3=", "text": "[bold]6[/bold]\x1b[2J", "reward": 0.0}]
-    new = [{"prompt": "2+3=", "text": "5", "reward": 1.0}]
-    old.append({"prompt": "3+3=", "text": "nearly", "reward": 0.5})
+    old = [{"prompt": "2+3=", "text": "[bold]6[/bold]\x1b[2J", "right": False}]
+    new = [{"prompt": "2+3=", "text": "5", "right": True}]
+    old.append({"prompt": "3+3=", "text": "nearly", "right": False})
     summary(BEFORE, AFTER, run, run / "reward.png", old, new, f"lagrpo show {run}", console=to)
     text = written(to)
     interval = "  pass@1 before  15.2%   95 % interval 12.0% to 19.0%   (1,000 held-out prompts, 4 samples of each)"
@@ -202,7 +210,8 @@ def test_the_summary_says_what_came_out_and_where_it_lies():
     assert "  pass@1 after   98.0%   95 % interval 96.0% to 100.0%" in text.splitlines()
     assert "✗ [bold]6[/bold]␛[2J" in text
     assert "✓ 5" in text
-    assert "✗ nearly" in text, "right is a reward of at least 1, as in evaluations"
+    assert "✗ nearly" in text
+    assert "  change         +82.8 points   95 % interval +78.0 to +87.1" in text
     assert f"  run           {run}" in text.splitlines(), "a path is never broken across lines"
     assert f"  next          lagrpo show {run}" in text.splitlines()
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lagrpo.evaluate import evaluate, interval, label
+from lagrpo.core.estimators import clustered_interval
+from lagrpo.evaluate import change, evaluate, few_prompts, interval, label
 from lagrpo.sampling.base import Request
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
@@ -48,9 +49,11 @@ class Given:
         return Completion(tokens, torch.zeros(n + 1), torch.zeros(n + 1, dtype=torch.long), n % 2 == 0, f"text {n}")
 
 
-def evaluated(rewards: dict[int, list[float | None]], seed: int = 0) -> Any:
+def evaluated(
+    rewards: dict[int, list[float | None]], seed: int = 0, reward_range: tuple[float, float] = (0.0, 1.0)
+) -> Any:
     given: Any = Given(rewards)
-    return evaluate(given, given, given.requests(), len(next(iter(rewards.values()))), seed)
+    return evaluate(given, given, given.requests(), len(next(iter(rewards.values()))), seed, reward_range)
 
 
 def test_the_numbers_by_hand():
@@ -63,22 +66,52 @@ def test_the_numbers_by_hand():
     assert "pass_at_8" not in summary
 
 
-def test_every_figure_has_an_interval_around_it_that_the_seed_decides():
+def test_every_figure_has_an_interval_around_it():
     rewards: dict[int, list[float | None]] = {k: [float(k % 3 == 0), float(k % 2 == 0)] for k in range(30)}
     summary = evaluated(rewards).summary
     for name in ("reward_mean", "pass_at_1", "pass_at_2"):
         assert 0 < summary[f"{name}_low"] < summary[name] < summary[f"{name}_high"] < 1
+    values_N = torch.tensor([sum(given) / 2 for given in rewards.values()], dtype=torch.float64)  # type: ignore[arg-type]
+    assert (summary["pass_at_1_low"], summary["pass_at_1_high"]) == clustered_interval(values_N, 2.0)
+
+
+def test_an_interval_of_all_right_does_not_claim_that_all_prompts_are():
+    summary = evaluated({k: [1.0, 1.0] for k in range(20)}).summary
+    assert summary["pass_at_1"] == summary["pass_at_1_high"] == 1
+    assert summary["pass_at_1_low"] < 0.85
+
+
+def test_right_is_the_greatest_reward_of_the_range():
+    rewards: dict[int, list[float | None]] = {1: [1.0, 10.0], 2: [5.0, 0.0]}
+    of_ten = evaluated(rewards, reward_range=(0.0, 10.0))
+    assert of_ten.summary["pass_at_1"] == 1 / 4
+    assert [r["right"] for r in of_ten.records] == [1, 0]
+    assert 0 < of_ten.summary["reward_mean_low"] < 4 < of_ten.summary["reward_mean_high"] < 10
+    assert evaluated({1: [-1.0, 0.0]}, reward_range=(-1.0, 0.0)).summary["pass_at_1"] == 1 / 2
+
+
+def test_rewards_outside_their_range():
+    """The mean reward is over what was scored, and its interval a bootstrap, that the seed decides."""
+    rewards: dict[int, list[float | None]] = {1: [0.5, 2.0, 1.0], 2: [-1.0, None, 0.25], 3: [0.0, 0.0, 0.0]}
+    summary = evaluated(rewards).summary
+    assert summary["pass_at_1"] == pytest.approx((2 / 3 + 0) / 3)
+    assert summary["reward_mean"] == pytest.approx((3.5 / 3 - 0.75 / 2) / 3)
     assert evaluated(rewards).summary == summary
-    assert evaluated(rewards, seed=1).summary["pass_at_1_low"] != summary["pass_at_1_low"] or (
-        evaluated(rewards, seed=1).summary["pass_at_1_high"] != summary["pass_at_1_high"]
-    )
 
 
-def test_rewards_that_are_not_0_or_1():
-    """Right is a reward of at least 1; the mean reward is over what was scored."""
-    summary = evaluated({1: [0.5, 2.0, 1.0], 2: [-1.0, None, 0.25]}).summary
-    assert summary["pass_at_1"] == pytest.approx((2 / 3 + 0) / 2)
-    assert summary["reward_mean"] == pytest.approx((3.5 / 3 - 0.75 / 2) / 2)
+def test_before_and_after_are_compared_prompt_by_prompt():
+    """Prompt 3 has no score before, and takes no part."""
+    before = evaluated({1: [0.0, 0.0], 2: [1.0, 0.0], 3: [None, None]})
+    after = evaluated({1: [1.0, 0.0], 2: [1.0, 1.0], 3: [0.0, 0.0]})
+    found = change(before, after)
+    assert found["pass_at_1_change"] == (1 / 2 + 1 / 2) / 2
+    assert found["pass_at_2_change"] == (1 + 0) / 2
+    assert found["pass_at_1_change_low"] < 1 / 2 < found["pass_at_1_change_high"]
+
+
+def test_few_prompts_are_warned_of():
+    assert "20 prompts are few" in (few_prompts(20) or "")
+    assert few_prompts(50) is None
 
 
 def test_a_prompt_without_any_score_does_not_count():

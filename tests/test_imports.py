@@ -71,6 +71,7 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "embedded",
         "hardware",
+        "live",
         "policy",
         "recipes",
         "sampling",

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import tensor
 
-from lagrpo.live import lag_figures, sequence_kl, sequence_log_ratio
-from lagrpo.policy.batch import assemble, micro_batches
+from lagrpo.core.divergences import prefers_bounded, tv_terms
+from lagrpo.live import KEYS, certified, divergence_figures, lag_figures, sequence_kl, sequence_log_ratio
+from lagrpo.policy.batch import assemble, left_out, micro_batches
+from lagrpo.recipes import resolve
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 
-def batch_of(rewards_NG, lengths=2, budget=100):
-    """Groups of completions of two tokens under α with log-prob -1 each; all in the objective."""
+def batch_of(rewards_NG, lengths=2, budget=100, recipe=None):
+    """Groups of completions of two tokens under α with log-prob -1 each, all in the objective unless a recipe says."""
     groups = [
         Group(
             Prompt(n, ({"role": "user", "content": "?"},), "", (5, 6)),
@@ -24,7 +28,13 @@ def batch_of(rewards_NG, lengths=2, budget=100):
         )
         for n, rewards in enumerate(rewards_NG)
     ]
-    batch = assemble(groups, lambda r, lengths_G, g: r - r.mean(), lambda lengths_C, flat: torch.ones(len(lengths_C)))
+    generator = torch.Generator().manual_seed(0)
+    if recipe is None:
+        advantage, weights = lambda r, lengths_G, g: r - r.mean(), lambda lengths_C, flat: torch.ones(len(lengths_C))
+    else:
+        advantage = lambda r, lengths_G, g: recipe.advantage(r, torch.rand(len(r), generator=generator))  # noqa: E731
+        weights = lambda lengths_C, flat: recipe.weights(lengths_C, flat, lengths)  # noqa: E731
+    batch = assemble(groups, advantage, weights)
     return batch, micro_batches(batch, budget)
 
 
@@ -47,18 +57,18 @@ def test_sequence_figures_by_hand(budget):
     figures = lag_figures(batch, rows, eps_std=0.0)
     assert figures["tv_sequence"] == pytest.approx((0.5 + 0.5) / 2 / 2, abs=1e-6)
     assert figures["chi2_sequence"] == pytest.approx(0.25, abs=1e-6)
-    assert figures["ess_sequence"] == pytest.approx(4 / 2.5, abs=1e-6)
+    assert figures["lag_ess"] == pytest.approx(4 / 2.5, abs=1e-6)
     per_token = [2 * (math.sqrt(1.5) - 1 - math.log(1.5) / 2), 2 * (math.sqrt(0.5) - 1 + math.log(2) / 2)]
     assert figures["kl_sequence"] == pytest.approx(sum(per_token) / 2, abs=1e-6)
     assert figures["pinsker"] == pytest.approx(math.sqrt(sum(per_token) / 4), abs=1e-6)
-    assert figures["sequence_level_means_something"] is False
+    assert figures["lag_reliable"] == 0
     # J(pi_k) - J(alpha): r = (1, 0), mean of the others (0, 1), so (1.5 * 1 - 0.5 * 1) / 2 = .5
     assert figures["lag_improvement"] == pytest.approx(0.5, abs=1e-6)
     # A = (1, -1), L = (1.5 - .5) / 2 = .5, sigma = .5, TV = .25: .5 - 2 * (1 - .5)/.5 * .25 = 0
     assert figures["lag_theorem1"] == pytest.approx(0.0, abs=1e-6)
     assert figures["lag_identity"] == pytest.approx(0.5, abs=1e-6)
     assert figures["sigma_mean"] == pytest.approx(0.5)
-    assert figures["sigma_histogram"] == [0] * 9 + [1]
+    assert [figures[f"sigma_bin_{n}"] for n in range(10)] == [0] * 9 + [1]
 
 
 def test_without_lag_everything_is_zero():
@@ -66,8 +76,30 @@ def test_without_lag_everything_is_zero():
     figures = lag_figures(batch, give(rows, dict.fromkeys(range(4), 0.0)), eps_std=1e-4)
     for name in ("kl_sequence", "pinsker", "tv_sequence", "tv_sequence_high", "chi2_sequence", "lag_improvement"):
         assert figures[name] == 0
-    assert figures["ess_sequence"] == 4
-    assert figures["sigma_histogram"] == [1] + [0] * 8 + [1]
+    assert figures["lag_ess"] == 4
+    assert [figures[f"sigma_bin_{n}"] for n in range(10)] == [1] + [0] * 8 + [1]
+
+
+@pytest.mark.parametrize("advantage", [("grpo", {"beta": 0.0}), ("red_drop", {})])
+def test_figures_have_the_true_values_though_the_loss_leaves_completions_out(advantage):
+    """A coin that is right with .2 under α and .3 under π_k, in 1,500 groups of 4: J(π_k) - J(α) = .1, TV = .1, and
+    KL(α‖π_k) = .2 ln(.2/.3) + .8 ln(.8/.7) = .0257. Over what the loss computes alone none of them comes out."""
+    rewards_NG = (torch.rand(1_500, 4, generator=torch.Generator().manual_seed(1)) < 0.2).double()
+    recipe = resolve(*advantage)
+    batch, _ = batch_of(rewards_NG.tolist(), lengths=1, recipe=recipe)
+    log_ratio = {c: math.log(1.5) if r else math.log(7 / 8) for c, r in enumerate(rewards_NG.flatten())}
+    rows = micro_batches(batch, 10_000, silent=recipe.silent)
+    both = give([*rows, *left_out(batch, rows, 10_000)], log_ratio)
+    figures = lag_figures(batch, both, eps_std=1e-4)
+    truth = {"lag_improvement": 0.1, "tv_sequence": 0.1, "kl_sequence": 0.02568}
+    assert {name: figures[name] for name in truth} == pytest.approx(truth, abs=0.006)
+    assert figures["lag_identity"] == pytest.approx(figures["lag_improvement"], abs=1e-12)
+    low, high = figures["tv_sequence_low"], figures["tv_sequence_high"]
+    assert low is not None
+    assert high is not None
+    assert low < 0.1 < high
+    of_the_loss = lag_figures(batch, give(rows, log_ratio), eps_std=1e-4)
+    assert of_the_loss["kl_sequence"] is None
 
 
 def test_the_step_has_its_own_sides():
@@ -90,21 +122,111 @@ def test_rewards_outside_their_range_have_no_bounds_and_a_stated_range_scales_th
     assert lag_figures(batch, rows, 0.0, (0.0, 10.0))["lag_improvement"] == pytest.approx(0.5, abs=1e-6)
 
 
-def test_groups_of_equal_rewards_count_in_the_improvement_whether_computed_or_not():
-    """One mixed group with .5 (as above) and one flat group: the mean is .25, also when the flat one was skipped."""
+def test_groups_of_equal_rewards_count_in_the_improvement_and_in_the_divergences():
+    """One mixed group with .5 (as above) and one flat group: the mean gain is .25, and TV that of all four."""
     batch, rows = batch_of([[1.0, 0.0], [1.0, 1.0]])
-    figures = []
-    for silent in (False, True):
-        computed = micro_batches(batch, 100, silent=silent)
-        give(computed, {0: math.log(1.5) / 2, 1: -math.log(2) / 2, 2: 0.1, 3: -0.2})
-        figures.append(lag_figures(batch, computed, 0.0)["lag_improvement"])
-    assert figures == pytest.approx([0.25, 0.25], abs=1e-6)
-    del rows
+    computed = micro_batches(batch, 100, silent=True)
+    both = give([*computed, *left_out(batch, computed, 100)], {0: math.log(1.5) / 2, 1: -math.log(2) / 2, 2: 0.1, 3: 0})
+    figures = lag_figures(batch, both, 0.0)
+    assert figures["lag_improvement"] == pytest.approx(0.25, abs=1e-6)
+    assert figures["tv_sequence"] == pytest.approx((0.5 + 0.5 + math.expm1(0.2)) / 2 / 4, abs=1e-6)
+    assert sorted(c for micro in both for c in micro.members) == sorted(c for micro in rows for c in micro.members)
 
 
 def test_completions_whose_alpha_is_unknown_have_no_figures():
     batch, rows = batch_of([[1.0, 0.0]])
     give(rows, {0: math.nan, 1: math.nan})
     figures = lag_figures(batch, rows, 0.0)
-    assert "tv_sequence" not in figures
+    assert figures["tv_sequence"] is None
+    assert set(figures) == set(KEYS)
     assert sequence_kl(batch, rows).isnan().all()
+
+
+def drifted(s, trials=100, completions=128):
+    """Log-ratios of completions whose log π_k - log α is normal under α with standard deviation s: a Gaussian π_k one
+    unit of s away, so TV = 2 Φ(s/2) - 1."""
+    z = torch.randn(trials, completions, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return s * z - s * s / 2, math.erf(s / math.sqrt(8))
+
+
+@pytest.mark.parametrize("s", [0.05, 0.66, 1.6, 2.5])
+def test_the_interval_of_tv_covers_at_any_effective_sample_size(s):
+    """From 128 completions of 128 in effect down to 7, 100 batches each."""
+    log_ratios, truth = drifted(s)
+    found = [divergence_figures(log_ratio, log_ratio.exp() - 1 - log_ratio) for log_ratio in log_ratios]
+    tv, low, high = (tensor([f[f"tv_sequence{end}"] for f in found]) for end in ("", "_low", "_high"))
+    assert 0.89 <= float(((low <= truth) & (truth <= high)).double().mean()) <= 0.99
+    assert float(tv.mean()) == pytest.approx(truth, abs=0.002 + 4 * float(tv.std()) / 10)  # .002: of the choice
+    assert float(high.max()) <= 1 or s < 2
+
+
+def test_the_estimate_of_tv_is_chosen_by_the_effective_sample_size():
+    """|ρ - 1|/2 has less spread at small lag, max(0, 1 - ρ) where few completions are left, by a factor of 10."""
+    spreads = {}
+    for s in (0.2, 2.5):
+        log_ratios, _ = drifted(s)
+        spreads[s] = [float(tv_terms(log_ratios, bounded).mean(dim=1).std()) for bounded in (False, True)]
+        chosen = {prefers_bounded(log_ratio) for log_ratio in log_ratios}
+        assert chosen == {s == 2.5}
+    assert spreads[0.2][0] < 0.7 * spreads[0.2][1]
+    assert spreads[2.5][1] < 0.1 * spreads[2.5][0]
+
+
+@pytest.mark.parametrize("rewards", [[[1.0, 0.0]], [[1.0, 0.0]] * 60])
+def test_a_step_beyond_what_is_possible_is_no_reliable_one(rewards):
+    """π gives one right completion 110 times the probability that α did: an improvement of 55 where 1 is the most."""
+    batch, rows = batch_of(rewards)
+    give(rows, dict.fromkeys(range(2 * len(rewards)), 0.0))
+    after = []
+    for micro in rows:
+        assert micro.logp_alpha_T is not None
+        first = torch.tensor([c % 2 == 0 for c in micro.members])[micro.completion_T]
+        after.append(micro.logp_alpha_T + torch.where(first, math.log(111) / 2, 0.0))
+    figures = lag_figures(batch, rows, 0.0, after_T=after)
+    assert figures["step_improvement"] == pytest.approx(55, abs=1e-3)
+    assert figures["step_ess"] == pytest.approx(len(rewards) * 112**2 / (111**2 + 1), rel=1e-5)
+    assert figures["step_reliable"] == 0
+    assert figures["lag_reliable"] == (2 * len(rewards) >= 25)
+
+
+# What a batch certifies
+
+
+def coins(count, p, p_k, unjudged=0, source="sampler"):
+    """A batch of a coin that is right with p under α and p_k under π_k, p exactly, and its log-ratios."""
+    right = round(count * p)
+    rewards = [1.0] * right + [0.0] * (count - right)
+    batch, rows = batch_of([rewards], lengths=1, budget=10_000)
+    log_ratio = {c: math.log(p_k / p) if r else math.log((1 - p_k) / (1 - p)) for c, r in enumerate(rewards)}
+    group = batch.groups[0]
+    lost = tuple(replace(c, outcome=Outcome.rejected("no")) for c in group.completions[:unjudged])
+    groups = (replace(group, completions=(*group.completions, *lost), source=source),)
+    return replace(batch, groups=groups), give(rows, log_ratio)
+
+
+def test_a_certificate_is_that_of_its_formula():
+    """1,000 completions, gain .1: z = .5 for 200 of them, else 0; mean .1, variance .04 · 1000/999."""
+    batch, rows = coins(1_000, 0.2, 0.3)
+    doubt = math.log(2 / 0.05)
+    margin = math.sqrt(2 * 0.04 * 1000 / 999 * doubt / 1000) + 7 * 1.5 * doubt / (3 * 999)
+    assert certified(batch, rows, (0.0, 1.0), 0.05) == pytest.approx(0.1 - margin, abs=1e-6)
+    assert lag_figures(batch, rows, 0.0, delta=0.05)["lag_certified"] == pytest.approx(0.1 - margin, abs=1e-6)
+    assert lag_figures(batch, rows, 0.0)["lag_certified"] is None
+
+
+def test_completions_that_could_not_be_judged_count_as_the_least_reward():
+    batch, rows = coins(1_000, 0.2, 0.3, unjudged=500)
+    with_them = certified(batch, rows, (0.0, 1.0), 0.05)
+    mean = 0.1 * 1_000 / 1_500
+    variance = (200 * (0.5 - mean) ** 2 + 1_300 * mean**2) / 1_499
+    doubt = math.log(2 / 0.05)
+    margin = math.sqrt(2 * variance * doubt / 1_500) + 7 * 1.5 * doubt / (3 * 1_499)
+    assert with_them == pytest.approx(mean - margin, abs=1e-6)
+
+
+def test_recorded_completions_and_missing_ones_certify_nothing():
+    batch, rows = coins(1_000, 0.2, 0.3, source="file")
+    assert certified(batch, rows, (0.0, 1.0), 0.05) is None
+    batch, rows = coins(1_000, 0.2, 0.3)
+    assert certified(batch, (), (0.0, 1.0), 0.05) is None
+    assert certified(batch, rows, (0.0, 0.5), 0.05) is None

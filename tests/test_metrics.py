@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lagrpo.policy.batch import Batch
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "run-directory.md"
+GOLDEN = Path(__file__).parent / "golden" / "metrics_keys.txt"
 
 
 def completion(versions: list[int], outcome: Outcome, finished: bool = True) -> Completion:
@@ -44,7 +46,7 @@ def test_counts_rewards_and_lag(used):
     clock = Clock()
     clock.seconds["sampling"], clock.drawn = 2.0, 30  # tokens that came meanwhile, of this batch and later ones
     metrics = batch_metrics(2, 7, 6, used, [], clock, delivered=True)
-    assert (metrics["stage"], metrics["batch"], metrics["version"], metrics["delivered"]) == (2, 7, 6, True)
+    assert (metrics["stage"], metrics["batch"], metrics["version"], metrics["delivered"]) == (2, 7, 6, 1)
     assert (metrics["completions"], metrics["rejected"], metrics["failed"]) == (6, 1, 1)
     assert (metrics["lag_min"], metrics["lag_max"]) == (1, 3)
     assert metrics["lag_mean"] == pytest.approx(6 - (3 + 3 + 4 + 5 + 4 * 5) / 9)
@@ -62,10 +64,11 @@ def test_figures_of_the_objective_are_those_of_the_first_update_and_those_of_the
              "abs_log_ratio": 8.0, "clipped_positive": 1.0,
              "clipped_negative": 2.0, "max_abs_log_ratio": 3.0, "objective": 0.5,
              "loss": -0.5, "grad_norm": 9.0, "lr": 1.0}  # fmt: skip
-    last = first | {"kl_alpha": 100.0, "loss": -0.75, "grad_norm": 7.0, "lr": 2.0}
+    last = first | {"kl_alpha": 100.0, "loss": -0.75, "grad_norm": 7.0, "lr": 2.0, "clipped_positive": 3.0}
     metrics = batch_metrics(1, 1, 6, used, [first, last], Clock(), delivered=False)
     expected = {"kl_alpha": 0.5, "kl_ref": 0.5, "ratio_mean": 2.5, "ess": 25 / 20, "mismatch_mean": 4.0,
-                "mismatch_max": 3.0, "clip_high_share": 0.25, "clip_low_share": 0.5, "objective": 0.5,
+                "mismatch_max": 3.0, "clip_high_share": 0.25, "clip_low_share": 0.5,
+                "clip_high_share_last": 0.75, "clip_low_share_last": 0.5, "objective": 0.5,
                 "loss": -0.75, "grad_norm": 7.0, "lr": 2.0, "tokens_learned": 8.0}  # fmt: skip
     assert {name: metrics[name] for name in expected} == expected
 
@@ -89,23 +92,36 @@ def test_the_clock_books_time_to_phases(monkeypatch):
     assert clock.total == 6
 
 
-def test_every_figure_of_a_run_is_documented(tmp_path):
-    """Also those that are added beside batch_metrics: read from a run's file."""
+@pytest.mark.parametrize("run", ["on-policy", "lagged with everything", "alpha unknown"])
+def test_every_line_of_every_run_has_the_same_keys_and_holds_numbers(tmp_path, run):
+    """The keys are those of a golden file, in its order: a key that comes, goes or moves is seen in a review."""
     from running import tiny_settings
     from tiny import save_tiny
 
     from lagrpo.runs import load_metrics
     from lagrpo.training import train
 
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(f'{{"prompt": "a", "completion": "b{n}", "reward": {n}}}\n' for n in (0, 1)))
+    sections: dict[str, Any] = {
+        "on-policy": {},
+        "lagged with everything": {"run": {"score_update": True, "entropy": True}, "schedule": {"v": 2, "i": 2}},
+        "alpha unknown": {"offline": {"data": str(texts)}, "objective": {"recipe": "reinforce"}},
+    }[run]
     model = save_tiny(tmp_path / "tiny")
-    result = train(tiny_settings(model, tmp_path, run={"score_update": True}, evaluation={"before_and_after": False}))
-    section = DOCUMENT.read_text(encoding="utf-8").partition("## metrics.jsonl")[2].partition("## rollouts")[0]
+    settings = tiny_settings(model, tmp_path, evaluation={"before_and_after": False}, **sections)
+    for line in load_metrics(train(settings).run):
+        assert list(line) == GOLDEN.read_text(encoding="utf-8").split()
+        assert {type(value) for value in line.values()} <= {int, float, type(None)}
+
+
+def test_every_figure_is_documented():
+    section = DOCUMENT.read_text(encoding="utf-8").partition("## metrics.jsonl")[2].partition("## events")[0]
     first_cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     documented: set[str] = set()
     for cell in first_cells:
         names = re.findall(r"`(\w+)`", cell)
         documented |= {name for name in names if not name.startswith("_")}
         documented |= {names[0] + name for name in names if name.startswith("_")}
-    recorded = set().union(*load_metrics(result.run))
-    assert recorded - documented - set(re.findall(r"`(\w+)`", section)) == set()
-    assert documented - recorded == set()
+    documented |= {f"sigma_bin_{n}" for n in range(10)}  # the table has the first and the last
+    assert documented == set(GOLDEN.read_text(encoding="utf-8").split())

@@ -27,6 +27,7 @@ from lagrpo.runs.plots import reward_curve
 from lagrpo.runs.reading import (
     RunNotFoundError,
     load_evaluations,
+    load_events,
     load_metrics,
     load_rollouts,
     open_run,
@@ -130,11 +131,11 @@ def test_names_that_would_leave_the_root_are_refused(tmp_path, name):
 
 
 def test_metrics_come_back_as_written_with_null_for_what_is_no_number(run):
-    run.record({"batch": 1, "loss": math.nan, "kl_alpha": math.inf, "reward_mean": np.float32(0.5), "delivered": True})
-    run.record({"batch": np.int64(2), "split": {"sampling": [1, 2.5, -math.inf]}})
+    run.record({"batch": 1, "loss": math.nan, "kl_alpha": math.inf, "reward_mean": np.float32(0.5), "lr": None})
+    run.record({"batch": np.int64(2)})
     assert load_metrics(run) == [
-        {"batch": 1, "loss": None, "kl_alpha": None, "reward_mean": 0.5, "delivered": True},
-        {"batch": 2, "split": {"sampling": [1, 2.5, None]}},
+        {"batch": 1, "loss": None, "kl_alpha": None, "reward_mean": 0.5, "lr": None},
+        {"batch": 2},
     ]
     assert "NaN" not in run.metrics.read_text()
 
@@ -145,9 +146,20 @@ def test_each_batch_is_on_disk_when_record_returns(run):
         assert [m["batch"] for m in load_metrics(run)] == list(range(1, batch + 1))
 
 
-def test_a_tensor_in_the_metrics_is_named(run):
-    with pytest.raises(TypeError, match=r"split.loss is a Tensor"):
-        run.record({"split": {"loss": torch.tensor(1.0)}})
+@pytest.mark.parametrize("value", ["cap", True, [1, 2], {"a": 1}, torch.tensor(1.0)])
+def test_what_is_no_number_is_refused_by_its_key(run, value):
+    with pytest.raises(TypeError, match=r"metrics.jsonl holds numbers and nulls, but loss is "):
+        run.record({"batch": 1, "loss": value})
+    assert load_metrics(run) == []
+
+
+def test_events_come_back_as_written(run):
+    run.record_event("delivery", 3, reason="cap", version=2)
+    run.record_event("warning", 4, text="look")
+    assert load_events(run) == [
+        {"event": "delivery", "batch": 3, "reason": "cap", "version": 2},
+        {"event": "warning", "batch": 4, "text": "look"},
+    ]
 
 
 @given(torn=st.binary(min_size=1, max_size=40).filter(lambda tail: b"\n" not in tail), lines=st.integers(0, 3))
@@ -398,6 +410,16 @@ def test_show_chooses(sampled, choice, expected):
 def test_show_says_when_nothing_fits(sampled):
     assert "Prompt 4 is not in this batch; its prompts are 3, 8." in printed(sampled, prompt=4)
     assert "No completion here is right." in printed(sampled, prompt=8, only="right")
+
+
+def test_right_is_what_has_the_greatest_reward_of_the_runs_range(tmp_path):
+    run = Run.create(tmp_path, "ten", SETTINGS, "[task]\nreward_range = [0.0, 10.0]\n", {})
+    texts = {0.0: "nothing", 1.0: "a little", 10.0: "all of it"}
+    groups = [group(3, *(completion(Outcome.scored(reward), text) for reward, text in texts.items()))]
+    run.record_rollouts(groups, [[{}] * 3], batch=1, stage=1, pi_k_version=5)
+    assert "all of it" in (right := printed(run, only="right"))
+    assert "a little" not in right
+    assert "✗ 1 " in printed(run)
 
 
 # The reward curve

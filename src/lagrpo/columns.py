@@ -30,16 +30,21 @@ def lag(metrics: Metrics) -> str:
 
 
 def clip_share(metrics: Metrics) -> str:
-    """The share of tokens outside the clip range on either side."""
-    low, high = metrics.get("clip_low_share"), metrics.get("clip_high_share")
+    """The share of tokens outside the clip range on either side, at the last update on the batch."""
+    low, high = metrics.get("clip_low_share_last"), metrics.get("clip_high_share_last")
     return ABSENT if low is None and high is None else formatted((low or 0) + (high or 0), ".1%")
+
+
+def gained(metrics: Metrics) -> str:
+    """J(π_k) - J(α), where its estimate means something."""
+    return formatted(metrics.get("lag_improvement"), "+.3f") if metrics.get("lag_reliable") else ABSENT
 
 
 PLAIN_WIDTH = 119  # of the lines of a log
 LEGEND = (
     "no signal: groups with all rewards equal · lag: in updates, read from the tokens\n"
     "clipped: tokens outside the clip range · sampled/s, learned/s: tokens a second\n"
-    "TV: between π_k and α, of whole completions · gained: J(π_k) - J(α), estimated"
+    "TV: between π_k and α, of whole completions · gained: J(π_k) - J(α), where enough completions estimate it"
 )
 # In order of importance: a narrow terminal shows the first ones, 80 columns hold the first eight.
 COLUMNS = (
@@ -53,7 +58,7 @@ COLUMNS = (
     Column("learned/s", 9, number("tokens_per_s_learning", ",.0f")),
     Column("seconds", 7, number("seconds_total", ".1f")),
     Column("TV", 5, number("tv_sequence", ".2f")),
-    Column("gained", 7, number("lag_improvement", "+.3f")),
+    Column("gained", 7, gained),
     Column("new α", 5, lambda metrics: "yes" if metrics.get("delivered") else ""),
     Column("rejected", 8, number("rejected", "d")),
     Column("tokens", 6, number("tokens_mean", ".0f")),

@@ -35,6 +35,10 @@ class RunSettings(_Settings):
     """Write the final policy as a Hugging Face model directory."""
     save_every: int = Field(default=0, ge=0)
     """Also write the policy every so many batches, under its version; 0: only at the end."""
+    score_lag: bool = True
+    """Where alpha lags, also score the completions that the loss leaves out (groups of equal rewards, dropped ones),
+    for figures of the lag over all of them: a forward pass of those alone. Off: those figures are null, unless the
+    recipe leaves nothing out. budget and certified need it."""
     score_update: bool = False
     """Score each batch once more after its updates, for the two sides of the bounds on the step (a forward pass)."""
     entropy: bool = False
@@ -171,14 +175,17 @@ class OfflineSettings(_Settings):
 
 
 class ScheduleSettings(_Settings):
-    kind: Literal["every", "lagged", "budget"] = "every"
+    kind: Literal["every", "lagged", "budget", "certified"] = "every"
     """every(v): deliver before batch k when k mod v = 0 (Algorithm 1). lagged(v): alpha is always v batches behind.
     budget(delta, v): deliver when the estimated KL(alpha || pi_k) of a completion passes delta, at the latest after
-    v batches."""
+    v batches. certified(v): deliver when a batch certifies J(pi_k) > J(alpha), at the latest after v batches."""
     v: int = Field(default=1, ge=0)
-    """The sampler gets new weights every v batches (every, at the latest: budget), or lags v batches (lagged)."""
+    """The sampler gets new weights every v batches (every, at the latest: budget, certified), or lags v batches
+    (lagged)."""
     delta: float | None = Field(default=None, ge=0)
     """Nats per completion that budget spends before a delivery."""
+    confidence: float = Field(default=0.95, gt=0, lt=1)
+    """Of the lower bound on J(pi_k) - J(alpha) (metric lag_certified); certified shares it over its v batches."""
     i: int = Field(default=1, ge=1)
     """Optimiser updates on each batch."""
     prompts: int = Field(default=8, ge=1)
@@ -197,6 +204,16 @@ class ScheduleSettings(_Settings):
         if (self.kind == "budget") != (self.delta is not None):
             raise ValueError(f"delta is what kind = 'budget' spends: set both or neither (kind = {self.kind!r})")
         return self
+
+    @property
+    def watches(self) -> bool:
+        """Whether deliveries depend on what the batches say."""
+        return self.kind in ("budget", "certified")
+
+    @property
+    def doubt(self) -> float:
+        """Chance that the certificate of a batch is wrong. `certified` looks at up to v of them before a delivery."""
+        return (1 - self.confidence) / (self.v if self.kind == "certified" else 1)
 
 
 class ObjectiveSettings(_Settings):
@@ -330,6 +347,16 @@ class Settings(_Settings):
             raise ValueError("section vllm is set, but sampling.sampler is 'local': set it to 'vllm'")
         if self.sampling.sampler == "vllm" and self.sampling.temperature > 2:
             raise ValueError(f"sampling.temperature = {self.sampling.temperature:g}: vLLM takes at most 2")
+        if self.schedule.watches and not self.run.score_lag:
+            raise ValueError(
+                f"run.score_lag = false leaves out completions that schedule.kind = {self.schedule.kind!r} decides by: "
+                "set it to true"
+            )
+        if self.schedule.kind == "certified" and self.sampling.resample:
+            raise ValueError(
+                "sampling.resample replaces groups because of their rewards, and what is left certifies nothing about "
+                "alpha: set it to 0 with schedule.kind = 'certified'"
+            )
         sampling, evaluation, buffer = self.sampling, self.evaluation, self.objective.overlong_buffer or 0
         _fits("sampling.G", sampling.G, "sampling.rows", sampling.rows)
         if evaluation.before_and_after or evaluation.every:

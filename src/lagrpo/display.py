@@ -192,14 +192,16 @@ def summary(
     after side by side, where the run lies, and the command to try next.
 
     `before` and `after` are the summaries of evaluations (`pass_at_1`, `pass_at_1_low`, `pass_at_1_high`, and if known
-    `prompts` and `samples`), None where there was none. A sample has `prompt`, `text` and `reward`; the two lists are
-    of the same prompts in the same order.
+    `prompts`, `samples` and the paired `pass_at_1_change`), None where there was none. A sample has `prompt`, `text`
+    and `right` (None where it could not be judged); the two lists are of the same prompts in the same order.
     """
     console = console or Console()
     console.print(Text(f"\n{headline}", style="bold"))
     for name, evaluation in (("before", before), ("after", after)):
         if evaluation is not None:
             console.print(Text(f"  pass@1 {name:<7}{_interval(evaluation)}"), soft_wrap=True)
+    if after is not None and after.get("pass_at_1_change") is not None:
+        console.print(Text(f"  change        {_change(after)}"), soft_wrap=True)
     if samples_before or samples_after:
         console.print(_samples(samples_before, samples_after))
     for name, what in (("run", run_dir), ("reward curve", png), ("next", next_command)):
@@ -214,7 +216,15 @@ def _interval(evaluation: Metrics) -> str:
     return f"{value:>6}   95 % interval {low} to {high}" + (f"   ({', '.join(counts)})" if counts else "")
 
 
+def _change(after: Metrics) -> str:
+    value, low, high = (formatted(100 * after[f"pass_at_1_change{end}"], "+.1f") for end in ("", "_low", "_high"))
+    return f"{value:>6} points   95 % interval {low} to {high}   (paired by prompt; intervals: for all such prompts)"
+
+
 COUNTS = (("prompts", "held-out prompts"), ("samples", "samples of each"))
+
+
+MARKS = {None: ("?", "yellow"), True: ("✓", "green"), False: ("✗", "red")}
 
 
 def _samples(before: Sequence[Metrics], after: Sequence[Metrics]) -> Table:
@@ -230,6 +240,5 @@ def _samples(before: Sequence[Metrics], after: Sequence[Metrics]) -> Table:
 def _sample(sample: Metrics) -> Text:
     if not sample:
         return Text(ABSENT)
-    reward = finite(sample.get("reward"))
-    mark, style = ("?", "yellow") if reward is None else ("✓", "green") if reward >= 1 else ("✗", "red")
+    mark, style = MARKS[sample.get("right")]
     return Text.assemble((f"{mark} ", f"bold {style}"), clipped(visible(sample.get("text") or "(empty)"), 300))

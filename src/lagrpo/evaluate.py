@@ -1,8 +1,10 @@
 """pass@k of a policy on the held-out prompts of a task.
 
-Completions are drawn at the sampling temperature, `samples` for each prompt; pass@1 is the mean reward of the scored
-completions where rewards are 0 or 1, pass@k the unbiased estimator; intervals are bootstraps over prompts. The draws
-have the same addresses every time, so before and after differ in the policy only.
+Completions are drawn at the sampling temperature, `samples` for each prompt. A completion is right when it has the
+greatest reward of `task.reward_range`; pass@1 is the share of right ones among the scored, pass@k the unbiased
+estimator. Intervals are for the mean over all the prompts that the held-out ones are drawn from, not for these prompts
+alone. The draws have the same addresses every time, so before and after differ in the policy only, and `change`
+compares them prompt by prompt.
 """
 
 from __future__ import annotations
@@ -18,15 +20,17 @@ import torch
 from lagrpo.build import build_policy, build_task
 from lagrpo.checks import check_evaluation, refusing
 from lagrpo.config import EvalSettings
-from lagrpo.core.estimators import bootstrap_interval, pass_at_k
+from lagrpo.core.estimators import bootstrap_interval, clustered_interval, paired_interval, pass_at_k
 from lagrpo.prompts import PromptSource
 from lagrpo.runs.files import to_json, write_atomically
 from lagrpo.sampling.base import Request, Sampler
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.text import formatted
 from lagrpo.threads import team
-from lagrpo.types import Group
+from lagrpo.types import Group, is_right
 from lagrpo.verify import Verifier
+
+ENOUGH_PROMPTS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,15 @@ class Evaluation:
     groups: list[Group]
 
 
-def evaluate(sampler: Sampler, verifier: Verifier, requests: Sequence[Request], samples: int, seed: int) -> Evaluation:
-    """Draw, judge and count. A completion counts as right when its reward is at least 1.
+def evaluate(
+    sampler: Sampler,
+    verifier: Verifier,
+    requests: Sequence[Request],
+    samples: int,
+    seed: int,
+    reward_range: tuple[float, float] = (0.0, 1.0),
+) -> Evaluation:
+    """Draw, judge and count.
 
     Raises:
         ValueError: no prompts.
@@ -48,13 +59,13 @@ def evaluate(sampler: Sampler, verifier: Verifier, requests: Sequence[Request], 
         raise ValueError("there are no test prompts to evaluate on")
     drawn = (group for _, group in sampler.sample(requests, samples))
     groups = sorted(verifier.judge(drawn), key=lambda group: group.prompt.key)
-    records = [_record(group) for group in groups]
-    return Evaluation(_summary(records, samples, seed), records, groups)
+    records = [_record(group, reward_range) for group in groups]
+    return Evaluation(_summary(records, samples, seed, reward_range), records, groups)
 
 
-def _record(group: Group) -> dict[str, Any]:
+def _record(group: Group, reward_range: tuple[float, float]) -> dict[str, Any]:
     rewards = group.rewards
-    right = sum(reward >= 1 for reward in rewards)
+    right = sum(is_right(reward, reward_range) for reward in rewards)
     tokens = [len(c.token_ids) for c in group.completions]
     return {
         "prompt_key": group.prompt.key,
@@ -72,20 +83,70 @@ def _record(group: Group) -> dict[str, Any]:
     }
 
 
-def _summary(records: list[dict[str, Any]], samples: int, seed: int) -> dict[str, Any]:
+def _summary(
+    records: list[dict[str, Any]], samples: int, seed: int, reward_range: tuple[float, float]
+) -> dict[str, Any]:
     scored = [r for r in records if r["scored"]]
     unscored = sum(r["samples"] - r["scored"] for r in records)
     summary: dict[str, Any] = {"prompts": len(records), "samples": samples, "unscored": unscored}
-    if not scored:
-        return summary
-    measures = {"reward_mean": [r["reward_mean"] for r in scored]}
-    for k in [k for k in (1 << n for n in range(20)) if k <= samples]:
-        measures[f"pass_at_{k}"] = [pass_at_k(r["scored"], r["right"], k) for r in scored if r["scored"] >= k]
-    for name, values in measures.items():
+    for name, values in _measures(scored, samples).items():
         if values:
-            low, high = bootstrap_interval(torch.tensor(values, dtype=torch.float64), seed=seed)
-            summary |= {name: sum(values) / len(values), f"{name}_low": low, f"{name}_high": high}
+            low, high = _interval(name, list(values.values()), samples, seed, reward_range)
+            summary |= {name: sum(values.values()) / len(values), f"{name}_low": low, f"{name}_high": high}
     return summary
+
+
+def _measures(scored: list[dict[str, Any]], samples: int) -> dict[str, dict[int, float]]:
+    """The figures of an evaluation, each by prompt."""
+    measures = {"reward_mean": {r["prompt_key"]: r["reward_mean"] for r in scored}}
+    for k in [k for k in (1 << n for n in range(20)) if k <= samples]:
+        enough = [r for r in scored if r["scored"] >= k]
+        measures[f"pass_at_{k}"] = {r["prompt_key"]: pass_at_k(r["scored"], r["right"], k) for r in enough}
+    return measures
+
+
+def _interval(
+    name: str, values: list[float], samples: int, seed: int, reward_range: tuple[float, float]
+) -> tuple[float, float]:
+    """The 95 % interval of a figure: `estimators.clustered_interval` in units of the range, and a bootstrap over
+    prompts for a mean of rewards that lie outside it."""
+    values_N = torch.tensor(values, dtype=torch.float64)
+    low, high = reward_range if name == "reward_mean" else (0.0, 1.0)
+    if not all(low <= value <= high for value in values):
+        return bootstrap_interval(values_N, seed=seed)
+    ends = clustered_interval((values_N - low) / (high - low), _draws(name, samples))
+    return low + ends[0] * (high - low), low + ends[1] * (high - low)
+
+
+def _draws(name: str, samples: int) -> float:
+    """How many independent tries of a figure the samples of a prompt hold: pass@k takes k for one."""
+    return samples / (1 if name == "reward_mean" else int(name.removeprefix("pass_at_")))
+
+
+def change(before: Evaluation, after: Evaluation) -> dict[str, float]:
+    """How pass@k changed between two evaluations, over the prompts that both have scores of: for each k the mean
+    difference and its 95 % interval (`estimators.paired_interval`), for the summary of the second one."""
+    found: dict[str, float] = {}
+    samples = after.summary["samples"]
+    old, new = (_measures([r for r in e.records if r["scored"]], samples) for e in (before, after))
+    for name in (name for name in new if name != "reward_mean"):
+        both = sorted(old[name].keys() & new[name].keys())
+        if both:
+            b_N, a_N = (torch.tensor([m[name][key] for key in both], dtype=torch.float64) for m in (old, new))
+            low, high = paired_interval(b_N, a_N, _draws(name, samples))
+            difference = float(a_N.mean() - b_N.mean())
+            found |= {f"{name}_change": difference, f"{name}_change_low": low, f"{name}_change_high": high}
+    return found
+
+
+def few_prompts(prompts: int) -> str | None:
+    """What to say of an evaluation on so few prompts that its intervals are not quite what they say; None for more."""
+    if prompts >= ENOUGH_PROMPTS:
+        return None
+    return (
+        f"WARNING: {prompts} prompts are few: the 95 % intervals of pass@k are wide, and where nearly all or nearly no "
+        f"completions are right they hold 85 to 97 % of the time; from {ENOUGH_PROMPTS} prompts on it is better"
+    )
 
 
 def evaluate_model(settings: EvalSettings) -> Evaluation:
@@ -109,7 +170,8 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
     with refusing("task", TypeError):
         verifier = Verifier(task.judge, workers=v.workers, deadline=v.deadline, max_unscored_share=v.max_unscored)
     with verifier:
-        evaluation = evaluate(sampler, verifier, requests, settings.samples, settings.seed)
+        scale = settings.task.reward_range
+        evaluation = evaluate(sampler, verifier, requests, settings.samples, settings.seed, scale)
     model = settings.model.path
     summary = {"model": model, "task": task.name, **evaluation.summary, "settings": settings.model_dump()}
     output = Path(settings.output or f"evaluations/{label(model)}-{task.name}")
@@ -144,6 +206,9 @@ def _print(summary: dict[str, Any], output: Path) -> None:
         print(f"  {interval(summary, name)}")
     if summary["unscored"]:
         print(f"  {summary['unscored']} completions could not be judged and are not counted")
+    print("  intervals: for the mean over all the prompts that these were drawn from")
+    if warning := few_prompts(summary["prompts"]):
+        print(f"  {warning}")
     print(f"  per-prompt records: {output / 'records.parquet'}")
 
 

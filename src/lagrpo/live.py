@@ -1,8 +1,9 @@
 """How far a batch is from its theory's conditions: the figures of the lag, from log π_k and log α of its completions.
 
-Everything here is measured on the completions of the objective (masked groups cost no forward pass and have no log π_k)
-and speaks of the policy π_k at the start of the batch, against α that drew it. ρ = π_k/α of a *whole completion* unless
-said otherwise. docs/theory.md says what each figure estimates and how its variance grows.
+Everything here speaks of the policy π_k at the start of the batch, against α that drew it, over every scored completion
+whose log α is known: also those of groups that the loss leaves out. A mean over what the loss computes would be that of
+a subset, chosen by its rewards. ρ = π_k/α of a *whole completion* unless said otherwise. docs/theory.md says what each
+figure estimates and how its variance grows.
 """
 
 from __future__ import annotations
@@ -17,10 +18,27 @@ from torch import Tensor
 from lagrpo.core import bounds, divergences
 from lagrpo.core.advantages import sigma
 from lagrpo.core.estimators import bootstrap_interval
-from lagrpo.policy.batch import Batch, MicroBatch
+from lagrpo.policy.batch import Batch, MicroBatch, knows_alpha
 
 SIGMA_BINS = 10  # of the histogram of sigma over [0, 1/2], the range of rewards in [0, 1]
-FEW = 2.0  # below this effective sample size a sequence-level figure is the figure of one completion
+ENOUGH = 25.0
+"""Effective sample size from which an improvement means something: its standard error is then at most about a tenth of
+the range of rewards (standard deviation of a reward, at most 1/2, over √ESS)."""
+CAP = 1.5
+"""C of the certificate: ratios count up to here. A larger one loses less of a large gain and needs more completions."""
+
+Row = dict[str, float | None]
+
+SIGMA_KEYS = ("sigma_mean", *(f"sigma_bin_{n}" for n in range(SIGMA_BINS)))
+DIVERGENCE_KEYS = ("kl_sequence", "pinsker", "tv_sequence", "tv_sequence_low", "tv_sequence_high", "chi2_sequence")
+BOUND_KEYS = ("ess", "reliable", "improvement", "theorem1", "identity")
+KEYS = (
+    *SIGMA_KEYS,
+    *DIVERGENCE_KEYS,
+    *(f"{step}_{key}" for step in ("lag", "step") for key in BOUND_KEYS),
+    "lag_certified",
+)
+"""Every figure of `lag_figures`."""
 
 
 def sequence_log_ratio(batch: Batch, rows: Sequence[MicroBatch], logp_T: Sequence[Tensor] | None = None) -> Tensor:
@@ -77,47 +95,81 @@ def lag_figures(
     eps_std: float,
     reward_range: tuple[float, float] = (0.0, 1.0),
     after_T: Sequence[Tensor] | None = None,
-) -> dict[str, Any]:
-    """The figures of a batch, for its metrics. `after_T` are the log-probs of the rows under π after the updates, where
-    somebody computed them: then the two sides of the bounds are also given for the step from π_k to π."""
+    delta: float | None = None,
+) -> Row:
+    """The figures of a batch, for its metrics: all KEYS, None where there is no such number. Those of the lag are there
+    only where `rows` hold every scored completion whose log α is known. `after_T` are the log-probs of the rows under π
+    after the updates, where somebody computed them: then the two sides of the bounds are also given for the step from
+    π_k to π. `delta` is the chance of a certificate that is wrong, None for no certificate."""
+    figures: Row = dict.fromkeys(KEYS) | sigma_figures(batch, eps_std)
     log_ratio_C = sequence_log_ratio(batch, rows)
-    known = log_ratio_C.isfinite()
-    figures: dict[str, Any] = sigma_figures(batch, eps_std)
-    if not bool(known.any()):
+    known_C = _known(batch)
+    if not bool(known_C.any()) or bool(log_ratio_C[known_C].isnan().any()):
         return figures
-    figures |= divergence_figures(log_ratio_C[known], sequence_kl(batch, rows)[known])
-    alpha_C = torch.zeros_like(log_ratio_C)
+    figures |= divergence_figures(log_ratio_C[known_C], sequence_kl(batch, rows)[known_C])
+    alpha_C = torch.where(known_C, torch.zeros_like(log_ratio_C), log_ratio_C)
     figures |= bound_figures("lag", batch, log_ratio_C, alpha_C, eps_std, reward_range)
+    if delta is not None:
+        figures["lag_certified"] = certified(batch, rows, reward_range, delta)
     if after_T is not None:
         after_C = sequence_log_ratio(batch, rows, after_T)
         figures |= bound_figures("step", batch, after_C, log_ratio_C, eps_std, reward_range)
     return figures
 
 
-def divergence_figures(log_ratio_C: Tensor, kl_C: Tensor) -> dict[str, Any]:
-    """Sequence-level divergences of π_k and α, from log ρ and the token-wise KL estimate of each completion [C]."""
-    tv_C = torch.expm1(log_ratio_C).abs() / 2
+def spent(batch: Batch, rows: Sequence[MicroBatch]) -> float | None:
+    """What `budget(δ)` spends: the mean of `sequence_kl`, nats a completion; None where log α of none is known."""
+    mean = sequence_kl(batch, rows).nanmean().item()
+    return None if math.isnan(mean) else mean
+
+
+def certified(
+    batch: Batch, rows: Sequence[MicroBatch], reward_range: tuple[float, float], delta: float
+) -> float | None:
+    """A lower bound on J(π_k) - J(α), in units of the range, that is wrong with a chance of at most `delta`:
+    `bounds.certified_improvement` with cap CAP over the completions that the sampler drew for this batch, J the mean
+    over its prompts. A completion that could not be judged counts as one of the least reward, since leaving it out
+    could select. Recorded completions do not take part: π_k may have learned from them.
+
+    None where there are fewer than two, one of them was not computed, or a reward lies outside the range."""
+    low, high = reward_range
+    log_ratio_C = sequence_log_ratio(batch, rows)
+    place = {member: c for c, member in enumerate(batch.member_C)}
+    rewards, log_ratios = [], []
+    for g, group in enumerate(batch.groups):
+        for j, completion in enumerate(group.completions if group.source == "sampler" else ()):
+            c = place.get((g, j))
+            rewards.append(low if c is None or completion.reward is None else completion.reward)
+            log_ratios.append(0.0 if c is None else float(log_ratio_C[c]))
+    inside = all(low <= reward <= high for reward in rewards)
+    if len(rewards) < 2 or not inside or not all(map(math.isfinite, log_ratios)):
+        return None
+    scaled = bounds.scaled(torch.tensor([rewards], dtype=torch.float64), low, high)
+    return float(bounds.certified_improvement(scaled, torch.tensor([log_ratios]).double(), CAP, delta))
+
+
+def divergence_figures(log_ratio_C: Tensor, kl_C: Tensor) -> Row:
+    """Sequence-level divergences of π_k and α, from log ρ and the token-wise KL estimate of each completion [C]. The
+    interval of TV is for these prompts."""
+    tv_C = divergences.tv_terms(log_ratio_C, divergences.prefers_bounded(log_ratio_C))
     low, high = bootstrap_interval(tv_C)
-    ess = float(divergences.ess((log_ratio_C - log_ratio_C.max()).exp()))
     return {
         "kl_sequence": float(kl_C.mean()),
         "pinsker": float(divergences.pinsker(kl_C.mean())),
         "tv_sequence": float(tv_C.mean()),
         "tv_sequence_low": low,
         "tv_sequence_high": high,
-        "ess_sequence": ess,
         "chi2_sequence": float(divergences.sampled_chi2(log_ratio_C)),
-        "sequence_level_means_something": ess >= FEW,
     }
 
 
-def sigma_figures(batch: Batch, eps_std: float) -> dict[str, Any]:
+def sigma_figures(batch: Batch, eps_std: float) -> Row:
     """σ_{α,r,ε} of the scored groups: its mean, and how many lie in each tenth of [0, 1/2]."""
     values = [float(sigma(rewards, eps_std)) for _, rewards in _rewards(batch)]
     if not values:
-        return {"sigma_mean": None, "sigma_histogram": None}
-    histogram = torch.histc(torch.tensor(values).clamp(max=0.5), SIGMA_BINS, 0.0, 0.5).int().tolist()
-    return {"sigma_mean": sum(values) / len(values), "sigma_histogram": histogram}
+        return dict.fromkeys(SIGMA_KEYS)
+    counts = torch.histc(torch.tensor(values).clamp(max=0.5), SIGMA_BINS, 0.0, 0.5).int().tolist()
+    return dict(zip(SIGMA_KEYS, [sum(values) / len(values), *counts], strict=True))
 
 
 def bound_figures(
@@ -127,36 +179,44 @@ def bound_figures(
     log_ratio_k_C: Tensor,
     eps_std: float,
     reward_range: tuple[float, float],
-) -> dict[str, float | None]:
-    """The two sides of the bounds on J(π) - J(π_k), as means over the groups of the objective, in units of the range.
+) -> Row:
+    """The two sides of the bounds on J(π) - J(π_k), as means over the groups of two or more whose log α is known, in
+    units of the range.
 
     `lag_…` is the step from α to π_k (Corollary 1 with α in the place of its π_k): what was gained since the delivery.
-    `step_…` is the step from π_k to π after the updates. All three are None where a reward is outside the range.
+    `step_…` is the step from π_k to π after the updates. The last three are None where a reward is outside the range.
 
-        improvement   mean (π/α - π_k/α)(r - mean of the others): unbiased for J(π) - J(π_k) over all scored groups
-                      of two or more, as one whose rewards are equal contributes exactly 0, computed or not
-        theorem1      plug-in estimate of the right side of Theorem 1, over the groups that were computed
-        identity      s·L_α(π) - TV(π_k, α): unbiased for the right side of the identity bound, over the same
+        ess           effective number of completions, (Σρ)² / Σρ² with ρ = π/α
+        reliable      1 where ess is at least ENOUGH and the improvement is possible, in [-1, 1]; else 0
+        improvement   mean (π/α - π_k/α)(r - mean of the others): unbiased for J(π) - J(π_k)
+        theorem1      plug-in estimate of the right side of Theorem 1
+        identity      s·L_α(π) - TV(π_k, α): unbiased for the right side of the identity bound
     """
-    found, flat = [], 0
+    known_C = log_ratio_C[~log_ratio_C.isnan()]
+    figures: Row = dict.fromkeys(f"{name}_{key}" for key in BOUND_KEYS)
+    figures[f"{name}_ess"] = ess = float(divergences.ess((known_C - known_C.max()).exp()))
+    bounded = [divergences.prefers_bounded(log_C[~log_C.isnan()]) for log_C in (log_ratio_C, log_ratio_k_C)]
+    found = []
     for members, rewards in _rewards(batch):
         log_ratio, log_ratio_k = log_ratio_C[members], log_ratio_k_C[members]
-        if len(members) > 1 and bool((log_ratio.isfinite() & log_ratio_k.isfinite()).all()):
-            if bool((rewards < reward_range[0]).any() or (rewards > reward_range[1]).any()) or eps_std > 0.75:
-                found = []
-                break
-            scaled = bounds.scaled(rewards, *reward_range)
-            side = bounds.sampled(scaled, log_ratio, log_ratio_k, eps_std)
-            gain_k = bounds.sampled(scaled, log_ratio_k, log_ratio_k, eps_std).gain
-            found.append((float(side.gain - gain_k), float(side.theorem1), float(side.identity_bound)))
-        elif len(members) > 1 and bool((rewards == rewards[0]).all()):
-            flat += 1
-    names = (f"{name}_improvement", f"{name}_theorem1", f"{name}_identity")
+        if len(members) < 2 or bool(log_ratio.isnan().any()):
+            continue
+        if bool((rewards < reward_range[0]).any() or (rewards > reward_range[1]).any()) or eps_std > 0.75:
+            return figures
+        scaled = bounds.scaled(rewards, *reward_range)
+        side = bounds.sampled(scaled, log_ratio, log_ratio_k, eps_std, *bounded)
+        gain_k = bounds.sampled(scaled, log_ratio_k, log_ratio_k, eps_std).gain
+        found.append((float(side.gain - gain_k), float(side.theorem1), float(side.identity_bound)))
     if not found:
-        return dict.fromkeys(names)
-    sums = [sum(values) for values in zip(*found, strict=True)]
-    counts = (len(found) + flat, len(found), len(found))
-    return {key: total / count for key, total, count in zip(names, sums, counts, strict=True)}
+        return figures
+    means = [sum(values) / len(found) for values in zip(*found, strict=True)]
+    figures |= {f"{name}_{key}": mean for key, mean in zip(BOUND_KEYS[2:], means, strict=True)}
+    return figures | {f"{name}_reliable": int(ess >= ENOUGH and abs(means[0]) <= 1)}
+
+
+def _known(batch: Batch) -> Tensor:
+    """Whether log α of each scored completion is known, bool [C]."""
+    return torch.tensor([knows_alpha(batch, [c]) for c in range(len(batch.member_C))], dtype=torch.bool)
 
 
 def _rewards(batch: Batch) -> list[tuple[list[int], Tensor]]:

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from lagrpo.live import sequence_kl
 from lagrpo.metrics import Clock
-from lagrpo.policy.batch import Batch, MicroBatch, assemble, is_flat, micro_batches
+from lagrpo.policy.batch import Batch, MicroBatch, assemble, is_flat, left_out, micro_batches
 from lagrpo.policy.learner import Learner
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.base import Request, Sampler
@@ -29,7 +28,8 @@ from lagrpo.verify import Verifier
 class Used:
     """A batch that has been used. `version` is that of π_k, `alpha` that of the sampler's weights, `reason` why they
     were delivered just before ("" when they were not), `delivery` the figures of the last delivery and its proof,
-    `sampling` those of the sampler since the batch before. `updates` has one dict of figures for each of the i updates;
+    `sampling` those of the sampler since the batch before. `rows` are those of the objective and then, where the run
+    asks for figures of the lag, those that it leaves out. `updates` has one dict of figures for each of the i updates;
     `after_T` the log-probs of the rows under π after them, where the run asks for that."""
 
     stage: int
@@ -66,7 +66,9 @@ class Algorithm:
     the rest of the objective is the recipe that the learner holds. `prove(policy, sampler)` raises unless the sampler
     serves what was delivered, and gives figures of how well the two agree. `recorded(b)` are groups that somebody else
     drew, `extra(b, attempt, count)` further prompts in place of groups whose rewards are all equal, at most `resample`
-    times.
+    times. `score_lag`: log π_k of the completions that the objective leaves out is known too, see `scored_rest`;
+    `one_program`: the sampler's arithmetic is the learner's, up to rounding. `spends(batch, rows)`
+    is the number by which budget and certified decide about the next delivery, None where the batch does not tell.
     """
 
     learner: Learner
@@ -86,14 +88,17 @@ class Algorithm:
     ahead: bool
     tokens: int
     resample: int
+    score_lag: bool
+    one_program: bool
     score_update: bool
+    spends: Callable[[Batch, Sequence[MicroBatch]], float | None]
     reset_optimizer: bool
 
 
 def iterative_grpo(a: Algorithm) -> None:
     """Lines 5-17. The initial policy is delivered before the first batch: the paper leaves α undefined for k < v."""
     learner, policy, recipe = a.learner, a.learner.policy, a.learner.recipe
-    alpha, delivery, spent = policy.version, {}, [0.0]  # estimates of KL(α‖π_k) since the delivery
+    alpha, delivery, spent = policy.version, {}, [0.0]  # what the schedule decides by, since the delivery
     plan = a.schedule.plan(a.S, a.M, a.ahead and not a.resample, lambda: spent[-1])
     for s in range(1, a.S + 1):  # 5
         for k in range(1, a.M + 1):  # 6
@@ -110,9 +115,14 @@ def iterative_grpo(a: Algorithm) -> None:
                 rows = micro_batches(batch, a.tokens, policy.device, recipe.needs_whole_groups, recipe.silent)
                 learner.score_reference(rows)
                 version = policy.version
+            with clock("scoring"):
+                rest = scored_rest(a, batch, rows) if a.score_lag else []
+            with clock("learning"):
                 updates = [learner.step(rows, batch.in_objective) for _ in range(a.i)]  # 14-15   Eq. 7 or 8
-                after_T = learner.score(rows) if a.score_update else None
-            spent.append(sequence_kl(batch, rows).nanmean().nan_to_num().item())
+            with clock("scoring"):
+                after_T = learner.score([*rows, *rest]) if a.score_update else None
+            rows = [*rows, *rest]
+            spent.append(value if (value := a.spends(batch, rows)) is not None else spent[-1])
             figures = delivery, a.sampler.read()
             a.listener.batch(Used(s, b, version, alpha, reason, *figures, batch, rows, updates, after_T, clock))
         learner.end_stage(a.reset_optimizer)  # 16   π_ref <- π_θ
@@ -140,6 +150,22 @@ def judged(a: Algorithm, clock: Clock, groups: Iterator[Group]) -> list[Group]:
     clock.move("judging", "sampling", seconds)
     clock.drawn += tokens
     return done
+
+
+def scored_rest(a: Algorithm, batch: Batch, rows: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The completions that the objective leaves out, with log π_k: a forward pass without gradient. Where π_k itself
+    drew them, and by the same program, log π_k is log α up to the rounding that the proof measures, and costs nothing.
+    """
+    learner = a.learner
+    rest = left_out(batch, rows, a.tokens, learner.policy.device)
+    drawn_by = {v for micro in rest for c in micro.members for v in batch.completion(c).versions.tolist()}
+    if a.one_program and drawn_by <= {learner.policy.version}:
+        scores = [micro.logp_alpha_T for micro in rest]
+    else:
+        scores = learner.score(rest)
+    for micro, logp_T in zip(rest, scores, strict=True):
+        micro.logp_k_T = logp_T
+    return rest
 
 
 def resampled(a: Algorithm, b: int, alpha: int, clock: Clock, groups: list[Group]) -> list[Group]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from lagrpo.build import loading, recorded_prompts
 from lagrpo.compose import Recipe
 from lagrpo.config import Settings
 from lagrpo.hardware import pick_device, pick_dtype
+from lagrpo.live import CAP
 from lagrpo.policy.attention import Shape
 from lagrpo.policy.fused import FAMILIES
 from lagrpo.policy.logprobs import CHUNK_LOGITS, KEPT_LOGITS, KERNEL_LOGITS
@@ -15,6 +18,7 @@ from lagrpo.policy.model import Policy, refuse
 from lagrpo.sampling.proof import Parity
 from lagrpo.sampling.schedule import Schedule, largest_lag
 from lagrpo.servers import deadlines
+from lagrpo.text import formatted
 
 BYTES = {"bfloat16": 2, "float32": 4}
 HIDDEN_BYTES = {2: 44, 4: 54}  # by the bytes of a number
@@ -48,6 +52,7 @@ def meaning(
         f"batch       {s.prompts} prompts x {sampling.G} completions = {per_batch:,} samples, used for "
         f"{count_of(s.i, 'update')} (i = {s.i}){_from_file(settings)}",
         f"schedule    {_deliveries(settings)}",
+        *_certificate(settings),
         *_sampler(settings),
         f"run         {count_of(s.stages, 'stage')} x {count_of(s.batches, 'batch', 'es')} = "
         f"{count_of(batches * s.i, 'update')}, {batches * per_batch:,} samples",
@@ -76,6 +81,43 @@ def standstill(settings: Settings, dtype: str, version: int, share: float) -> st
     )
 
 
+def no_certificate(settings: Settings, before: Mapping[str, float | None]) -> str:
+    """What to say where schedule certified delivers because its v batches are over; `before` are the metrics of the
+    batch before."""
+    bound, ess = (formatted(before.get(key), form) for key, form in (("lag_certified", "+.3f"), ("lag_ess", ".1f")))
+    return (
+        f"schedule certified: {count_of(settings.schedule.v, 'batch', 'es')} are over and no batch certified that pi_k "
+        f"is better than alpha (the last: J(pi_k) - J(alpha) >= {bound}, with an effective sample size of {ess}). More "
+        "completions in a batch (schedule.prompts, sampling.G) certify smaller gains; said once"
+    )
+
+
+def certifiable(settings: Settings) -> float:
+    """The largest lower bound on J(pi_k) - J(alpha) that a batch can certify: that of completions which all have reward
+    1 and a ratio of at least C. Where it is not positive, no batch certifies anything, whatever the policies do."""
+    s = settings.schedule
+    n = (s.prompts - recorded_prompts(settings)) * settings.sampling.G
+    return CAP - 1 - 7 * CAP * math.log(2 / s.doubt) / (3 * (n - 1)) if n > 1 else -1.0
+
+
+def _certificate(settings: Settings) -> list[str]:
+    """Of schedule certified: the least gain that it can see."""
+    s = settings.schedule
+    if s.kind != "certified":
+        return []
+    largest = certifiable(settings)
+    if largest <= 0:
+        return [
+            "certified   WARNING: never; so few completions in a batch certify nothing, so that all deliveries are "
+            "those at the latest: raise schedule.prompts or sampling.G"
+        ]
+    least = CAP - 1 - largest
+    return [
+        f"certified   J(pi_k) > J(alpha) with {s.confidence:.0%} over the batches of a delivery; a batch certifies no "
+        f"gain below {least:.3f} of the range of rewards, and where they vary none below about twice that"
+    ]
+
+
 def _deliveries(settings: Settings) -> str:
     """When the sampler gets new weights, and how far it can fall behind."""
     s = settings.schedule
@@ -84,6 +126,8 @@ def _deliveries(settings: Settings) -> str:
     when = "before every batch" if always else f"every {s.v} batches"
     if s.kind == "budget":
         when = f"when KL(alpha||pi_k) of a completion passes {s.delta:g} nats, at the latest {when}"
+    if s.kind == "certified":
+        when = f"when a batch certifies J(pi_k) > J(alpha), at the latest {when}"
     updates = count_of(s.i if always else s.v * s.i, "update")
     lag = count_of(largest_lag(schedule, s.stages, s.batches, s.i), "update")
     return f"{schedule}: new weights {when}, {updates} per delivery; largest possible lag {lag}"

@@ -1,4 +1,5 @@
-"""The figures of a batch: one flat dict, for metrics.jsonl, the display and every tracker alike."""
+"""The figures of a batch: one flat dict, for metrics.jsonl, the display and every tracker alike. Every line of every
+run has the same keys, and its values are numbers or None."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def batch_metrics(
 ) -> dict[str, Any]:
     """Everything that is recorded about batch b, where π_k has `version`. docs/run-directory.md says what each is.
 
-    Figures of the objective are those of the first update on the batch, where π = π_k; grad_norm, lr, moved and loss
-    those of the last one."""
+    Figures of the objective are those of the first update on the batch, where π = π_k; grad_norm, lr, moved, loss and
+    the clip shares that end in _last those of the last one."""
     first, last = (updates[0], updates[-1]) if updates else ({}, {})
     completions = [c for group in batch.groups for c in group.completions]
     flat = [len(set(group.rewards)) < 2 for group in batch.groups if group.rewards]
@@ -56,11 +57,13 @@ def batch_metrics(
         "stage": stage,
         "batch": b,
         "version": version,
-        "delivered": delivered,
+        "delivered": int(delivered),
         **_lag(completions, version),
         **_outcomes(completions),
         "zero_variance_share": sum(flat) / len(flat) if flat else None,
         **_objective_figures(first),
+        **_clip_shares(first),
+        **{f"{name}_last": share for name, share in _clip_shares(last).items()},
         "loss": last.get("loss"),
         "grad_norm": last.get("grad_norm"),
         "lr": last.get("lr"),
@@ -108,7 +111,7 @@ def _outcomes(completions: Sequence[Completion]) -> dict[str, float | None]:
 
 
 def _pace(clock: Clock, sampled: int, learned: float) -> dict[str, float | None]:
-    seconds = {phase: clock.seconds[phase] for phase in ("sampling", "judging", "learning", "delivery")}
+    seconds = {phase: clock.seconds[phase] for phase in ("sampling", "judging", "learning", "scoring", "delivery")}
     return {
         **{f"seconds_{phase}": spent for phase, spent in seconds.items()},
         "seconds_total": clock.total,
@@ -131,10 +134,15 @@ def _objective_figures(sums: dict[str, float]) -> dict[str, float | None]:
         "kl_ref": mean("kl_ref"),
         "ratio_mean": mean("ratio", known),
         "ess": sums["ratio"] ** 2 / (known * sums["ratio_squared"]) if known else None,
-        "clip_high_share": mean("clipped_positive"),
-        "clip_low_share": mean("clipped_negative"),
         "mismatch_mean": mean("abs_log_ratio", known),
         "mismatch_max": sums.get("max_abs_log_ratio"),
         "entropy": mean("entropy", sums.get("tokens_entropy")),
         "objective": sums.get("objective"),
     }
+
+
+def _clip_shares(sums: dict[str, float]) -> dict[str, float | None]:
+    """Shares of the tokens of the objective whose gradient an update cut."""
+    tokens = sums.get("tokens")
+    kinds = (("clip_low_share", "clipped_negative"), ("clip_high_share", "clipped_positive"))
+    return {name: sums[kind] / tokens if tokens else None for name, kind in kinds}

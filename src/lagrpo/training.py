@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,15 @@ from lagrpo.build import Parts, advantage_of, without_progress_bars
 from lagrpo.checks import check_settings, refusing
 from lagrpo.config import Settings
 from lagrpo.display import Display, make_display, summary
-from lagrpo.evaluate import Evaluation, evaluate, interval
+from lagrpo.evaluate import Evaluation, change, evaluate, few_prompts, interval
 from lagrpo.hardware import pick_device, pick_dtype
 from lagrpo.interrupts import Interrupted, interruptible, whole
-from lagrpo.live import completion_columns, lag_figures
+from lagrpo.live import certified, completion_columns, lag_figures, spent
 from lagrpo.loop import Algorithm, Used, iterative_grpo
-from lagrpo.meaning import count_of, meaning, standstill
+from lagrpo.meaning import count_of, meaning, no_certificate, standstill
 from lagrpo.metrics import batch_metrics, sampler_figures
 from lagrpo.parsing import load_settings, to_toml
+from lagrpo.policy.batch import Batch, MicroBatch
 from lagrpo.runs import Run, collect_environment
 from lagrpo.sampling.draws import Draws, VersionError
 from lagrpo.sampling.local import LocalSampler
@@ -35,6 +36,7 @@ from lagrpo.sampling.proof import DeliveryError
 from lagrpo.sampling.vllm.server import SamplerError
 from lagrpo.tasks import Task
 from lagrpo.threads import team
+from lagrpo.types import is_right
 from lagrpo.verify import Verifier, VerifierError
 
 SHOWN = 3  # completions shown before and after
@@ -113,6 +115,8 @@ class Training:
         self.evaluations: dict[str, Evaluation] = {}
         self.batches = 0
         self.pushed, self.warned = False, False  # an update had a gradient since the delivery; it was said that …
+        self.before: Mapping[str, float | None] = {}  # the metrics of the batch before
+        self.uncertified = False  # it was said that nothing is certified
 
     def run(self) -> Result:
         """Evaluate, train, evaluate; whatever happens, what was learned is written."""
@@ -195,9 +199,19 @@ class Training:
             recorded=p.recorded,
             extra=p.prompts.extra,
             resample=s.sampling.resample,
+            score_lag=s.run.score_lag,
+            one_program=self.sampled is not None,
             score_update=s.run.score_update,
+            spends=self.spends,
             reset_optimizer=s.schedule.reset_optimizer,
         )
+
+    def spends(self, batch: Batch, rows: Sequence[MicroBatch]) -> float | None:
+        """What the schedule decides by; nothing is computed for one that does not look."""
+        s = self.settings
+        if s.schedule.kind == "certified":
+            return certified(batch, rows, s.task.reward_range, s.schedule.doubt)
+        return spent(batch, rows) if s.schedule.kind == "budget" else None
 
     def phase(self, name: str) -> None:
         self.display.phase(name)
@@ -206,29 +220,49 @@ class Training:
         """Record a batch: rollouts, then its line of metrics, then the display; then evaluate where it is time."""
         stage, b, version, batch = used.stage, used.b, used.version, used.batch
         metrics = batch_metrics(stage, b, version, batch, used.updates, used.clock, delivered=bool(used.reason))
-        eps_std, reward_range = self.parts.recipe.composition.eps_std, self.settings.task.reward_range
-        figures = lag_figures(batch, used.rows, eps_std, reward_range, used.after_T)
-        metrics |= {"delivery": used.reason, **sampler_figures(used.delivery, used.sampling), **figures}
-        metrics |= team.figures()
-        columns = completion_columns(batch, used.rows, eps_std)
+        metrics |= sampler_figures(used.delivery, used.sampling) | self.lag_figures(used) | team.figures()
+        columns = completion_columns(batch, used.rows, self.parts.recipe.composition.eps_std)
         with whole():
             self.store.record_rollouts(batch.groups, columns, batch=b, stage=stage, pi_k_version=version)
+            if used.reason:
+                self.store.record_event("delivery", b, reason=used.reason, version=used.alpha)
             self.store.record(metrics)
             self.batches = b
         self.display.batch(metrics)
         self.warn_of_standstill(used)
+        self.warn_of_no_certificate(used, metrics)
         if self.settings.run.save_every and b % self.settings.run.save_every == 0:
             self.store.record_weights(self.parts.policy.save, self.parts.policy.version)
         every = self.settings.evaluation.every
         if every and b % every == 0 and b < self.total:
             self.evaluate(f"batch-{b:06d}")
 
+    def lag_figures(self, used: Used) -> dict[str, float | None]:
+        """The figures of the lag; null where the run leaves out completions that they would need."""
+        s, recipe = self.settings, self.parts.recipe
+        complete = s.run.score_lag or not (recipe.silent or recipe.mask_zero_variance)
+        rows, after_T = (used.rows, used.after_T) if complete else ((), None)
+        delta = None if s.sampling.resample else s.schedule.doubt
+        return lag_figures(used.batch, rows, recipe.composition.eps_std, s.task.reward_range, after_T, delta)
+
+    def warn(self, b: int, text: str) -> None:
+        """A line that stays, on the display and in events.jsonl."""
+        self.store.record_event("warning", b, text=text)
+        self.display.note(text)
+
+    def warn_of_no_certificate(self, used: Used, metrics: Mapping[str, float | None]) -> None:
+        """Say it, once, when schedule certified delivers only because its v batches are over."""
+        if self.settings.schedule.kind == "certified" and used.reason == "cap" and not self.uncertified:
+            self.warn(used.b, no_certificate(self.settings, self.before))
+            self.uncertified = True
+        self.before = metrics
+
     def warn_of_standstill(self, used: Used) -> None:
         """Say it, once, when updates that had a gradient leave the sampler's weights as they were."""
         share = used.delivery.get("moved_delivered")
         if used.reason and self.pushed and not self.warned and share is not None and share < STILL:
             dtype = str(self.parts.policy.dtype).removeprefix("torch.")
-            self.display.note(standstill(self.settings, dtype, used.alpha, share))
+            self.warn(used.b, standstill(self.settings, dtype, used.alpha, share))
             self.warned = True
         pushed = any(update.get("grad_norm") for update in used.updates)
         self.pushed = pushed or (self.pushed and not used.reason)
@@ -238,7 +272,12 @@ class Training:
         s = self.settings.evaluation
         self.phase(f"evaluation ({name})")
         requests = self.parts.prompts.held_out(s.prompts)
-        evaluation = evaluate(self.parts.evaluator, self.verifier, requests, s.samples, self.settings.run.seed)
+        scale = self.settings.task.reward_range
+        evaluation = evaluate(self.parts.evaluator, self.verifier, requests, s.samples, self.settings.run.seed, scale)
+        if (before := self.evaluations.get("before")) is not None:
+            evaluation = replace(evaluation, summary=evaluation.summary | change(before, evaluation))
+        if not self.evaluations and (warning := few_prompts(len(requests))):
+            self.warn(self.batches, warning)
         facts = {"batch": self.batches, "version": self.parts.policy.version}
         self.store.record_evaluation(name, facts | evaluation.summary, evaluation.records)
         self.evaluations[name] = evaluation
@@ -266,18 +305,19 @@ class Training:
             after.summary if after else None,
             self.store.path,
             reward_curve(self.store) if self.batches else None,
-            _samples(before),
-            _samples(after),
+            self.samples(before),
+            self.samples(after),
             f"lagrpo show {self.store.path}",
             headline=f"Stopped by {interrupted.name}: {self.progress()}." if interrupted else "Finished.",
         )
 
-
-def _samples(evaluation: Evaluation | None) -> list[dict[str, Any]]:
-    if evaluation is None:
-        return []
-    groups = evaluation.groups[:SHOWN]
-    return [
-        {"prompt": g.prompt.messages[-1]["content"], "text": g.completions[0].text, "reward": g.completions[0].reward}
-        for g in groups
-    ]
+    def samples(self, evaluation: Evaluation | None) -> list[dict[str, Any]]:
+        """The first completions of the first prompts of an evaluation, for people."""
+        if evaluation is None:
+            return []
+        first = [(group.prompt.messages[-1]["content"], group.completions[0]) for group in evaluation.groups[:SHOWN]]
+        scale = self.settings.task.reward_range
+        return [
+            {"prompt": prompt, "text": c.text, "right": None if c.reward is None else is_right(c.reward, scale)}
+            for prompt, c in first
+        ]

@@ -71,6 +71,15 @@ class Outcome:
         return Outcome("failed", reason=reason)
 
 
+def is_right(reward: float, reward_range: tuple[float, float]) -> bool:
+    """Whether a scored completion counts as right: no reward of `task.reward_range` is greater than its own.
+
+    >>> is_right(1.0, (0.0, 1.0)), is_right(1.0, (0.0, 10.0)), is_right(0.0, (-1.0, 0.0))
+    (True, False, True)
+    """
+    return reward >= reward_range[1]
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One completion as its sampler drew it, with t tokens (the end-of-sequence token included when it was drawn).

@@ -5,7 +5,14 @@ import pytest
 import torch
 from torch import tensor
 
-from lagrpo.core.estimators import bootstrap_interval, pass_at_k, wilson_interval
+from lagrpo.core.estimators import (
+    _student,
+    bootstrap_interval,
+    clustered_interval,
+    paired_interval,
+    pass_at_k,
+    wilson_interval,
+)
 
 
 @pytest.mark.parametrize(
@@ -86,3 +93,53 @@ def test_bad_arguments_are_refused(unchecked):
         bootstrap_interval(torch.zeros(3), confidence=95)
     with pytest.raises(ValueError, match="5 of 4"):
         wilson_interval(5, 4)
+
+
+def covered(intervals: list[tuple[float, float]], truth: float) -> float:
+    return sum(low <= truth + 1e-12 and truth <= high + 1e-12 for low, high in intervals) / len(intervals)
+
+
+@pytest.mark.parametrize(
+    ("mean", "least", "bootstrap"), [(0.18, 0.93, 0.94), (0.9, 0.89, 0.92), (0.97, 0.84, 0.80), (0.99, 0.92, 0.60)]
+)
+def test_the_interval_of_pass_at_1_covers_at_20_prompts_of_16_samples(mean, least, bootstrap):
+    """1,000 evaluations; the bootstrap, beside it, covers at most the last number."""
+    torch.manual_seed(0)
+    hardness = torch.distributions.Beta(tensor(1.5 * mean).double(), tensor(1.5 * (1 - mean)).double())
+    evaluations = torch.binomial(tensor(16.0).double().expand(1_000, 20), hardness.sample((1_000, 20))) / 16
+    assert least <= covered([clustered_interval(values_N, 16.0) for values_N in evaluations], mean) <= 0.985
+    resampled = [bootstrap_interval(values_N, resamples=200, seed=n) for n, values_N in enumerate(evaluations[:300])]
+    assert covered(resampled, mean) <= bootstrap
+
+
+@pytest.mark.parametrize(("before", "after"), [(-2.0, -1.5), (-2.0, 3.0), (0.0, 0.0), (3.0, 5.0)])
+def test_the_interval_of_the_paired_change_covers_and_is_narrower_than_two(before, after):
+    """50 prompts with 16 samples. The log-odds of a prompt are normal around these, and correlated .8 between before
+    and after; 1,000 pairs of evaluations."""
+    torch.manual_seed(1)
+    latent, other = torch.randn(2, 200_000, 50, dtype=torch.float64)
+    odds = torch.stack([before + 2 * latent, after + 2 * (0.8 * latent + 0.6 * other)])
+    p = odds.sigmoid()
+    truth = float((p[1] - p[0]).mean())
+    first, second = torch.binomial(tensor(16.0).double().expand(2, 1_000, 50), p[:, :1_000]) / 16
+    pairs = list(zip(first, second, strict=True))
+    intervals = [paired_interval(b, a, 16.0) for b, a in pairs]
+    assert 0.91 <= covered(intervals, truth) <= 0.985
+    separate = [clustered_interval(a, 16.0)[1] - clustered_interval(b, 16.0)[0] for b, a in pairs]
+    assert all(high < apart for (_, high), apart in zip(intervals, separate, strict=True))
+
+
+def test_clustered_intervals_at_their_ends(unchecked):
+    """All right: as wide as if every prompt were one try. Prompts equally hard: as narrow as if all tries were free."""
+    t = _student(19, 0.95)
+    assert t == pytest.approx(2.093, abs=1e-3)
+    low, high = clustered_interval(torch.ones(20), 16.0)
+    assert high == 1.0
+    assert low == pytest.approx(1 / (1 + t * t / 20), abs=1e-9)
+    low, high = clustered_interval(torch.full((20,), 0.5), 16.0)
+    assert high - low == pytest.approx(t / (320 + t * t) ** 0.5, abs=1e-9)
+    assert paired_interval(torch.ones(20), torch.ones(20), 16.0)[1] == pytest.approx(t * t / (20 + t * t), abs=1e-9)
+    with pytest.raises(ValueError, match=r"value in \[0, 1\]"):
+        clustered_interval(tensor([0.5, 1.5]), 4.0)
+    with pytest.raises(ValueError, match="same prompts"):
+        paired_interval(torch.ones(3), torch.ones(4), 2.0)

@@ -76,14 +76,32 @@ def ess(ratio: Float[Tensor, "*N n"]) -> Float[Tensor, "*N"]:
     return scaled.sum(dim=-1).square() / scaled.square().sum(dim=-1)
 
 
-def sampled_tv(log_ratio: Float[Tensor, "*N n"]) -> Float[Tensor, "*N"]:
-    """mean |rho - 1| / 2 over samples of alpha, with their log rho = log p/alpha: unbiased for TV(p, alpha) where p
-    puts nothing outside alpha's support (never for a softmax). Raises ValueError for no samples.
+CALM = 0.8
+"""Share of the samples that their effective number has to reach for |rho - 1| / 2 to be the better estimate of TV."""
 
-    On whole completions the ratio grows with length: above an effective sample size of a few it is a number, below
-    it is the number of the one completion that dominates."""
+
+def prefers_bounded(log_ratio: Float[Tensor, "n"]) -> bool:
+    """Whether `tv_terms` of these samples should be the bounded ones: where their ESS is below CALM of their number.
+    Decided on all samples together; to decide per group would favour whichever estimate came out smaller.
+    Raises ValueError for no samples."""
     _require_samples(log_ratio)
-    return torch.expm1(log_ratio).abs().mean(dim=-1) / 2
+    return float(ess((log_ratio - log_ratio.max()).exp())) < CALM * log_ratio.shape[-1]
+
+
+def tv_terms(log_ratio: Float[Tensor, "*N n"], bounded: bool) -> Float[Tensor, "*N n"]:
+    """Terms over samples of alpha, with their log rho = log p/alpha, whose mean is unbiased for TV(p, alpha) where p
+    puts nothing outside alpha's support (never for a softmax):
+
+        |rho - 1| / 2     half the standard deviation of the other near p = alpha, without bound where rho is large
+        max(0, 1 - rho)   `bounded`: in [0, 1], so that a mean over n has a standard error of at most 1 / (2 sqrt(n))
+    """
+    return (-torch.expm1(log_ratio)).clamp(min=0) if bounded else torch.expm1(log_ratio).abs() / 2
+
+
+def sampled_tv(log_ratio: Float[Tensor, "*N n"], bounded: bool = False) -> Float[Tensor, "*N"]:
+    """Mean of `tv_terms`. Raises ValueError for no samples."""
+    _require_samples(log_ratio)
+    return tv_terms(log_ratio, bounded).mean(dim=-1)
 
 
 def sampled_kl(log_ratio: Float[Tensor, "*N n"]) -> Float[Tensor, "*N"]:

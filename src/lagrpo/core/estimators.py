@@ -48,13 +48,69 @@ def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tu
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"wilson_interval needs 0 <= successes <= trials and trials >= 1, but {successes} of {trials}")
     _require_confidence(confidence)
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    p, spread = successes / trials, z * z / trials
+    return _wilson(successes / trials, float(trials), NormalDist().inv_cdf((1 + confidence) / 2))
+
+
+def clustered_interval(values_N: Float[Tensor, "N"], draws: float, confidence: float = 0.95) -> tuple[float, float]:
+    """Interval for the mean over all the prompts that these N were drawn from, of values in [0, 1], one per prompt: its
+    pass@k, say, from `draws` independent tries (samples / k). Wilson's, at the effective number of tries
+
+        n = p (1 - p) / (variance of the values / N),  kept in [N, N draws],
+
+    which is N where the tries of a prompt all end alike and N draws where prompts are all equally hard; and with the
+    quantile of Student's t with N - 1 degrees of freedom, as that variance is estimated.
+
+    Covers .94 to .96 of the time between .1 and .9 from 50 prompts on; with 20 prompts, or nearer to 0 or 1, .85 to .97
+    (tests/core/test_estimators.py). Raises ValueError for no prompts, values outside [0, 1], draws < 1."""
+    _require_confidence(confidence)
+    N = values_N.shape[0] if values_N.dim() == 1 else 0
+    if N == 0 or draws < 1 or not bool(((values_N >= 0) & (values_N <= 1)).all()):
+        raise ValueError(f"needs one value in [0, 1] per prompt and draws >= 1, but {tuple(values_N.shape)}, {draws:g}")
+    values_N = values_N.double()
+    p, variance = float(values_N.mean()), float(values_N.var()) / N if N > 1 else 0.0
+    # Where the values do not vary at 0 or 1, nothing says how many tries they are worth: as few as there can be.
+    trials = p * (1 - p) / variance if variance > 0 else float(N * draws) if 0 < p < 1 else float(N)
+    return _wilson(p, float(min(max(trials, N), N * draws)), _student(max(N - 1, 1), confidence))
+
+
+def paired_interval(
+    before_N: Float[Tensor, "N"], after_N: Float[Tensor, "N"], draws: float, confidence: float = 0.95
+) -> tuple[float, float]:
+    """Interval for mean after - mean before over all the prompts that these N were drawn from: the two
+    `clustered_interval`s joined with the correlation of the values of the same prompt (Newcombe 1998, method 10; Zou &
+    Donner 2008). Narrower than that of two separate evaluations where prompts that were hard stay hard.
+    Raises ValueError as `clustered_interval` does, and for unequal shapes."""
+    if before_N.shape != after_N.shape:
+        raise ValueError(f"pairs need values of the same prompts: {tuple(before_N.shape)}, {tuple(after_N.shape)}")
+    (low_b, high_b), (low_a, high_a) = (clustered_interval(v, draws, confidence) for v in (before_N, after_N))
+    b, a = float(before_N.double().mean()), float(after_N.double().mean())
+    both = torch.stack([before_N, after_N]).double()
+    varied = before_N.shape[0] > 1 and bool((both.var(dim=1) > 0).all())
+    r = float(torch.corrcoef(both)[0, 1]) if varied else 0.0
+
+    def joined(x: float, y: float) -> float:
+        return sqrt(max(x * x - 2 * r * x * y + y * y, 0.0))
+
+    return a - b - joined(a - low_a, high_b - b), a - b + joined(high_a - a, b - low_b)
+
+
+def _wilson(p: float, trials: float, z: float) -> tuple[float, float]:
+    spread = z * z / trials
     centre = (p + spread / 2) / (1 + spread)
     half = z * sqrt(p * (1 - p) / trials + spread / (4 * trials)) / (1 + spread)
-    low = 0.0 if successes == 0 else centre - half  # both ends are exact, up to rounding
-    high = 1.0 if successes == trials else centre + half
+    low = 0.0 if p == 0 else centre - half  # both ends are exact, up to rounding
+    high = 1.0 if p == 1 else centre + half
     return low, high
+
+
+def _student(freedom: int, confidence: float) -> float:
+    """The two-sided quantile of Student's t, by the first terms of its series in 1/freedom (Abramowitz & Stegun,
+    26.7.5): within .001 from 9 degrees of freedom on at 95 %."""
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
 def _require_confidence(confidence: float) -> None:

@@ -102,10 +102,26 @@ def micro_batches(
     objectives in which an advantage of 0 has no gradient, leaves those completions out: they still count in the weights
     of the others."""
     wanted_C = (batch.weight_C != 0) & ~(silent & (batch.advantage_C == 0))
+    return _rows(batch, wanted_C, tokens, device, whole_groups)
+
+
+def left_out(
+    batch: Batch, rows: Sequence[MicroBatch], tokens: int, device: torch.device | str = "cpu"
+) -> list[MicroBatch]:
+    """The scored completions with a known log α that are in none of `rows`, packed in the same way: what the loss does
+    not compute, and an unbiased figure of the lag needs."""
+    wanted_C = torch.tensor([knows_alpha(batch, [c]) for c in range(len(batch.member_C))], dtype=torch.bool)
+    wanted_C[[c for micro in rows for c in micro.members]] = False
+    return _rows(batch, wanted_C, tokens, device)
+
+
+def _rows(
+    batch: Batch, wanted_C: Tensor, tokens: int, device: torch.device | str, whole_groups: bool = False
+) -> list[MicroBatch]:
     pieces = _pieces(batch, wanted_C.tolist(), tokens if not whole_groups else sys.maxsize)
     rows: list[list[list[int]]] = []
     for known in (True, False):  # a row's completions all have log α, or none of them
-        alike = [piece for piece in pieces if _knows_alpha(batch, piece) == known]
+        alike = [piece for piece in pieces if knows_alpha(batch, piece) == known]
         rows += [[alike[n] for n in row] for row in balanced([_cost(batch, piece) for piece in alike], tokens)]
     return [_pack(batch, row, device) for row in rows]
 
@@ -129,7 +145,7 @@ def balanced(costs: Sequence[int], budget: int) -> list[list[int]]:
     return least if fits else first_fit
 
 
-def _knows_alpha(batch: Batch, piece: list[int]) -> bool:
+def knows_alpha(batch: Batch, piece: list[int]) -> bool:
     """Whether whoever drew these completions said how likely they were."""
     return not any(bool(batch.completion(c).logp_alpha.isnan().any()) for c in piece)
 
@@ -160,7 +176,7 @@ def _pack(batch: Batch, pieces: list[list[int]], device: torch.device | str) -> 
         (batch.groups[batch.member_C[piece[0]][0]].prompt.token_ids, [batch.completion(c).token_ids for c in piece])
         for piece in pieces
     ]
-    lengths, known = batch.lengths_C[members], _knows_alpha(batch, members)
+    lengths, known = batch.lengths_C[members], knows_alpha(batch, members)
     return MicroBatch(
         packed=Packed.build(groups, device),
         members=tuple(members),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from lagrpo.runs.directory import Run, RunExistsError
 from lagrpo.runs.environment import collect_environment
-from lagrpo.runs.reading import RunNotFoundError, load_evaluations, load_metrics, load_rollouts
+from lagrpo.runs.reading import RunNotFoundError, load_evaluations, load_events, load_metrics, load_rollouts
 
 __all__ = [
     "Run",
@@ -18,6 +18,7 @@ __all__ = [
     "RunNotFoundError",
     "collect_environment",
     "load_evaluations",
+    "load_events",
     "load_metrics",
     "load_rollouts",
 ]

@@ -2,18 +2,20 @@
 
     runs/arithmetic-grpo-v10-i1-20261120-054512/
         config.toml                     the settings as resolved          environment.json   versions, machine, commit
-        metrics.jsonl                   one line per batch                reward.png         the reward curve
+        metrics.jsonl                   one line of numbers per batch     reward.png         the reward curve
+        events.jsonl                    deliveries and why, warnings
         rollouts/step-000120.parquet    one row per completion
         evaluations/NAME.json, .parquet the summary, and one row per prompt
         weights/final, weights/v000120  Hugging Face model directories
 
-Files are the store: nothing else holds a run's state, and every file but metrics.jsonl appears whole, by a rename.
+Files are the store: nothing else holds a run's state, and every file but the .jsonl appears whole, by a rename.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,9 +56,21 @@ class Run:
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    def record(self, metrics: Mapping[str, Any]) -> None:
-        """Appends the metrics of one batch to metrics.jsonl, flushed. NaN and infinities become null."""
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    def record(self, metrics: Mapping[str, float | None]) -> None:
+        """Appends the metrics of one batch to metrics.jsonl, flushed. NaN and infinities become null. Raises TypeError
+        naming the key of a value that is no number; the place of such a thing is `record_event`."""
+        for key, value in metrics.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+                raise TypeError(f"metrics.jsonl holds numbers and nulls, but {key} is {value!r}")
         append_line(self.metrics, to_json(metrics))
+
+    def record_event(self, event: str, batch: int, **facts: Any) -> None:
+        """Appends to events.jsonl what no number says: the event's name, its batch and facts."""
+        append_line(self.events, to_json({"event": event, "batch": batch, **facts}))
 
     def record_rollouts(
         self,

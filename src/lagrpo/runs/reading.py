@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,18 +31,33 @@ def open_run(run: Run | Path | str) -> Run:
     raise RunNotFoundError(wrong + _runs_nearby(path))
 
 
+def load_reward_range(run: Run | Path | str) -> tuple[float, float]:
+    """The least and the greatest reward of the run's task, by its config.toml; 0 and 1 where that does not say."""
+    config = tomllib.loads((open_run(run).path / "config.toml").read_text(encoding="utf-8"))
+    low, high = config.get("task", {}).get("reward_range", (0.0, 1.0))
+    return float(low), float(high)
+
+
 def load_metrics(run: Run | Path | str) -> list[dict[str, Any]]:
     """The metrics of the batches so far, in order; empty before the first. A torn last line (the run was killed
     while it wrote, or is writing now) is left out; a broken line anywhere else raises ValueError with its number."""
-    path = open_run(run).metrics
+    return _load_lines(open_run(run).metrics)
+
+
+def load_events(run: Run | Path | str) -> list[dict[str, Any]]:
+    """The events of the run so far, in order: deliveries with their reasons, and warnings. Read as metrics are."""
+    return _load_lines(open_run(run).events)
+
+
+def _load_lines(path: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
-    metrics = []
+    loaded = []
     for number, line in enumerate(lines[:-1], start=1):  # after the last newline: nothing, or a torn line
         try:
-            metrics.append(json.loads(line))
+            loaded.append(json.loads(line))
         except ValueError as error:
             raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-    return metrics
+    return loaded
 
 
 def load_evaluations(run: Run | Path | str) -> list[dict[str, Any]]:

@@ -13,8 +13,9 @@ from rich.rule import Rule
 from rich.text import Text
 
 from lagrpo.runs.directory import Run
-from lagrpo.runs.reading import RunNotFoundError, load_rollouts, open_run, rollout_batches
+from lagrpo.runs.reading import RunNotFoundError, load_reward_range, load_rollouts, open_run, rollout_batches
 from lagrpo.text import visible
+from lagrpo.types import is_right
 
 Only = Literal["all", "right", "wrong", "rejected"]
 
@@ -29,8 +30,9 @@ def show(
 ) -> None:
     """Prints up to `count` completions of one batch (default: the last), of the prompt with key `prompt` only if given.
 
-    `only`: "right" are those with a reward of at least 1, "wrong" the other scored ones, "rejected" those without a
-    reward (rejected or failed). Raises RunNotFoundError when the run, its rollouts or the batch are not there.
+    `only`: "right" are those with the greatest reward of the run's task.reward_range, "wrong" the other scored ones,
+    "rejected" those without a reward (rejected or failed). Raises RunNotFoundError when the run, its rollouts or the
+    batch are not there.
     """
     console = console or Console()
     run = open_run(run_dir)
@@ -38,7 +40,8 @@ def show(
     if not batches:
         raise RunNotFoundError(f"{run.path} has no rollouts yet: its first batch is not finished")
     rows = load_rollouts(run, [batches[-1] if batch is None else batch])
-    chosen = [row for row in rows if (prompt is None or row["prompt_key"] == prompt) and is_kind(row, only)]
+    scale = load_reward_range(run)
+    chosen = [row for row in rows if (prompt is None or row["prompt_key"] == prompt) and is_kind(row, only, scale)]
     console.print(_title(run, rows, batches, min(count, len(chosen)), len(chosen)))
     if not chosen:
         console.print(Text(_nothing(rows, prompt, only)))
@@ -46,22 +49,22 @@ def show(
         completions = list(group)
         console.print(_prompt(key, completions[0]))
         for row in completions:
-            console.print(render_completion(row))
+            console.print(render_completion(row, scale))
 
 
-def is_kind(row: dict[str, Any], only: Only) -> bool:
+def is_kind(row: dict[str, Any], only: Only, reward_range: tuple[float, float]) -> bool:
     """Whether a row of the rollouts is of the kind that `only` names; see `show`."""
     if only == "all":
         return True
     if only == "rejected":
         return row["outcome"] != "scored"
-    return row["outcome"] == "scored" and (row["reward"] >= 1) == (only == "right")
+    return row["outcome"] == "scored" and is_right(row["reward"], reward_range) == (only == "right")
 
 
-def render_completion(row: dict[str, Any]) -> Group:
+def render_completion(row: dict[str, Any], reward_range: tuple[float, float]) -> Group:
     """One completion: a line of facts, and its text."""
     scored = row["outcome"] == "scored"
-    right = scored and row["reward"] >= 1
+    right = scored and is_right(row["reward"], reward_range)
     mark, style = ("✓", "green") if right else ("✗", "red") if scored else ("?", "yellow")
     facts = [f"{row['reward']:g}" if scored else row["outcome"], f"{len(row['token_ids'])} tokens"]
     facts += [] if row["finished"] else ["cut at the limit"]

@@ -6,9 +6,11 @@ Batches are counted through all stages: k = 1 .. M inside a stage, b = (stage - 
                 the initial policy. The lag is a sawtooth, 0 .. v-1 batches (0 .. v-2 in the first cycle).
 `lagged(v)`     α = π_{k-v} as the paper's text has it: a constant lag of v batches (less at the start), a pipeline that
                 draws v batches ahead. `lagged(0)` and `every(1)` are on-policy.
-`budget(δ, v)`  deliver when the estimated KL(α‖π_k) of a completion (nats, live.sequence_kl) passed δ in the batch
-                before, and at the latest after v batches. By Pinsker TV(α, π_k) <= sqrt(δ / 2), up to the estimate's
-                error and the updates that it is old.
+`budget(δ, v)`  deliver when the estimated KL(α‖π_k) of a completion (nats, live.spent) passed δ in the batch before,
+                and at the latest after v batches. By Pinsker TV(α, π_k) <= sqrt(δ / 2), up to the estimate's error and
+                the updates that it is old.
+`certified(v)`  deliver when the batch before certified that π_k is better than α (its lower bound on J(π_k) - J(α),
+                live.certified, was above 0), and at the latest after v batches.
 
 >>> [every(3).due(k) for k in range(1, 7)]
 [False, False, True, False, False, True]
@@ -24,8 +26,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["every", "lagged", "budget"]
-Reason = Literal["", "start", "schedule", "budget", "cap"]
+Kind = Literal["every", "lagged", "budget", "certified"]
+Reason = Literal["", "start", "schedule", "budget", "certified", "cap"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +43,15 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`kind` every, lagged or budget; `v` in batches; `delta` in nats, of budget alone. Raises ValueError on numbers
-    that the kind does not allow."""
+    """`kind` every, lagged, budget or certified; `v` in batches; `delta` in nats, of budget alone. Raises ValueError on
+    numbers that the kind does not allow."""
 
     kind: Kind
     v: int
     delta: float | None = None
 
     def __post_init__(self) -> None:
-        least = {"every": 1, "lagged": 0, "budget": 1}[self.kind]
+        least = 0 if self.kind == "lagged" else 1
         if self.v < least:
             raise ValueError(f"schedule {self.kind}(v) needs v of at least {least}, got {self.v}")
         if (self.kind == "budget") != (self.delta is not None):
@@ -67,14 +69,15 @@ class Schedule:
         return self.kind == "lagged" or k % self.v == 0
 
     def plan(
-        self, stages: int, batches: int, ahead: bool = True, divergence: Callable[[], float] = lambda: 0.0
+        self, stages: int, batches: int, ahead: bool = True, latest: Callable[[], float] = lambda: 0.0
     ) -> Iterator[Due]:
         """One `Due` for every batch of the run, in order, each when it is asked for. `ahead` asks for all batches up to
         the next delivery as soon as their α is there; without it `every(v)` asks for them one by one. The draws are the
-        same. `divergence` gives the latest estimate of KL(α‖π_k), which `budget` decides by."""
+        same. `latest` gives what the last batch says since the delivery: the estimate of KL(α‖π_k) that `budget`
+        decides by, or the lower bound on J(π_k) - J(α) of `certified`."""
         total = stages * batches
-        if self.kind == "budget":
-            yield from self._spend(total, divergence)
+        if self.kind in ("budget", "certified"):
+            yield from self._watch(total, latest)
             return
         drawn = 0  # batches that have been asked for
         for b in range(1, total + 1):
@@ -88,11 +91,11 @@ class Schedule:
             yield Due(b, reason, range(drawn + 1, max(last, drawn) + 1))
             drawn = max(drawn, last)
 
-    def _spend(self, total: int, divergence: Callable[[], float]) -> Iterator[Due]:
-        assert self.delta is not None
+    def _watch(self, total: int, latest: Callable[[], float]) -> Iterator[Due]:
+        passed: Reason = "budget" if self.kind == "budget" else "certified"
         since = 0  # batches drawn by what the sampler has
         for b in range(1, total + 1):
-            reason: Reason = "budget" if since and divergence() > self.delta else "cap" if since >= self.v else ""
+            reason: Reason = passed if since and latest() > (self.delta or 0.0) else "cap" if since >= self.v else ""
             since = 1 if reason else since + 1
             yield Due(b, reason, range(b, b + 1))
 
@@ -112,8 +115,14 @@ def budget(delta: float, v: int) -> Schedule:
     return Schedule("budget", v, delta)
 
 
+def certified(v: int) -> Schedule:
+    """Deliver when π_k is certified to be better than α, at the latest every v batches."""
+    return Schedule("certified", v)
+
+
 def lags(schedule: Schedule, stages: int, batches: int, i: int) -> list[int]:
-    """The lag of each batch of a run, in optimiser updates, when every batch makes i updates (and a budget lasts)."""
+    """The lag of each batch of a run, in optimiser updates, when every batch makes i updates (budget and
+    certified: where nothing comes before their cap)."""
     drawn_at: dict[int, int] = {}  # batch -> version of its sampler
     version_served = 0
     lag = []
