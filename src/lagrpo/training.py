@@ -201,7 +201,7 @@ class Training:
             resample=s.sampling.resample,
             score_lag=s.run.score_lag,
             one_program=self.sampled is not None,
-            score_update=s.run.score_update,
+            score_update=s.run.score_update and self.lag_is_complete,
             spends=self.spends,
             reset_optimizer=s.schedule.reset_optimizer,
         )
@@ -239,11 +239,16 @@ class Training:
 
     def lag_figures(self, used: Used) -> dict[str, float | None]:
         """The figures of the lag; null where the run leaves out completions that they would need."""
-        s, recipe = self.settings, self.parts.recipe
-        complete = s.run.score_lag or not (recipe.silent or recipe.mask_zero_variance)
-        rows, after_T = (used.rows, used.after_T) if complete else ((), None)
+        s, eps_std = self.settings, self.parts.recipe.composition.eps_std
+        rows, after_T = (used.rows, used.after_T) if self.lag_is_complete else ((), None)
         delta = None if s.sampling.resample else s.schedule.doubt
-        return lag_figures(used.batch, rows, recipe.composition.eps_std, s.task.reward_range, after_T, delta)
+        return lag_figures(used.batch, rows, eps_std, s.task.reward_range, after_T, delta)
+
+    @property
+    def lag_is_complete(self) -> bool:
+        """Whether every scored completion is computed, so that figures of the lag are those of all of them."""
+        recipe = self.parts.recipe
+        return self.settings.run.score_lag or not (recipe.silent or recipe.mask_zero_variance)
 
     def warn(self, b: int, text: str) -> None:
         """A line that stays, on the display and in events.jsonl."""
