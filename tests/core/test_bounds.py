@@ -1,9 +1,13 @@
+from typing import Literal
+
 import pytest
 import torch
 from torch import tensor
 from torch.testing import assert_close
 
 from lagrpo.core.bounds import (
+    capped_gain,
+    certified_improvement,
     corollary1,
     identity_bound,
     mean_reward,
@@ -170,6 +174,95 @@ def test_the_interval_over_prompts_covers_the_exact_bound():
         low, high = bootstrap_interval(values, resamples=300, seed=seed)
         covered += low <= exact <= high
     assert covered / 200 == pytest.approx(0.95, abs=0.05)
+
+
+@pytest.mark.parametrize("cap", [1.0, 1.5, 4.0])
+def test_the_capped_gain_is_a_bound_and_lacks_at_most_the_probability_beyond_the_cap(cap):
+    pi, _, alpha, r = cases(20_000, 4, seed=4, binary=False)
+    missing = improvement(pi, alpha, r) - capped_gain(pi, alpha, r, cap)
+    assert float(missing.min()) >= -ROUNDING
+    beyond = torch.where(pi > cap * alpha, pi, 0.0).sum(dim=-1)
+    assert bool((missing <= beyond + ROUNDING).all())
+    assert bool((missing[beyond == 0].abs() <= ROUNDING).all())
+
+
+def test_a_certificate_worked_by_hand():
+    """z = (min(rho, 2) - 1) r = 1, 0, -.5, 0: mean .125, variance .296875, ln(2/.1) = 2.995732."""
+    rewards, ratio = double(1, 0, 1, 1).view(2, 2), double(3, 5, 0.5, 1).view(2, 2)
+    many = [x.repeat(100, 1) for x in (rewards, ratio.log())]
+    # n = 400: variance .296875 * 400/399; .125 - sqrt(2 .297619 2.995732 / 400) - 14 2.995732 / 1197
+    assert float(certified_improvement(*many, cap=2.0, delta=0.1)) == pytest.approx(0.0231944, abs=1e-6)
+    # n = 200 means of a group, .5 and -.25: variance .140625 * 200/199
+    groups = certified_improvement(*many, cap=2.0, delta=0.1, prompts="drawn")
+    assert float(groups) == pytest.approx(-0.0103202, abs=1e-6)
+    assert float(certified_improvement(rewards, ratio.log(), cap=2.0, delta=0.1)) == -1.0  # vacuous
+
+
+def certificates(draws: int, N: int, G: int, prompts: Literal["fixed", "drawn"], seed: int) -> tuple[torch.Tensor, float]:
+    """Certificates of two kinds of prompts, drawn evenly, whose gains differ: .2 and -.1, mean .05; where the prompts
+    are fixed half are of each kind."""
+    alpha, r = double(0.5, 0.3, 0.2), double(0.0, 0.5, 1.0)
+    pi = torch.stack([double(0.3, 0.3, 0.4), double(0.6, 0.3, 0.1)])
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(draws):
+        kind = torch.arange(N) % 2 if prompts == "fixed" else torch.randint(2, (N,), generator=generator)
+        y = torch.multinomial(alpha, N * G, replacement=True, generator=generator).view(N, G)
+        log_ratio = (pi / alpha).log()[kind[:, None].expand(N, G), y]
+        found.append(certified_improvement(r[y], log_ratio, cap=2.0, delta=0.1, prompts=prompts))
+    return torch.stack(found), 0.05
+
+
+@pytest.mark.parametrize("prompts", ["fixed", "drawn"])
+def test_a_certificate_is_wrong_no_more_often_than_delta(prompts):
+    values, exact = certificates(400, N=400, G=4, prompts=prompts, seed=0)
+    assert float((values > exact).double().mean()) <= 0.1
+    assert float(values.mean()) > -0.05  # far from vacuous: not right by saying nothing
+
+
+def test_completions_that_share_a_prompt_are_not_independent_samples_of_the_prompts():
+    """Four prompts of two kinds with 512 completions each: taken as 2,048 terms they promise the mean over all prompts
+    and miss it far more often than delta; as four groups they say that they know nothing."""
+    generator = torch.Generator().manual_seed(1)
+    alpha, r = double(0.5, 0.5), double(0.0, 1.0)
+    pi = torch.stack([double(0.1, 0.9), double(0.9, 0.1)])
+    wrong = vacuous = 0
+    for _ in range(200):
+        kind = torch.randint(2, (4,), generator=generator)
+        y = torch.multinomial(alpha, 4 * 512, replacement=True, generator=generator).view(4, 512)
+        log_ratio = (pi / alpha).log()[kind[:, None].expand(4, 512), y]
+        wrong += float(certified_improvement(r[y], log_ratio, cap=2.0, delta=0.1)) > 0.0
+        vacuous += float(certified_improvement(r[y], log_ratio, cap=2.0, delta=0.1, prompts="drawn")) == -1.0
+    assert wrong / 200 == pytest.approx(5 / 16, abs=0.1)  # three or four prompts of the kind that gains
+    assert vacuous == 200
+
+
+def test_a_policy_that_has_seen_the_samples_is_certified_for_nothing():
+    """Rewards are coins, so no policy can gain; one that moves towards the very samples that were rewarded, out of a
+    hundred thousand, is promised a gain every time, one fitted to other samples never."""
+    generator = torch.Generator().manual_seed(2)
+    outcomes, tilt = 100_000, 0.5
+    for _ in range(20):
+        y = torch.randint(outcomes, (2, 512, 4), generator=generator)
+        rewards = torch.randint(2, (2, 512, 4), generator=generator).double()
+        reward_of = torch.full((outcomes,), 0.5, dtype=torch.float64).index_put((y[0].flatten(),), rewards[0].flatten())
+        log_ratio = tilt * (2 * reward_of - 1)  # log of a tilt that sums to 1 within a thousandth
+        assert float(certified_improvement(rewards[0], log_ratio[y[0]], cap=2.0, delta=0.1)) > 0.1
+        assert float(certified_improvement(rewards[1], log_ratio[y[1]], cap=2.0, delta=0.1)) < 0.0
+
+
+def test_what_a_certificate_refuses(unchecked):
+    rewards, log_ratio = torch.ones(4, 2), torch.zeros(4, 2)
+    with pytest.raises(ValueError, match=r"must lie in \[0, 1\]"):
+        certified_improvement(3 * rewards, log_ratio, cap=2.0, delta=0.1)
+    with pytest.raises(ValueError, match="cap must be at least 1"):
+        certified_improvement(rewards, log_ratio, cap=0.5, delta=0.1)
+    with pytest.raises(ValueError, match="delta must lie between 0 and 1, but is 1"):
+        certified_improvement(rewards, log_ratio, cap=2.0, delta=1)
+    with pytest.raises(ValueError, match="log_ratio must be finite"):
+        certified_improvement(rewards, log_ratio / 0, cap=2.0, delta=0.1)
+    with pytest.raises(ValueError, match="at least two independent terms, but has 1"):
+        certified_improvement(rewards[:1], log_ratio[:1], cap=2.0, delta=0.1, prompts="drawn")
 
 
 def test_the_distances_of_samples():

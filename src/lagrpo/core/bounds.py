@@ -7,13 +7,16 @@ With J the mean reward, s = sqrt(Var_alpha r + eps_std), L = E_alpha[(pi/alpha) 
     Theorem 1 [P1]    D >= L - c (1-s)/s TV(pi, alpha) - c TV(pi_k, alpha),  c = 2;  needs s <= 1
     constant 1        the same with c = 1, as |J(p) - J(q)| <= TV(p, q) for rewards in [0, 1]; attained
     identity bound    D >= s L - TV(pi_k, alpha),  for every s > 0, as s L = J(pi) - J(alpha) exactly
+    capped gain       J(pi) - J(alpha) >= E_alpha[(min(pi/alpha, C) - 1) r]: terms in [-1, C - 1], so a finite sample
+                      certifies it (`certified_improvement`)
 
 The identity bound has no penalty on TV(pi, alpha) and is the largest of the three wherever s <= 1. With c = 2 and
 s <= 1/2 (always, at eps_std = 0) the right side of Theorem 1 is never positive: it certifies no improvement.
 [P1] Mroueh et al., arXiv 2505.22257. Its "sigma <= 1/4" reads sigma^2 <= 1/4.
 """
 
-from typing import NamedTuple
+from math import log
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -140,6 +143,60 @@ def sampled(
     tv_pi, tv_k = sampled_tv(log_ratio), sampled_tv(log_ratio_k)
     bound = value - 2 * (_times(penalty(s), tv_pi) + tv_k)
     return Sampled(s, value, gain, tv_pi, tv_k, bound, gain - tv_k)
+
+
+def capped_gain(pi: Outcomes, alpha: Outcomes, r: Outcomes, cap: float) -> Values:
+    """E_alpha[min(pi/alpha, C) r] - E_alpha r <= J(pi) - J(alpha) for r >= 0; what it lacks, E_pi[max(1 - C alpha/pi,
+    0) r], is at most the probability under pi of a ratio above C. Raises ValueError as `mean_reward` does, and for
+    C < 1."""
+    require_at_least(1.0, cap=cap)
+    require_distributions(pi=pi, alpha=alpha)
+    return (torch.minimum(pi, cap * alpha) * _in_unit_interval(r)).sum(dim=-1) - mean_reward(alpha, r)
+
+
+def certified_improvement(
+    rewards: Float[Tensor, "N G"],
+    log_ratio: Float[Tensor, "N G"],
+    cap: float,
+    delta: float,
+    prompts: Literal["fixed", "drawn"] = "fixed",
+) -> Float[Tensor, ""]:
+    """A number that is at most J(pi) - J(alpha) with probability 1 - delta or more, from N groups of G completions
+    drawn by alpha: rewards in [0, 1] and the log-ratios of whole completions log pi(y)/alpha(y).
+
+    With n independent terms z in [-1, C - 1], C = `cap`, of sample variance V (over n - 1), empirical Bernstein
+    (Maurer & Pontil, arXiv 0907.3740, Theorem 11; the terms need not be identically distributed):
+
+        E mean z >= mean z - sqrt(2 V ln(2/delta) / n) - 7 C ln(2/delta) / (3 (n - 1)),    z = (min(rho, C) - 1) r
+
+    What J averages over says which terms are independent:
+
+    fixed   J is the mean over these N prompts. Given them all completions are independent: n = N G terms
+    drawn   J is the mean over what the prompts are drawn from, independently. Completions share their prompt, so only
+            groups are independent: n = N means of a group
+
+    pi and C must not depend on these samples: pi_k on a batch it has not yet learned from is right, pi after an update
+    on the batch is not. To look at m batches and use whichever certifies, give delta / m. Every completion of the
+    groups must be there: if some are left out because of what they say, the rest are not a sample of alpha.
+
+    Never below -1, which rewards in [0, 1] certify without a sample: there it is vacuous. It cannot be positive unless
+    C > 1 and n > 1 + 7 C ln(2/delta) / (3 (C - 1)).
+
+    Raises ValueError for r outside [0, 1], log-ratios that are NaN or infinite, C < 1, delta outside (0, 1), n < 2."""
+    require_same_shape(rewards=rewards, log_ratio=log_ratio)
+    require_at_least(1.0, cap=cap)
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must lie between 0 and 1, but is {delta:g}: it is the chance of a false certificate")
+    if not bool(log_ratio.isfinite().all()):
+        raise ValueError("log_ratio must be finite: a completion drawn by alpha has a probability under pi and alpha")
+    ratio = log_ratio.double().clamp(max=log(cap)).exp()
+    terms = (ratio - 1) * _in_unit_interval(rewards).double()
+    terms = terms.flatten() if prompts == "fixed" else terms.mean(dim=-1)
+    n, doubt = terms.shape[0], log(2 / delta)
+    if n < 2:
+        raise ValueError(f"a certificate needs at least two independent terms, but has {n}")
+    margin = (2 * terms.var() * doubt / n).sqrt() + 7 * cap * doubt / (3 * (n - 1))
+    return (terms.mean() - margin).clamp(min=-1.0)
 
 
 def _times(factor: Tensor, distance: Tensor) -> Tensor:
