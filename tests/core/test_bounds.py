@@ -198,9 +198,9 @@ def test_a_certificate_worked_by_hand():
     assert float(certified_improvement(rewards, ratio.log(), cap=2.0, delta=0.1)) == -1.0  # vacuous
 
 
-def certificates(draws: int, N: int, G: int, prompts: Literal["fixed", "drawn"], seed: int) -> tuple[torch.Tensor, float]:
-    """Certificates of two kinds of prompts, drawn evenly, whose gains differ: .2 and -.1, mean .05; where the prompts
-    are fixed half are of each kind."""
+def certificates(draws: int, N: int, G: int, prompts: Literal["fixed", "drawn"], seed: int) -> torch.Tensor:
+    """Certificates where two kinds of prompts gain .2 and -.1, so .05 in the mean. Fixed prompts are half of each kind,
+    drawn ones a coin each."""
     alpha, r = double(0.5, 0.3, 0.2), double(0.0, 0.5, 1.0)
     pi = torch.stack([double(0.3, 0.3, 0.4), double(0.6, 0.3, 0.1)])
     generator = torch.Generator().manual_seed(seed)
@@ -210,13 +210,13 @@ def certificates(draws: int, N: int, G: int, prompts: Literal["fixed", "drawn"],
         y = torch.multinomial(alpha, N * G, replacement=True, generator=generator).view(N, G)
         log_ratio = (pi / alpha).log()[kind[:, None].expand(N, G), y]
         found.append(certified_improvement(r[y], log_ratio, cap=2.0, delta=0.1, prompts=prompts))
-    return torch.stack(found), 0.05
+    return torch.stack(found)
 
 
 @pytest.mark.parametrize("prompts", ["fixed", "drawn"])
 def test_a_certificate_is_wrong_no_more_often_than_delta(prompts):
-    values, exact = certificates(400, N=400, G=4, prompts=prompts, seed=0)
-    assert float((values > exact).double().mean()) <= 0.1
+    values = certificates(400, N=400, G=4, prompts=prompts, seed=0)
+    assert float((values > 0.05).double().mean()) <= 0.1
     assert float(values.mean()) > -0.05  # far from vacuous: not right by saying nothing
 
 
