@@ -164,7 +164,7 @@ def compose(name: str, source: str, formula: str, base: Composition, overrides: 
 
     Raises ValueError for an unknown name (with the nearest one), a number out of its domain, and a composition that
     contradicts itself, among them an override that nothing in the composition would read."""
-    from lagrpo.core import corrections, divergences
+    from lagrpo.core import corrections, divergences, ratios
     from lagrpo.core.loss import no_kl
 
     for key in overrides:
@@ -184,7 +184,7 @@ def compose(name: str, source: str, formula: str, base: Composition, overrides: 
         return clip(terms) | (correction(terms) == 0)
 
     def weighted_kl(terms: Any) -> Tensor:
-        return divergences.importance_weighted(kl(terms), (terms.logp - terms.alpha).exp())
+        return divergences.importance_weighted(kl(terms), ratios.token_ratio(terms.logp, terms.alpha))
 
     used_kl = weighted_kl if made.kl_importance else kl
     needs = _needs(lambda terms: (value(terms), cut(terms), used_kl(terms)))

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lagrpo.core.extended import expm1, times
 from lagrpo.core.shapes import FloatT, require_same_shape, require_vector
 
 
@@ -35,14 +36,19 @@ def k2(logp_T: FloatT, logp_ref_T: FloatT) -> FloatT:
 def k3(logp_T: FloatT, logp_ref_T: FloatT) -> FloatT:
     """e^-d + d - 1 >= 0, GRPO's choice (Shao et al., arXiv 2402.03300, Eq. 4). Raises ValueError on shapes."""
     d_T = k1(logp_T, logp_ref_T)
-    return torch.expm1(-d_T) + d_T
+    return expm1(-d_T) + d_T
 
 
 def importance_weighted(estimate_T: FloatT, ratio_T: FloatT) -> FloatT:
     """sg(rho) times the estimate: the weight of tokens drawn by alpha that are to stand for tokens drawn by pi. rho, of
     the token or of the sequence, carries no gradient. Raises ValueError on shapes."""
     require_vector(estimate_T=estimate_T, ratio_T=ratio_T)
-    return ratio_T.detach() * estimate_T
+    return times(_where_it_counts(ratio_T.detach(), estimate_T), estimate_T)
+
+
+def _where_it_counts(ratio_T: FloatT, estimate_T: FloatT) -> FloatT:
+    """The ratio, but 0 where it is infinite and the estimate 0: there d = 0, and the gradient rho d is 0 as well."""
+    return torch.where(ratio_T.isinf() & (estimate_T == 0), torch.zeros_like(ratio_T), ratio_T)
 
 
 def kl(p: Float[Tensor, "*N K"], q: Float[Tensor, "*N K"]) -> Float[Tensor, "*N"]:

@@ -10,20 +10,21 @@ All functions raise ValueError on shapes that differ.
 
 import torch
 
+from lagrpo.core.extended import times
 from lagrpo.core.shapes import BoolT, FloatT, require_at_least, require_vector
 
 
 def unclipped(ratio_T: FloatT, advantage_T: FloatT) -> FloatT:
     """r A, Eq. 3 of [P1]: the importance-weighted advantage."""
     require_vector(ratio_T=ratio_T, advantage_T=advantage_T)
-    return ratio_T * advantage_T
+    return times(ratio_T, advantage_T)
 
 
 def reinforce(logp_T: FloatT, advantage_T: FloatT, mask_T: BoolT, weight_T: FloatT) -> FloatT:
     """M W A logp, the one formula of the REC and RED methods [P2]; M, W and A carry no gradient (see core.reinforce).
     Where M and W are 1 it is REINFORCE, whoever drew the samples."""
     require_vector(logp_T=logp_T, advantage_T=advantage_T, mask_T=mask_T, weight_T=weight_T)
-    return (mask_T * weight_T * advantage_T).detach() * logp_T
+    return times(times(times(mask_T.to(weight_T.dtype), weight_T), advantage_T).detach(), logp_T)
 
 
 def f_eps(ratio_T: FloatT, centre_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_high: float) -> FloatT:
@@ -66,7 +67,7 @@ def proportional_range(centre_T: FloatT, epsilon_low: float, epsilon_high: float
 def clipped_between(ratio_T: FloatT, low_T: FloatT, high_T: FloatT, advantage_T: FloatT) -> FloatT:
     """min(r A, clip(r, low, high) A)."""
     require_vector(ratio_T=ratio_T, low_T=low_T, high_T=high_T, advantage_T=advantage_T)
-    return torch.minimum(ratio_T * advantage_T, ratio_T.clamp(low_T, high_T) * advantage_T)
+    return torch.minimum(times(ratio_T, advantage_T), times(ratio_T.clamp(low_T, high_T), advantage_T))
 
 
 def cut_between(ratio_T: FloatT, low_T: FloatT, high_T: FloatT, advantage_T: FloatT) -> BoolT:
