@@ -88,6 +88,16 @@ def test_an_empty_group_and_an_unscored_reward_are_refused(function, unchecked):
         function(tensor([0.0, float("nan")]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("part", [1e-3, 0.1, 0.4, 0.7, 0.99])
+def test_rewards_whose_squares_overflow_are_whitened_like_small_ones(dtype, part):
+    largest = torch.finfo(dtype).max ** part
+    rewards_G = tensor([1.0, 0.0, 0.0, 0.0], dtype=dtype)
+    assert_close(whitened(largest * rewards_G, 0.0), whitened(rewards_G, 0.0))
+    assert_close(whitened(-largest * rewards_G, 1e-4), whitened(-rewards_G, 1e-4 / largest / largest))
+    assert_close(sigma(largest * rewards_G, 0.0) / largest, sigma(rewards_G, 0.0))
+
+
 def test_a_negative_variance_floor_is_refused():
     with pytest.raises(ValueError, match=r"eps_std must be at least 0, but is -0.1"):
         whitened(tensor([0.0, 1.0]), -0.1)

@@ -33,8 +33,18 @@ def sigma(rewards: Float[Tensor, "*N G"], eps_std: float) -> Float[Tensor, "*N"]
     Raises ValueError for an empty group, a reward that is not finite, or eps_std < 0."""
     require_group(rewards)
     require_at_least(0.0, eps_std=eps_std)
-    variance = rewards.var(dim=-1, correction=0)
-    return torch.where(zero_variance(rewards), torch.zeros_like(variance), variance).add(eps_std).sqrt()
+    unit = _unit(rewards)
+    variance = (rewards / unit[..., None]).var(dim=-1, correction=0)
+    variance = torch.where(zero_variance(rewards), torch.zeros_like(variance), variance)
+    return (variance + eps_std / unit.square()).sqrt() * unit
+
+
+def _unit(rewards: Float[Tensor, "*N G"]) -> Float[Tensor, "*N"]:
+    """1, or a power of two near the largest reward where the squares of the rewards would overflow."""
+    largest = rewards.abs().amax(dim=-1)
+    exponent = torch.frexp(largest).exponent
+    squares_fit = 2 * exponent < torch.frexp(torch.full_like(largest, torch.finfo(rewards.dtype).max)).exponent - 64
+    return torch.where(squares_fit, torch.ones_like(largest), torch.ldexp(torch.ones_like(largest), exponent - 1))
 
 
 def centred(rewards: Float[Tensor, "*N G"]) -> Float[Tensor, "*N G"]:
