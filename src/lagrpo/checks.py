@@ -63,15 +63,15 @@ def _check_exponential(recipe: Recipe, settings: Settings) -> None:
     G, of_range = settings.sampling.G, f"task.reward_range = ({low:g}, {high:g})"
     if G == 1:
         largest, given = high, of_range
-    elif made.advantage == "whitened":
+    elif made.advantage in ("whitened", "whitened_unbiased"):
         largest, given = math.sqrt(G - 1), f"sampling.G = {G}"
     else:
         largest, given = high - low, of_range
     if largest > LARGEST_EXPONENT * made.weight_temperature:
         raise ValueError(
             f"weight 'exp_advantage' is e^(A / {made.weight_temperature:g}), and with {given} A may reach "
-            f"{largest:.3g}: above {LARGEST_EXPONENT:g} it overflows; scale the rewards, or set objective.weight_temperature to "
-            f"{largest / LARGEST_EXPONENT:g} or more"
+            f"{largest:.3g}: above {LARGEST_EXPONENT:g} it overflows; scale the rewards, or set "
+            f"objective.weight_temperature to {largest / LARGEST_EXPONENT:g} or more"
         )
 
 

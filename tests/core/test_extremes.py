@@ -57,7 +57,7 @@ def gradient(recipe: Any, given: dict[str, Tensor]) -> Tensor:
 
 
 FURTHER = {  # overrides that bring in an exponential of their own
-    "grpo": [{"kl_importance": True, "kl": "k2"}],
+    "grpo": [{"kl_importance": True, "kl": "k2"}, {"kl": "k3_clamped"}, {"kl": "k3_linear"}, {"dual_clip": 4.0}],
     "grpo_tis": [{"correction_cap": float("inf")}],
     "grpo_tis_sequence": [{"correction_cap": float("inf")}],
 }

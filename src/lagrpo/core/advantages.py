@@ -1,7 +1,8 @@
 """Advantages: from the rewards of a group to one number per completion.
 
 A group is the last dimension, G. Leading dimensions are groups that share a size; groups of different sizes are
-separate calls. Statistics are those of the group as drawn by alpha; s0 is the *biased* standard deviation (over G).
+separate calls. Statistics are those of the group as drawn by alpha; s0 is the *biased* standard deviation (over G), s1
+the one over G - 1.
 
 Two conventions hold in every function here:
 - a group of one completion is legal: its baseline is 0, so its advantage is its reward, and it has zero variance;
@@ -9,7 +10,7 @@ Two conventions hold in every function here:
   a tiny standard deviation.
 """
 
-from math import log
+from math import log, sqrt
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -64,6 +65,19 @@ def whitened(rewards: Float[Tensor, "*N G"], eps_std: float) -> Float[Tensor, "*
     scale = sigma(rewards, eps_std)[..., None]
     if rewards.shape[-1] == 1:
         return rewards.clone()
+    return torch.where(scale > 0, centred(rewards) / scale, torch.zeros_like(rewards))
+
+
+def whitened_unbiased(rewards: Float[Tensor, "*N G"], std_offset: float) -> Float[Tensor, "*N G"]:
+    """A_i = (r_i - mu) / (s1 + std_offset), s1^2 = sum_i (r_i - mu)^2 / (G - 1): TRL whitens so, its offset is 1e-4.
+
+    Equal rewards and a single completion are treated as in `whitened`. Raises ValueError as `sigma` does."""
+    require_group(rewards)
+    require_at_least(0.0, std_offset=std_offset)
+    G = rewards.shape[-1]
+    if G == 1:
+        return rewards.clone()
+    scale = (sigma(rewards, 0.0) * sqrt(G / (G - 1)) + std_offset)[..., None]
     return torch.where(scale > 0, centred(rewards) / scale, torch.zeros_like(rewards))
 
 

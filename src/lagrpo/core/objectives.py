@@ -70,6 +70,23 @@ def clipped_between(ratio_T: FloatT, low_T: FloatT, high_T: FloatT, advantage_T:
     return torch.minimum(times(ratio_T, advantage_T), times(ratio_T.clamp(low_T, high_T), advantage_T))
 
 
+def dual_clipped(value_T: FloatT, advantage_T: FloatT, dual_clip: float) -> FloatT:
+    """max(value, delta A) where A < 0, delta = `dual_clip`: a bad token whose ratio is above delta is not pushed down.
+
+    Dual-clip PPO (Ye et al., arXiv 1912.09729), two-sided GRPO (INTELLECT-2, arXiv 2505.07291); `delta` in TRL,
+    `clip_ratio_c` in verl. delta = inf: no such end. Raises ValueError on shapes and for delta < 1."""
+    require_vector(value_T=value_T, advantage_T=advantage_T)
+    require_at_least(1.0, dual_clip=dual_clip)
+    lowest_T = torch.where(advantage_T < 0, dual_clip * advantage_T, torch.full_like(advantage_T, -torch.inf))
+    return torch.maximum(value_T, lowest_T)
+
+
+def cut_by_dual_clip(ratio_T: FloatT, advantage_T: FloatT, dual_clip: float) -> BoolT:
+    """The tokens whose gradient `dual_clipped` cuts beyond those that the clip cuts: r > delta with A < 0."""
+    require_vector(ratio_T=ratio_T, advantage_T=advantage_T)
+    return (ratio_T > dual_clip) & (advantage_T < 0)
+
+
 def cut_between(ratio_T: FloatT, low_T: FloatT, high_T: FloatT, advantage_T: FloatT) -> BoolT:
     """The tokens whose gradient `clipped_between` cuts: r > high with A > 0, or r < low with A < 0."""
     require_vector(ratio_T=ratio_T, low_T=low_T, high_T=high_T, advantage_T=advantage_T)
