@@ -5,9 +5,8 @@ Here the rollouts become a batch, micro-batches and a loss as they do in a run. 
 drew and rewards are the same; the model is a random Llama in float32, and neither micro-batches nor groups are aligned
 with each other.
 
-One convention differs and is bridged here: where TRL whitens, it divides by the sample deviation (of G - 1) plus 1e-4,
-while Eq. 2 of Mroueh et al. (arXiv 2505.22257) has sqrt(s0^2 + eps) with the biased s0. Two settings say the same as
-TRL's: `masked_count` counts the tokens of groups with equal rewards, and TRL's `dr_grpo` centres when
+Three settings say the same as TRL's: the advantage `whitened_unbiased` divides by the sample deviation (of G - 1) plus
+1e-4; `masked_count` counts the tokens of groups with equal rewards; and TRL's `dr_grpo` centres when
 `scale_rewards = "none"`.
 """
 
@@ -27,7 +26,6 @@ from safetensors.torch import load_file
 from test_learner import drawn, gradient, judged
 from tiny import save_tiny, tiny_policy
 
-from lagrpo.core.advantages import centred
 from lagrpo.policy.batch import assemble, micro_batches
 from lagrpo.policy.model import Policy
 from lagrpo.recipes import resolve
@@ -49,17 +47,20 @@ class Case:
     overrides: dict[str, Any] = field(default_factory=dict)
 
 
+AS_TRL = {"advantage": "whitened_unbiased"}
 CASES = [
-    Case("grpo", {"loss_type": "grpo"}, {"beta": 0.0}),
+    Case("grpo_trl", {}),
+    Case("grpo", {"loss_type": "grpo"}, AS_TRL | {"beta": 0.0}),
+    Case("grpo_two_sided", {"loss_type": "grpo", "delta": 1.3}, AS_TRL | {"beta": 0.0, "dual_clip": 1.3}),
     Case("dr_grpo", {"loss_type": "dr_grpo", "scale_rewards": "none"}),
-    Case("dapo", {"loss_type": "dapo", "epsilon_high": 0.28}, {"masked_count": True}),
+    Case("dapo", {"loss_type": "dapo", "epsilon_high": 0.28}, AS_TRL | {"masked_count": True}),
     Case(
-        "cispo", {"loss_type": "cispo", "epsilon_high": 5.0}
-    ),  # TRL caps at epsilon_high, MiniMax-M1 at 1 + epsilon_high
+        "cispo", {"loss_type": "cispo", "epsilon_high": 5.0}, AS_TRL
+    ),  # TRL caps there, MiniMax-M1 at 1 + epsilon_high
     Case(
         "gspo",
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.15},
-        {"epsilon_low": 0.1, "epsilon_high": 0.15},  # wider than the paper's, so that completions lie on both sides
+        AS_TRL | {"epsilon_low": 0.1, "epsilon_high": 0.15},  # wider than the paper's: completions lie on both sides
     ),
 ]
 
@@ -84,10 +85,6 @@ def groups(policy: Policy) -> list[Group]:
         ))
         for group in judged_groups
     ]  # fmt: skip
-
-
-def whitened_as_trl(rewards_G: torch.Tensor) -> torch.Tensor:
-    return centred(rewards_G) / (rewards_G.std(correction=1) + 1e-4)
 
 
 def of_trl(model: Path, groups: list[Group], config: Mapping[str, Any], scratch: Path) -> tuple[float, dict]:
@@ -121,12 +118,11 @@ def of_trl(model: Path, groups: list[Group], config: Mapping[str, Any], scratch:
 def of_ours(policy: Policy, groups: list[Group], case: Case) -> tuple[float, torch.Tensor, list]:
     """Our loss and flat gradient, in micro-batches of 100 tokens, and the micro-batches."""
     recipe = resolve(case.recipe, case.overrides)
-    whitens = recipe.composition.advantage == "whitened"
-
-    def advantage(rewards_G: torch.Tensor, lengths_G: torch.Tensor, g: int) -> torch.Tensor:
-        return whitened_as_trl(rewards_G) if whitens else recipe.advantage(rewards_G, rewards_G)
-
-    batch = assemble(groups, advantage, lambda lengths, flat: recipe.weights(lengths, flat, MAX_TOKENS))
+    batch = assemble(
+        groups,
+        lambda r_G, lengths_G, g: recipe.advantage(r_G, r_G),
+        lambda lengths, flat: recipe.weights(lengths, flat, MAX_TOKENS),
+    )
     rows = micro_batches(batch, 100)
     flat = gradient(policy, recipe, rows)
     with torch.no_grad():

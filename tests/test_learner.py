@@ -297,6 +297,35 @@ def test_a_sampler_with_other_arithmetic_is_corrected_for_and_not_clipped_for():
     torch.testing.assert_close(of("grpo"), math.exp(0.3) * of("grpo_recomputed", most=0.0), rtol=1e-4, atol=1e-7)
 
 
+def test_a_token_whose_gradient_is_infinite_is_named_and_nothing_changes():
+    policy, recipe = tiny_policy(), resolve("grpo", {"beta": 0.0})
+    rows = micro_batches(assembled(recipe, judged(drawn(policy))), 40)
+    row, c = next((row, c) for row in rows[1:] for c in range(len(row.members)) if row.advantage_C[c] < 0)
+    own_T, logp_alpha_T = (row.completion_T == c).nonzero().flatten(), row.logp_alpha_T
+    assert logp_alpha_T is not None
+    logp_alpha_T[own_T[-1]] -= 150
+    before, stepping = policy.head.weight.detach().clone(), learner(policy, recipe)
+    named = rf"token {len(own_T) - 1} of scored completion {row.members[c]} of the batch .* log pi/alpha 1(49|50)\b"
+    with pytest.raises(FloatingPointError, match=f"update 1 is not finite at {named}.*still version 0"):
+        stepping.step(rows)
+    assert torch.equal(policy.head.weight, before)
+    logp_alpha_T[own_T[-1]] += 150
+    norm = stepping.step(rows)["grad_norm"]  # nothing is left of the rows before it
+    fresh = tiny_policy()
+    assert norm == pytest.approx(learner(fresh, recipe).step(rows)["grad_norm"], rel=1e-6)
+
+
+def test_a_token_that_the_clip_cuts_does_not_end_the_run_however_large_its_ratio():
+    policy, recipe = tiny_policy(), resolve("grpo", {"beta": 0.0})
+    rows = micro_batches(assembled(recipe, judged(drawn(policy))), 999)
+    positive_T = (rows[0].advantage_C[rows[0].completion_T] > 0).nonzero().flatten()
+    assert rows[0].logp_alpha_T is not None
+    rows[0].logp_alpha_T[positive_T[0]] -= 150
+    figures = learner(policy, recipe).step(rows)
+    assert figures["clipped_positive"] == 1.0
+    assert 0 < figures["grad_norm"] < 100
+
+
 def test_an_infinite_gradient_stops_before_anything_changes():
     policy, recipe = tiny_policy(), resolve("dr_grpo")
     rows = micro_batches(assembled(recipe, judged(drawn(policy))), 999)

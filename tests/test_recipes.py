@@ -54,7 +54,7 @@ def test_what_a_row_needs():
     centred_on_pi_k = {"off_policy_grpo_exact", "clipped_proportional", "geppo"}
     over_pi_k = {"grpo_recomputed", "grpo_tis", "grpo_tis_sequence", "grpo_mis_sequence", "grpo_icepop"}
     assert {name for name, row in rows.items() if row.needs_pi_k} == centred_on_pi_k | over_pi_k | {"opmd_pairwise"}
-    with_kl = {"grpo", "grpo_masked", "off_policy_grpo", "off_policy_grpo_exact"}
+    with_kl = {"grpo", "grpo_masked", "off_policy_grpo", "off_policy_grpo_exact", "grpo_two_sided"}
     assert {name for name, row in rows.items() if row.needs_pi_ref} == with_kl | {"opmd_kimi"}
     assert {name for name, row in rows.items() if row.needs_whole_groups} == {"opmd_pairwise"}
     any_data = {
@@ -142,6 +142,11 @@ def test_an_importance_weighted_kl_weighs_each_token_by_rho():
         ("dapo", {"kl": "k2"}, "beta is 0: there is no KL term"),
         ("dapo", {"kl_importance": True}, "beta is 0: there is no KL term"),
         ("grpo", {"kl": "k1"}, "k1 = logp - logp_ref is no penalty"),
+        ("grpo", {"kl": "k3_bias_corrected", "kl_importance": True}, "weighted by the ratio already"),
+        ("grpo", {"kl_bound": 3.0}, "kl_bound was set, but nothing reads it"),
+        ("grpo", {"dual_clip": 1.1}, r"dual_clip is .*: at least 1 \+ epsilon_high = 1\.2, but is 1\.1"),
+        ("cispo", {"dual_clip": 6.0}, "dual_clip was set, but nothing reads it"),
+        ("grpo", {"std_offset": 0.1}, "std_offset was set, but nothing reads it: .* advantage 'whitened'"),
     ],
 )
 def test_what_is_refused_and_why(name, overrides, message):
@@ -160,6 +165,10 @@ def test_every_ratio_can_be_over_pi_k_and_then_corrected(name):
     assert torch.equal(over_pi_k, over_alpha)
     assert torch.equal(corrected.loss(logp_T, below_T, below_T, None, *rest)[0], over_alpha)
     assert corrected.loss(logp_T, other_T, below_T, None, *rest)[0] != over_alpha
+
+
+def test_a_kl_term_with_a_ratio_of_its_own_goes_with_a_correction_of_the_surrogate():
+    assert resolve("reinforce", {"correction": "truncated", "beta": 0.1, "kl": "k3_bias_corrected"}).needs_logp_alpha
 
 
 def test_a_correction_leaves_the_kl_term_alone():

@@ -84,11 +84,35 @@ def test_the_rollouts_of_a_run_are_read_back_but_for_its_versions(tmp_path):
         ({"prompt": "1+1=", "completion": "2", "logp_alpha": [-1.0]}, "logp_alpha needs token_ids"),
         ({"prompt": "1+1=", "token_ids": [5, 1], "logp_alpha": [-1.0]}, "logp_alpha has 1 entries for 2 tokens"),
         ({"prompt": "1+1=", "completion": "2", "reward": float("nan")}, "its reward is nan"),
+        (
+            {"prompt": "1+1=", "token_ids": [5, 1], "logp_alpha": [-1.0, 5.0]},
+            r"row 1: logp_alpha\[1\] is 5: .*at most 0",
+        ),
+        ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": [float("inf")]}, r"row 1: logp_alpha\[0\] is inf"),
+        ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": [float("-inf")]}, r"row 1: logp_alpha\[0\] is -inf"),
+        ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": ["low"]}, r"row 1: logp_alpha\[0\] is 'low'"),
+        ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": -1.0}, "row 1: logp_alpha is -1.0, not a list"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, row, message):
     with pytest.raises(RecordedError, match=message):
         Recorded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)
+
+
+@pytest.mark.parametrize("logp_alpha", [None, [None, -0.5], [float("nan"), -0.5]])
+def test_a_log_prob_of_null_is_unknown(tmp_path, logp_alpha):
+    row = {"prompt": "1+1=", "token_ids": [5, 1], "logp_alpha": logp_alpha, "reward": 1.0}
+    recorded = Recorded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)
+    assert not recorded.has_logp
+    known = [] if logp_alpha is None else [-0.5]
+    (group,) = recorded.batch(1, 1)
+    found = group.completions[0].logp_alpha
+    assert found[~found.isnan()].tolist() == known
+
+
+def test_a_log_prob_that_rounding_left_above_0_is_taken(tmp_path):
+    row = {"prompt": "1+1=", "token_ids": [5], "logp_alpha": [1e-6], "reward": 1.0}
+    assert Recorded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0).has_logp
 
 
 def test_bad_files_are_named(tmp_path):

@@ -4,6 +4,7 @@ needs a look at the recipes, the tasks and the disk. transformers and the task's
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from lagrpo.embedded import ALIASES, resolve_model
 from lagrpo.recipes import resolve
 from lagrpo.tasks import Task, check_options
 
+LARGEST_EXPONENT = 80.0  # float32 ends at e^88.7; the rest is for the factors beside it
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -48,7 +50,29 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
 
         check_new(Path(settings.run.directory), settings.run.name)
     with refusing("objective"):
-        return resolve(settings.objective.recipe, settings.objective.overrides)
+        recipe = resolve(settings.objective.recipe, settings.objective.overrides)
+        _check_exponential(recipe, settings)
+    return recipe
+
+
+def _check_exponential(recipe: Recipe, settings: Settings) -> None:
+    """Raises ValueError where e^(A / weight_temperature) overflows for rewards of task.reward_range."""
+    made, (low, high) = recipe.composition, settings.task.reward_range
+    if made.weight != "exp_advantage":
+        return
+    G, of_range = settings.sampling.G, f"task.reward_range = ({low:g}, {high:g})"
+    if G == 1:
+        largest, given = high, of_range
+    elif made.advantage in ("whitened", "whitened_unbiased"):
+        largest, given = math.sqrt(G - 1), f"sampling.G = {G}"
+    else:
+        largest, given = high - low, of_range
+    if largest > LARGEST_EXPONENT * made.weight_temperature:
+        raise ValueError(
+            f"weight 'exp_advantage' is e^(A / {made.weight_temperature:g}), and with {given} A may reach "
+            f"{largest:.3g}: above {LARGEST_EXPONENT:g} it overflows; scale the rewards, or set "
+            f"objective.weight_temperature to {largest / LARGEST_EXPONENT:g} or more"
+        )
 
 
 def check_evaluation(settings: EvalSettings) -> None:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ class Composition:
     """The names of the pieces and the numbers they read."""
 
     advantage: str = "whitened"
-    """whitened | centred | leave_one_out | red_drop | log_mean_exp"""
+    """whitened | whitened_unbiased (deviation over G - 1, as TRL has it) | centred | leave_one_out | red_drop |
+    log_mean_exp"""
     surrogate: str = "clipped"
     """clipped (centre 1) | clipped_exact (centre pi_k/alpha) | clipped_proportional (that, by a factor) | unclipped |
     reinforce (M W A logp) | opmd_kimi | opmd_pairwise"""
@@ -48,7 +50,8 @@ class Composition:
     reduction: str = "token_mean"
     """token_mean | sequence_mean | sequence_sum | constant_length"""
     kl: str = "k3"
-    """estimator of KL(pi || pi_ref) on the sampled tokens, read when beta > 0: k1 | k2 | k3"""
+    """estimator of KL(pi || pi_ref) on the sampled tokens, read when beta > 0: k1 | k2 | k3 | k3_clamped | k3_linear |
+    k3_bias_corrected (TRL's use_bias_correction_kl: rho k3, with the gradient of k2 weighted by rho)"""
     kl_importance: bool = False
     """weight the KL estimate by stop-gradient pi/alpha of each token, as for samples of pi"""
     beta: float = 0.0
@@ -57,6 +60,8 @@ class Composition:
     """lower clip range"""
     epsilon_high: float = 0.2
     """upper clip range"""
+    dual_clip: float = inf
+    """greatest ratio at which a token with A < 0 is pushed down (TRL's delta, verl's clip_ratio_c); inf: none"""
     outer_low: float = 0.6
     """outer lower range of the ring mask"""
     outer_high: float = 2.0
@@ -67,6 +72,10 @@ class Composition:
     """greatest pi_k/alpha: truncated lowers higher ones to it, masked drops them"""
     eps_std: float = 1e-4
     """variance floor of the whitened advantage: sigma = sqrt(s0^2 + eps_std)"""
+    std_offset: float = 1e-4
+    """added to the deviation of whitened_unbiased: A = (r - mu)/(s1 + std_offset)"""
+    kl_bound: float = 10.0
+    """greatest value of k3_clamped, steepest slope of k3_linear"""
     strength: float = 0.1
     """strength of asymre and opmd, the temperature of log_mean_exp (the papers' tau)"""
     weight_temperature: float = 1.0
@@ -164,7 +173,7 @@ def compose(name: str, source: str, formula: str, base: Composition, overrides: 
 
     Raises ValueError for an unknown name (with the nearest one), a number out of its domain, and a composition that
     contradicts itself, among them an override that nothing in the composition would read."""
-    from lagrpo.core import corrections, divergences
+    from lagrpo.core import corrections, divergences, ratios
     from lagrpo.core.loss import no_kl
 
     for key in overrides:
@@ -184,7 +193,7 @@ def compose(name: str, source: str, formula: str, base: Composition, overrides: 
         return clip(terms) | (correction(terms) == 0)
 
     def weighted_kl(terms: Any) -> Tensor:
-        return divergences.importance_weighted(kl(terms), (terms.logp - terms.alpha).exp())
+        return divergences.importance_weighted(kl(terms), ratios.token_ratio(terms.logp, terms.alpha))
 
     used_kl = weighted_kl if made.kl_importance else kl
     needs = _needs(lambda terms: (value(terms), cut(terms), used_kl(terms)))
@@ -264,11 +273,25 @@ _DISTINCT = (("logp_alpha", 0.0), ("logp_k", 0.1), ("logp_ref", 0.3))
 
 
 def _refuse_bad_numbers(made: Composition) -> None:
-    for knob in ("beta", "epsilon_low", "epsilon_high", "eps_std", "strength", "overlong_buffer"):
+    for knob in (
+        "beta",
+        "epsilon_low",
+        "epsilon_high",
+        "eps_std",
+        "std_offset",
+        "kl_bound",
+        "strength",
+        "overlong_buffer",
+    ):
         if not getattr(made, knob) >= 0:
             raise ValueError(f"{knob} must be at least 0, but is {getattr(made, knob)}")
     if not made.weight_temperature > 0:
         raise ValueError(f"weight_temperature must be greater than 0, but is {made.weight_temperature}")
+    if not made.dual_clip >= 1 + made.epsilon_high:
+        raise ValueError(
+            "dual_clip is a ratio beyond the clip range: at least 1 + epsilon_high = "
+            f"{1 + made.epsilon_high:g}, but is {made.dual_clip}"
+        )
     if made.mask == "ring" and (made.outer_low < made.epsilon_low or made.outer_high < made.epsilon_high):
         raise ValueError("the outer range of the ring must lie outside its inner one: outer_* at least epsilon_*")
     if not 0 <= made.correction_floor <= 1 <= made.correction_cap:
@@ -294,7 +317,10 @@ def _refuse_contradictions(made: Composition, overrides: Mapping[str, Any], read
             f"surrogate {made.surrogate!r} centres its range on pi_k/alpha; over denominator 'pi_k' that centre is 1, "
             "which is surrogate 'clipped'"
         )
-    weighs = readers.get("ratio", set()) - {"mask"}  # a mask keeps or drops, whatever its ratio is of
+    weighs = readers.get("ratio", set()) - {
+        "mask",
+        "kl",
+    }  # a mask keeps or drops; a correction leaves the KL term alone
     if made.correction != "none" and made.denominator == "alpha" and weighs:
         raise ValueError(
             f"correction {made.correction!r} weighs by pi_k/alpha, which pi/alpha in the {' and '.join(sorted(weighs))}"
@@ -304,6 +330,10 @@ def _refuse_contradictions(made: Composition, overrides: Mapping[str, Any], read
         raise ValueError(
             "a correction weighs completions one by one, but 'opmd_pairwise' compares those of a group; it needs none: "
             "its argument holds whoever drew the group"
+        )
+    if made.kl_importance and made.kl == "k3_bias_corrected":
+        raise ValueError(
+            "k3_bias_corrected is weighted by the ratio already, and kl_importance would count it twice: use one"
         )
     if made.kl_importance and made.beta == 0:
         raise ValueError("kl_importance weighs the KL term, but beta is 0: there is no KL term")

@@ -220,7 +220,7 @@ class ObjectiveSettings(_Settings):
     recipe: str = "grpo"
     """Row of the table of recipes; the settings below replace pieces of it. `lagrpo recipes` lists them."""
     advantage: str | None = None
-    """whitened, centred, leave_one_out, red_drop or log_mean_exp."""
+    """whitened, whitened_unbiased (TRL's), centred, leave_one_out, red_drop or log_mean_exp."""
     surrogate: str | None = None
     """clipped (around 1), clipped_exact (around pi_k/alpha), clipped_proportional (around it, by a factor), unclipped,
     reinforce (M W A logp), opmd_kimi or opmd_pairwise."""
@@ -243,7 +243,7 @@ class ObjectiveSettings(_Settings):
     reduction: str | None = None
     """From tokens to the loss: token_mean, sequence_mean, sequence_sum or constant_length."""
     kl: str | None = None
-    """Estimator of KL(pi || pi_ref), where beta > 0: k1, k2 or k3."""
+    """Estimator of KL(pi || pi_ref), where beta > 0: k1, k2, k3, k3_clamped, k3_linear, k3_bias_corrected."""
     kl_importance: bool | None = None
     """Weight the KL estimate by pi/alpha of each token."""
     beta: float | None = Field(default=None, ge=0)
@@ -252,6 +252,8 @@ class ObjectiveSettings(_Settings):
     """Lower clip range."""
     epsilon_high: float | None = Field(default=None, ge=0)
     """Upper clip range."""
+    dual_clip: float | None = Field(default=None, ge=1)
+    """Greatest ratio at which a token with A < 0 is pushed down."""
     outer_low: float | None = Field(default=None, ge=0)
     """Outer lower range of the mask ring."""
     outer_high: float | None = Field(default=None, ge=0)
@@ -262,6 +264,10 @@ class ObjectiveSettings(_Settings):
     """Greatest pi_k/alpha of a correction: truncated lowers higher ones to it, masked drops them."""
     eps_std: float | None = Field(default=None, ge=0)
     """Variance floor under the root of sigma, in the whitened advantage."""
+    std_offset: float | None = Field(default=None, ge=0)
+    """Added to the deviation in the advantage whitened_unbiased."""
+    kl_bound: float | None = Field(default=None, ge=0)
+    """Greatest value of k3_clamped, steepest slope of k3_linear."""
     strength: float | None = Field(default=None, ge=0)
     """Of asymre and opmd, and the temperature of log_mean_exp (the papers' tau)."""
     weight_temperature: float | None = Field(default=None, gt=0)

@@ -119,6 +119,18 @@ PRESETS: dict[str, Preset] = {
         "w 1[.5 <= w <= 5] f_eps(pi/pi_k, 1, A), w = pi_k/alpha of a token, A whitened: tokens outside are dropped",
         "IcePop, in Ling Team, Ring-1T, arXiv 2510.18855: its range is a choice, (.5, 5) that of verl and OpenRLHF",
     ),
+    "grpo_trl": Preset(
+        Composition(advantage="whitened_unbiased"),
+        "f_eps(rho, 1, A), A = (r - mu)/(s1 + 1e-4), s1 the deviation over G - 1; mean over the tokens of the batch",
+        "TRL 1.16, GRPOTrainer's defaults: loss_type 'dapo', scale_rewards 'group', beta 0. Its loss_type 'grpo' is "
+        "reduction sequence_mean; its KL term kl k3_bias_corrected",
+    ),
+    "grpo_two_sided": Preset(
+        replace(GRPO, dual_clip=4.0, beta=0.001),
+        "max(f_eps(rho, 1, A), 4 A) where A < 0, f_eps elsewhere, - beta k3, A whitened: a ratio above 4 is cut too",
+        "INTELLECT-2, arXiv 2505.07291, section 4.1: delta 4, epsilon .2, beta .001; dual clip, Ye et al., arXiv "
+        "1912.09729. Reduction here: GRPO's",
+    ),
     "dr_grpo": Preset(
         Composition(advantage="centred", reduction="constant_length"),
         "f_eps(rho, 1, A), A centred; sum over tokens / (completions * tokens allowed)",

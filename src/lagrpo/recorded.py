@@ -7,7 +7,7 @@ One row per completion. Columns:
     completion         its text, tokenised here and ended with the end-of-sequence token where `finished` is true;
                        or token_ids, used as they are
     reward             a finite number; null or absent: the task's judge decides, against `gold`
-    logp_alpha         log-probs of token_ids under the policy that drew them, nats (optional)
+    logp_alpha         log-probs of token_ids under the policy that drew them, nats (optional; null: unknown)
     finished, gold     optional
 
 The rollouts of a run (schema lagrpo.rollouts/1) are read too: there prompt and completion are called prompt_text and
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from lagrpo.tasks import chat, prompt_order
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 UNKNOWN_VERSION = -1
+ROUNDING = 1e-3  # nats above 0 at which a log-prob is still taken: some samplers round probabilities up to 1
 
 
 class RecordedError(ValueError):
@@ -132,7 +133,7 @@ def _completion(row: Mapping[str, Any], policy: Policy) -> Completion:
         raise ValueError("logp_alpha needs token_ids: the text may be tokenised otherwise than it was drawn")
     return Completion(
         token_ids=torch.tensor(ids, dtype=torch.long),
-        logp_alpha=_per_token(logp, len(ids), math.nan, "logp_alpha").float(),
+        logp_alpha=_logp_alpha(logp, len(ids)),
         versions=torch.full((len(ids),), UNKNOWN_VERSION),
         finished=finished,
         text=text if text is not None else policy.tokenizer.decode(ids, skip_special_tokens=True),
@@ -140,12 +141,23 @@ def _completion(row: Mapping[str, Any], policy: Policy) -> Completion:
     )
 
 
-def _per_token(values: Sequence[float] | None, count: int, missing: float, name: str) -> torch.Tensor:
+def _logp_alpha(values: Any, count: int) -> torch.Tensor:
+    """One log-prob per token, NaN where it is unknown: null in the file. Raises ValueError for what cannot be one."""
     if values is None:
-        return torch.full((count,), missing, dtype=torch.float64)
+        return torch.full((count,), math.nan)
+    if not isinstance(values, list):
+        raise ValueError(f"logp_alpha is {values!r}, not a list with a number for each token")
     if len(values) != count:
-        raise ValueError(f"{name} has {len(values)} entries for {count} tokens")
-    return torch.tensor(values, dtype=torch.float64)
+        raise ValueError(f"logp_alpha has {len(values)} entries for {count} tokens")
+    for n, value in enumerate(values):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and (math.isnan(value) or -math.inf < value <= ROUNDING)):
+            said = f"{value:g}" if number else repr(value)
+            raise ValueError(
+                f"logp_alpha[{n}] is {said}: the log-prob of a token that was drawn is a number of at most 0, or null "
+                "where nobody knows it"
+            )
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64).float()
 
 
 def _outcome(row: Mapping[str, Any]) -> Outcome | None:

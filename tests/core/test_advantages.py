@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
 
-from lagrpo.core.advantages import centred, leave_one_out, sigma, whitened, zero_variance
+from lagrpo.core.advantages import centred, leave_one_out, sigma, whitened, whitened_unbiased, zero_variance
 
 rewards_of_a_group = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=9).map(torch.tensor)
 
@@ -18,6 +18,16 @@ def test_one_success_in_four():
     assert_close(whitened(rewards_G, 1 / 16), tensor([1.5, -0.5, -0.5, -0.5]))
     assert_close(whitened(rewards_G, 0.0), tensor([3.0, -1.0, -1.0, -1.0]) / tensor(3.0).sqrt())
     assert_close(leave_one_out(rewards_G), tensor([1.0, -1 / 3, -1 / 3, -1 / 3]))
+
+
+def test_whitening_by_the_sample_deviation_is_that_of_trl():
+    """(r - mean) / (std + 1e-4) with torch's own std, which divides by G - 1."""
+    rewards_NG = torch.rand(50, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    differences = rewards_NG - rewards_NG.mean(dim=1, keepdim=True)
+    assert_close(whitened_unbiased(rewards_NG, 1e-4), differences / (rewards_NG.std(dim=1, keepdim=True) + 1e-4))
+    assert_close(whitened_unbiased(tensor([0.0, 1.0]), 0.0), tensor([-1.0, 1.0]) / tensor(2.0).sqrt())
+    assert whitened_unbiased(torch.full((3,), 0.1), 0.0).tolist() == [0.0, 0.0, 0.0]
+    assert_close(whitened_unbiased(tensor([0.7]), 1e-4), tensor([0.7]))
 
 
 def test_the_standard_deviation_is_the_biased_one():
@@ -86,6 +96,16 @@ def test_an_empty_group_and_an_unscored_reward_are_refused(function, unchecked):
         function(torch.zeros(3, 0))
     with pytest.raises(ValueError, match="finite"):
         function(tensor([0.0, float("nan")]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("part", [1e-3, 0.1, 0.4, 0.7, 0.99])
+def test_rewards_whose_squares_overflow_are_whitened_like_small_ones(dtype, part):
+    largest = torch.finfo(dtype).max ** part
+    rewards_G = tensor([1.0, 0.0, 0.0, 0.0], dtype=dtype)
+    assert_close(whitened(largest * rewards_G, 0.0), whitened(rewards_G, 0.0))
+    assert_close(whitened(-largest * rewards_G, 1e-4), whitened(-rewards_G, 1e-4 / largest / largest))
+    assert_close(sigma(largest * rewards_G, 0.0) / largest, sigma(rewards_G, 0.0))
 
 
 def test_a_negative_variance_floor_is_refused():

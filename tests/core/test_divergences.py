@@ -1,3 +1,4 @@
+from functools import partial
 from math import inf, log
 
 import pytest
@@ -5,7 +6,19 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from lagrpo.core.divergences import chi2, ess, importance_weighted, k1, k2, k3, kl, tv
+from lagrpo.core.divergences import (
+    bias_corrected,
+    chi2,
+    ess,
+    importance_weighted,
+    k1,
+    k2,
+    k3,
+    k3_clamped,
+    k3_linear,
+    kl,
+    tv,
+)
 
 P, Q = tensor([0.5, 0.5]), tensor([0.25, 0.75])
 
@@ -15,6 +28,39 @@ def test_estimators_by_hand():
     assert_close(k1(logp_T, logp_ref_T), tensor([log(2), -log(2)]))
     assert_close(k2(logp_T, logp_ref_T), tensor([log(2) ** 2 / 2] * 2))
     assert_close(k3(logp_T, logp_ref_T), tensor([0.5 + log(2) - 1, 2 - log(2) - 1]))
+
+
+def slope(estimator, d: float) -> tuple[float, float]:
+    """The value at a gap of d nats, and its derivative by logp."""
+    logp_T = tensor([d], dtype=torch.float64).requires_grad_()
+    value = estimator(logp_T, torch.zeros(1, dtype=torch.float64)).sum()
+    return float(value), float(torch.autograd.grad(value, logp_T)[0])
+
+
+def test_a_bounded_k3_does_not_explode_where_pi_has_lost_what_pi_ref_likes():
+    assert slope(k3, -25.0) == pytest.approx((7.2005e10, -7.2005e10), rel=1e-4)
+    assert slope(partial(k3_clamped, bound=10.0), -25.0) == (10.0, 0.0)
+    d0 = -log(11)  # there k3 has the slope -10
+    assert slope(k3, d0) == pytest.approx((10 - log(11), -10.0))
+    assert slope(partial(k3_linear, bound=10.0), -25.0) == pytest.approx((10 - log(11) + 10 * (25 - log(11)), -10))
+    for d in (-2.3, -0.1, 0.0, 0.1, 8.0):  # nothing is bounded here
+        assert slope(partial(k3_linear, bound=10.0), d) == pytest.approx(slope(k3, d), abs=1e-12)
+        assert slope(partial(k3_clamped, bound=10.0), d) == slope(k3, d)
+    assert slope(partial(k3_clamped, bound=10.0), 25.0) == (10.0, 0.0)  # k3 = 24 there
+
+
+def test_trls_bias_correction_has_the_value_of_k3_and_the_gradient_of_k2_both_weighted():
+    generator = torch.Generator().manual_seed(0)
+    logp_T, logp_alpha_T, logp_ref_T = -torch.rand(3, 50, generator=generator, dtype=torch.float64)
+    logp_T.requires_grad_()
+    ratio_T = (logp_T - logp_alpha_T).exp()
+    corrected_T = bias_corrected(k3(logp_T, logp_ref_T), ratio_T)
+    weighted_T = importance_weighted(k2(logp_T, logp_ref_T), ratio_T)
+    assert_close(corrected_T, ratio_T * k3(logp_T, logp_ref_T))
+    gradients = [torch.autograd.grad(x.sum(), logp_T, retain_graph=True)[0] for x in (corrected_T, weighted_T)]
+    assert_close(gradients[0], gradients[1])
+    of_k3 = torch.autograd.grad(importance_weighted(k3(logp_T, logp_ref_T), ratio_T).sum(), logp_T)[0]
+    assert float((gradients[0] - of_k3).abs().max()) > 0.1
 
 
 def test_k3_keeps_its_digits_near_zero():

@@ -5,17 +5,20 @@ from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
 
+from lagrpo.core.loss import Terms
 from lagrpo.core.objectives import (
     clip_range,
     clipped,
     clipped_between,
     clipped_exact,
     cut_between,
+    dual_clipped,
     f_eps,
     proportional_range,
     reinforce,
     unclipped,
 )
+from lagrpo.recipes import resolve
 
 LOW, HIGH = 0.2, 0.3  # asymmetric on purpose
 
@@ -92,6 +95,34 @@ def test_at_pi_equal_alpha_every_surrogate_has_the_gradient_of_reinforce(objecti
 def test_clipped_is_f_eps_around_one():
     ratio_T, advantage_T = tensor([0.5, 1.0, 1.5, 0.5, 1.5]), tensor([1.0, 1.0, 1.0, -1.0, -1.0])
     assert_close(clipped(ratio_T, advantage_T, LOW, HIGH), tensor([0.5, 1.0, 1.3, -0.8, -1.5]))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "cut"),
+    [
+        (3.0, -2.0, -6.0, False),
+        (9.0, -2.0, -8.0, True),
+        (0.5, -2.0, -1.6, True),
+        (9.0, 2.0, 2.6, True),
+        (9.0, 0.0, 0.0, False),
+    ],
+)
+def test_the_dual_clip_ends_how_hard_a_bad_token_is_pushed_down(ratio, advantage, value, cut):
+    recipe = resolve("grpo", {"beta": 0.0, "epsilon_high": HIGH, "dual_clip": 4.0})
+    logp_T = tensor([ratio]).log().requires_grad_()
+    terms = Terms(logp_T, torch.zeros(1), None, None, tensor([0]), tensor([advantage]))
+    assert_close(recipe.value(terms), tensor([value]))
+    assert recipe.cut(terms).tolist() == [cut]
+    (gradient,) = torch.autograd.grad(recipe.value(terms).sum(), logp_T)
+    assert_close(gradient, tensor([0.0 if cut else ratio * advantage]))
+
+
+def test_a_dual_clip_around_any_centre_is_the_smaller_push():
+    """A ratio inside the range of pi_k, far above 4: the dual clip holds there as well."""
+    ratio_T, advantage_T = tensor([9.0, 9.0]), tensor([-1.0, 1.0])
+    value_T = f_eps(ratio_T, ratio_T, advantage_T, LOW, HIGH)
+    assert dual_clipped(value_T, advantage_T, 4.0).tolist() == [-4.0, 9.0]
+    assert torch.equal(dual_clipped(value_T, advantage_T, float("inf")), value_T)
 
 
 def test_the_centre_carries_no_gradient():

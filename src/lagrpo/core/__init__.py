@@ -6,6 +6,7 @@ reductions   completion lengths -> a weight per completion              estimato
 reinforce    masks, weights, regularisers (REC, RED, OPMD)          bounds       Theorem 1, Eq. 4, the exact identity
 pieces       all of these by name, for recipes                      dynamics     success amplification p_n = h(p_{n-1})
 loss         the loss of a micro-batch from pieces, with diagnostics that add up
+extended     exp and products in which 0 * inf = 0, for ratios beyond float32
 
 Token quantities are flat [T] tensors with the index of the completion each token belongs to; there is no padding.
 """

@@ -1,7 +1,8 @@
 """Advantages: from the rewards of a group to one number per completion.
 
 A group is the last dimension, G. Leading dimensions are groups that share a size; groups of different sizes are
-separate calls. Statistics are those of the group as drawn by alpha; s0 is the *biased* standard deviation (over G).
+separate calls. Statistics are those of the group as drawn by alpha; s0 is the *biased* standard deviation (over G), s1
+the one over G - 1.
 
 Two conventions hold in every function here:
 - a group of one completion is legal: its baseline is 0, so its advantage is its reward, and it has zero variance;
@@ -9,7 +10,7 @@ Two conventions hold in every function here:
   a tiny standard deviation.
 """
 
-from math import log
+from math import log, sqrt
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -33,8 +34,18 @@ def sigma(rewards: Float[Tensor, "*N G"], eps_std: float) -> Float[Tensor, "*N"]
     Raises ValueError for an empty group, a reward that is not finite, or eps_std < 0."""
     require_group(rewards)
     require_at_least(0.0, eps_std=eps_std)
-    variance = rewards.var(dim=-1, correction=0)
-    return torch.where(zero_variance(rewards), torch.zeros_like(variance), variance).add(eps_std).sqrt()
+    unit = _unit(rewards)
+    variance = (rewards / unit[..., None]).var(dim=-1, correction=0)
+    variance = torch.where(zero_variance(rewards), torch.zeros_like(variance), variance)
+    return (variance + eps_std / unit.square()).sqrt() * unit
+
+
+def _unit(rewards: Float[Tensor, "*N G"]) -> Float[Tensor, "*N"]:
+    """1, or a power of two near the largest reward where the squares of the rewards would overflow."""
+    largest = rewards.abs().amax(dim=-1)
+    exponent = torch.frexp(largest).exponent
+    squares_fit = 2 * exponent < torch.frexp(torch.full_like(largest, torch.finfo(rewards.dtype).max)).exponent - 64
+    return torch.where(squares_fit, torch.ones_like(largest), torch.ldexp(torch.ones_like(largest), exponent - 1))
 
 
 def centred(rewards: Float[Tensor, "*N G"]) -> Float[Tensor, "*N G"]:
@@ -54,6 +65,19 @@ def whitened(rewards: Float[Tensor, "*N G"], eps_std: float) -> Float[Tensor, "*
     scale = sigma(rewards, eps_std)[..., None]
     if rewards.shape[-1] == 1:
         return rewards.clone()
+    return torch.where(scale > 0, centred(rewards) / scale, torch.zeros_like(rewards))
+
+
+def whitened_unbiased(rewards: Float[Tensor, "*N G"], std_offset: float) -> Float[Tensor, "*N G"]:
+    """A_i = (r_i - mu) / (s1 + std_offset), s1^2 = sum_i (r_i - mu)^2 / (G - 1): TRL whitens so, its offset is 1e-4.
+
+    Equal rewards and a single completion are treated as in `whitened`. Raises ValueError as `sigma` does."""
+    require_group(rewards)
+    require_at_least(0.0, std_offset=std_offset)
+    G = rewards.shape[-1]
+    if G == 1:
+        return rewards.clone()
+    scale = (sigma(rewards, 0.0) * sqrt(G / (G - 1)) + std_offset)[..., None]
     return torch.where(scale > 0, centred(rewards) / scale, torch.zeros_like(rewards))
 
 

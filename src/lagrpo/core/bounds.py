@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lagrpo.core import advantages
 from lagrpo.core.divergences import require_distributions, sampled_tv, tv
+from lagrpo.core.extended import times
 from lagrpo.core.shapes import require_above, require_at_least, require_same_shape
 
 Outcomes = Float[Tensor, "*N K"]
@@ -71,7 +72,7 @@ def theorem1(
     not alpha. Raises ValueError for s > 1 (counter-example: alpha = pi_k = (.5, .5), r = (0, 1), pi = (0, 1),
     eps_std = .9, where D = .5 and this would say .534), r outside [0, 1], constant below 1."""
     require_at_least(1.0, constant=constant)
-    cost = _times(penalty(sigma(alpha, r, eps_std)), tv(pi, alpha))
+    cost = times(penalty(sigma(alpha, r, eps_std)), tv(pi, alpha))
     return surrogate(pi, alpha, r, eps_std) - constant * (cost + tv(pi_k, alpha))
 
 
@@ -88,7 +89,7 @@ def over_prompts(
     By Cauchy-Schwarz it is at most the mean of Theorem 1. Raises as `theorem1` does."""
     require_at_least(1.0, constant=constant)
     M = penalty(sigma(alpha, r, eps_std)).square().mean().sqrt()
-    cost = _times(M, tv(pi, alpha).square().mean().sqrt())
+    cost = times(M, tv(pi, alpha).square().mean().sqrt())
     return surrogate(pi, alpha, r, eps_std).mean() - constant * (cost + tv(pi_k, alpha).mean())
 
 
@@ -144,7 +145,7 @@ def sampled(
     value = (rho * advantages.whitened(rewards, eps_std)).mean(dim=-1)
     gain = (rho * advantages.leave_one_out(rewards)).mean(dim=-1)
     tv_pi, tv_k = sampled_tv(log_ratio, bounded), sampled_tv(log_ratio_k, bounded_k)
-    bound = value - 2 * (_times(penalty(s), tv_pi) + tv_k)
+    bound = value - 2 * (times(penalty(s), tv_pi) + tv_k)
     return Sampled(s, value, gain, tv_pi, tv_k, bound, gain - tv_k)
 
 
@@ -200,11 +201,6 @@ def certified_improvement(
         raise ValueError(f"a certificate needs at least two independent terms, but has {n}")
     margin = (2 * terms.var() * doubt / n).sqrt() + 7 * cap * doubt / (3 * (n - 1))
     return (terms.mean() - margin).clamp(min=-1.0)
-
-
-def _times(factor: Tensor, distance: Tensor) -> Tensor:
-    """Their product, 0 where the distance is 0 even if the factor is infinite."""
-    return torch.where(distance > 0, factor * distance, torch.zeros_like(distance))
 
 
 def _in_unit_interval(r: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ a gradient.
 
 import torch
 
+from lagrpo.core.extended import times
 from lagrpo.core.shapes import FloatT, require_at_least, require_vector
 
 
@@ -37,7 +38,7 @@ def masked(ratio_T: FloatT, floor: float, cap: float) -> FloatT:
 def corrected(value_T: FloatT, weight_T: FloatT) -> FloatT:
     """sg(w) times the value of the surrogate. Raises ValueError on shapes."""
     require_vector(value_T=value_T, weight_T=weight_T)
-    return weight_T.detach() * value_T
+    return times(weight_T.detach(), value_T)
 
 
 def _check(ratio_T: FloatT, floor: float, cap: float) -> None:

@@ -14,11 +14,14 @@ for each token given what precedes it, with the ratio of the sequence in full. t
 numbers.
 """
 
+from math import log1p
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lagrpo.core.shapes import FloatT, require_same_shape, require_vector
+from lagrpo.core.extended import expm1, times
+from lagrpo.core.shapes import FloatT, require_at_least, require_same_shape, require_vector
 
 
 def k1(logp_T: FloatT, logp_ref_T: FloatT) -> FloatT:
@@ -35,14 +38,47 @@ def k2(logp_T: FloatT, logp_ref_T: FloatT) -> FloatT:
 def k3(logp_T: FloatT, logp_ref_T: FloatT) -> FloatT:
     """e^-d + d - 1 >= 0, GRPO's choice (Shao et al., arXiv 2402.03300, Eq. 4). Raises ValueError on shapes."""
     d_T = k1(logp_T, logp_ref_T)
-    return torch.expm1(-d_T) + d_T
+    return expm1(-d_T) + d_T
+
+
+def k3_clamped(logp_T: FloatT, logp_ref_T: FloatT, bound: float) -> FloatT:
+    """min(k3, bound), verl's `low_var_kl` with a bound of 10. Beyond the bound the gradient is 0: the penalty lets go
+    of pi where it has lost most (`k3_linear` does not). Raises ValueError on shapes and for a negative bound."""
+    require_at_least(0.0, bound=bound)
+    return k3(logp_T, logp_ref_T).clamp(max=bound)
+
+
+def k3_linear(logp_T: FloatT, logp_ref_T: FloatT, bound: float) -> FloatT:
+    """k3 whose slope ends at -bound: with d0 = -ln(1 + bound), where k3 has that slope,
+
+        k3(max(d, d0)) + bound max(d0 - d, 0)
+
+    It is k3 for d >= d0 and goes on along its tangent below, so that it neither explodes (at d = -25 k3 and its slope
+    are 7e10) nor lets go. Raises ValueError as `k3_clamped` does."""
+    require_at_least(0.0, bound=bound)
+    d_T, d0 = k1(logp_T, logp_ref_T), -log1p(bound)
+    near_T = d_T.clamp(min=d0)
+    return torch.expm1(-near_T) + near_T + bound * (near_T - d_T)
+
+
+def bias_corrected(estimate_T: FloatT, ratio_T: FloatT) -> FloatT:
+    """rho times the estimate, with the gradient of rho: for k3 what TRL calls `use_bias_correction_kl` (after
+    DeepSeek-V3.2, arXiv 2512.02556). grad (rho k3) = rho d grad logp, so as a penalty it is k2 under
+    `importance_weighted`, the gradient of KL(pi || pi_ref), and not k3. Raises ValueError on shapes."""
+    require_vector(estimate_T=estimate_T, ratio_T=ratio_T)
+    return times(_where_it_counts(ratio_T, estimate_T), estimate_T)
 
 
 def importance_weighted(estimate_T: FloatT, ratio_T: FloatT) -> FloatT:
     """sg(rho) times the estimate: the weight of tokens drawn by alpha that are to stand for tokens drawn by pi. rho, of
     the token or of the sequence, carries no gradient. Raises ValueError on shapes."""
     require_vector(estimate_T=estimate_T, ratio_T=ratio_T)
-    return ratio_T.detach() * estimate_T
+    return times(_where_it_counts(ratio_T.detach(), estimate_T), estimate_T)
+
+
+def _where_it_counts(ratio_T: FloatT, estimate_T: FloatT) -> FloatT:
+    """The ratio, but 0 where it is infinite and the estimate 0: there d = 0, and the gradient rho d is 0 as well."""
+    return torch.where(ratio_T.isinf() & (estimate_T == 0), torch.zeros_like(ratio_T), ratio_T)
 
 
 def kl(p: Float[Tensor, "*N K"], q: Float[Tensor, "*N K"]) -> Float[Tensor, "*N"]:

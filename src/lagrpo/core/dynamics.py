@@ -7,10 +7,12 @@ p_n = h(p_{n-1}), with
     h(p) = 1 / (1 + (1 - p_ref)/p_ref exp(-1 / (beta sqrt(p (1-p) + eps_std)))).
 
 The sequence need not be monotone; what holds is p* > p_ref at every fixed point p* = h(p*).
+
+GRPO as it is run whitens by the statistics of a finite group; what that does to the gradient is `group_weight`.
 """
 
 from itertools import pairwise
-from math import exp, sqrt
+from math import exp, lgamma, log, log1p, sqrt
 
 import torch
 from jaxtyping import Float
@@ -60,6 +62,27 @@ def fixed_points(p_ref: float, beta: float, eps_std: float, cells: int = 10_000)
         elif excess(high) == 0:
             found.append(high)
     return [(p, abs(slope(p, p_ref, beta, eps_std)) < 1) for p in found]
+
+
+def group_weight(p: float, G: int, eps_std: float = 0.0) -> float:
+    """w_G(p): at pi = alpha the expected gradient of a group of G binary rewards, whitened by the group itself, is
+    w_G(p) grad p. With k ~ Bin(G, p) successes and m = k/G,
+
+        w_G(p) = E[m (1-m) / sqrt(m (1-m) + eps_std)] / (p (1-p)),    0 where m is 0 or 1
+
+    At eps_std = 0 it is below 1/sqrt(p (1-p)), its limit as G grows, and at most sqrt(G-1), its limit as p goes to 0 or
+    1: see docs/theory.md. Raises ValueError unless 0 < p < 1, G >= 2, eps_std >= 0."""
+    require_above(0.0, p=p)
+    require_at_least(2, G=G)
+    require_at_least(0.0, eps_std=eps_std)
+    if p >= 1:
+        raise ValueError(f"the weight of a group needs a p below 1, but p = {p}")
+    total = 0.0
+    for k in range(1, G):
+        log_choices = lgamma(G + 1) - lgamma(k + 1) - lgamma(G - k + 1)
+        variance = k * (G - k) / G**2
+        total += exp(log_choices + k * log(p) + (G - k) * log1p(-p)) * variance / sqrt(variance + eps_std)
+    return total / (p * (1 - p))
 
 
 def tilted(p: Float[Tensor, "*N K"], advantage: Float[Tensor, "*N K"], beta: float) -> Float[Tensor, "*N K"]:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lagrpo.core.extended import times
 from lagrpo.core.ratios import token_ratio
 from lagrpo.core.shapes import BoolT, FloatC, FloatT, IntC, IntT, require_vector
 
@@ -21,6 +22,15 @@ class MissingError(ValueError):
     def __init__(self, name: str, meaning: str) -> None:
         super().__init__(f"this objective needs {name}: {meaning}")
         self.name = name
+
+
+class InfiniteGradientError(FloatingPointError):
+    """The gradient at a token is not finite. `completion` and `position` count from 0, the completion in what the loss
+    was given and the token in its completion; `reason` holds the numbers."""
+
+    def __init__(self, completion: int, position: int, reason: str) -> None:
+        super().__init__(f"the gradient at token {position} of completion {completion} is not finite: {reason}")
+        self.completion, self.position, self.reason = completion, position, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +101,42 @@ def objective_sum(
 
     `value` gives the surrogate per token, `cut` the mask of the tokens whose gradient it cuts, `kl` the estimate of
     KL(pi || pi_ref) per token. Each completion must be whole. The second result holds detached sums over tokens, see
-    `diagnostics`. Raises ValueError on shapes, MissingError where a function needs log-probs that were not given."""
+    `diagnostics`. A token without weight contributes nothing, whatever its value. Raises ValueError on shapes,
+    MissingError where a function needs log-probs that were not given, InfiniteGradientError where a token's gradient is
+    not finite."""
     optional = {"logp_alpha": terms.logp_alpha, "logp_k": terms.logp_k, "logp_ref": terms.logp_ref}
     present = {name: logp for name, logp in optional.items() if logp is not None}
     require_vector(logp=terms.logp, completion=terms.completion, **present)
     require_vector(advantages=terms.advantages, weight_C=weight_C)
     weight_T, value_T, kl_T = weight_C[terms.completion], value(terms), kl(terms)
-    loss = -(weight_T * (value_T - beta * kl_T)).sum()
+    net_T = torch.where(weight_T == 0, torch.zeros_like(value_T), value_T - beta * kl_T)
+    loss = -(weight_T * net_T).sum()
     with torch.no_grad():
-        return loss, diagnostics(terms, weight_T * value_T, kl_T, cut(terms))
+        cut_T = cut(terms)
+        if not bool(loss.isfinite()):
+            _refuse_infinite(terms, (weight_T != 0) & _infinite(value_T, kl_T, cut_T))
+        return loss, diagnostics(terms, times(weight_T, value_T), kl_T, cut_T)
+
+
+def _infinite(value_T: FloatT, kl_T: FloatT, cut_T: BoolT) -> BoolT:
+    """Where a gradient is not finite: where the value is not, except a cut one: the end of its clip is infinite."""
+    return value_T.isnan() | (value_T.isinf() & ~cut_T) | ~kl_T.isfinite()
+
+
+def _refuse_infinite(terms: Terms, infinite_T: BoolT) -> None:
+    """Raises InfiniteGradientError for the first of these tokens, if there is one."""
+    if not bool(infinite_T.any()):
+        return
+    t = int(infinite_T.int().argmax())
+    c = int(terms.completion[t])
+    of_it = terms.completion == c
+    said = [f"its advantage is {float(terms.advantages[c]):g}, log pi {float(terms.logp[t]):g}"]
+    for name, logp_T in (("alpha", terms.logp_alpha), ("pi_k", terms.logp_k), ("pi_ref", terms.logp_ref)):
+        if logp_T is not None:
+            gap_T = terms.logp - logp_T
+            whole = f"{float(gap_T[of_it].sum()):g} over the completion"
+            said.append(f"log pi/{name} {float(gap_T[t]):g} nats at the token and {whole}")
+    raise InfiniteGradientError(c, int(of_it[:t].sum()), ", ".join(said))
 
 
 def diagnostics(terms: Terms, weighted_value_T: FloatT, kl_T: FloatT, cut_T: BoolT) -> dict[str, Tensor]:

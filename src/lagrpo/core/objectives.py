@@ -10,20 +10,21 @@ All functions raise ValueError on shapes that differ.
 
 import torch
 
+from lagrpo.core.extended import times
 from lagrpo.core.shapes import BoolT, FloatT, require_at_least, require_vector
 
 
 def unclipped(ratio_T: FloatT, advantage_T: FloatT) -> FloatT:
     """r A, Eq. 3 of [P1]: the importance-weighted advantage."""
     require_vector(ratio_T=ratio_T, advantage_T=advantage_T)
-    return ratio_T * advantage_T
+    return times(ratio_T, advantage_T)
 
 
 def reinforce(logp_T: FloatT, advantage_T: FloatT, mask_T: BoolT, weight_T: FloatT) -> FloatT:
     """M W A logp, the one formula of the REC and RED methods [P2]; M, W and A carry no gradient (see core.reinforce).
     Where M and W are 1 it is REINFORCE, whoever drew the samples."""
     require_vector(logp_T=logp_T, advantage_T=advantage_T, mask_T=mask_T, weight_T=weight_T)
-    return (mask_T * weight_T * advantage_T).detach() * logp_T
+    return times(times(times(mask_T.to(weight_T.dtype), weight_T), advantage_T).detach(), logp_T)
 
 
 def f_eps(ratio_T: FloatT, centre_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_high: float) -> FloatT:
@@ -66,7 +67,24 @@ def proportional_range(centre_T: FloatT, epsilon_low: float, epsilon_high: float
 def clipped_between(ratio_T: FloatT, low_T: FloatT, high_T: FloatT, advantage_T: FloatT) -> FloatT:
     """min(r A, clip(r, low, high) A)."""
     require_vector(ratio_T=ratio_T, low_T=low_T, high_T=high_T, advantage_T=advantage_T)
-    return torch.minimum(ratio_T * advantage_T, ratio_T.clamp(low_T, high_T) * advantage_T)
+    return torch.minimum(times(ratio_T, advantage_T), times(ratio_T.clamp(low_T, high_T), advantage_T))
+
+
+def dual_clipped(value_T: FloatT, advantage_T: FloatT, dual_clip: float) -> FloatT:
+    """max(value, delta A) where A < 0, delta = `dual_clip`: a bad token whose ratio is above delta is not pushed down.
+
+    Dual-clip PPO (Ye et al., arXiv 1912.09729), two-sided GRPO (INTELLECT-2, arXiv 2505.07291); `delta` in TRL,
+    `clip_ratio_c` in verl. delta = inf: no such end. Raises ValueError on shapes and for delta < 1."""
+    require_vector(value_T=value_T, advantage_T=advantage_T)
+    require_at_least(1.0, dual_clip=dual_clip)
+    lowest_T = torch.where(advantage_T < 0, dual_clip * advantage_T, torch.full_like(advantage_T, -torch.inf))
+    return torch.maximum(value_T, lowest_T)
+
+
+def cut_by_dual_clip(ratio_T: FloatT, advantage_T: FloatT, dual_clip: float) -> BoolT:
+    """The tokens whose gradient `dual_clipped` cuts beyond those that the clip cuts: r > delta with A < 0."""
+    require_vector(ratio_T=ratio_T, advantage_T=advantage_T)
+    return (ratio_T > dual_clip) & (advantage_T < 0)
 
 
 def cut_between(ratio_T: FloatT, low_T: FloatT, high_T: FloatT, advantage_T: FloatT) -> BoolT:

@@ -35,13 +35,16 @@ def _nowhere(t):
 def _clip(ends: Callable[..., tuple[Tensor, Tensor]], centre: Piece) -> tuple[Piece, Piece]:
     """A clipped surrogate and what it cuts, from the ends of its range around a centre."""
 
-    def value(t, *, ratio, epsilon_low, epsilon_high):
+    def value(t, *, ratio, epsilon_low, epsilon_high, dual_clip):
         low_T, high_T = ends(centre(t, ratio), epsilon_low, epsilon_high)
-        return objectives.clipped_between(ratio(t, t.logp), low_T, high_T, t.advantage)
+        value_T = objectives.clipped_between(ratio(t, t.logp), low_T, high_T, t.advantage)
+        return objectives.dual_clipped(value_T, t.advantage, dual_clip)
 
-    def cut(t, *, ratio, epsilon_low, epsilon_high):
+    def cut(t, *, ratio, epsilon_low, epsilon_high, dual_clip):
         low_T, high_T = ends(centre(t, ratio), epsilon_low, epsilon_high)
-        return objectives.cut_between(ratio(t, t.logp), low_T, high_T, t.advantage)
+        ratio_T = ratio(t, t.logp)
+        cut_T = objectives.cut_between(ratio_T, low_T, high_T, t.advantage)
+        return cut_T | objectives.cut_by_dual_clip(ratio_T, t.advantage, dual_clip)
 
     return value, cut
 
@@ -64,6 +67,7 @@ def _mismatch(level: Piece) -> Piece:
 
 ADVANTAGES: dict[str, Piece] = {
     "whitened": lambda r, u=None, *, eps_std: advantages.whitened(r, eps_std),
+    "whitened_unbiased": lambda r, u=None, *, std_offset: advantages.whitened_unbiased(r, std_offset),
     "centred": lambda r, u=None: advantages.centred(r),
     "leave_one_out": lambda r, u=None: advantages.leave_one_out(r),
     "red_drop": lambda r, u: advantages.red_drop(r, u),
@@ -148,6 +152,11 @@ KLS: dict[str, Piece] = {
     "k1": lambda t: divergences.k1(t.logp, t.pi_ref),
     "k2": lambda t: divergences.k2(t.logp, t.pi_ref),
     "k3": lambda t: divergences.k3(t.logp, t.pi_ref),
+    "k3_clamped": lambda t, *, kl_bound: divergences.k3_clamped(t.logp, t.pi_ref, kl_bound),
+    "k3_linear": lambda t, *, kl_bound: divergences.k3_linear(t.logp, t.pi_ref, kl_bound),
+    "k3_bias_corrected": lambda t, *, ratio: divergences.bias_corrected(
+        divergences.k3(t.logp, t.pi_ref), ratio(t, t.logp)
+    ),
 }
 
 REDUCTIONS: dict[str, Piece] = {

@@ -1,18 +1,20 @@
 """Importance ratios pi/alpha at three levels, each given per token [T] and differentiable in logp_T.
 
 Log-probs are in nats at the sampling temperature. Arguments are in the order (numerator, denominator), so that
-pi_k/alpha is the same function of (logp_k_T, logp_alpha_T).
+pi_k/alpha is the same function of (logp_k_T, logp_alpha_T). Beyond 88.7 nats a ratio is infinite in float32, with a
+gradient of 0 where a clip, an advantage or a weight asks for none (see core.extended).
 """
 
 import torch
 
+from lagrpo.core.extended import exp
 from lagrpo.core.shapes import FloatT, IntT, per_index, require_vector
 
 
 def token_ratio(logp_T: FloatT, logp_alpha_T: FloatT) -> FloatT:
     """rho_t = exp(logp_t - logp_alpha_t): each token on its own. Raises ValueError on shapes."""
     require_vector(logp_T=logp_T, logp_alpha_T=logp_alpha_T)
-    return (logp_T - logp_alpha_T).exp()
+    return exp(logp_T - logp_alpha_T)
 
 
 def sequence_ratio(logp_T: FloatT, logp_alpha_T: FloatT, completion_T: IntT, C: int) -> FloatT:
@@ -21,7 +23,7 @@ def sequence_ratio(logp_T: FloatT, logp_alpha_T: FloatT, completion_T: IntT, C: 
 
     `completion_T` holds 0 .. C-1; all tokens of a completion must be in one call. Raises ValueError on shapes."""
     require_vector(logp_T=logp_T, logp_alpha_T=logp_alpha_T, completion_T=completion_T)
-    return per_index(logp_T - logp_alpha_T, completion_T, C).exp()[completion_T]
+    return exp(per_index(logp_T - logp_alpha_T, completion_T, C))[completion_T]
 
 
 def length_normalised_ratio(logp_T: FloatT, logp_alpha_T: FloatT, completion_T: IntT, C: int) -> FloatT:
@@ -32,4 +34,4 @@ def length_normalised_ratio(logp_T: FloatT, logp_alpha_T: FloatT, completion_T: 
     Raises ValueError on shapes."""
     require_vector(logp_T=logp_T, logp_alpha_T=logp_alpha_T, completion_T=completion_T)
     lengths_C = per_index(torch.ones_like(logp_T), completion_T, C)
-    return (per_index(logp_T - logp_alpha_T, completion_T, C) / lengths_C.clamp(min=1)).exp()[completion_T]
+    return exp(per_index(logp_T - logp_alpha_T, completion_T, C) / lengths_C.clamp(min=1))[completion_T]

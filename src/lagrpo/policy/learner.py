@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lagrpo.core.loss import InfiniteGradientError
 from lagrpo.interrupts import whole
 from lagrpo.policy.batch import MicroBatch
 from lagrpo.policy.masters import Delivered, Masters, Start
@@ -117,10 +118,7 @@ class Learner:
                 sums["tokens_entropy"] += len(entropy_T)
             if micro.logp_k_T is None:
                 micro.logp_k_T = logp_T.detach()
-            loss, diagnostics = self.recipe.loss(
-                logp_T, micro.logp_alpha_T, micro.logp_k_T, micro.logp_ref_T,
-                micro.advantage_C, micro.completion_T, micro.weight_C, micro.group_C,
-            )  # fmt: skip
+            loss, diagnostics = self._loss(micro, logp_T)
             loss.backward()
             if micro.logp_alpha_T is not None:
                 largest = (logp_T.detach() - micro.logp_alpha_T).abs().max().item()
@@ -132,6 +130,21 @@ class Learner:
         if in_objective:
             sums |= self._update()
         return dict(sums)
+
+    def _loss(self, micro: MicroBatch, logp_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        try:
+            return self.recipe.loss(
+                logp_T, micro.logp_alpha_T, micro.logp_k_T, micro.logp_ref_T,
+                micro.advantage_C, micro.completion_T, micro.weight_C, micro.group_C,
+            )  # fmt: skip
+        except InfiniteGradientError as error:
+            self._optimizer.zero_grad()
+            token = f"token {error.position} of scored completion {micro.members[error.completion]} of the batch"
+            raise FloatingPointError(
+                f"the gradient of update {self.policy.version + 1} is not finite at {token} (both from 0): "
+                f"{error.reason}; the policy is still version {self.policy.version}. Choose a recipe that cuts or caps "
+                "such a ratio, or leave the completion out"
+            ) from error
 
     def _update(self) -> dict[str, float]:
         masters = self._masters.parameters
