@@ -21,7 +21,7 @@ from lagrpo.embedded import resolve_model
 from lagrpo.hardware import pick_device, pick_dtype
 from lagrpo.memory import keep_freed_memory
 from lagrpo.policy.learner import Learner, Optimisation
-from lagrpo.policy.model import Policy, check_context, load_policy
+from lagrpo.policy.model import Policy, check_context, check_files, load_policy
 from lagrpo.policy.replica import replica
 from lagrpo.prompts import PromptSource
 from lagrpo.recorded import Recorded
@@ -64,19 +64,23 @@ def build_task(settings: TaskSettings, seed: int) -> Task:
 
 @contextmanager
 def loading(model: ModelSettings) -> Iterator[None]:
-    """Inside, a model is read. transformers' ways to say that it is not there, or cannot be run, become a SettingsError
-    that says where it was looked for."""
-    from safetensors import SafetensorError
+    """Inside, a model is read. An error that says that it is not there, or cannot be run, becomes a SettingsError that
+    says where it was looked for; transformers' own reports stay off the terminal."""
+    from transformers.utils import logging
 
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         here = Path(model.path).expanduser()
         looked = f"in {here}" if here.is_dir() else f"on the Hugging Face hub, as there is no directory {here} here"
         reason = str(error).partition("\n")[0]
         raise SettingsError(
             f"model.path = {model.path!r}: no model could be loaded. Looked {looked}: {reason}"
         ) from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 @contextmanager
@@ -116,7 +120,11 @@ class Parts:
         Raises:
             SettingsError: data or a model that is not there, or that the settings do not fit.
         """
-        servers = open_servers(settings) if settings.sampling.sampler == "vllm" else []
+        servers = []
+        if settings.sampling.sampler == "vllm":  # starting them writes files and takes minutes
+            with loading(settings.model), without_progress_bars():
+                check_files(resolve_model(settings.model.path))
+            servers = open_servers(settings)
         try:
             return Parts._build(settings, recipe, task, servers)
         except BaseException:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from lagrpo import kernels
 from lagrpo.policy import attention, flex
+from lagrpo.policy.checkpoint import match_weights, model_class, read_headers, read_tokenizer
+from lagrpo.policy.configs import read_config
 from lagrpo.policy.fused import FusedDecoder
 from lagrpo.policy.layout import PackedLayout
 from lagrpo.policy.logprobs import token_logp
@@ -223,23 +225,37 @@ def load_policy(
     """A policy from a hub id or a directory, with group attention.
 
     Raises:
-        ValueError: a model that group attention does not reproduce (named, with the reason).
+        ValueError: files that are damaged or do not fit together, by file and field (policy/checkpoint.py); a model
+            that group attention does not reproduce (named, with the reason).
         OSError: nothing that transformers can load is at `path`.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     attention.register()
-    config = AutoConfig.from_pretrained(path)
-    refuse(config)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = check_files(path)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention.NAME)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True, trust_remote_code=False
+    )
     model.to(device)
     switch_off_dropout(model)
     policy = Policy(model, tokenizer, tau)
     prove_attention(policy)
     return policy
+
+
+def check_files(path: str) -> Any:
+    """The tokenizer of a model whose files fit together and that group attention reproduces; no weight is read.
+
+    Raises:
+        ValueError, OSError: as `load_policy`.
+    """
+    config = read_config(path)
+    refuse(config)
+    tokenizer = read_tokenizer(path, config)
+    match_weights(config, read_headers(path, config))
+    return tokenizer
 
 
 def refuse(config: Any) -> None:
@@ -256,6 +272,7 @@ def refuse(config: Any) -> None:
         "latent attention (kv_lora_rank)": getattr(text, "kv_lora_rank", None),
         "layers that are not attention": set(getattr(text, "layer_types", None) or ())
         - {"full_attention", "sliding_attention"},
+        "an attention of their own, outside transformers' registry": not _in_registry(config),
     }
     for reason, present in reasons.items():
         if present:
@@ -265,12 +282,22 @@ def refuse(config: Any) -> None:
             )
 
 
+def _in_registry(config: Any) -> bool:
+    """Whether the model takes its attention from the registry; of a model that is no causal language model, True."""
+    from transformers import AutoModelForCausalLM
+
+    return type(config) not in AutoModelForCausalLM._model_mapping or model_class(config)._can_set_attn_implementation()
+
+
 def check_context(policy: Policy, tokens: int) -> None:
     """Raise ValueError if prompts and completions of `tokens` tokens do not fit the model's window or positions."""
     text = policy.model.config.get_text_config()
     sliding = "sliding_attention" in (getattr(text, "layer_types", None) or ("sliding_attention",))
     window = getattr(text, "sliding_window", None) if sliding and getattr(text, "use_sliding_window", True) else None
-    for limit, what in ((window, "sliding window"), (text.max_position_embeddings, "longest position")):
+    for limit, what in (
+        (window, "sliding window"),
+        (getattr(text, "max_position_embeddings", None), "longest position"),
+    ):
         if limit is not None and tokens > limit:
             raise ValueError(
                 f"a prompt and its completion may be {tokens} tokens long, but the {what} of this {text.model_type} "
