@@ -24,6 +24,7 @@ from lagrpo.policy.fused import FusedDecoder
 from lagrpo.policy.layout import PackedLayout
 from lagrpo.policy.logprobs import token_logp
 from lagrpo.policy.packs import Packing, Packs
+from lagrpo.policy.templates import Templates
 from lagrpo.types import Prompt
 
 PROOF_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}  # mean |Δ log-prob|, nats
@@ -53,11 +54,14 @@ class Packed:
 class Policy:
     """A model, its tokenizer, and the version of the weights in it (how many optimiser updates they have had)."""
 
-    def __init__(self, model: Any, tokenizer: Any, tau: float = 1.0, version: int = 0) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, tau: float = 1.0, version: int = 0, templates: Templates | None = None
+    ) -> None:
         self.model: Any = model.eval()
         self.tokenizer = tokenizer
         self.tau = tau
         self.version = version
+        self.templates = templates if templates is not None else Templates()
         self.decoder: nn.Module = model.get_decoder()
         self.head: nn.Linear = model.get_output_embeddings()
         self.fused = FusedDecoder.of(model)
@@ -197,15 +201,24 @@ class Policy:
         return token_logp(rows, self.head.weight, self.head.bias, packed.token_ids, self.tau, entropy_T, product)
 
     def tokenize(self, prompt: Prompt) -> Prompt:
-        """The prompt with its token ids: through the chat template, or its plain text where the tokenizer has none."""
+        """The prompt with its token ids: through the chat template, or its plain text where the tokenizer has none.
+
+        Raises:
+            TemplateError: the chat template makes no text of it.
+            ValueError: no tokens, or one that the model does not have.
+        """
         if self.tokenizer.chat_template is None:
             text = "\n".join(message["content"] for message in prompt.messages)
             ids = self.tokenizer(text)["input_ids"]
         else:
-            messages = [dict(message) for message in prompt.messages]
-            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
+            given = [{k: v for k, v in message.items() if v is not None} for message in prompt.messages]
+            template = self.tokenizer.get_chat_template()
+            text = self.templates.render(template, self.tokenizer.special_tokens_map, given)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise ValueError(f"it has no token: it is the text {text!r:.80}")
+        if (largest := max(ids)) >= (vocabulary := self.head.weight.shape[0]):
+            raise ValueError(f"token {largest} is outside the model's vocabulary of {vocabulary}")
         return replace(prompt, token_ids=tuple(int(i) for i in ids))
 
     def save(self, directory: Path) -> None:
@@ -221,8 +234,10 @@ def load_policy(
     device: torch.device | str = "cpu",
     tau: float = 1.0,
     chat_template: str | None = None,
+    templates: Templates | None = None,
 ) -> Policy:
-    """A policy from a hub id or a directory, with group attention.
+    """A policy from a hub id or a directory, with group attention. `templates` renders its prompts; whoever gives it
+    closes it.
 
     Raises:
         ValueError: files that are damaged or do not fit together, by file and field (policy/checkpoint.py); a model
@@ -232,6 +247,8 @@ def load_policy(
     from transformers import AutoModelForCausalLM
 
     attention.register()
+    if templates is not None:
+        templates.start()  # gets ready while the model is loaded
     tokenizer = check_files(path)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
@@ -240,7 +257,7 @@ def load_policy(
     )
     model.to(device)
     switch_off_dropout(model)
-    policy = Policy(model, tokenizer, tau)
+    policy = Policy(model, tokenizer, tau, templates=templates)
     prove_attention(policy)
     return policy
 

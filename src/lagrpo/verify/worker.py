@@ -9,16 +9,15 @@ reward), ("rejected", reason), or ("unloadable", reason) where this process coul
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import pickle
 import reprlib
 import signal
 import sys
 import threading
-import time
 import traceback
 
+from lagrpo.spawning import die_with_parent, limit_cpu_time
 from lagrpo.tasks.base import Judge, Unjudgeable
 
 Verdict = tuple[str, float | str]
@@ -38,7 +37,7 @@ def start(judge: bytes, deadline: float) -> None:
     global _judge, _problem, _deadline
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _give_way()
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=die_with_parent, daemon=True).start()
     _deadline = deadline
     try:
         _judge = pickle.loads(judge)
@@ -54,7 +53,7 @@ def verdict(payload: bytes) -> Verdict:
     """The verdict on a pickled (text, gold)."""
     if _judge is None:
         return "unloadable", _problem
-    _limit_cpu_time()
+    limit_cpu_time((_deadline + _SPARE_SECONDS) * (os.cpu_count() or 1))
     try:
         text, gold = pickle.loads(payload)
         return _score(_judge(text, gold))
@@ -87,23 +86,3 @@ def _give_way() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
-
-
-def _die_with_parent() -> None:
-    """End this process when its parent has ended without saying so, even in the middle of a judgement."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _limit_cpu_time() -> None:
-    """Have the kernel end this process once it has computed well past the deadline. The parent ends it at the deadline;
-    this is for a parent that was killed while the judge hangs in C code, which keeps threads from running."""
-    if sys.platform == "win32":
-        return
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    limit = int(time.process_time() + (_deadline + _SPARE_SECONDS) * (os.cpu_count() or 1)) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
