@@ -19,6 +19,7 @@ import traceback
 
 from lagrpo.spawning import die_with_parent, limit_cpu_time
 from lagrpo.tasks.base import Judge, Unjudgeable
+from lagrpo.verify.leaks import track_alone
 
 Verdict = tuple[str, float | str]
 
@@ -33,9 +34,11 @@ _deadline = math.inf
 
 def start(judge: bytes, deadline: float) -> None:
     """Prepare this process: give way to the policy; load the judge; die when told to even while the judge hangs in C
-    code, which a signal handler in Python would wait for; die with the parent."""
+    code, which a signal handler in Python would wait for; die with the parent; leave nothing behind."""
     global _judge, _problem, _deadline
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is blocked; starting a resource tracker unblocks it
+    track_alone()
     _give_way()
     threading.Thread(target=die_with_parent, daemon=True).start()
     _deadline = deadline
