@@ -13,10 +13,11 @@ import pytest
 SOURCES = Path(__file__).parent.parent / "src" / "lagrpo"
 
 # What each part may import of ours: `parts` of the package, by the first name below lagrpo.
-PLAIN = {"addressed", "text", "interrupts"}  # small helpers of numpy and the standard library alone
+PLAIN = {"addressed", "text", "interrupts", "spawning"}  # small helpers of numpy and the standard library alone
 ALLOWED: dict[str, set[str]] = {
     "addressed": set(),
     "text": set(),
+    "spawning": set(),
     "interrupts": set(),
     "memory": set(),
     "threads": set(),

@@ -187,7 +187,7 @@ def test_a_task_without_test_prompts_can_be_trained_on_but_not_evaluated(run, se
 )
 def test_a_chat_template_that_refuses_the_prompts_is_refused_before_the_run_is_made(run, tmp_path, template, message):
     (tmp_path / "chat.jinja").write_text(template)
-    with pytest.raises(SettingsError, match=f"the chat template cannot render prompt 0 .*: {message}"):
+    with pytest.raises(SettingsError, match=f"prompt 0 .*: the chat template cannot render it: {message}"):
         run(model={"chat_template": str(tmp_path / "chat.jinja")})
     assert not (tmp_path / "runs").exists()
 

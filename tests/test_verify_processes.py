@@ -42,7 +42,8 @@ def script(tmp_path: Path, body: str, **environment: str) -> subprocess.Popen[st
 
 
 def start(arguments: list[str], **environment: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"} | environment
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment
     return subprocess.Popen(
         [sys.executable, *arguments], env=environment, text=True, start_new_session=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -134,6 +135,60 @@ def test_the_kernel_ends_a_worker_that_computes_on_after_its_parent_was_killed(t
     ])  # fmt: skip
     process.communicate(timeout=60)
     assert -process.returncode == signal.SIGXCPU
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="looks for shared memory in /dev/shm")
+def test_what_a_judge_leaks_is_gone_when_its_worker_ends_and_nobody_complains(tmp_path):
+    """One worker is killed by the deadline, the next one ends with the verifier. A script has no say in warnings."""
+    mark = f"test{os.getpid()}"
+    process = script(
+        tmp_path,
+        f"""
+        import time, verify_judges
+        from pathlib import Path
+
+        def left():
+            return sorted(path.name for path in Path("/dev/shm").glob("lagrpo-{mark}*"))
+
+        def wait_until_gone(name):
+            deadline = time.monotonic() + 20
+            while any(name in other for other in left()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+        here = Group(Prompt(0, (), "{mark}"), group("hang", "7").completions)
+        with Verifier(verify_judges.leaking, workers=1, deadline=1.0, max_unscored_share=1.0) as verifier:
+            (judged,) = verifier.judge([here])
+            wait_until_gone("hang")
+            print(*(completion.reward for completion in judged.completions), len(left()))
+        wait_until_gone("7")
+        print(len(left()))
+        """,
+    )
+    out, err = process.communicate(timeout=90)
+    assert (out, err) == ("None 1.0 6\n0\n", "")
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="looks for shared memory in /dev/shm")
+def test_shared_memory_of_the_parent_outlives_the_workers_that_open_it(tmp_path):
+    process = script(
+        tmp_path,
+        """
+        from multiprocessing import shared_memory
+        import verify_judges
+
+        table = shared_memory.SharedMemory(create=True, size=8)
+        table.buf[0] = 5
+        here = Group(Prompt(0, (), table.name), group("hang", "7", "7").completions)
+        for _ in range(2):
+            with Verifier(verify_judges.opening, workers=1, deadline=1.0, max_unscored_share=1.0) as verifier:
+                (judged,) = verifier.judge([here])
+                print(*(completion.reward for completion in judged.completions))
+        table.close()
+        table.unlink()
+        """,
+    )
+    out, err = process.communicate(timeout=90)
+    assert (out, err) == ("None 5.0 5.0\n" * 2, "")
 
 
 def wait_for_workers(process: subprocess.Popen[str]) -> list[int]:

@@ -16,6 +16,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma": {"num_key_value_heads": 1, "head_dim": 16, "hidden_act": "gelu_pytorch_tanh"},
     "mistral": {"num_key_value_heads": 4, "head_dim": 8, "sliding_window": None},
     "phi3": {"num_key_value_heads": 2, "hidden_size": 64},  # heads of 16, queries that are not contiguous
+    "gpt2": {"tie_word_embeddings": False},  # names of its own for the sizes
 }
 
 

@@ -45,6 +45,30 @@ def by_name(text: str, gold: Any) -> Any:
     return actions[action]() if action in actions else float(text == gold)
 
 
+def leaking(text: str, gold: Any) -> float:
+    """Leaves twelve objects of the system behind; then hangs, or judges."""
+    from multiprocessing import Semaphore, shared_memory
+
+    kept.extend(shared_memory.SharedMemory(f"lagrpo-{gold}-{text}-{n}", create=True, size=64) for n in range(6))
+    kept.extend(Semaphore() for _ in range(6))
+    if text == "hang":
+        time.sleep(1e6)
+    return 1.0
+
+
+def opening(text: str, gold: Any) -> float:
+    """Reads shared memory that the gold names, which is another process's."""
+    from multiprocessing import shared_memory
+
+    kept.append(shared_memory.SharedMemory(gold))
+    if text == "hang":
+        time.sleep(1e6)
+    return float(kept[-1].buf[0])
+
+
+kept: list[Any] = []
+
+
 def quick(text: str, gold: Any) -> float:
     return float(text == gold)
 

@@ -21,8 +21,9 @@ from lagrpo.embedded import resolve_model
 from lagrpo.hardware import pick_device, pick_dtype
 from lagrpo.memory import keep_freed_memory
 from lagrpo.policy.learner import Learner, Optimisation
-from lagrpo.policy.model import Policy, check_context, load_policy
+from lagrpo.policy.model import Policy, check_context, check_files, load_policy
 from lagrpo.policy.replica import replica
+from lagrpo.policy.templates import Templates
 from lagrpo.prompts import PromptSource
 from lagrpo.recorded import Recorded
 from lagrpo.sampling.base import Sampler
@@ -39,9 +40,10 @@ from lagrpo.types import Group
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def build_policy(model: ModelSettings, tau: float, longest: int) -> Policy:
+def build_policy(model: ModelSettings, tau: float, longest: int, templates: Templates | None = None) -> Policy:
     """The policy of the settings at temperature tau, checked against the `longest` prompt and completion that they
-    allow, in tokens. Raises SettingsError for a model that is not there or cannot be run."""
+    allow, in tokens; `templates` renders its prompts. Raises SettingsError for a model that is not there or cannot be
+    run."""
     device = pick_device(model.device)
     team.start(model.threads, device.type)
     if device.type == "cpu":
@@ -50,7 +52,7 @@ def build_policy(model: ModelSettings, tau: float, longest: int) -> Policy:
         kernels.select(model.kernels, device.type)
     dtype, _ = pick_dtype(model.dtype, device)
     with loading(model), without_progress_bars():
-        policy = load_policy(resolve_model(model.path), DTYPES[dtype], device, tau, chat_template(model))
+        policy = load_policy(resolve_model(model.path), DTYPES[dtype], device, tau, chat_template(model), templates)
     with refusing("model.path"):
         check_context(policy, longest)
     return policy
@@ -64,19 +66,23 @@ def build_task(settings: TaskSettings, seed: int) -> Task:
 
 @contextmanager
 def loading(model: ModelSettings) -> Iterator[None]:
-    """Inside, a model is read. transformers' ways to say that it is not there, or cannot be run, become a SettingsError
-    that says where it was looked for."""
-    from safetensors import SafetensorError
+    """Inside, a model is read. An error that says that it is not there, or cannot be run, becomes a SettingsError that
+    says where it was looked for; transformers' own reports stay off the terminal."""
+    from transformers.utils import logging
 
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         here = Path(model.path).expanduser()
         looked = f"in {here}" if here.is_dir() else f"on the Hugging Face hub, as there is no directory {here} here"
         reason = str(error).partition("\n")[0]
         raise SettingsError(
             f"model.path = {model.path!r}: no model could be loaded. Looked {looked}: {reason}"
         ) from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 @contextmanager
@@ -116,21 +122,30 @@ class Parts:
         Raises:
             SettingsError: data or a model that is not there, or that the settings do not fit.
         """
-        servers = open_servers(settings) if settings.sampling.sampler == "vllm" else []
+        servers = []
+        if settings.sampling.sampler == "vllm":  # starting them writes files and takes minutes
+            with loading(settings.model), without_progress_bars():
+                check_files(resolve_model(settings.model.path))
+            servers = open_servers(settings)
+        templates = Templates()
         try:
-            return Parts._build(settings, recipe, task, servers)
+            return Parts._build(settings, recipe, task, servers, templates)
         except BaseException:
+            templates.close()
             for server in servers:
                 server.close()
             raise
 
     @staticmethod
-    def _build(settings: Settings, recipe: Recipe, task: Task | None, servers: Sequence[Server]) -> Parts:
+    def _build(
+        settings: Settings, recipe: Recipe, task: Task | None, servers: Sequence[Server], templates: Templates
+    ) -> Parts:
         seed, sampling, offline = settings.run.seed, settings.sampling, settings.offline
         from_file = recorded_prompts(settings)
         own_task = task is not None
         task = task if task is not None else build_task(settings.task, seed)
-        policy = build_policy(settings.model, sampling.temperature, sampling.max_prompt_tokens + sampling.max_tokens)
+        longest = sampling.max_prompt_tokens + sampling.max_tokens
+        policy = build_policy(settings.model, sampling.temperature, longest, templates)
         fresh = settings.schedule.prompts - from_file
         source = PromptSource(task, policy, seed, fresh, sampling.max_prompt_tokens)
         source.tokenised("train", 0)  # a chat template that cannot be rendered shows here, before the run is made
@@ -154,6 +169,11 @@ class Parts:
         return Parts(
             task, own_task, recipe, policy, learner, sampler, prove, parity, evaluator, source, schedule, given
         )
+
+    def close(self) -> None:
+        """End the servers that were started, and the process that renders prompts."""
+        self.sampler.close()
+        self.policy.templates.close()
 
     def keep_logs(self, run: Path) -> None:
         """The logs of the servers that were started for a run go to its directory."""

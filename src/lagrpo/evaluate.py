@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lagrpo.build import build_policy, build_task
 from lagrpo.checks import check_evaluation, refusing
 from lagrpo.config import EvalSettings
 from lagrpo.core.estimators import bootstrap_interval, clustered_interval, paired_interval, pass_at_k
+from lagrpo.policy.templates import Templates
 from lagrpo.prompts import PromptSource
 from lagrpo.runs.files import to_json, write_atomically
 from lagrpo.sampling.base import Request, Sampler
@@ -160,11 +162,13 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
     check_evaluation(settings)
     task = build_task(settings.task, settings.seed)
     print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
-    policy = build_policy(settings.model, settings.temperature, settings.max_prompt_tokens + settings.max_tokens)
+    with closing(Templates()) as templates:
+        longest = settings.max_prompt_tokens + settings.max_tokens
+        policy = build_policy(settings.model, settings.temperature, longest, templates)
+        prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens)
+        requests = prompts.held_out(settings.prompts or task.size("test"))
     print(f"computing with {policy.computation}; decoding {policy.decoding}", file=sys.stderr, flush=True)
     team.tell(lambda line: print(line, file=sys.stderr, flush=True))
-    prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens)
-    requests = prompts.held_out(settings.prompts or task.size("test"))
     sampler = LocalSampler(policy, settings.seed, settings.max_tokens, settings.rows, purpose="evaluate")
     v = settings.verifier
     with refusing("task", TypeError):

@@ -12,6 +12,7 @@ from lagrpo.config import Settings
 from lagrpo.hardware import pick_device, pick_dtype
 from lagrpo.live import CAP
 from lagrpo.policy.attention import Shape
+from lagrpo.policy.configs import read_config
 from lagrpo.policy.fused import FAMILIES
 from lagrpo.policy.logprobs import CHUNK_LOGITS, KEPT_LOGITS, KERNEL_LOGITS
 from lagrpo.policy.model import Policy, refuse
@@ -224,12 +225,12 @@ def activation_bytes(settings: Settings, config: Any, size: int, fused: bool = F
 
 def _sizes(settings: Settings) -> tuple[Any, int]:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from lagrpo.embedded import resolve_model
 
     with loading(settings.model):
-        config = AutoConfig.from_pretrained(resolve_model(settings.model.path))
+        config = read_config(resolve_model(settings.model.path))
         refuse(config)
         with torch.device("meta"):
             return config, _parameters(AutoModelForCausalLM.from_config(config))

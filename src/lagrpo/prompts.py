@@ -62,15 +62,14 @@ class PromptSource:
         return [Request(0, 0, self.tokenised("test", index)) for index in order[:count]]
 
     def tokenised(self, split: str, index: int) -> Prompt:
-        """A prompt with its token ids. Raises SettingsError when it is longer than max_prompt_tokens, or the chat
-        template refuses it (some know no system message)."""
-        from jinja2 import TemplateError
-
+        """A prompt with its token ids. Raises SettingsError when it is longer than max_prompt_tokens, the chat template
+        refuses it (some know no system message), or the model lacks one of its tokens."""
         where = f"prompt {index} of the {split} split of {self.task.name!r}"
+        asked = self.task.prompt(split, index)
         try:
-            prompt = self.policy.tokenize(self.task.prompt(split, index))
-        except TemplateError as error:
-            raise SettingsError(f"the chat template cannot render {where}: {error}") from error
+            prompt = self.policy.tokenize(asked)
+        except ValueError as error:
+            raise SettingsError(f"{where}: {error}") from error
         if len(prompt.token_ids) > self.max_prompt_tokens:
             raise SettingsError(
                 f"{where} has {len(prompt.token_ids)} tokens; sampling.max_prompt_tokens is {self.max_prompt_tokens}"

@@ -87,7 +87,7 @@ def train(settings: Settings | Mapping[str, Any] | str | os.PathLike[str], task:
         try:
             return Training(settings, parts).run()
         finally:
-            parts.sampler.close()
+            parts.close()
             team.release()
 
 

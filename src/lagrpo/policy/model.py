@@ -18,10 +18,13 @@ from torch import Tensor, nn
 
 from lagrpo import kernels
 from lagrpo.policy import attention, flex
+from lagrpo.policy.checkpoint import match_weights, model_class, read_headers, read_tokenizer
+from lagrpo.policy.configs import read_config
 from lagrpo.policy.fused import FusedDecoder
 from lagrpo.policy.layout import PackedLayout
 from lagrpo.policy.logprobs import token_logp
 from lagrpo.policy.packs import Packing, Packs
+from lagrpo.policy.templates import Templates
 from lagrpo.types import Prompt
 
 PROOF_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}  # mean |Δ log-prob|, nats
@@ -51,11 +54,14 @@ class Packed:
 class Policy:
     """A model, its tokenizer, and the version of the weights in it (how many optimiser updates they have had)."""
 
-    def __init__(self, model: Any, tokenizer: Any, tau: float = 1.0, version: int = 0) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, tau: float = 1.0, version: int = 0, templates: Templates | None = None
+    ) -> None:
         self.model: Any = model.eval()
         self.tokenizer = tokenizer
         self.tau = tau
         self.version = version
+        self.templates = templates if templates is not None else Templates()
         self.decoder: nn.Module = model.get_decoder()
         self.head: nn.Linear = model.get_output_embeddings()
         self.fused = FusedDecoder.of(model)
@@ -195,15 +201,24 @@ class Policy:
         return token_logp(rows, self.head.weight, self.head.bias, packed.token_ids, self.tau, entropy_T, product)
 
     def tokenize(self, prompt: Prompt) -> Prompt:
-        """The prompt with its token ids: through the chat template, or its plain text where the tokenizer has none."""
+        """The prompt with its token ids: through the chat template, or its plain text where the tokenizer has none.
+
+        Raises:
+            TemplateError: the chat template makes no text of it.
+            ValueError: no tokens, or one that the model does not have.
+        """
         if self.tokenizer.chat_template is None:
             text = "\n".join(message["content"] for message in prompt.messages)
             ids = self.tokenizer(text)["input_ids"]
         else:
-            messages = [dict(message) for message in prompt.messages]
-            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
+            given = [{k: v for k, v in message.items() if v is not None} for message in prompt.messages]
+            template = self.tokenizer.get_chat_template()
+            text = self.templates.render(template, self.tokenizer.special_tokens_map, given)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise ValueError(f"it has no token: it is the text {text!r:.80}")
+        if (largest := max(ids)) >= (vocabulary := self.head.weight.shape[0]):
+            raise ValueError(f"token {largest} is outside the model's vocabulary of {vocabulary}")
         return replace(prompt, token_ids=tuple(int(i) for i in ids))
 
     def save(self, directory: Path) -> None:
@@ -219,27 +234,45 @@ def load_policy(
     device: torch.device | str = "cpu",
     tau: float = 1.0,
     chat_template: str | None = None,
+    templates: Templates | None = None,
 ) -> Policy:
-    """A policy from a hub id or a directory, with group attention.
+    """A policy from a hub id or a directory, with group attention. `templates` renders its prompts; whoever gives it
+    closes it.
 
     Raises:
-        ValueError: a model that group attention does not reproduce (named, with the reason).
+        ValueError: files that are damaged or do not fit together, by file and field (policy/checkpoint.py); a model
+            that group attention does not reproduce (named, with the reason).
         OSError: nothing that transformers can load is at `path`.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     attention.register()
-    config = AutoConfig.from_pretrained(path)
-    refuse(config)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    if templates is not None:
+        templates.start()  # gets ready while the model is loaded
+    tokenizer = check_files(path)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention.NAME)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True, trust_remote_code=False
+    )
     model.to(device)
     switch_off_dropout(model)
-    policy = Policy(model, tokenizer, tau)
+    policy = Policy(model, tokenizer, tau, templates=templates)
     prove_attention(policy)
     return policy
+
+
+def check_files(path: str) -> Any:
+    """The tokenizer of a model whose files fit together and that group attention reproduces; no weight is read.
+
+    Raises:
+        ValueError, OSError: as `load_policy`.
+    """
+    config = read_config(path)
+    refuse(config)
+    tokenizer = read_tokenizer(path, config)
+    match_weights(config, read_headers(path, config))
+    return tokenizer
 
 
 def refuse(config: Any) -> None:
@@ -256,6 +289,7 @@ def refuse(config: Any) -> None:
         "latent attention (kv_lora_rank)": getattr(text, "kv_lora_rank", None),
         "layers that are not attention": set(getattr(text, "layer_types", None) or ())
         - {"full_attention", "sliding_attention"},
+        "an attention of their own, outside transformers' registry": not _in_registry(config),
     }
     for reason, present in reasons.items():
         if present:
@@ -265,12 +299,22 @@ def refuse(config: Any) -> None:
             )
 
 
+def _in_registry(config: Any) -> bool:
+    """Whether the model takes its attention from the registry; of a model that is no causal language model, True."""
+    from transformers import AutoModelForCausalLM
+
+    return type(config) not in AutoModelForCausalLM._model_mapping or model_class(config)._can_set_attn_implementation()
+
+
 def check_context(policy: Policy, tokens: int) -> None:
     """Raise ValueError if prompts and completions of `tokens` tokens do not fit the model's window or positions."""
     text = policy.model.config.get_text_config()
     sliding = "sliding_attention" in (getattr(text, "layer_types", None) or ("sliding_attention",))
     window = getattr(text, "sliding_window", None) if sliding and getattr(text, "use_sliding_window", True) else None
-    for limit, what in ((window, "sliding window"), (text.max_position_embeddings, "longest position")):
+    for limit, what in (
+        (window, "sliding window"),
+        (getattr(text, "max_position_embeddings", None), "longest position"),
+    ):
         if limit is not None and tokens > limit:
             raise ValueError(
                 f"a prompt and its completion may be {tokens} tokens long, but the {what} of this {text.model_type} "

@@ -1,20 +1,16 @@
-"""How worker processes are started: by spawning, because a process with torch's threads must not be forked; with SIGINT
-blocked, so that Ctrl-C is the parent's alone; and without the parent's main module."""
+"""How worker processes get their judge and are started (see also lagrpo.spawning)."""
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import pickle
-import signal
 import sys
-import types
-from collections.abc import Iterator
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
 from pebble.pool.process import WORKERS_NAME
 
+from lagrpo.spawning import Process, ProcessWithoutMain
 from lagrpo.tasks.base import Judge
 
 
@@ -49,33 +45,12 @@ def _names_main(judge: bytes) -> bool:
     return b"__main__" in judge
 
 
-class _Process(SpawnProcess):
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:  # noqa: N802 - multiprocessing's name for what starts a process
-        with _sigint_blocked():
-            return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
-
-
-class _ProcessWithoutMain(_Process):
-    """A spawned process imports the parent's main module again. Unless the judge is defined there that would only cost:
-    torch and transformers in every worker, and a second training run where a script has no main guard."""
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:  # noqa: N802
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        try:
-            return _Process._Popen(process_obj)
-        finally:
-            sys.modules["__main__"] = main
-
-
 class WorkerContext(SpawnContext):
     """The multiprocessing context of the workers of one judge; it knows the processes that it started."""
 
     def __init__(self, judge: bytes) -> None:
         super().__init__()
-        self._kind = _Process if _names_main(judge) else _ProcessWithoutMain
+        self._kind = Process if _names_main(judge) else ProcessWithoutMain
         self._started: list[SpawnProcess] = []
 
     def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
@@ -88,17 +63,3 @@ class WorkerContext(SpawnContext):
         for process in self._started:
             if process.pid is not None:
                 process.kill()
-
-
-@contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """A new process inherits the signal mask of the thread that starts it. Ignoring SIGINT in the worker itself would
-    leave the tenth of a second until it gets there."""
-    if sys.platform == "win32":
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

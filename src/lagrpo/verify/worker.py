@@ -9,17 +9,17 @@ reward), ("rejected", reason), or ("unloadable", reason) where this process coul
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import pickle
 import reprlib
 import signal
 import sys
 import threading
-import time
 import traceback
 
+from lagrpo.spawning import die_with_parent, limit_cpu_time
 from lagrpo.tasks.base import Judge, Unjudgeable
+from lagrpo.verify.leaks import track_alone
 
 Verdict = tuple[str, float | str]
 
@@ -34,11 +34,13 @@ _deadline = math.inf
 
 def start(judge: bytes, deadline: float) -> None:
     """Prepare this process: give way to the policy; load the judge; die when told to even while the judge hangs in C
-    code, which a signal handler in Python would wait for; die with the parent."""
+    code, which a signal handler in Python would wait for; die with the parent; leave nothing behind."""
     global _judge, _problem, _deadline
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is blocked; starting a resource tracker unblocks it
+    track_alone()
     _give_way()
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=die_with_parent, daemon=True).start()
     _deadline = deadline
     try:
         _judge = pickle.loads(judge)
@@ -54,7 +56,7 @@ def verdict(payload: bytes) -> Verdict:
     """The verdict on a pickled (text, gold)."""
     if _judge is None:
         return "unloadable", _problem
-    _limit_cpu_time()
+    limit_cpu_time((_deadline + _SPARE_SECONDS) * (os.cpu_count() or 1))
     try:
         text, gold = pickle.loads(payload)
         return _score(_judge(text, gold))
@@ -87,23 +89,3 @@ def _give_way() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
-
-
-def _die_with_parent() -> None:
-    """End this process when its parent has ended without saying so, even in the middle of a judgement."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _limit_cpu_time() -> None:
-    """Have the kernel end this process once it has computed well past the deadline. The parent ends it at the deadline;
-    this is for a parent that was killed while the judge hangs in C code, which keeps threads from running."""
-    if sys.platform == "win32":
-        return
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    limit = int(time.process_time() + (_deadline + _SPARE_SECONDS) * (os.cpu_count() or 1)) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

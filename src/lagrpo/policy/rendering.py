@@ -1,0 +1,96 @@
+"""What runs in the process that renders chat templates (see templates.py): transformers' own rendering, with limits.
+
+Nothing here imports torch, and of transformers only the three modules that render: the process is there after a few
+tenths of a second. A reply is JSON, {"text": …} or {"error": …}: the parent unpickles nothing from here.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lagrpo.spawning import die_with_parent, limit_cpu_time
+
+LONGEST = 2**22  # characters of a rendered prompt
+_LONGEST_REASON = 300
+_SPARE_SECONDS = 5
+
+
+def serve(connection: Connection, memory: int, deadline: float) -> None:
+    """Answer requests (template, special tokens, messages) until the other side is closed. Says that it is ready by an
+    empty reply."""
+    threading.Thread(target=die_with_parent, daemon=True).start()
+    render = renderer()
+    limit_memory(memory)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what C code says when it fails: the parent says it in one line
+    connection.send_bytes(b"{}")
+    while True:
+        try:
+            template, special, messages = connection.recv()
+        except EOFError:
+            return
+        limit_cpu_time(deadline + _SPARE_SECONDS)
+        connection.send_bytes(json.dumps(answer(render, memory, template, special, messages)).encode())
+
+
+def answer(
+    render: Callable[..., Any], memory: int, template: str, special: Mapping[str, Any], messages: Sequence[Any]
+) -> dict[str, str]:
+    """The reply to one request."""
+    try:
+        (text,), _ = render(conversations=[messages], chat_template=template, add_generation_prompt=True, **special)
+        if len(text) > LONGEST:
+            return {"error": f"it makes a text of {len(text)} characters, more than {LONGEST}"}
+        return {"text": text}
+    except MemoryError:
+        return {"error": f"it needs more than {memory >> 20} MiB of memory"}
+    except Exception as error:  # noqa: BLE001 - a template can raise anything
+        kind = "" if type(error).__name__.startswith("Template") else f"{type(error).__name__}: "
+        return {"error": " ".join(f"{kind}{error}".split())[:_LONGEST_REASON]}
+
+
+def renderer() -> Callable[..., Any]:
+    """transformers' render_jinja_template. The start-up code of its packages, most of a second, is left out; where a
+    version cannot do without, it runs."""
+    before = set(sys.modules)
+    try:
+        for name in ("transformers", "transformers.utils"):
+            _import_bare(name)
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except (ImportError, AttributeError):
+        for name in [name for name in set(sys.modules) - before if name.startswith("transformers")]:
+            del sys.modules[name]
+        from transformers.utils.chat_template_utils import render_jinja_template
+    return render_jinja_template
+
+
+def _import_bare(name: str) -> None:
+    """Make a package known whose modules can be imported, without running its __init__."""
+    parent = sys.modules.get(name.rpartition(".")[0])
+    spec = importlib.machinery.PathFinder.find_spec(name, parent.__path__ if parent else None)
+    if spec is None or spec.submodule_search_locations is None:
+        raise ImportError(name)
+    package = types.ModuleType(name)
+    package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
+    sys.modules[name] = package
+
+
+def limit_memory(memory: int) -> None:
+    """Let this process have `memory` bytes of address space more than it has now. On Linux only: macOS does not keep
+    such limits."""
+    if sys.platform != "linux":
+        return
+    import resource
+
+    with open("/proc/self/statm") as statm:
+        pages = int(statm.read().split()[0])
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + memory
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

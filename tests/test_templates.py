@@ -1,0 +1,133 @@
+"""Chat templates are code of strangers: rendered in a process with limits, to what transformers renders."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+
+import pytest
+from running import tiny_settings
+from tiny import CHAT, save_tiny, tiny_policy, tiny_tokenizer
+
+from lagrpo.config import SettingsError
+from lagrpo.policy.templates import Templates
+from lagrpo.training import train
+from lagrpo.types import Prompt
+
+ASK = [{"role": "user", "content": "2 + 3?"}]
+TALK = [{"role": "system", "content": "Be brief. <ä>"}, *ASK, {"role": "assistant", "content": "5"}, *ASK]
+CHATML = (
+    "{%- for m in messages %}\n    {{- '<|' + m.role + '|>' }}\n{{ m['content'] | trim }}{{ eos_token }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SOUND = {
+    "tiny": CHAT,
+    "specials": CHATML,
+    "json": "{{ messages | tojson(indent=2) }}",
+    "namespace": "{% set n = namespace(c=0) %}{% for m in messages %}{% set n.c = n.c + 1 %}{% endfor %}{{ n.c }}",
+    "controls": "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "date": "{{ strftime_now('%Y') }}{{ dict(a=1) }}",
+}
+EVIL = {
+    "loop": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "no text within 2 s"),
+    "in C": ("{{ 7 ** (7 ** 9) }}", "no text within 2 s"),
+    "memory": ("{{ 'x' * 2 ** 33 }}", "more than 512 MiB"),
+    "more memory": ("{{ 'x' * 10 ** 10 }}", "more than 512 MiB"),
+    "by and by": (
+        "{% set n = namespace(t='x') %}{% for i in range(40) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
+        "512 MiB",
+    ),
+    "long": ("{{ 'x' * 2 ** 23 }}", "8388608 characters, more than 4194304"),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError|ended by SIG"),
+    "class": ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+    "attr": ("{{ (messages | attr('__class__')).mro() }}", "UndefinedError|SecurityError"),
+    "filter": ("{{ messages | map(attribute='content.upper') | sum }}", "TypeError"),
+    "arithmetic": ("{{ 1 / 0 }}", "ZeroDivisionError"),
+    "syntax": ("{% for m in messages %}", "Unexpected end of template"),
+    "refusal": ("{{ raise_exception('no\nsystem') }}", "no system"),
+    "empty": ("", "no token: it is the text ''"),
+    "blank": ("{# nothing #}", "no token: it is the text ''"),
+}
+
+
+@pytest.fixture(scope="module")
+def templates():
+    shared = Templates(deadline=2.0)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.mark.parametrize("messages", [ASK, TALK], ids=["one turn", "four turns"])
+@pytest.mark.parametrize("template", SOUND.values(), ids=list(SOUND))
+def test_what_is_rendered_is_what_transformers_renders(template, messages):
+    policy = tiny_policy()
+    policy.tokenizer.chat_template = template
+    expected = policy.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    assert list(policy.tokenize(Prompt(0, tuple(messages), "5")).token_ids) == expected["input_ids"]
+    policy.templates.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not keep limits on address space")
+@pytest.mark.parametrize(("template", "reason"), EVIL.values(), ids=list(EVIL))
+def test_a_template_that_does_harm_is_one_line_and_the_next_one_is_rendered(templates, template, reason):
+    policy = tiny_policy()
+    policy.templates = templates
+    policy.tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=reason) as refused:
+        policy.tokenize(Prompt(0, tuple(ASK), "5"))
+    assert len(str(refused.value).splitlines()) == 1
+    policy.tokenizer.chat_template = CHAT
+    assert policy.tokenizer.decode(policy.tokenize(Prompt(0, tuple(ASK), "5")).token_ids).startswith("user: 2 + 3?")
+
+
+def test_a_template_that_loops_on_one_prompt_only_is_refused_before_the_run_is_made(
+    model, tmp_path, monkeypatch, capfd
+):
+    before = set(multiprocessing.active_children())
+    monkeypatch.setattr("lagrpo.policy.templates.DEADLINE", 1.0)
+    looping = (
+        "{% if messages[0].content == 'xxx?' %}{% set n = messages | length + 8 %}{{ 7 ** (7 ** n) }}{% endif %}" + CHAT
+    )
+    (tmp_path / "chat.jinja").write_text(looping)
+    settings = tiny_settings(model, tmp_path / "runs", model={"chat_template": str(tmp_path / "chat.jinja")})
+    with pytest.raises(SettingsError, match=r"prompt 3 of .*: the chat template cannot render it: no text within 1 s"):
+        train(settings)
+    assert not (tmp_path / "runs").exists()
+    assert capfd.readouterr() == ("", "")
+    assert set(multiprocessing.active_children()) == before
+
+
+def test_no_process_is_left_by_a_model_that_is_refused(model, tmp_path):
+    before = set(multiprocessing.active_children())
+    with pytest.raises(SettingsError, match="longest position"):
+        train(tiny_settings(model, tmp_path / "runs", sampling={"max_tokens": 1000}))
+    assert set(multiprocessing.active_children()) == before
+
+
+def test_a_run_leaves_no_process(model, tmp_path):
+    before = set(multiprocessing.active_children())
+    train(tiny_settings(model, tmp_path / "runs", schedule={"batches": 1}))
+    assert set(multiprocessing.active_children()) == before
+
+
+def test_a_template_that_is_forgotten_takes_its_process_along():
+    before = set(multiprocessing.active_children())
+    templates = Templates()
+    assert templates.render(CHAT, tiny_tokenizer().special_tokens_map, ASK).startswith("user: 2")
+    assert len(set(multiprocessing.active_children()) - before) == 1
+    del templates
+    assert set(multiprocessing.active_children()) == before
+
+
+def test_a_token_outside_the_models_vocabulary_is_refused():
+    policy = tiny_policy()
+    policy.tokenizer.add_tokens(["?!"])
+    with pytest.raises(ValueError, match="token 103 is outside the model's vocabulary of 103"):
+        policy.tokenize(Prompt(0, ({"role": "user", "content": "What?!"},), "5"))
+    policy.templates.close()
