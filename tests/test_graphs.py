@@ -1,14 +1,14 @@
-"""Decoding steps of fixed shapes, as CUDA graphs record them; a function that computes stands for the recording."""
+"""Decoding steps of fixed shapes, as CUDA graphs record them: by graphs that behave like the real ones (fake_graphs.py)."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Generator
 
 import pytest
 import torch
+from fake_graphs import install
 from test_sampling import log_ratio, requests_for
-from tiny import tiny_policy
+from tiny import SHAPES, tiny_policy
 
 from lagrpo import kernels
 from lagrpo.sampling import decode
@@ -17,23 +17,10 @@ from lagrpo.sampling.local import LocalSampler
 
 @pytest.fixture
 def recordings(monkeypatch):
-    """How often each recorded step was replayed."""
+    """The graphs that were recorded."""
     kernels.select("torch")
-    replays: list[Counter[str]] = []
-
-    def record(compute):
-        count = Counter()
-        replays.append(count)
-
-        def replay():
-            count["replays"] += 1
-            return compute()
-
-        return replay
-
     monkeypatch.setattr(decode, "graphs_on", lambda device: True)
-    monkeypatch.setattr(decode, "record", record)
-    yield replays
+    yield install(monkeypatch.setattr).graphs
     kernels.select("auto")
 
 
@@ -47,7 +34,7 @@ def test_recorded_steps_draw_what_steps_of_any_shape_draw(monkeypatch, recording
     policy = tiny_policy(dtype=dtype)
     recorded = LocalSampler(policy, 0, max_tokens=90, rows=20)
     drawn = [sample(recorded, policy, batch) for batch in (1, 2)]
-    assert sum(count["replays"] for count in recordings) > 10 * len(recordings)  # shapes repeat
+    assert sum(graph.replays for graph in recordings) > 10 * len(recordings)  # shapes repeat
     first = len(recordings)
     drawn.append(sample(recorded, policy, 3))
     assert len(recordings) <= first + 1  # and from batch to batch
@@ -72,3 +59,17 @@ def test_a_sampling_that_was_left_does_not_spoil_the_next(recordings):
     groups.close()
     assert sample(sampler, policy, 1).keys() == set(range(7))
     assert recordings
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_given_tokens_have_the_scores_of_steps_of_any_shape(monkeypatch, recordings, kind):
+    """Also when several are scored side by side, and some end before the others."""
+    policy = tiny_policy(kind)
+    sampler = LocalSampler(policy, 0, max_tokens=30, rows=20)
+    items = [(r.prompt.token_ids, list(range(5, 6 + 4 * n))) for n, r in enumerate(requests_for(policy, 5))]
+    (recorded,) = sampler.scores(items)
+    assert sum(graph.replays for graph in recordings) == 16  # a token less than the longest has
+    monkeypatch.setattr(decode, "graphs_on", lambda device: False)
+    (plain,) = sampler.scores(items)
+    for ours, theirs in zip(recorded, plain, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
