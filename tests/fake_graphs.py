@@ -65,7 +65,7 @@ class _Recorder(TorchDispatchMode):
             raise RecordingError(f"{func} needs the numbers of a tensor on the host: it cannot be recorded")
         fixed, fixed_kwargs = tree_map(_memory, (args, kwargs))
         if func._schema.is_mutable:
-            changed = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)][0]
+            changed = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
             self.graph.work.append((func, fixed, fixed_kwargs, []))
             return func(*args, **kwargs) if changed.untyped_storage()._cdata in self._own else changed
         result = func(*args, **kwargs)

@@ -1,17 +1,23 @@
-"""Decoding steps of fixed shapes, as CUDA graphs record them: by graphs that behave like the real ones (fake_graphs.py)."""
+"""Decoding steps of fixed shapes, as CUDA graphs record them: graphs like the real ones, by fake_graphs.py."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator
+from itertools import pairwise
 
 import pytest
 import torch
 from fake_graphs import install
+from running import tiny_settings
 from test_sampling import log_ratio, requests_for
-from tiny import SHAPES, tiny_policy
+from tiny import SHAPES, save_tiny, tiny_policy
 
+import lagrpo
 from lagrpo import kernels
+from lagrpo.policy.learner import Learner
 from lagrpo.sampling import decode
+from lagrpo.sampling.decode import DecodeState
 from lagrpo.sampling.local import LocalSampler
 
 
@@ -73,3 +79,71 @@ def test_given_tokens_have_the_scores_of_steps_of_any_shape(monkeypatch, recordi
     (plain,) = sampler.scores(items)
     for ours, theirs in zip(recorded, plain, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+class Alive:
+    """The decoding states that are there, and how many recordings there had been, at each step of the learner."""
+
+    def __init__(self, monkeypatch, recordings) -> None:
+        self.states: list[int] = []
+        self.recorded: list[int] = []
+        known: weakref.WeakSet[DecodeState] = weakref.WeakSet()
+        made, stepped = DecodeState.__init__, Learner.step
+
+        def remembered(state, *args, **kwargs):
+            made(state, *args, **kwargs)
+            known.add(state)
+
+        def step(learner, *args, **kwargs):
+            self.states.append(len(known))
+            self.recorded.append(len(recordings))
+            return stepped(learner, *args, **kwargs)
+
+        monkeypatch.setattr(DecodeState, "__init__", remembered)
+        monkeypatch.setattr(Learner, "step", step)
+
+
+@pytest.fixture
+def alive(monkeypatch, recordings):
+    return Alive(monkeypatch, recordings)
+
+
+@pytest.fixture
+def run(tmp_path):
+    model = save_tiny(tmp_path / "model")
+
+    def of(**sections):
+        kinds = {"model": {"kernels": "torch"}, "evaluation": {"every": 1, "prompts": 2, "samples": 3}}
+        return lagrpo.train(tiny_settings(model, tmp_path / "runs", **kinds | sections))
+
+    return of
+
+
+def test_caches_and_recordings_are_gone_while_the_policy_learns(run, alive):
+    """Those of the sampler and of the evaluations before and between."""
+    run(schedule={"prompts": 2, "batches": 3})
+    assert alive.states == [0, 0, 0]
+    assert alive.recorded[0] > 0
+
+
+def test_completions_under_way_keep_their_caches_while_the_policy_learns(run, alive):
+    """Drawn ahead: some of a later batch are unfinished when the batch is complete."""
+    run(schedule={"prompts": 2, "batches": 4, "v": 4}, sampling={"rows": 4, "G": 4, "max_tokens": 6})
+    assert alive.states == [1, 1, 0, 0]  # batches 1 to 3 are drawn together, batch 4 alone
+
+
+def test_caches_are_gone_on_a_cpu_too(run, alive, monkeypatch):
+    monkeypatch.setattr(decode, "graphs_on", lambda device: False)
+    run(schedule={"prompts": 2, "batches": 3})
+    assert alive.states == [0, 0, 0]
+
+
+def test_proofs_use_the_recordings_of_the_draws(run, alive):
+    """From the second batch on: the first proof comes before anybody knows how much room the draws need."""
+    added = {}
+    for prove in (True, False):
+        alive.recorded.clear()
+        run(sampling={"prove": prove, "G": 4, "max_tokens": 6}, schedule={"prompts": 4, "batches": 4},
+            evaluation={"before_and_after": False})  # fmt: skip
+        added[prove] = [after - before for before, after in pairwise(alive.recorded)]
+    assert added[True] == added[False]

@@ -110,7 +110,8 @@ class SamplingSettings(_Settings):
     rows: int = Field(default=128, ge=1)
     """Completions decoded at a time (at each server)."""
     ahead: bool = True
-    """With v > 1, draw the batches up to the next delivery together; the records are the same either way."""
+    """With v > 1, draw the batches up to the next delivery together; the records are the same either way. Completions
+    under way then keep their memory in this process while the policy learns."""
     prove: bool = True
     """After every delivery, prove that sampler and learner compute the same. Off: nobody notices stale weights."""
     resample: int = Field(default=0, ge=0)

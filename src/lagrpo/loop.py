@@ -105,6 +105,7 @@ def iterative_grpo(a: Algorithm) -> None:
             groups = judged(a, clock, chain(a.recorded(b), a.draws.take(b)))  # 11   r(x, y)
             groups = resampled(a, b, alpha, clock, a.draws.in_order(b, groups))
             a.listener.phase("learning")
+            a.sampler.rest()
             with clock("learning"):
                 batch = assemble(groups, a.advantage(b), a.weights)  # 12-13   A_α, Eq. 2
                 rows = micro_batches(batch, a.tokens, policy.device, recipe.needs_whole_groups, recipe.silent)

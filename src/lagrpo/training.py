@@ -239,6 +239,7 @@ class Training:
         self.phase(f"evaluation ({name})")
         requests = self.parts.prompts.held_out(s.prompts)
         evaluation = evaluate(self.parts.evaluator, self.verifier, requests, s.samples, self.settings.run.seed)
+        self.parts.evaluator.rest()
         facts = {"batch": self.batches, "version": self.parts.policy.version}
         self.store.record_evaluation(name, facts | evaluation.summary, evaluation.records)
         self.evaluations[name] = evaluation

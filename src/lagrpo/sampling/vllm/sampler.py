@@ -173,6 +173,9 @@ class VllmSampler:
         member = self._members[number]
         return self._persistently(member, lambda: self._draw(member.server, request, 1, max_tokens))
 
+    def rest(self) -> None:
+        """The servers have memory of their own."""
+
     def read(self) -> dict[str, float]:
         """Since the last call: how often a server was brought back, how many groups were drawn again, and for how many
         seconds there was something to draw."""
