@@ -65,8 +65,8 @@ class Algorithm:
     `advantage(b)(rewards_G, lengths_G, g)` gives A_α of group g of batch b, `weights` the normaliser (policy/batch.py);
     the rest of the objective is the recipe that the learner holds. `prove(policy, sampler)` raises unless the sampler
     serves what was delivered, and gives figures of how well the two agree. `recorded(b)` are groups that somebody else
-    drew, `extra(b, attempt, count)` further prompts in place of groups whose rewards are all equal, at most `resample`
-    times.
+    drew, `extra(b, taken, count)` further prompts, after `taken` ones, in place of groups whose rewards are all equal,
+    in at most `resample` rounds.
     """
 
     learner: Learner
@@ -145,11 +145,13 @@ def judged(a: Algorithm, clock: Clock, groups: Iterator[Group]) -> list[Group]:
 
 def resampled(a: Algorithm, b: int, alpha: int, clock: Clock, groups: list[Group]) -> list[Group]:
     """DAPO's dynamic sampling, bounded: groups without a signal make way for groups of further prompts with one."""
-    for attempt in range(1, a.resample + 1):
+    taken = 0
+    for _ in range(a.resample):
         flat = [n for n, group in enumerate(groups) if group.source == "sampler" and is_flat(group)]
         if not flat:
             break
-        more = judged(a, clock, a.draws.more(a.extra(b, attempt, len(flat)), alpha))
+        more = judged(a, clock, a.draws.more(a.extra(b, taken, len(flat)), alpha))
+        taken += len(flat)
         for n, group in zip(flat, (group for group in more if not is_flat(group)), strict=False):
             groups[n] = group
     return groups

@@ -113,6 +113,7 @@ class Training:
         self.evaluations: dict[str, Evaluation] = {}
         self.batches = 0
         self.pushed, self.warned = False, False  # an update had a gradient since the delivery; it was said that …
+        self.repeated = False  # and that a batch had a prompt twice
 
     def run(self) -> Result:
         """Evaluate, train, evaluate; whatever happens, what was learned is written."""
@@ -217,6 +218,7 @@ class Training:
             self.batches = b
         self.display.batch(metrics)
         self.warn_of_standstill(used)
+        self.warn_of_repetition(used)
         if self.settings.run.save_every and b % self.settings.run.save_every == 0:
             self.store.record_weights(self.parts.policy.save, self.parts.policy.version)
         every = self.settings.evaluation.every
@@ -232,6 +234,17 @@ class Training:
             self.warned = True
         pushed = any(update.get("grad_norm") for update in used.updates)
         self.pushed = pushed or (self.pushed and not used.reason)
+
+    def warn_of_repetition(self, used: Used) -> None:
+        """Say it, once, when a batch has two groups of one prompt."""
+        keys = [group.prompt.key for group in used.batch.groups if group.source == "sampler"]
+        if len(set(keys)) < len(keys) and not self.repeated:
+            split = count_of(self.parts.task.size("train"), "prompt")
+            self.display.note(
+                f"batch {used.b} asks a prompt more than once: the {split} of the split came to their end inside it; said "
+                "once"
+            )
+            self.repeated = True
 
     def evaluate(self, name: str) -> None:
         """pass@k of π as it is now, recorded under `name`."""
