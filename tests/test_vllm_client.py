@@ -265,6 +265,14 @@ def test_a_file_that_is_not_what_was_written_is_refused(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_counts_among_the_weights_keep_their_type(tmp_path):
+    sampler = sampler_at("http://127.0.0.1:9", tiny_policy(), tmp_path)
+    sampler.dtype = torch.bfloat16
+    packed = sampler._pack({"weight": torch.ones(2), "count": torch.tensor(2**20 + 1)}, 1).weights
+    assert (packed["weight"].dtype, packed["count"].item()) == (torch.bfloat16, 2**20 + 1)
+    sampler.close()
+
+
 def transfers(url_answers):
     """The calls that a wire makes, with their bodies."""
     calls = []

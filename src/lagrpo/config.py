@@ -271,11 +271,11 @@ class OptimizerSettings(_Settings):
     beta2: float = Field(default=0.999, ge=0, lt=1)
     """AdamW: decay of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW: decoupled weight decay."""
+    """AdamW: decoupled weight decay, of matrices; norms and biases do not decay."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients are scaled down to this norm; 0 does not clip."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the learning rate, after the warm-up."""
+    """Of the learning rate, after the warm-up: linear and cosine are at 0 at the last update."""
     warmup: int = Field(default=0, ge=0)
     """Updates over which the learning rate rises."""
     masters: Literal["dithered", "plain"] = "dithered"

@@ -241,8 +241,8 @@ class Training:
         if len(set(keys)) < len(keys) and not self.repeated:
             split = count_of(self.parts.task.size("train"), "prompt")
             self.display.note(
-                f"batch {used.b} asks a prompt more than once: the {split} of the split came to their end inside it; said "
-                "once"
+                f"batch {used.b} asks a prompt more than once: the {split} of the split came to their end inside it "
+                "(said once)"
             )
             self.repeated = True
 

@@ -321,7 +321,7 @@ class VllmSampler:
     def _pack(self, weights: Mapping[str, Tensor], version: int) -> Parcel:
         """The weights as they go over the wire. Where they do not go through the directory, a copy is kept on the host,
         because the trainer's own will have moved on when a server needs this version again."""
-        own = {name: tensor.to(self.dtype) for name, tensor in weights.items()}
+        own = {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in weights.items()}
         kept = own if isinstance(self.wire, DirectoryWire) else {name: t.cpu() for name, t in own.items()}
         return Parcel(f"{self.run}:{version}", own, lambda: str(self.directories.put(kept, version)))
 
