@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "text": set(),
     "interrupts": set(),
     "memory": set(),
+    "process": {"kernels", "memory", "threads"},
     "threads": set(),
     "embedded": set(),
     "kernels": {"embedded"},  # the cache directory

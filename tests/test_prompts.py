@@ -142,12 +142,12 @@ def test_prompts_are_tokenised_once_at_the_start_and_once_in_their_batch(run, mo
     assert counts == {f"batch {b}": 4 for b in range(2, 14)}
 
 
-def test_every_prompt_that_a_run_asks_is_checked_before_it_starts():
+def test_every_prompt_that_a_run_asks_is_checked_before_it_starts(monkeypatch):
     """Three batches of four out of ten: the whole split; two batches: eight of it, those that they ask."""
     prompts = source(prompts=10, N=4)
     for batches, count in ((3, 10), (2, 8)):
-        checked = []
-        prompts.tokenised = lambda split, index, checked=checked: checked.append(index)
+        checked: list[int] = []
+        monkeypatch.setattr(prompts, "tokenised", lambda split, index, checked=checked: checked.append(index))
         prompts.check(batches)
         assert len(checked) == len(set(checked)) == count
         assert set(checked) == {index for b in range(1, batches + 1) for _, index in prompts._of_batch(b)}

@@ -28,6 +28,7 @@ from lagrpo.loop import Algorithm, Used, iterative_grpo
 from lagrpo.meaning import count_of, meaning, standstill
 from lagrpo.metrics import batch_metrics, sampler_figures
 from lagrpo.parsing import load_settings, to_toml
+from lagrpo.process import restored
 from lagrpo.runs import Run, collect_environment
 from lagrpo.sampling.draws import Draws, VersionError
 from lagrpo.sampling.local import LocalSampler
@@ -38,6 +39,8 @@ from lagrpo.threads import team
 from lagrpo.verify import Verifier, VerifierError
 
 SHOWN = 3  # completions shown before and after
+READ_OF_TASK = {"reward_range": "", "system_prompt": " (of questions in offline.data)"}
+"""What is read of settings.task where the task is an object of the caller's, and for what."""
 STILL = 1e-4  # a delivery that changes a smaller share of the weights is warned of
 FAILURES = (
     *(VerifierError, DeliveryError, VersionError, SamplerError),
@@ -78,7 +81,7 @@ def train(settings: Settings | Mapping[str, Any] | str | os.PathLike[str], task:
     settings = settings if isinstance(settings, Settings) else load_settings(settings)
     recipe = check_settings(settings, task)
     device = pick_device(settings.model.device)
-    with interruptible():
+    with interruptible(), restored():
         if settings.run.display != "none":
             print(f"loading {settings.model.path} on {device} …", flush=True)
         parts = Parts.build(settings, recipe, task)
@@ -86,7 +89,6 @@ def train(settings: Settings | Mapping[str, Any] | str | os.PathLike[str], task:
             return Training(settings, parts).run()
         finally:
             parts.sampler.close()
-            team.release()
 
 
 class Training:
@@ -161,7 +163,11 @@ class Training:
     def config(self) -> str:
         """config.toml: the settings, and what they do not say where the task is an object of the caller's."""
         kind = type(self.parts.task)
-        own = f"# The task was the caller's own object, a {kind.__module__}.{kind.__qualname__}; [task] was not read.\n"
+        read = " and ".join(name + what for name, what in READ_OF_TASK.items())
+        own = (
+            f"# The task was the caller's own object, a {kind.__module__}.{kind.__qualname__}; "
+            f"of [task] only {read} were read.\n"
+        )
         return (own if self.parts.own_task else "") + to_toml(self.settings)
 
     def progress(self) -> str:
@@ -220,7 +226,7 @@ class Training:
         self.warn_of_standstill(used)
         self.warn_of_repetition(used)
         if self.settings.run.save_every and b % self.settings.run.save_every == 0:
-            self.store.record_weights(self.parts.policy.save, self.parts.policy.version)
+            self.write_weights(self.parts.policy.version)
         every = self.settings.evaluation.every
         if every and b % every == 0 and b < self.total:
             self.evaluate(f"batch-{b:06d}")
@@ -265,8 +271,12 @@ class Training:
         if not self.settings.run.save_weights:
             return None
         self.phase("writing weights")
+        return self.write_weights()
+
+    def write_weights(self, version: int | None = None) -> Path:
+        """π as it is now, as weights/final or under its version."""
         with without_progress_bars():
-            return self.store.record_weights(self.parts.policy.save)
+            return self.store.record_weights(self.parts.policy.save, version)
 
     def summarise(self, interrupted: signal.Signals | None) -> None:
         """The end of the run as a person sees it."""
