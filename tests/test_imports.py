@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "live": {"core", "types", "policy"},
     "metrics": {"core", "types", "policy"},
     "prompts": {"types", "config", "policy", "sampling", "tasks"},
-    "recorded": {"types", "policy", "tasks"},
+    "recorded": {"types", "policy", "runs", "tasks"},
     "serve": {"checks", "config", "embedded", "sampling"} | PLAIN,
     "servers": {"checks", "config", "embedded", "hardware", "policy", "sampling"},
     "build": {

@@ -13,6 +13,7 @@ from lagrpo.compose import Recipe
 from lagrpo.config import EvalSettings, ModelSettings, Settings, SettingsError
 from lagrpo.embedded import ALIASES, resolve_model
 from lagrpo.recipes import resolve
+from lagrpo.runs.reading import completion_files
 from lagrpo.tasks import Task, check_options
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -41,8 +42,8 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
         if task is None:
             check_options(settings.task)
     check_model(settings.model)
-    if settings.offline.data and not Path(settings.offline.data).expanduser().exists():
-        raise SettingsError(f"offline.data: {settings.offline.data}: no such file of completions")
+    with refusing("offline.data"):
+        completion_files(settings.offline.data or ())
     with refusing("run"):
         from lagrpo.runs.directory import check_new
 

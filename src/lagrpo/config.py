@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class SettingsError(ValueError):
@@ -165,10 +165,15 @@ class VllmSettings(_Settings):
 
 
 class OfflineSettings(_Settings):
-    data: str | None = None
-    """File of completions that somebody else drew (JSONL or Parquet; a run's rollouts are such a file)."""
+    data: tuple[str, ...] | None = None
+    """Completions that somebody else drew: files (JSONL or Parquet), globs, directories of runs, one or several."""
     share: float = Field(default=1.0, gt=0, le=1)
     """Share of each batch's prompts that come from it; the others are drawn fresh."""
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, data: Any) -> Any:
+        return (data,) if isinstance(data, str) else data
 
 
 class ScheduleSettings(_Settings):

@@ -108,6 +108,7 @@ class Training:
         environment["decoding"] = self.sampled.decoding if self.sampled else "by vLLM"
         environment["dtype"], environment["dtype_reason"] = pick_dtype(settings.model.dtype, parts.policy.device)
         environment["parity"] = asdict(parts.parity) if parts.parity else None
+        environment["offline"] = parts.offline
         self.store = Run.create(Path(run.directory), run.name, named, self.config(), environment)
         parts.keep_logs(self.store.path)
         self.total = settings.schedule.stages * settings.schedule.batches
@@ -122,6 +123,8 @@ class Training:
         interrupted, weights = None, None
         for line in meaning(self.settings, self.parts.recipe, self.parts.policy, self.sampled, self.parts.parity):
             self.display.note(line)
+        if self.parts.offline:
+            self.display.note(f"offline     {self.parts.offline}")
         self.display.note(f"threads     {team.describe()}")
         team.tell(self.display.note)
         with self.verifier, self.display:
