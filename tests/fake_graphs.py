@@ -110,16 +110,17 @@ def _by_a_mask(indices: Any) -> bool:
 
 
 class Stream:
-    """`seen` says up to which piece of every other stream's work this one has waited."""
+    """`seen` says up to which piece of every other stream's work this one has waited, `awaited` up to which the host
+    has waited for this one's."""
 
     def __init__(self) -> None:
-        self.done, self.seen = 0, dict[int, int]()
+        self.done, self.awaited, self.seen = 0, 0, dict[int, int]()
 
     def wait_stream(self, other: Stream) -> None:
         self.seen |= other.seen | {id(other): other.done}
 
     def synchronize(self) -> None:
-        pass
+        self.awaited = self.done
 
 
 class Device:
@@ -148,7 +149,8 @@ class Device:
     def work(self) -> None:
         """Something runs on the current stream: it must have waited for what the others did."""
         for other in self._streams:
-            if other is not self._current and self._current.seen.get(id(other), 0) < other.done:
+            seen = max(self._current.seen.get(id(other), 0), other.awaited)
+            if other is not self._current and seen < other.done:
                 raise RecordingError("work on one stream does not wait for that of another")
         self._current.done += 1
 

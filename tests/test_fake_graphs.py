@@ -88,3 +88,12 @@ def test_streams_wait_for_each_other(device):
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         pass
+
+
+def test_what_the_host_has_waited_for_needs_no_further_wait(device):
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        pass
+    side.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        pass
