@@ -369,7 +369,8 @@ class EvalSettings(_Settings):
     """Of every random draw."""
     verifier: VerifierSettings = VerifierSettings()
     output: str | None = None
-    """Directory for the summary (JSON) and the per-prompt records (Parquet)."""
+    """Directory for the summary (JSON) and the per-prompt records (Parquet); one that has an evaluation with other
+    settings is refused. By default evaluations/MODEL-TASK, with a number behind it where that has one."""
 
     @model_validator(mode="after")
     def _samples_fit_rows(self) -> EvalSettings:
