@@ -139,6 +139,34 @@ def test_an_evaluation_on_its_own(model, tmp_path):
     assert sum(r["right"] for r in records) == pytest.approx(20 * summary["pass_at_1"])
 
 
+def evaluation(directory: Path) -> dict[str, object]:
+    return json.loads((directory / "summary.json").read_text())
+
+
+def test_an_evaluation_with_other_settings_does_not_take_the_place_of_an_earlier_one(model, tmp_path):
+    words = ("eval", model, "--prompts", 3, "--max_tokens", 4, "--max_prompt_tokens", 64, "--model.dtype", "float32")
+    for samples in (2, 3, 2):  # the third is the first once more
+        assert lagrpo(*words, "--samples", samples)[0] == 0
+    folder = tmp_path / "evaluations"
+    assert sorted(path.name for path in folder.iterdir()) == ["tiny-arithmetic", "tiny-arithmetic-2"]
+    assert [evaluation(path)["samples"] for path in sorted(folder.iterdir())] == [2, 3]
+
+
+def test_an_evaluation_into_the_directory_of_another_one_is_refused_before_a_model_is_loaded(model, tmp_path):
+    words = ("eval", model, "--prompts", 3, "--max_tokens", 4, "--max_prompt_tokens", 64, "--output", "out")
+    assert lagrpo(*words, "--samples", 2)[0] == 0
+    before = (tmp_path / "out" / "summary.json").read_bytes()
+    code, _, err = lagrpo(*words, "--samples", 3)
+    assert (code, err) == (
+        2,
+        "lagrpo: output: out holds an evaluation with other settings (samples = 2, not 3): name another directory\n",
+    )
+    assert (tmp_path / "out" / "summary.json").read_bytes() == before
+    (tmp_path / "out" / "summary.json").write_text("{}")
+    code, _, err = lagrpo(*words, "--samples", 3)
+    assert (code, err) == (2, "lagrpo: output: out/summary.json is not that of an evaluation: name another directory\n")
+
+
 def test_the_weights_of_a_run_evaluate_to_what_the_run_said(model, tmp_path):
     """The same prompts, draws and numbers: nothing is lost on the way to the disk."""
     settings = tiny_settings(model, tmp_path / "runs", run={"name": "one"}, model={"dtype": "bfloat16"})
@@ -160,7 +188,7 @@ def test_the_weights_of_a_run_evaluate_to_what_the_run_said(model, tmp_path):
     figures = [name for name in after if name.startswith(("pass_at_", "reward_mean")) and "_change" not in name]
     before = load_evaluations(run)[0]
     assert after["pass_at_1_change"] == pytest.approx(after["pass_at_1"] - before["pass_at_1"])
-    assert len(figures) == 9
+    assert len(figures) == 12  # the mean reward, pass@1, 2 and 3, each with its interval
     assert {name: alone[name] for name in figures} == {name: after[name] for name in figures}
     assert alone["settings"]["samples"] == 3
 
@@ -378,3 +406,16 @@ def test_a_run_that_fails_says_why_without_a_traceback(start, tmp_path):
     assert "this judge never answers" in err
     assert err.splitlines()[-1].startswith(f"The run until then: {tmp_path / 'runs' / 'one'} (0 of 2000 batches")
     assert "Traceback" not in err
+
+
+def test_the_package_can_be_run_as_a_module(model, tmp_path):
+    """With workers, whose processes import the main module anew."""
+    settings = tiny_settings(model, tmp_path / "runs", run={"name": "as-module"})
+    path = os.pathsep.join([str(HERE), str(HERE.parent / "src")])
+    done = subprocess.run(
+        [sys.executable, "-m", "lagrpo", "train", *options(settings)],
+        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    command = json.loads((tmp_path / "runs" / "as-module" / "environment.json").read_text())["command"]
+    assert command.startswith("lagrpo train --run.")

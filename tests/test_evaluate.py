@@ -66,6 +66,16 @@ def test_the_numbers_by_hand():
     assert "pass_at_8" not in summary
 
 
+def test_the_greatest_k_is_the_number_of_samples():
+    """Of 6: 1, 2, 4 and 6; with 2 of 6 right pass@6 is 1, pass@4 is 1 - C(4,4)/C(6,4) = 14/15."""
+    summary = evaluated({1: [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]}).summary
+    assert [name for name in summary if name.startswith("pass") and name[-1].isdigit()] == [
+        *("pass_at_1", "pass_at_2", "pass_at_4", "pass_at_6"),
+    ]
+    assert summary["pass_at_6"] == 1
+    assert summary["pass_at_4"] == pytest.approx(14 / 15)
+
+
 def test_every_figure_has_an_interval_around_it():
     rewards: dict[int, list[float | None]] = {k: [float(k % 3 == 0), float(k % 2 == 0)] for k in range(30)}
     summary = evaluated(rewards).summary

@@ -84,6 +84,17 @@ def test_recorded_steps_draw_what_plain_steps_draw(plain):
     assert sum(same) >= 0.9 * len(same)  # rounding may turn a draw
 
 
+def test_recorded_steps_score_what_plain_steps_score(plain):
+    policy = tiny_policy(dtype=torch.float32)
+    policy.model.to("cuda")
+    items = [(r.prompt.token_ids, list(range(5, 6 + 4 * n))) for n, r in enumerate(requests_for(policy, 5))]
+    (recorded,) = LocalSampler(policy, 0, 60, 20).scores(items)
+    plain()
+    (expected,) = LocalSampler(policy, 0, 60, 20).scores(items)
+    for ours, theirs in zip(recorded, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-3)
+
+
 def test_a_run_on_cuda(tmp_path):
     settings = {
         "model": {"path": str(save_tiny(tmp_path / "model")), "device": "cuda"},

@@ -1,39 +1,32 @@
-"""Decoding steps of fixed shapes, as CUDA graphs record them; a function that computes stands for the recording."""
+"""Decoding steps of fixed shapes, as CUDA graphs record them: graphs like the real ones, by fake_graphs.py."""
 
 from __future__ import annotations
 
-from collections import Counter
+import weakref
 from collections.abc import Generator
+from itertools import pairwise
 
 import pytest
 import torch
+from fake_graphs import install
+from running import tiny_settings
 from test_sampling import log_ratio, requests_for
-from tiny import tiny_policy
+from tiny import SHAPES, save_tiny, tiny_policy
 
+import lagrpo
 from lagrpo import kernels
+from lagrpo.policy.learner import Learner
 from lagrpo.sampling import decode
+from lagrpo.sampling.decode import DecodeState
 from lagrpo.sampling.local import LocalSampler
 
 
 @pytest.fixture
 def recordings(monkeypatch):
-    """How often each recorded step was replayed."""
+    """The graphs that were recorded."""
     kernels.select("torch")
-    replays: list[Counter[str]] = []
-
-    def record(compute):
-        count = Counter()
-        replays.append(count)
-
-        def replay():
-            count["replays"] += 1
-            return compute()
-
-        return replay
-
     monkeypatch.setattr(decode, "graphs_on", lambda device: True)
-    monkeypatch.setattr(decode, "record", record)
-    yield replays
+    yield install(monkeypatch.setattr).graphs
     kernels.select("auto")
 
 
@@ -47,7 +40,7 @@ def test_recorded_steps_draw_what_steps_of_any_shape_draw(monkeypatch, recording
     policy = tiny_policy(dtype=dtype)
     recorded = LocalSampler(policy, 0, max_tokens=90, rows=20)
     drawn = [sample(recorded, policy, batch) for batch in (1, 2)]
-    assert sum(count["replays"] for count in recordings) > 10 * len(recordings)  # shapes repeat
+    assert sum(graph.replays for graph in recordings) > 10 * len(recordings)  # shapes repeat
     first = len(recordings)
     drawn.append(sample(recorded, policy, 3))
     assert len(recordings) <= first + 1  # and from batch to batch
@@ -72,3 +65,85 @@ def test_a_sampling_that_was_left_does_not_spoil_the_next(recordings):
     groups.close()
     assert sample(sampler, policy, 1).keys() == set(range(7))
     assert recordings
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_given_tokens_have_the_scores_of_steps_of_any_shape(monkeypatch, recordings, kind):
+    """Also when several are scored side by side, and some end before the others."""
+    policy = tiny_policy(kind)
+    sampler = LocalSampler(policy, 0, max_tokens=30, rows=20)
+    items = [(r.prompt.token_ids, list(range(5, 6 + 4 * n))) for n, r in enumerate(requests_for(policy, 5))]
+    (recorded,) = sampler.scores(items)
+    assert sum(graph.replays for graph in recordings) == 16  # a token less than the longest has
+    monkeypatch.setattr(decode, "graphs_on", lambda device: False)
+    (plain,) = sampler.scores(items)
+    for ours, theirs in zip(recorded, plain, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+class Alive:
+    """The decoding states that are there, and how many recordings there had been, at each step of the learner."""
+
+    def __init__(self, monkeypatch, recordings) -> None:
+        self.states: list[int] = []
+        self.recorded: list[int] = []
+        known: weakref.WeakSet[DecodeState] = weakref.WeakSet()
+        made, stepped = DecodeState.__init__, Learner.step
+
+        def remembered(state, *args, **kwargs):
+            made(state, *args, **kwargs)
+            known.add(state)
+
+        def step(learner, *args, **kwargs):
+            self.states.append(len(known))
+            self.recorded.append(len(recordings))
+            return stepped(learner, *args, **kwargs)
+
+        monkeypatch.setattr(DecodeState, "__init__", remembered)
+        monkeypatch.setattr(Learner, "step", step)
+
+
+@pytest.fixture
+def alive(monkeypatch, recordings):
+    return Alive(monkeypatch, recordings)
+
+
+@pytest.fixture
+def run(tmp_path):
+    model = save_tiny(tmp_path / "model")
+
+    def of(**sections):
+        kinds = {"model": {"kernels": "torch"}, "evaluation": {"every": 1, "prompts": 2, "samples": 3}}
+        return lagrpo.train(tiny_settings(model, tmp_path / "runs", **kinds | sections))
+
+    return of
+
+
+def test_caches_and_recordings_are_gone_while_the_policy_learns(run, alive):
+    """Those of the sampler and of the evaluations before and between."""
+    run(schedule={"prompts": 2, "batches": 3})
+    assert alive.states == [0, 0, 0]
+    assert alive.recorded[0] > 0
+
+
+def test_completions_under_way_keep_their_caches_while_the_policy_learns(run, alive):
+    """Drawn ahead: some of a later batch are unfinished when the batch is complete."""
+    run(schedule={"prompts": 2, "batches": 4, "v": 4}, sampling={"rows": 4, "G": 4, "max_tokens": 6})
+    assert alive.states == [1, 1, 0, 0]  # batches 1 to 3 are drawn together, batch 4 alone
+
+
+def test_caches_are_gone_on_a_cpu_too(run, alive, monkeypatch):
+    monkeypatch.setattr(decode, "graphs_on", lambda device: False)
+    run(schedule={"prompts": 2, "batches": 3})
+    assert alive.states == [0, 0, 0]
+
+
+def test_proofs_use_the_recordings_of_the_draws(run, alive):
+    """From the second batch on: the first proof comes before anybody knows how much room the draws need."""
+    added = {}
+    for prove in (True, False):
+        alive.recorded.clear()
+        run(sampling={"prove": prove, "G": 4, "max_tokens": 6}, schedule={"prompts": 4, "batches": 4},
+            evaluation={"before_and_after": False})  # fmt: skip
+        added[prove] = [after - before for before, after in pairwise(alive.recorded)]
+    assert added[True] == added[False]

@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "spawning": set(),
     "interrupts": set(),
     "memory": set(),
+    "process": {"kernels", "memory", "threads"},
     "threads": set(),
     "embedded": set(),
     "kernels": {"embedded"},  # the cache directory
@@ -46,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "live": {"core", "types", "policy"},
     "metrics": {"core", "types", "policy"},
     "prompts": {"types", "config", "policy", "sampling", "tasks"},
-    "recorded": {"types", "policy", "tasks"},
+    "recorded": {"types", "policy", "runs", "tasks"},
     "serve": {"checks", "config", "embedded", "sampling"} | PLAIN,
     "servers": {"checks", "config", "embedded", "hardware", "policy", "sampling"},
     "build": {

@@ -357,9 +357,60 @@ def test_a_recipe_with_a_kl_term_needs_a_reference():
 
 
 def test_learning_rate_schedules():
-    constant = Optimisation(lr=1.0, warmup=3, updates=13)
-    assert [constant.rate(u) for u in (0, 1, 2, 3, 12)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    constant = Optimisation(lr=1.0, warmup=3, updates=14)
+    assert [constant.rate(u) for u in (0, 1, 2, 3, 13)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     linear = replace(constant, schedule="linear")
     assert [linear.rate(u) for u in (3, 8, 13)] == [1.0, 0.5, 0.0]
     cosine = replace(constant, schedule="cosine")
     assert [cosine.rate(u) for u in (3, 8, 13)] == pytest.approx([1.0, 0.5, 0.0])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize(("warmup", "updates"), [(0, 2), (0, 7), (3, 5), (1, 100)])
+def test_the_last_update_of_a_falling_schedule_is_at_the_rate_zero(schedule, warmup, updates):
+    o = Optimisation(lr=1.0, warmup=warmup, updates=updates, schedule=schedule)
+    rates = [o.rate(u) for u in range(warmup, updates)]
+    assert (rates[0], rates[-1]) == (1.0, 0.0)
+    assert rates == sorted(rates, reverse=True)
+    assert len(set(rates)) == len(rates)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_single_update_is_at_the_full_rate(schedule):
+    assert Optimisation(lr=1.0, updates=1, schedule=schedule).rate(0) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_decay_leaves_norms_and_biases_alone(dtype):
+    """On a gradient of 0 AdamW only decays: every matrix by 1 - lr · decay, and nothing else."""
+    policy, recipe = tiny_policy("qwen2", dtype=dtype), resolve("dr_grpo")  # queries, keys and values with a bias
+    before = {name: w.float().clone() for name, w in policy.weights().items()}
+    stepping = learner(policy, recipe, lr=0.5, weight_decay=0.5)
+    flat = assembled(recipe, judged(drawn(policy), lambda g, j, c: 1.0))
+    stepping.step(micro_batches(flat, 999, silent=True), flat.in_objective)
+    kinds = {name.split(".")[-2] + "." + name.split(".")[-1] for name in before}
+    assert {"q_proj.bias", "input_layernorm.weight", "norm.weight"} <= kinds
+    for name, weight in policy.weights().items():
+        expected = before[name] * (0.75 if weight.ndim > 1 else 1)
+        torch.testing.assert_close(weight.float(), expected, rtol=0.01 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+        assert weight.ndim > 1 or torch.equal(weight.float(), before[name])
+
+
+def test_the_weights_of_a_version_have_the_buffers_that_a_checkpoint_has():
+    """A count that every forward pass of a model might keep, and one that is made anew: the first one travels."""
+    policy = tiny_policy()
+    policy.decoder.register_buffer("kept", torch.tensor([3], dtype=torch.int64))
+    policy.decoder.register_buffer("made", torch.tensor([3.0]), persistent=False)
+    assert policy.weights().keys() == policy.model.state_dict().keys()
+    copies = [policy.twin(), replica(policy)]
+    policy.decoder.get_buffer("kept").fill_(7)
+    policy.decoder.get_buffer("made").fill_(7)
+    for copy in copies:
+        copy.load_weights(policy.weights(), 1)
+        assert (copy.decoder.get_buffer("kept").item(), copy.decoder.get_buffer("made").item()) == (7, 3)
+        with pytest.raises(ValueError, match=r"1 names differ, e\.g\. model\.kept"):
+            copy.load_weights({n: w for n, w in policy.weights().items() if n != "model.kept"}, 2)
+    stepping = learner(policy, resolve("dr_grpo"))
+    stepping.delivered()
+    policy.decoder.get_buffer("kept").fill_(8)
+    assert 0 < stepping.delivered()["moved_delivered"] < 1e-3

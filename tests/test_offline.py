@@ -11,6 +11,7 @@ from tiny import save_tiny
 
 import lagrpo
 from lagrpo.config import SettingsError
+from lagrpo.parsing import load_settings
 from lagrpo.runs import load_events, load_metrics, load_rollouts
 
 
@@ -98,6 +99,28 @@ def test_methods_that_read_alpha_refuse_texts_without_log_probs(tmp_path, model,
     data.write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
     with pytest.raises(SettingsError, match=f"logp_alpha.*recipe '{recipe}' reads that"):
         trained(tmp_path, model, offline={"data": str(data)}, objective={"recipe": recipe})
+
+
+def test_training_on_the_directory_of_a_run(tmp_path, model, drawn, capsys):
+    """And on a list, given as a list; the run says what it reads."""
+    old = drawn.parent.parent
+    run = trained(tmp_path, model, offline={"data": str(old)}, run={"display": "plain"})
+    assert {tuple(r["token_ids"]) for r in load_rollouts(run)} == {tuple(r["token_ids"]) for r in load_rollouts(old)}
+    said = "16 completions of 4 groups in 1 file"
+    assert f"offline     {said}" in capsys.readouterr().out
+    assert json.loads((run / "environment.json").read_text())["offline"] == said
+    assert load_settings(run / "config.toml").offline.data == (str(old),)
+    again = trained(tmp_path / "again", model, offline={"data": [str(drawn), str(old)]})
+    assert [r["token_ids"] for r in load_rollouts(again)] == [r["token_ids"] for r in load_rollouts(run)]
+
+
+def test_a_prompt_of_a_file_that_is_too_long_is_refused(tmp_path, model):
+    data = tmp_path / "texts.jsonl"
+    rows = (row | {"prompt": "x" * length} for row, length in zip(TEXTS, (3, 60), strict=True))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    message = r"offline\.data: .*texts\.jsonl, row 2: its prompt has 77 tokens; sampling\.max_prompt_tokens is 64"
+    with pytest.raises(SettingsError, match=message):
+        trained(tmp_path, model, offline={"data": str(data)})
 
 
 def test_a_file_that_is_not_there_or_too_long_is_refused(tmp_path, model, drawn):

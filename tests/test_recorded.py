@@ -127,3 +127,91 @@ def test_bad_files_are_named(tmp_path):
         Recorded(tmp_path / "broken.jsonl", policy, G=2, seed=0)
     with pytest.raises(RecordedError, match="no completions"):
         Recorded(written(tmp_path, []), policy, G=2, seed=0)
+
+
+def completion(policy, text="5", logp=(-0.5, -1.0), outcome=None, version=3):
+    ids = [*policy.tokenizer(text)["input_ids"], 1] if text else []
+    return Completion(torch.tensor(ids, dtype=torch.long), torch.tensor(logp[: len(ids)]),
+                      torch.full((len(ids),), version), bool(text), text, outcome or Outcome.scored(1.0))  # fmt: skip
+
+
+def rollouts(root, batches, name="run"):
+    """A run's directory with the rollouts of these batches: groups of completions of one prompt."""
+    folder = root / name / "rollouts"
+    folder.mkdir(parents=True)
+    (root / name / "config.toml").write_text("")
+    policy = tiny_policy()
+    prompt = policy.tokenize(Prompt(4, ({"role": "user", "content": "7-2="},), "5"))
+    for b, completions in enumerate(batches, start=1):
+        rows = rollout_rows([Group(prompt, tuple(completions))], [[{}] * len(completions)], batch=b, stage=1,
+                            pi_k_version=5)  # fmt: skip
+        write_rollouts(folder / f"step-{b:06d}.parquet", list(rows))
+    return root / name
+
+
+def test_a_run_a_glob_a_list_and_a_file(tmp_path):
+    """Groups are those of the run: what batch 2 asked again is a group of its own."""
+    policy = tiny_policy()
+    run = rollouts(tmp_path, [[completion(policy, "1"), completion(policy, "2")], [completion(policy, "3")]])
+    both = [("1", "2"), ("3",)]
+    files = sorted((run / "rollouts").iterdir())
+    for data, expected in (
+        (run, both),
+        (f"{run}/rollouts/*.parquet", both),
+        (f"{tmp_path}/**/step-*.parquet", both),
+        (files, both),
+        ([run, files[0]], both),
+        (files[1], both[1:]),
+    ):
+        recorded = Recorded(data, policy, G=4, seed=0)
+        groups = recorded.batch(1, len(recorded))
+        assert sorted(tuple(c.text for c in g.completions) for g in groups) == expected
+
+
+def test_completions_that_failed_are_left_out_and_counted(tmp_path):
+    policy = tiny_policy()
+    lost = completion(policy, "", outcome=Outcome.failed("the server died"))
+    torn = completion(policy, "8", logp=(-0.5, float("nan")), outcome=Outcome.failed("no finite log-prob"))
+    judged = completion(policy, "9", outcome=Outcome.rejected("no verdict"))
+    run = rollouts(tmp_path, [[completion(policy, "1"), lost, judged], [torn]])
+    recorded = Recorded(run, policy, G=4, seed=0)
+    (group,) = recorded.batch(1, 1)
+    assert [(c.text, c.outcome.kind) for c in group.completions if c.outcome] == [("1", "scored"), ("9", "rejected")]
+    assert recorded.left_out == {"failed": 2}
+    assert str(recorded) == "2 completions of 1 group in 2 files; left out: 2 failed"
+
+
+def test_log_probs_that_lack_are_unknown_and_their_rows_left_out_where_they_are_read(tmp_path):
+    policy = tiny_policy()
+    nan = float("nan")
+    run = rollouts(tmp_path, [[completion(policy, "1"), completion(policy, "2", logp=(-0.5, nan))]])
+    every = Recorded(run, policy, G=4, seed=0)
+    assert not every.has_logp
+    assert every.left_out == {}
+    assert [bool(c.logp_alpha.isnan().any()) for c in every.batch(1, 1)[0].completions] == [False, True]
+    known = Recorded(run, policy, G=4, seed=0, reads_logp=True)
+    assert known.has_logp
+    assert known.left_out == {"without log-probs": 1}
+    assert [c.text for c in known.batch(1, 1)[0].completions] == ["1"]
+    none = Recorded(written(tmp_path, ROWS), policy, G=2, seed=0, reads_logp=True)
+    assert not none.has_logp  # for the caller to refuse
+    assert len(none) == 3
+
+
+def test_a_prompt_that_is_too_long_is_named(tmp_path):
+    rows = [ROWS[0], ROWS[0] | {"prompt": "x" * 50}]
+    message = r"data\.jsonl, row 2: its prompt has 67 tokens; sampling\.max_prompt_tokens is 64"
+    with pytest.raises(RecordedError, match=message):
+        Recorded(written(tmp_path, rows), tiny_policy(), G=2, seed=0, max_prompt_tokens=64)
+
+
+def test_places_without_completions_are_named(tmp_path):
+    policy = tiny_policy()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RecordedError, match=r"empty is a directory without rollouts"):
+        Recorded(tmp_path / "empty", policy, G=2, seed=0)
+    with pytest.raises(RecordedError, match=r"no file matches .*nothing-\*\.parquet"):
+        Recorded(f"{tmp_path}/nothing-*.parquet", policy, G=2, seed=0)
+    failed = completion(policy, "", outcome=Outcome.failed("the server died"))
+    with pytest.raises(RecordedError, match=r"no completions in it \(left out: 1 failed\)"):
+        Recorded(rollouts(tmp_path, [[failed]]), policy, G=2, seed=0)

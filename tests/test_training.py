@@ -14,7 +14,7 @@ from sample_task import load
 from tiny import save_tiny
 
 import lagrpo
-from lagrpo.config import Settings, SettingsError
+from lagrpo.config import Settings, SettingsError, TaskSettings
 from lagrpo.parsing import load_settings, to_toml
 from lagrpo.policy.learner import Learner
 from lagrpo.policy.model import Policy
@@ -23,7 +23,7 @@ from lagrpo.runs.reading import rollout_batches
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.proof import DeliveryError
 from lagrpo.sampling.schedule import Schedule, lags
-from lagrpo.training import Result, train
+from lagrpo.training import READ_OF_TASK, Result, train
 from lagrpo.verify import VerifierError
 
 
@@ -165,9 +165,33 @@ def test_a_task_of_ones_own_and_settings_of_three_kinds(settings, tmp_path):
     assert first.after is not None
     assert set(first.before) >= {"prompts", "samples", "unscored", "reward_mean", "pass_at_1", "pass_at_1_low"}
     assert first.before["prompts"] == 4
-    assert "[task] was not read" in (first.run / "config.toml").read_text()
     assert load_settings(first.run / "config.toml") == load_settings(mapping)
     assert [load_rollouts(r.run) for r in results[1:]] == [load_rollouts(first.run)] * 2
+
+
+def test_what_a_run_with_a_task_of_ones_own_reads_of_the_section_is_what_it_says(settings, monkeypatch, tmp_path):
+    """Also with completions of a file, whose questions get the system prompt of the settings."""
+    data = tmp_path / "texts.jsonl"
+    rows = [{"prompt": "a", "completion": text, "reward": reward} for text, reward in (("b", 1.0), ("c", 0.0))]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read: set[str] = set()
+    original = TaskSettings.__getattribute__
+
+    def spied(self, name):
+        read.update({name} & TaskSettings.model_fields.keys())
+        return original(self, name)
+
+    mapping = settings(offline={"data": str(data), "share": 0.5}, objective={"recipe": "reinforce"})
+    given = Settings.model_validate(mapping)
+    monkeypatch.setattr(TaskSettings, "__getattribute__", spied)
+    result = train(given, task=load())
+    monkeypatch.undo()
+    assert read == set(READ_OF_TASK)
+    first = (result.run / "config.toml").read_text().splitlines()[0]
+    assert first == (
+        "# The task was the caller's own object, a lagrpo.tasks.base.RowTask; of [task] only reward_range and "
+        "system_prompt (of questions in offline.data) were read."
+    )
 
 
 def test_a_task_without_prompts_is_refused(settings):
@@ -243,7 +267,7 @@ def test_masked_batches_make_no_update(run):
 
 @pytest.mark.parametrize("mode", ["none", "plain", "live"])
 def test_displays(settings, capfd, mode):
-    train(settings(run={"display": mode}))
+    train(settings(run={"display": mode, "save_every": 1}))
     out, err = capfd.readouterr()
     assert err == ""
     if mode == "none":

@@ -5,11 +5,16 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import pickle
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import fake_graphs
 import pytest
 import torch
 from running import tiny_settings
@@ -265,6 +270,14 @@ def test_a_file_that_is_not_what_was_written_is_refused(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_counts_among_the_weights_keep_their_type(tmp_path):
+    sampler = sampler_at("http://127.0.0.1:9", tiny_policy(), tmp_path)
+    sampler.dtype = torch.bfloat16
+    packed = sampler._pack({"weight": torch.ones(2), "count": torch.tensor(2**20 + 1)}, 1).weights
+    assert (packed["weight"].dtype, packed["count"].item()) == (torch.bfloat16, 2**20 + 1)
+    sampler.close()
+
+
 def transfers(url_answers):
     """The calls that a wire makes, with their bodies."""
     calls = []
@@ -291,7 +304,7 @@ def test_nccl_tells_the_servers_names_in_the_order_of_the_broadcast(monkeypatch)
         "broadcast": lambda tensors, root, comms: sent.append((tensors[0].shape, root, comms)),
     }.items():
         monkeypatch.setattr(wire.nccl, name, fake)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    fake_graphs.install(monkeypatch.setattr)
     monkeypatch.setattr(wire, "greeting", lambda: torch.zeros(1))
     own, communicator = parcel(), (5, b"i" * 128, 0)
     with stub(answer) as one, stub(answer) as other:
@@ -310,6 +323,42 @@ def test_nccl_tells_the_servers_names_in_the_order_of_the_broadcast(monkeypatch)
     order = [path for path, _ in calls if path in ("/start_weight_update", "/finish_weight_update")]
     assert order.count("/start_weight_update") == order.count("/finish_weight_update") == 4
     assert {body["weight_version"] for path, body in calls if path == "/finish_weight_update"} == {"run:7"}
+
+
+@pytest.mark.parametrize("call", ["init_rank", "all_reduce", "broadcast", "synchronize"])
+def test_a_call_of_nccl_that_never_returns_ends_the_process_and_leaves_the_servers_paused(call, tmp_path, monkeypatch):
+    from stuck_nccl import deliver
+
+    paths: list[str] = []
+    phase = "the update" if call == "broadcast" else "the meeting"  # which waits for its first sum
+    with pytest.raises(SamplerError) as raised:
+        deliver(call, tmp_path, paths, patch=monkeypatch.setattr)
+    said = str(raised.value)
+    assert said.startswith(f"version 3 did not get to the servers: {phase} by NCCL did not end within 1 s")
+    assert "They are left paused" in said
+    assert "vllm.delivery_deadline" in said
+    assert "/pause?mode=keep" in paths
+    assert "/resume" not in paths
+
+
+def test_a_server_that_refuses_to_meet_ends_the_wait_at_once(tmp_path, monkeypatch):
+    import stuck_nccl
+
+    monkeypatch.setattr(stuck_nccl, "DEADLINES", Deadlines(start=1, request=1, delivery=600, control=5))
+    with pytest.raises(SamplerError, match=r"the meeting by NCCL cannot end: .*refused \(400\): no such backend"):
+        stuck_nccl.deliver("init_rank", tmp_path, [], refusing=True, patch=monkeypatch.setattr)
+
+
+@pytest.mark.parametrize("call", ["init_rank", "broadcast"])
+def test_the_process_of_a_trainer_whose_nccl_is_stuck_ends_with_what_was_wrong(call, tmp_path):
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, str(here / "stuck_nccl.py"), call, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent / 'src'}"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "SamplerError: version 3 did not get to the servers" in done.stderr
 
 
 def test_ipc_hands_over_handles(monkeypatch):

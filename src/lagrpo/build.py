@@ -100,7 +100,8 @@ def without_progress_bars() -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What the settings of a run stand for; `own_task`: the task is an object of the caller's, not of the settings;
-    `parity`: how far learner and in-process sampler agree, None where that was not asked or the sampler is vLLM."""
+    `parity`: how far learner and in-process sampler agree, None where that was not asked or the sampler is vLLM;
+    `offline`: what was read of completions that somebody else drew, in words."""
 
     task: Task
     own_task: bool
@@ -114,6 +115,7 @@ class Parts:
     prompts: PromptSource
     schedule: Schedule
     recorded: Callable[[int], Sequence[Group]]
+    offline: str | None
 
     @staticmethod
     def build(settings: Settings, recipe: Recipe, task: Task | None = None) -> Parts:
@@ -167,8 +169,9 @@ class Parts:
         schedule = Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.delta)
         given = partial(recorded.batch, count=from_file) if recorded else _nothing
         return Parts(
-            task, own_task, recipe, policy, learner, sampler, prove, parity, evaluator, source, schedule, given
-        )
+            task, own_task, recipe, policy, learner, sampler, prove, parity, evaluator, source, schedule, given,
+            str(recorded) if recorded else None,
+        )  # fmt: skip
 
     def close(self) -> None:
         """End the servers that were started, and the process that renders prompts."""
@@ -225,11 +228,20 @@ def build_recorded(settings: Settings, recipe: Recipe, policy: Policy) -> Record
     sampling = settings.sampling
     with refusing("offline.data"):
         assert settings.offline.data is not None
-        recorded = Recorded(settings.offline.data, policy, sampling.G, settings.run.seed, settings.task.system_prompt)
+        recorded = Recorded(
+            settings.offline.data,
+            policy,
+            sampling.G,
+            settings.run.seed,
+            settings.task.system_prompt,
+            max_prompt_tokens=sampling.max_prompt_tokens,
+            reads_logp=recipe.needs_logp_alpha,
+        )
     if recipe.needs_logp_alpha and not recorded.has_logp:
         raise SettingsError(
-            f"offline.data = {settings.offline.data!r} does not say how likely its completions were (logp_alpha), and "
-            f"recipe {recipe.name!r} reads that; use one that does not, such as reinforce, asymre, red_drop, red_weight"
+            f"offline.data = {', '.join(settings.offline.data)} does not say how likely its completions were "
+            f"(logp_alpha), and recipe {recipe.name!r} reads that; use one that does not, such as reinforce, asymre, "
+            "red_drop, red_weight"
         )
     if recorded.longest > sampling.max_tokens:
         raise SettingsError(

@@ -14,6 +14,7 @@ from lagrpo.compose import Recipe
 from lagrpo.config import EvalSettings, ModelSettings, Settings, SettingsError
 from lagrpo.embedded import ALIASES, resolve_model
 from lagrpo.recipes import resolve
+from lagrpo.runs.reading import completion_files
 from lagrpo.tasks import Task, check_options
 
 LARGEST_EXPONENT = 80.0  # float32 ends at e^88.7; the rest is for the factors beside it
@@ -43,8 +44,8 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
         if task is None:
             check_options(settings.task)
     check_model(settings.model)
-    if settings.offline.data and not Path(settings.offline.data).expanduser().exists():
-        raise SettingsError(f"offline.data: {settings.offline.data}: no such file of completions")
+    with refusing("offline.data"):
+        completion_files(settings.offline.data or ())
     with refusing("run"):
         from lagrpo.runs.directory import check_new
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class SettingsError(ValueError):
@@ -114,7 +114,8 @@ class SamplingSettings(_Settings):
     rows: int = Field(default=128, ge=1)
     """Completions decoded at a time (at each server)."""
     ahead: bool = True
-    """With v > 1, draw the batches up to the next delivery together; the records are the same either way."""
+    """With v > 1, draw the batches up to the next delivery together; the records are the same either way. Completions
+    under way then keep their memory in this process while the policy learns."""
     prove: bool = True
     """After every delivery, prove that sampler and learner compute the same. Off: nobody notices stale weights."""
     resample: int = Field(default=0, ge=0)
@@ -168,10 +169,15 @@ class VllmSettings(_Settings):
 
 
 class OfflineSettings(_Settings):
-    data: str | None = None
-    """File of completions that somebody else drew (JSONL or Parquet; a run's rollouts are such a file)."""
+    data: tuple[str, ...] | None = None
+    """Completions that somebody else drew: files (JSONL or Parquet), globs, directories of runs, one or several."""
     share: float = Field(default=1.0, gt=0, le=1)
     """Share of each batch's prompts that come from it; the others are drawn fresh."""
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, data: Any) -> Any:
+        return (data,) if isinstance(data, str) else data
 
 
 class ScheduleSettings(_Settings):
@@ -293,11 +299,11 @@ class OptimizerSettings(_Settings):
     beta2: float = Field(default=0.999, ge=0, lt=1)
     """AdamW: decay of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW: decoupled weight decay."""
+    """AdamW: decoupled weight decay, of matrices; norms and biases do not decay."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients are scaled down to this norm; 0 does not clip."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the learning rate, after the warm-up."""
+    """Of the learning rate, after the warm-up: linear and cosine are at 0 at the last update."""
     warmup: int = Field(default=0, ge=0)
     """Updates over which the learning rate rises."""
     masters: Literal["dithered", "plain"] = "dithered"
@@ -396,7 +402,8 @@ class EvalSettings(_Settings):
     """Of every random draw."""
     verifier: VerifierSettings = VerifierSettings()
     output: str | None = None
-    """Directory for the summary (JSON) and the per-prompt records (Parquet)."""
+    """Directory for the summary (JSON) and the per-prompt records (Parquet); one that has an evaluation with other
+    settings is refused. By default evaluations/MODEL-TASK, with a number behind it where that has one."""
 
     @model_validator(mode="after")
     def _samples_fit_rows(self) -> EvalSettings:

@@ -9,10 +9,12 @@ compares them prompt by prompt.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,12 @@ from lagrpo.checks import check_evaluation, refusing
 from lagrpo.config import EvalSettings
 from lagrpo.core.estimators import bootstrap_interval, clustered_interval, paired_interval, pass_at_k
 from lagrpo.policy.templates import Templates
+from lagrpo.process import restored
 from lagrpo.prompts import PromptSource
 from lagrpo.runs.files import to_json, write_atomically
 from lagrpo.sampling.base import Request, Sampler
 from lagrpo.sampling.local import LocalSampler
+from lagrpo.tasks import Task
 from lagrpo.text import formatted
 from lagrpo.threads import team
 from lagrpo.types import Group, is_right
@@ -101,7 +105,7 @@ def _summary(
 def _measures(scored: list[dict[str, Any]], samples: int) -> dict[str, dict[int, float]]:
     """The figures of an evaluation, each by prompt."""
     measures = {"reward_mean": {r["prompt_key"]: r["reward_mean"] for r in scored}}
-    for k in [k for k in (1 << n for n in range(20)) if k <= samples]:
+    for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))}):
         enough = [r for r in scored if r["scored"] >= k]
         measures[f"pass_at_{k}"] = {r["prompt_key"]: pass_at_k(r["scored"], r["right"], k) for r in enough}
     return measures
@@ -153,7 +157,7 @@ def few_prompts(prompts: int) -> str | None:
 
 def evaluate_model(settings: EvalSettings) -> Evaluation:
     """Evaluate the model of the settings on the test prompts of their task; prints the summary, and writes summary and
-    per-prompt records where settings.output says.
+    per-prompt records where settings.output says (see `place`).
 
     Raises:
         SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
@@ -161,6 +165,17 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
     """
     check_evaluation(settings)
     task = build_task(settings.task, settings.seed)
+    output = place(settings, task.name)
+    with restored():
+        evaluation = _evaluated(settings, task)
+    model = settings.model.path
+    summary = {"model": model, "task": task.name, **evaluation.summary, "settings": settings.model_dump()}
+    _write(output, summary, evaluation.records)
+    _print(summary, output)
+    return evaluation
+
+
+def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
     print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
     with closing(Templates()) as templates:
         longest = settings.max_prompt_tokens + settings.max_tokens
@@ -175,13 +190,47 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
         verifier = Verifier(task.judge, workers=v.workers, deadline=v.deadline, max_unscored_share=v.max_unscored)
     with verifier:
         scale = settings.task.reward_range
-        evaluation = evaluate(sampler, verifier, requests, settings.samples, settings.seed, scale)
-    model = settings.model.path
-    summary = {"model": model, "task": task.name, **evaluation.summary, "settings": settings.model_dump()}
-    output = Path(settings.output or f"evaluations/{label(model)}-{task.name}")
-    _write(output, summary, evaluation.records)
-    _print(summary, output)
-    return evaluation
+        return evaluate(sampler, verifier, requests, settings.samples, settings.seed, scale)
+
+
+def place(settings: EvalSettings, task: str) -> Path:
+    """The directory for an evaluation: settings.output, else evaluations/MODEL-TASK, or that with the first number
+    behind it (-2, -3 …) whose directory has no evaluation with other settings.
+
+    Raises:
+        SettingsError: settings.output has an evaluation with other settings, or something else's summary.json.
+    """
+    if settings.output:
+        with refusing("output"):
+            if problem := _occupied(Path(settings.output), settings):
+                raise ValueError(f"{problem}: name another directory")
+        return Path(settings.output)
+    name = f"evaluations/{label(settings.model.path)}-{task}"
+    places = (Path(name if n == 1 else f"{name}-{n}") for n in count(1))
+    return next(path for path in places if not _occupied(path, settings))
+
+
+def _occupied(output: Path, settings: EvalSettings) -> str | None:
+    """Why an evaluation with these settings must not be written there; None where it may."""
+    file = output / "summary.json"
+    if not file.exists():
+        return None
+    try:
+        earlier = _flat(json.loads(file.read_bytes())["settings"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{file} is not that of an evaluation"
+    ours = _flat(json.loads(to_json(settings.model_dump())))
+    names = [n for n in ours | earlier if ours.get(n) != earlier.get(n) and n != "output"]
+    differing = ", ".join(f"{n} = {earlier.get(n)}, not {ours.get(n)}" for n in names[:3])
+    return f"{output} holds an evaluation with other settings ({differing})" if names else None
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """section.name -> value."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
 
 
 def label(model: str) -> str:

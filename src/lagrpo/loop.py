@@ -65,9 +65,9 @@ class Algorithm:
     `advantage(b)(rewards_G, lengths_G, g)` gives A_α of group g of batch b, `weights` the normaliser (policy/batch.py);
     the rest of the objective is the recipe that the learner holds. `prove(policy, sampler)` raises unless the sampler
     serves what was delivered, and gives figures of how well the two agree. `recorded(b)` are groups that somebody else
-    drew, `extra(b, attempt, count)` further prompts in place of groups whose rewards are all equal, at most `resample`
-    times. `score_lag`: log π_k of the completions that the objective leaves out is known too, see `scored_rest`;
-    `one_program`: the sampler's arithmetic is the learner's, up to rounding. `spends(batch, rows)`
+    drew, `extra(b, taken, count)` further prompts, after `taken` ones, in place of groups whose rewards are all equal,
+    in at most `resample` rounds. `score_lag`: log π_k of the completions that the objective leaves out is known too,
+    see `scored_rest`; `one_program`: the sampler's arithmetic is the learner's, up to rounding. `spends(batch, rows)`
     is the number by which budget and certified decide about the next delivery, None where the batch does not tell.
     """
 
@@ -110,6 +110,7 @@ def iterative_grpo(a: Algorithm) -> None:
             groups = judged(a, clock, chain(a.recorded(b), a.draws.take(b)))  # 11   r(x, y)
             groups = resampled(a, b, alpha, clock, a.draws.in_order(b, groups))
             a.listener.phase("learning")
+            a.sampler.rest()
             with clock("learning"):
                 batch = assemble(groups, a.advantage(b), a.weights)  # 12-13   A_α, Eq. 2
                 rows = micro_batches(batch, a.tokens, policy.device, recipe.needs_whole_groups, recipe.silent)
@@ -170,11 +171,13 @@ def scored_rest(a: Algorithm, batch: Batch, rows: Sequence[MicroBatch]) -> list[
 
 def resampled(a: Algorithm, b: int, alpha: int, clock: Clock, groups: list[Group]) -> list[Group]:
     """DAPO's dynamic sampling, bounded: groups without a signal make way for groups of further prompts with one."""
-    for attempt in range(1, a.resample + 1):
+    taken = 0
+    for _ in range(a.resample):
         flat = [n for n, group in enumerate(groups) if group.source == "sampler" and is_flat(group)]
         if not flat:
             break
-        more = judged(a, clock, a.draws.more(a.extra(b, attempt, len(flat)), alpha))
+        more = judged(a, clock, a.draws.more(a.extra(b, taken, len(flat)), alpha))
+        taken += len(flat)
         for n, group in zip(flat, (group for group in more if not is_flat(group)), strict=False):
             groups[n] = group
     return groups

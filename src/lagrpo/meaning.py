@@ -158,7 +158,7 @@ _IN_FLIGHT = {
 
 def _from_file(settings: Settings) -> str:
     recorded = recorded_prompts(settings)
-    return f"; {count_of(recorded, 'prompt')} of them from {settings.offline.data}" if recorded else ""
+    return f"; {count_of(recorded, 'prompt')} of them from {', '.join(settings.offline.data or ())}" if recorded else ""
 
 
 def _fused(settings: Settings, config: Any, policy: Policy | None) -> bool:

@@ -9,19 +9,36 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Mapping
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
+KEEP = {M_MMAP_THRESHOLD: 1 << 25, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: 1 << 26}
+INITIAL = dict.fromkeys(KEEP, 128 << 10)  # mallopt(3)
+
+_kept = False
+
+
 def keep_freed_memory() -> bool:
-    """For this process, whatever else it does; returns whether that was possible. Settings of the user's own
+    """For this process, until `give_freed_memory_back`; returns whether that was possible. Settings of the user's own
     (MALLOC_*, GLIBC_TUNABLES) are left alone."""
+    global _kept
     own = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
-    if own or not sys.platform.startswith("linux"):
+    if own or not sys.platform.startswith("linux") or not hasattr(ctypes.CDLL(None), "mallopt"):  # another C library
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # another C library
-        return False
-    return all(
-        mallopt(*limit) for limit in ((M_MMAP_THRESHOLD, 1 << 25), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 1 << 26))
-    )
+    _kept = _set(KEEP)
+    return _kept
+
+
+def give_freed_memory_back() -> None:
+    """What is free now goes to the system, and so does what is freed later, by the limits that glibc starts with.
+    Nothing happens where none was kept."""
+    global _kept
+    if _kept:
+        _kept = not _set(INITIAL)
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _set(limits: Mapping[int, int]) -> bool:
+    return all(ctypes.CDLL(None).mallopt(name, size) for name, size in limits.items())

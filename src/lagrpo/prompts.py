@@ -28,29 +28,33 @@ class PromptSource:
 
     def batch(self, b: int) -> list[Request]:
         """The N requests of batch b = 1, 2, …"""
-        requests = []
-        for place in range((b - 1) * self.N, b * self.N):
-            epoch, position = divmod(place, self._size)
-            requests.append(Request(b, epoch, self.tokenised("train", self._order(epoch)[position])))
-        return requests
+        return [Request(b, epoch, self.tokenised("train", index)) for epoch, index in self._of_batch(b)]
+
+    def _of_batch(self, b: int) -> list[tuple[int, int]]:
+        """Epoch and index of the prompts of batch b."""
+        places = (divmod(place, self._size) for place in range((b - 1) * self.N, b * self.N))
+        return [(epoch, self._order(epoch)[position]) for epoch, position in places]
 
     def check(self, batches: int) -> None:
         """Tokenise every prompt that batches 1 .. `batches` visit, so that none of them ends the run later on. Raises
         ValueError for one that cannot be asked, or is too long."""
-        places = min(batches * self.N, self._size)
-        for epoch in {0, (batches * self.N - 1) // self._size} if places else ():
-            for index in self._order(epoch)[:places]:
-                self.tokenised("train", index)
+        for index in self._order(0)[: batches * self.N]:  # later epochs have no other prompts
+            self.tokenised("train", index)
 
     def probes(self, count: int) -> list[Request]:
         """Up to `count` training prompts for proofs, under the address of batch 0, which no training batch has."""
         return [Request(0, 0, self.tokenised("train", index)) for index in range(min(count, self._size))]
 
-    def extra(self, b: int, attempt: int, count: int) -> list[Request]:
-        """Further prompts for batch b, the same ones whenever it is asked; the attempt is part of their address."""
+    def extra(self, b: int, taken: int, count: int) -> list[Request]:
+        """`count` further prompts for batch b, which had `taken` of them before: an endless sequence that is a function
+        of (seed, b). It has the prompts that are not in the batch, in an order of its own, and begins anew where all
+        of them were asked; all prompts of the split where every one is in the batch. Its passes count as epochs -1, -2,
+        …"""
+        own = {index for _, index in self._of_batch(b)}
         order = prompt_order(self.seed, -1 - b, self._size)
-        places = [(attempt - 1) * count + n for n in range(count)]
-        return [Request(b, -attempt, self.tokenised("train", order[place % self._size])) for place in places]
+        order = [index for index in order if index not in own] or order
+        places = (divmod(place, len(order)) for place in range(taken, taken + count))
+        return [Request(b, -1 - again, self.tokenised("train", order[position])) for again, position in places]
 
     def held_out(self, count: int) -> list[Request]:
         """Up to `count` test prompts, the same ones whenever it is asked: the first of a fixed random order. Raises

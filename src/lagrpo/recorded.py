@@ -1,4 +1,4 @@
-"""Completions that somebody else drew: a JSONL or Parquet file as groups, for the methods that allow it.
+"""Completions that somebody else drew: JSONL or Parquet files as groups, for the methods that allow it.
 
 One row per completion. Columns:
 
@@ -11,9 +11,10 @@ One row per completion. Columns:
     finished, gold     optional
 
 The rollouts of a run (schema lagrpo.rollouts/1) are read too: there prompt and completion are called prompt_text and
-text, and gold is JSON.
-Rows of the same prompt form groups of at most G, in the order of the file. Without `logp_alpha` a completion carries
-NaN, and only recipes that never read log α may use it. Its version is -1, of no policy of this run: versions that the
+text, and gold is JSON. Of these a file is a batch, and its groups stay groups; completions that failed are left out.
+Elsewhere rows of the same prompt form groups of at most G, in the order of the files. A completion without log-probs
+(no `logp_alpha`, or null for a token) carries NaN, and only recipes that never read log α may use it; for the others it
+is left out where some have them. `left_out` counts. Its version is -1, of no policy of this run: versions that the
 file may name are those of another run, whose policy 3 is not this one's.
 """
 
@@ -21,14 +22,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lagrpo.policy.model import Policy
+from lagrpo.runs.reading import completion_files
 from lagrpo.tasks import chat, prompt_order
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
@@ -41,16 +44,58 @@ class RecordedError(ValueError):
 
 
 class Recorded:
-    """The groups of a file, visited epoch after epoch in an order that is a function of (seed, epoch)."""
+    """The groups of files, visited epoch after epoch in an order that is a function of (seed, epoch). `data` names the
+    files (see `runs.reading.completion_files`); `reads_logp`: the recipe reads log α. `left_out` is how many rows are
+    not in the groups, by reason.
 
-    def __init__(self, path: str | Path, policy: Policy, G: int, seed: int, system_prompt: str | None = None) -> None:
-        self.path, self.seed = Path(path), seed
-        self._groups = _grouped(_completions(self.path, policy, system_prompt), G)
+    Raises:
+        RecordedError: a file or row that cannot be used, a prompt of more than `max_prompt_tokens`, no completions.
+    """
+
+    def __init__(
+        self,
+        data: str | Path | Sequence[str | Path],
+        policy: Policy,
+        G: int,
+        seed: int,
+        system_prompt: str | None = None,
+        *,
+        max_prompt_tokens: int | None = None,
+        reads_logp: bool = False,
+    ) -> None:
+        self.seed, self.left_out = seed, Counter[str]()
+        names = [data] if isinstance(data, str | Path) else data
+        try:
+            self.files = completion_files(names)
+        except FileNotFoundError as error:
+            raise RecordedError(str(error)) from error
+        rows = [row for file in self.files for row in _completions(file, policy, system_prompt, max_prompt_tokens)]
+        rows = self._without(rows, "failed", lambda row: row.completion is None)
+        if reads_logp and any(row.known for row in rows):
+            rows = self._without(rows, "without log-probs", lambda row: not row.known)
+        self._groups = _grouped(rows, G)
         if not self._groups:
-            raise RecordedError(f"{path}: no completions in it")
+            raise RecordedError(f"{', '.join(map(str, names))}: no completions in it{self._left_out(' ({})')}")
+
+    def _without(self, rows: list[_Row], reason: str, unfit: Callable[[_Row], bool]) -> list[_Row]:
+        kept = [row for row in rows if not unfit(row)]
+        if len(kept) < len(rows):
+            self.left_out[reason] += len(rows) - len(kept)
+        return kept
+
+    def _left_out(self, form: str) -> str:
+        counts = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
+        return form.format(f"left out: {counts}") if counts else ""
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def __str__(self) -> str:
+        numbers = (sum(len(g.completions) for g in self._groups), len(self._groups), len(self.files))
+        completions, groups, files = (
+            f"{n:,} {what}{'s' * (n != 1)}" for n, what in zip(numbers, ("completion", "group", "file"), strict=True)
+        )
+        return f"{completions} of {groups} in {files}{self._left_out('; {}')}"
 
     @property
     def has_logp(self) -> bool:
@@ -74,9 +119,7 @@ class Recorded:
 
 
 def read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The rows of a .jsonl or .parquet file. Raises RecordedError where there is no such file or it is neither."""
-    if not path.is_file():
-        raise RecordedError(f"{path}: no such file of completions")
+    """The rows of a .jsonl or .parquet file. Raises RecordedError where it is neither."""
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
 
@@ -92,12 +135,35 @@ def read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
         raise RecordedError(f"{path}: completions are read from .jsonl or .parquet files")
 
 
-def _completions(path: Path, policy: Policy, system_prompt: str | None) -> Iterator[tuple[Prompt, Completion]]:
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row of a file; `completion` None for one that failed. Rows of one `group` stand for draws of one batch."""
+
+    prompt: Prompt
+    completion: Completion | None
+    group: tuple[Any, ...]
+
+    @property
+    def known(self) -> bool:
+        """Whether all its log-probs are."""
+        return self.completion is not None and not bool(self.completion.logp_alpha.isnan().any())
+
+
+def _completions(
+    path: Path, policy: Policy, system_prompt: str | None, max_prompt_tokens: int | None
+) -> Iterator[_Row]:
     for number, row in enumerate(read_rows(path), start=1):
         if not isinstance(row, Mapping):
             raise RecordedError(f"{path}, row {number}: it is a {type(row).__name__}, not an object with columns")
         try:
-            yield _prompt(row, policy, system_prompt), _completion(row, policy)
+            prompt = _prompt(row, policy, system_prompt)
+            if max_prompt_tokens is not None and len(prompt.token_ids) > max_prompt_tokens:
+                raise ValueError(
+                    f"its prompt has {len(prompt.token_ids)} tokens; sampling.max_prompt_tokens is {max_prompt_tokens}"
+                )
+            failed = row.get("outcome") == "failed"
+            batch = (path, row.get("epoch")) if "prompt_text" in row else ()
+            yield _Row(prompt, None if failed else _completion(row, policy), (*batch, prompt.token_ids))
         except (ValueError, TypeError, KeyError) as error:
             raise RecordedError(f"{path}, row {number}: {error}") from error
 
@@ -172,10 +238,11 @@ def _outcome(row: Mapping[str, Any]) -> Outcome | None:
     return Outcome.scored(float(reward))
 
 
-def _grouped(pairs: Iterator[tuple[Prompt, Completion]], G: int) -> list[Group]:
-    together: dict[tuple[int, ...], list[tuple[Prompt, Completion]]] = {}
-    for prompt, completion in pairs:
-        together.setdefault(prompt.token_ids, []).append((prompt, completion))
+def _grouped(rows: Iterable[_Row], G: int) -> list[Group]:
+    together: dict[tuple[Any, ...], list[tuple[Prompt, Completion]]] = {}
+    for row in rows:
+        if row.completion is not None:
+            together.setdefault(row.group, []).append((row.prompt, row.completion))
     groups = []
     for members in together.values():
         for first in range(0, len(members), G):

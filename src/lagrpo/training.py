@@ -29,6 +29,7 @@ from lagrpo.meaning import count_of, meaning, no_certificate, standstill
 from lagrpo.metrics import batch_metrics, sampler_figures
 from lagrpo.parsing import load_settings, to_toml
 from lagrpo.policy.batch import Batch, MicroBatch
+from lagrpo.process import restored
 from lagrpo.runs import Run, collect_environment
 from lagrpo.sampling.draws import Draws, VersionError
 from lagrpo.sampling.local import LocalSampler
@@ -40,6 +41,8 @@ from lagrpo.types import is_right
 from lagrpo.verify import Verifier, VerifierError
 
 SHOWN = 3  # completions shown before and after
+READ_OF_TASK = {"reward_range": "", "system_prompt": " (of questions in offline.data)"}
+"""What is read of settings.task where the task is an object of the caller's, and for what."""
 STILL = 1e-4  # a delivery that changes a smaller share of the weights is warned of
 FAILURES = (
     *(VerifierError, DeliveryError, VersionError, SamplerError),
@@ -80,7 +83,7 @@ def train(settings: Settings | Mapping[str, Any] | str | os.PathLike[str], task:
     settings = settings if isinstance(settings, Settings) else load_settings(settings)
     recipe = check_settings(settings, task)
     device = pick_device(settings.model.device)
-    with interruptible():
+    with interruptible(), restored():
         if settings.run.display != "none":
             print(f"loading {settings.model.path} on {device} …", flush=True)
         parts = Parts.build(settings, recipe, task)
@@ -88,7 +91,6 @@ def train(settings: Settings | Mapping[str, Any] | str | os.PathLike[str], task:
             return Training(settings, parts).run()
         finally:
             parts.close()
-            team.release()
 
 
 class Training:
@@ -108,6 +110,7 @@ class Training:
         environment["decoding"] = self.sampled.decoding if self.sampled else "by vLLM"
         environment["dtype"], environment["dtype_reason"] = pick_dtype(settings.model.dtype, parts.policy.device)
         environment["parity"] = asdict(parts.parity) if parts.parity else None
+        environment["offline"] = parts.offline
         self.store = Run.create(Path(run.directory), run.name, named, self.config(), environment)
         parts.keep_logs(self.store.path)
         self.total = settings.schedule.stages * settings.schedule.batches
@@ -117,12 +120,15 @@ class Training:
         self.pushed, self.warned = False, False  # an update had a gradient since the delivery; it was said that …
         self.before: Mapping[str, float | None] = {}  # the metrics of the batch before
         self.uncertified = False  # it was said that nothing is certified
+        self.repeated = False  # and that a batch had a prompt twice
 
     def run(self) -> Result:
         """Evaluate, train, evaluate; whatever happens, what was learned is written."""
         interrupted, weights = None, None
         for line in meaning(self.settings, self.parts.recipe, self.parts.policy, self.sampled, self.parts.parity):
             self.display.note(line)
+        if self.parts.offline:
+            self.display.note(f"offline     {self.parts.offline}")
         self.display.note(f"threads     {team.describe()}")
         team.tell(self.display.note)
         with self.verifier, self.display:
@@ -164,7 +170,11 @@ class Training:
     def config(self) -> str:
         """config.toml: the settings, and what they do not say where the task is an object of the caller's."""
         kind = type(self.parts.task)
-        own = f"# The task was the caller's own object, a {kind.__module__}.{kind.__qualname__}; [task] was not read.\n"
+        read = " and ".join(name + what for name, what in READ_OF_TASK.items())
+        own = (
+            f"# The task was the caller's own object, a {kind.__module__}.{kind.__qualname__}; "
+            f"of [task] only {read} were read.\n"
+        )
         return (own if self.parts.own_task else "") + to_toml(self.settings)
 
     def progress(self) -> str:
@@ -231,8 +241,9 @@ class Training:
         self.display.batch(metrics)
         self.warn_of_standstill(used)
         self.warn_of_no_certificate(used, metrics)
+        self.warn_of_repetition(used)
         if self.settings.run.save_every and b % self.settings.run.save_every == 0:
-            self.store.record_weights(self.parts.policy.save, self.parts.policy.version)
+            self.write_weights(self.parts.policy.version)
         every = self.settings.evaluation.every
         if every and b % every == 0 and b < self.total:
             self.evaluate(f"batch-{b:06d}")
@@ -272,6 +283,17 @@ class Training:
         pushed = any(update.get("grad_norm") for update in used.updates)
         self.pushed = pushed or (self.pushed and not used.reason)
 
+    def warn_of_repetition(self, used: Used) -> None:
+        """Say it, once, when a batch has two groups of one prompt."""
+        keys = [group.prompt.key for group in used.batch.groups if group.source == "sampler"]
+        if len(set(keys)) < len(keys) and not self.repeated:
+            split = count_of(self.parts.task.size("train"), "prompt")
+            self.display.note(
+                f"batch {used.b} asks a prompt more than once: the {split} of the split came to their end inside it "
+                "(said once)"
+            )
+            self.repeated = True
+
     def evaluate(self, name: str) -> None:
         """pass@k of π as it is now, recorded under `name`."""
         s = self.settings.evaluation
@@ -283,6 +305,7 @@ class Training:
             evaluation = replace(evaluation, summary=evaluation.summary | change(before, evaluation))
         if not self.evaluations and (warning := few_prompts(len(requests))):
             self.warn(self.batches, warning)
+        self.parts.evaluator.rest()
         facts = {"batch": self.batches, "version": self.parts.policy.version}
         self.store.record_evaluation(name, facts | evaluation.summary, evaluation.records)
         self.evaluations[name] = evaluation
@@ -295,8 +318,12 @@ class Training:
         if not self.settings.run.save_weights:
             return None
         self.phase("writing weights")
+        return self.write_weights()
+
+    def write_weights(self, version: int | None = None) -> Path:
+        """π as it is now, as weights/final or under its version."""
         with without_progress_bars():
-            return self.store.record_weights(self.parts.policy.save)
+            return self.store.record_weights(self.parts.policy.save, version)
 
     def summarise(self, interrupted: signal.Signals | None) -> None:
         """The end of the run as a person sees it."""

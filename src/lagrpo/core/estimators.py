@@ -61,7 +61,9 @@ def clustered_interval(values_N: Float[Tensor, "N"], draws: float, confidence: f
     quantile of Student's t with N - 1 degrees of freedom, as that variance is estimated.
 
     Covers .94 to .96 of the time between .1 and .9 from 50 prompts on; with 20 prompts, or nearer to 0 or 1, .84 to .97
-    (tests/core/test_estimators.py; the least at .99 where most prompts are always solved and few never). Raises ValueError for no prompts, values outside [0, 1], draws < 1."""
+    (tests/core/test_estimators.py; the least at .99 where most prompts are always solved and few never).
+
+    Raises ValueError for no prompts, values outside [0, 1], draws < 1."""
     _require_confidence(confidence)
     N = values_N.shape[0] if values_N.dim() == 1 else 0
     if N == 0 or draws < 1 or not bool(((values_N >= 0) & (values_N <= 1)).all()):

@@ -39,11 +39,12 @@ class Optimisation:
     seed: int = 0
 
     def rate(self, update: int) -> float:
-        """The learning rate of update 0, 1, …: linear warm-up over `warmup` updates, then constant, or down to 0 at
-        the last update along a line or half a cosine."""
+        """The learning rate of update 0, 1, …: linear warm-up over `warmup` updates, then constant, or from lr down to
+        0 along a line or half a cosine. The last update, `updates` - 1, is the one at 0, unless it is the first after
+        the warm-up. Masked batches make no update: a run that has some ends before it is there."""
         if update < self.warmup:
             return self.lr * (update + 1) / (self.warmup + 1)
-        progress = (update - self.warmup) / max(1, self.updates - self.warmup)
+        progress = (update - self.warmup) / max(1, self.updates - 1 - self.warmup)
         factor = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
         return self.lr * max(0.0, factor[self.schedule])
 
@@ -73,10 +74,13 @@ class Learner:
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
-        """A fresh AdamW: moments at zero. The masters stay where they are."""
-        o = self.optimisation
+        """A fresh AdamW: moments at zero. The masters stay where they are. Weights of matrices decay; scales of norms
+        and biases, which have one dimension, do not."""
+        o, masters = self.optimisation, self._masters.parameters
+        matrices, others = [p for p in masters if p.ndim > 1], [p for p in masters if p.ndim <= 1]
+        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(
-            self._masters.parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, fused=True
+            groups, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, fused=True
         )
 
     def end_stage(self, reset_optimizer: bool) -> None:

@@ -73,7 +73,7 @@ def dither_(value: Tensor, draws: np.ndarray) -> None:
 
 def differing(one: Tensor, other: Tensor) -> int | Tensor:
     """How many numbers of two tensors differ in their bits; on a GPU as a tensor there, so that nobody waits for it."""
-    bits = torch.int16 if one.element_size() == 2 else torch.int32 if one.element_size() == 4 else torch.int64
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     unequal = one.view(bits) != other.view(bits)
     # NumPy counts bytes several times as fast as PyTorch does on a CPU.
     return int(np.count_nonzero(unequal.numpy())) if unequal.device.type == "cpu" else unequal.sum()

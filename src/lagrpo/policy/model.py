@@ -147,7 +147,7 @@ class Policy:
 
     def weights(self) -> dict[str, Tensor]:
         """Name -> tensor of every parameter and buffer that a checkpoint has; tied weights once."""
-        return {name: p.detach() for name, p in self.model.named_parameters()}
+        return {name: tensor.detach() for name, tensor in stored(self.model).items()}
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -156,10 +156,10 @@ class Policy:
         Raises:
             ValueError: names or shapes that are not this model's.
         """
-        own = dict(self.model.named_parameters())
-        self.check_weights(weights, {name: p.shape for name, p in own.items()}, version)
-        for name, parameter in own.items():
-            parameter.copy_(weights[name])
+        own = stored(self.model)
+        self.check_weights(weights, {name: tensor.shape for name, tensor in own.items()}, version)
+        for name, tensor in own.items():
+            tensor.copy_(weights[name])
         self.version = version
 
     @staticmethod
@@ -226,6 +226,12 @@ class Policy:
         self.model.save_pretrained(directory)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(directory)
+
+
+def stored(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint has of a model: every parameter, tied ones once, and the buffers that are not made anew."""
+    names = model.state_dict().keys()
+    return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in names}
 
 
 def load_policy(

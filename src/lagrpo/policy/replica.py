@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from lagrpo.policy.model import Policy
+from lagrpo.policy.model import Policy, stored
 from lagrpo.policy.packs import Packs, joined
 
 
@@ -32,7 +32,7 @@ class Replica(Policy):
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         super().__init__(model, origin.tokenizer, origin.tau, origin.version)
-        self._shapes = {name: p.shape for name, p in origin.model.named_parameters()}
+        self._shapes = {name: tensor.shape for name, tensor in stored(origin.model).items()}
         self._only_packed = [name for name, p in origin.model.named_parameters() if p in linear]
         self._lender = origin.packing
         self._packs, self._lent = self._lender.lend(self), True
@@ -43,9 +43,9 @@ class Replica(Policy):
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         self.check_weights(weights, self._shapes, version)
-        for name, parameter in self.model.named_parameters():
+        for name, tensor in stored(self.model).items():
             if name not in self._only_packed:
-                parameter.copy_(weights[name])
+                tensor.copy_(weights[name])
         if self._lender.owns([weights[name] for name in self._only_packed]):
             self._lender.give_back(self._packs, self)
             self._packs, self._lent = self._lender.lend(self), True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 import tomllib
@@ -70,6 +71,26 @@ def rollout_batches(run: Run | Path | str) -> list[int]:
     """The batches whose rollouts are on disk, in order."""
     names = (re.fullmatch(r"step-(\d+)\.parquet", path.name) for path in (open_run(run).path / "rollouts").glob("*"))
     return sorted(int(name[1]) for name in names if name)
+
+
+def completion_files(data: Iterable[str | Path]) -> list[Path]:
+    """The files of completions that are named one by one, by globs, and by directories of runs, each once, in that
+    order. Raises FileNotFoundError where nothing is there."""
+    files: list[Path] = []
+    for name in data:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            found = sorted(path.glob("rollouts/step-*.parquet"))
+            missing = f"{path} is a directory without rollouts/step-*.parquet, so it is not that of a run with batches"
+        elif path.is_file() or not glob.has_magic(str(path)):
+            found, missing = [path] if path.is_file() else [], f"{path}: no such file of completions"
+        else:
+            found = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+            missing = f"no file matches {path}"
+        if not found:
+            raise FileNotFoundError(missing)
+        files += found
+    return list(dict.fromkeys(files))
 
 
 def load_rollouts(

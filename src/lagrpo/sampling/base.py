@@ -53,6 +53,10 @@ class Sampler(Protocol):
         """log α(token | …) of given completion tokens int64 [t] under the served weights: float32 [t], nats."""
         ...
 
+    def rest(self) -> None:
+        """The learner is about to compute: give back the memory that only drawing needs."""
+        ...
+
     def read(self) -> Mapping[str, float]:
         """Figures since the last call, for the metrics."""
         ...

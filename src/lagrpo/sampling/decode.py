@@ -71,24 +71,45 @@ class Cache:
         self.values[:, : source.batch, :, : source.values.shape[3]] = source.values
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a state has room for: rows, and tokens of each; prompts, and tokens of each; rows of a group."""
+
+    rows: int
+    tokens: int
+    prompts: int
+    prompt_tokens: int
+    widest: int
+
+
 class DecodeState:
     """Keys and values of the live rows, `own`, and of the prompts of their groups, `prefix`; who belongs to whom. A
-    group has a place in `prefix` until its last row has ended; the next group that comes takes it."""
+    group has a place in `prefix` until its last row has ended; the next group that comes takes it.
 
-    def __init__(self, policy: Policy, max_rows: int, max_tokens: int) -> None:
+    Room grows with what comes. Where steps are recorded, each growth is the end of the recordings: a state that is to
+    do what another one did begins with the room that it had grown to, `room`."""
+
+    def __init__(self, policy: Policy, max_rows: int, max_tokens: int, room: Room | None = None) -> None:
         self.policy = policy
-        self.max_rows = max(max_rows, MIN_ROWS)
-        self.own = Cache.empty(policy, self.max_rows, min(BLOCK, max_tokens))
-        self.prefix = Cache.empty(policy, 0, MIN_KEYS)
-        self.prompt_lengths = torch.empty(0, dtype=torch.long)  # in each place; 0: free
+        self._graphs = Graphs(policy) if graphs_on(policy.device) else None
+        if room is None or not self.records:
+            room = Room(0, 0, 0, MIN_KEYS, 0)
+        self.max_rows = max(max_rows, room.rows, MIN_ROWS)
+        self.own = Cache.empty(policy, self.max_rows, max(min(BLOCK, max_tokens), room.tokens))
+        self.prefix = Cache.empty(policy, room.prompts, room.prompt_tokens)
+        self.prompt_lengths = torch.zeros(room.prompts, dtype=torch.long)  # in each place; 0: free
         self.group_of_row = torch.empty(0, dtype=torch.long)  # its place
         self.lengths = torch.empty(0, dtype=torch.long)  # tokens in each row's own cache
-        self.widest = 0  # rows of a group, at the most
-        self._graphs = Graphs(policy) if graphs_on(policy.device) else None
+        self.widest = room.widest  # rows of a group, at the most
 
     @property
     def rows(self) -> int:
         return len(self.group_of_row)
+
+    @property
+    def room(self) -> Room:
+        """What it has grown to."""
+        return Room(self.max_rows, self.own.room, self.prefix.batch, self.prefix.room, self.widest)
 
     @property
     def records(self) -> bool:
@@ -123,7 +144,8 @@ class DecodeState:
 
     @torch.no_grad()
     def step(self, token_ids: Tensor) -> Tensor:
-        """One token per live row, int64 [R] -> final hidden states [R, H]."""
+        """One token per live row, int64 [R] -> final hidden states [R, H]. Where steps are recorded, the next one
+        overwrites them."""
         team.look()
         longest = int(self.lengths.max()) + 1
         if longest > self.own.room:

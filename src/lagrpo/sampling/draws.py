@@ -26,6 +26,7 @@ class Draws:
         self._sampler, self._requests, self._G = sampler, requests, G
         self._coming: deque[Iterator[tuple[Request, Group]]] = deque()
         self._here: dict[int, list[Group]] = {}
+        self._asked: dict[int, Sequence[Request]] = {}  # by batch, until its groups are in order
         self._announced: dict[int, set[int]] = {}
         self._seconds, self._tokens = 0.0, 0
 
@@ -37,7 +38,9 @@ class Draws:
         if not self._sampler.spans:
             self.finish()
         self._announced.update({batch: {version} for batch in batches})
-        self._coming.append(self._sampler.sample([r for b in batches for r in self._requests(b)], self._G))
+        asked = {batch: self._requests(batch) for batch in batches}
+        self._asked |= asked
+        self._coming.append(self._sampler.sample([r for requests in asked.values() for r in requests], self._G))
 
     def finish(self) -> None:
         """Complete everything that was asked for."""
@@ -56,18 +59,18 @@ class Draws:
             versions.add(version)
 
     def more(self, requests: Sequence[Request], version: int) -> Iterator[Group]:
-        """Groups of further requests, drawn now by π_version."""
+        """Groups of further requests, in their order, drawn now by π_version."""
         self.finish()
         self._coming.append(self._sampler.sample(requests, self._G))
         self.finish()
         for batch in {request.batch for request in requests}:
-            for group in self._here.pop(batch, []):
+            for group in _ordered(requests, self._here.pop(batch, [])):
                 _check_versions(group, {version}, batch)
                 yield group
 
     def take(self, batch: int) -> Iterator[Group]:
         """The groups of a batch as they end. Raises VersionError for a token that α did not draw."""
-        expected, versions = len(self._requests(batch)), self._announced.pop(batch)
+        expected, versions = len(self._asked[batch]), self._announced.pop(batch)
         for _ in range(expected):
             while not self._here.get(batch):
                 if not self._receive():
@@ -78,9 +81,8 @@ class Draws:
         self._here.pop(batch, None)
 
     def in_order(self, batch: int, groups: Sequence[Group]) -> list[Group]:
-        """Groups of a batch in the order of its requests, whichever ended first; those of a file stay in front."""
-        places = {("sampler", r.epoch, r.prompt.key): place for place, r in enumerate(self._requests(batch))}
-        return sorted(groups, key=lambda group: places.get((group.source, group.epoch, group.prompt.key), -1))
+        """All groups of a batch in the order of its requests, whichever ended first; those of a file stay in front."""
+        return _ordered(self._asked.pop(batch), groups)
 
     def read(self) -> tuple[float, int]:
         """Seconds spent waiting for the sampler since the last call, and the tokens of the groups that came."""
@@ -100,6 +102,11 @@ class Draws:
         self._tokens += sum(len(completion.token_ids) for completion in group.completions)
         self._here.setdefault(request.batch, []).append(group)
         return True
+
+
+def _ordered(requests: Sequence[Request], groups: Sequence[Group]) -> list[Group]:
+    places = {("sampler", r.epoch, r.prompt.key): place for place, r in enumerate(requests)}
+    return sorted(groups, key=lambda group: places.get((group.source, group.epoch, group.prompt.key), -1))
 
 
 def _check_versions(group: Group, versions: set[int], batch: int) -> None:

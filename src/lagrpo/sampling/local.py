@@ -21,7 +21,7 @@ from lagrpo.addressed import uniforms
 from lagrpo.policy.logprobs import exponentials, logp_from_logits, scaled
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.base import Request
-from lagrpo.sampling.decode import DecodeState
+from lagrpo.sampling.decode import DecodeState, Room
 from lagrpo.types import Completion, Group
 
 CDF_BLOCK = 256  # the cumulative distribution is searched first over blocks of this many tokens
@@ -79,9 +79,11 @@ class _Row:
 
 @dataclass(slots=True)
 class _Open:
-    """A group under way and its ended completions."""
+    """A group, its ended completions, the address of its draws and the most tokens of each."""
 
     request: Request
+    address: tuple[int | str, ...]
+    max_tokens: int
     done: dict[int, Completion] = field(default_factory=dict)
 
 
@@ -98,6 +100,7 @@ class LocalSampler:
         self.tau = policy.tau if tau is None else tau
         self._under_way = 0
         self._kept: DecodeState | None = None
+        self._room: Room | None = None  # what the last one had grown to
 
     @property
     def version(self) -> int:
@@ -119,6 +122,11 @@ class LocalSampler:
         self.policy.load_weights(weights, version)
         return {}
 
+    def rest(self) -> None:
+        """Completions under way keep their caches, and the steps recorded on them."""
+        if not self._under_way:
+            self._forget()
+
     def read(self) -> Mapping[str, float]:
         return {}
 
@@ -129,36 +137,54 @@ class LocalSampler:
         """Groups as they end. Rows that have ended make room for the next group in the order of the requests."""
         if self.rows < G:
             raise ValueError(f"a group of G = {G} completions does not fit sampling.rows = {self.rows}")
-        waiting = deque(requests)
-        state = self._state(min(self.rows, G * len(waiting)))
+        yield from self._sample(requests, G, self.rows, self.max_tokens, self.purpose)
+
+    def _sample(
+        self, requests: Sequence[Request], G: int, rows: int, max_tokens: int, purpose: str
+    ) -> Iterator[tuple[Request, Group]]:
+        waiting = deque(_Open(request, (self.seed, purpose, *request.address), max_tokens) for request in requests)
+        state = self._state(min(rows, G * len(waiting)), max_tokens)
         live: list[_Row] = []
         tokens = torch.empty(0, dtype=torch.long)
         self._under_way = len(waiting)
         try:
             while waiting or live:
-                hidden = state.step(tokens) if live else None
-                admitted = self._admit(waiting, state, live, G)
-                hidden = torch.cat([h for h in (hidden, admitted) if h is not None])
-                tokens = self._draw(hidden, live)
-                ended = [r for r, row in enumerate(live) if self._ended(row)]
-                if ended:
-                    full = [group for r in ended if len((group := self._close(live[r])).done) == G]
-                    tokens = self._compact(state, live, tokens, ended)
-                    for group in full:
-                        self._under_way -= 1
-                        completions = tuple(group.done[g] for g in range(G))
-                        yield group.request, Group(group.request.prompt, completions, group.request.epoch)
+                tokens, full = self._step(state, waiting, live, tokens, G)
+                if not waiting and not live:
+                    del state  # nobody may ever ask for what comes behind the last group
+                for group in full:
+                    self._under_way -= 1
+                    completions = tuple(group.done[g] for g in range(G))
+                    yield group.request, Group(group.request.prompt, completions, group.request.epoch)
         finally:
             self._under_way = 0
 
-    def _state(self, rows: int) -> DecodeState:
-        """An empty state for that many rows: the last one where it holds recorded steps, which are worth keeping."""
+    def _step(
+        self, state: DecodeState, waiting: deque[_Open], live: list[_Row], tokens: Tensor, G: int
+    ) -> tuple[Tensor, list[_Open]]:
+        """One token more for every live row, and the first ones of groups that there is room for: the last token of
+        each row that is live now, and the groups that are complete."""
+        hidden = state.step(tokens) if live else None
+        admitted = self._admit(waiting, state, live, G)
+        tokens = self._draw(torch.cat([h for h in (hidden, admitted) if h is not None]), live)
+        ended = [r for r, row in enumerate(live) if self._ended(row)]
+        if not ended:
+            return tokens, []
+        full = [group for r in ended if len((group := self._close(live[r])).done) == G]
+        return self._compact(state, live, tokens, ended), full
+
+    def _state(self, rows: int, tokens: int) -> DecodeState:
+        """An empty state for so many rows: the last one where it holds recorded steps, which are worth keeping."""
         if self._kept is None or self._kept.rows or self._kept.max_rows < rows:
-            self._kept = None  # gives its memory back before the next one takes its own
-            state = DecodeState(self.policy, rows, self.max_tokens)
+            self._forget()  # gives its memory back before the next one takes its own
+            state = DecodeState(self.policy, rows, tokens, self._room)
             self._kept = state if state.records else None
             return state
         return self._kept
+
+    def _forget(self) -> None:
+        if self._kept is not None:
+            self._room, self._kept = self._kept.room, None
 
     def score(self, prompt_ids: Sequence[int], token_ids: Tensor) -> Tensor:
         return self._fed([(prompt_ids, token_ids.tolist())], self.tau)[0]
@@ -169,8 +195,8 @@ class LocalSampler:
 
     def drawn(self, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
         """Groups for a proof, in the order of the requests; training draws under other addresses."""
-        sampler = LocalSampler(self.policy, self.seed, max_tokens, max(self.rows, G), self.tau, "probe")
-        groups = {request.prompt.key: group for request, group in sampler.sample(requests, G)}
+        drawn = self._sample(requests, G, max(self.rows, G), max_tokens, "probe")
+        groups = {request.prompt.key: group for request, group in drawn}
         return [groups[request.prompt.key] for request in requests]
 
     def drawn_by(self, number: int, request: Request, max_tokens: int) -> Group:
@@ -182,25 +208,25 @@ class LocalSampler:
         item. Those that have ended are fed with their last token again."""
         longest = max(len(tokens) for _, tokens in items)
         fed = torch.tensor([[tokens[min(t, len(tokens) - 1)] for _, tokens in items] for t in range(longest)])
-        state = DecodeState(self.policy, len(items), longest)
+        state = self._state(len(items), longest)
         hidden = state.admit([prompt_ids for prompt_ids, _ in items], 1)
         found = []
         for t, token_ids in enumerate(fed):
             logits = self.policy.logits(hidden)  # at once: a recorded step overwrites its hidden states
             found.append(logp_from_logits(logits, token_ids.to(self.policy.device), tau).cpu())
             hidden = state.step(token_ids) if t + 1 < longest else hidden
+        state.retire(range(len(items)))
         logp = torch.stack(found, 1)
         return [row[: len(tokens)] for row, (_, tokens) in zip(logp, items, strict=True)]
 
-    def _admit(self, waiting: deque[Request], state: DecodeState, live: list[_Row], G: int) -> Tensor | None:
+    def _admit(self, waiting: deque[_Open], state: DecodeState, live: list[_Row], G: int) -> Tensor | None:
         """Open as many waiting groups as there is room for; hidden states [new rows, H] for their first tokens."""
         count = min(len(waiting), (state.max_rows - len(live)) // G)
         if count == 0:
             return None
-        groups = [_Open(waiting.popleft()) for _ in range(count)]
+        groups = [waiting.popleft() for _ in range(count)]
         for group in groups:
-            address = (self.seed, self.purpose, *group.request.address)
-            live += [_Row(group, g, uniforms(self.max_tokens, *address, g)) for g in range(G)]
+            live += [_Row(group, g, uniforms(group.max_tokens, *group.address, g)) for g in range(G)]
         hidden = state.admit([group.request.prompt.token_ids for group in groups], G)
         return hidden.repeat_interleave(G, 0)
 
@@ -214,7 +240,7 @@ class LocalSampler:
         return tokens.cpu()
 
     def _ended(self, row: _Row) -> bool:
-        return row.tokens[-1] in self.policy.eos_ids or len(row.tokens) == self.max_tokens
+        return row.tokens[-1] in self.policy.eos_ids or len(row.tokens) == row.group.max_tokens
 
     def _close(self, row: _Row) -> _Open:
         row.group.done[row.index] = Completion(

@@ -73,7 +73,13 @@ class Team:
 _team: Team | None = None
 _before = 0  # threads that PyTorch had before ours
 _due = 0.0  # when to read again
-_say: Say = lambda line: None  # noqa: E731
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+_say: Say = _silent
 
 
 def start(asked: int | None, device: str = "cpu") -> None:
@@ -123,8 +129,10 @@ def describe() -> str:
 
 
 def release() -> None:
-    """Give PyTorch back the number that it had, unless somebody else has set one since."""
-    global _team
+    """Give PyTorch back the number that it had, unless somebody else has set one since, and the tokenizers theirs;
+    nobody hears of changes any more."""
+    global _team, _say
     if _team is not None and torch.get_num_threads() == _team.threads != _before:
         torch.set_num_threads(_before)
-    _team = None
+    _team, _say = None, _silent
+    waiting.wake_tokenizers()

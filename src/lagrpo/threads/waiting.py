@@ -38,6 +38,13 @@ def quiet_tokenizers() -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = _own["TOKENIZERS_PARALLELISM"] = "false"
 
 
+def wake_tokenizers() -> None:
+    """Take that back, unless somebody has decided otherwise since."""
+    ours = _own.pop("TOKENIZERS_PARALLELISM", None)
+    if ours is not None and os.environ.get("TOKENIZERS_PARALLELISM") == ours:
+        del os.environ["TOKENIZERS_PARALLELISM"]
+
+
 def given(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without what was put there here: for programs with an OpenMP of their own."""
     return {name: value for name, value in environment.items() if _own.get(name) != value}

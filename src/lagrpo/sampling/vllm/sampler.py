@@ -24,7 +24,7 @@ from torch import Tensor
 from lagrpo.addressed import generator
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.vllm.server import Drawn, RefusedError, SamplerError, Server, UnreachableError
-from lagrpo.sampling.vllm.wire import Directories, DirectoryWire, Parcel, Wire
+from lagrpo.sampling.vllm.wire import Directories, DirectoryWire, Parcel, StuckError, Wire
 from lagrpo.types import Completion, Group, Outcome
 
 InFlight = Literal["finish", "span", "redraw"]
@@ -124,7 +124,8 @@ class VllmSampler:
             RuntimeError: completions of the previous version are under way, and in_flight is `finish`.
             CorruptError: what was written is not what was to be; the servers go on with the version they had.
             SamplerError: the weights are not those of the same model, or a server refused them (then, too, they go on
-                with the version they had), or a server is gone for good.
+                with the version they had), or a server is gone for good, or the transfer is stuck: then the servers
+                are left paused, and draw nothing.
         """
         if self._open and not self.spans:
             raise RuntimeError(f"version {version} was delivered while {self._open} groups are open")
@@ -138,7 +139,11 @@ class VllmSampler:
         with _Stopped(self):
             paused = time.perf_counter()
             before, self._parcel, self._proven = self._parcel, parcel, []
-            self._load(parcel, before)
+            try:
+                self._load(parcel, before)
+            except StuckError as error:
+                self._give_up(stuck := _left_paused(version, error))  # and so they do not go on drawing
+                raise stuck from error
         done = time.perf_counter()
         self.directories.drop_before(version)
         return {"delivery_bytes": parcel.size, "seconds_writing": written - started, "seconds_paused": done - paused}
@@ -172,6 +177,9 @@ class VllmSampler:
         """One completion by one server, at once: for a proof of what it draws."""
         member = self._members[number]
         return self._persistently(member, lambda: self._draw(member.server, request, 1, max_tokens))
+
+    def rest(self) -> None:
+        """The servers have memory of their own."""
 
     def read(self) -> dict[str, float]:
         """Since the last call: how often a server was brought back, how many groups were drawn again, and for how many
@@ -318,7 +326,7 @@ class VllmSampler:
     def _pack(self, weights: Mapping[str, Tensor], version: int) -> Parcel:
         """The weights as they go over the wire. Where they do not go through the directory, a copy is kept on the host,
         because the trainer's own will have moved on when a server needs this version again."""
-        own = {name: tensor.to(self.dtype) for name, tensor in weights.items()}
+        own = {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in weights.items()}
         kept = own if isinstance(self.wire, DirectoryWire) else {name: t.cpu() for name, t in own.items()}
         return Parcel(f"{self.run}:{version}", own, lambda: str(self.directories.put(kept, version)))
 
@@ -442,6 +450,14 @@ class VllmSampler:
 
         with ThreadPoolExecutor(len(items)) as pool:
             return list(pool.map(one, items))
+
+
+def _left_paused(version: int, error: StuckError) -> SamplerError:
+    return SamplerError(
+        f"version {version} did not get to the servers: {error}. They are left paused and may have half of it: start "
+        "again those that are still up (the ones this run started are ended). vllm.delivery_deadline says how long is "
+        "waited; vllm.delivery = 'directory' waits for nobody else"
+    )
 
 
 class _Stopped:

@@ -17,12 +17,15 @@ import pickle
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +34,15 @@ from torch.cuda import nccl
 from lagrpo.sampling.vllm.server import SamplerError, Server
 
 FILE = "model.safetensors"
+LOOK = 0.1  # seconds between two looks whether a server has failed
+T = TypeVar("T")
 Weights = Mapping[str, Tensor]
+Answer = Future[BaseException | None]  # what went wrong at a server, once it has answered
+
+
+class StuckError(SamplerError):
+    """A transfer that neither ended nor can be told to stop: nothing can be sent any more, and the servers may wait
+    for the rest of it."""
 
 
 class CorruptError(SamplerError):
@@ -144,7 +155,7 @@ class TransferWire:
             return self._send(servers, parcel)
 
     def _send(self, servers: Sequence[Server], parcel: Parcel) -> list[BaseException | None]:
-        self.connect(servers)
+        self.connect(servers, parcel.device)
         info: dict[str, Any] = {
             "names": list(parcel.weights),
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in parcel.weights.values()],
@@ -162,13 +173,13 @@ class TransferWire:
 
         with ThreadPoolExecutor(len(servers)) as pool:
             waiting = [pool.submit(_failure, lambda server=server: update(server)) for server in servers]
-            self.transfer(parcel)
+            self.transfer(parcel, servers[0].deadlines.delivery, waiting)
             failures = [one.result() for one in waiting]
         if any(failures):
             self.disconnect()
         return failures
 
-    def connect(self, servers: Sequence[Server]) -> None:
+    def connect(self, servers: Sequence[Server], device: torch.device | None) -> None:
         raise NotImplementedError
 
     def disconnect(self) -> None:
@@ -177,19 +188,23 @@ class TransferWire:
     def describe(self, parcel: Parcel) -> dict[str, Any]:
         return {}
 
-    def transfer(self, parcel: Parcel) -> None:
-        """Move the tensors, where that is the trainer's part."""
+    def transfer(self, parcel: Parcel, deadline: float, waiting: Sequence[Answer]) -> None:
+        """Move the tensors, where that is the trainer's part, within so many seconds and unless a server fails."""
 
 
 class NcclWire(TransferWire):
     """Broadcast from rank 0, the trainer, to all workers of all servers, by the communicator that PyTorch ships. The
-    meeting point is an id that goes to the servers with the first call, so no port is needed."""
+    meeting point is an id that goes to the servers with the first call, so no port is needed.
+
+    A member that is missing makes all the others wait for ever, and PyTorch offers no way to stop them. So whatever
+    waits does so in a thread of its own, with a deadline, and on a stream of its own: the policy can still be read, and
+    written to disk, while a broadcast hangs."""
 
     def __init__(self) -> None:
         self._communicator: Any = None
         self._met: list[str] = []
 
-    def connect(self, servers: Sequence[Server]) -> None:
+    def connect(self, servers: Sequence[Server], device: torch.device | None) -> None:
         if self._communicator is not None and self._met == [server.url for server in servers]:
             return
         workers = [workers_of(server) for server in servers]
@@ -202,21 +217,37 @@ class NcclWire(TransferWire):
             body = {"init_info": info}
             server.call("POST", "/init_weight_transfer_engine", body, server.deadlines.delivery)
 
+        def join() -> Any:
+            with beside(device):
+                communicator = nccl.init_rank(world, identity, 0)
+                nccl.all_reduce([greeting()], comms=[communicator])
+            return communicator
+
         with ThreadPoolExecutor(len(servers)) as pool:
-            waiting = [pool.submit(meet, server, offset) for server, offset in zip(servers, offsets, strict=True)]
-            self._communicator = nccl.init_rank(world, identity, 0)
-            nccl.all_reduce([greeting()], comms=[self._communicator])
-            for one in waiting:
-                one.result()
+            pairs = zip(servers, offsets, strict=True)
+            waiting = [pool.submit(_failure, partial(meet, server, offset)) for server, offset in pairs]
+            deadline = servers[0].deadlines.delivery
+            self._communicator = within(deadline, "the meeting by NCCL", join, waiting)
+            failures = [one.result() for one in waiting]
+        if failure := next(filter(None, failures), None):
+            self.disconnect()
+            raise failure
         self._met = [server.url for server in servers]
 
     def disconnect(self) -> None:
         self._communicator, self._met = None, []
 
-    def transfer(self, parcel: Parcel) -> None:
-        for tensor in parcel.weights.values():
-            nccl.broadcast([tensor.contiguous()], 0, comms=[self._communicator])
-        torch.cuda.synchronize()
+    def transfer(self, parcel: Parcel, deadline: float, waiting: Sequence[Answer]) -> None:
+        def broadcast() -> None:
+            with beside(parcel.device):
+                for tensor in parcel.weights.values():
+                    nccl.broadcast([tensor.contiguous()], 0, comms=[self._communicator])
+
+        try:
+            within(deadline, "the update by NCCL", broadcast, waiting)
+        except StuckError:
+            self.disconnect()
+            raise
 
 
 class IpcWire(TransferWire):
@@ -226,7 +257,7 @@ class IpcWire(TransferWire):
     def __init__(self) -> None:
         self._met: set[str] = set()
 
-    def connect(self, servers: Sequence[Server]) -> None:
+    def connect(self, servers: Sequence[Server], device: torch.device | None) -> None:
         for server in servers:
             if server.url not in self._met:
                 body = {"init_info": {"packed": False}}
@@ -253,6 +284,42 @@ class IpcWire(TransferWire):
         from torch.multiprocessing.reductions import reduce_tensor
 
         return reduce_tensor(tensor)[1]
+
+
+@contextmanager
+def beside(device: torch.device | None) -> Iterator[None]:
+    """Inside, a stream of its own, behind the work of the current one; what was done on it is done at the end."""
+    with torch.cuda.device(device) if device else nullcontext():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+
+def within(seconds: float, what: str, action: Callable[[], T], waiting: Sequence[Answer]) -> T:
+    """The result of an action that nobody can stop. It runs in a thread that is left behind where it has not ended in
+    time, or where it cannot end any more because a server that should take part has failed (one of `waiting`).
+
+    Raises:
+        StuckError: see there. What the action itself raises.
+    """
+    done: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(action())
+        except BaseException as error:  # noqa: BLE001  (it belongs to the one who waits)
+            done.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    end = time.monotonic() + seconds
+    while not wait([done], LOOK).done:
+        if failure := next((one.result() for one in waiting if one.done() and one.result()), None):
+            raise StuckError(f"{what} cannot end: {failure}") from failure
+        if time.monotonic() > end:
+            raise StuckError(f"{what} did not end within {seconds:g} s: somebody who should take part does not")
+    return done.result()
 
 
 def greeting() -> Tensor:

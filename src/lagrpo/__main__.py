@@ -1,0 +1,11 @@
+"""`python -m lagrpo` is the `lagrpo` command."""
+
+from __future__ import annotations
+
+import sys
+
+from lagrpo.cli import main
+
+if __name__ == "__main__":  # not in the worker processes, which import this file
+    sys.argv[0] = "lagrpo"
+    main()

@@ -1,0 +1,56 @@
+"""A trainer whose NCCL call never returns: python stuck_nccl.py CALL DIRECTORY, or `stuck` within a test."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import fake_graphs
+import torch
+from test_vllm_client import generous, stub
+from tiny import tiny_policy
+
+from lagrpo.sampling.vllm import wire
+from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler
+from lagrpo.sampling.vllm.server import Deadlines, Server
+from lagrpo.sampling.vllm.wire import Directories, NcclWire
+
+CALLS = ("init_rank", "all_reduce", "broadcast", "synchronize")
+DEADLINES = Deadlines(start=1, request=1, delivery=1, control=5)
+
+
+def never(*_: Any, **__: Any) -> None:
+    threading.Event().wait()
+
+
+def deliver(call: str, root: Path, paths: list[str], refusing: bool = False, patch: Any = setattr) -> VllmSampler:
+    """One delivery by NCCL to a server that does what it is asked (or refuses to meet), where `call` never returns.
+    `paths` gets what the server was asked for."""
+    fake_graphs.install(patch)
+    patch(wire, "greeting", lambda: torch.zeros(1))
+    for name in ("unique_id", "init_rank", "all_reduce", "broadcast"):
+        patch(wire.nccl, name, lambda *_, **__: b"i" * 128)
+    patch(torch.cuda.Stream if call == "synchronize" else wire.nccl, call, never)
+
+    def answer(method: str, path: str, body: Any) -> Any:
+        paths.append(path)
+        if refusing and path == "/init_weight_transfer_engine":
+            return 400, {"error": "no such backend"}
+        return (200, {"world_size": 1}) if path == "/get_world_size" else generous(method, path, body)
+
+    policy = tiny_policy()
+    with stub(answer) as url:
+        drawing = Drawing(0, 4, policy.tau, sorted(policy.eos_ids), 8, policy.tokenizer.decode)
+        servers = [Server(url, None, DEADLINES)]
+        sampler = VllmSampler(servers, drawing, NcclWire(), Directories(str(root)), dtype=torch.float32)
+        try:
+            sampler.deliver(policy.weights(), 3)
+        finally:
+            sampler.close()
+    return sampler
+
+
+if __name__ == "__main__":
+    deliver(sys.argv[1], Path(sys.argv[2]), [])

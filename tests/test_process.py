@@ -1,0 +1,111 @@
+"""What a run sets for the process, others find as it was."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from running import tiny_settings
+from tiny import save_tiny
+
+from lagrpo import kernels
+from lagrpo.config import EvalSettings, SettingsError
+from lagrpo.evaluate import evaluate_model
+from lagrpo.training import train
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def settings(tmp_path):
+    model = save_tiny(tmp_path / "model")
+    torch.set_num_threads(1)
+
+    def of(**sections):
+        changed = {"model": {"kernels": "torch", "threads": 3}, "evaluation": {"before_and_after": False}}
+        return tiny_settings(model, tmp_path / "runs", **changed | sections)
+
+    return of
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What was in effect while the run was going on."""
+    found = []
+    original = torch.nn.utils.get_total_norm
+
+    def spied(*args):
+        found.append((torch.get_num_threads(), kernels.chosen()))
+        return original(*args)
+
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", spied)
+    return found
+
+
+def test_a_run_gives_threads_and_kernels_back(settings, seen):
+    train(settings())
+    assert seen[0] == (3, "torch")
+    assert (torch.get_num_threads(), kernels.chosen()) == (1, "auto")
+
+
+def test_so_does_one_that_is_refused_after_the_model_was_loaded(settings):
+    with pytest.raises(SettingsError, match=r"tokens; sampling\.max_prompt_tokens is 3"):
+        train(settings(sampling={"max_prompt_tokens": 3}))
+    assert (torch.get_num_threads(), kernels.chosen()) == (1, "auto")
+
+
+def test_so_does_an_evaluation(settings, tmp_path):
+    model = settings()["model"]
+    given = {"model": model, "max_tokens": 3, "max_prompt_tokens": 64, "prompts": 2, "output": str(tmp_path / "out")}
+    evaluate_model(EvalSettings.model_validate(given))
+    assert (torch.get_num_threads(), kernels.chosen()) == (1, "auto")
+
+
+def test_the_choice_of_whoever_calls_is_what_comes_back(settings):
+    kernels.select("c")
+    try:
+        train(settings())
+        assert kernels.chosen() == "c"
+    finally:
+        kernels.select("auto")
+
+
+def test_tokenizers_start_threads_again(settings, monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    train(settings())
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+
+
+FAULTS = """
+import resource, torch
+from lagrpo import memory, process
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def count(blocks):  # of 16 MiB, freed together
+    for _ in range(10):
+        [torch.ones(4 << 20) for _ in range(blocks)]
+    before = faults()
+    for _ in range(10):
+        [torch.ones(4 << 20) for _ in range(blocks)]
+    return (faults() - before) // 10
+with process.restored():
+    assert memory.keep_freed_memory()
+    within = count(3)
+print(within, count(9))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_freed_memory_goes_back_to_the_system_again():
+    """Counted in page faults: none for three blocks within. Of nine blocks afterwards some find room where the three
+    were, in the heap; the others come from the system, page by page, at each use."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run([sys.executable, "-c", FAULTS], env=clean, capture_output=True, text=True, check=True)
+    within, after = map(int, done.stdout.split())
+    pages = (16 << 20) // os.sysconf("SC_PAGESIZE")  # of a block
+    assert within < pages / 10
+    assert after > 4 * pages

@@ -1,0 +1,153 @@
+"""Which prompts a batch asks: none twice, and how often they are tokenised."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+
+import pytest
+from running import tiny_settings
+from tiny import save_tiny, tiny_policy
+
+from lagrpo.policy.model import Policy
+from lagrpo.prompts import PromptSource
+from lagrpo.runs import load_rollouts
+from lagrpo.sampling.local import LocalSampler
+from lagrpo.sampling.proof import PROBE_PROMPTS
+from lagrpo.tasks import RowTask
+from lagrpo.training import train
+
+
+def source(prompts: int, N: int) -> PromptSource:
+    rows = [f"{n}?" for n in range(prompts)]
+    task = RowTask("numbers", {"train": rows, "test": rows}, lambda row: (row, row), lambda text, gold: 0.0)
+    return PromptSource(task, tiny_policy(), 5, N, 64)
+
+
+def keys(requests) -> list[int]:
+    return [request.prompt.key for request in requests]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7])
+def test_later_rounds_ask_prompts_that_the_batch_has_not_had(batch):
+    """However many are missing in each round: 3, then 2, then 2, then 1."""
+    prompts = source(prompts=30, N=4)
+    asked, taken = keys(prompts.batch(batch)), 0
+    for count in (3, 2, 2, 1):
+        asked += keys(prompts.extra(batch, taken, count))
+        taken += count
+    assert len(set(asked)) == len(asked) == 12
+
+
+def test_further_prompts_are_a_function_of_the_batch_and_their_number():
+    prompts = source(prompts=30, N=4)
+    at_once = prompts.extra(3, 0, 8)
+    assert [*prompts.extra(3, 0, 5), *source(30, 4).extra(3, 5, 3)] == at_once
+    assert keys(prompts.extra(4, 0, 8)) != keys(at_once)
+
+
+def test_when_all_prompts_were_asked_they_come_again_under_another_address():
+    """Six prompts, four of them in the batch: two are left, then all but those four once more."""
+    prompts = source(prompts=6, N=4)
+    own, further = prompts.batch(1), prompts.extra(1, 0, 4)
+    assert set(keys(further[:2])) == set(keys(further[2:])) == set(range(6)) - set(keys(own))
+    assert len({request.address for request in [*own, *further]}) == 8
+
+
+def test_a_batch_of_all_prompts_can_only_ask_them_again():
+    prompts = source(prompts=4, N=4)
+    own, further = prompts.batch(1), prompts.extra(1, 0, 6)
+    assert len({request.address for request in [*own, *further]}) == 10
+    assert Counter(keys(further[:4])) == Counter(range(4))
+
+
+def load_rarely_right(settings, seed):
+    """Two dozen prompts; a completion is right by chance, one in four."""
+    rows = {split: [f"{n}?" for n in range(24)] for split in ("train", "test")}
+    return RowTask("rare", rows, lambda row: (row, row), rarely_right)
+
+
+def load_few(settings, seed):
+    """The same with five prompts."""
+    task = load_rarely_right(settings, seed)
+    return RowTask("few", {name: rows[:5] for name, rows in task.rows.items()}, task.ask, rarely_right)
+
+
+def rarely_right(text, gold):
+    return float(zlib.crc32((text + gold).encode()) % 4 == 0)
+
+
+@pytest.fixture
+def run(tmp_path):
+    model = save_tiny(tmp_path / "model")
+
+    def of(task: str, **sections):
+        base = {
+            "task": {"name": f"test_prompts:{task}"},
+            "schedule": {"prompts": 4, "batches": 2},
+            "evaluation": {"before_and_after": False},
+        }
+        return train(tiny_settings(model, tmp_path / "runs", **base | sections)).run
+
+    return of
+
+
+def asked(run) -> list[list[int]]:
+    """The keys of the prompts of each batch, in the order of its groups."""
+    rows = load_rollouts(run)
+    return [[r["prompt_key"] for r in rows if r["batch"] == b and r["completion"] == 0] for b in (1, 2)]
+
+
+def test_no_prompt_is_in_a_resampled_batch_twice(run):
+    directory = run("load_rarely_right", sampling={"G": 2, "max_tokens": 6, "resample": 5})
+    assert all(len(set(keys)) == len(keys) == 4 for keys in asked(directory))
+    assert min(row["epoch"] for row in load_rollouts(directory)) == -1
+
+
+def test_what_is_resampled_does_not_depend_on_what_ends_first(run):
+    narrow, wide = (
+        run("load_rarely_right", sampling={"G": 2, "max_tokens": 40, "resample": 5, "rows": rows}) for rows in (2, 32)
+    )
+    assert asked(narrow) == asked(wide)
+
+
+def test_prompts_that_come_twice_in_a_batch_are_told_of_once(run, capsys):
+    """Five prompts and batches of four: sooner or later an epoch ends and begins with the same prompt in one batch."""
+    run("load_few", run={"display": "plain"}, schedule={"prompts": 4, "batches": 9})
+    out = capsys.readouterr().out
+    assert out.count("asks a prompt more than once") == 1
+    assert "the 5 prompts of the split came to their end inside it" in out
+    run("load_rarely_right", run={"display": "plain"})
+    assert "more than once" not in capsys.readouterr().out
+
+
+def test_prompts_are_tokenised_once_at_the_start_and_once_in_their_batch(run, monkeypatch):
+    """24 prompts, all of them visited. Before the first batch also those of the proof, and one for the template."""
+    counts: Counter[str] = Counter()
+    phase = {"now": "start"}
+    tokenize, sample = Policy.tokenize, LocalSampler.sample
+
+    def counted(policy, prompt):
+        counts[phase["now"]] += 1
+        return tokenize(policy, prompt)
+
+    def sampling(sampler, requests, G):
+        phase["now"] = f"batch {requests[0].batch + 1}"  # what comes after this draw
+        return sample(sampler, requests, G)
+
+    monkeypatch.setattr(Policy, "tokenize", counted)
+    monkeypatch.setattr(LocalSampler, "sample", sampling)
+    run("load_rarely_right", schedule={"prompts": 4, "batches": 13})
+    assert counts.pop("start") == 1 + 24 + PROBE_PROMPTS + 4
+    assert counts == {f"batch {b}": 4 for b in range(2, 14)}
+
+
+def test_every_prompt_that_a_run_asks_is_checked_before_it_starts(monkeypatch):
+    """Three batches of four out of ten: the whole split; two batches: eight of it, those that they ask."""
+    prompts = source(prompts=10, N=4)
+    for batches, count in ((3, 10), (2, 8)):
+        checked: list[int] = []
+        monkeypatch.setattr(prompts, "tokenised", lambda split, index, checked=checked: checked.append(index))
+        prompts.check(batches)
+        assert len(checked) == len(set(checked)) == count
+        assert set(checked) == {index for b in range(1, batches + 1) for _, index in prompts._of_batch(b)}
