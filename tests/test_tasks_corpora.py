@@ -40,3 +40,18 @@ def test_the_judge_gives_the_verdicts_of_its_corpus(judge):
     assert {line["verdict"] for line in corpus} == {1.0, 0.0, "unjudgeable"}
     wrong = [line | {"judge": given} for line in corpus if (given := verdict(judge, line)) != line["verdict"]]
     assert wrong == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs math-verify")
+def test_the_wrong_answers_that_math_verify_takes_for_right_are_known():
+    """A line is a false positive, with what math-verify does there: it, by itself, says the same. Should a version of
+    it judge one of them as a careful reader does, the line moves to the corpus of `math`."""
+    import math_verify
+
+    for line in lines("math_verify"):
+        gold, answer = (
+            math_verify.parse(text, parsing_timeout=0) for text in (f"\\boxed{{{line['gold']}}}", line["answer"])
+        )
+        alone = float(math_verify.verify(gold, answer, timeout_seconds=None))
+        assert (line["careful"], line["verdict"]) == (0.0, 1.0)
+        assert (verdict("math", line), alone) == (1.0, 1.0), line

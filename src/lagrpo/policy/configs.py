@@ -46,12 +46,13 @@ def blaming(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {said or type(error).__name__}") from error
 
 
-def file_of(path: str, name: str) -> Path | None:
+def file_of(path: str, name: str, needed: bool = False) -> Path | None:
     """The file of that name in a model directory, or of a model on the hub (downloaded if need be); None where the
-    model has none. Raises OSError where there is no such model, or the hub cannot be reached."""
+    model has none. Raises OSError where there is no such model, the hub cannot be reached, or a file that is needed is
+    not there."""
     from transformers.utils.hub import cached_file
 
-    found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    found = cached_file(path, name, _raise_exceptions_for_missing_entries=needed)
     return Path(found) if found is not None else None
 
 
@@ -75,9 +76,8 @@ def read_config(path: str) -> Any:
     """
     from transformers import AutoConfig, GenerationConfig
 
-    file = file_of(path, CONFIG)
-    if file is None:
-        raise OSError(f"there is no {CONFIG}")
+    file = file_of(path, CONFIG, needed=True)
+    assert file is not None
     check_fields(read_object(file))
     with blaming(CONFIG):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)

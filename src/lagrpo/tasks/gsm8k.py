@@ -11,11 +11,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable
-from lagrpo.tasks.reading import first_number, last_box, last_number, numerals, plain, with_fractions
+from lagrpo.tasks.reading import (
+    Numeral,
+    agree,
+    first_numeral,
+    last_box,
+    last_numeral,
+    numerals,
+    plain,
+    with_fractions,
+)
 
 WORDING = "{question}\n\nReason step by step. End with #### and the final number."
 
@@ -23,6 +34,7 @@ _HUB = "openai/gsm8k:main"
 _GAP = r"[\s$€£₹*(\[{\\:–−-]*"
 _HASHES = re.compile(rf"####{_GAP}")
 _ANSWER_IS = re.compile(rf"\banswer\b[ *_]*(?:is|:|=){_GAP}", re.IGNORECASE)
+_RATIO = re.compile(r"(?<![\w:.,])([0-9]{1,9})(?: ?: ?| to )([0-9]{1,9})(?![\w:]|[.,][0-9]| ?:)")
 _SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
 
 
@@ -48,45 +60,86 @@ def judge(text: str, gold: Any) -> float:
     What a number is, is stated at the head of `lagrpo.tasks.reading`: $ and other units, "%", commas, LaTeX and a full
     stop play no part, an expression counts by what stands after its "=" ("3 * 20 = 60"), and a numeral in a list or in
     an expression without "=" names no number. Only where the gold number is no integer, "a/b" and \frac{a}{b} are read
-    as a number. No number: 0.0. Values are compared exactly.
+    as a number. No number: 0.0.
+
+    Integers are compared exactly. Where the gold number is none, a decimal of at least 4 significant digits stands for
+    what rounds to it, in the answer as in `gold`: 0.888889 and 0.8889, but not 0.889, are 0.8888888889 and 8/9.
 
     `gold` is a number, or a text that holds exactly one (of which only what follows the last "####" is looked at, if
-    it has one); Unjudgeable is raised for any other.
+    it has one), or a ratio "3:4". A ratio counts where the number would, as "3:4" or "3 to 4", with these very terms.
+    Unjudgeable is raised for any other gold, number words and ratios of three among them (the reward "exact" compares
+    words).
     """
-    right = read_gold(gold)
-    return float(find_number(text, fractions=right.denominator != 1) == right)
+    if ratio := _ratio_of(gold):
+        return float(_find_ratio(text) == ratio)
+    value = read_gold(gold)
+    if value.denominator == 1:
+        return float(find_number(text) == value)
+    return float(agree(_find(text, fractions=True), _read_gold(gold)))
 
 
 def find_number(text: str, fractions: bool = False) -> Fraction | None:
     """The number that counts in an answer, by the rule of `judge`; None without one."""
+    found = _find(text, fractions)
+    return found.value if found else None
+
+
+def _find(text: str, fractions: bool) -> Numeral | None:
+    part, first = _counting(text)
+    found = numerals(part)
+    return (first_numeral if first else last_numeral)(part, with_fractions(part, found) if fractions else found)
+
+
+def _find_ratio(text: str) -> tuple[int, int] | None:
+    """The ratio that counts in an answer: the first numeral of the part that counts is its first term (and no other
+    ratio is there), or the last one its last term."""
+    part, first = _counting(text)
+    found, ratios = numerals(part), list(_RATIO.finditer(part))
+    if not ratios:
+        return None
+    which = ratios[0 if first else -1]
+    beside = found[0].start != which.start(1) or len(ratios) > 1 if first else found[-1].end != which.end(2)
+    return None if beside else (int(which[1]), int(which[2]))
+
+
+def _counting(text: str) -> tuple[str, bool]:
+    """The part of an answer that counts, in plain text, and whether its first number does (else its last)."""
     box = last_box(text)
     if box is not None:
-        return _read(first_number, box, fractions)
+        return plain(box), True
     text = plain(text)
     starts = {numeral.start for numeral in numerals(text)}
     for pattern in (_HASHES, _ANSWER_IS):
         for marker in reversed(list(pattern.finditer(text))):
             if marker.end() in starts:
-                return _read(first_number, _sentence(text, marker.start(), marker.end()), fractions)
-    return _read(last_number, text, fractions)
+                return plain(_sentence(text, marker.start(), marker.end())), True
+    return text, False
 
 
 def read_gold(gold: Any) -> Fraction:
     """The gold number. Raises Unjudgeable where `gold` is not one number."""
+    value = _read_gold(gold).value
+    assert value is not None
+    return value
+
+
+def _read_gold(gold: Any) -> Numeral:
     if isinstance(gold, int | float) and not isinstance(gold, bool) and math.isfinite(gold):
-        return Fraction(str(gold))
+        exact = str(gold)
+        written = f"{gold:.15g}" if isinstance(gold, float) else exact  # a 16th digit of a float may be off
+        (number,) = numerals(format(abs(Decimal(written)), "f"))
+        return replace(number, value=Fraction(exact))
     if isinstance(gold, str):
         text = plain(gold.rpartition("####")[2])
         found = with_fractions(text, numerals(text))
         if len(found) == 1 and found[0].value is not None:
-            return found[0].value
+            return found[0]
     raise Unjudgeable(f"the gold answer {gold!r} is not one number")
 
 
-def _read(which: Any, text: str, fractions: bool) -> Fraction | None:
-    text = plain(text)
-    found = numerals(text)
-    return which(text, with_fractions(text, found) if fractions else found)
+def _ratio_of(gold: Any) -> tuple[int, int] | None:
+    found = _RATIO.fullmatch(gold.rpartition("####")[2].strip()) if isinstance(gold, str) else None
+    return (int(found[1]), int(found[2])) if found and ":" in found[0] else None
 
 
 def _sentence(text: str, start: int, numeral: int) -> str:

@@ -56,7 +56,10 @@ def judge(text: str, gold: Any) -> float:
     Equal means spelled the same but for spaces, or equal by math-verify: in value, numbers to six decimals, in whatever
     form it can evaluate ("3^2" is 9, "0.5" is \frac{1}{2}, an equation "x = 5" is 5), units and "%" left aside; sets
     without order, intervals with their ends. So an answer that only restates the question in mathematics is equal to
-    the gold answer: a known weakness of judging by value.
+    the gold answer: a known weakness of judging by value. math-verify also takes for equal any two equations without
+    real solutions, any two equations between numbers, and pairs of fractions whatever stands behind them:
+    tests/corpora/math_verify.jsonl has examples. Of 519 answers of MATH, DeepScaleR and AIME that are equations, lists
+    or pairs, 33 were judged right with "+1" behind them, 32 of them pairs or triples of fractions.
 
     Expressions can take for ever to evaluate (9^{9^{9^9}}): the caller keeps the deadline. math-verify's own, which
     rest on signal.alarm, are off. Raises Unjudgeable where the gold answer cannot be parsed and is spelled otherwise.

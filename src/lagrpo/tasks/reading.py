@@ -37,6 +37,7 @@ _NUMERAL = re.compile(
     r"(?:[eE](?P<exponent>[0-9]{1,3})(?![A-Za-z]))?(?P<unit>[A-Za-z_]*)"
 )
 _LONGEST = 100
+SIGNIFICANT = 4  # digits that a decimal must have to stand for the numbers that round to it
 
 _CURRENCY = r"(?:\\?[$]|[€£¥₹])?"
 _NEGATIVE = re.compile(
@@ -61,11 +62,13 @@ _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 
 @dataclass(frozen=True, slots=True)
 class Numeral:
-    """A numeral at text[start:end]; `value` is None for an unreadable one."""
+    """A numeral at text[start:end]; `value` is None for an unreadable one. `places` are the digits after its decimal
+    point, where it is a plain decimal of at least SIGNIFICANT digits; else 0."""
 
     value: Fraction | None
     start: int
     end: int
+    places: int = 0
 
 
 def last_box(text: str) -> str | None:
@@ -102,7 +105,7 @@ def plain(text: str) -> str:
 def numerals(text: str) -> list[Numeral]:
     """The numerals of a text, in order, unreadable ones among them (see the head of this file)."""
     return [
-        Numeral(_value(text, token), token.start(), token.end())
+        Numeral(_value(text, token), token.start(), token.end(), _places(text, token))
         for token in _TOKEN.finditer(text)
         if _HAS_DIGIT.search(token.group())
     ]
@@ -127,9 +130,15 @@ def last_number(text: str, found: list[Numeral]) -> Fraction | None:
     >>> [last_number(text, numerals(text)) for text in ("3 + 4 = 7.", "6 or 7", "3 + 4", "no")]
     [Fraction(7, 1), None, None, None]
     """
+    last = last_numeral(text, found)
+    return last.value if last else None
+
+
+def last_numeral(text: str, found: list[Numeral]) -> Numeral | None:
+    """The numeral of `last_number`."""
     if not found or (len(found) > 1 and _joined(text, found[-2], found[-1])):
         return None
-    return found[-1].value
+    return found[-1]
 
 
 def first_number(text: str, found: list[Numeral]) -> Fraction | None:
@@ -139,6 +148,12 @@ def first_number(text: str, found: list[Numeral]) -> Fraction | None:
     >>> [first_number(text, numerals(text)) for text in ("7, as 3 + 4 = 7", "3 * 20 = 60 dollars", "6 or 7", "3 + 4")]
     [Fraction(7, 1), Fraction(60, 1), None, None]
     """
+    first = first_numeral(text, found)
+    return first.value if first else None
+
+
+def first_numeral(text: str, found: list[Numeral]) -> Numeral | None:
+    """The numeral of `first_number`."""
     at, in_expression = 0, False
     while at + 1 < len(found):
         between = _between(text, found[at], found[at + 1])
@@ -151,7 +166,21 @@ def first_number(text: str, found: list[Numeral]) -> Fraction | None:
         else:
             break
         at += 1
-    return found[at].value if found and not in_expression else None
+    return found[at] if found and not in_expression else None
+
+
+def agree(one: Numeral | None, other: Numeral | None) -> bool:
+    """Whether two numerals name one number: equal values, or one is the other rounded to the decimal places it has
+    (off by at most half a unit of its last place).
+
+    >>> read = lambda text: numerals(text)[0]
+    >>> [agree(read(text), read("0.8888888889")) for text in ("0.888889", "0.8889", "0.889", "0.8888")]
+    [True, True, False, False]
+    """
+    if one is None or other is None or one.value is None or other.value is None:
+        return False
+    gap = abs(one.value - other.value)
+    return gap == 0 or any(n.places and 2 * gap * 10**n.places <= 1 for n in (one, other))
 
 
 def _joined(text: str, left: Numeral, right: Numeral) -> bool:
@@ -165,6 +194,14 @@ def _joined(text: str, left: Numeral, right: Numeral) -> bool:
 
 def _between(text: str, left: Numeral, right: Numeral) -> str:
     return text[left.end : right.start]
+
+
+def _places(text: str, token: re.Match[str]) -> int:
+    parts = _NUMERAL.fullmatch(token.group()) if len(token.group()) <= _LONGEST else None
+    if parts is None or parts["exponent"] or parts["unit"].lower() == "k" or _SCALE_WORD.match(text, token.end()):
+        return 0
+    whole, _, decimals = parts["digits"].replace(",", "").partition(".")
+    return len(decimals) if len(f"{whole}{decimals}".lstrip("0")) >= SIGNIFICANT else 0
 
 
 def _value(text: str, token: re.Match[str]) -> Fraction | None:
