@@ -63,6 +63,9 @@ def test_bernoulli_draws_the_penalty_of_figure_1():
     assert xs(groups)[0] == 1 / 16
     assert ys(groups)[::7] == pytest.approx([3.131182, 1.0, 3.131182])  # 16 / sqrt(15) - 1
     assert any("98.5" in text.get_text() for text in corner.texts)
+    (finite,) = [line for line in corner.lines if line.get_label() == "w_G - 1"]
+    assert max(ys(finite)) == pytest.approx(math.sqrt(15) - 1, abs=1e-3)
+    assert any("at most 2.87" in text.get_text() for text in corner.texts)
 
 
 @pytest.mark.usefixtures("unchecked")

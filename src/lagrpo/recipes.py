@@ -62,7 +62,8 @@ PRESETS: dict[str, Preset] = {
     "grpo_masked": Preset(
         replace(OFF_POLICY, mask_zero_variance=True),
         "1[s0 > 0] (f_eps(rho, 1, A) - beta k3), A whitened: equal rewards leave surrogate, KL and normaliser",
-        f"{MROUEH}, Eq. 8: beta .1 on GSM8K, .001 on DeepScaleR; epsilon and reduction not stated",
+        f"{MROUEH}, Eq. 8, literally with masked_count = true: its normaliser counts masked groups. beta .1 on GSM8K, "
+        ".001 on DeepScaleR; epsilon and reduction not stated",
     ),
     "off_policy_grpo": Preset(
         OFF_POLICY,
@@ -72,12 +73,13 @@ PRESETS: dict[str, Preset] = {
     "off_policy_grpo_exact": Preset(
         replace(OFF_POLICY, surrogate="clipped_exact"),
         "f_eps(rho, pi_k/alpha, A) - beta k3, A whitened: the clip range is centred on pi_k",
-        f"{MROUEH}, Eq. 6 and 7 as derived",
+        f"{MROUEH}, the clip of Eq. 6 and 7 on the ratio of each token; theirs is that of the completion (ratio = "
+        "'sequence' is the literal one)",
     ),
     "unclipped": Preset(
         Composition(surrogate="unclipped", ratio="sequence", reduction="sequence_mean"),
-        "s A, A whitened; mean over completions: the unbiased estimate of L_alpha",
-        f"{MROUEH}, Eq. 3",
+        "s A, A whitened by the group itself; mean over completions: estimates L_alpha, less in small groups",
+        f"{MROUEH}, Eq. 3. Unbiased for J(pi) - J(alpha) = sigma L_alpha with advantage = 'leave_one_out'",
     ),
     "stale_reinforce": Preset(
         replace(GRPO, surrogate="reinforce", beta=0.0),

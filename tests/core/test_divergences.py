@@ -34,7 +34,7 @@ def slope(estimator, d: float) -> tuple[float, float]:
     """The value at a gap of d nats, and its derivative by logp."""
     logp_T = tensor([d], dtype=torch.float64).requires_grad_()
     value = estimator(logp_T, torch.zeros(1, dtype=torch.float64)).sum()
-    return float(value), float(torch.autograd.grad(value, logp_T)[0])
+    return value.item(), float(torch.autograd.grad(value, logp_T)[0])
 
 
 def test_a_bounded_k3_does_not_explode_where_pi_has_lost_what_pi_ref_likes():

@@ -169,7 +169,7 @@ def certified_improvement(
     drawn by alpha: rewards in [0, 1] and the log-ratios of whole completions log pi(y)/alpha(y).
 
     With n independent terms z in [-1, C - 1], C = `cap`, of sample variance V (over n - 1), empirical Bernstein
-    (Maurer & Pontil, arXiv 0907.3740, Theorem 11; the terms need not be identically distributed):
+    (Maurer & Pontil, arXiv 0907.3740; the terms need not be identically distributed):
 
         E mean z >= mean z - sqrt(2 V ln(2/delta) / n) - 7 C ln(2/delta) / (3 (n - 1)),    z = (min(rho, C) - 1) r
 

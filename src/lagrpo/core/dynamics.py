@@ -73,10 +73,9 @@ def group_weight(p: float, G: int, eps_std: float = 0.0) -> float:
     At eps_std = 0 it is below 1/sqrt(p (1-p)), its limit as G grows, and at most sqrt(G-1), its limit as p goes to 0 or
     1: see docs/theory.md. Raises ValueError unless 0 < p < 1, G >= 2, eps_std >= 0."""
     require_above(0.0, p=p)
-    require_at_least(2, G=G)
     require_at_least(0.0, eps_std=eps_std)
-    if p >= 1:
-        raise ValueError(f"the weight of a group needs a p below 1, but p = {p}")
+    if p >= 1 or G < 2:
+        raise ValueError(f"the weight of a group needs p < 1 and G >= 2, but p = {p} and G = {G}")
     total = 0.0
     for k in range(1, G):
         log_choices = lgamma(G + 1) - lgamma(k + 1) - lgamma(G - k + 1)

@@ -146,7 +146,8 @@ def diagnostics(terms: Terms, weighted_value_T: FloatT, kl_T: FloatT, cut_T: Boo
     kl_ref            the estimate of KL(pi || pi_ref) that the objective uses; 0 without one
     clipped_positive  tokens with A > 0 whose gradient is cut (by a PPO-like clip: those above its upper end)
     clipped_negative  tokens with A < 0 whose gradient is cut (by a PPO-like clip: those below its lower end)
-    objective         the surrogate, already weighted: the sum itself is the value, without the KL term
+    objective         the surrogate, already weighted: the sum itself is the value. The KL term is left out, so the loss
+                      is its negative only at beta = 0
 
     and where logp_alpha is given, with rho = pi/alpha of each token, whatever level the objective uses:
 

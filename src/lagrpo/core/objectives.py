@@ -15,7 +15,7 @@ from lagrpo.core.shapes import BoolT, FloatT, require_at_least, require_vector
 
 
 def unclipped(ratio_T: FloatT, advantage_T: FloatT) -> FloatT:
-    """r A, Eq. 3 of [P1]: the importance-weighted advantage."""
+    """r A, the importance-weighted advantage; its mean over samples is that of Eq. 3 of [P1] for r = pi(y)/alpha(y)."""
     require_vector(ratio_T=ratio_T, advantage_T=advantage_T)
     return times(ratio_T, advantage_T)
 
@@ -44,7 +44,8 @@ def clipped(ratio_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_hi
 def clipped_exact(
     ratio_T: FloatT, centre_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_high: float
 ) -> FloatT:
-    """f_eps(pi/alpha, pi_k/alpha, A), Eq. 6 of [P1] as derived: the clip range follows pi_k, wherever alpha is."""
+    """f_eps(pi/alpha, pi_k/alpha, A), the clip of Eq. 6 of [P1]: its range follows pi_k, wherever alpha is. Eq. 6 has
+    the ratios of completions; any level will do here."""
     return f_eps(ratio_T, centre_T, advantage_T, epsilon_low, epsilon_high)
 
 

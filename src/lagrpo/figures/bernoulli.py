@@ -1,4 +1,5 @@
-"""(1 - sigma) / sigma of a reward that is 1 with probability p: Fig. 1 of Mroueh et al. (arXiv 2505.22257).
+"""(1 - sigma) / sigma of a reward that is 1 with probability p: Fig. 1 of Mroueh et al. (arXiv 2505.22257), and what
+becomes of it in finite groups.
 
 sigma = sqrt(p (1-p) + eps_std). It is what TV(pi, alpha) costs in Theorem 1, but for the constant in front (2 as
 published, 1 in the sharp form), which is left aside as in the paper.
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FLOORS = {1e-4: ORANGE, 1e-2: GREEN, 0.1: BLUE, 0.0: VERMILLION}  # without a floor last, dashed: on top of the others
+LOWEST = max(FLOORS)
 GROUP = 16
 LABEL = r"$(1-\sigma)\,/\,\sigma$"
 ASIDE = "Theorem 1 multiplies this by a constant, 2 as published and 1 in its sharp form: left aside here."
@@ -66,12 +68,24 @@ def _draw_corner(axes: Axes) -> None:
         if eps_std == 0:
             text, at = rf"{_floor(eps_std)}: like $1/\sqrt{{p}}$", 70
         where = float(p[at]), float(values[at])
-        axes.annotate(text, where, (6 if at else 2, 4), textcoords="offset points", color=colour, fontsize=9)
+        offset = (6 if at else 2, -12 if eps_std == LOWEST else 4)  # the line of the groups is just above the lowest
+        axes.annotate(text, where, offset, textcoords="offset points", color=colour, fontsize=9)
+    _draw_finite_group(axes, p)
     axes.axhline(1, color=FAINT, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     text = r"1: the least without a floor, at $p = 1/2$"
     axes.annotate(text, (1e-6, 1), (2, -12), textcoords="offset points", fontsize=8.5, color=INK)
     axes.set(xlim=(1e-6, 0.5), ylim=(0.6, 1500))
-    plain(axes, "Near $p = 0$: a floor caps it", r"success probability $p$", LABEL)
+    plain(axes, "Near $p = 0$: a floor or a group caps it", r"success probability $p$", LABEL)
+
+
+def _draw_finite_group(axes: Axes, p: Tensor) -> None:
+    """w_G - 1, what 1/sigma - 1 becomes where each group is whitened by itself."""
+    from lagrpo.core.dynamics import group_weight
+
+    values = [group_weight(float(at), GROUP) - 1 for at in p]
+    axes.loglog(p, values, color=INK, linewidth=2, label="w_G - 1")
+    text = rf"groups of {GROUP}, $w_G(p) - 1$: at most {max(values):.2f}"
+    axes.annotate(text, (float(p[0]), values[0]), (2, 4), textcoords="offset points", color=INK, fontsize=9)
 
 
 def _floor(eps_std: float) -> str:
