@@ -92,9 +92,11 @@ def advantage(peer: str, function: str, recipe: str, theirs: Callable[[Case], Te
     )
 
 
-def kl(peer: str, function: str, name: str, theirs: Side, **more: Any) -> Pairing:
+def kl(peer: str, function: str, name: str, theirs: Side, bound: float | None = None, **more: Any) -> Pairing:
     """A peer's mean KL term beside ours; `name` is the estimator's, with "rho" where it is weighted."""
     estimator = getattr(divergences, name.removeprefix("rho "))
+    if bound is not None:
+        estimator = partial(estimator, bound=bound)
 
     def own(case: Case, logp: Tensor) -> Tensor:
         estimate = estimator(logp, case.ref)

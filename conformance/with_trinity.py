@@ -145,4 +145,20 @@ OF_TRINITY = [
         differs="value rho k3, gradient that of rho k2, as with TRL; Trinity also ends rho at 2, where the "
         "gradient becomes that of 2 k3. TRL's, after DeepSeek-V3.2 (arXiv 2512.02556), has no such end",
     ),
+    trinity(
+        "grpo",
+        "ppo_policy_loss",
+        "PPOPolicyLossFn",
+        options=", seq-mean-token-mean, clip_ratio_c = 3",
+        kind={"clip_range": 0.2, "clip_ratio_c": 3.0, "loss_agg_mode": "seq-mean-token-mean"},
+        dual_clip=3.0,
+        **NO_BETA,
+    ),
+    advantage(
+        "Trinity-RFT",
+        "`trinity.algorithm.advantage_fn` `GRPOGroupedAdvantage`",
+        "grpo_trl",
+        lambda case: peers.trinity_advantage(case, "grpo_advantage", "GRPOGroupedAdvantage"),
+        std_offset=1e-6,
+    ),
 ]

@@ -55,4 +55,12 @@ OF_TRL = [
         note="value rho k3, gradient rho (log pi/pi_ref) grad log pi: that of rho k2",
         differs="by value alone: theirs is that of rho k3, ours of rho k2; the gradient of KL(pi ‖ pi_ref) in both",
     ),
+    trl("grpo", "grpo", options=", delta 3", their={"delta": 3.0}, dual_clip=3.0, **NO_BETA),
+    trl(
+        "grpo",
+        "grpo",
+        options=", use_bias_correction_kl",
+        their={"beta": 0.04, "corrected_kl": True},
+        kl="k3_bias_corrected",
+    ),
 ]

@@ -124,4 +124,19 @@ OF_VERL += [
         differs="verl cuts k3 off at 10, and its gradient there is 0; Eq. 4 of arXiv 2402.03300 has no bound: ours "
         "follows it",
     ),
+    kl(
+        "verl",
+        f"{VERL} `kl_penalty`, 'k3'",
+        "k3_clamped",
+        lambda case, logp: peers.verl_kl(case, logp, "k3"),
+        bound=10.0,
+    ),
+    verl("grpo", "vanilla", "seq-mean-token-mean", options=", defaults", their={"dual": 3.0}, dual_clip=3.0, **NO_BETA),
+    advantage(
+        "verl",
+        f"{VERL} `compute_grpo_outcome_advantage`",
+        "grpo_trl",
+        lambda case: peers.verl_advantage(case, "grpo"),
+        std_offset=1e-6,
+    ),
 ]
