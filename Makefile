@@ -12,6 +12,7 @@ WORKERS ?= auto
 BIN := .venv/bin
 STAMP := .venv/installed
 TRL := .venv-trl
+CONFORMANCE := .venv-conformance
 # Where vLLM is installed; may be a directory that is kept between checkouts.
 VLLM_ENV ?= .venv-vllm
 VLLM_VERSION := 0.32.0
@@ -22,7 +23,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm check-trl portability check-aarch64 bench-trl bench-scaling bench-peak \
+.PHONY: help demo test test-gpu test-vllm check-trl conformance portability check-aarch64 bench-trl bench-scaling bench-peak \
 	bench-vllm bench-gpu bench-busy lint format install vllm-env clean
 
 # What `make test` leaves out: $(call deselected,MARKER,what those tests need (how to run them))
@@ -38,6 +39,7 @@ help:
 	@echo "make test-gpu   install, then run the tests that need one"
 	@echo "make test-vllm  install vLLM too, then run the tests that need it"
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
+	@echo "make conformance  install the peers' loss code, compare it with ours, and write the table of docs/conformance.md"
 	@echo "make bench-trl, bench-scaling, bench-peak, bench-vllm, bench-gpu, bench-busy   see benchmarks/README.md"
 	@echo "make portability  two updates of the embedded model at every level of instructions of this processor"
 	@echo "make check-aarch64  the kernels on an emulated ARM processor (needs gcc-aarch64-linux-gnu and qemu-user)"
@@ -45,7 +47,7 @@ help:
 	@echo "make format     let ruff put the sources in order"
 	@echo "make install    only install, into .venv"
 	@echo "make vllm-env   install vLLM into $(VLLM_ENV), for the sampler vllm and \`lagrpo serve\`"
-	@echo "make clean      remove .venv, .venv-trl and .venv-vllm"
+	@echo "make clean      remove .venv, .venv-trl, .venv-conformance and .venv-vllm"
 	@echo
 	@echo "PYTHON=/path/to/python3.12   which Python (now: $(if $(PYTHON),$(PYTHON),none that is new enough))"
 	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu   a small torch without CUDA"
@@ -69,6 +71,9 @@ test-vllm: $(STAMP) $(VLLM_STAMP)
 
 check-trl: $(STAMP) $(TRL)/installed
 	LAGRPO_TRL=$(TRL)/bin/python $(PYTEST) -m peer
+
+conformance: $(CONFORMANCE)/installed
+	$(ONE_THREAD) $(CONFORMANCE)/bin/python conformance/compare.py $(OPTIONS)
 
 portability: $(STAMP)
 	$(BIN)/python benchmarks/portability.py $(OPTIONS)
@@ -100,7 +105,7 @@ vllm-env: $(VLLM_STAMP)
 	@echo "vLLM $(VLLM_VERSION) is in $(VLLM_ENV)$(if $(filter-out .venv-vllm,$(VLLM_ENV)),; use it with: --vllm.python $(VLLM_ENV)/bin/python)"
 
 clean:
-	rm -rf .venv .venv-trl .venv-vllm
+	rm -rf .venv .venv-trl .venv-conformance .venv-vllm
 
 define need_python
 @$(if $(PYTHON),,echo "lagrpo needs Python 3.11 or newer, and there is none on the PATH ($$(python3 -V 2>&1))." >&2; \
@@ -123,6 +128,15 @@ $(TRL)/installed: benchmarks/trl-requirements.txt
 	"$(PYTHON)" -m venv $(TRL)
 	$(TRL)/bin/python -m pip install -q --upgrade 'pip>=25.1'
 	$(TRL)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r benchmarks/trl-requirements.txt
+	@touch $@
+
+# verl and Trinity-RFT without what they depend on (ray, vLLM …): see conformance/stubs.py.
+$(CONFORMANCE)/installed: conformance/requirements.txt conformance/requirements-without-dependencies.txt benchmarks/trl-requirements.txt
+	$(need_python)
+	"$(PYTHON)" -m venv $(CONFORMANCE)
+	$(CONFORMANCE)/bin/python -m pip install -q --upgrade 'pip>=25.1'
+	$(CONFORMANCE)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r conformance/requirements.txt
+	$(CONFORMANCE)/bin/python -m pip install --no-deps -r conformance/requirements-without-dependencies.txt
 	@touch $@
 
 # vLLM's builds for CPUs are another distribution, whose torch does not go with the torchvision, torchaudio and torchcodec

@@ -81,6 +81,9 @@ ALLOWED: dict[str, set[str]] = {
     }
     | PLAIN,
 }
+# What replays a run imports none of what made it: neither policy, sampling, kernels nor the loop.
+ALLOWED["replay"] = {"compose", "config", "core", "embedded", "parsing", "recipes", "runs", "tasks", "types", "verify"}
+ALLOWED["replay"] |= PLAIN
 BELOW_THE_LOOP = set(ALLOWED)
 ALLOWED |= {
     "loop": BELOW_THE_LOOP,

@@ -3,13 +3,14 @@
     lagrpo train [SETTINGS.toml] [--dry-run] [--section.name VALUE …]
     lagrpo eval MODEL [--task gsm8k] [--samples 50] …
     lagrpo show RUN [--batch B] [--only right|wrong|rejected] …
+    lagrpo verify RUN [--rows N | --all]
     lagrpo serve MODEL [--port P] [--delivery directory|nccl|ipc] … [-- OPTIONS OF VLLM]
     lagrpo recipes [NAME]
     lagrpo figure bernoulli|amplification|bandit [--output PATH]
 
 --task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --objective.recipe.
-`lagrpo COMMAND --help` lists what each takes. Exit codes: 0 done, 1 the run failed, 2 wrong input, 130 stopped by
-Ctrl-C, 143 by SIGTERM.
+`lagrpo COMMAND --help` lists what each takes. Exit codes: 0 done, 1 the run failed (verify: something differs), 2 wrong
+input, 130 stopped by Ctrl-C, 143 by SIGTERM.
 """
 
 from __future__ import annotations
@@ -141,6 +142,38 @@ def show(
     show_run(run, batch=batch, count=count, prompt=prompt, only=only)
 
 
+def verify(
+    run: tyro.conf.Positional[Path],
+    rows: int = 128,
+    everything: Annotated[bool, tyro.conf.arg(name="all")] = False,
+    seed: int = 0,
+) -> None:
+    """Replay a run from its files with plain transformers: draws, log-probs, rewards, advantages, metrics.
+
+    Prints what was checked, what differs (with file, row and value) and what could not be checked. The exit code is 0
+    if nothing differs, 1 if something does, 2 where the run cannot be read.
+
+    Args:
+        run: Directory of the run.
+        rows: Completions whose draws and log-probs are recomputed, spread over the versions on disk.
+        everything: Recompute those of all completions.
+        seed: Of the choice of these completions.
+    """
+    if rows < 1:
+        raise SettingsError(f"--rows is {rows}: at least one completion is recomputed")
+    from lagrpo.replay import verify_run
+    from lagrpo.replay.findings import UnreadableError
+    from lagrpo.replay.report import print_report
+
+    try:
+        report = verify_run(run, rows, everything, seed)
+    except UnreadableError as error:
+        fail(error, 2)
+    print_report(report)
+    if report.differences:
+        sys.exit(1)
+
+
 def serve(
     model: tyro.conf.Positional[str],
     port: int = 8000,
@@ -249,6 +282,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "eval": evaluate,
     "show": lambda words: tyro.cli(show, args=words, prog="lagrpo show"),
+    "verify": lambda words: tyro.cli(verify, args=words, prog="lagrpo verify"),
     "serve": lambda words: tyro.cli(serve, args=rest_as_options(words), prog="lagrpo serve"),
     "figure": lambda words: tyro.cli(figure, args=words, prog="lagrpo figure"),
     "recipes": lambda words: tyro.cli(recipes, args=words, prog="lagrpo recipes"),

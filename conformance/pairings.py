@@ -1,0 +1,8 @@
+"""The table: every pairing, in the order of the page. A row is added to the list of its peer."""
+
+from with_rlax import OF_RLAX
+from with_trinity import OF_TRINITY
+from with_trl import OF_TRL
+from with_verl import OF_VERL
+
+PAIRINGS = [*OF_TRL, *OF_VERL, *OF_TRINITY, *OF_RLAX]

@@ -1,0 +1,164 @@
+"""Trinity-RFT, in which the authors of REC and RED wrote down their methods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peers
+import torch
+from cases import Case, G
+from pairing import NO_BETA, WIDE, Pairing, advantage, kl, loss
+from torch import Tensor
+
+from lagrpo.recipes import resolve
+
+
+def dropped_by_trinity(case: Case) -> Tensor:
+    """RED-Drop of Trinity-RFT, the same draws whenever it is asked."""
+    torch.manual_seed(0)
+    return peers.trinity_advantage(case, "rec_advantage", "RECGroupedAdvantage", drop="balance")
+
+
+def dropped_alike(case: Case) -> Tensor:
+    """RED-Drop of ours with uniforms that drop what theirs dropped: where its advantage is 0."""
+    uniform = torch.where(dropped_by_trinity(case) == 0, 0.1, 0.9).double()
+    recipe, groups = resolve("red_drop", {}), zip(case.rewards.view(-1, G), uniform.view(-1, G), strict=True)
+    return torch.cat([recipe.advantage(*group) for group in groups])
+
+
+TRINITY = "`trinity.algorithm.policy_loss_fn`"
+
+
+def trinity(recipe: str, module: str, name: str, *, options: str = "", kind: dict[str, Any] | None = None, **more: Any):
+    function = f"{TRINITY} `{name}`{options}"
+    return loss("Trinity-RFT", function, recipe, peers.trinity, given=(module, name), their=kind, **more)
+
+
+def rec(recipe: str, clip: str = "none", weight: str = "none", **more: Any) -> Pairing:
+    kind = {"clip_mode": clip, "weight": weight, "epsilon_low_prime": 0.6, "epsilon_high_prime": 2.0}
+    options = f", clip_mode {clip!r}, weight {weight!r}" + more.pop("options", "")
+    return trinity(
+        recipe, "rec_policy_loss", "RECPolicyLossFn", options=options, kind=kind | more.pop("kind", {}), **more
+    )
+
+
+IS = "importance_sampling"
+WIDE_REC = {"epsilon_low": 0.6, "epsilon_high": 2.0}
+GSPO = {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
+OF_TRINITY = [
+    rec("reinforce"),
+    rec("rec_grpo", "one-side", IS),
+    rec("rec_one_side_is", "one-side", IS),
+    rec("rec_one_side_is_wide", "one-side", IS, options=", (.6, 2)", kind=WIDE_REC),
+    rec("rec_one_side_nois", "one-side"),
+    rec("rec_one_side_nois_wide", "one-side", options=", (.6, 2)", kind=WIDE_REC),
+    rec("rec_two_side_is", "two-side", IS),
+    rec("rec_two_side_nois", "two-side"),
+    rec("rec_ring_is", "ring", IS),
+    rec("rec_ring_nois", "ring"),
+    rec("rec_gspo_is", "gspo-one-side", "gspo_importance_sampling", kind=GSPO),
+    rec("rec_gspo_nois", "gspo-one-side", kind=GSPO),
+    rec("red_weight", weight="advantage", kind={"temp": 1.0}),
+    rec("asymre", options=", regularizer 'forward-kl'", kind={"regularizer": "forward-kl", "regularizer_coef": 0.1}),
+    rec("opmd", options=", regularizer 'k2'", kind={"regularizer": "k2", "regularizer_coef": 0.1}),
+    rec("red_drop"),
+    trinity(
+        "topr",
+        "topr_policy_loss",
+        "TOPRPolicyLossFn",
+        options=", seq-mean-token-sum",
+        kind={"loss_agg_mode": "seq-mean-token-sum"},
+        ratio="token",
+    ),
+    trinity(
+        "topr",
+        "topr_policy_loss",
+        "TOPRPolicyLossFn",
+        options=", seq-mean-token-sum",
+        kind={"loss_agg_mode": "seq-mean-token-sum"},
+        same="neither",
+        differs="Trinity tapers the ratio of each token; TOPR (arXiv 2503.14286) that of the completion, pi(y)/mu(y): "
+        "ours follows it",
+    ),
+    trinity("cispo", "cispo_policy_loss", "CISPOPolicyLossFn", kind={"clip_range_low": 1.0, "clip_range_high": 4.0}),
+    trinity("gspo", "gspo_policy_loss", "GSPOLossFn", kind={"clip_range_low": 0.1, "clip_range_high": 0.15}, **WIDE),
+    trinity(
+        "grpo",
+        "ppo_policy_loss",
+        "PPOPolicyLossFn",
+        options=", seq-mean-token-mean",
+        **NO_BETA,
+        kind={"clip_range": 0.2, "clip_ratio_c": 1e9, "loss_agg_mode": "seq-mean-token-mean"},
+    ),
+    trinity(
+        "unclipped",
+        "importance_sampling_policy_loss",
+        "ImportanceSamplingLossFn",
+        ratio="token",
+        reduction="token_mean",
+    ),
+    trinity(
+        "reinforce",
+        "opmd_policy_loss",
+        "OPMDPolicyLossFn",
+        options=", tau = 0",
+        kind={"tau": 0.0},
+        note="its loss is ours / (1 + tau); the regulariser is in the factor",
+    ),
+    advantage(
+        "Trinity-RFT",
+        "`trinity.algorithm.advantage_fn` `RECGroupedAdvantage`",
+        "reinforce",
+        lambda case: peers.trinity_advantage(case, "rec_advantage", "RECGroupedAdvantage"),
+    ),
+    Pairing(
+        "Trinity-RFT",
+        "`trinity.algorithm.advantage_fn` `RECGroupedAdvantage`, drop 'balance'",
+        "advantage of `red_drop`",
+        lambda case, logp: dropped_by_trinity(case),
+        lambda case, logp: dropped_alike(case),
+        note="ours drops the completions that theirs drew at random",
+    ),
+    advantage(
+        "Trinity-RFT",
+        "`trinity.algorithm.advantage_fn` `OPMDGroupAdvantage`, logavgexp",
+        "opmd_kimi",
+        lambda case: peers.trinity_advantage(
+            case, "opmd_advantage", "OPMDGroupAdvantage", opmd_baseline="logavgexp", tau=0.1
+        ),
+    ),
+    kl(
+        "Trinity-RFT", "`trinity.algorithm.kl_fn` `K1Fn`", "k1", lambda case, logp: peers.trinity_kl(case, logp, "K1Fn")
+    ),
+    kl(
+        "Trinity-RFT", "`trinity.algorithm.kl_fn` `K2Fn`", "k2", lambda case, logp: peers.trinity_kl(case, logp, "K2Fn")
+    ),
+    kl(
+        "Trinity-RFT", "`trinity.algorithm.kl_fn` `K3Fn`", "k3", lambda case, logp: peers.trinity_kl(case, logp, "K3Fn")
+    ),
+    kl(
+        "Trinity-RFT",
+        "`trinity.algorithm.kl_fn` `CorrectedK3Fn`",
+        "rho k2",
+        lambda case, logp: peers.trinity_kl(case, logp, "CorrectedK3Fn", corrected=True),
+        same="neither",
+        differs="value rho k3, gradient that of rho k2, as with TRL; Trinity also ends rho at 2, where the "
+        "gradient becomes that of 2 k3. TRL's, after DeepSeek-V3.2 (arXiv 2512.02556), has no such end",
+    ),
+    trinity(
+        "grpo",
+        "ppo_policy_loss",
+        "PPOPolicyLossFn",
+        options=", seq-mean-token-mean, clip_ratio_c = 3",
+        kind={"clip_range": 0.2, "clip_ratio_c": 3.0, "loss_agg_mode": "seq-mean-token-mean"},
+        dual_clip=3.0,
+        **NO_BETA,
+    ),
+    advantage(
+        "Trinity-RFT",
+        "`trinity.algorithm.advantage_fn` `GRPOGroupedAdvantage`",
+        "grpo_trl",
+        lambda case: peers.trinity_advantage(case, "grpo_advantage", "GRPOGroupedAdvantage"),
+        std_offset=1e-6,
+    ),
+]

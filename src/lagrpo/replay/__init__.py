@@ -1,0 +1,53 @@
+"""`lagrpo verify RUN`: a run replayed from what it left on disk, by other means than those that made it.
+
+Log-probs and distributions come from plain transformers, one sequence at a time, in float32; group statistics from
+formulas written out here. Nothing of the sampler, the packed rows or the kernels is imported. What is shared is what
+defines the run: its settings, the addresses of its random numbers (addressed.py), the task and its judge.
+
+source.py     a run's files, refused where they are not whole            weights.py    versions on disk, as models
+replays.py    log-probs and distributions of a subset of completions     tokens.py     draws, log-probs, divergences
+prompts.py    prompts, ends and texts                                    groups.py     versions, masks, advantages
+judging.py    rewards, evaluations                                       figures.py    metrics that follow from rows
+formulas.py   advantages, written plainly                                report.py     all of it, for people
+findings.py   what was compared, what differs, what could not be checked
+
+`verify_run` is all of it at once; docs/verify.md says what each check can see and what it cannot.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lagrpo.replay.findings import Report
+from lagrpo.tasks import Task
+
+ROWS = 128
+
+
+def verify_run(
+    run: Path | str, rows: int = ROWS, everything: bool = False, seed: int = 0, task: Task | None = None
+) -> Report:
+    """Replays a run. Draws and log-probs are recomputed for `rows` completions, a subset drawn by `seed` that is spread
+    over the versions on disk (`everything`: for all of them); the other checks read every row. `task` stands in for
+    that of the settings where the run was given an object of its own.
+
+    Raises:
+        RunNotFoundError: there is no run, or none of its batches is finished.
+        UnreadableError: a file of the run is broken or of another format.
+    """
+    from lagrpo.replay import figures, groups, judging, prompts, tokens
+    from lagrpo.replay.source import Source
+    from lagrpo.replay.weights import Weights
+
+    source = Source.open(run)
+    weights = Weights.of(source)
+    report = Report(str(os.path.relpath(source.path)))
+    whole = groups.whole_rows(source, report)
+    task = judging.task_of(source, task, report)
+    prompts.check(source, weights, task, whole, report)
+    tokens.check(source, weights, whole, None if everything else rows, seed, report)
+    groups.check(source, whole, report)
+    judging.check(source, task, whole, report)
+    figures.check(source, whole, report)
+    return report

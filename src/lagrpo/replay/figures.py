@@ -1,0 +1,108 @@
+"""metrics.jsonl: the figures of each batch that follow from its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lagrpo.replay import formulas
+from lagrpo.replay.findings import Report
+from lagrpo.replay.groups import groups_of
+from lagrpo.replay.source import Row, Source
+
+EXACT = 1e-9  # relative and absolute: sums of float64 in another order
+FLOAT32 = 1e-4  # relative: sums over tokens in float32
+ROUNDED = {"kl_alpha", "ratio_mean"}
+TINY = 1e-7  # absolute, for those
+
+
+def check(source: Source, rows: Sequence[Row], report: Report) -> None:
+    """Every line against the rows of its batch."""
+    found = report.check("metrics.jsonl")
+    by_batch: dict[int, list[Row]] = {}
+    for row in rows:
+        by_batch.setdefault(row["batch"], []).append(row)
+    known: set[str] = set()
+    for batch, (number, line) in sorted(source.metrics.items()):
+        complete = len(by_batch.get(batch, ())) == len(source.batches.get(batch, ())) > 0
+        if not complete:
+            report.skip("metrics.jsonl: lines", "rows of their batch are missing or not whole")
+            continue
+        expected = figures(source, batch, by_batch[batch])
+        if line.get("kl_sequence") is None and not fully_measured(by_batch[batch]):
+            del expected["kl_sequence"]  # null where not every scored completion was measured
+        for name, value in expected.items():
+            if name in ROUNDED:
+                tolerance = FLOAT32 * abs((value or 1.0) - (name == "ratio_mean")) + TINY * (value is not None)
+            else:
+                tolerance = EXACT * (1 + abs(value or 0.0))
+            found.near("metrics.jsonl", f"line {number} (batch {batch})", name, line.get(name), value, tolerance)
+        known |= expected.keys()
+    found.note = ", ".join(sorted(known))
+    others = sorted({name for _, line in source.metrics.values() for name in line} - known - {"delivered", "delivery"})
+    if others:
+        report.skip(
+            "metrics.jsonl: figures", "they do not follow from the rows (clocks, gradients, probes, other policies)",
+            len(others),
+        )  # fmt: skip
+
+
+def figures(source: Source, batch: int, rows: Sequence[Row]) -> dict[str, Any]:
+    """What the rows of a batch say of its line; docs/run-directory.md says what each is."""
+    outcomes = [row["outcome"] for row in rows]
+    rewards = [row["reward"] for row in rows if row["outcome"] == "scored"]
+    tokens = sum(len(row["token_ids"]) for row in rows)
+    lags = [row["pi_k_version"] - v for row in rows for v in row["versions"] if v >= 0]
+    return {
+        "stage": (batch - 1) // source.settings.schedule.batches + 1,
+        "version": rows[0]["pi_k_version"],
+        "lag_min": min(lags, default=None),
+        "lag_mean": mean(lags),
+        "lag_max": max(lags, default=None),
+        "completions": len(rows),
+        "rejected": outcomes.count("rejected"),
+        "failed": outcomes.count("failed"),
+        "reward_mean": mean(rewards),
+        "reward_std": formulas.sigma(rewards, 0.0) if rewards else None,
+        "tokens_sampled": tokens,
+        "tokens_mean": tokens / len(rows),
+        "finished_share": mean([row["finished"] for row in rows]),
+        **group_figures(source, rows),
+        **lag_figures(source, rows),
+    }
+
+
+def group_figures(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
+    """Figures over the groups that have a scored completion."""
+    scored = [[row["reward"] for row in members if row["outcome"] == "scored"] for members in groups_of(rows)]
+    scored = [rewards for rewards in scored if rewards]
+    eps_std = source.recipe.composition.eps_std
+    return {
+        "zero_variance_share": mean([len(set(rewards)) == 1 for rewards in scored]),
+        "sigma_mean": mean([formulas.sigma(rewards, eps_std) for rewards in scored]),
+    }
+
+
+def lag_figures(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
+    """Figures of π_k against α from the columns log_ratio = Σ ln ρ and kl_alpha = Σ (ρ - 1 - ln ρ), of which the check
+    of the divergences recomputes a subset: Σ ρ = kl_alpha + tokens + log_ratio."""
+    measured = [row for row in rows if row["kl_alpha"] is not None]
+    used = [row for row in measured if not row["masked"] and (row["advantage"] or not source.recipe.silent)]
+    tokens = sum(len(row["token_ids"]) for row in used)
+    kl = sum(row["kl_alpha"] for row in used)
+    log_ratio = sum(row["log_ratio"] for row in used)
+    return {
+        "kl_sequence": mean([row["kl_alpha"] for row in measured]),
+        "kl_alpha": kl / tokens if tokens else None,
+        "ratio_mean": (kl + log_ratio) / tokens + 1 if tokens else None,
+    }
+
+
+def fully_measured(rows: Sequence[Row]) -> bool:
+    """Whether every scored completion has its divergence."""
+    return all(row["kl_alpha"] is not None for row in rows if row["outcome"] == "scored")
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """None over nothing."""
+    return sum(values) / len(values) if values else None

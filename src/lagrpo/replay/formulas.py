@@ -1,0 +1,84 @@
+"""Advantages of a group, in Python's own numbers: the formulas as the papers print them, not the code that ran.
+
+r are the rewards of the G scored completions of a group, mu their mean. A group of one keeps its reward; a group of
+equal rewards has advantages of 0 (see core/advantages.py for both conventions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import exp, log, sqrt
+
+from lagrpo.compose import Composition
+
+Rewards = Sequence[float]
+
+
+def variance(r: Rewards) -> float:
+    """s0^2 = mean (r - mu)^2, exactly 0 for equal rewards."""
+    if len(set(r)) == 1:
+        return 0.0
+    mu = sum(r) / len(r)
+    return sum((x - mu) ** 2 for x in r) / len(r)
+
+
+def sigma(r: Rewards, eps_std: float) -> float:
+    """sqrt(s0^2 + eps_std), the denominator of Eq. 2 of Mroueh et al., arXiv 2505.22257."""
+    return sqrt(variance(r) + eps_std)
+
+
+def whitened(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
+    """(r - mu) / sqrt(s0^2 + eps_std), Eq. 2."""
+    return [d / sigma(r, made.eps_std) if d else 0.0 for d in centred(r, made, uniform)]
+
+
+def centred(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
+    """r - mu."""
+    mu = sum(r) / len(r)
+    return [0.0 if len(set(r)) == 1 else x - mu for x in r]
+
+
+def leave_one_out(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
+    """r - mean of the others."""
+    return [0.0 if len(set(r)) == 1 else x - (sum(r) - x) / (len(r) - 1) for x in r]
+
+
+def red_drop(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
+    """As many of those below the mean as are too many are dropped, those with the least uniforms; the rest are centred
+    among themselves."""
+    if len(set(r)) == 1:
+        return [0.0] * len(r)
+    below = sorted((u, i) for i, (x, u) in enumerate(zip(r, uniform, strict=True)) if x < sum(r) / len(r))
+    too_many = max(2 * len(below) - len(r), 0)
+    dropped = {i for _, i in below[:too_many]}
+    kept = [x for i, x in enumerate(r) if i not in dropped]
+    return [0.0 if i in dropped else x - sum(kept) / len(kept) for i, x in enumerate(r)]
+
+
+def log_mean_exp(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
+    """r - tau log mean e^(r / tau)."""
+    tau, top = made.strength, max(r)
+    return [x - top - tau * log(sum(exp((y - top) / tau) for y in r) / len(r)) for x in r]
+
+
+ADVANTAGES: dict[str, Callable[[Rewards, Composition, Rewards], list[float]]] = {
+    "whitened": whitened,
+    "centred": centred,
+    "leave_one_out": leave_one_out,
+    "red_drop": red_drop,
+    "log_mean_exp": log_mean_exp,
+}
+
+
+def advantages(r: Rewards, made: Composition, uniform: Rewards) -> list[float] | None:
+    """The advantages of a group, None where no formula is written out here."""
+    if made.advantage not in ADVANTAGES:
+        return None
+    return list(r) if len(r) == 1 else ADVANTAGES[made.advantage](r, made, uniform)
+
+
+def shaped(r: Rewards, lengths: Sequence[int], max_tokens: int, made: Composition) -> list[float]:
+    """Rewards with DAPO's penalty for length (arXiv 2503.14476, Eq. 13), where the composition has one."""
+    if not (buffer := made.overlong_buffer):
+        return list(r)
+    return [x + min(0.0, max(-1.0, (max_tokens - buffer - n) / buffer)) for x, n in zip(r, lengths, strict=True)]

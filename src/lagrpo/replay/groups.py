@@ -1,0 +1,133 @@
+"""What every row says of itself and its group: whole lists, versions by the schedule, masks, sigma, advantages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from lagrpo.addressed import uniforms
+from lagrpo.replay import formulas
+from lagrpo.replay.findings import Report
+from lagrpo.replay.source import Row, Source
+
+PER_TOKEN = ("token_ids", "logp_alpha", "versions")
+FLOAT32 = 2.0**-22  # advantages are float32 on disk: their relative rounding, with room for sums
+
+
+def whole_rows(source: Source, report: Report) -> list[Row]:
+    """The rows whose columns fit together; the others are reported, and no other check reads them."""
+    found = report.check("rows")
+    whole = []
+    for row in source.rows:
+        lengths = {len(row[name] or ()) for name in PER_TOKEN}
+        kind, reward = row["outcome"], row["reward"]
+        ill = (
+            "lengths of token_ids, logp_alpha and versions" if len(lengths) != 1
+            else "batch" if f"{row['batch']:06d}" not in row.file
+            else "outcome" if kind not in ("scored", "rejected", "failed")
+            else "reward" if (kind == "scored") != (reward is not None and math.isfinite(reward))
+            else "advantage" if (kind == "scored") != (row["advantage"] is not None)
+            else ""
+        )  # fmt: skip
+        values = [len(row[name] or ()) for name in PER_TOKEN] if ill.startswith("lengths") else row[ill] if ill else ""
+        found.equal(row.file, row.place, ill, values if ill else "", "another value" if ill else "")
+        whole += [] if ill else [row]
+    for batch in range(1, max(source.metrics, default=0) + 1):
+        name = f"rollouts/step-{batch:06d}.parquet"
+        found.equal(name, "", "the file", "there" if batch in source.batches else "missing", "there")
+    return whole
+
+
+def check(source: Source, rows: Sequence[Row], report: Report) -> None:
+    """The schedule's versions, then masks, sigma and lag, then advantages."""
+    check_versions(source, rows, report)
+    check_masks(source, rows, report)
+    check_advantages(source, rows, report)
+
+
+def groups_of(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """The rows of each group."""
+    for _, members in groupby(rows, key=lambda row: (row["batch"], row.group)):
+        yield list(members)
+
+
+def alpha_of(source: Source, batch: int) -> int | None:
+    """The version that the schedule lets draw a batch, from the deliveries in metrics.jsonl; None where they do not
+    reach so far."""
+    schedule, metrics = source.settings.schedule, source.metrics
+    if schedule.kind == "lagged":
+        line = metrics.get(max(1, batch - schedule.v))
+        return line[1]["version"] if line else None
+    if batch not in metrics:
+        return None
+    delivered = [b for b in range(1, batch + 1) if b in metrics and metrics[b][1]["delivered"]]
+    return metrics[delivered[-1]][1]["version"] if delivered else None
+
+
+def check_versions(source: Source, rows: Sequence[Row], report: Report) -> None:
+    """Who drew: the version that the schedule announced, and π_k that of the batch's metrics. With vLLM's `span` a
+    completion may have tokens of later versions too."""
+    found = report.check("versions")
+    spanning = source.settings.vllm.in_flight == "span" and source.settings.sampling.sampler == "vllm"
+    for row in rows:
+        versions, batch = row["versions"], row["batch"]
+        if batch in source.metrics:
+            found.equal(row.file, row.place, "pi_k_version", row["pi_k_version"], source.metrics[batch][1]["version"])
+        else:
+            report.skip("versions: rows", f"batch {batch} has no line in metrics.jsonl: the run ended there")
+        oldest = min(versions) if versions and min(versions) >= 0 else None
+        lag = None if oldest is None else row["pi_k_version"] - oldest
+        found.equal(row.file, row.place, "lag", row["lag"], lag)
+        alpha = alpha_of(source, batch)
+        if row["source"] == "sampler" and row["outcome"] != "failed" and alpha is not None and oldest is not None:
+            strange = [v for v in versions if v < alpha or (v != alpha and not spanning)]
+            found.equal(row.file, row.place, "versions", strange[0] if strange else alpha, alpha)
+
+
+def check_masks(source: Source, rows: Sequence[Row], report: Report) -> None:
+    """Why a completion is not in the objective, and sigma of its group."""
+    found = report.check("masks, sigma", "sigma")
+    made = source.recipe.composition
+    for members in groups_of(rows):
+        rewards = [row["reward"] for row in members if row["outcome"] == "scored"]
+        flat = len(set(rewards)) == 1
+        for row in members:
+            scored = row["outcome"] == "scored"
+            masked = "" if scored else row["outcome"]
+            if scored and flat and made.mask_zero_variance:
+                masked = "zero_variance"
+            found.equal(row.file, row.place, "masked", row["masked"], masked)
+            sigma = formulas.sigma(rewards, made.eps_std) if scored else None
+            found.near(row.file, row.place, "sigma", row["sigma"], sigma, 1e-9 * (1 + (sigma or 0)))
+
+
+def check_advantages(source: Source, rows: Sequence[Row], report: Report) -> None:
+    """The advantages of each group from its rewards."""
+    made = source.recipe.composition
+    plain = made.advantage in formulas.ADVANTAGES
+    by = "the formula written out in replay/formulas.py" if plain else "lagrpo.core: no formula is written out for them"
+    found = report.check("advantages", note=f"{made.advantage}, by {by}")
+    for members in groups_of(rows):
+        scored = [row for row in members if row["outcome"] == "scored"]
+        if not scored:
+            continue
+        address = (source.settings.run.seed, "advantage", scored[0]["batch"], scored[0].group)
+        expected = advantages(source, scored, uniforms(len(scored), *address).tolist())
+        scale = FLOAT32 * (1 + max(abs(value) for value in expected))
+        for row, advantage in zip(scored, expected, strict=True):
+            found.near(row.file, row.place, "advantage", row["advantage"], advantage, scale)
+
+
+def advantages(source: Source, scored: Sequence[Row], uniform: list[float]) -> list[float]:
+    """The advantages of the scored completions of a group."""
+    made = source.recipe.composition
+    lengths = [len(row["token_ids"]) for row in scored]
+    r = formulas.shaped([row["reward"] for row in scored], lengths, source.settings.sampling.max_tokens, made)
+    written = formulas.advantages(r, made, uniform)
+    if written is not None:
+        return written
+    import torch
+
+    given = torch.tensor(r, dtype=torch.float64), torch.tensor(uniform, dtype=torch.float64)
+    return source.recipe.advantage(*given).tolist()

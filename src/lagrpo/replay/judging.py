@@ -1,0 +1,151 @@
+"""Rewards: every completion judged again by the task's judge, in training and in evaluations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lagrpo.replay.findings import Check, Report, UnreadableError
+from lagrpo.replay.source import Row, Source
+from lagrpo.runs import load_evaluations
+from lagrpo.tasks import Task, load_task
+from lagrpo.types import Completion, Group, Outcome, Prompt
+from lagrpo.verify import Verifier
+
+EXACT = 1e-12  # relative: means of float64
+
+
+def task_of(source: Source, task: Task | None, report: Report) -> Task | None:
+    """The task of the run; None, with the reason in the report, where it cannot be had."""
+    if task is not None:
+        return task
+    why = "the run was given a task of the caller's own: pass it to lagrpo.replay.verify_run"
+    if not source.own_task:
+        try:
+            return load_task(source.settings.task, source.settings.run.seed)
+        except (ValueError, TypeError, ImportError, OSError) as error:
+            why = f"the task cannot be loaded: {error}"
+    report.skip("prompts and rewards: completions", why, sum(1 for _ in source.rows))
+    return None
+
+
+def check(source: Source, task: Task | None, rows: Sequence[Row], report: Report) -> None:
+    """Rewards and reasons of the rollouts, then the evaluations."""
+    if task is None:
+        return
+    settings = source.settings.verifier
+    own = [row for row in rows if row["source"] == "sampler" and row["outcome"] != "failed"]
+    report.skip("rewards: completions", "failed, or somebody else drew them", len(rows) - len(own))
+    with Verifier(task.judge, workers=settings.workers, deadline=settings.deadline, max_unscored_share=1.0) as judges:
+        found = report.check("rewards")
+        verdicts = judged(judges, ((row["text"], json.loads(row["gold"])) for row in own))
+        for row, verdict in zip(own, verdicts, strict=True):
+            recorded = Outcome(row["outcome"], row["reward"], row["reason"])
+            compare(found, row.file, row.place, recorded, verdict)
+        check_evaluations(source, task, judges, report)
+
+
+def judged(judges: Verifier, answers: Iterable[tuple[str, Any]]) -> Iterator[Outcome]:
+    """The outcome of each (text, gold)."""
+    none = torch.empty(0)
+    groups = (
+        Group(Prompt(n, (), gold), (Completion(none, none, none, finished=True, text=text),))
+        for n, (text, gold) in enumerate(answers)
+    )
+    for group in judges.judge(groups):
+        outcome = group.completions[0].outcome
+        assert outcome is not None
+        yield outcome
+
+
+def compare(found: Check, file: str, place: str, recorded: Outcome, verdict: Outcome) -> None:
+    """An outcome and the one that judging again gives. A verdict that did not come in time on either side decides
+    nothing: that depends on the machine."""
+    if recorded.kind == verdict.kind == "scored":
+        found.near(file, place, "reward", recorded.reward, verdict.reward, 0.0)
+    elif recorded.kind != verdict.kind and any("no verdict within" in o.reason for o in (recorded, verdict)):
+        found.compared += 1
+        found.undecided += 1
+    else:
+        found.equal(file, place, "outcome", recorded.kind, verdict.kind)
+
+
+def check_evaluations(source: Source, task: Task, judges: Verifier, report: Report) -> None:
+    """The completions of each evaluation judged again, and its means and pass@k from their rewards. The completions
+    themselves are texts alone, so their draws are not replayed."""
+    for summary in summaries(source):
+        name = summary["name"]
+        file = f"evaluations/{name}.parquet"
+        found = report.check(f"evaluation {name}", note="rewards judged again, means, pass@k")
+        records = read_records(source.path / file)
+        answers = [(n, j, text) for n, record in enumerate(records) for j, text in enumerate(record["completions"])]
+        golds = [task.prompt("test", record["prompt_key"]).gold for record in records]
+        for (n, j, _), verdict in zip(answers, judged(judges, ((t, golds[n]) for n, _, t in answers)), strict=True):
+            reward = records[n]["rewards"][j]
+            recorded = Outcome.rejected("") if reward is None else Outcome.scored(reward)
+            compare(found, file, f"row {n} (prompt {records[n]['prompt_key']}), completion {j}", recorded, verdict)
+        for n, record in enumerate(records):
+            check_record(found, file, n, record, source.settings.task.reward_range[1])
+        check_summary(found, f"evaluations/{name}.json", summary, records)
+        report.skip("evaluations: draws of completions", "their token ids are not recorded", len(answers))
+
+
+def summaries(source: Source) -> list[dict[str, Any]]:
+    """The summaries of the run's evaluations. Raises UnreadableError for a file that is not JSON."""
+    try:
+        return load_evaluations(source.path)
+    except (ValueError, KeyError) as error:
+        raise UnreadableError(f"{source.path / 'evaluations'}: a summary cannot be read: {error}") from error
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of an evaluation. Raises UnreadableError where the file is missing or not whole."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_table(path).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise UnreadableError(f"{path} is no whole Parquet file: {error}") from error
+
+
+def check_record(found: Check, file: str, n: int, record: dict[str, Any], best: float) -> None:
+    """The counts and means of one prompt."""
+    rewards = [reward for reward in record["rewards"] if reward is not None]
+    right = sum(reward >= best for reward in rewards)
+    place = f"row {n} (prompt {record['prompt_key']})"
+    found.equal(file, place, "scored", record["scored"], len(rewards))
+    found.equal(file, place, "right", record["right"], right)
+    for name, total in (("reward_mean", sum(rewards)), ("pass_at_1", right)):
+        mean = total / len(rewards) if rewards else None
+        found.near(file, place, name, record[name], mean, EXACT * (1 + abs(mean or 0.0)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """Of one prompt: its scored completions, how many are right, their mean reward."""
+
+    count: int
+    right: int
+    reward: float
+
+
+def check_summary(found: Check, file: str, summary: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
+    """Means over prompts, and pass@k = 1 - C(n - c, k) / C(n, k) averaged over the prompts with n >= k."""
+    prompts = [_Scored(r["scored"], r["right"], r["reward_mean"]) for r in records if r["scored"]]
+    found.equal(file, "", "prompts", summary["prompts"], len(records))
+    found.equal(file, "", "unscored", summary["unscored"], sum(r["samples"] - r["scored"] for r in records))
+    expected = {"reward_mean": [p.reward for p in prompts]}
+    for name in summary:
+        if name.startswith("pass_at_") and name.removeprefix("pass_at_").isdigit():
+            k = int(name.removeprefix("pass_at_"))
+            expected[name] = [1 - comb(p.count - p.right, k) / comb(p.count, k) for p in prompts if p.count >= k]
+    for name, values in expected.items():
+        mean = sum(values) / len(values) if values else None
+        found.near(file, "", name, summary.get(name), mean, EXACT * (1 + abs(mean or 0.0)))

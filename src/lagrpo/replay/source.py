@@ -1,0 +1,111 @@
+"""A run's files as a replay reads them: settings, recipe, environment, rows, metrics, evaluations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lagrpo.compose import Recipe
+from lagrpo.config import Settings, SettingsError
+from lagrpo.parsing import load_settings
+from lagrpo.recipes import resolve
+from lagrpo.replay.findings import UnreadableError
+from lagrpo.runs import RunNotFoundError, load_metrics, load_rollouts
+from lagrpo.runs.reading import open_run, rollout_batches
+
+OWN_TASK = "# The task was the caller's own object"
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One completion as recorded: its columns, and where they stand. `group` numbers the groups of its batch."""
+
+    columns: dict[str, Any]
+    file: str
+    number: int
+    group: int
+
+    def __getitem__(self, column: str) -> Any:
+        return self.columns[column]
+
+    @property
+    def place(self) -> str:
+        return f"row {self.number} (prompt {self['prompt_key']}, completion {self['completion']})"
+
+    @property
+    def address(self) -> tuple[int, int, int, int]:
+        """Where its random numbers come from, within the run's seed and the purpose "sample"."""
+        return self["batch"], self["epoch"], self["prompt_key"], self["completion"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A run on disk. `metrics` by batch, with the number of their line; `batches` the rows of each batch."""
+
+    path: Path
+    settings: Settings
+    recipe: Recipe
+    environment: dict[str, Any]
+    metrics: dict[int, tuple[int, dict[str, Any]]]
+    batches: dict[int, list[Row]]
+    own_task: bool
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights that drew and learned."""
+        return self.environment["dtype"]
+
+    @property
+    def exact(self) -> bool:
+        """Whether learner and sampler were proven to agree to the bit."""
+        return (self.environment.get("parity") or {}).get("grade") == "exact"
+
+    @property
+    def rows(self) -> Iterator[Row]:
+        for rows in self.batches.values():
+            yield from rows
+
+    @staticmethod
+    def open(path: Path | str) -> Source:
+        """Raises RunNotFoundError where there is no run or none of its batches, UnreadableError for a broken file."""
+        run = open_run(path)
+        try:
+            settings = load_settings(run.path / "config.toml")
+            recipe = resolve(settings.objective.recipe, settings.objective.overrides)
+            environment = _environment(run.path / "environment.json")
+            metrics = {line["batch"]: (n, line) for n, line in enumerate(load_metrics(run), start=1)}
+            batches = {batch: _rows(run.path, batch) for batch in rollout_batches(run)}
+        except RunNotFoundError:
+            raise
+        except (SettingsError, ValueError, KeyError, TypeError, OSError) as error:
+            raise UnreadableError(f"{run.path} cannot be replayed: {error}") from error
+        if not batches:
+            raise RunNotFoundError(f"{run.path} has no rollouts yet: its first batch is not finished")
+        own = (run.path / "config.toml").read_text(encoding="utf-8").startswith(OWN_TASK)
+        return Source(run.path, settings, recipe, environment, metrics, batches, own)
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; it says in which dtype the run computed")
+    environment = json.loads(path.read_bytes())
+    if not isinstance(environment, dict) or environment.get("dtype") not in DTYPES:
+        raise ValueError(f"{path} does not say in which dtype the run computed ({' or '.join(DTYPES)})")
+    return environment
+
+
+def _rows(run: Path, batch: int) -> list[Row]:
+    """The rows of a batch. A group begins where the completions start at 0 again, or another prompt comes."""
+    rows: list[Row] = []
+    group, before = -1, None
+    for number, columns in enumerate(load_rollouts(run, [batch])):
+        key = (columns["source"], columns["epoch"], columns["prompt_key"])
+        if key != before or columns["completion"] == 0:
+            group += 1
+        before = key
+        rows.append(Row(columns, f"rollouts/step-{batch:06d}.parquet", number, group))
+    return rows

@@ -1,0 +1,140 @@
+"""The versions of a run that are on disk, each as a plain model of transformers.
+
+Weights are rounded to the run's dtype, as the run had them, and computed with in float32: measured against bfloat16
+arithmetic of transformers, that lies closer to the distributions that a bfloat16 run drew from, since only one of the
+two sides then rounds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lagrpo.embedded import ALIASES, resolve_model
+from lagrpo.replay.findings import UnreadableError
+from lagrpo.replay.source import Source
+
+
+@dataclass(slots=True)
+class Weights:
+    """`directories` says where the weights of each version are; at most one model is in memory."""
+
+    directories: dict[int, str]
+    dtype: torch.dtype
+    tau: float
+    chat_template: str | None
+    absent: str = ""
+    _loaded: tuple[int, Any] | None = field(default=None, repr=False)
+
+    @staticmethod
+    def of(source: Source) -> Weights:
+        """Version 0 is the model of the settings, found from the directory that the run was started in; the others are
+        those in weights/."""
+        found, absent = {}, ""
+        try:
+            found[0] = _base(source)
+        except OSError as error:
+            absent = str(error)
+        for folder in sorted((source.path / "weights").glob("v[0-9]*")):
+            if folder.name[1:].isdigit():
+                found[int(folder.name[1:])] = str(folder)
+        final = source.path / "weights" / "final"
+        if final.is_dir() and (version := _final_version(source.path)) is not None:
+            found.setdefault(version, str(final))
+        model = source.settings.model
+        template = _seen_from(source, model.chat_template).read_text("utf-8") if model.chat_template else None
+        return Weights(found, getattr(torch, source.dtype), source.settings.sampling.temperature, template, absent)
+
+    def tokenizer(self) -> Any:
+        """The tokenizer of the run. Raises OSError where there is none on disk."""
+        from transformers import AutoTokenizer
+
+        for directory in self.directories.values():
+            tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+            tokenizer.chat_template = self.chat_template or tokenizer.chat_template
+            return tokenizer
+        raise OSError(self.absent)
+
+    def eos_ids(self) -> set[int]:
+        """The ids that end a completion: the generation config's and the tokenizer's."""
+        from transformers import GenerationConfig
+
+        ids = {self.tokenizer().eos_token_id}
+        for directory in list(self.directories.values())[:1]:
+            configured = GenerationConfig.from_pretrained(directory).eos_token_id
+            ids |= set(configured) if isinstance(configured, list | tuple) else {configured}
+        return {int(i) for i in ids if i is not None}
+
+    @torch.no_grad()
+    def scaled_logits(self, version: int, prompt_ids: list[int], token_ids: list[int]) -> Tensor:
+        """logits / tau at the place of each completion token, float32 [t, V]: one sequence, without a cache."""
+        sequence = torch.tensor([[*prompt_ids, *token_ids]])
+        logits = self._model(version)(input_ids=sequence, use_cache=False, logits_to_keep=len(token_ids) + 1).logits
+        return logits[0, :-1] / self.tau
+
+    def _model(self, version: int) -> Any:
+        if self._loaded is None or self._loaded[0] != version:
+            self._loaded = None  # frees the last one first
+            self._loaded = (version, _load(self.directories[version], self.dtype))
+        return self._loaded[1]
+
+
+def _load(directory: str, dtype: torch.dtype) -> Any:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _quiet():
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UnreadableError(f"{directory} is no whole model directory: {str(error).partition(chr(10))[0]}") from error
+    return model.float().eval()
+
+
+def _base(source: Source) -> str:
+    """The directory or hub id of version 0. Raises OSError where it is not at hand."""
+    name = source.settings.model.path
+    path = _seen_from(source, name)
+    directory = resolve_model(name) if name in ALIASES else str(path) if path.is_dir() else name
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise OSError(f"model.path = {name!r} is not at hand: {str(error).partition(chr(10))[0]}") from error
+    return directory
+
+
+def _seen_from(source: Source, name: str) -> Path:
+    """A path of the settings, relative to the directory that the run was started in."""
+    return Path(source.environment.get("directory") or ".") / Path(name).expanduser()
+
+
+def _final_version(run: Path) -> int | None:
+    """The version of weights/final, as the evaluation of it says."""
+    after = run / "evaluations" / "after.json"
+    try:
+        return json.loads(after.read_bytes()).get("version") if after.is_file() else None
+    except ValueError as error:
+        raise UnreadableError(f"{after} is not JSON: {error}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' progress bars out of the way."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

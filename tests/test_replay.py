@@ -1,0 +1,337 @@
+"""`lagrpo verify`: a run that was not touched agrees with its replay; every corruption is named with its place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import sample_task
+import torch
+from running import tiny_settings
+from tiny import save_tiny
+
+import lagrpo
+from lagrpo.cli import main
+from lagrpo.compose import Composition
+from lagrpo.replay import verify_run
+from lagrpo.replay.findings import Difference, Report, UnreadableError
+from lagrpo.replay.formulas import ADVANTAGES, advantages
+from lagrpo.replay.replays import read_tokens, spans
+from lagrpo.runs import RunNotFoundError, load_rollouts
+
+FIRST = "rollouts/step-000001.parquet"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+def trained(model: Path, root: Path, /, **sections: dict[str, Any]) -> Path:
+    """A run of three batches at v = 2: versions 0 and 1 draw, and all are saved."""
+    run = {"name": "run", "save_every": 1} | sections.pop("run", {})
+    schedule = {"v": 2} | sections.pop("schedule", {})
+    return lagrpo.train(tiny_settings(model, root, run=run, schedule=schedule, **sections)).run
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def either(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(model, tmp_path_factory.mktemp(request.param), model={"dtype": request.param})
+
+
+@pytest.fixture(scope="module")
+def untouched(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(model, tmp_path_factory.mktemp("untouched"))
+
+
+@pytest.fixture
+def run(untouched: Path, tmp_path: Path) -> Path:
+    """A copy to corrupt."""
+    return shutil.copytree(untouched, tmp_path / "run")
+
+
+def rewrite(run: Path, change: Callable[[list[dict[str, Any]]], None], file: str = FIRST) -> None:
+    """Changes rows of a Parquet file in place."""
+    table = pq.read_table(run / file)
+    rows = table.to_pylist()
+    change(rows)
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), run / file)
+
+
+def named(report: Report, file: str, name: str) -> list[Difference]:
+    return [d for d in report.differences if d.file == file and d.name == name]
+
+
+def compared(report: Report) -> dict[str, int]:
+    return {check.name: check.compared for check in report.checks}
+
+
+def test_a_run_that_was_not_touched_agrees_with_its_replay(either):
+    report = verify_run(either, everything=True)
+    assert report.differences == []
+    assert all(check.compared for check in report.checks)
+    rows = load_rollouts(either)
+    tokens = sum(len(row["token_ids"]) for row in rows)
+    done = compared(report)
+    assert done["draws"] == done["log α, version 0"] + done["log α, version 1"] == tokens
+    assert done["advantages"] == done["rewards"] == len(rows) == 24
+    assert done["log π_k - log α"] == 2 * len(rows)  # log_ratio and kl_alpha
+    assert {why for _, why in report.skipped} == {
+        "their token ids are not recorded",
+        "they do not follow from the rows (clocks, gradients, probes, other policies)",
+    }
+
+
+def test_draws_are_decided_in_float32_and_random_numbers_of_other_addresses_would_not_do(untouched):
+    draws = next(check for check in verify_run(untouched, everything=True).checks if check.name == "draws")
+    assert draws.undecided == 0
+    assert draws.agree == draws.compared > 100
+    caught = int(draws.note.rpartition(" addresses ")[2].partition("%")[0])
+    assert caught > 80
+
+
+def test_a_flipped_token_is_found(run):
+    recorded = load_rollouts(run, [1])[3]["token_ids"]
+    flipped = 40 if recorded[2] != 40 else 41
+    rewrite(run, lambda rows: rows[3]["token_ids"].__setitem__(2, flipped))
+    first = named(verify_run(run), FIRST, "token_ids")[0]
+    assert first.place.startswith("row 3 (prompt ")
+    assert ", token 2 at uniform 0." in first.place
+    assert (first.recorded, first.replayed) == (flipped, recorded[2])
+
+
+def test_a_changed_log_prob_is_found(run):
+    recorded = load_rollouts(run, [1])[5]["logp_alpha"]
+    rewrite(run, lambda rows: rows[5]["logp_alpha"].__setitem__(1, recorded[1] - 1e-3))
+    (found,) = named(verify_run(run), FIRST, "logp_alpha")
+    assert found.place.startswith("row 5 ")
+    assert found.place.endswith(", token 1")
+    assert found.recorded == pytest.approx(recorded[1] - 1e-3, abs=1e-6)
+    assert found.replayed == pytest.approx(recorded[1], abs=1e-5)
+
+
+def test_a_changed_log_prob_is_found_in_bfloat16(model, tmp_path):
+    run = trained(model, tmp_path, model={"dtype": "bfloat16"}, schedule={"batches": 1})
+    recorded = load_rollouts(run, [1])[5]["logp_alpha"]
+    rewrite(run, lambda rows: rows[5]["logp_alpha"].__setitem__(1, recorded[1] - 0.5))
+    (found,) = named(verify_run(run), FIRST, "logp_alpha")
+    assert found.recorded == pytest.approx(recorded[1] - 0.5, abs=1e-6)
+
+
+def test_a_changed_reward_is_found_by_the_judge_and_by_the_advantages(run):
+    recorded = load_rollouts(run, [1])[2]["reward"]
+    rewrite(run, lambda rows: rows[2].__setitem__("reward", recorded + 0.25))
+    report = verify_run(run)
+    (found,) = named(report, FIRST, "reward")
+    assert found.place.startswith("row 2 ")
+    assert (found.recorded, found.replayed) == (recorded + 0.25, recorded)
+    assert named(report, FIRST, "advantage")
+    assert named(report, "metrics.jsonl", "reward_mean")
+
+
+def test_a_changed_advantage_is_found(run):
+    recorded = load_rollouts(run, [1])[6]["advantage"]
+    rewrite(run, lambda rows: rows[6].__setitem__("advantage", recorded + 1e-4))
+    (found,) = verify_run(run).differences
+    assert (found.file, found.name, found.recorded) == (FIRST, "advantage", recorded + 1e-4)
+    assert found.place.startswith("row 6 ")
+    assert found.replayed == pytest.approx(recorded, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["reward_mean", "lag_mean", "tokens_sampled", "finished_share", "sigma_mean"])
+def test_a_changed_metric_is_found(run, name):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    recorded = lines[1][name]
+    lines[1][name] = recorded + 0.125
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = verify_run(run, rows=1).differences
+    assert (found.file, found.place, found.name) == ("metrics.jsonl", "line 2 (batch 2)", name)
+    assert (found.recorded, found.replayed) == (recorded + 0.125, pytest.approx(recorded))
+
+
+def test_a_changed_divergence_is_found(run):
+    file = "rollouts/step-000003.parquet"  # drawn by version 1, learned by version 2
+    (row, recorded), *_ = ((n, r["kl_alpha"]) for n, r in enumerate(load_rollouts(run, [3])) if r["kl_alpha"])
+    rewrite(run, lambda rows: rows[row].__setitem__("kl_alpha", recorded + 0.01), file)
+    report = verify_run(run, everything=True)
+    (found,) = named(report, file, "kl_alpha")
+    assert found.replayed == pytest.approx(recorded, abs=1e-4)
+    assert named(report, "metrics.jsonl", "kl_sequence")
+
+
+def test_a_swapped_version_is_found_by_the_schedule_and_by_the_log_probs(run):
+    rewrite(run, lambda rows: rows[4].update(versions=[1] * len(rows[4]["versions"])))
+    report = verify_run(run, everything=True)
+    (found,) = named(report, FIRST, "versions")
+    assert found.place.startswith("row 4 ")
+    assert (found.recorded, found.replayed) == (1, 0)
+    assert {d.place.partition(" (")[0] for d in named(report, FIRST, "logp_alpha")} == {"row 4"}
+
+
+def test_swapped_weights_are_found(run):
+    weights = run / "weights"
+    (weights / "v000001").rename(weights / "away")
+    (weights / "v000003").rename(weights / "v000001")
+    (weights / "away").rename(weights / "v000003")
+    report = verify_run(run, everything=True)
+    of = {name: len(named(report, f"rollouts/step-00000{n}.parquet", "logp_alpha")) for n, name in enumerate("abc", 1)}
+    assert of["a"] == 0  # version 0
+    assert of["b"] > 10
+    assert of["c"] > 10
+
+
+def test_a_changed_evaluation_is_found(run):
+    file = "evaluations/after.parquet"
+    rewrite(run, lambda rows: rows[1]["rewards"].__setitem__(2, 2.0), file)
+    report = verify_run(run, rows=1)
+    assert named(report, file, "reward")[0].place.startswith("row 1 (prompt ")
+    assert named(report, file, "reward_mean")
+
+
+def test_what_could_not_be_checked_is_said_with_the_setting_that_would_allow_it(model, tmp_path):
+    report = verify_run(trained(model, tmp_path, run={"save_every": 0, "save_weights": False}))
+    assert report.differences == []
+    assert compared(report).keys() & {"log α, version 0", "log α, version 1"} == {"log α, version 0"}
+    why = "no weights on disk of version 1: set run.save_every = 1 to keep the weights of every version"
+    assert report.skipped["draws and log-probs: completions", why] == 16
+
+
+def test_a_subset_is_spread_over_the_versions(untouched):
+    report = verify_run(untouched, rows=2)
+    assert {"log α, version 0", "log α, version 1"} <= compared(report).keys()
+    assert (
+        report.skipped["draws and log-probs: completions", "not in the subset: take more with --rows N, or --all"] == 22
+    )
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"objective": {"recipe": "red_drop"}, "schedule": {"kind": "lagged", "v": 1}},
+        {"objective": {"recipe": "dapo", "overlong_buffer": 4}, "sampling": {"resample": 2, "temperature": 0.7}},
+        {"objective": {"recipe": "rloo"}, "schedule": {"kind": "budget", "delta": 0.01, "i": 2}},
+        {"objective": {"recipe": "off_policy_grpo_exact"}, "schedule": {"stages": 2, "prompts": 5}},
+        {"objective": {"recipe": "grpo_masked"}, "task": {"name": "sample_task:load_even"}},
+    ],
+    ids=lambda sections: sections["objective"]["recipe"],
+)
+def test_other_objectives_and_schedules_agree_too(model, tmp_path, sections):
+    sections.setdefault("schedule", {}).setdefault("v", 2)
+    report = verify_run(trained(model, tmp_path, **sections), rows=12)
+    assert report.differences == []
+
+
+def test_completions_that_somebody_else_drew_are_left_out(untouched, model, tmp_path):
+    offline = {"data": str(untouched / FIRST), "share": 0.5}
+    report = verify_run(trained(model, tmp_path, offline=offline, objective={"recipe": "asymre"}))
+    assert report.differences == []
+    assert report.skipped["draws and log-probs: completions", "somebody else drew them"] == 12
+    assert compared(report)["draws"] > 0
+
+
+def test_a_task_of_the_caller_s_own_is_asked_for(model, tmp_path):
+    settings = tiny_settings(model, tmp_path, run={"name": "run"})
+    run = lagrpo.train(settings, task=sample_task.load()).run
+    report = verify_run(run, rows=4)
+    why = "the run was given a task of the caller's own: pass it to lagrpo.replay.verify_run"
+    assert report.skipped["prompts and rewards: completions", why] == 24
+    assert "rewards" not in compared(report)
+    report = verify_run(run, rows=4, task=sample_task.load())
+    assert report.differences == []
+    assert compared(report)["rewards"] == 24
+
+
+def corrupt(run: Path, name: str) -> None:
+    content = (run / name).read_bytes()
+    (run / name).write_bytes(content[: len(content) // 2])
+
+
+FILES = [FIRST, "environment.json", "config.toml", "weights/v000001/model.safetensors"]
+FILES += ["evaluations/after.parquet", "evaluations/after.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_half_written_file_is_refused_by_name(run, name, capsys):
+    corrupt(run, name)
+    with pytest.raises(SystemExit) as end:
+        main(["verify", str(run), "--rows", "4"])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert Path(name).parent.name in said or Path(name).name in said
+    assert "Traceback" not in said
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["verify", str(tmp_path)])
+    assert end.value.code == 2
+    assert "no config.toml" in capsys.readouterr().err
+
+
+def test_a_run_without_rollouts_or_with_a_broken_line_is_refused(run):
+    metrics = run / "metrics.jsonl"
+    metrics.write_text("{" + metrics.read_text())
+    with pytest.raises(UnreadableError, match="line 1 is not JSON"):
+        verify_run(run)
+    metrics.unlink()
+    shutil.rmtree(run / "rollouts")
+    with pytest.raises(RunNotFoundError, match="no rollouts yet"):
+        verify_run(run)
+
+
+def test_a_batch_that_is_missing_is_named(run):
+    (run / "rollouts/step-000002.parquet").unlink()
+    (found,) = verify_run(run, rows=1).differences
+    assert str(found) == "rollouts/step-000002.parquet: the file is 'missing', the replay gives 'there'"
+
+
+def test_the_command_prints_what_differs_and_ends_with_1(run, capsys):
+    rewrite(run, lambda rows: rows[6].__setitem__("advantage", 7.0))
+    with pytest.raises(SystemExit) as end:
+        main(["verify", str(run), "--rows", "2"])
+    assert end.value.code == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"{FIRST}, row 6 (prompt " in out
+    assert "advantage is 7, the replay gives" in out
+    assert "1 value differs." in out
+
+
+def test_the_command_ends_with_0_where_nothing_differs(untouched, capsys):
+    main(["verify", str(untouched), "--rows", "2"])
+    assert "Nothing differs." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_the_written_formulas_are_those_of_core(name):
+    from lagrpo.core.pieces import ADVANTAGES as PIECES
+
+    draw = torch.Generator().manual_seed(3)
+    made = Composition(advantage=name)
+    knobs = {"whitened": {"eps_std": made.eps_std}, "log_mean_exp": {"strength": made.strength}}.get(name, {})
+    for G in (1, 2, 5, 8):
+        for _ in range(20):
+            rewards = torch.randint(3, (G,), generator=draw).double() / 2
+            uniform = torch.rand(G, generator=draw, dtype=torch.float64)
+            written = advantages(rewards.tolist(), made, uniform.tolist())
+            assert written == pytest.approx(PIECES[name](rewards, uniform, **knobs).tolist(), abs=1e-12)
+
+
+def test_a_token_s_part_of_the_distribution_by_hand():
+    """p = (1/2, 1/4, 1/4): token 1 has [1/2, 3/4)."""
+    logits = torch.tensor([[4.0, 2.0, 2.0]], dtype=torch.float64).log().repeat(3, 1)
+    tokens, uniform = torch.tensor([0, 1, 2]), torch.tensor([0.6, 0.6, 0.75], dtype=torch.float64)
+    read = read_tokens(logits, tokens, uniform)
+    torch.testing.assert_close(read["logp"].exp(), torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64))
+    torch.testing.assert_close(read["low"].sigmoid(), torch.tensor([0.0, 0.5, 0.75], dtype=torch.float64))
+    torch.testing.assert_close(read["high"].sigmoid(), torch.tensor([0.5, 0.75, 1.0], dtype=torch.float64))
+    assert read["drawn"].tolist() == [1, 1, 2]
+
+
+def test_spans():
+    assert spans([1, 2, 3, 5, 8, 9]) == "1-3, 5, 8-9"
