@@ -192,4 +192,5 @@ def install(patch: Callable[[Any, str, Any], None]) -> Device:
     patch(torch.cuda, "stream", device.stream)
     patch(torch.cuda, "current_stream", device.current_stream)
     patch(torch.cuda, "synchronize", device.synchronize)
+    patch(torch.cuda, "is_current_stream_capturing", lambda: device.recording)  # transformers asks before a host read
     return device
