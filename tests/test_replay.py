@@ -155,6 +155,15 @@ def test_a_changed_metric_is_found(run, name):
     assert (found.recorded, found.replayed) == (recorded + 0.125, pytest.approx(recorded))
 
 
+def test_the_rounding_of_a_mean_of_float32_ratios_is_no_difference(run):
+    """At ratios near 1 a spacing of float32 is 1.2e-7, whatever the distance from 1."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["ratio_mean"] == 1
+    lines[0]["ratio_mean"] += 2**-21
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert verify_run(run, rows=1).differences == []
+
+
 def test_a_changed_divergence_is_found(run):
     file = "rollouts/step-000003.parquet"  # drawn by version 1, learned by version 2
     (row, recorded), *_ = ((n, r["kl_alpha"]) for n, r in enumerate(load_rollouts(run, [3])) if r["kl_alpha"])
@@ -307,13 +316,20 @@ def test_the_command_ends_with_0_where_nothing_differs(untouched, capsys):
     assert "Nothing differs." in capsys.readouterr().out
 
 
+def test_every_advantage_has_a_written_formula():
+    from lagrpo.core.pieces import ADVANTAGES as PIECES
+
+    assert ADVANTAGES.keys() == PIECES.keys()
+
+
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_the_written_formulas_are_those_of_core(name):
     from lagrpo.core.pieces import ADVANTAGES as PIECES
 
     draw = torch.Generator().manual_seed(3)
     made = Composition(advantage=name)
-    knobs = {"whitened": {"eps_std": made.eps_std}, "log_mean_exp": {"strength": made.strength}}.get(name, {})
+    reads = {"whitened": "eps_std", "whitened_unbiased": "std_offset", "log_mean_exp": "strength"}
+    knobs = {knob: getattr(made, knob) for knob in [reads.get(name)] if knob}
     for G in (1, 2, 5, 8):
         for _ in range(20):
             rewards = torch.randint(3, (G,), generator=draw).double() / 2

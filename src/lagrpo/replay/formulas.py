@@ -32,6 +32,12 @@ def whitened(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
     return [d / sigma(r, made.eps_std) if d else 0.0 for d in centred(r, made, uniform)]
 
 
+def whitened_unbiased(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
+    """(r - mu) / (s1 + std_offset), s1^2 = sum (r - mu)^2 / (G - 1): TRL's."""
+    s1 = sqrt(variance(r) * len(r) / (len(r) - 1))
+    return [d / (s1 + made.std_offset) if d else 0.0 for d in centred(r, made, uniform)]
+
+
 def centred(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
     """r - mu."""
     mu = sum(r) / len(r)
@@ -63,6 +69,7 @@ def log_mean_exp(r: Rewards, made: Composition, uniform: Rewards) -> list[float]
 
 ADVANTAGES: dict[str, Callable[[Rewards, Composition, Rewards], list[float]]] = {
     "whitened": whitened,
+    "whitened_unbiased": whitened_unbiased,
     "centred": centred,
     "leave_one_out": leave_one_out,
     "red_drop": red_drop,
