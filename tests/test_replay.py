@@ -23,7 +23,7 @@ from lagrpo.replay import verify_run
 from lagrpo.replay.findings import Difference, Report, UnreadableError
 from lagrpo.replay.formulas import ADVANTAGES, advantages
 from lagrpo.replay.replays import read_tokens, spans
-from lagrpo.runs import RunNotFoundError, load_rollouts
+from lagrpo.runs import RunNotFoundError, load_events, load_rollouts
 
 FIRST = "rollouts/step-000001.parquet"
 
@@ -144,7 +144,19 @@ def test_a_changed_advantage_is_found(run):
     assert found.replayed == pytest.approx(recorded, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["reward_mean", "lag_mean", "tokens_sampled", "finished_share", "sigma_mean"])
+CHANGED = ["reward_mean", "lag_mean", "tokens_sampled", "finished_share", "sigma_mean", "sigma_bin_4", "pinsker"]
+CHANGED += [
+    "tv_sequence",
+    "chi2_sequence",
+    "lag_ess",
+    "lag_reliable",
+    "lag_improvement",
+    "lag_identity",
+    "lag_certified",
+]
+
+
+@pytest.mark.parametrize("name", CHANGED)
 def test_a_changed_metric_is_found(run, name):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     recorded = lines[1][name]
@@ -162,6 +174,106 @@ def test_the_rounding_of_a_mean_of_float32_ratios_is_no_difference(run):
     lines[0]["ratio_mean"] += 2**-21
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert verify_run(run, rows=1).differences == []
+
+
+def of_metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def with_metrics(run: Path, lines: list[dict[str, Any]]) -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("order", "name"),
+    [((0, 2), "batch"), ((1, 2), "batch"), ((0, 1, 1, 2), "batch"), ((1, 0, 2), "batch"), ((), "the line of batch 1")],
+)
+def test_lines_of_metrics_that_are_missing_doubled_or_swapped_are_found(run, order, name):
+    lines = of_metrics(run)
+    with_metrics(run, [lines[n] for n in order])
+    assert named(verify_run(run, rows=1), "metrics.jsonl", name)
+
+
+def test_the_last_batch_may_lack_its_line_as_a_kill_leaves_it(run):
+    with_metrics(run, of_metrics(run)[:-1])
+    assert verify_run(run, rows=1).differences == []
+
+
+def test_a_line_without_one_of_its_keys_is_found(run):
+    lines = of_metrics(run)
+    del lines[1]["loss"]
+    with_metrics(run, lines)
+    (found,) = named(verify_run(run, rows=1), "metrics.jsonl", "keys")
+    assert found.place == "line 2"
+    del lines[1]["version"]
+    with_metrics(run, lines)
+    with pytest.raises(UnreadableError, match="line 2: version is None, not a number"):
+        verify_run(run, rows=1)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("batch", None), ("stage", 2), ("epoch", None), ("prompt_key", None), ("finished", None), ("pi_k_version", None),
+     ("gold", "{"), ("gold", None), ("log_ratio", None), ("kl_alpha", None)],
+)  # fmt: skip
+def test_a_cell_that_does_not_fit_its_row_is_named(run, column, value):
+    rewrite(run, lambda rows: rows[3].__setitem__(column, value))
+    found = [d for d in verify_run(run, rows=1).differences if d.file == FIRST and d.place.startswith("row 3 ")]
+    assert found[0].name in (column, "log_ratio" if column == "kl_alpha" else column)
+
+
+def test_a_batch_without_rows_and_completions_that_are_numbered_wrong_are_found(run):
+    rewrite(run, lambda rows: rows[2].__setitem__("completion", 9))
+    (found,) = named(verify_run(run, rows=1), FIRST, "numbers of the completions")
+    assert (found.recorded, found.replayed) == ([0, 1, 9, 3], [0, 1, 2, 3])
+    rewrite(run, lambda rows: rows.clear())
+    (found,) = named(verify_run(run, rows=1), FIRST, "number of groups")
+    assert (found.recorded, found.replayed) == (0, 2)
+
+
+def test_a_delivery_that_the_schedule_does_not_have_is_found(run):
+    """At v = 2 versions 0, 1 and 1 draw; the files are made to agree on 0, 1 and 2."""
+    lines = of_metrics(run)
+    lines[2].update(delivered=1, lag_min=0, lag_mean=0.0, lag_max=0)
+    with_metrics(run, lines)
+    (found,) = named(verify_run(run, rows=1), "metrics.jsonl", "delivered")
+    assert (found.place, found.recorded, found.replayed) == ("line 3 (batch 3)", 1, 0)
+
+
+def test_an_event_of_a_delivery_that_is_gone_is_found(run):
+    (run / "events.jsonl").write_text("")
+    found = named(verify_run(run, rows=1), "events.jsonl", "delivery")
+    assert [d.place for d in found] == ["batch 1", "batch 2"]
+    assert found[1].replayed == {"reason": "schedule", "version": 1}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "figure", "reason"),
+    [
+        ({"kind": "budget", "v": 3, "delta": 1e-9}, "kl_sequence", "budget"),
+        ({"kind": "budget", "v": 2, "delta": 1e9}, "kl_sequence", "cap"),
+        ({"kind": "certified", "v": 2}, "lag_certified", "cap"),
+    ],
+)
+def test_what_a_batch_says_decides_about_the_delivery_before_the_next(model, tmp_path, schedule, figure, reason):
+    run = trained(model, tmp_path, schedule={**schedule, "batches": 5})
+    delivered = [(e["batch"], e["reason"]) for e in load_events(run) if e["event"] == "delivery"]
+    assert delivered == [(1, "start"), (3, reason), (5, reason)]
+    assert verify_run(run, rows=1).differences == []
+    lines = of_metrics(run)
+    lines[3][figure] = 0.0 if reason == "budget" else 1e10
+    with_metrics(run, lines)
+    assert [d.place for d in named(verify_run(run, rows=1), "events.jsonl", "delivery")] == ["batch 5"]
+
+
+def test_completions_that_are_said_to_come_from_a_file_are_found(run):
+    def change(rows: list[dict[str, Any]]) -> None:
+        for row in rows[:4]:
+            row["source"] = "file"
+
+    rewrite(run, change)
+    (found,) = named(verify_run(run, rows=1), FIRST, "number of groups that the sampler drew")
+    assert (found.recorded, found.replayed) == (1, 2)
 
 
 def test_a_changed_divergence_is_found(run):

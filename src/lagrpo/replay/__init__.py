@@ -9,6 +9,7 @@ replays.py    log-probs and distributions of a subset of completions     tokens.
 prompts.py    prompts, ends and texts                                    groups.py     versions, masks, advantages
 judging.py    rewards, evaluations                                       figures.py    metrics that follow from rows
 formulas.py   advantages, written plainly                                report.py     all of it, for people
+deliveries.py when the sampler got new weights       lag.py        figures of the lag, from log-ratios and rewards
 findings.py   what was compared, what differs, what could not be checked
 
 `verify_run` is all of it at once; docs/verify.md says what each check can see and what it cannot.
@@ -36,7 +37,7 @@ def verify_run(
         RunNotFoundError: there is no run, or none of its batches is finished.
         UnreadableError: a file of the run is broken or of another format.
     """
-    from lagrpo.replay import figures, groups, judging, prompts, tokens
+    from lagrpo.replay import deliveries, figures, groups, judging, prompts, tokens
     from lagrpo.replay.source import Source
     from lagrpo.replay.weights import Weights
 
@@ -47,6 +48,7 @@ def verify_run(
     task = judging.task_of(source, task, report)
     prompts.check(source, weights, task, whole, report)
     tokens.check(source, weights, whole, None if everything else rows, seed, report)
+    deliveries.check(source, report)
     groups.check(source, whole, report)
     judging.check(source, task, whole, report)
     figures.check(source, whole, report)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lagrpo.replay import formulas
-from lagrpo.replay.findings import Report
+import torch
+
+from lagrpo.replay import formulas, lag
+from lagrpo.replay.findings import Check, Report
 from lagrpo.replay.groups import groups_of
 from lagrpo.replay.source import Row, Source
 
+SIGMA_BINS = 10  # tenths of [0, 1/2]
 EXACT = 1e-9  # relative and absolute: sums of float64 in another order
 FLOAT32 = 1e-4  # relative: sums over tokens in float32
 ROUNDED = {"kl_alpha": 1e-7, "ratio_mean": 1e-6}  # absolute, for those: a mean ratio near 1 has spacings of 1.2e-7
@@ -18,6 +21,7 @@ ROUNDED = {"kl_alpha": 1e-7, "ratio_mean": 1e-6}  # absolute, for those: a mean 
 def check(source: Source, rows: Sequence[Row], report: Report) -> None:
     """Every line against the rows of its batch."""
     found = report.check("metrics.jsonl")
+    check_lines(source, found)
     by_batch: dict[int, list[Row]] = {}
     for row in rows:
         by_batch.setdefault(row["batch"], []).append(row)
@@ -28,8 +32,6 @@ def check(source: Source, rows: Sequence[Row], report: Report) -> None:
             report.skip("metrics.jsonl: lines", "rows of their batch are missing or not whole")
             continue
         expected = figures(source, batch, by_batch[batch])
-        if line.get("kl_sequence") is None and not fully_measured(by_batch[batch]):
-            del expected["kl_sequence"]  # null where not every scored completion was measured
         for name, value in expected.items():
             if name in ROUNDED:
                 tolerance = FLOAT32 * abs((value or 0.0) - (name == "ratio_mean")) + ROUNDED[name]
@@ -44,6 +46,15 @@ def check(source: Source, rows: Sequence[Row], report: Report) -> None:
             "metrics.jsonl: figures", "they do not follow from the rows (clocks, gradients, probes, other policies)",
             len(others),
         )  # fmt: skip
+
+
+def check_lines(source: Source, found: Check) -> None:
+    """A line for every batch, in order, with the keys of the first. The last batch on disk may have none yet."""
+    for number, line in enumerate(source.lines, start=1):
+        found.equal("metrics.jsonl", f"line {number}", "batch", line["batch"], number)
+        found.equal("metrics.jsonl", f"line {number}", "keys", list(line), list(source.lines[0]))
+    for batch in sorted(source.batches.keys() - source.metrics.keys())[:-1]:
+        found.equal("metrics.jsonl", "", f"the line of batch {batch}", "missing", "there")
 
 
 def figures(source: Source, batch: int, rows: Sequence[Row]) -> dict[str, Any]:
@@ -67,7 +78,8 @@ def figures(source: Source, batch: int, rows: Sequence[Row]) -> dict[str, Any]:
         "tokens_mean": tokens / len(rows),
         "finished_share": mean([row["finished"] for row in rows]),
         **group_figures(source, rows),
-        **lag_figures(source, rows),
+        **token_figures(source, rows),
+        **lag.figures(source, rows),
     }
 
 
@@ -76,30 +88,28 @@ def group_figures(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
     scored = [[row["reward"] for row in members if row["outcome"] == "scored"] for members in groups_of(rows)]
     scored = [rewards for rewards in scored if rewards]
     eps_std = source.recipe.composition.eps_std
+    sigmas = [formulas.sigma(rewards, eps_std) for rewards in scored]
+    # float32 decides on which side of an edge a sigma lies, as it did in the run
+    bins = torch.histc(torch.tensor(sigmas).clamp(max=0.5), SIGMA_BINS, 0.0, 0.5).int().tolist() if sigmas else None
     return {
         "zero_variance_share": mean([len(set(rewards)) == 1 for rewards in scored]),
-        "sigma_mean": mean([formulas.sigma(rewards, eps_std) for rewards in scored]),
+        "sigma_mean": mean(sigmas),
+        **{f"sigma_bin_{n}": bins[n] if bins else None for n in range(SIGMA_BINS)},
     }
 
 
-def lag_figures(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
-    """Figures of π_k against α from the columns log_ratio = Σ ln ρ and kl_alpha = Σ (ρ - 1 - ln ρ), of which the check
-    of the divergences recomputes a subset: Σ ρ = kl_alpha + tokens + log_ratio."""
-    measured = [row for row in rows if row["kl_alpha"] is not None]
-    used = [row for row in measured if not row["masked"] and (row["advantage"] or not source.recipe.silent)]
+def token_figures(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
+    """Figures of π_k against α over the tokens of the objective, from the columns log_ratio = Σ ln ρ and kl_alpha =
+    Σ (ρ - 1 - ln ρ), of which the check of the divergences recomputes a subset: Σ ρ = kl_alpha + tokens + log_ratio."""
+    used = [row for row in rows if row["kl_alpha"] is not None and not row["masked"]]
+    used = [row for row in used if row["advantage"] or not source.recipe.silent]
     tokens = sum(len(row["token_ids"]) for row in used)
     kl = sum(row["kl_alpha"] for row in used)
     log_ratio = sum(row["log_ratio"] for row in used)
     return {
-        "kl_sequence": mean([row["kl_alpha"] for row in measured]),
         "kl_alpha": kl / tokens if tokens else None,
         "ratio_mean": (kl + log_ratio) / tokens + 1 if tokens else None,
     }
-
-
-def fully_measured(rows: Sequence[Row]) -> bool:
-    """Whether every scored completion has its divergence."""
-    return all(row["kl_alpha"] is not None for row in rows if row["outcome"] == "scored")
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from lagrpo.addressed import uniforms
 from lagrpo.replay import formulas
-from lagrpo.replay.findings import Report
+from lagrpo.replay.findings import Check, Report
 from lagrpo.replay.source import Row, Source
 
 PER_TOKEN = ("token_ids", "logp_alpha", "versions")
+ALWAYS = ("batch", "stage", "source", "epoch", "prompt_key", "completion", "pi_k_version", "finished", "outcome")
 FLOAT32 = 2.0**-22  # advantages are float32 on disk: their relative rounding, with room for sums
 
 
@@ -20,23 +22,56 @@ def whole_rows(source: Source, report: Report) -> list[Row]:
     found = report.check("rows")
     whole = []
     for row in source.rows:
-        lengths = {len(row[name] or ()) for name in PER_TOKEN}
-        kind, reward = row["outcome"], row["reward"]
-        ill = (
-            "lengths of token_ids, logp_alpha and versions" if len(lengths) != 1
-            else "batch" if f"{row['batch']:06d}" not in row.file
-            else "outcome" if kind not in ("scored", "rejected", "failed")
-            else "reward" if (kind == "scored") != (reward is not None and math.isfinite(reward))
-            else "advantage" if (kind == "scored") != (row["advantage"] is not None)
-            else ""
-        )  # fmt: skip
+        ill = ill_column(source, row)
         values = [len(row[name] or ()) for name in PER_TOKEN] if ill.startswith("lengths") else row[ill] if ill else ""
         found.equal(row.file, row.place, ill, values if ill else "", "another value" if ill else "")
         whole += [] if ill else [row]
-    for batch in range(1, max(source.metrics, default=0) + 1):
+    for batch in range(1, max([*source.metrics, *source.batches]) + 1):
         name = f"rollouts/step-{batch:06d}.parquet"
         found.equal(name, "", "the file", "there" if batch in source.batches else "missing", "there")
+        if batch in source.batches:
+            check_numbers(source, source.batches[batch], name, found)
     return whole
+
+
+def ill_column(source: Source, row: Row) -> str:
+    """The name of a column that does not fit the others, or what its place says; "" where all fit together."""
+    if absent := [name for name in ALWAYS if row[name] is None]:
+        return absent[0]
+    kind, reward, batch = row["outcome"], row["reward"], row["batch"]
+    lengths = {len(row[name] or ()) for name in PER_TOKEN}
+    fit = {
+        "lengths of token_ids, logp_alpha and versions": len(lengths) == 1,
+        "batch": f"{batch:06d}" in row.file,
+        "stage": row["stage"] == (batch - 1) // source.settings.schedule.batches + 1,
+        "gold": is_json(row["gold"]),
+        "outcome": kind in ("scored", "rejected", "failed"),
+        "reward": (kind == "scored") == (reward is not None and math.isfinite(reward)),
+        "advantage": (kind == "scored") == (row["advantage"] is not None),
+        "log_ratio": (row["log_ratio"] is None) == (row["kl_alpha"] is None),
+    }
+    return next((name for name, fits in fit.items() if not fits), "")
+
+
+def is_json(text: str | None) -> bool:
+    """Whether this is JSON text."""
+    try:
+        json.loads(text or "")
+    except ValueError:
+        return False
+    return True
+
+
+def check_numbers(source: Source, rows: Sequence[Row], file: str, found: Check) -> None:
+    """How many groups a batch has, and how many completions they have."""
+    groups = list(groups_of(rows))
+    found.equal(file, "", "number of groups", len(groups), source.settings.schedule.prompts)
+    drawn = sum(members[0]["source"] == "sampler" for members in groups)
+    found.equal(file, "", "number of groups that the sampler drew", drawn, source.fresh)
+    for members in groups:
+        numbers, G = [row["completion"] for row in members], source.settings.sampling.G
+        count = G if members[0]["source"] == "sampler" else len(members)
+        found.equal(file, members[0].place, "numbers of the completions", numbers, list(range(count)))
 
 
 def check(source: Source, rows: Sequence[Row], report: Report) -> None:

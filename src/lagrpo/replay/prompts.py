@@ -31,12 +31,11 @@ def check_prompts(source: Source, tokenizer: Any, task: Task, rows: Sequence[Row
     size, seed = task.size("train"), source.settings.run.seed
     orders: dict[int, list[int]] = {}
     place: dict[int, int] = {}  # groups of a batch so far
-    fresh = fresh_prompts(source)
     for first in (members[0] for members in groups_of(rows) if members[0]["source"] == "sampler"):
         batch, key = first["batch"], first["prompt_key"]
         nth = place[batch] = place.get(batch, -1) + 1
         if first["epoch"] >= 0:  # a negative one stands for another prompt, drawn in its place
-            epoch, position = divmod((batch - 1) * fresh + nth, size)
+            epoch, position = divmod((batch - 1) * source.fresh + nth, size)
             expected = orders.setdefault(epoch, prompt_order(seed, epoch, size))[position]
             found.equal(first.file, first.place, "epoch and prompt_key", [first["epoch"], key], [epoch, expected])
         if not 0 <= key < size:
@@ -46,12 +45,6 @@ def check_prompts(source: Source, tokenizer: Any, task: Task, rows: Sequence[Row
         gold, tokens = json.dumps(prompt.gold, ensure_ascii=False), templated(tokenizer, prompt)
         found.equal(first.file, first.place, "gold", first["gold"], gold)
         found.equal(first.file, first.place, "prompt_token_ids", first["prompt_token_ids"], tokens)
-
-
-def fresh_prompts(source: Source) -> int:
-    """How many prompts of a batch are not from a file."""
-    offline, count = source.settings.offline, source.settings.schedule.prompts
-    return count if offline.data is None else count - max(1, round(offline.share * count))
 
 
 def templated(tokenizer: Any, prompt: Any) -> list[int]:

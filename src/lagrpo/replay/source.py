@@ -13,7 +13,7 @@ from lagrpo.config import Settings, SettingsError
 from lagrpo.parsing import load_settings
 from lagrpo.recipes import resolve
 from lagrpo.replay.findings import UnreadableError
-from lagrpo.runs import RunNotFoundError, load_metrics, load_rollouts
+from lagrpo.runs import RunNotFoundError, load_events, load_metrics, load_rollouts
 from lagrpo.runs.reading import open_run, rollout_batches
 
 OWN_TASK = "# The task was the caller's own object"
@@ -44,13 +44,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A run on disk. `metrics` by batch, with the number of their line; `batches` the rows of each batch."""
+    """A run on disk. `lines` are those of metrics.jsonl, `metrics` the same by batch, with the number of their line;
+    `events` those of events.jsonl, `batches` the rows of each batch."""
 
     path: Path
     settings: Settings
     recipe: Recipe
     environment: dict[str, Any]
+    lines: list[dict[str, Any]]
     metrics: dict[int, tuple[int, dict[str, Any]]]
+    events: list[dict[str, Any]]
     batches: dict[int, list[Row]]
     own_task: bool
 
@@ -65,6 +68,12 @@ class Source:
         return (self.environment.get("parity") or {}).get("grade") == "exact"
 
     @property
+    def fresh(self) -> int:
+        """How many prompts of a batch are not from a file."""
+        offline, count = self.settings.offline, self.settings.schedule.prompts
+        return count if offline.data is None else count - max(1, round(offline.share * count))
+
+    @property
     def rows(self) -> Iterator[Row]:
         for rows in self.batches.values():
             yield from rows
@@ -77,7 +86,9 @@ class Source:
             settings = load_settings(run.path / "config.toml")
             recipe = resolve(settings.objective.recipe, settings.objective.overrides)
             environment = _environment(run.path / "environment.json")
-            metrics = {line["batch"]: (n, line) for n, line in enumerate(load_metrics(run), start=1)}
+            lines, events = load_metrics(run), load_events(run)
+            metrics = {line["batch"]: (n, line) for n, line in enumerate(lines, start=1)}
+            _require(run.path / "metrics.jsonl", lines)
             batches = {batch: _rows(run.path, batch) for batch in rollout_batches(run)}
         except RunNotFoundError:
             raise
@@ -86,7 +97,7 @@ class Source:
         if not batches:
             raise RunNotFoundError(f"{run.path} has no rollouts yet: its first batch is not finished")
         own = (run.path / "config.toml").read_text(encoding="utf-8").startswith(OWN_TASK)
-        return Source(run.path, settings, recipe, environment, metrics, batches, own)
+        return Source(run.path, settings, recipe, environment, lines, metrics, events, batches, own)
 
 
 def _environment(path: Path) -> dict[str, Any]:
@@ -96,6 +107,14 @@ def _environment(path: Path) -> dict[str, Any]:
     if not isinstance(environment, dict) or environment.get("dtype") not in DTYPES:
         raise ValueError(f"{path} does not say in which dtype the run computed ({' or '.join(DTYPES)})")
     return environment
+
+
+def _require(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Raises ValueError where a line lacks what the others are read by."""
+    for number, line in enumerate(lines, start=1):
+        for name in ("version", "delivered"):
+            if not isinstance(line.get(name), int):
+                raise ValueError(f"{path}, line {number}: {name} is {line.get(name)!r}, not a number")
 
 
 def _rows(run: Path, batch: int) -> list[Row]:
