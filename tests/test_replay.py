@@ -315,6 +315,31 @@ def test_a_changed_evaluation_is_found(run):
     assert named(report, file, "reward_mean")
 
 
+@pytest.mark.parametrize("column", ["prompt_key", "prompt", "gold"])
+def test_another_prompt_in_an_evaluation_is_found(run, column):
+    def change(rows: list[dict[str, Any]]) -> None:
+        rows[1][column] = 99 if column == "prompt_key" else rows[1][column] + "?"
+
+    rewrite(run, change, "evaluations/after.parquet")
+    name = "prompt_key of all rows" if column == "prompt_key" else column
+    assert named(verify_run(run, rows=1), "evaluations/after.parquet", name)
+
+
+@pytest.mark.parametrize("name", ["batch", "version", "samples", "prompts", "unscored", "pass_at_1", "pass_at_2"])
+def test_a_changed_or_missing_figure_of_an_evaluation_is_found(run, name):
+    file = run / "evaluations/before.json"
+    summary = json.loads(file.read_text())
+    for changed in (summary | {name: summary[name] + 1}, {k: v for k, v in summary.items() if k != name}):
+        file.write_text(json.dumps(changed))
+        assert named(verify_run(run, rows=1), "evaluations/before.json", name)
+
+
+def test_a_missing_evaluation_is_found(run):
+    (run / "evaluations/before.json").unlink()
+    (found,) = verify_run(run, rows=1).differences
+    assert str(found) == "evaluations/before.json: the file is 'missing', the replay gives 'there'"
+
+
 def test_what_could_not_be_checked_is_said_with_the_setting_that_would_allow_it(model, tmp_path):
     report = verify_run(trained(model, tmp_path, run={"save_every": 0, "save_weights": False}))
     assert report.differences == []

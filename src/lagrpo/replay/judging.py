@@ -14,7 +14,7 @@ import torch
 from lagrpo.replay.findings import Check, Report, UnreadableError
 from lagrpo.replay.source import Row, Source
 from lagrpo.runs import load_evaluations
-from lagrpo.tasks import Task, load_task
+from lagrpo.tasks import Task, load_task, prompt_order
 from lagrpo.types import Completion, Group, Outcome, Prompt
 from lagrpo.verify import Verifier
 
@@ -79,11 +79,15 @@ def compare(found: Check, file: str, place: str, recorded: Outcome, verdict: Out
 def check_evaluations(source: Source, task: Task, judges: Verifier, report: Report) -> None:
     """The completions of each evaluation judged again, and its means and pass@k from their rewards. The completions
     themselves are texts alone, so their draws are not replayed."""
+    found_names = []
     for summary in summaries(source):
         name = summary["name"]
+        found_names.append(name)
         file = f"evaluations/{name}.parquet"
-        found = report.check(f"evaluation {name}", note="rewards judged again, means, pass@k")
+        found = report.check(f"evaluation {name}", note="prompts, rewards judged again, means, pass@k")
         records = read_records(source.path / file)
+        check_prompts(source, task, found, file, records)
+        records = [record for record in records if 0 <= record["prompt_key"] < task.size("test")]
         answers = [(n, j, text) for n, record in enumerate(records) for j, text in enumerate(record["completions"])]
         golds = [task.prompt("test", record["prompt_key"]).gold for record in records]
         for (n, j, _), verdict in zip(answers, judged(judges, ((t, golds[n]) for n, _, t in answers)), strict=True):
@@ -92,8 +96,41 @@ def check_evaluations(source: Source, task: Task, judges: Verifier, report: Repo
             compare(found, file, f"row {n} (prompt {records[n]['prompt_key']}), completion {j}", recorded, verdict)
         for n, record in enumerate(records):
             check_record(found, file, n, record, source.settings.task.reward_range[1])
-        check_summary(found, f"evaluations/{name}.json", summary, records)
+        check_place(source, found, f"evaluations/{name}.json", summary)
+        check_summary(found, f"evaluations/{name}.json", summary, records, source.settings.evaluation.samples)
         report.skip("evaluations: draws of completions", "their token ids are not recorded", len(answers))
+    if missing := [name for name in expected_names(source) if name not in found_names]:
+        found = report.check("evaluations that are missing")
+        for name in missing:
+            found.equal(f"evaluations/{name}.json", "", "the file", "missing", "there")
+
+
+def expected_names(source: Source) -> list[str]:
+    """The evaluations that a run with these batches has made. The last batch may have ended before its own."""
+    settings, done = source.settings.evaluation, max(source.metrics, default=0)
+    before = ["before"] if settings.before_and_after else []
+    return before + [f"batch-{b:06d}" for b in range(1, done) if settings.every and b % settings.every == 0]
+
+
+def check_prompts(source: Source, task: Task, found: Check, file: str, records: Sequence[dict[str, Any]]) -> None:
+    """Which prompts were held out, and what they ask."""
+    size = task.size("test")
+    order = prompt_order(source.settings.run.seed, -1, size)[: source.settings.evaluation.prompts]
+    found.equal(file, "", "prompt_key of all rows", [record["prompt_key"] for record in records], sorted(order))
+    for n, record in enumerate(records):
+        if 0 <= (key := record["prompt_key"]) < size:
+            prompt, place = task.prompt("test", key), f"row {n} (prompt {key})"
+            found.equal(file, place, "prompt", record["prompt"], prompt.messages[-1]["content"])
+            found.equal(file, place, "gold", record["gold"], str(prompt.gold))
+
+
+def check_place(source: Source, found: Check, file: str, summary: dict[str, Any]) -> None:
+    """After which batch the evaluation was made, and of which version."""
+    name, done = summary["name"], max(source.metrics, default=0)
+    last = int(name.removeprefix("batch-")) if name.startswith("batch-") else 0 if name == "before" else done
+    found.equal(file, "", "batch", summary.get("batch"), last)
+    if last + 1 in source.metrics:
+        found.equal(file, "", "version", summary.get("version"), source.metrics[last + 1][1]["version"])
 
 
 def summaries(source: Source) -> list[dict[str, Any]]:
@@ -136,16 +173,17 @@ class _Scored:
     reward: float
 
 
-def check_summary(found: Check, file: str, summary: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
+def check_summary(
+    found: Check, file: str, summary: dict[str, Any], records: Sequence[dict[str, Any]], samples: int
+) -> None:
     """Means over prompts, and pass@k = 1 - C(n - c, k) / C(n, k) averaged over the prompts with n >= k."""
     prompts = [_Scored(r["scored"], r["right"], r["reward_mean"]) for r in records if r["scored"]]
-    found.equal(file, "", "prompts", summary["prompts"], len(records))
-    found.equal(file, "", "unscored", summary["unscored"], sum(r["samples"] - r["scored"] for r in records))
+    found.equal(file, "", "prompts", summary.get("prompts"), len(records))
+    found.equal(file, "", "samples", summary.get("samples"), samples)
+    found.equal(file, "", "unscored", summary.get("unscored"), sum(r["samples"] - r["scored"] for r in records))
     expected = {"reward_mean": [p.reward for p in prompts]}
-    for name in summary:
-        if name.startswith("pass_at_") and name.removeprefix("pass_at_").isdigit():
-            k = int(name.removeprefix("pass_at_"))
-            expected[name] = [1 - comb(p.count - p.right, k) / comb(p.count, k) for p in prompts if p.count >= k]
+    for k in {samples, *(1 << n for n in range(samples.bit_length()))}:
+        expected[f"pass_at_{k}"] = [1 - comb(p.count - p.right, k) / comb(p.count, k) for p in prompts if p.count >= k]
     for name, values in expected.items():
         mean = sum(values) / len(values) if values else None
         found.near(file, "", name, summary.get(name), mean, EXACT * (1 + abs(mean or 0.0)))
