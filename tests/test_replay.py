@@ -84,7 +84,7 @@ def test_a_run_that_was_not_touched_agrees_with_its_replay(either):
     assert done["log π_k - log α"] == 2 * len(rows)  # log_ratio and kl_alpha
     assert {why for _, why in report.skipped} == {
         "their token ids are not recorded",
-        "they do not follow from the rows (clocks, gradients, probes, other policies)",
+        "not recomputed (clocks, gradients, probes, other policies, intervals, Theorem 1)",
     }
 
 

@@ -43,7 +43,7 @@ def check(source: Source, rows: Sequence[Row], report: Report) -> None:
     others = sorted({name for _, line in source.metrics.values() for name in line} - known - {"delivered", "delivery"})
     if others:
         report.skip(
-            "metrics.jsonl: figures", "they do not follow from the rows (clocks, gradients, probes, other policies)",
+            "metrics.jsonl: figures", "not recomputed (clocks, gradients, probes, other policies, intervals, Theorem 1)",
             len(others),
         )  # fmt: skip
 
