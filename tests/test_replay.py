@@ -196,6 +196,9 @@ def test_lines_of_metrics_that_are_missing_doubled_or_swapped_are_found(run, ord
 
 def test_the_last_batch_may_lack_its_line_as_a_kill_leaves_it(run):
     with_metrics(run, of_metrics(run)[:-1])
+    (found,) = verify_run(run, rows=1).differences
+    assert (found.file, found.name, found.recorded, found.replayed) == ("evaluations/after.json", "batch", 3, 2)
+    (run / "evaluations/after.json").unlink()
     assert verify_run(run, rows=1).differences == []
 
 
