@@ -208,18 +208,28 @@ class Policy:
             ValueError: no tokens, or one that the model does not have.
         """
         if self.tokenizer.chat_template is None:
-            text = "\n".join(message["content"] for message in prompt.messages)
-            ids = self.tokenizer(text)["input_ids"]
+            text = "\n".join(message.get("content") or "" for message in prompt.messages)
+            ids = self.encode(text)
         else:
             given = [{k: v for k, v in message.items() if v is not None} for message in prompt.messages]
             template = self.tokenizer.get_chat_template()
             text = self.templates.render(template, self.tokenizer.special_tokens_map, given)
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = self.encode(text, add_special_tokens=False)
         if not ids:
             raise ValueError(f"it has no token: it is the text {text!r:.80}")
         if (largest := max(ids)) >= (vocabulary := self.head.weight.shape[0]):
             raise ValueError(f"token {largest} is outside the model's vocabulary of {vocabulary}")
         return replace(prompt, token_ids=tuple(int(i) for i in ids))
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """The token ids of a text, by the tokenizer with these options. Raises ValueError for a text with half of a
+        surrogate pair, which no tokenizer takes."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = f"{text[error.start]!r}, half of a surrogate pair"
+            raise ValueError(f"its character {error.start} is {half}, which no tokenizer takes") from error
+        return self.tokenizer(text, **options)["input_ids"]
 
     def save(self, directory: Path) -> None:
         """A Hugging Face model directory: weights as safetensors, config, tokenizer and generation config."""
