@@ -19,13 +19,16 @@ from torch import Tensor, nn
 from lagrpo import kernels
 from lagrpo.policy import attention, flex
 from lagrpo.policy.checkpoint import match_weights, model_class, read_headers, read_tokenizer
-from lagrpo.policy.configs import read_config
+from lagrpo.policy.configs import blaming, read_config
 from lagrpo.policy.fused import FusedDecoder
 from lagrpo.policy.layout import PackedLayout
 from lagrpo.policy.logprobs import token_logp
 from lagrpo.policy.packs import Packing, Packs
 from lagrpo.policy.templates import Templates
 from lagrpo.types import Prompt
+
+OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
+"""What a forward pass returns, whatever config.json says: it may be a tuple, or carry what nobody reads."""
 
 PROOF_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}  # mean |Δ log-prob|, nats
 
@@ -268,14 +271,25 @@ def load_policy(
     tokenizer = check_files(path)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True, trust_remote_code=False
-    )
+    with blaming("transformers cannot load it"):
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True, trust_remote_code=False,
+            **OUTPUTS,
+        )  # fmt: skip
+    check_finite(model)
     model.to(device)
     switch_off_dropout(model)
     policy = Policy(model, tokenizer, tau, templates=templates)
     prove_attention(policy)
     return policy
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise ValueError for a weight that has no finite value in the dtype that it was loaded in."""
+    for name, weight in model.named_parameters():
+        if count := int((~weight.isfinite()).sum()):
+            dtype = str(weight.dtype).removeprefix("torch.")
+            raise ValueError(f"{name} has {count} of {weight.numel()} numbers that are not finite in {dtype}")
 
 
 def check_files(path: str) -> Any:
