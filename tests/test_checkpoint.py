@@ -173,6 +173,7 @@ CASES: list[tuple[str, Damage, str]] = [
     ("tokenizer", written("tokenizer.json", "{"), r"tokenizer"),
     ("empty tokenizer", written("tokenizer.json", "{}"), r"tokenizer"),
     ("tokenizer's eos", edited("tokenizer_config.json", eos_token="<new>"), r"tokenizer.*'<new>' has the id 103"),
+    ("tokenizer's length", edited("tokenizer_config.json", model_max_length="x"), r"tokenizer.* cannot be read"),
     # the weights
     ("a layer more", config(num_hidden_layers=3), r"safetensors lacks 9 weights .*num_hidden_layers = 3.*layers\.2"),
     ("a layer less", config(num_hidden_layers=1), r"safetensors has 9 weights .*num_hidden_layers = 1.*layers\.1"),
@@ -180,12 +181,16 @@ CASES: list[tuple[str, Damage, str]] = [
     ("no head", reweighted(lambda w: w.pop("lm_head.weight")), r"lacks 1 weight .*lm_head\.weight"),
     ("unexpected", reweighted(lambda w: w.update(x=torch.ones(2))), r"model\.safetensors has 1 weight .*: x"),
     ("mis-shaped", reweighted(lambda w: w.update({NORM: torch.ones(2)})), r"model\.norm\.weight is \[2\].*\[32\]"),
+    ("a narrower head", config(head_dim=2), r"not of the shape that config\.json says: .*k_proj\.weight is \[64, 32\]"),
+    ("not a number", reweighted(lambda w: w[NORM].fill_(float("nan"))), r"model\.norm\.weight .*not finite"),
+    ("infinite", reweighted(lambda w: w["lm_head.weight"][0, 0].fill_(float("inf"))), r"lm_head\.weight .*not finite"),
     ("integers", reweighted(lambda w: w.update({NORM: torch.ones(32).int()})), r"model\.norm\.weight .*I32"),
     ("truncated", truncated, r"model\.safetensors: "),
     ("no safetensors", written("model.safetensors", "GIF89a"), r"model\.safetensors: "),
     ("no weights", lambda model: (model / "model.safetensors").unlink(), r"neither model\.safetensors nor "),
     ("pickled", pickled, r"pytorch_model\.bin .*unpickle"),
     ("no index", lambda m: (sharded(m), written(INDEX, "{")(m)), r"index\.json is not JSON"),
+    ("no metadata", sharded_and(lambda m, i: i.pop("metadata")), r"index\.json: metadata is no object"),
     ("no map", sharded_and(lambda m, i: i.update(weight_map=[1])), r"index\.json: weight_map"),
     ("map elsewhere", sharded_and(lambda m, i: i["weight_map"].update({NORM: "../x"})), r"weight_map.*\.\./x"),
     ("missing shard", sharded_and(lambda m, i: (m / SECOND).unlink()), rf"index\.json: .*{SECOND}.* is not there"),
@@ -211,9 +216,10 @@ def harmless(weights: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [sharded, reweighted(harmless), config(pad_token_id=-1), config(num_key_value_heads=2, head_dim=32),
+    [sharded, reweighted(harmless), config(return_dict=False), config(output_attentions=True), config(pad_token_id=-1),
+     config(num_key_value_heads=2, head_dim=32),
      lambda model: (model / "generation_config.json").unlink(), generation(eos_token_id=None)],
-    ids=["shards", "inv_freq", "no pad", "stated", "no generation config", "no eos"],
+    ids=["shards", "inv_freq", "tuples", "attentions", "no pad", "stated", "no generation config", "no eos"],
 )  # fmt: skip
 def test_what_is_odd_but_sound_loads(model, sound, change):
     change(model)

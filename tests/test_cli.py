@@ -167,6 +167,13 @@ def test_an_evaluation_into_the_directory_of_another_one_is_refused_before_a_mod
     assert (code, err) == (2, "lagrpo: output: out/summary.json is not that of an evaluation: name another directory\n")
 
 
+def test_an_evaluation_into_a_file_is_refused_before_a_model_is_loaded(model, tmp_path):
+    (tmp_path / "out").write_text("mine")
+    code, _, err = lagrpo("eval", model, "--max_prompt_tokens", 64, "--output", "out")
+    assert (code, err) == (2, "lagrpo: output: out is a file: name another directory\n")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
 def test_the_weights_of_a_run_evaluate_to_what_the_run_said(model, tmp_path):
     """The same prompts, draws and numbers: nothing is lost on the way to the disk."""
     settings = tiny_settings(model, tmp_path / "runs", run={"name": "one"}, model={"dtype": "bfloat16"})

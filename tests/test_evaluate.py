@@ -120,7 +120,7 @@ def test_before_and_after_are_compared_prompt_by_prompt():
 
 
 def test_few_prompts_are_warned_of():
-    assert "20 prompts are few" in (few_prompts(20) or "")
+    assert "only 20 test prompts" in (few_prompts(20) or "")
     assert few_prompts(50) is None
 
 

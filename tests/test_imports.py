@@ -17,7 +17,7 @@ PLAIN = {"addressed", "text", "interrupts", "spawning"}  # small helpers of nump
 ALLOWED: dict[str, set[str]] = {
     "addressed": set(),
     "text": set(),
-    "spawning": set(),
+    "spawning": {"interrupts"},
     "interrupts": set(),
     "memory": set(),
     "process": {"kernels", "memory", "threads"},

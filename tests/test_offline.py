@@ -126,6 +126,8 @@ def test_a_prompt_of_a_file_that_is_too_long_is_refused(tmp_path, model):
 def test_a_file_that_is_not_there_or_too_long_is_refused(tmp_path, model, drawn):
     with pytest.raises(SettingsError, match=r"offline\.data: .*no such file"):
         trained(tmp_path, model, offline={"data": "nowhere.jsonl"})
+    with pytest.raises(SettingsError, match=r"offline\.data = \(\): .*at least 1 item"):
+        trained(tmp_path, model, offline={"data": ()})
     with pytest.raises(SettingsError, match=r"sampling\.max_tokens is 2"):
         trained(tmp_path, model, offline={"data": str(drawn)}, sampling={"max_tokens": 2})
 

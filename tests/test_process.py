@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
+import signal
 import subprocess
 import sys
+import threading
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
 import torch
 from running import tiny_settings
 from tiny import save_tiny
+from transformers.utils import logging
 
 from lagrpo import kernels
-from lagrpo.config import EvalSettings, SettingsError
+from lagrpo.build import loading, without_progress_bars
+from lagrpo.config import EvalSettings, ModelSettings, SettingsError
 from lagrpo.evaluate import evaluate_model
+from lagrpo.interrupts import Interrupted, interruptible
+from lagrpo.policy.templates import Templates
+from lagrpo.runs import Run
+from lagrpo.spawning import ProcessWithoutMain
 from lagrpo.training import train
 
 HERE = Path(__file__).parent
@@ -109,3 +119,56 @@ def test_freed_memory_goes_back_to_the_system_again():
     pages = (16 << 20) // os.sysconf("SC_PAGESIZE")  # of a block
     assert within < pages / 10
     assert after > 4 * pages
+
+
+def test_runs_in_two_threads_leave_transformers_as_it_was():
+    """One begins to load while another loads, and ends after it."""
+    before = state_of_transformers()
+    second_is_in, first_is_out = threading.Event(), threading.Event()
+
+    def second():
+        with loading(ModelSettings()), without_progress_bars():
+            second_is_in.set()
+            first_is_out.wait(10)
+
+    thread = threading.Thread(target=second)
+    with loading(ModelSettings()), without_progress_bars():
+        thread.start()
+        second_is_in.wait(0.2)  # it waits for its turn
+    first_is_out.set()
+    thread.join()
+    assert state_of_transformers() == before
+
+
+def state_of_transformers():
+    hook = logging.set_tqdm_hook(None)
+    logging.set_tqdm_hook(hook)
+    return logging.get_verbosity(), hook
+
+
+def test_judges_end_with_a_run_that_cannot_be_written(settings, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Run, "create", full)
+    before = set(multiprocessing.active_children())
+    with pytest.raises(OSError, match="No space left"):
+        train(settings())
+    assert set(multiprocessing.active_children()) == before
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_process_starts_waits_until_it_is_known(monkeypatch, signum):
+    launch = SpawnProcess._Popen  # type: ignore[attr-defined]
+
+    def interrupted_launch(process):
+        signal.raise_signal(signum)
+        return launch(process)
+
+    monkeypatch.setattr(SpawnProcess, "_Popen", staticmethod(interrupted_launch))
+    templates = Templates()
+    with interruptible(), pytest.raises(Interrupted):
+        templates.start()
+    (process,) = (child for child in multiprocessing.active_children() if isinstance(child, ProcessWithoutMain))
+    templates.close()
+    assert process.exitcode is not None

@@ -9,6 +9,7 @@ import pytest
 from running import tiny_settings
 from tiny import save_tiny, tiny_policy
 
+from lagrpo.config import SettingsError
 from lagrpo.policy.model import Policy
 from lagrpo.prompts import PromptSource
 from lagrpo.runs import load_rollouts
@@ -151,3 +152,17 @@ def test_every_prompt_that_a_run_asks_is_checked_before_it_starts(monkeypatch):
         prompts.check(batches)
         assert len(checked) == len(set(checked)) == count
         assert set(checked) == {index for b in range(1, batches + 1) for _, index in prompts._of_batch(b)}
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        ([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], "a system turn of its own"),
+        ([{"role": "user", "content": None}], "the last of which has a text"),
+        ("\ud800", "half of a surrogate pair"),
+    ],
+)
+def test_a_prompt_that_cannot_be_asked_is_named(question, message):
+    task = RowTask("odd", {"train": [question]}, lambda row: (row, ""), lambda text, gold: 0.0, "Be brief.")
+    with pytest.raises(SettingsError, match=f"prompt 0 of the train split of 'odd': .*{message}"):
+        PromptSource(task, tiny_policy(), 5, 1, 64).tokenised("train", 0)

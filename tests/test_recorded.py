@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_the_rollouts_of_a_run_are_read_back_but_for_its_versions(tmp_path):
         ({"completion": "2"}, "row 1: it has neither prompt nor prompt_token_ids"),
         ({"prompt": "1+1="}, "row 1: it has neither completion nor token_ids"),
         ({"prompt": "1+1=", "token_ids": []}, "row 1: its completion has no tokens"),
-        ({"prompt": "1+1=", "token_ids": [5, 1000]}, "row 1: token 1000 is outside the model's vocabulary of 103"),
+        ({"prompt": "1+1=", "token_ids": [5, 1000]}, "row 1: token 1000 of token_ids is outside the model's"),
         ({"prompt": "1+1=", "completion": "2", "logp_alpha": [-1.0]}, "logp_alpha needs token_ids"),
         ({"prompt": "1+1=", "token_ids": [5, 1], "logp_alpha": [-1.0]}, "logp_alpha has 1 entries for 2 tokens"),
         ({"prompt": "1+1=", "completion": "2", "reward": float("nan")}, "its reward is nan"),
@@ -92,6 +93,22 @@ def test_the_rollouts_of_a_run_are_read_back_but_for_its_versions(tmp_path):
         ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": [float("-inf")]}, r"row 1: logp_alpha\[0\] is -inf"),
         ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": ["low"]}, r"row 1: logp_alpha\[0\] is 'low'"),
         ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": -1.0}, "row 1: logp_alpha is -1.0, not a list"),
+        ({"prompt": {"role": "user"}, "completion": "2"}, "row 1: its prompt is {'role': 'user'}: a prompt is a text"),
+        ({"prompt": ["1+1="], "completion": "2"}, r"row 1: its prompt is \['1\+1='\]: a prompt is a text"),
+        ({"prompt": [{"role": "user"}], "completion": "2"}, "row 1: its prompt is .*the last of which has a text"),
+        ({"prompt": 2, "completion": "2"}, "row 1: its prompt is 2: a prompt is a text"),
+        ({"prompt": "\ud800", "completion": "2"}, "row 1: its character 6 is '.ud800', half of a surrogate pair"),
+        ({"prompt_token_ids": [5, 1000], "completion": "2"}, "token 1000 of prompt_token_ids is outside the model's"),
+        ({"prompt_token_ids": [5.5], "completion": "2"}, r"prompt_token_ids is \[5\.5\], not a list of whole numbers"),
+        ({"prompt_token_ids": "55", "completion": "2"}, "prompt_token_ids is '55', not a list of whole numbers"),
+        ({"prompt": "1+1=", "token_ids": [5.5]}, r"row 1: token_ids is \[5\.5\], not a list of whole numbers"),
+        ({"prompt": "1+1=", "token_ids": 5}, "row 1: token_ids is 5, not a list of whole numbers"),
+        ({"prompt": "1+1=", "completion": 2}, "row 1: its completion is 2, not a text"),
+        ({"prompt": "1+1=", "completion": "\ud800"}, "row 1: its character 0 is '.ud800', half of a surrogate pair"),
+        ({"prompt": "1+1=", "completion": "2", "finished": "false"}, "finished is 'false', neither true nor false"),
+        ({"prompt": "1+1=", "completion": "2", "outcome": "lost"}, "its outcome is 'lost', which is not one of scored"),
+        ({"prompt": "1+1=", "completion": "2", "reward": "1"}, "its reward is '1', not a finite number"),
+        ({"prompt": "1+1=", "completion": "2", "reward": 10**400}, "its reward is 10{50}.*, not a finite number"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, row, message):
@@ -123,10 +140,21 @@ def test_bad_files_are_named(tmp_path):
     with pytest.raises(RecordedError, match=r"\.jsonl or \.parquet"):
         Recorded(tmp_path / "x.csv", policy, G=2, seed=0)
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{broken\n')
-    with pytest.raises(RecordedError, match="line 2: not valid JSON"):
+    with pytest.raises(RecordedError, match="line 2: this is not JSON"):
         Recorded(tmp_path / "broken.jsonl", policy, G=2, seed=0)
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é", "completion": "b"}'.encode("latin-1"))
+    with pytest.raises(RecordedError, match=r"latin\.jsonl: this is not UTF-8"):
+        Recorded(tmp_path / "latin.jsonl", policy, G=2, seed=0)
     with pytest.raises(RecordedError, match="no completions"):
         Recorded(written(tmp_path, []), policy, G=2, seed=0)
+
+
+def test_only_a_newline_ends_a_line(tmp_path):
+    """JSON may hold U+2028 and U+0085 as they are, and texts of models do; some editors put a mark before it all."""
+    rows = (json.dumps({"prompt": "1+1=", "completion": f"2{c}"}, ensure_ascii=False) for c in "\u2028\x85\x0c")
+    (tmp_path / "data.jsonl").write_text("\ufeff" + "\r\n".join(rows), encoding="utf-8", newline="")
+    (group,) = Recorded(tmp_path / "data.jsonl", tiny_policy(), G=4, seed=0).batch(1, 1)
+    assert [c.text for c in group.completions] == ["2\u2028", "2\x85", "2\x0c"]
 
 
 def completion(policy, text="5", logp=(-0.5, -1.0), outcome=None, version=3):
@@ -161,6 +189,8 @@ def test_a_run_a_glob_a_list_and_a_file(tmp_path):
         (f"{tmp_path}/**/step-*.parquet", both),
         (files, both),
         ([run, files[0]], both),
+        (f"{tmp_path}/*", both),
+        ([run, os.path.relpath(run), files[0]], both),
         (files[1], both[1:]),
     ):
         recorded = Recorded(data, policy, G=4, seed=0)
@@ -210,7 +240,7 @@ def test_places_without_completions_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(RecordedError, match=r"empty is a directory without rollouts"):
         Recorded(tmp_path / "empty", policy, G=2, seed=0)
-    with pytest.raises(RecordedError, match=r"no file matches .*nothing-\*\.parquet"):
+    with pytest.raises(RecordedError, match=r"no file or run with batches matches .*nothing-\*\.parquet"):
         Recorded(f"{tmp_path}/nothing-*.parquet", policy, G=2, seed=0)
     failed = completion(policy, "", outcome=Outcome.failed("the server died"))
     with pytest.raises(RecordedError, match=r"no completions in it \(left out: 1 failed\)"):

@@ -46,6 +46,8 @@ EVIL = {
     "arithmetic": ("{{ 1 / 0 }}", "ZeroDivisionError"),
     "syntax": ("{% for m in messages %}", "Unexpected end of template"),
     "refusal": ("{{ raise_exception('no\nsystem') }}", "no system"),
+    "escape": ("{{ raise_exception('red \x1b[31m') }}", "red ␛"),
+    "surrogate": ("{{ '\\ud800' }}", "character 0 is '.ud800', half of a surrogate pair"),
     "empty": ("", "no token: it is the text ''"),
     "blank": ("{# nothing #}", "no token: it is the text ''"),
 }

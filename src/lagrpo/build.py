@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from lagrpo.tasks import Task, TaskSettings, load_task
 from lagrpo.threads import team
 from lagrpo.types import Group
 
+_QUIET = threading.RLock()  # what transformers says is set for the process: runs in several threads take turns
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -68,12 +70,9 @@ def build_task(settings: TaskSettings, seed: int) -> Task:
 def loading(model: ModelSettings) -> Iterator[None]:
     """Inside, a model is read. An error that says that it is not there, or cannot be run, becomes a SettingsError that
     says where it was looked for; transformers' own reports stay off the terminal."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
     try:
-        yield
+        with quiet_transformers():
+            yield
     except (OSError, ValueError) as error:
         here = Path(model.path).expanduser()
         looked = f"in {here}" if here.is_dir() else f"on the Hugging Face hub, as there is no directory {here} here"
@@ -81,8 +80,20 @@ def loading(model: ModelSettings) -> Iterator[None]:
         raise SettingsError(
             f"model.path = {model.path!r}: no model could be loaded. Looked {looked}: {reason}"
         ) from error
-    finally:
-        logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Of what transformers reports, only errors."""
+    from transformers.utils import logging
+
+    with _QUIET:
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
 
 
 @contextmanager
@@ -90,11 +101,12 @@ def without_progress_bars() -> Iterator[None]:
     """transformers' own bars (loading and writing weights take a second) out of the way; those of downloads stay."""
     from transformers.utils import logging
 
-    before = logging.set_tqdm_hook(lambda factory, args, kwargs: logging.EmptyTqdm(*args, **kwargs))
-    try:
-        yield
-    finally:
-        logging.set_tqdm_hook(before)
+    with _QUIET:
+        before = logging.set_tqdm_hook(lambda factory, args, kwargs: logging.EmptyTqdm(*args, **kwargs))
+        try:
+            yield
+        finally:
+            logging.set_tqdm_hook(before)
 
 
 @dataclass(frozen=True, slots=True)

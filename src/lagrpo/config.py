@@ -169,7 +169,7 @@ class VllmSettings(_Settings):
 
 
 class OfflineSettings(_Settings):
-    data: tuple[str, ...] | None = None
+    data: tuple[str, ...] | None = Field(default=None, min_length=1)
     """Completions that somebody else drew: files (JSONL or Parquet), globs, directories of runs, one or several."""
     share: float = Field(default=1.0, gt=0, le=1)
     """Share of each batch's prompts that come from it; the others are drawn fresh."""

@@ -150,8 +150,8 @@ def few_prompts(prompts: int) -> str | None:
     if prompts >= ENOUGH_PROMPTS:
         return None
     return (
-        f"WARNING: {prompts} prompts are few: the 95 % intervals of pass@k are wide, and where nearly all or nearly no "
-        f"completions are right they hold 85 to 97 % of the time; from {ENOUGH_PROMPTS} prompts on it is better"
+        f"WARNING: only {prompts} test prompts: the 95 % intervals of pass@k are wide, and where nearly all or nearly "
+        f"no completions are right, they contain the true value 85 to 97 % of the time; use at least {ENOUGH_PROMPTS}"
     )
 
 
@@ -212,6 +212,8 @@ def place(settings: EvalSettings, task: str) -> Path:
 
 def _occupied(output: Path, settings: EvalSettings) -> str | None:
     """Why an evaluation with these settings must not be written there; None where it may."""
+    if output.exists() and not output.is_dir():
+        return f"{output} is a file"
     file = output / "summary.json"
     if not file.exists():
         return None

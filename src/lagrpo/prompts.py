@@ -66,12 +66,12 @@ class PromptSource:
         return [Request(0, 0, self.tokenised("test", index)) for index in order[:count]]
 
     def tokenised(self, split: str, index: int) -> Prompt:
-        """A prompt with its token ids. Raises SettingsError when it is longer than max_prompt_tokens, the chat template
-        refuses it (some know no system message), or the model lacks one of its tokens."""
+        """A prompt with its token ids. Raises SettingsError when the task has none that can be asked there, it is
+        longer than max_prompt_tokens, the chat template refuses it (some know no system message), or the model lacks
+        one of its tokens."""
         where = f"prompt {index} of the {split} split of {self.task.name!r}"
-        asked = self.task.prompt(split, index)
         try:
-            prompt = self.policy.tokenize(asked)
+            prompt = self.policy.tokenize(self.task.prompt(split, index))
         except ValueError as error:
             raise SettingsError(f"{where}: {error}") from error
         if len(prompt.token_ids) > self.max_prompt_tokens:

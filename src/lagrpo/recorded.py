@@ -26,14 +26,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from lagrpo.policy.model import Policy
 from lagrpo.runs.reading import completion_files
 from lagrpo.tasks import chat, prompt_order
-from lagrpo.types import Completion, Group, Outcome, Prompt
+from lagrpo.tasks.files import read_jsonl
+from lagrpo.types import Completion, Group, Kind, Outcome, Prompt
 
 UNKNOWN_VERSION = -1
 ROUNDING = 1e-3  # nats above 0 at which a log-prob is still taken: some samplers round probabilities up to 1
@@ -118,21 +119,18 @@ class Recorded:
         return groups
 
 
-def read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a .jsonl or .parquet file. Raises RecordedError where it is neither."""
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
 
-        yield from pq.read_table(path).to_pylist()
-    elif path.suffix in (".jsonl", ".json"):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise RecordedError(f"{path}, line {number}: not valid JSON: {error}") from error
-    else:
+        return pq.read_table(path).to_pylist()
+    if path.suffix not in (".jsonl", ".json"):
         raise RecordedError(f"{path}: completions are read from .jsonl or .parquet files")
+    try:
+        return read_jsonl(path)
+    except ValueError as error:
+        raise RecordedError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +151,6 @@ def _completions(
     path: Path, policy: Policy, system_prompt: str | None, max_prompt_tokens: int | None
 ) -> Iterator[_Row]:
     for number, row in enumerate(read_rows(path), start=1):
-        if not isinstance(row, Mapping):
-            raise RecordedError(f"{path}, row {number}: it is a {type(row).__name__}, not an object with columns")
         try:
             prompt = _prompt(row, policy, system_prompt)
             if max_prompt_tokens is not None and len(prompt.token_ids) > max_prompt_tokens:
@@ -172,9 +168,9 @@ def _prompt(row: Mapping[str, Any], policy: Policy, system_prompt: str | None) -
     question, gold = row.get("prompt"), row.get("gold")
     if "prompt_text" in row:
         question, gold = row["prompt_text"], json.loads(gold or "null")
-    if row.get("prompt_token_ids"):
+    if ids := row.get("prompt_token_ids"):
         messages = chat(question if question is not None else "")
-        return Prompt(0, messages, gold, tuple(int(i) for i in row["prompt_token_ids"]))
+        return Prompt(0, messages, gold, tuple(_token_ids("prompt_token_ids", ids, policy)))
     if not question:
         raise ValueError("it has neither prompt nor prompt_token_ids")
     return policy.tokenize(Prompt(0, chat(question, system_prompt), gold))
@@ -182,18 +178,17 @@ def _prompt(row: Mapping[str, Any], policy: Policy, system_prompt: str | None) -
 
 def _completion(row: Mapping[str, Any], policy: Policy) -> Completion:
     text = row["text"] if "text" in row else row.get("completion")
-    finished = bool(row.get("finished", True))
-    ids = row.get("token_ids")
-    if ids is None and text is None:
-        raise ValueError("it has neither completion nor token_ids")
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"its completion is {text!r:.80}, not a text")
+    finished, ids = _finished(row), row.get("token_ids")
     if ids is None:
-        ids = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if text is None:
+            raise ValueError("it has neither completion nor token_ids")
+        ids = policy.encode(text, add_special_tokens=False)
         ids = [*ids, policy.tokenizer.eos_token_id] if finished else ids
-    if len(ids) == 0:
+    ids = _token_ids("token_ids", ids, policy)
+    if not ids:
         raise ValueError("its completion has no tokens")
-    vocabulary = policy.head.weight.shape[0]
-    if strange := [i for i in ids if not 0 <= i < vocabulary]:
-        raise ValueError(f"token {strange[0]} is outside the model's vocabulary of {vocabulary}")
     logp = row.get("logp_alpha")
     if logp is not None and row.get("token_ids") is None:
         raise ValueError("logp_alpha needs token_ids: the text may be tokenised otherwise than it was drawn")
@@ -205,6 +200,24 @@ def _completion(row: Mapping[str, Any], policy: Policy) -> Completion:
         text=text if text is not None else policy.tokenizer.decode(ids, skip_special_tokens=True),
         outcome=_outcome(row),
     )
+
+
+def _token_ids(column: str, ids: Any, policy: Policy) -> list[int]:
+    """The ids as they are. Raises ValueError for what is no list of tokens of the model."""
+    if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise ValueError(f"{column} is {ids!r:.80}, not a list of whole numbers")
+    vocabulary = policy.head.weight.shape[0]
+    if strange := [i for i in ids if not 0 <= i < vocabulary]:
+        raise ValueError(f"token {strange[0]} of {column} is outside the model's vocabulary of {vocabulary}")
+    return ids
+
+
+def _finished(row: Mapping[str, Any]) -> bool:
+    """Whether the completion ended by itself; true where the row does not say."""
+    finished = row.get("finished")
+    if finished not in (True, False, None):
+        raise ValueError(f"finished is {finished!r:.80}, neither true nor false")
+    return finished is None or bool(finished)
 
 
 def _logp_alpha(values: Any, count: int) -> torch.Tensor:
@@ -228,14 +241,20 @@ def _logp_alpha(values: Any, count: int) -> torch.Tensor:
 
 def _outcome(row: Mapping[str, Any]) -> Outcome | None:
     """The recorded outcome; None where the judge is still to decide."""
-    kind, reward = row.get("outcome", "scored"), row.get("reward")
+    kind, reward = row.get("outcome") or "scored", row.get("reward")
+    if kind not in (known := get_args(Kind)):
+        raise ValueError(f"its outcome is {kind!r:.80}, which is not one of {', '.join(known)}")
     if kind != "scored":
         return Outcome(kind, reason=str(row.get("reason") or "recorded so"))
     if reward is None:
         return None
-    if not math.isfinite(float(reward)):
-        raise ValueError(f"its reward is {reward}")
-    return Outcome.scored(float(reward))
+    try:
+        value = math.nan if isinstance(reward, str) else float(reward)
+    except (TypeError, OverflowError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"its reward is {reward!r:.80}, not a finite number")
+    return Outcome.scored(value)
 
 
 def _grouped(rows: Iterable[_Row], G: int) -> list[Group]:

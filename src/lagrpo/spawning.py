@@ -15,9 +15,16 @@ from collections.abc import Iterator
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+from lagrpo.interrupts import whole
+
 
 class Process(SpawnProcess):
-    """A spawned process that Ctrl-C does not reach."""
+    """A spawned process that Ctrl-C does not reach. It is started or not: a signal to the parent waits until the new
+    process has read what it is to do, and is known to the parent."""
+
+    def start(self) -> None:
+        with whole():
+            super().start()
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802 - multiprocessing's name for what starts a process

@@ -99,10 +99,6 @@ class Training:
     def __init__(self, settings: Settings, parts: Parts) -> None:
         self.settings, self.parts = settings, parts
         run, v = settings.run, settings.verifier
-        with refusing("task", TypeError):
-            self.verifier = Verifier(
-                parts.task.judge, workers=v.workers, deadline=v.deadline, max_unscored_share=v.max_unscored
-            )
         named = settings.model_dump() | {"task": {"name": parts.task.name}}
         environment = collect_environment(str(parts.policy.device))
         environment["computation"] = parts.policy.computation
@@ -111,7 +107,15 @@ class Training:
         environment["dtype"], environment["dtype_reason"] = pick_dtype(settings.model.dtype, parts.policy.device)
         environment["parity"] = asdict(parts.parity) if parts.parity else None
         environment["offline"] = parts.offline
-        self.store = Run.create(Path(run.directory), run.name, named, self.config(), environment)
+        with refusing("task", TypeError):
+            self.verifier = Verifier(
+                parts.task.judge, workers=v.workers, deadline=v.deadline, max_unscored_share=v.max_unscored
+            )
+        try:
+            self.store = Run.create(Path(run.directory), run.name, named, self.config(), environment)
+        except BaseException:
+            self.verifier.close()
+            raise
         parts.keep_logs(self.store.path)
         self.total = settings.schedule.stages * settings.schedule.batches
         self.display: Display = make_display(self.total, self.store.path.name, run.display)

@@ -48,13 +48,16 @@ class Prompt:
     token_ids: tuple[int, ...] = ()
 
 
+Kind = Literal["scored", "rejected", "failed"]
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of a completion: *scored* (it has a reward), *rejected* (its answer could not be judged: unparsable
     gold, an error in the judge, its deadline) or *failed* (infrastructure: the sampler died). Only scored ones enter
     group statistics and the loss; a failure is never a reward of 0."""
 
-    kind: Literal["scored", "rejected", "failed"]
+    kind: Kind
     reward: float | None = None
     reason: str = ""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lagrpo.policy.configs import CONFIG, LARGEST, blaming, file_of, read_object
+from lagrpo.policy.configs import CONFIG, SIDES, blaming, file_of, read_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -47,6 +47,7 @@ def read_tokenizer(path: str, config: Any) -> Any:
 
     with blaming("the tokenizer (tokenizer.json, tokenizer_config.json) cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer("1")  # reads model_max_length
     ends, vocabulary = tokenizer.eos_token_id, config.get_text_config().vocab_size
     if ends is not None and not 0 <= ends < vocabulary:
         raise ValueError(
@@ -63,7 +64,10 @@ def read_headers(path: str, config: Any) -> dict[str, Header]:
     if (whole := file_of(path, WEIGHTS)) is not None:
         return _headers_of(whole)
     if (index := file_of(path, INDEX)) is not None:
-        return _indexed(path, read_object(index).get("weight_map"))
+        content = read_object(index)
+        if not isinstance(content.get("metadata"), Mapping):  # transformers reads it
+            raise ValueError(f"{INDEX}: metadata is no object")
+        return _indexed(path, content.get("weight_map"))
     for name in PICKLED:
         if file_of(path, name) is not None:
             raise ValueError(
@@ -141,7 +145,7 @@ def _named(names: Iterable[str], config: Any) -> str:
 
 
 def _having(config: Any, sizes: set[int]) -> str:
-    """The fields of the config that have one of these sizes."""
+    """The fields of the config that are sides of weights and have one of these sizes."""
     text = config.get_text_config()
-    fields = [f"{name} = {value}" for name in LARGEST if (value := getattr(text, name, None)) in sizes]
+    fields = [f"{name} = {value}" for name in SIDES if (value := getattr(text, name, None)) in sizes]
     return f" ({', '.join(fields)})" if fields else ""

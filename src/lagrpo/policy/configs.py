@@ -15,16 +15,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lagrpo.text import visible
+
 CONFIG, GENERATION = "config.json", "generation_config.json"
-LARGEST = {
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 1000),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "n_heads"), 2**14),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "head_dim"), 2**14),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "num_labels"), 2**20),
+SIDES = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**20),
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "vocab_size"), 2**24),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 2**32),
 }
-"""Sizes and the largest that is believed: beyond any model there is, and quickly built without storage."""
+"""Sizes that are sides of weights, and the largest that is believed."""
+
+LARGEST = {
+    **SIDES,
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 1000),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "n_heads"), 2**14),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "head_dim"), 2**14),
+    "num_labels": 2**20,
+}
+"""All sizes and the largest that is believed: beyond any model there is, and quickly built without storage."""
 
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
@@ -42,7 +50,7 @@ def blaming(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # KeyError, AssertionError, …: the library does not say which it raises
-        said = " ".join(str(error).split())[:300]
+        said = visible(" ".join(str(error).split())[:300])
         raise ValueError(f"{what}: {said or type(error).__name__}") from error
 
 

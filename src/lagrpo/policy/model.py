@@ -19,13 +19,16 @@ from torch import Tensor, nn
 from lagrpo import kernels
 from lagrpo.policy import attention, flex
 from lagrpo.policy.checkpoint import match_weights, model_class, read_headers, read_tokenizer
-from lagrpo.policy.configs import read_config
+from lagrpo.policy.configs import blaming, read_config
 from lagrpo.policy.fused import FusedDecoder
 from lagrpo.policy.layout import PackedLayout
 from lagrpo.policy.logprobs import token_logp
 from lagrpo.policy.packs import Packing, Packs
 from lagrpo.policy.templates import Templates
 from lagrpo.types import Prompt
+
+OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
+"""What a forward pass returns, whatever config.json says: it may be a tuple, or carry what nobody reads."""
 
 PROOF_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}  # mean |Δ log-prob|, nats
 
@@ -208,18 +211,28 @@ class Policy:
             ValueError: no tokens, or one that the model does not have.
         """
         if self.tokenizer.chat_template is None:
-            text = "\n".join(message["content"] for message in prompt.messages)
-            ids = self.tokenizer(text)["input_ids"]
+            text = "\n".join(message.get("content") or "" for message in prompt.messages)
+            ids = self.encode(text)
         else:
             given = [{k: v for k, v in message.items() if v is not None} for message in prompt.messages]
             template = self.tokenizer.get_chat_template()
             text = self.templates.render(template, self.tokenizer.special_tokens_map, given)
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = self.encode(text, add_special_tokens=False)
         if not ids:
             raise ValueError(f"it has no token: it is the text {text!r:.80}")
         if (largest := max(ids)) >= (vocabulary := self.head.weight.shape[0]):
             raise ValueError(f"token {largest} is outside the model's vocabulary of {vocabulary}")
         return replace(prompt, token_ids=tuple(int(i) for i in ids))
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """The token ids of a text, by the tokenizer with these options. Raises ValueError for a text with half of a
+        surrogate pair, which no tokenizer takes."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = f"{text[error.start]!r}, half of a surrogate pair"
+            raise ValueError(f"its character {error.start} is {half}, which no tokenizer takes") from error
+        return self.tokenizer(text, **options)["input_ids"]
 
     def save(self, directory: Path) -> None:
         """A Hugging Face model directory: weights as safetensors, config, tokenizer and generation config."""
@@ -258,14 +271,25 @@ def load_policy(
     tokenizer = check_files(path)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True, trust_remote_code=False
-    )
+    with blaming("transformers cannot load it"):
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True, trust_remote_code=False,
+            **OUTPUTS,
+        )  # fmt: skip
+    check_finite(model)
     model.to(device)
     switch_off_dropout(model)
     policy = Policy(model, tokenizer, tau, templates=templates)
     prove_attention(policy)
     return policy
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise ValueError for a weight that has no finite value in the dtype that it was loaded in."""
+    for name, weight in model.named_parameters():
+        if count := int((~weight.isfinite()).sum()):
+            dtype = str(weight.dtype).removeprefix("torch.")
+            raise ValueError(f"{name} has {count} of {weight.numel()} numbers that are not finite in {dtype}")
 
 
 def check_files(path: str) -> Any:

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lagrpo.spawning import die_with_parent, limit_cpu_time
+from lagrpo.text import visible
 
 LONGEST = 2**22  # characters of a rendered prompt
 _LONGEST_REASON = 300
@@ -53,7 +54,7 @@ def answer(
         return {"error": f"it needs more than {memory >> 20} MiB of memory"}
     except Exception as error:  # noqa: BLE001 - a template can raise anything
         kind = "" if type(error).__name__.startswith("Template") else f"{type(error).__name__}: "
-        return {"error": " ".join(f"{kind}{error}".split())[:_LONGEST_REASON]}
+        return {"error": visible(" ".join(f"{kind}{error}".split())[:_LONGEST_REASON])}
 
 
 def renderer() -> Callable[..., Any]:

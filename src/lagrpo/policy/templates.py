@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from lagrpo.interrupts import whole
 from lagrpo.policy import rendering
 from lagrpo.spawning import ProcessWithoutMain
 
@@ -41,10 +42,11 @@ class Templates:
 
     def start(self) -> None:
         """Start the process, so that it gets ready meanwhile."""
-        if self._process is None:
-            ours, theirs = multiprocessing.get_context("spawn").Pipe()
-            arguments = (theirs, MEMORY, self._seconds)
-            process = ProcessWithoutMain(target=rendering.serve, args=arguments, daemon=True)
+        if self._process is not None:
+            return
+        ours, theirs = multiprocessing.get_context("spawn").Pipe()
+        process = ProcessWithoutMain(target=rendering.serve, args=(theirs, MEMORY, self._seconds), daemon=True)
+        with whole():
             process.start()
             theirs.close()
             self._process, self._ready = (process, ours), False

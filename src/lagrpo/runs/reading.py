@@ -74,23 +74,30 @@ def rollout_batches(run: Run | Path | str) -> list[int]:
 
 
 def completion_files(data: Iterable[str | Path]) -> list[Path]:
-    """The files of completions that are named one by one, by globs, and by directories of runs, each once, in that
-    order. Raises FileNotFoundError where nothing is there."""
-    files: list[Path] = []
+    """The files of completions that are named one by one, by directories of runs, and by globs of both, each once, in
+    that order. Of what a glob matches, directories that are no run with batches are left out. Raises FileNotFoundError
+    where nothing is there."""
+    files: dict[Path, Path] = {}
     for name in data:
         path = Path(name).expanduser()
         if path.is_dir():
-            found = sorted(path.glob("rollouts/step-*.parquet"))
+            found = _files_at(path)
             missing = f"{path} is a directory without rollouts/step-*.parquet, so it is not that of a run with batches"
         elif path.is_file() or not glob.has_magic(str(path)):
-            found, missing = [path] if path.is_file() else [], f"{path}: no such file of completions"
+            found, missing = _files_at(path), f"{path}: no such file of completions"
         else:
-            found = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-            missing = f"no file matches {path}"
+            found = [file for match in sorted(glob.glob(str(path), recursive=True)) for file in _files_at(Path(match))]
+            missing = f"no file or run with batches matches {path}"
         if not found:
             raise FileNotFoundError(missing)
-        files += found
-    return list(dict.fromkeys(files))
+        for file in found:
+            files.setdefault(file.resolve(), file)
+    return list(files.values())
+
+
+def _files_at(path: Path) -> list[Path]:
+    """The rollouts of a run's directory, or the file itself; none where it is neither."""
+    return sorted(path.glob("rollouts/step-*.parquet")) if path.is_dir() else [path] if path.is_file() else []
 
 
 def load_rollouts(

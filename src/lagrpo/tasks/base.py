@@ -106,13 +106,29 @@ class RowTask:
 
 def chat(question: str | Messages, system_prompt: str | None = None) -> tuple[Mapping[str, str], ...]:
     """The messages for the chat template: the question as the user's turn (or messages as they are), after the system
-    prompt if there is one ("" is none). Raises ValueError where the messages bring a system turn of their own."""
-    turns = ({"role": "user", "content": question},) if isinstance(question, str) else tuple(question)
+    prompt if there is one ("" is none). Raises ValueError for what is neither a text nor a list of messages, and where
+    the messages bring a system turn of their own."""
+    turns = ({"role": "user", "content": question},) if isinstance(question, str) else question
+    if not _are_messages(turns):
+        raise ValueError(
+            f"its prompt is {question!r:.80}: a prompt is a text, or a list of messages such as {{'role': 'user', "
+            "'content': '...'}, the last of which has a text"
+        )
+    turns = tuple(turns)
     if not system_prompt:
         return turns
     if turns and turns[0].get("role") == "system":
         raise ValueError("the prompt has a system turn of its own: leave task.system_prompt unset for this data")
     return ({"role": "system", "content": system_prompt}, *turns)
+
+
+def _are_messages(turns: Any) -> bool:
+    """Whether these are messages, each with a role, the last with a text."""
+    if not isinstance(turns, list | tuple) or not turns:
+        return False
+    return all(isinstance(t, Mapping) and isinstance(t.get("role"), str) for t in turns) and isinstance(
+        turns[-1].get("content"), str
+    )
 
 
 def prompt_order(seed: int, epoch: int, size: int) -> list[int]:

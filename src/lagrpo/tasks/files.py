@@ -87,14 +87,19 @@ def hub_rows(name: str, split: str | None) -> Any:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file. Raises ValueError, with file and line, for a line that is none."""
+    """The objects of a JSON-lines file. Only a newline ends a line: JSON strings may hold the others, such as U+2028.
+    Raises ValueError, with file and line, for a line that is no object."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: this is not UTF-8 ({error})") from error
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: this is not JSON ({error})") from error
         if not isinstance(row, dict):
             raise ValueError(f"{path}, line {number}: this is a {type(row).__name__}, not an object with columns")

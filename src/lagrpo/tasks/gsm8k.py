@@ -21,6 +21,7 @@ from lagrpo.tasks.reading import (
     Numeral,
     agree,
     first_numeral,
+    joined,
     last_box,
     last_numeral,
     numerals,
@@ -66,7 +67,8 @@ def judge(text: str, gold: Any) -> float:
     what rounds to it, in the answer as in `gold`: 0.888889 and 0.8889, but not 0.889, are 0.8888888889 and 8/9.
 
     `gold` is a number, or a text that holds exactly one (of which only what follows the last "####" is looked at, if
-    it has one), or a ratio "3:4". A ratio counts where the number would, as "3:4" or "3 to 4", with these very terms.
+    it has one), or a ratio "3:4". A ratio counts where the number would, as "3:4" or "3 to 4", with these very terms;
+    one with a minus sign, or in a list or an expression ("2 * 3:4"), is none. Of a float the first 15 digits count.
     Unjudgeable is raised for any other gold, number words and ratios of three among them (the reward "exact" compares
     words).
     """
@@ -91,15 +93,22 @@ def _find(text: str, fractions: bool) -> Numeral | None:
 
 
 def _find_ratio(text: str) -> tuple[int, int] | None:
-    """The ratio that counts in an answer: the first numeral of the part that counts is its first term (and no other
-    ratio is there), or the last one its last term."""
+    """The ratio that counts in an answer: its first term is the first numeral of the part that counts, and no other
+    ratio is there, or its second term is the last. None where a term has a minus sign, or is joined to a further
+    numeral."""
     part, first = _counting(text)
     found, ratios = numerals(part), list(_RATIO.finditer(part))
-    if not ratios:
+    if not ratios or (first and len(ratios) > 1):
         return None
-    which = ratios[0 if first else -1]
-    beside = found[0].start != which.start(1) or len(ratios) > 1 if first else found[-1].end != which.end(2)
-    return None if beside else (int(which[1]), int(which[2]))
+    terms = ratios[-1]
+    at = next(n for n, numeral in enumerate(found) if numeral.start == terms.start(1))
+    if at != (0 if first else len(found) - 2):
+        return None
+    beside = [*([(at - 1, at)] if at else []), *([(at + 1, at + 2)] if at + 2 < len(found) else [])]
+    if any(joined(part, found[left], found[right]) for left, right in beside):
+        return None
+    signed = any(numeral.value is None or numeral.value < 0 for numeral in found[at : at + 2])
+    return None if signed else (int(terms[1]), int(terms[2]))
 
 
 def _counting(text: str) -> tuple[str, bool]:
@@ -125,10 +134,11 @@ def read_gold(gold: Any) -> Fraction:
 
 def _read_gold(gold: Any) -> Numeral:
     if isinstance(gold, int | float) and not isinstance(gold, bool) and math.isfinite(gold):
-        exact = str(gold)
-        written = f"{gold:.15g}" if isinstance(gold, float) else exact  # a 16th digit of a float may be off
-        (number,) = numerals(format(abs(Decimal(written)), "f"))
-        return replace(number, value=Fraction(exact))
+        if gold == int(gold):
+            return Numeral(Fraction(int(gold)), 0, 0)
+        written = Decimal(f"{gold:.15g}")  # a 16th digit may be off: 0.1 + 0.2 is 0.3
+        (number,) = numerals(format(abs(written), "f"))
+        return replace(number, value=Fraction(written), places=number.places or max(0, 14 - written.adjusted()))
     if isinstance(gold, str):
         text = plain(gold.rpartition("####")[2])
         found = with_fractions(text, numerals(text))

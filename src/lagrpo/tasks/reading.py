@@ -136,7 +136,7 @@ def last_number(text: str, found: list[Numeral]) -> Fraction | None:
 
 def last_numeral(text: str, found: list[Numeral]) -> Numeral | None:
     """The numeral of `last_number`."""
-    if not found or (len(found) > 1 and _joined(text, found[-2], found[-1])):
+    if not found or (len(found) > 1 and joined(text, found[-2], found[-1])):
         return None
     return found[-1]
 
@@ -157,7 +157,7 @@ def first_numeral(text: str, found: list[Numeral]) -> Numeral | None:
     at, in_expression = 0, False
     while at + 1 < len(found):
         between = _between(text, found[at], found[at + 1])
-        if _joined(text, found[at], found[at + 1]):
+        if joined(text, found[at], found[at + 1]):
             if not _OPERATOR.search(between):
                 return None
             in_expression = True
@@ -183,7 +183,8 @@ def agree(one: Numeral | None, other: Numeral | None) -> bool:
     return gap == 0 or any(n.places and 2 * gap * 10**n.places <= 1 for n in (one, other))
 
 
-def _joined(text: str, left: Numeral, right: Numeral) -> bool:
+def joined(text: str, left: Numeral, right: Numeral) -> bool:
+    """Whether two numerals, one after the other, are of one list or expression (see the head of this file)."""
     between = _between(text, left, right)
     if _UNIT_OPERATOR.fullmatch(between):
         return True
