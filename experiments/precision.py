@@ -26,7 +26,7 @@ from typing import Any
 
 from precision_report import figure, table, write_table
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 UPDATES = {"5e-6": 24, "2e-5": 16, "1e-6": 60}  # by learning rate, in the order in which they are trained
 MODES: dict[str, dict[str, str]] = {
     "plain": {"model.dtype": "bfloat16", "optimizer.masters": "plain"},
@@ -65,7 +65,7 @@ def write(path: Path, figures: dict[str, Any]) -> None:
     """Under a temporary name, then renamed: a file that is there is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(figures, indent=1) + "\n")
+    temporary.write_text(without_paths(json.dumps(figures, indent=1)) + "\n")
     os.replace(temporary, path)
 
 
@@ -110,6 +110,15 @@ def train(cell: Cell, results: Path, threads: int) -> None:
         **{name: [line[key] for line in lines] for name, key in kept.items()},
         "command": words[1:], "environment": json.loads((run / "environment.json").read_text()),
     })  # fmt: skip
+
+
+def without_paths(text: str) -> str:
+    """Paths inside this repository relative to its root, so that a cell does not name places of one machine.
+
+    >>> without_paths(f'["{HERE}/demo.toml", "--run.seed"]')
+    '["experiments/demo.toml", "--run.seed"]'
+    """
+    return text.replace(f"{HERE.parent}/", "").replace(str(HERE.parent), ".")
 
 
 def train_missing(chosen: Sequence[Cell], results: Path, threads: int) -> None:
