@@ -4,8 +4,14 @@ from collections.abc import Iterator
 
 import jaxtyping
 import pytest
+from running import note_processes
 
 jaxtyping.install_import_hook("lagrpo.core", "beartype.beartype")
+
+
+@pytest.fixture(autouse=True)
+def processes_of_other_tests_are_known() -> None:
+    note_processes()
 
 
 @pytest.fixture

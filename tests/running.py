@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,20 @@ def without_timings(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(TIMINGS)} for line in metrics]
 
 
+_known: set[BaseProcess] = set()
+
+
+def note_processes() -> None:
+    """From now on `children` leaves out the processes that are there now: policies of earlier tests may hold some."""
+    _known.clear()
+    _known.update(multiprocessing.active_children())
+
+
+def children() -> set[BaseProcess]:
+    """Processes that this test started and that are still there."""
+    return set(multiprocessing.active_children()) - _known
+
+
 def leftovers(root: Path) -> list[str]:
-    """Temporary files, and processes that this one started and that are still there."""
-    return [str(path) for path in root.rglob("*.tmp")] + [str(p) for p in multiprocessing.active_children()]
+    """Temporary files, and processes that this test started and that are still there."""
+    return [str(path) for path in root.rglob("*.tmp")] + [str(p) for p in children()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import platform
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import tiny_settings
+from running import children, tiny_settings
 from tiny import save_tiny
 from transformers.utils import logging
 
@@ -151,10 +150,9 @@ def test_judges_end_with_a_run_that_cannot_be_written(settings, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Run, "create", full)
-    before = set(multiprocessing.active_children())
     with pytest.raises(OSError, match="No space left"):
         train(settings())
-    assert set(multiprocessing.active_children()) == before
+    assert not children()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -169,6 +167,6 @@ def test_a_signal_while_a_process_starts_waits_until_it_is_known(monkeypatch, si
     templates = Templates()
     with interruptible(), pytest.raises(Interrupted):
         templates.start()
-    (process,) = (child for child in multiprocessing.active_children() if isinstance(child, ProcessWithoutMain))
+    (process,) = (child for child in children() if isinstance(child, ProcessWithoutMain))
     templates.close()
     assert process.exitcode is not None

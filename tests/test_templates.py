@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 
 import pytest
-from running import tiny_settings
+from running import children, tiny_settings
 from tiny import CHAT, save_tiny, tiny_policy, tiny_tokenizer
 
 from lagrpo.config import SettingsError
@@ -91,7 +90,6 @@ def test_a_template_that_does_harm_is_one_line_and_the_next_one_is_rendered(temp
 def test_a_template_that_loops_on_one_prompt_only_is_refused_before_the_run_is_made(
     model, tmp_path, monkeypatch, capfd
 ):
-    before = set(multiprocessing.active_children())
     monkeypatch.setattr("lagrpo.policy.templates.DEADLINE", 1.0)
     looping = (
         "{% if messages[0].content == 'xxx?' %}{% set n = messages | length + 8 %}{{ 7 ** (7 ** n) }}{% endif %}" + CHAT
@@ -102,29 +100,26 @@ def test_a_template_that_loops_on_one_prompt_only_is_refused_before_the_run_is_m
         train(settings)
     assert not (tmp_path / "runs").exists()
     assert capfd.readouterr() == ("", "")
-    assert set(multiprocessing.active_children()) == before
+    assert not children()
 
 
 def test_no_process_is_left_by_a_model_that_is_refused(model, tmp_path):
-    before = set(multiprocessing.active_children())
     with pytest.raises(SettingsError, match="longest position"):
         train(tiny_settings(model, tmp_path / "runs", sampling={"max_tokens": 1000}))
-    assert set(multiprocessing.active_children()) == before
+    assert not children()
 
 
 def test_a_run_leaves_no_process(model, tmp_path):
-    before = set(multiprocessing.active_children())
     train(tiny_settings(model, tmp_path / "runs", schedule={"batches": 1}))
-    assert set(multiprocessing.active_children()) == before
+    assert not children()
 
 
 def test_a_template_that_is_forgotten_takes_its_process_along():
-    before = set(multiprocessing.active_children())
     templates = Templates()
     assert templates.render(CHAT, tiny_tokenizer().special_tokens_map, ASK).startswith("user: 2")
-    assert len(set(multiprocessing.active_children()) - before) == 1
+    assert len(children()) == 1
     del templates
-    assert set(multiprocessing.active_children()) == before
+    assert not children()
 
 
 def test_a_token_outside_the_models_vocabulary_is_refused():
