@@ -117,15 +117,14 @@ def iterative_grpo(a: Algorithm) -> None:
                 learner.score_reference(rows)
                 version = policy.version
             with clock("scoring"):
-                rest = scored_rest(a, batch, rows) if a.score_lag else []
+                scored = [*rows, *scored_rest(a, batch, rows)] if a.score_lag else rows
             with clock("learning"):
                 updates = [learner.step(rows, batch.in_objective) for _ in range(a.i)]  # 14-15   Eq. 7 or 8
             with clock("scoring"):
-                after_T = learner.score([*rows, *rest]) if a.score_update else None
-            rows = [*rows, *rest]
-            spent.append(value if (value := a.spends(batch, rows)) is not None else spent[-1])
+                after_T = learner.score(scored) if a.score_update else None
+            spent.append(value if (value := a.spends(batch, scored)) is not None else spent[-1])
             figures = delivery, a.sampler.read()
-            a.listener.batch(Used(s, b, version, alpha, reason, *figures, batch, rows, updates, after_T, clock))
+            a.listener.batch(Used(s, b, version, alpha, reason, *figures, batch, scored, updates, after_T, clock))
         learner.end_stage(a.reset_optimizer)  # 16   π_ref <- π_θ
 
 
