@@ -22,18 +22,18 @@ from ours import learning_flops, matrix_product
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 from work import SEED, common_options
 
-from lagrpo import kernels
-from lagrpo.addressed import uniforms
-from lagrpo.build import advantage_of
-from lagrpo.embedded import resolve_model
-from lagrpo.policy import attention
+from lagrpo.backends import attention
+from lagrpo.backends.cpu import kernels
+from lagrpo.objective.recipes import resolve
 from lagrpo.policy.batch import assemble, micro_batches
+from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.learner import Learner, Optimisation
 from lagrpo.policy.model import Policy, load_policy
 from lagrpo.policy.replica import replica
-from lagrpo.recipes import resolve
+from lagrpo.rng import uniforms
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.local import LocalSampler
+from lagrpo.training.build import advantage_of
 from lagrpo.types import Group, Outcome, Prompt
 
 QWEN = Qwen2Config(

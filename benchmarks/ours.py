@@ -1,4 +1,4 @@
-"""Our side of a comparison: the real loop (`lagrpo.training`), one batch per request.
+"""Our side of a comparison: the real loop (`lagrpo.training.run`), one batch per request.
 
     python benchmarks/ours.py REQUEST.json
 
@@ -20,14 +20,14 @@ import torch
 from wire import Gate, Wire, imported
 from work import SEED, read_prompts
 
-from lagrpo.build import Parts
-from lagrpo.checks import check_settings
-from lagrpo.loop import Used
-from lagrpo.parsing import load_settings
 from lagrpo.policy.batch import MicroBatch, is_flat
 from lagrpo.policy.model import Policy
+from lagrpo.settings.toml import load_settings
 from lagrpo.tasks import RowTask, prompt_order
-from lagrpo.training import Training
+from lagrpo.training.build import Parts
+from lagrpo.training.checks import check_settings
+from lagrpo.training.loop import Used
+from lagrpo.training.run import Training
 
 
 class Stepped(Training):

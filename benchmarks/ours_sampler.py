@@ -21,12 +21,12 @@ import torch
 from wire import Wire
 from work import SEED, read_prompts
 
-from lagrpo.build import build_policy
-from lagrpo.config import ModelSettings
 from lagrpo.policy.model import Packed, Policy
 from lagrpo.policy.replica import replica
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.local import LocalSampler
+from lagrpo.settings.schema import ModelSettings
+from lagrpo.training.build import build_policy
 from lagrpo.types import Prompt
 
 

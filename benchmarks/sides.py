@@ -11,7 +11,7 @@ from typing import Any
 from processes import HERE, Side, environment
 from work import HASHED, Work, ours, trl, write_prompts
 
-from lagrpo.embedded import resolve_model
+from lagrpo.policy.embedded import resolve_model
 
 Figures = list[dict[str, Any]]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from lagrpo.config import TaskSettings
-from lagrpo.embedded import resolve_model
+from lagrpo.policy.embedded import resolve_model
+from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task, prompt_order
 
 RESULTS = Path(__file__).parent / "results"

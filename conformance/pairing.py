@@ -16,7 +16,7 @@ from cases import MAX_LENGTH, Case, G
 from torch import Tensor
 
 from lagrpo.core import divergences
-from lagrpo.recipes import resolve
+from lagrpo.objective.recipes import resolve
 
 Side = Callable[[Case, Tensor], Any]
 

@@ -10,7 +10,7 @@ from cases import Case, G
 from pairing import NO_BETA, WIDE, Pairing, advantage, kl, loss
 from torch import Tensor
 
-from lagrpo.recipes import resolve
+from lagrpo.objective.recipes import resolve
 
 
 def dropped_by_trinity(case: Case) -> Tensor:

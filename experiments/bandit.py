@@ -1,14 +1,14 @@
-"""The tables of lagrpo.bandit, to three decimals: where each variant ends, and what tells the masks apart.
+"""The tables of theory.bandit, to three decimals: where each variant ends, and what tells the masks apart.
 
     python experiments/bandit.py [--steps 4000]
 
 Expect REINFORCE at .800 with and without syncs, GRPO at .713 without and 1.000 with, RED-Weight .1 at .940 without:
-tests/test_bandit.py has every number. `lagrpo figure bandit` draws the curves.
+tests/test_theory_bandit.py has every number. `python experiments/figures.py bandit` draws the curves.
 """
 
 import argparse
 
-from lagrpo.bandit import curves, masks_table, table
+from theory.bandit import curves, masks_table, table
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lagrpo.figures import style
+from theory import style
 
 BEGIN, END = "<!-- the table of experiments/precision.py -->", "<!-- its end -->"
 ORDER = {"2e-5": (5, 10, 16), "5e-6": (5, 20, 24), "1e-6": (20, 60, 60)}

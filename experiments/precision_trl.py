@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lagrpo.config import TaskSettings
-from lagrpo.embedded import resolve_model
+from lagrpo.policy.embedded import resolve_model
+from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task, prompt_order
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))

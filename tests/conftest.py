@@ -25,7 +25,7 @@ def unchecked() -> Iterator[None]:
 @pytest.fixture(params=["c", "torch"])
 def either_computation(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test runs twice: with lagrpo's kernels, and with PyTorch's operations in their place."""
-    from lagrpo import kernels
+    from lagrpo.backends.cpu import kernels
 
     kernels.select(request.param)
     yield request.param

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from lagrpo.arguments import SHORT, parse
-from lagrpo.config import EvalSettings, Settings, SettingsError
-from lagrpo.parsing import setting_names, validated
+from lagrpo.errors import SettingsError
+from lagrpo.settings.arguments import SHORT, parse
+from lagrpo.settings.schema import EvalSettings, Settings
+from lagrpo.settings.toml import setting_names, validated
 
 FLAGS = ("--dry-run", "--help")
 

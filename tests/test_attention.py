@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import SHAPES, tiny_model, tiny_policy
 
-from lagrpo.policy import layout as layout_module
-from lagrpo.policy.layout import PackedLayout
+from lagrpo.backends import layout as layout_module
+from lagrpo.backends.layout import PackedLayout
 from lagrpo.policy.model import Packed, Policy, check_context, prove_attention, refuse
 
 pytestmark = pytest.mark.usefixtures("either_computation")

@@ -6,8 +6,9 @@ import os
 
 import pytest
 
-from lagrpo.checks import check_evaluation, check_settings, refusing
-from lagrpo.config import EvalSettings, Settings, SettingsError
+from lagrpo.errors import SettingsError, refusing
+from lagrpo.settings.schema import EvalSettings, Settings
+from lagrpo.training.checks import check_evaluation, check_settings
 
 
 @pytest.fixture(autouse=True)

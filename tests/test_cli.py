@@ -17,11 +17,11 @@ from running import leftovers, options, tiny_settings
 from tiny import save_tiny
 
 from lagrpo.cli import COMMANDS, main
-from lagrpo.config import EvalSettings, Settings
-from lagrpo.parsing import load_settings, setting_names
-from lagrpo.recipes import PRESETS
+from lagrpo.objective.recipes import PRESETS
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import rollout_batches
+from lagrpo.settings.schema import EvalSettings, Settings
+from lagrpo.settings.toml import load_settings, setting_names
 
 HERE = Path(__file__).parent
 
@@ -305,7 +305,7 @@ def test_recipes():
 
 def test_a_signal_while_the_model_is_loaded(model, tmp_path, monkeypatch):
     """Nothing has been made yet, and nothing is left."""
-    monkeypatch.setattr("lagrpo.build.load_policy", lambda *rest: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("lagrpo.training.build.load_policy", lambda *rest: signal.raise_signal(signal.SIGTERM))
     code, out, err = lagrpo("train", *options(tiny_settings(model, tmp_path / "runs")))
     assert (code, out, err) == (143, "", "\nlagrpo: interrupted\n")
     assert not (tmp_path / "runs").exists()

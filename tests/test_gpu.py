@@ -9,9 +9,9 @@ from test_sampling import log_ratio, requests_for, sampled
 from tiny import save_tiny, tiny_policy
 
 import lagrpo
-from lagrpo import kernels
-from lagrpo.policy import flex
-from lagrpo.policy.layout import PackedLayout
+from lagrpo.backends import flex
+from lagrpo.backends.cpu import kernels
+from lagrpo.backends.layout import PackedLayout
 from lagrpo.policy.model import Packed
 from lagrpo.sampling.local import LocalSampler
 

@@ -14,7 +14,7 @@ from test_sampling import log_ratio, requests_for
 from tiny import SHAPES, save_tiny, tiny_policy
 
 import lagrpo
-from lagrpo import kernels
+from lagrpo.backends.cpu import kernels
 from lagrpo.policy.learner import Learner
 from lagrpo.sampling import decode
 from lagrpo.sampling.decode import DecodeState

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lagrpo import hardware
-from lagrpo.config import SettingsError
-from lagrpo.hardware import pick_device, pick_dtype
-from lagrpo.kernels import build
+from lagrpo.backends import hardware
+from lagrpo.backends.cpu.kernels import build
+from lagrpo.backends.hardware import pick_device, pick_dtype
+from lagrpo.errors import SettingsError
 
 CPU = torch.device("cpu")
 BF16 = frozenset({"avx512f", "avx512_bf16"})

@@ -12,85 +12,30 @@ import pytest
 
 SOURCES = Path(__file__).parent.parent / "src" / "lagrpo"
 
-# What each part may import of ours: `parts` of the package, by the first name below lagrpo.
-PLAIN = {"addressed", "text", "interrupts", "spawning"}  # small helpers of numpy and the standard library alone
+# What each room of the package may import of ours: the first names below lagrpo.
+SMALL = {"cache", "errors", "interrupts", "rng", "types"}  # a page each, of numpy and the standard library
+LEAVES = {*SMALL, "core", "threads"}
 ALLOWED: dict[str, set[str]] = {
-    "addressed": set(),
-    "text": set(),
-    "spawning": {"interrupts"},
-    "interrupts": set(),
-    "memory": set(),
-    "process": {"kernels", "memory", "threads"},
-    "threads": set(),
-    "embedded": set(),
-    "kernels": {"embedded"},  # the cache directory
-    "core": set(),
-    "types": {"core"},
-    "compose": {"core"},
-    "recipes": {"core", "compose"},
-    "bandit": {"core", "compose", "recipes"},
-    "policy": {"core", "kernels", "threads", "types"} | PLAIN,
-    "sampling": {"core", "kernels", "threads", "types", "policy"}
-    | PLAIN,  # the local sampler runs the policy's own operations
-    "tasks": {"core", "types"} | PLAIN,
-    "verify": {"core", "threads", "types", "tasks"} | PLAIN,  # tasks say what an answer that cannot be judged is
-    "runs": {"threads", "types"} | PLAIN,
-    "figures": {"core", "runs", "bandit"} | PLAIN,
-    "columns": PLAIN,
-    "display": {"columns"} | PLAIN,
-    "config": set(),
-    "hardware": {"config", "kernels"},
-    "parsing": {"config"},
-    "arguments": {"config"},
-    "checks": {"compose", "config", "embedded", "recipes", "runs", "tasks"},
-    "show_recipes": {"checks", "compose", "recipes"},
-    "live": {"core", "types", "policy"},
-    "metrics": {"core", "types", "policy"},
-    "prompts": {"types", "config", "policy", "sampling", "tasks"},
-    "recorded": {"types", "policy", "runs", "tasks"},
-    "serve": {"checks", "config", "embedded", "sampling"} | PLAIN,
-    "servers": {"checks", "config", "embedded", "hardware", "policy", "sampling"},
-    "build": {
-        "checks",
-        "compose",
-        "config",
-        "embedded",
-        "hardware",
-        "kernels",
-        "memory",
-        "policy",
-        "prompts",
-        "recipes",
-        "recorded",
-        "sampling",
-    }
-    | {"servers", "tasks", "threads", "types"}
-    | PLAIN,
-    "meaning": {
-        "build",
-        "checks",
-        "compose",
-        "config",
-        "embedded",
-        "hardware",
-        "live",
-        "policy",
-        "recipes",
-        "sampling",
-        "servers",
-    }
-    | PLAIN,
+    **{leaf: set() for leaf in LEAVES},
+    "workers": {"interrupts"},
+    "objective": {"core"},
+    "tasks": {*SMALL},
+    "verify": {*SMALL, "tasks", "threads", "workers"},  # tasks say what an answer that cannot be judged is
+    "runs": {*SMALL, "threads"},
+    "backends": {*LEAVES},
+    "policy": {*LEAVES, "backends", "workers"},
+    "settings": {*SMALL, "objective"},
+    "data": {*LEAVES, "policy", "runs", "sampling", "tasks"},
+    "sampling": {*LEAVES, "backends", "policy", "settings", "workers"},
+    "terminal": {*SMALL, "objective", "runs", "tasks"},
+    # What replays a run imports none of what made it: neither policy, sampling, backends nor the loop.
+    "replay": {*SMALL, "core", "objective", "policy", "runs", "settings", "tasks", "verify"},
 }
-# What replays a run imports none of what made it: neither policy, sampling, kernels nor the loop.
-ALLOWED["replay"] = {"compose", "config", "core", "embedded", "parsing", "recipes", "runs", "tasks", "types", "verify"}
-ALLOWED["replay"] |= PLAIN
-BELOW_THE_LOOP = set(ALLOWED)
+BELOW = set(ALLOWED)
 ALLOWED |= {
-    "loop": BELOW_THE_LOOP,
-    "evaluate": BELOW_THE_LOOP,
-    "training": BELOW_THE_LOOP | {"loop", "evaluate"},
-    "cli": BELOW_THE_LOOP | {"loop", "evaluate", "training"},
-    "__init__": BELOW_THE_LOOP | {"loop", "evaluate", "training"},
+    "training": BELOW - {"replay"},
+    "cli": BELOW | {"training"},
+    "__init__": {"threads", "training"},
     "__main__": {"cli"},
 }
 CORE_MAY_USE = {"torch", "jaxtyping"} | set(sys.stdlib_module_names)
@@ -146,13 +91,13 @@ def test_the_allowed_directions_have_no_circle():
         ("core", "from lagrpo.types import Group", (), ["lagrpo.types"]),
         ("core", "from ..types import Group", ("lagrpo", "core"), ["lagrpo.types"]),
         ("core", "from . import shapes\nfrom .shapes import x", ("lagrpo", "core"), []),
-        ("policy", "from lagrpo import config", (), ["lagrpo.config"]),
+        ("policy", "from lagrpo import settings", (), ["lagrpo.settings"]),
         ("policy", "from lagrpo import train", (), ["lagrpo.train"]),
         ("policy", "import lagrpo", (), ["lagrpo"]),
         ("tasks", "if True:\n    import lagrpo.verify.pool as pool", (), ["lagrpo.verify.pool"]),
-        ("runs", "from lagrpo.loop import train", (), ["lagrpo.loop"]),
+        ("runs", "from lagrpo.training.loop import train", (), ["lagrpo.training.loop"]),
         ("sampling", "from lagrpo.policy.model import Policy\nimport transformers", (), []),
-        ("loop", "from lagrpo.cli import main", (), ["lagrpo.cli"]),
+        ("training", "from lagrpo.cli import main", (), ["lagrpo.cli"]),
     ],
 )
 def test_the_check_finds_what_it_should(part, source, package, found):
@@ -191,7 +136,16 @@ def test_the_package_itself_loads_what_must_come_before_pytorch_and_nothing_else
 
 
 @pytest.mark.parametrize(
-    "module", ["config", "recipes", "tasks", "display", "embedded", "figures", "sampling.schedule", "threads.cores"]
+    "module",
+    [
+        "settings.schema",
+        "objective.recipes",
+        "tasks",
+        "terminal.display",
+        "policy.embedded",
+        "sampling.schedule",
+        "threads.cores",
+    ],
 )
 def test_settings_and_display_load_nothing_heavy(module):
     assert loaded(f"import lagrpo.{module}") & HEAVY == set()
@@ -215,7 +169,7 @@ except SystemExit as end:
 
 def test_runs_write_metrics_without_pyarrow_or_matplotlib():
     assert (
-        loaded("import lagrpo.runs.directory, lagrpo.runs.reading, lagrpo.runs.show, lagrpo.runs.plots")
+        loaded("import lagrpo.runs.directory, lagrpo.runs.reading, lagrpo.terminal.show, lagrpo.runs.plots")
         & (HEAVY - {"torch"})
         == set()
     )

@@ -12,12 +12,12 @@ import torch
 from tiny import tiny_policy
 from torch import Tensor
 
-from lagrpo import kernels
-from lagrpo.kernels import build
-from lagrpo.policy import logprobs
-from lagrpo.policy.fused import rotary
-from lagrpo.policy.layout import PackedLayout
-from lagrpo.policy.logprobs import token_logp
+from lagrpo.backends import logprobs
+from lagrpo.backends.cpu import kernels
+from lagrpo.backends.cpu.fused import rotary
+from lagrpo.backends.cpu.kernels import build
+from lagrpo.backends.layout import PackedLayout
+from lagrpo.backends.logprobs import token_logp
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import Replica, replica
 from lagrpo.sampling.decode import DecodeState

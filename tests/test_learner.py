@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from test_sampling import request, requests_for
 from tiny import tiny_policy
 
-from lagrpo.build import advantage_of
+from lagrpo.objective.recipes import resolve
 from lagrpo.policy.batch import assemble, balanced, micro_batches
 from lagrpo.policy.learner import Learner, Optimisation
 from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import replica
-from lagrpo.recipes import resolve
 from lagrpo.sampling.local import LocalSampler
+from lagrpo.training.build import advantage_of
 from lagrpo.types import Group, Outcome
 
 pytestmark = pytest.mark.usefixtures("either_computation")

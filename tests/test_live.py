@@ -10,9 +10,9 @@ import torch
 from torch import tensor
 
 from lagrpo.core.divergences import prefers_bounded, tv_terms
-from lagrpo.live import KEYS, certified, divergence_figures, lag_figures, sequence_kl, sequence_log_ratio
+from lagrpo.objective.recipes import resolve
 from lagrpo.policy.batch import assemble, left_out, micro_batches
-from lagrpo.recipes import resolve
+from lagrpo.training.lag import KEYS, certified, divergence_figures, lag_figures, sequence_kl, sequence_log_ratio
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 

@@ -10,15 +10,15 @@ import pytest
 from running import tiny_settings
 from tiny import save_tiny
 
-from lagrpo.build import Parts
-from lagrpo.checks import check_settings
-from lagrpo.loop import Algorithm, Used, iterative_grpo
-from lagrpo.parsing import load_settings
 from lagrpo.policy.learner import Learner
-from lagrpo.sampling.draws import VersionError
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.proof import DeliveryError
-from lagrpo.training import Training
+from lagrpo.sampling.parity import DeliveryError
+from lagrpo.sampling.prefetch import VersionError
+from lagrpo.settings.toml import load_settings
+from lagrpo.training.build import Parts
+from lagrpo.training.checks import check_settings
+from lagrpo.training.loop import Algorithm, Used, iterative_grpo
+from lagrpo.training.run import Training
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import torch
 from tiny import tiny_policy
 from torch import nn
 
-from lagrpo.addressed import generator, signed16
 from lagrpo.policy.learner import Learner, Optimisation
 from lagrpo.policy.masters import CHUNK, Delivered, Masters, differing, dither_
+from lagrpo.rng import generator, signed16
 
 ALL = torch.arange(-(2**15), 2**15).to(torch.int16)  # every pattern of 16 bits
 DRAWS = np.arange(-(2**15), 2**15)

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from tiny import save_tiny
 
-from lagrpo import evaluate, meaning
-from lagrpo.checks import check_settings
-from lagrpo.config import Settings, SettingsError
-from lagrpo.meaning import activation_bytes, expected_memory
+from lagrpo.errors import SettingsError
+from lagrpo.settings.schema import Settings
+from lagrpo.training.checks import check_settings
+from lagrpo.training.explain import activation_bytes, expected_memory
+from lagrpo.training.run import evaluate
+from lagrpo.training.run import explain as meaning
 
 
 class Shape:

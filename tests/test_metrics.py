@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lagrpo.metrics import Clock, batch_metrics
 from lagrpo.policy.batch import Batch
+from lagrpo.training.metrics import Clock, batch_metrics
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "run-directory.md"
@@ -99,7 +99,7 @@ def test_every_line_of_every_run_has_the_same_keys_and_holds_numbers(tmp_path, r
     from tiny import save_tiny
 
     from lagrpo.runs import load_metrics
-    from lagrpo.training import train
+    from lagrpo.training.run import train
 
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(f'{{"prompt": "a", "completion": "b{n}", "reward": {n}}}\n' for n in (0, 1)))

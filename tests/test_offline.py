@@ -10,9 +10,9 @@ import pytest
 from tiny import save_tiny
 
 import lagrpo
-from lagrpo.config import SettingsError
-from lagrpo.parsing import load_settings
+from lagrpo.errors import SettingsError
 from lagrpo.runs import load_events, load_metrics, load_rollouts
+from lagrpo.settings.toml import load_settings
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +248,7 @@ def test_certified_delivers_at_the_latest_where_nothing_is_certified_and_says_so
 
 def test_certified_delivers_on_a_certificate(tmp_path, model, monkeypatch):
     bounds = iter([-1.0, 0.01, -0.01, -0.2, 0.3])
-    monkeypatch.setattr("lagrpo.training.certified", lambda *rest: next(bounds))
+    monkeypatch.setattr("lagrpo.training.run.certified", lambda *rest: next(bounds))
     run = trained(tmp_path, model, schedule={"kind": "certified", "v": 9, "batches": 5})
     assert reasons_of(run) == {1: "start", 3: "certified"}
     with pytest.raises(SettingsError, match=r"resample.*certifies nothing"):

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lagrpo.config import EvalSettings, Settings, SettingsError
-from lagrpo.parsing import load_settings, setting_names, to_toml, validated
+from lagrpo.errors import SettingsError
+from lagrpo.settings.schema import EvalSettings, Settings
+from lagrpo.settings.toml import load_settings, setting_names, to_toml, validated
 
 DEFAULTS = Settings()
 

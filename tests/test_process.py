@@ -17,15 +17,16 @@ from running import children, tiny_settings
 from tiny import save_tiny
 from transformers.utils import logging
 
-from lagrpo import kernels
-from lagrpo.build import loading, without_progress_bars
-from lagrpo.config import EvalSettings, ModelSettings, SettingsError
-from lagrpo.evaluate import evaluate_model
+from lagrpo.backends.cpu import kernels
+from lagrpo.errors import SettingsError
 from lagrpo.interrupts import Interrupted, interruptible
 from lagrpo.policy.templates import Templates
 from lagrpo.runs import Run
-from lagrpo.spawning import ProcessWithoutMain
-from lagrpo.training import train
+from lagrpo.settings.schema import EvalSettings, ModelSettings
+from lagrpo.training.build import loading, without_progress_bars
+from lagrpo.training.evaluate import evaluate_model
+from lagrpo.training.run import train
+from lagrpo.workers import ProcessWithoutMain
 
 HERE = Path(__file__).parent
 
@@ -92,7 +93,8 @@ def test_tokenizers_start_threads_again(settings, monkeypatch):
 
 FAULTS = """
 import resource, torch
-from lagrpo import memory, process
+from lagrpo.backends import memory
+from lagrpo.backends import process
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def count(blocks):  # of 16 MiB, freed together
     for _ in range(10):

@@ -12,8 +12,8 @@ import torch
 from tiny import tiny_policy
 from torch import Tensor, nn
 
-from lagrpo import kernels
-from lagrpo.kernels import build
+from lagrpo.backends.cpu import kernels
+from lagrpo.backends.cpu.kernels import build
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import Replica, replica
 
@@ -65,8 +65,8 @@ def test_an_odd_number_of_inputs_is_refused():
 
 COMPARED = """
 import torch
-from lagrpo import kernels
-from lagrpo.policy.layout import PackedLayout
+from lagrpo.backends.cpu import kernels
+from lagrpo.backends.layout import PackedLayout
 kernels.select("c")
 assert kernels.products_are_right()
 x, w = (torch.randn(n, 576, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (200, 77))
@@ -116,7 +116,7 @@ def test_at_every_level_of_instructions_products_are_right_and_independent_of_th
 DECODED = """
 import torch
 from tiny import tiny_policy
-from lagrpo import kernels
+from lagrpo.backends.cpu import kernels
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import replica
 from lagrpo.sampling.base import Request

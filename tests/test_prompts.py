@@ -9,14 +9,14 @@ import pytest
 from running import tiny_settings
 from tiny import save_tiny, tiny_policy
 
-from lagrpo.config import SettingsError
+from lagrpo.data.prompts import PromptSource
+from lagrpo.errors import SettingsError
 from lagrpo.policy.model import Policy
-from lagrpo.prompts import PromptSource
 from lagrpo.runs import load_rollouts
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.proof import PROBE_PROMPTS
+from lagrpo.sampling.parity import PROBE_PROMPTS
 from lagrpo.tasks import RowTask
-from lagrpo.training import train
+from lagrpo.training.run import train
 
 
 def source(prompts: int, N: int) -> PromptSource:

@@ -8,7 +8,7 @@ from torch import tensor
 from torch.testing import assert_close
 
 from lagrpo.core import pieces
-from lagrpo.recipes import PRESETS, Composition, resolve
+from lagrpo.objective.recipes import PRESETS, Composition, resolve
 
 REWARDS_G, UNIFORM_G = tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4)
 
@@ -193,7 +193,7 @@ def test_the_settings_name_every_piece():
 
 
 def test_listing_the_recipes_loads_no_torch():
-    code = "import sys, lagrpo.recipes as r; assert r.PRESETS; sys.exit('torch' in sys.modules)"
+    code = "import sys, lagrpo.objective.recipes as r; assert r.PRESETS; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

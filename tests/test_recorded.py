@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import tiny_policy
 
-from lagrpo.recorded import Recorded, RecordedError
+from lagrpo.data.offline import Recorded, RecordedError
 from lagrpo.runs.rollouts import rollout_rows, write_rollouts
 from lagrpo.types import Completion, Group, Outcome, Prompt
 

@@ -34,7 +34,7 @@ from lagrpo.runs.reading import (
     rollout_batches,
 )
 from lagrpo.runs.rollouts import rollout_rows, rollout_schema
-from lagrpo.runs.show import show
+from lagrpo.terminal.show import show
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 SETTINGS = {"task": {"name": "arithmetic"}, "objective": {"recipe": "grpo"}, "schedule": {"v": 10, "i": 1}}

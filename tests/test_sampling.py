@@ -9,15 +9,15 @@ import pytest
 import torch
 from tiny import SHAPES, tiny_policy
 
-from lagrpo import kernels
-from lagrpo.addressed import uniforms
+from lagrpo.backends.cpu import kernels
 from lagrpo.policy.model import Packed, Policy
 from lagrpo.policy.replica import replica
+from lagrpo.rng import uniforms
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.decode import pair_rows_with_groups
-from lagrpo.sampling.draws import Draws, VersionError
 from lagrpo.sampling.local import CDF_BLOCK, LocalSampler, draw
-from lagrpo.sampling.proof import DeliveryError, Proof
+from lagrpo.sampling.parity import DeliveryError, Proof
+from lagrpo.sampling.prefetch import Draws, VersionError
 from lagrpo.sampling.schedule import Schedule, budget, certified, every, lagged, lags
 from lagrpo.types import Group, Prompt
 

@@ -25,12 +25,13 @@ from running import options, tiny_settings
 from test_cli import lagrpo
 from vllm_servers import DEADLINES, PYTHON, tiny_directory
 
-from lagrpo import cli, serve
-from lagrpo.config import VllmSettings
+from lagrpo import cli
 from lagrpo.runs import load_metrics, load_rollouts
-from lagrpo.sampling.proof import TOLERANCE
+from lagrpo.sampling.parity import TOLERANCE
+from lagrpo.sampling.vllm import serving as serve
 from lagrpo.sampling.vllm.process import free_port
 from lagrpo.sampling.vllm.server import RefusedError, Server
+from lagrpo.settings.schema import VllmSettings
 
 HERE = Path(__file__).parent
 STAND_IN = """#!{python}

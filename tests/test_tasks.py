@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lagrpo.config import TaskSettings
+from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import JUDGES, RowTask, Task, chat, check_options, load_judge, load_task, prompt_order
 from lagrpo.tasks.custom import judge_exact
 from lagrpo.tasks.importing import load_function

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lagrpo.config import TaskSettings
+from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task
 from lagrpo.tasks.arithmetic import judge, spell, split
 

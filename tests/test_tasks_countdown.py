@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lagrpo.config import TaskSettings
+from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task
 from lagrpo.tasks.countdown import Problems, find_expression, judge
 

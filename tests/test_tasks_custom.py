@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lagrpo.config import TaskSettings
+from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task
 from lagrpo.tasks.custom import judge_exact
 from lagrpo.tasks.files import hold_out

@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import pytest
 
-from lagrpo.config import TaskSettings
+from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task
 from lagrpo.tasks.files import data_source
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lagrpo.config import TaskSettings
+from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import RowTask, load_task
 from lagrpo.tasks.gsm8k import find_number, judge, read_gold
 

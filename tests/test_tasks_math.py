@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lagrpo.config import TaskSettings
+from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import JUDGES, RowTask, load_task
 from lagrpo.tasks.importing import load_function
 from lagrpo.types import Completion, Group, Prompt

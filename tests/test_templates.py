@@ -8,9 +8,9 @@ import pytest
 from running import children, tiny_settings
 from tiny import CHAT, save_tiny, tiny_policy, tiny_tokenizer
 
-from lagrpo.config import SettingsError
+from lagrpo.errors import SettingsError
 from lagrpo.policy.templates import Templates
-from lagrpo.training import train
+from lagrpo.training.run import train
 from lagrpo.types import Prompt
 
 ASK = [{"role": "user", "content": "2 + 3?"}]

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lagrpo import text
+from lagrpo.terminal import text
 
 
 def test_the_examples_in_the_docstrings_hold():

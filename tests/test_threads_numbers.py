@@ -8,12 +8,12 @@ from running import tiny_settings, without_timings
 from test_learner import assembled, drawn, gradient, judged
 from tiny import save_tiny, tiny_policy
 
-from lagrpo import kernels
+from lagrpo.backends.cpu import kernels
+from lagrpo.objective.recipes import resolve
 from lagrpo.policy.batch import micro_batches
-from lagrpo.recipes import resolve
 from lagrpo.runs import load_metrics
 from lagrpo.threads import team
-from lagrpo.training import train
+from lagrpo.training.run import train
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lagrpo import kernels
+from lagrpo.backends.cpu import kernels
 from lagrpo.threads import cores, team
 from lagrpo.threads.readings import Reading
 

@@ -14,16 +14,17 @@ from sample_task import load
 from tiny import save_tiny
 
 import lagrpo
-from lagrpo.config import Settings, SettingsError, TaskSettings
-from lagrpo.parsing import load_settings, to_toml
+from lagrpo.errors import SettingsError
 from lagrpo.policy.learner import Learner
 from lagrpo.policy.model import Policy
 from lagrpo.runs import Run, load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import rollout_batches
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.proof import DeliveryError
+from lagrpo.sampling.parity import DeliveryError
 from lagrpo.sampling.schedule import Schedule, lags
-from lagrpo.training import READ_OF_TASK, Result, train
+from lagrpo.settings.schema import Settings, TaskSettings
+from lagrpo.settings.toml import load_settings, to_toml
+from lagrpo.training.run import READ_OF_TASK, Result, train
 from lagrpo.verify import VerifierError
 
 

@@ -21,14 +21,16 @@ from running import tiny_settings
 from test_sampling import requests_for
 from tiny import save_tiny, tiny_policy
 
-from lagrpo import servers, training
-from lagrpo.config import Settings, SettingsError
+from lagrpo.errors import SettingsError
 from lagrpo.policy.model import Packed
-from lagrpo.sampling.proof import DeliveryError, Proof, _not_stale
+from lagrpo.sampling.parity import DeliveryError, Proof, _not_stale
+from lagrpo.sampling.vllm import connecting as servers
 from lagrpo.sampling.vllm import wire
 from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler
 from lagrpo.sampling.vllm.server import Deadlines, Drawn, RefusedError, SamplerError, Server, UnreachableError
 from lagrpo.sampling.vllm.wire import CorruptError, Directories, DirectoryWire, IpcWire, NcclWire, Parcel
+from lagrpo.settings.schema import Settings
+from lagrpo.training.run import run as training
 
 SHORT = Deadlines(start=0.5, request=0.5, delivery=5.0, control=0.5)
 

@@ -11,12 +11,13 @@ from running import tiny_settings
 from test_sampling import requests_for
 from vllm_servers import PYTHON, kill, perturb, policy_of, sampler_over, start, tiny_directory
 
-from lagrpo import build, training
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.sampling.vllm.process import StartedServer
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import SamplerError, Server
 from lagrpo.sampling.vllm.wire import FILE
+from lagrpo.training.run import build
+from lagrpo.training.run import run as training
 
 pytestmark = pytest.mark.vllm
 

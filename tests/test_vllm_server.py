@@ -13,16 +13,17 @@ from running import tiny_settings
 from test_sampling import request, requests_for
 from vllm_servers import DEADLINES, perturb, policy_of, sampler_over, start, tiny_directory
 
-from lagrpo import config, training
-from lagrpo.config import SettingsError
+from lagrpo.errors import SettingsError
 from lagrpo.policy.model import Packed
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.proof import DeliveryError, Proof
+from lagrpo.sampling.parity import DeliveryError, Proof
 from lagrpo.sampling.vllm import wire
+from lagrpo.sampling.vllm.connecting import KEY
 from lagrpo.sampling.vllm.server import SamplerError, Server
 from lagrpo.sampling.vllm.wire import CorruptError
-from lagrpo.servers import KEY
+from lagrpo.settings import schema as config
+from lagrpo.training.run import run as training
 
 pytestmark = pytest.mark.vllm
 

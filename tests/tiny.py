@@ -39,7 +39,7 @@ def tiny_model(kind: str = "llama", seed: int = 0, spread: float = 0.6, **change
     """A random model of two layers with weights large enough that its distribution is far from uniform."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lagrpo.policy import attention
+    from lagrpo.backends import attention
 
     attention.register()
     sizes = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lagrpo.threads import waiting
 
 if TYPE_CHECKING:
-    from lagrpo.training import Result, train
+    from lagrpo.training.run import Result, train
 
 waiting.begin()  # before PyTorch is loaded, which loads OpenMP
 
@@ -23,4 +23,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'lagrpo' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module("lagrpo.training"), name)
+    return getattr(importlib.import_module("lagrpo.training.run"), name)

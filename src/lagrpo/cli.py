@@ -6,7 +6,6 @@
     lagrpo verify RUN [--rows N | --all]
     lagrpo serve MODEL [--port P] [--delivery directory|nccl|ipc] … [-- OPTIONS OF VLLM]
     lagrpo recipes [NAME]
-    lagrpo figure bernoulli|amplification|bandit [--output PATH]
 
 --task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --objective.recipe.
 `lagrpo COMMAND --help` lists what each takes. Exit codes: 0 done, 1 the run failed (verify: something differs), 2 wrong
@@ -25,9 +24,10 @@ from typing import Annotated, Any, Literal, NoReturn
 import tyro
 from pydantic import BaseModel
 
-from lagrpo.arguments import parse
-from lagrpo.config import EvalSettings, SamplingSettings, Settings, SettingsError, VllmSettings
-from lagrpo.parsing import load_settings, to_toml, validated
+from lagrpo.errors import SettingsError
+from lagrpo.settings.arguments import parse
+from lagrpo.settings.schema import EvalSettings, SamplingSettings, Settings, VllmSettings
+from lagrpo.settings.toml import load_settings, to_toml, validated
 
 SAMPLING, VLLM = SamplingSettings(), VllmSettings()
 
@@ -82,15 +82,15 @@ def train(words: list[str]) -> None:
     settings = load_settings(given.files[0] if given.files else None, given.overrides)
     if given.flags & HELP:
         return show_help(settings, "lagrpo train [SETTINGS.toml]", train)
-    from lagrpo.checks import check_settings
+    from lagrpo.training.checks import check_settings
 
     recipe = check_settings(settings)
     if "--dry-run" in given.flags:
-        from lagrpo.meaning import explained
+        from lagrpo.training.explain import explained
 
         return print(explained(settings, recipe, to_toml(settings)))
-    from lagrpo.training import FAILURES
-    from lagrpo.training import train as run
+    from lagrpo.training.run import FAILURES
+    from lagrpo.training.run import train as run
 
     try:
         stopped = run(settings).interrupted
@@ -109,11 +109,11 @@ def evaluate(words: list[str]) -> None:
         raise SettingsError("eval needs one model: lagrpo eval MODEL [--task NAME] …")
     given.overrides.setdefault("model", {})["path"] = given.files[0]
     settings = validated(EvalSettings, {}, given.overrides, "command line")
-    from lagrpo.checks import check_evaluation
+    from lagrpo.training.checks import check_evaluation
 
     check_evaluation(settings)
-    from lagrpo.evaluate import evaluate_model
-    from lagrpo.training import FAILURES
+    from lagrpo.training.evaluate import evaluate_model
+    from lagrpo.training.run import FAILURES
 
     try:
         evaluate_model(settings)
@@ -137,7 +137,7 @@ def show(
         prompt: Only completions of the prompt with this key.
         only: Which completions.
     """
-    from lagrpo.runs.show import show as show_run
+    from lagrpo.terminal.show import show as show_run
 
     show_run(run, batch=batch, count=count, prompt=prompt, only=only)
 
@@ -206,7 +206,7 @@ def serve(
         options: Further options of `vllm serve`: --options="--tensor-parallel-size 2", or behind --.
     """
     from lagrpo.sampling.vllm.server import SamplerError
-    from lagrpo.serve import serve as run
+    from lagrpo.sampling.vllm.serving import serve as run
 
     try:
         run(
@@ -236,29 +236,13 @@ def rest_as_options(words: list[str]) -> list[str]:
     return [*own, *(f"--options={shlex.quote(word)}" for word in words[len(own) + 1 :])]
 
 
-def figure(
-    name: tyro.conf.Positional[Literal["bernoulli", "amplification", "bandit"]], output: Path | None = None
-) -> None:
-    """Draw a figure of the theory; the ending of the path (png, svg, pdf) is its format.
-
-    Args:
-        name: Which one.
-        output: Where to; NAME.png here by default.
-    """
-    from lagrpo.checks import refusing
-    from lagrpo.figures import figure as draw
-
-    with refusing("--output"):
-        print(draw(name, output))
-
-
 def recipes(name: Annotated[str | None, tyro.conf.Positional] = None) -> None:
     """List the recipes, or explain one.
 
     Args:
         name: Recipe to explain.
     """
-    from lagrpo.show_recipes import show_recipe, show_recipes
+    from lagrpo.terminal.recipes import show_recipe, show_recipes
 
     show_recipe(name) if name else show_recipes()
 
@@ -284,6 +268,5 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "show": lambda words: tyro.cli(show, args=words, prog="lagrpo show"),
     "verify": lambda words: tyro.cli(verify, args=words, prog="lagrpo verify"),
     "serve": lambda words: tyro.cli(serve, args=rest_as_options(words), prog="lagrpo serve"),
-    "figure": lambda words: tyro.cli(figure, args=words, prog="lagrpo figure"),
     "recipes": lambda words: tyro.cli(recipes, args=words, prog="lagrpo recipes"),
 }

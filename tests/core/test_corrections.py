@@ -7,7 +7,7 @@ from torch import tensor
 from torch.testing import assert_close
 
 from lagrpo.core.corrections import corrected, masked, truncated
-from lagrpo.recipes import resolve
+from lagrpo.objective.recipes import resolve
 
 RATIO_T = tensor([0.1, 0.5, 1.0, 2.0, 2.1])
 

@@ -14,7 +14,7 @@ from lagrpo.core.divergences import k1, k2, k3
 from lagrpo.core.loss import Terms
 from lagrpo.core.objectives import f_eps
 from lagrpo.core.reinforce import opmd_kimi, opmd_pairwise
-from lagrpo.recipes import PRESETS, resolve
+from lagrpo.objective.recipes import PRESETS, resolve
 
 
 def double(*values: float) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, tensor
 from torch.testing import assert_close
 
 from lagrpo.core.loss import InfiniteGradientError, Terms
-from lagrpo.recipes import PRESETS, resolve
+from lagrpo.objective.recipes import PRESETS, resolve
 
 LOG_RATIOS = (-200.0, -100.0, -20.0, -0.1, 0.0, 0.1, 20.0, 80.0, 100.0, 200.0)
 LARGEST = torch.finfo(torch.float32).max

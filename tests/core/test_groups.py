@@ -9,7 +9,7 @@ from torch import Tensor, tensor
 from torch.testing import assert_close
 
 from lagrpo.core.dynamics import group_weight
-from lagrpo.recipes import resolve
+from lagrpo.objective.recipes import resolve
 
 THETA = tensor([0.3, -0.8, 0.9, 0.1], dtype=torch.float64)
 RIGHT = tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64)

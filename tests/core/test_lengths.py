@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, tensor
 
 from lagrpo.core.loss import Terms
-from lagrpo.recipes import PRESETS, resolve
+from lagrpo.objective.recipes import PRESETS, resolve
 
 ALPHA = tensor([0.1, -1.4, 0.8, 0.1, 1.1, -1.2, -1.7, 0.4, -0.2, 1.0, 0.3, 0.5], dtype=torch.float64)
 REWARD = tensor([0.8, 0.4, 0.3, 0.9, 1.0, 1.0, 0.8], dtype=torch.float64)

@@ -7,7 +7,7 @@ from torch import tensor
 from torch.testing import assert_close
 
 from lagrpo.core.loss import Terms, objective_sum
-from lagrpo.recipes import PRESETS, resolve
+from lagrpo.objective.recipes import PRESETS, resolve
 
 HALF, QUARTER, FULL = log(0.5), log(0.25), 0.0
 

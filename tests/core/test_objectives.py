@@ -18,7 +18,7 @@ from lagrpo.core.objectives import (
     reinforce,
     unclipped,
 )
-from lagrpo.recipes import resolve
+from lagrpo.objective.recipes import resolve
 
 LOW, HIGH = 0.2, 0.3  # asymmetric on purpose
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lagrpo.text import visible
+from lagrpo.errors import visible
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SIDES = {

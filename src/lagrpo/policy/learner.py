@@ -50,8 +50,9 @@ class Optimisation:
 
 
 class Learner:
-    """Steps `policy` along the objective of `recipe` (see lagrpo.recipes), with `reference` = π_ref where it has a KL
-    term. `policy.version` counts the updates. With `entropy` the first update on a batch also measures π's entropy."""
+    """Steps `policy` along the objective of `recipe` (see lagrpo.objective.recipes), with `reference` = π_ref where it
+    has a KL term. `policy.version` counts the updates. With `entropy` the first update on a batch also measures π's
+    entropy."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lagrpo.addressed import signed16
+from lagrpo.rng import signed16
 
 Start = Literal["dithered", "plain"]
 CHUNK = 2**20  # numbers rounded and compared at a time: what lies between stays in the cache

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lagrpo import kernels
-from lagrpo.policy import attention, flex
+from lagrpo.backends import attention, flex
+from lagrpo.backends.cpu import kernels
+from lagrpo.backends.cpu.fused import FusedDecoder
+from lagrpo.backends.cpu.packs import Packing, Packs
+from lagrpo.backends.layout import PackedLayout
+from lagrpo.backends.logprobs import token_logp
 from lagrpo.policy.checkpoint import match_weights, model_class, read_headers, read_tokenizer
 from lagrpo.policy.configs import blaming, read_config
-from lagrpo.policy.fused import FusedDecoder
-from lagrpo.policy.layout import PackedLayout
-from lagrpo.policy.logprobs import token_logp
-from lagrpo.policy.packs import Packing, Packs
 from lagrpo.policy.templates import Templates
 from lagrpo.types import Prompt
 

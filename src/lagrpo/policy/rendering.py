@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lagrpo.spawning import die_with_parent, limit_cpu_time
-from lagrpo.text import visible
+from lagrpo.errors import visible
+from lagrpo.workers import die_with_parent, limit_cpu_time
 
 LONGEST = 2**22  # characters of a rendered prompt
 _LONGEST_REASON = 300

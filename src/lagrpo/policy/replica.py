@@ -1,8 +1,8 @@
 """A policy's copy for sampling and for π_ref: no weights of linear layers but the packed ones.
 
 A decoding step reads every weight once and does little else, so how the weights lie decides its time. While the copy
-holds the version of the policy that learns, both read the same packs (policy/packs.py). For bfloat16 on a CPU with C
-kernels, and for decoders that they compute whole; elsewhere the copy is a twin.
+holds the version of the policy that learns, both read the same packs (backends/cpu/packs.py). For bfloat16 on a CPU
+with C kernels, and for decoders that they compute whole; elsewhere the copy is a twin.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from lagrpo.backends.cpu.packs import Packs, joined
 from lagrpo.policy.model import Policy, stored
-from lagrpo.policy.packs import Packs, joined
 
 
 def replica(policy: Policy) -> Policy:

@@ -16,7 +16,7 @@ from typing import Any
 
 from lagrpo.interrupts import whole
 from lagrpo.policy import rendering
-from lagrpo.spawning import ProcessWithoutMain
+from lagrpo.workers import ProcessWithoutMain
 
 DEADLINE = 10.0  # seconds for one prompt
 MEMORY = 512 * 2**20  # bytes beyond what the process has when it begins

@@ -2,11 +2,11 @@
 
 Log-probs and distributions come from plain transformers, one sequence at a time, in float32; group statistics from
 formulas written out here. Nothing of the sampler, the packed rows or the kernels is imported. What is shared is what
-defines the run: its settings, the addresses of its random numbers (addressed.py), the task and its judge.
+defines the run: its settings, the addresses of its random numbers (rng.py), the task and its judge.
 
 source.py     a run's files, refused where they are not whole            weights.py    versions on disk, as models
 replays.py    log-probs and distributions of a subset of completions     tokens.py     draws, log-probs, divergences
-prompts.py    prompts, ends and texts                                    groups.py     versions, masks, advantages
+data/prompts.py    prompts, ends and texts                                    groups.py     versions, masks, advantages
 judging.py    rewards, evaluations                                       figures.py    metrics that follow from rows
 formulas.py   advantages, written plainly                                report.py     all of it, for people
 deliveries.py when the sampler got new weights       lag.py        figures of the lag, from log-ratios and rewards

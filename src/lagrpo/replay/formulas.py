@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import exp, log, sqrt
 
-from lagrpo.compose import Composition
+from lagrpo.objective.compose import Composition
 
 Rewards = Sequence[float]
 

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from lagrpo.addressed import uniforms
 from lagrpo.replay import formulas
 from lagrpo.replay.findings import Check, Report
 from lagrpo.replay.source import Row, Source
+from lagrpo.rng import uniforms
 
 PER_TOKEN = ("token_ids", "logp_alpha", "versions")
 ALWAYS = ("batch", "stage", "source", "epoch", "prompt_key", "completion", "pi_k_version", "finished", "outcome")

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lagrpo.addressed import permutation, uniforms
 from lagrpo.replay.findings import Report
 from lagrpo.replay.source import Row, Source
 from lagrpo.replay.weights import Weights
+from lagrpo.rng import permutation, uniforms
 
 CHUNK = 1 << 22  # probabilities in hand
 KEEP = "set run.save_every = 1 to keep the weights of every version"

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lagrpo.errors import visible
 from lagrpo.replay.findings import Check, Report
-from lagrpo.text import visible
 
 SHOWN = 8  # differences shown of each check
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lagrpo.compose import Recipe
-from lagrpo.config import Settings, SettingsError
-from lagrpo.parsing import load_settings
-from lagrpo.recipes import resolve
+from lagrpo.errors import SettingsError
+from lagrpo.objective.compose import Recipe
+from lagrpo.objective.recipes import resolve
 from lagrpo.replay.findings import UnreadableError
 from lagrpo.runs import RunNotFoundError, load_events, load_metrics, load_rollouts
 from lagrpo.runs.reading import open_run, rollout_batches
+from lagrpo.settings.schema import Settings
+from lagrpo.settings.toml import load_settings
 
 OWN_TASK = "# The task was the caller's own object"
 DTYPES = ("bfloat16", "float32")

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lagrpo.addressed import uniforms
 from lagrpo.replay.findings import Check, Difference, Report
 from lagrpo.replay.replays import KEEP, Replay, replayed, subset
 from lagrpo.replay.source import Row, Source
 from lagrpo.replay.weights import Weights
+from lagrpo.rng import uniforms
 
 EDGE = 8.0  # honest runs stay within 4 times the noise: SmolLM2 and tiny models, bfloat16 and float32
 TOKEN = 24.0  # honest log-probs stay within 12 times the noise

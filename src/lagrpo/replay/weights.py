@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lagrpo.embedded import ALIASES, resolve_model
+from lagrpo.policy.embedded import ALIASES, resolve_model
 from lagrpo.replay.findings import UnreadableError
 from lagrpo.replay.source import Source
 

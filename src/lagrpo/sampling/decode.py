@@ -3,7 +3,7 @@
 `DecodeState` holds what a set of live completions (*rows*) needs: for each group its prompt's keys and values, for each
 row the keys and values of its own tokens. Live rows are always rows 0 .. R-1: when one ends, the last one moves into
 its place. One step takes one token per row and returns the final hidden states, by the same attention as the learner:
-that of the kernels, or the two parts of policy/attention.py.
+that of the kernels, or the two parts of backends/attention.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lagrpo import kernels
-from lagrpo.policy.attention import MIN_KEYS, Layout, Shape, fold_queries, merge, part, unfold_queries
-from lagrpo.policy.layout import PackedLayout
+from lagrpo.backends.attention import MIN_KEYS, Layout, Shape, fold_queries, merge, part, unfold_queries
+from lagrpo.backends.cpu import kernels
+from lagrpo.backends.layout import PackedLayout
 from lagrpo.policy.model import Policy
 from lagrpo.threads import team
 

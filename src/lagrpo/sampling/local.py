@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lagrpo import kernels
-from lagrpo.addressed import uniforms
-from lagrpo.policy.logprobs import exponentials, logp_from_logits, scaled
+from lagrpo.backends.cpu import kernels
+from lagrpo.backends.logprobs import exponentials, logp_from_logits, scaled
 from lagrpo.policy.model import Policy
+from lagrpo.rng import uniforms
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.decode import DecodeState, Room
 from lagrpo.types import Completion, Group

@@ -71,7 +71,7 @@ def judge(text: str, gold: Any) -> float:
 
 def split(operations: tuple[str, ...], digits: int, seed: int) -> tuple[list[Problem], list[Problem]]:
     """The training and the test problems, in an order drawn from the seed."""
-    from lagrpo.addressed import permutation
+    from lagrpo.rng import permutation
 
     numbers = 10**digits
     test_size = min(_TEST, len(operations) * numbers**2 // 5)
@@ -89,7 +89,7 @@ def split(operations: tuple[str, ...], digits: int, seed: int) -> tuple[list[Pro
 
 def _unordered(operations: tuple[str, ...], numbers: int, seed: int) -> list[Problem]:
     """Distinct problems with a <= b in random order: all of them where they are few, else as many as are needed."""
-    from lagrpo.addressed import permutation, uniforms
+    from lagrpo.rng import permutation, uniforms
 
     space = len(operations) * numbers**2
     if space <= _FEW:

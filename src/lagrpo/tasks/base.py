@@ -134,7 +134,7 @@ def _are_messages(turns: Any) -> bool:
 def prompt_order(seed: int, epoch: int, size: int) -> list[int]:
     """The order in which an epoch visits the `size` prompts of a split: a permutation that is a pure function of
     (seed, epoch, size)."""
-    from lagrpo.addressed import permutation
+    from lagrpo.rng import permutation
 
     return permutation(size, seed, "prompt order", epoch).tolist()
 

@@ -155,7 +155,7 @@ def _side(numbers: list[int], target: int) -> str:
 def _attempt(count: int, *address: int | str) -> tuple[list[int], int]:
     """Random numbers, and what they give when two random ones at a time are combined by a random operation that gives a
     positive integer (as in the television game), until one is left."""
-    from lagrpo.addressed import uniforms
+    from lagrpo.rng import uniforms
 
     draws = iter(uniforms(4 * count, "countdown", *address).tolist())
     numbers = [1 + int(next(draws) * _LARGEST) for _ in range(count)]

@@ -126,7 +126,7 @@ def hold_out(count: int, seed: int) -> tuple[list[int], list[int]]:
     >>> [len(rows) for rows in hold_out(40, seed=0)]
     [36, 4]
     """
-    from lagrpo.addressed import permutation
+    from lagrpo.rng import permutation
 
     if count < 2:
         raise ValueError(f"the data has {count} rows: too few to hold any out for testing")

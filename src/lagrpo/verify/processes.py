@@ -1,4 +1,4 @@
-"""How worker processes get their judge and are started (see also lagrpo.spawning)."""
+"""How worker processes get their judge and are started (see also lagrpo.workers)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from pebble.pool.process import WORKERS_NAME
 
-from lagrpo.spawning import Process, ProcessWithoutMain
 from lagrpo.tasks.base import Judge
+from lagrpo.workers import Process, ProcessWithoutMain
 
 
 def pickled(judge: Judge) -> bytes:

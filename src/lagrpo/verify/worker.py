@@ -17,9 +17,9 @@ import sys
 import threading
 import traceback
 
-from lagrpo.spawning import die_with_parent, limit_cpu_time
 from lagrpo.tasks.base import Judge, Unjudgeable
 from lagrpo.verify.leaks import track_alone
+from lagrpo.workers import die_with_parent, limit_cpu_time
 
 Verdict = tuple[str, float | str]
 

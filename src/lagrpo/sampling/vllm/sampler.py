@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lagrpo.addressed import generator
+from lagrpo.rng import generator
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.vllm.server import Drawn, RefusedError, SamplerError, Server, UnreachableError
 from lagrpo.sampling.vllm.wire import Directories, DirectoryWire, Parcel, StuckError, Wire

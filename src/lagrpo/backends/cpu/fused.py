@@ -1,0 +1,317 @@
+"""The forward pass of Llama-like decoders on a CPU: transformers' weights, our kernels.
+
+transformers computes norms, rotary embedding and gated activation in several passes over memory each; here each is one
+(lagrpo.backends.cpu.kernels), with the same roundings, forward and backward. With packed weights
+(backends/cpu/packs.py) the matrix products of the forward pass are ours too, and a decoding step is one call; the
+backward pass multiplies by PyTorch, as it need not agree with anything to the bit. Models of other families, and GPUs,
+keep transformers' own modules. What is taken here is proven on a small input against transformers when a policy is
+loaded (`prove_attention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lagrpo.backends.attention import Layout, check_window
+from lagrpo.backends.cpu import kernels
+from lagrpo.backends.cpu.packs import LayerPanels, Packs, joined
+
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+Forward = Callable[[Tensor], tuple[Tensor, ...]]  # [n, in] -> [n, out] of each linear layer
+
+
+class FusedDecoder:
+    """A decoder's final hidden states, computed with the kernels. Holds no weights of its own."""
+
+    def __init__(self, decoder: Any) -> None:
+        self.decoder = decoder
+        self._stack: tuple[Packs, kernels.Stack | None] | None = None
+
+    @staticmethod
+    def of(model: Any) -> FusedDecoder | None:
+        """The fused forward pass of a model, or None for one that it does not reproduce."""
+        text, decoder = model.config.get_text_config(), model.get_decoder()
+        if text.model_type not in FAMILIES or text.hidden_act != "silu":
+            return None
+        if _names(decoder) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+            return None
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        rope = getattr(text, "rope_parameters", None) or {}
+        if head_dim % (2 * kernels.VECTOR) or rope.get("partial_rotary_factor", 1.0) != 1.0:
+            return None
+        return FusedDecoder(decoder) if all(map(_is_plain, decoder.layers)) else None
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, packs: Packs | None = None) -> Tensor:
+        """input_ids and position_ids [rows] -> [rows, H]. With `packs`, by these in place of the plain weights; the
+        gradient goes to the plain ones."""
+        live: kernels.Live | None = getattr(layout, "live", None)
+        stack = self.stack(packs) if live is not None and packs is not None else None
+        x, cosine, sine = self.embedded(input_ids, position_ids)
+        if stack is not None and live is not None:
+            for layer in self.decoder.layers:
+                check_layer(layer, layout)
+            return add_norm(*kernels.decode_step(stack, live, x, cosine, sine), self.decoder.norm)[1]
+        delta: Tensor | None = None
+        for number, layer in enumerate(self.decoder.layers):
+            panels = packs.layers[number] if packs is not None else None
+            given = (number, layer, panels, x, delta, cosine, sine, layout)
+            if torch.is_grad_enabled() and layer.training and getattr(layer, "gradient_checkpointing", False):
+                x, delta = checkpoint(self._layer, *given, use_reentrant=False)  # type: ignore[misc]
+            else:
+                x, delta = self._layer(*given)
+        return add_norm(x, delta, self.decoder.norm)[1]
+
+    def stack(self, packs: Packs) -> kernels.Stack | None:
+        """All layers for one call per decoding step, None where layers differ in their scaling or norms."""
+        if self._stack is None or self._stack[0] is not packs:
+            self._stack = packs, _stack(self.decoder, packs)
+        return self._stack[1]
+
+    def embedded(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The embeddings [rows, H], and cosine and sine of the rotary angles [rows, D]."""
+        x = self.decoder.embed_tokens(input_ids)
+        cosine, sine = (t.squeeze(0) for t in self.decoder.rotary_emb(x, position_ids.unsqueeze(0)))
+        return x, cosine, sine
+
+    def _layer(
+        self, number: int, layer: Any, panels: LayerPanels | None, x: Tensor, delta: Tensor | None, cosine: Tensor,
+        sine: Tensor, layout: Layout,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The residual stream before the layer's last addition, and what is to be added."""
+        check_layer(layer, layout)
+        attention = layer.self_attn
+        forwards = _forwards(panels) if panels is not None else [_plain(modules) for modules in joined(layer)]
+        qkv, output, gate_up, down = zip(forwards, joined(layer), strict=True)
+        x, made = _normed_products(x, delta, layer.input_layernorm, *qkv)
+        query, key, value = (t.unflatten(1, (-1, attention.head_dim)) for t in made)
+        if hasattr(attention, "q_norm"):
+            query, key = _head_norm(query, attention.q_norm), _head_norm(key, attention.k_norm)
+        query, key = rotary(query, cosine, sine), rotary(key, cosine, sine)
+        attended = layout.attend(number, query, key, value, attention.scaling)
+        delta = _product(attended.flatten(1), *output)
+        x, (gate, up) = _normed_products(x, delta, layer.post_attention_layernorm, *gate_up)
+        return x, _gated_product(gate, up, *down)
+
+
+def _forwards(panels: LayerPanels) -> list[Forward]:
+    """The forward products of a layer by its packed weights, in the order of `joined`."""
+    return [partial(_split, part) for part in (panels.qkv, panels.output, panels.gate_up, panels.down)]
+
+
+def _split(panels: kernels.Panels, x: Tensor) -> tuple[Tensor, ...]:
+    return panels(x).split(panels.widths, 1)
+
+
+def _plain(modules: Sequence[nn.Linear]) -> Forward:
+    """The same by PyTorch."""
+    return lambda x: tuple(F.linear(x, m.weight, m.bias) for m in modules)
+
+
+def _normed_products(
+    x: Tensor, delta: Tensor | None, norm: Any, forward: Forward, modules: Sequence[nn.Linear]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """x + delta, and what linear layers make of its norm."""
+    if torch.is_grad_enabled():
+        parameters = [*(m.weight for m in modules), *(m.bias for m in modules)]
+        x, *made = _NormedProducts.apply(x, delta, norm.weight, norm.variance_epsilon, forward, *parameters)  # type: ignore[misc]
+        return x, tuple(made)
+    x, h, _ = kernels.norm(x, delta, norm.weight, norm.variance_epsilon)
+    return x, forward(h)
+
+
+def _product(x: Tensor, forward: Forward, modules: Sequence[nn.Linear]) -> Tensor:
+    """What one linear layer makes of x."""
+    if torch.is_grad_enabled():
+        return _Product.apply(x, forward, modules[0].weight, modules[0].bias)  # type: ignore[return-value]
+    return forward(x)[0]
+
+
+def _gated_product(gate: Tensor, up: Tensor, forward: Forward, modules: Sequence[nn.Linear]) -> Tensor:
+    """What one linear layer makes of silu(gate) * up."""
+    if torch.is_grad_enabled():
+        return _GatedProduct.apply(gate, up, forward, modules[0].weight, modules[0].bias)  # type: ignore[return-value]
+    return forward(kernels.swiglu(gate, up))[0]
+
+
+def _stack(decoder: Any, packs: Packs) -> kernels.Stack | None:
+    """All layers for one call, where they are alike."""
+    layers = decoder.layers
+    scalings = {layer.self_attn.scaling for layer in layers}
+    eps = {norm.variance_epsilon for layer in layers for norm in _norms(layer) if norm is not None}
+    if len(scalings) > 1 or len(eps) > 1:
+        return None
+    fields: list[list[Tensor | None]] = []
+    for layer, panels in zip(layers, packs.layers, strict=True):
+        weights = [None if norm is None else norm.weight.detach() for norm in _norms(layer)]
+        four = (panels.qkv, panels.output, panels.gate_up, panels.down)
+        fields.append([*weights, *(p.packed for p in four), *(p.bias for p in four)])
+    qkv, output, down = packs.layers[0].qkv, packs.layers[0].output, packs.layers[0].down
+    d = layers[0].self_attn.head_dim
+    heads, kv_heads = output.k // d, (qkv.n - output.k) // (2 * d)
+    return kernels.Stack(fields, [len(layers), qkv.k, down.k, heads, kv_heads, d], scalings.pop(), eps.pop())
+
+
+def _norms(layer: Any) -> tuple[Any, ...]:
+    """Of a layer's input, of each head of queries and keys (None in most families), of the MLP's input."""
+    a = layer.self_attn
+    return layer.input_layernorm, getattr(a, "q_norm", None), getattr(a, "k_norm", None), layer.post_attention_layernorm
+
+
+def check_layer(layer: Any, layout: Layout) -> None:
+    """Raise ValueError where a sequence is longer than the window that the layer attends within."""
+    a = layer.self_attn
+    check_window(a, layout, getattr(a, "sliding_window", getattr(a.config, "sliding_window", None)))
+
+
+def _names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer is made of the parts of its family and nothing else (no adapters, say)."""
+    if _names(layer) != LAYER or _names(layer.mlp) != MLP:
+        return False
+    if _names(layer.self_attn) not in (ATTENTION, ATTENTION | {"q_norm", "k_norm"}):
+        return False
+    return all(
+        type(m) is nn.Linear for part in (layer.self_attn, layer.mlp) for n, m in part.named_children() if "proj" in n
+    )
+
+
+def add_norm(x: Tensor, delta: Tensor | None, module: Any) -> tuple[Tensor, Tensor]:
+    """(x + delta, its norm by a module of the RMSNorm kind): [n, H] twice; differentiable."""
+    if not torch.is_grad_enabled():
+        return kernels.norm(x, delta, module.weight, module.variance_epsilon)[:2]
+    if delta is None:
+        return x, _Norm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[return-value]
+    return _AddNorm.apply(x, delta, module.weight, module.variance_epsilon)  # type: ignore[return-value]
+
+
+def _head_norm(x: Tensor, module: Any) -> Tensor:
+    """The norm of each head by itself: [n, heads, D]."""
+    return add_norm(x.reshape(-1, x.shape[-1]), None, module)[1].view(x.shape)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x, y, rstd = kernels.norm(x, None, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):  # type: ignore[override]
+        x, weight, rstd = ctx.saved_tensors
+        return *kernels.norm_backward(x, weight, rstd, grad_y, None), None
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total, y, rstd = kernels.norm(x, delta, weight, eps)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.set_materialize_grads(False)
+        return total, y
+
+    @staticmethod
+    def backward(ctx, grad_total: Tensor | None, grad_y: Tensor):  # type: ignore[override]
+        x, weight, rstd = ctx.saved_tensors
+        grad_x, grad_weight = kernels.norm_backward(x, weight, rstd, grad_y, grad_total)
+        return grad_x, grad_x, grad_weight, None
+
+
+def rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary position embedding: x [n, heads, D], cosine and sine [n, D], the same in both halves of D.
+
+    Raises:
+        ValueError: angles for a part of D only.
+    """
+    if cosine.shape[-1] != x.shape[-1]:
+        raise ValueError(
+            f"rotary embedding of {cosine.shape[-1]} out of {x.shape[-1]} numbers of a head is not supported"
+        )
+    if not torch.is_grad_enabled():
+        return kernels.rotary(x, cosine, sine)
+    return _Rotary.apply(x, cosine, sine)  # type: ignore[return-value]
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return kernels.rotary(x, cosine, sine)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):  # type: ignore[override]
+        cosine, sine = ctx.saved_tensors
+        return kernels.rotary(grad_y.contiguous(), cosine, sine, back=True), None, None
+
+
+class _NormedProducts(torch.autograd.Function):
+    """Keeps the sum for the backward pass and computes its norm again: a hundredth of the time of the products."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float, forward: Forward, *linear: Tensor | None
+    ):
+        weights, biases = linear[: len(linear) // 2], linear[len(linear) // 2 :]
+        total, h, rstd = kernels.norm(x, delta, scale, eps)
+        ctx.save_for_backward(total, scale, rstd, *weights)
+        ctx.eps, ctx.first = eps, delta is None
+        ctx.biased = [bias is not None for bias in biases]
+        ctx.set_materialize_grads(False)
+        return total.view_as(total) if delta is None else total, *forward(h)
+
+    @staticmethod
+    def backward(ctx, grad_total: Tensor | None, *grads: Tensor):  # type: ignore[override]
+        total, scale, rstd, *weights = ctx.saved_tensors
+        h = kernels.norm(total, None, scale, ctx.eps)[1]
+        grad_h = torch.mm(grads[0], weights[0])
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            grad_h.addmm_(grad, weight)
+        grad_weights = [torch.mm(grad.mT, h) for grad in grads]
+        grad_biases = [grad.sum(0) if biased else None for grad, biased in zip(grads, ctx.biased, strict=True)]
+        grad_x, grad_scale = kernels.norm_backward(total, scale, rstd, grad_h, grad_total)
+        return grad_x, None if ctx.first else grad_x, grad_scale, None, None, *grad_weights, *grad_biases
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, forward: Forward, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.biased = bias is not None
+        return forward(x)[0]
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return torch.mm(grad_y, weight), None, torch.mm(grad_y.mT, x), grad_y.sum(0) if ctx.biased else None
+
+
+class _GatedProduct(torch.autograd.Function):
+    """Keeps gate and up for the backward pass and computes the activation again."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor, forward: Forward, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        ctx.biased = bias is not None
+        return forward(kernels.swiglu(gate, up))[0]
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):  # type: ignore[override]
+        gate, up, weight = ctx.saved_tensors
+        grad_weight = torch.mm(grad_y.mT, kernels.swiglu(gate, up))
+        grad_gate, grad_up = kernels.swiglu_backward(gate, up, torch.mm(grad_y, weight))
+        return grad_gate, grad_up, None, grad_weight, grad_y.sum(0) if ctx.biased else None

@@ -1,0 +1,1 @@
+"""What a batch is made of: prompts, and pre-generated (offline) completions."""

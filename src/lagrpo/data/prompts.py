@@ -1,0 +1,81 @@
+"""Which prompts a batch has: a function of the seed and the batch, nothing else.
+
+The prompts of a split are visited epoch after epoch, each epoch in an order of its own; batch b takes the places
+(b - 1)·N .. b·N - 1 of that endless sequence.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from lagrpo.errors import SettingsError
+from lagrpo.policy.model import Policy
+from lagrpo.sampling.base import Request
+from lagrpo.tasks import Task, prompt_order
+from lagrpo.types import Prompt
+
+
+class PromptSource:
+    """The requests of training batches and of evaluations, tokenised. Raises SettingsError for a task without training
+    prompts."""
+
+    def __init__(self, task: Task, policy: Policy, seed: int, N: int, max_prompt_tokens: int) -> None:
+        self.task, self.policy, self.seed, self.N, self.max_prompt_tokens = task, policy, seed, N, max_prompt_tokens
+        self._size = task.size("train")
+        if self._size < 1:
+            raise SettingsError(f"task {task.name!r} has no training prompts")
+        self._order = lru_cache(maxsize=2)(lambda epoch: prompt_order(seed, epoch, self._size))
+
+    def batch(self, b: int) -> list[Request]:
+        """The N requests of batch b = 1, 2, …"""
+        return [Request(b, epoch, self.tokenised("train", index)) for epoch, index in self._of_batch(b)]
+
+    def _of_batch(self, b: int) -> list[tuple[int, int]]:
+        """Epoch and index of the prompts of batch b."""
+        places = (divmod(place, self._size) for place in range((b - 1) * self.N, b * self.N))
+        return [(epoch, self._order(epoch)[position]) for epoch, position in places]
+
+    def check(self, batches: int) -> None:
+        """Tokenise every prompt that batches 1 .. `batches` visit, so that none of them ends the run later on. Raises
+        ValueError for one that cannot be asked, or is too long."""
+        for index in self._order(0)[: batches * self.N]:  # later epochs have no other prompts
+            self.tokenised("train", index)
+
+    def probes(self, count: int) -> list[Request]:
+        """Up to `count` training prompts for proofs, under the address of batch 0, which no training batch has."""
+        return [Request(0, 0, self.tokenised("train", index)) for index in range(min(count, self._size))]
+
+    def extra(self, b: int, taken: int, count: int) -> list[Request]:
+        """`count` further prompts for batch b, which had `taken` of them before: an endless sequence that is a function
+        of (seed, b). It has the prompts that are not in the batch, in an order of its own, and begins anew where all
+        of them were asked; all prompts of the split where every one is in the batch. Its passes count as epochs -1, -2,
+        …"""
+        own = {index for _, index in self._of_batch(b)}
+        order = prompt_order(self.seed, -1 - b, self._size)
+        order = [index for index in order if index not in own] or order
+        places = (divmod(place, len(order)) for place in range(taken, taken + count))
+        return [Request(b, -1 - again, self.tokenised("train", order[position])) for again, position in places]
+
+    def held_out(self, count: int) -> list[Request]:
+        """Up to `count` test prompts, the same ones whenever it is asked: the first of a fixed random order. Raises
+        SettingsError where there are none."""
+        size = self.task.size("test")
+        if size < 1:
+            raise SettingsError(f"task {self.task.name!r} has no test prompts to evaluate on")
+        order = prompt_order(self.seed, -1, size)
+        return [Request(0, 0, self.tokenised("test", index)) for index in order[:count]]
+
+    def tokenised(self, split: str, index: int) -> Prompt:
+        """A prompt with its token ids. Raises SettingsError when the task has none that can be asked there, it is
+        longer than max_prompt_tokens, the chat template refuses it (some know no system message), or the model lacks
+        one of its tokens."""
+        where = f"prompt {index} of the {split} split of {self.task.name!r}"
+        try:
+            prompt = self.policy.tokenize(self.task.prompt(split, index))
+        except ValueError as error:
+            raise SettingsError(f"{where}: {error}") from error
+        if len(prompt.token_ids) > self.max_prompt_tokens:
+            raise SettingsError(
+                f"{where} has {len(prompt.token_ids)} tokens; sampling.max_prompt_tokens is {self.max_prompt_tokens}"
+            )
+        return prompt

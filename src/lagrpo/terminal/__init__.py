@@ -1,0 +1,1 @@
+"""What a person sees: the display, tables, text."""

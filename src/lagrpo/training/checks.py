@@ -1,0 +1,81 @@
+"""What can be refused before anything heavy is loaded: after the settings' own classes (settings/schema.py), everything
+that needs a look at the recipes, the tasks and the disk. transformers and the task's data are not touched here.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from lagrpo.errors import refusing
+from lagrpo.objective.compose import Recipe
+from lagrpo.objective.recipes import resolve
+from lagrpo.policy.embedded import check_path
+from lagrpo.runs.reading import completion_files
+from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
+from lagrpo.tasks import Task, check_options
+
+LARGEST_EXPONENT = 80.0  # float32 ends at e^88.7; the rest is for the factors beside it
+
+
+def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
+    """The resolved recipe of settings that can be run; `task` stands in for settings.task.
+
+    Raises:
+        SettingsError: an unknown recipe or piece, a contradictory composition, options that the task does not take, a
+            model or a chat template that is not there, a run that exists already or cannot be written.
+    """
+    with refusing():
+        if task is None:
+            check_options(settings.task)
+    check_model(settings.model)
+    with refusing("offline.data"):
+        completion_files(settings.offline.data or ())
+    with refusing("run"):
+        from lagrpo.runs.directory import check_new
+
+        check_new(Path(settings.run.directory), settings.run.name)
+    with refusing("objective"):
+        recipe = resolve(settings.objective.recipe, settings.objective.overrides)
+        _check_exponential(recipe, settings)
+    return recipe
+
+
+def _check_exponential(recipe: Recipe, settings: Settings) -> None:
+    """Raises ValueError where e^(A / weight_temperature) overflows for rewards of task.reward_range."""
+    made, (low, high) = recipe.composition, settings.task.reward_range
+    if made.weight != "exp_advantage":
+        return
+    G, of_range = settings.sampling.G, f"task.reward_range = ({low:g}, {high:g})"
+    if G == 1:
+        largest, given = high, of_range
+    elif made.advantage in ("whitened", "whitened_unbiased"):
+        largest, given = math.sqrt(G - 1), f"sampling.G = {G}"
+    else:
+        largest, given = high - low, of_range
+    if largest > LARGEST_EXPONENT * made.weight_temperature:
+        raise ValueError(
+            f"weight 'exp_advantage' is e^(A / {made.weight_temperature:g}), and with {given} A may reach "
+            f"{largest:.3g}: above {LARGEST_EXPONENT:g} it overflows; scale the rewards, or set "
+            f"objective.weight_temperature to {largest / LARGEST_EXPONENT:g} or more"
+        )
+
+
+def check_evaluation(settings: EvalSettings) -> None:
+    """The same for the settings of an evaluation."""
+    with refusing():
+        check_options(settings.task)
+    check_model(settings.model)
+
+
+def check_model(model: ModelSettings) -> None:
+    """Raises SettingsError for a model that is nowhere, and for a chat template that cannot be read."""
+    with refusing("model.path"):
+        check_path(model.path)
+    with refusing("model.chat_template"):
+        chat_template(model)
+
+
+def chat_template(model: ModelSettings) -> str | None:
+    """The chat template that the settings put in place of the tokenizer's own."""
+    return Path(model.chat_template).expanduser().read_text(encoding="utf-8") if model.chat_template else None

@@ -1,0 +1,280 @@
+"""pass@k of a policy on the held-out prompts of a task.
+
+Completions are drawn at the sampling temperature, `samples` for each prompt. A completion is right when it has the
+greatest reward of `task.reward_range`; pass@1 is the share of right ones among the scored, pass@k the unbiased
+estimator. Intervals are for the mean over all the prompts that the held-out ones are drawn from, not for these prompts
+alone. The draws have the same addresses every time, so before and after differ in the policy only, and `change`
+compares them prompt by prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lagrpo.backends.process import restored
+from lagrpo.core.estimators import bootstrap_interval, clustered_interval, paired_interval, pass_at_k
+from lagrpo.data.prompts import PromptSource
+from lagrpo.errors import refusing
+from lagrpo.policy.templates import Templates
+from lagrpo.runs.files import to_json, write_atomically
+from lagrpo.sampling.base import Request, Sampler
+from lagrpo.sampling.local import LocalSampler
+from lagrpo.settings.schema import EvalSettings
+from lagrpo.tasks import Task
+from lagrpo.terminal.text import formatted
+from lagrpo.threads import team
+from lagrpo.training.build import build_policy, build_task
+from lagrpo.training.checks import check_evaluation
+from lagrpo.types import Group, is_right
+from lagrpo.verify import Verifier
+
+ENOUGH_PROMPTS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """`summary` for people and plots, `records` one row per prompt, `groups` what was drawn."""
+
+    summary: dict[str, Any]
+    records: list[dict[str, Any]]
+    groups: list[Group]
+
+
+def evaluate(
+    sampler: Sampler,
+    verifier: Verifier,
+    requests: Sequence[Request],
+    samples: int,
+    seed: int,
+    reward_range: tuple[float, float] = (0.0, 1.0),
+) -> Evaluation:
+    """Draw, judge and count.
+
+    Raises:
+        ValueError: no prompts.
+    """
+    if not requests:
+        raise ValueError("there are no test prompts to evaluate on")
+    drawn = (group for _, group in sampler.sample(requests, samples))
+    groups = sorted(verifier.judge(drawn), key=lambda group: group.prompt.key)
+    records = [_record(group, reward_range) for group in groups]
+    return Evaluation(_summary(records, samples, seed, reward_range), records, groups)
+
+
+def _record(group: Group, reward_range: tuple[float, float]) -> dict[str, Any]:
+    rewards = group.rewards
+    right = sum(is_right(reward, reward_range) for reward in rewards)
+    tokens = [len(c.token_ids) for c in group.completions]
+    return {
+        "prompt_key": group.prompt.key,
+        "prompt": group.prompt.messages[-1]["content"],
+        "gold": str(group.prompt.gold),
+        "samples": len(group.completions),
+        "scored": len(rewards),
+        "right": right,
+        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "pass_at_1": right / len(rewards) if rewards else None,
+        "tokens_mean": sum(tokens) / len(tokens),
+        "finished_share": sum(c.finished for c in group.completions) / len(group.completions),
+        "completions": [c.text for c in group.completions],
+        "rewards": [c.reward for c in group.completions],
+    }
+
+
+def _summary(
+    records: list[dict[str, Any]], samples: int, seed: int, reward_range: tuple[float, float]
+) -> dict[str, Any]:
+    scored = [r for r in records if r["scored"]]
+    unscored = sum(r["samples"] - r["scored"] for r in records)
+    summary: dict[str, Any] = {"prompts": len(records), "samples": samples, "unscored": unscored}
+    for name, values in _measures(scored, samples).items():
+        if values:
+            low, high = _interval(name, list(values.values()), samples, seed, reward_range)
+            summary |= {name: sum(values.values()) / len(values), f"{name}_low": low, f"{name}_high": high}
+    return summary
+
+
+def _measures(scored: list[dict[str, Any]], samples: int) -> dict[str, dict[int, float]]:
+    """The figures of an evaluation, each by prompt."""
+    measures = {"reward_mean": {r["prompt_key"]: r["reward_mean"] for r in scored}}
+    for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))}):
+        enough = [r for r in scored if r["scored"] >= k]
+        measures[f"pass_at_{k}"] = {r["prompt_key"]: pass_at_k(r["scored"], r["right"], k) for r in enough}
+    return measures
+
+
+def _interval(
+    name: str, values: list[float], samples: int, seed: int, reward_range: tuple[float, float]
+) -> tuple[float, float]:
+    """The 95 % interval of a figure: `estimators.clustered_interval` in units of the range, and a bootstrap over
+    prompts for a mean of rewards that lie outside it."""
+    values_N = torch.tensor(values, dtype=torch.float64)
+    low, high = reward_range if name == "reward_mean" else (0.0, 1.0)
+    if not all(low <= value <= high for value in values):
+        return bootstrap_interval(values_N, seed=seed)
+    ends = clustered_interval((values_N - low) / (high - low), _draws(name, samples))
+    return low + ends[0] * (high - low), low + ends[1] * (high - low)
+
+
+def _draws(name: str, samples: int) -> float:
+    """How many independent tries of a figure the samples of a prompt hold: pass@k takes k for one."""
+    return samples / (1 if name == "reward_mean" else int(name.removeprefix("pass_at_")))
+
+
+def change(before: Evaluation, after: Evaluation) -> dict[str, float]:
+    """How pass@k changed between two evaluations, over the prompts that both have scores of: for each k the mean
+    difference and its 95 % interval (`estimators.paired_interval`), for the summary of the second one."""
+    found: dict[str, float] = {}
+    samples = after.summary["samples"]
+    old, new = (_measures([r for r in e.records if r["scored"]], samples) for e in (before, after))
+    for name in (name for name in new if name != "reward_mean"):
+        both = sorted(old[name].keys() & new[name].keys())
+        if both:
+            b_N, a_N = (torch.tensor([m[name][key] for key in both], dtype=torch.float64) for m in (old, new))
+            low, high = paired_interval(b_N, a_N, _draws(name, samples))
+            difference = float(a_N.mean() - b_N.mean())
+            found |= {f"{name}_change": difference, f"{name}_change_low": low, f"{name}_change_high": high}
+    return found
+
+
+def few_prompts(prompts: int) -> str | None:
+    """What to say of an evaluation on so few prompts that its intervals are not quite what they say; None for more."""
+    if prompts >= ENOUGH_PROMPTS:
+        return None
+    return (
+        f"WARNING: only {prompts} test prompts: the 95 % intervals of pass@k are wide, and where nearly all or nearly "
+        f"no completions are right, they contain the true value 85 to 97 % of the time; use at least {ENOUGH_PROMPTS}"
+    )
+
+
+def evaluate_model(settings: EvalSettings) -> Evaluation:
+    """Evaluate the model of the settings on the test prompts of their task; prints the summary, and writes summary and
+    per-prompt records where settings.output says (see `place`).
+
+    Raises:
+        SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
+        VerifierError: too many completions could not be judged.
+    """
+    check_evaluation(settings)
+    task = build_task(settings.task, settings.seed)
+    output = place(settings, task.name)
+    with restored():
+        evaluation = _evaluated(settings, task)
+    model = settings.model.path
+    summary = {"model": model, "task": task.name, **evaluation.summary, "settings": settings.model_dump()}
+    _write(output, summary, evaluation.records)
+    _print(summary, output)
+    return evaluation
+
+
+def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
+    print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
+    with closing(Templates()) as templates:
+        longest = settings.max_prompt_tokens + settings.max_tokens
+        policy = build_policy(settings.model, settings.temperature, longest, templates)
+        prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens)
+        requests = prompts.held_out(settings.prompts or task.size("test"))
+    print(f"computing with {policy.computation}; decoding {policy.decoding}", file=sys.stderr, flush=True)
+    team.tell(lambda line: print(line, file=sys.stderr, flush=True))
+    sampler = LocalSampler(policy, settings.seed, settings.max_tokens, settings.rows, purpose="evaluate")
+    v = settings.verifier
+    with refusing("task", TypeError):
+        verifier = Verifier(task.judge, workers=v.workers, deadline=v.deadline, max_unscored_share=v.max_unscored)
+    with verifier:
+        scale = settings.task.reward_range
+        return evaluate(sampler, verifier, requests, settings.samples, settings.seed, scale)
+
+
+def place(settings: EvalSettings, task: str) -> Path:
+    """The directory for an evaluation: settings.output, else evaluations/MODEL-TASK, or that with the first number
+    behind it (-2, -3 …) whose directory has no evaluation with other settings.
+
+    Raises:
+        SettingsError: settings.output has an evaluation with other settings, or something else's summary.json.
+    """
+    if settings.output:
+        with refusing("output"):
+            if problem := _occupied(Path(settings.output), settings):
+                raise ValueError(f"{problem}: name another directory")
+        return Path(settings.output)
+    name = f"evaluations/{label(settings.model.path)}-{task}"
+    places = (Path(name if n == 1 else f"{name}-{n}") for n in count(1))
+    return next(path for path in places if not _occupied(path, settings))
+
+
+def _occupied(output: Path, settings: EvalSettings) -> str | None:
+    """Why an evaluation with these settings must not be written there; None where it may."""
+    if output.exists() and not output.is_dir():
+        return f"{output} is a file"
+    file = output / "summary.json"
+    if not file.exists():
+        return None
+    try:
+        earlier = _flat(json.loads(file.read_bytes())["settings"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{file} is not that of an evaluation"
+    ours = _flat(json.loads(to_json(settings.model_dump())))
+    names = [n for n in ours | earlier if ours.get(n) != earlier.get(n) and n != "output"]
+    differing = ", ".join(f"{n} = {earlier.get(n)}, not {ours.get(n)}" for n in names[:3])
+    return f"{output} holds an evaluation with other settings ({differing})" if names else None
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """section.name -> value."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
+
+
+def label(model: str) -> str:
+    """A name for a model: its directory's, with the run's where it is a run's.
+
+    >>> label("Qwen/Qwen2.5-0.5B"), label("runs/addition/weights/final")
+    ('Qwen2.5-0.5B', 'addition-final')
+    """
+    path = Path(model)
+    return f"{path.parent.parent.name}-{path.name}" if path.parent.name == "weights" else path.name
+
+
+def _write(output: Path, summary: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    output.mkdir(parents=True, exist_ok=True)
+    write_atomically(output / "records.parquet", lambda path: pq.write_table(pa.Table.from_pylist(records), path))
+    write_atomically(output / "summary.json", to_json(summary) + "\n")
+
+
+def _print(summary: dict[str, Any], output: Path) -> None:
+    print(f"{summary['model']} on {summary['task']}: {summary['prompts']} prompts x {summary['samples']} samples")
+    names = [name for name in summary if f"{name}_low" in summary]
+    for name in names if summary.get("reward_mean") != summary.get("pass_at_1") else names[1:]:
+        print(f"  {interval(summary, name)}")
+    if summary["unscored"]:
+        print(f"  {summary['unscored']} completions could not be judged and are not counted")
+    print("  intervals: for the mean over all the prompts that these were drawn from")
+    if warning := few_prompts(summary["prompts"]):
+        print(f"  {warning}")
+    print(f"  per-prompt records: {output / 'records.parquet'}")
+
+
+def interval(summary: Mapping[str, Any], name: str) -> str:
+    """One figure of a summary with its interval, for people.
+
+    >>> interval({"pass_at_1": 0.5, "pass_at_1_low": 0.25, "pass_at_1_high": 0.7}, "pass_at_1")
+    'pass@1       50.0%   95 % interval 25.0% to 70.0%'
+    """
+    form = ".3f" if name == "reward_mean" else ".1%"
+    label = name.replace("_at_", "@").replace("_", " ")
+    value, low, high = (formatted(summary.get(key), form) for key in (name, f"{name}_low", f"{name}_high"))
+    return f"{label:<11} {value:>6}   95 % interval {low} to {high}"

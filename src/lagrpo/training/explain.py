@@ -1,0 +1,262 @@
+"""What the settings of a run mean, in numbers: printed at the start of every run and by --dry-run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lagrpo.backends.attention import Shape
+from lagrpo.backends.cpu.fused import FAMILIES
+from lagrpo.backends.hardware import pick_device, pick_dtype
+from lagrpo.backends.logprobs import CHUNK_LOGITS, KEPT_LOGITS, KERNEL_LOGITS
+from lagrpo.objective.compose import Recipe
+from lagrpo.policy.configs import read_config
+from lagrpo.policy.model import Policy, refuse
+from lagrpo.sampling.parity import Parity
+from lagrpo.sampling.schedule import Schedule, largest_lag
+from lagrpo.sampling.vllm.connecting import deadlines
+from lagrpo.settings.schema import Settings
+from lagrpo.terminal.text import formatted
+from lagrpo.training.build import loading, recorded_prompts
+from lagrpo.training.lag import CAP
+
+BYTES = {"bfloat16": 2, "float32": 4}
+HIDDEN_BYTES = {2: 44, 4: 54}  # by the bytes of a number
+PROGRAM = 400 * 2**20  # Python, torch and transformers themselves
+IDLE = 0.15  # of all that is used: gaps that the allocator cannot fill
+
+
+def explained(settings: Settings, recipe: Recipe, toml: str) -> str:
+    """What --dry-run prints: a settings file, with what it means as comments behind it."""
+    return "\n".join([toml, *(f"# {line}" for line in meaning(settings, recipe))])
+
+
+def meaning(
+    settings: Settings,
+    recipe: Recipe,
+    policy: Policy | None = None,
+    sampled: Policy | None = None,
+    parity: Parity | None = None,
+) -> list[str]:
+    """One line for each thing that people get wrong about a run. Without a policy the model's sizes are read from its
+    config (no weights are loaded). `sampled`: the policy of the in-process sampler; `parity`: how far it agrees with
+    the learner."""
+    s, sampling = settings.schedule, settings.sampling
+    per_batch, batches = s.prompts * sampling.G, s.stages * s.batches
+    config, parameters = (policy.model.config, _parameters(policy.model)) if policy else _sizes(settings)
+    dtype, why = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
+    text = config.get_text_config()
+    memory = expected_memory(settings, recipe, text, parameters, _fused(settings, text, policy))
+    return [
+        f"recipe      {recipe.name}: {recipe.formula}" + _changes(settings),
+        f"batch       {s.prompts} prompts x {sampling.G} completions = {per_batch:,} samples, used for "
+        f"{count_of(s.i, 'update')} (i = {s.i}){_from_file(settings)}",
+        f"schedule    {_deliveries(settings)}",
+        *_certificate(settings),
+        *_sampler(settings),
+        f"run         {count_of(s.stages, 'stage')} x {count_of(s.batches, 'batch', 'es')} = "
+        f"{count_of(batches * s.i, 'update')}, {batches * per_batch:,} samples",
+        f"tokens      at most {per_batch * sampling.max_tokens:,} sampled per batch, "
+        f"{settings.optimizer.tokens:,} in a micro-batch",
+        f"memory      at most about {_size(sum(memory.values()))}: "
+        + ", ".join(f"{name} {_size(size)}" for name, size in memory.items()),
+        f"arithmetic  {dtype} ({why}) on {policy.device if policy else settings.model.device}"
+        + (f", {settings.optimizer.masters} float32 masters" if dtype == "bfloat16" else "")
+        + (f"; {policy.computation}" if policy else ""),
+        *([f"decoding    {sampled.decoding}"] if sampled else []),
+        *([f"parity      {parity}"] if parity else []),
+    ]
+
+
+def standstill(settings: Settings, dtype: str, version: int, share: float) -> str:
+    """What to say of a delivery that changes so few of the weights (in `dtype`) that the sampler draws as before."""
+    remedies = ["a larger optimizer.lr", "more updates per delivery (schedule.v, schedule.i)"]
+    if dtype == "bfloat16":
+        remedies += ['model.dtype = "float32"']
+        remedies = (['optimizer.masters = "dithered"'] if settings.optimizer.masters == "plain" else []) + remedies
+    return (
+        f"the delivery of version {version} changes {share:.4%} of the sampler's weights, less than 1 in 10,000: its "
+        f"steps are lost in the rounding to {dtype}, and the sampler draws as before. What helps: "
+        f"{', '.join(remedies)}. See docs/precision.md; said once"
+    )
+
+
+def no_certificate(settings: Settings, before: Mapping[str, float | None]) -> str:
+    """What to say where schedule certified delivers because its v batches are over; `before` are the metrics of the
+    batch before."""
+    bound, ess = (formatted(before.get(key), form) for key, form in (("lag_certified", "+.3f"), ("lag_ess", ".1f")))
+    return (
+        f"schedule certified: {count_of(settings.schedule.v, 'batch', 'es')} are over and no batch certified that pi_k "
+        f"is better than alpha (the last: J(pi_k) - J(alpha) >= {bound}, with an effective sample size of {ess}). More "
+        "completions in a batch (schedule.prompts, sampling.G) certify smaller gains; said once"
+    )
+
+
+def certifiable(settings: Settings) -> float:
+    """The largest lower bound on J(pi_k) - J(alpha) that a batch can certify: that of completions which all have reward
+    1 and a ratio of at least C. Where it is not positive, no batch certifies anything, whatever the policies do."""
+    s = settings.schedule
+    n = (s.prompts - recorded_prompts(settings)) * settings.sampling.G
+    return CAP - 1 - 7 * CAP * math.log(2 / s.doubt) / (3 * (n - 1)) if n > 1 else -1.0
+
+
+def _certificate(settings: Settings) -> list[str]:
+    """Of schedule certified: the least gain that it can see."""
+    s = settings.schedule
+    if s.kind != "certified":
+        return []
+    largest = certifiable(settings)
+    if largest <= 0:
+        return [
+            "certified   WARNING: never; so few completions in a batch certify nothing, so that all deliveries are "
+            "those at the latest: raise schedule.prompts or sampling.G"
+        ]
+    least = CAP - 1 - largest
+    return [
+        f"certified   J(pi_k) > J(alpha) with {s.confidence:.0%} over the batches of a delivery; a batch certifies no "
+        f"gain below {least:.3f} of the range of rewards, and where they vary none below about twice that"
+    ]
+
+
+def _deliveries(settings: Settings) -> str:
+    """When the sampler gets new weights, and how far it can fall behind."""
+    s = settings.schedule
+    schedule = Schedule(s.kind, s.v, s.delta)
+    always = s.kind == "lagged" or s.v == 1
+    when = "before every batch" if always else f"every {s.v} batches"
+    if s.kind == "budget":
+        when = f"when KL(alpha||pi_k) of a completion passes {s.delta:g} nats, at the latest {when}"
+    if s.kind == "certified":
+        when = f"when a batch certifies J(pi_k) > J(alpha), at the latest {when}"
+    updates = count_of(s.i if always else s.v * s.i, "update")
+    lag = count_of(largest_lag(schedule, s.stages, s.batches, s.i), "update")
+    return f"{schedule}: new weights {when}, {updates} per delivery; largest possible lag {lag}"
+
+
+def _sampler(settings: Settings) -> list[str]:
+    """Who draws, how weights get there, and how long anything is waited for: of the vLLM sampler."""
+    v = settings.vllm
+    if settings.sampling.sampler == "local":
+        return [] if settings.sampling.prove else ["proof       off (sampling.prove = false)"]
+    who = ", ".join(v.urls) if v.urls else f"{count_of(v.servers, 'server')} started with {v.python}"
+    tolerance = f"{v.tolerance:g} nats" if v.tolerance else "that of the dtype"
+    proof = f"mean difference at most {tolerance}" if settings.sampling.prove else "off (sampling.prove = false)"
+    return [
+        f"sampler     vLLM: {who}; weights by {v.delivery}, {_IN_FLIGHT[v.in_flight]}",
+        f"proof       {proof}; at most {count_of(v.failures, 'failure')} of servers",
+        f"deadlines   {deadlines(v)}",
+    ]
+
+
+_IN_FLIGHT = {
+    "finish": "completions under way are waited for",
+    "span": "completions under way go on with the new weights and span versions",
+    "redraw": "completions under way are drawn again",
+}
+
+
+def _from_file(settings: Settings) -> str:
+    recorded = recorded_prompts(settings)
+    return f"; {count_of(recorded, 'prompt')} of them from {', '.join(settings.offline.data or ())}" if recorded else ""
+
+
+def _fused(settings: Settings, config: Any, policy: Policy | None) -> bool:
+    """Whether the kernels compute whole layers: as it is, or without a policy as it should be."""
+    if policy is not None:
+        return policy.runs_fused
+    on_cpu = pick_device(settings.model.device).type == "cpu"
+    return on_cpu and settings.model.kernels != "torch" and config.model_type in FAMILIES
+
+
+def expected_memory(
+    settings: Settings, recipe: Recipe, config: Any, parameters: int, fused: bool = False
+) -> dict[str, int]:
+    """Bytes by purpose, at the most: the program; π, α (and π_ref) in the working dtype, and π once more, packed, where
+    the kernels multiply and α lags behind; masters, gradients and AdamW's two moments in float32; activations of one
+    micro-batch and the logits in hand; keys and values of the sampler; and what lies idle between them, as the
+    allocator cannot fill every gap. `fused`: see `activation_bytes`.
+
+    Measured peaks (CPU, SmolLM2-135M, two or three batches of experiments/demo.toml): 3.8 GiB in bfloat16 and 5.1 in
+    float32 where this expects 5.0 and 6.7, as its prompts and completions are shorter than they may be; 4.8 with a
+    reference and 48 tokens a completion in micro-batches of 2,048 (expected 5.0); 3.7 with checkpointing (4.1)."""
+    dtype, _ = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
+    size = BYTES[dtype]
+    s = settings.schedule
+    apart = s.i > 1 or largest_lag(Schedule(s.kind, s.v, s.delta), s.stages, s.batches, s.i) > 0
+    copies = 2 + recipe.needs_pi_ref + (fused and size == 2 and apart)
+    layers, _, kv_heads, d = Shape.of(config)
+    per_token = 2 * layers * kv_heads * d * size
+    sampling, prompts = settings.sampling, settings.schedule.prompts
+    tokens_held = sampling.rows * sampling.max_tokens + sampling.rows // sampling.G * sampling.max_prompt_tokens
+    of_a_batch = prompts * (sampling.max_prompt_tokens + sampling.G * sampling.max_tokens)
+    learned = min(settings.optimizer.tokens, of_a_batch)
+    numbers, head = learned * config.vocab_size, config.vocab_size * config.hidden_size
+    by_pytorch = 4 * (4 * min(CHUNK_LOGITS, numbers) + head)
+    by_kernels = size * min(KEPT_LOGITS + KERNEL_LOGITS, numbers) + (4 + size) * head
+    logits = max(by_pytorch, by_kernels)
+    memory = {
+        "program": PROGRAM,
+        "weights": copies * parameters * size,
+        "optimizer": parameters * (12 + (4 if dtype == "bfloat16" else 0)),
+        "activations": learned * activation_bytes(settings, config, size, fused) + logits,
+        "sampler": tokens_held * per_token,
+    }
+    return memory | {"idle": int(IDLE * sum(memory.values()))}
+
+
+def activation_bytes(settings: Settings, config: Any, size: int, fused: bool = False) -> int:
+    """Bytes that one token leaves for the backward pass. `fused`, where the kernels compute whole layers: in each the
+    residual stream twice, queries, keys, values and what was attended to, gate and up; norms and activations are
+    computed again. Elsewhere as measured on Llama layers (CPU, hidden sizes 512 to 1024, MLPs of 1024 to 4096): 44
+    bytes a hidden unit in bfloat16 (norms and rotations are done in float32) and 54 in float32, and 4 numbers a unit of
+    the MLP; within 4 %, with keys and values of every head 15 % more. With checkpointing one row per layer, and about
+    three layers while one is recomputed."""
+    shape, hidden = Shape.of(config), config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    if fused:
+        layer = 2 * size * (hidden + (shape.heads + shape.kv_heads) * shape.d + inner)
+    else:
+        layer = HIDDEN_BYTES[size] * hidden + 4 * size * inner
+    if settings.optimizer.activation_checkpointing:
+        return shape.layers * hidden * size + min(3, shape.layers) * layer
+    return shape.layers * layer
+
+
+def _sizes(settings: Settings) -> tuple[Any, int]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from lagrpo.policy.embedded import resolve_model
+
+    with loading(settings.model):
+        config = read_config(resolve_model(settings.model.path))
+        refuse(config)
+        with torch.device("meta"):
+            return config, _parameters(AutoModelForCausalLM.from_config(config))
+
+
+def _changes(settings: Settings) -> str:
+    """What the settings replace in the recipe, whose formula is that of the table."""
+    changes = ", ".join(f"{name} = {value}" for name, value in settings.objective.overrides.items())
+    return f"; here with {changes}" if changes else ""
+
+
+def _parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def count_of(number: int, what: str, plural: str = "s") -> str:
+    """
+    >>> count_of(1, "batch", "es"), count_of(1200, "batch", "es")
+    ('1 batch', '1,200 batches')
+    """
+    return f"{number:,} {what}{plural if number != 1 else ''}"
+
+
+def _size(size: int) -> str:
+    """
+    >>> _size(3 * 2**29), _size(3 * 2**19)
+    ('1.5 GiB', '2 MiB')
+    """
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
