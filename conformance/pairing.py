@@ -16,6 +16,7 @@ from cases import MAX_LENGTH, Case, G
 from torch import Tensor
 
 from lagrpo.core import divergences
+from lagrpo.core.loss import Terms
 from lagrpo.objective.recipes import resolve
 
 Side = Callable[[Case, Tensor], Any]
@@ -43,8 +44,9 @@ def ours(case: Case, logp: Tensor, name: str, **overrides: Any) -> Tensor:
     """The loss of a recipe, whole: its own advantages and weights."""
     recipe = resolve(name, overrides)
     weight_C = recipe.weights(case.lengths, case.flat, MAX_LENGTH).double()
-    given = case.alpha, case.pi_k, case.ref, advantages(case, name, **overrides), case.completion, weight_C, case.group
-    return recipe.loss(logp, *given)[0]
+    advantage_C = advantages(case, name, **overrides)
+    terms = Terms(logp, case.alpha, case.pi_k, case.ref, case.completion, advantage_C, case.group)
+    return recipe.loss(terms, weight_C)[0]
 
 
 def advantages(case: Case, name: str, **overrides: Any) -> Tensor:

@@ -118,19 +118,13 @@ def of_trl(model: Path, groups: list[Group], config: Mapping[str, Any], scratch:
 def of_ours(policy: Policy, groups: list[Group], case: Case) -> tuple[float, torch.Tensor, list]:
     """Our loss and flat gradient, in micro-batches of 100 tokens, and the micro-batches."""
     recipe = resolve(case.recipe, case.overrides)
-    batch = assemble(
-        groups,
-        lambda r_G, lengths_G, g: recipe.advantage(r_G, r_G),
-        lambda lengths, flat: recipe.weights(lengths, flat, MAX_TOKENS),
-    )
+    batch = assemble(groups, recipe, MAX_TOKENS, seed=0, b=1)
     rows = micro_batches(batch, 100)
     flat = gradient(policy, recipe, rows)
     with torch.no_grad():
+        logps = [policy.logp(m.packed) for m in rows]
         loss = sum(
-            recipe.loss(
-                policy.logp(m.packed), m.logp_alpha_T, m.logp_k_T, None, m.advantage_C, m.completion_T, m.weight_C
-            )[0]
-            for m in rows
+            recipe.loss(m.scored_by(logp_T).terms(logp_T), m.weight_C)[0] for m, logp_T in zip(rows, logps, strict=True)
         )
     return float(loss), flat, rows
 

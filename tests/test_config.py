@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from lagrpo.core import pieces
-from lagrpo.objective.compose import Composition
+from lagrpo.objective.composition import Composition
 from lagrpo.settings.schema import EvalSettings, ModelSettings, ObjectiveSettings, Settings, TaskSettings
 from lagrpo.tasks import OPTIONS
 

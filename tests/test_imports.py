@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "verify": {*SMALL, "tasks", "threads", "workers"},  # tasks say what an answer that cannot be judged is
     "runs": {*SMALL, "threads"},
     "backends": {*LEAVES},
-    "policy": {*LEAVES, "backends", "workers"},
+    "policy": {*LEAVES, "backends", "objective", "workers"},
     "settings": {*SMALL, "objective"},
     "data": {*LEAVES, "policy", "runs", "sampling", "tasks"},
     "sampling": {*LEAVES, "backends", "policy", "settings", "workers"},

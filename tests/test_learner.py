@@ -18,7 +18,6 @@ from lagrpo.policy.learner import Learner, Optimisation
 from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import replica
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.training.build import advantage_of
 from lagrpo.types import Group, Outcome
 
 pytestmark = pytest.mark.usefixtures("either_computation")
@@ -43,8 +42,7 @@ def drawn(policy: Policy, count: int = 4, batch: int = 1, G: int = 6) -> list[Gr
 
 
 def assembled(recipe, groups, b: int = 1):
-    advantage = advantage_of(recipe, 0, MAX_TOKENS)(b)
-    return assemble(groups, advantage, lambda lengths, flat: recipe.weights(lengths, flat, MAX_TOKENS))
+    return assemble(groups, recipe, MAX_TOKENS, seed=0, b=b)
 
 
 def gradient(policy: Policy, recipe, rows) -> torch.Tensor:
@@ -52,9 +50,7 @@ def gradient(policy: Policy, recipe, rows) -> torch.Tensor:
     policy.model.zero_grad()
     for micro in rows:
         logp = policy.logp(micro.packed)
-        micro.logp_k_T = logp.detach()
-        recipe.loss(logp, micro.logp_alpha_T, micro.logp_k_T, None, micro.advantage_C, micro.completion_T,
-                    micro.weight_C, micro.group_C)[0].backward()  # fmt: skip
+        recipe.loss(micro.scored_by(logp.detach()).terms(logp), micro.weight_C)[0].backward()
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in policy.model.parameters()])
 
 
@@ -106,10 +102,10 @@ def test_entropy_is_that_of_the_first_update_on_the_batch():
     with torch.no_grad():
         for micro, entropy_T in zip(rows, expected, strict=True):
             policy.logp(micro.packed, entropy_T)
-    sums = measuring.step(rows)
+    scored, sums = measuring.first_step(rows)
     assert sums["entropy"] == pytest.approx(torch.cat(expected).sum().item(), rel=1e-5)
     assert sums["tokens_entropy"] == sum(map(len, expected))
-    assert "entropy" not in measuring.step(rows)
+    assert "entropy" not in measuring.step(scored)
 
 
 def test_the_order_of_completions_and_groups_cannot_change_the_gradient():
@@ -144,7 +140,7 @@ def test_a_batch_with_every_group_masked_makes_no_update():
     before = {name: w.clone() for name, w in policy.weights().items()}
     assert micro_batches(batch, 999) == []
     assert not batch.in_objective
-    assert learner(policy, recipe, weight_decay=0.1).step([], batch.in_objective) == {}
+    assert learner(policy, recipe, weight_decay=0.1).first_step([], batch.in_objective) == ([], {})
     assert policy.version == 0
     assert all(torch.equal(before[name], w) for name, w in policy.weights().items())
 
@@ -186,11 +182,11 @@ def test_a_gradient_known_to_be_zero_is_still_an_update():
     for silent in (True, False):
         policy, recipe = tiny_policy(), resolve("dr_grpo")
         stepping = learner(policy, recipe)
-        stepping.step(micro_batches(assembled(recipe, judged(drawn(policy))), 999))
+        stepping.first_step(micro_batches(assembled(recipe, judged(drawn(policy))), 999))
         flat = assembled(recipe, judged(drawn(policy), lambda g, j, c: 1.0), b=2)
         rows = micro_batches(flat, 999, silent=silent)
         assert bool(rows) != silent
-        stepping.step(rows, flat.in_objective)
+        stepping.first_step(rows, flat.in_objective)
         assert policy.version == 2
         moved.append(torch.cat([w.flatten() for w in policy.weights().values()]))
     torch.testing.assert_close(moved[0], moved[1], rtol=0, atol=1e-7)
@@ -225,7 +221,7 @@ def test_v_batches_from_one_alpha_equal_v_mini_batches_of_one_larger_batch():
         for b, requests in wanted.items():
             if not together:
                 parts = {b: sorted((g for _, g in sampler.sample(requests, 5)), key=lambda g: g.prompt.key)}
-            stepping.step(micro_batches(assembled(recipe, judged(parts[b]), b), 999))
+            stepping.first_step(micro_batches(assembled(recipe, judged(parts[b]), b), 999))
         assert policy.version == v
         runs.append(torch.cat([w.flatten() for w in policy.weights().values()]))
     assert (runs[0] - runs[1]).abs().max() <= 1e-6
@@ -237,10 +233,10 @@ def test_masters_keep_what_bfloat16_would_round_away():
     rows = micro_batches(assembled(recipe, judged(drawn(policy))), 999)
     before = policy.head.weight.detach().clone()
     stepping = learner(policy, recipe, lr=2e-5)
-    stepping.step(rows)
+    scored, _ = stepping.first_step(rows)
     after_one = (policy.head.weight != before).float().mean().item()
     for _ in range(19):
-        stepping.step(rows)
+        stepping.step(scored)
     assert (policy.head.weight != before).float().mean().item() > 2 * after_one
     working = list(policy.model.parameters())
     for parameter, master in zip(working, stepping._masters.parameters, strict=True):
@@ -261,15 +257,15 @@ def test_bfloat16_gradients_agree_with_float32_ones():
 
 
 def test_the_first_of_i_updates_starts_at_pi_k():
-    """With clipped_exact the centre is π_k/α: at the first update logp_k is logp, at the second it stays."""
+    """With clipped_exact the centre is π_k/α: at the first update logp_k is logp, and the second one is given it."""
     policy, recipe = tiny_policy(), resolve("off_policy_grpo_exact", {"beta": 0.0})
     rows = micro_batches(assembled(recipe, judged(drawn(policy))), 999)
     stepping = learner(policy, recipe, lr=1e-2)
-    first = stepping.step(rows)
-    assert rows[0].logp_k_T is not None
-    pi_k = rows[0].logp_k_T.clone()
-    second = stepping.step(rows)
-    assert torch.equal(rows[0].logp_k_T, pi_k)
+    pi_k = stepping.score(rows)
+    scored, first = stepping.first_step(rows)
+    assert all(torch.equal(micro.logp_k_T, logp_T) for micro, logp_T in zip(scored, pi_k, strict=True))
+    second = stepping.step(scored)
+    assert not torch.equal(stepping.score(rows)[0], pi_k[0])
     assert first["max_abs_log_ratio"] < 1e-4 < second["max_abs_log_ratio"]
 
 
@@ -307,12 +303,12 @@ def test_a_token_whose_gradient_is_infinite_is_named_and_nothing_changes():
     before, stepping = policy.head.weight.detach().clone(), learner(policy, recipe)
     named = rf"token {len(own_T) - 1} of scored completion {row.members[c]} of the batch .* log pi/alpha 1(49|50)\b"
     with pytest.raises(FloatingPointError, match=f"update 1 is not finite at {named}.*still version 0"):
-        stepping.step(rows)
+        stepping.first_step(rows)
     assert torch.equal(policy.head.weight, before)
     logp_alpha_T[own_T[-1]] += 150
-    norm = stepping.step(rows)["grad_norm"]  # nothing is left of the rows before it
+    norm = stepping.first_step(rows)[1]["grad_norm"]  # nothing is left of the rows before it
     fresh = tiny_policy()
-    assert norm == pytest.approx(learner(fresh, recipe).step(rows)["grad_norm"], rel=1e-6)
+    assert norm == pytest.approx(learner(fresh, recipe).first_step(rows)[1]["grad_norm"], rel=1e-6)
 
 
 def test_a_token_that_the_clip_cuts_does_not_end_the_run_however_large_its_ratio():
@@ -321,7 +317,7 @@ def test_a_token_that_the_clip_cuts_does_not_end_the_run_however_large_its_ratio
     positive_T = (rows[0].advantage_C[rows[0].completion_T] > 0).nonzero().flatten()
     assert rows[0].logp_alpha_T is not None
     rows[0].logp_alpha_T[positive_T[0]] -= 150
-    figures = learner(policy, recipe).step(rows)
+    _, figures = learner(policy, recipe).first_step(rows)
     assert figures["clipped_positive"] == 1.0
     assert 0 < figures["grad_norm"] < 100
 
@@ -332,7 +328,7 @@ def test_an_infinite_gradient_stops_before_anything_changes():
     rows[0].advantage_C[0] = torch.inf
     before = policy.head.weight.detach().clone()
     with pytest.raises(FloatingPointError, match=r"update 1 is not finite.*still version 0"):
-        learner(policy, recipe).step(rows)
+        learner(policy, recipe).first_step(rows)
     assert torch.equal(policy.head.weight, before)
 
 
@@ -340,15 +336,14 @@ def test_the_reference_is_swapped_at_the_end_of_a_stage_and_only_then():
     policy = tiny_policy()
     recipe = resolve("grpo", {"beta": 0.5})
     stepping = Learner(policy, recipe, Optimisation(lr=1e-2), reference=policy.twin())
-    rows = micro_batches(assembled(recipe, judged(drawn(policy))), 999)
+    batch = assembled(recipe, judged(drawn(policy)))
     for expected_zero in (True, False):
-        stepping.score_reference(rows)
-        assert (stepping.step(rows)["kl_ref"] == pytest.approx(0, abs=1e-6)) == expected_zero
+        _, sums = stepping.first_step(stepping.pack(batch, 999))
+        assert (sums["kl_ref"] == pytest.approx(0, abs=1e-6)) == expected_zero
     stepping.end_stage(reset_optimizer=True)
     assert stepping.reference is not None
     assert stepping.reference.version == policy.version == 2
-    stepping.score_reference(rows)
-    assert stepping.step(rows)["kl_ref"] == pytest.approx(0, abs=1e-6)
+    assert stepping.first_step(stepping.pack(batch, 999))[1]["kl_ref"] == pytest.approx(0, abs=1e-6)
 
 
 def test_a_recipe_with_a_kl_term_needs_a_reference():
@@ -387,7 +382,7 @@ def test_weight_decay_leaves_norms_and_biases_alone(dtype):
     before = {name: w.float().clone() for name, w in policy.weights().items()}
     stepping = learner(policy, recipe, lr=0.5, weight_decay=0.5)
     flat = assembled(recipe, judged(drawn(policy), lambda g, j, c: 1.0))
-    stepping.step(micro_batches(flat, 999, silent=True), flat.in_objective)
+    stepping.first_step(micro_batches(flat, 999, silent=True), flat.in_objective)
     kinds = {name.split(".")[-2] + "." + name.split(".")[-1] for name in before}
     assert {"q_proj.bias", "input_layernorm.weight", "norm.weight"} <= kinds
     for name, weight in policy.weights().items():

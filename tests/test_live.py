@@ -28,29 +28,31 @@ def batch_of(rewards_NG, lengths=2, budget=100, recipe=None):
         )
         for n, rewards in enumerate(rewards_NG)
     ]
-    generator = torch.Generator().manual_seed(0)
-    if recipe is None:
-        advantage, weights = lambda r, lengths_G, g: r - r.mean(), lambda lengths_C, flat: torch.ones(len(lengths_C))
-    else:
-        advantage = lambda r, lengths_G, g: recipe.advantage(r, torch.rand(len(r), generator=generator))  # noqa: E731
-        weights = lambda lengths_C, flat: recipe.weights(lengths_C, flat, lengths)  # noqa: E731
-    batch = assemble(groups, advantage, weights)
+    batch = assemble(groups, recipe or Centered(), lengths, seed=0, b=1)
     return batch, micro_batches(batch, budget)
+
+
+class Centered:
+    """What `assemble` asks of a recipe: centered rewards, and a weight of 1 for every completion."""
+
+    def advantages(self, rewards_G, lengths_G, max_length, uniform_G):
+        return rewards_G - rewards_G.mean()
+
+    def weights(self, lengths_C, zero_variance_C, max_length):
+        return torch.ones(len(lengths_C))
 
 
 def give(rows, log_ratio_by_member):
     """π_k's log-probs such that each token of completion c has ln ρ = log_ratio_by_member[c]."""
-    for micro in rows:
-        per_token = torch.tensor([log_ratio_by_member[c] for c in micro.members])[micro.completion_T]
-        micro.logp_k_T = micro.logp_alpha_T + per_token
-    return rows
+    per_token = [torch.tensor([log_ratio_by_member[c] for c in m.members])[m.completion_T] for m in rows]
+    return [m.scored_by(m.logp_alpha_T + ratio_T) for m, ratio_T in zip(rows, per_token, strict=True)]
 
 
 @pytest.mark.parametrize("budget", [100, 4])
 def test_sequence_figures_by_hand(budget):
     """Two tokens with ln ρ = ln 1.5 / 2 and -ln 2 / 2: sequence ratios 1.5 and 0.5."""
     batch, rows = batch_of([[1.0, 0.0]], budget=budget)
-    give(rows, {0: math.log(1.5) / 2, 1: -math.log(2) / 2})
+    rows = give(rows, {0: math.log(1.5) / 2, 1: -math.log(2) / 2})
     torch.testing.assert_close(
         sequence_log_ratio(batch, rows).exp(), torch.tensor([1.5, 0.5]).double(), atol=1e-6, rtol=0
     )
@@ -105,7 +107,7 @@ def test_figures_have_the_true_values_though_the_loss_leaves_completions_out(adv
 def test_the_step_has_its_own_sides():
     """α = π_k, π twice as likely to give the right one: J(π) - J(π_k) estimated at (2·1 - 0·1)/2 - (1 - 1)/2 = 1."""
     batch, rows = batch_of([[1.0, 0.0]])
-    give(rows, {0: 0.0, 1: 0.0})
+    rows = give(rows, {0: 0.0, 1: 0.0})
     assert rows[0].logp_alpha_T is not None
     after = [rows[0].logp_alpha_T + torch.tensor([math.log(2) / 2, -50.0])[rows[0].completion_T]]
     figures = lag_figures(batch, rows, 0.0, after_T=after)
@@ -117,7 +119,7 @@ def test_the_step_has_its_own_sides():
 
 def test_rewards_outside_their_range_have_no_bounds_and_a_stated_range_scales_them():
     batch, rows = batch_of([[10.0, 0.0]])
-    give(rows, {0: math.log(1.5) / 2, 1: -math.log(2) / 2})
+    rows = give(rows, {0: math.log(1.5) / 2, 1: -math.log(2) / 2})
     assert lag_figures(batch, rows, 0.0)["lag_improvement"] is None
     assert lag_figures(batch, rows, 0.0, (0.0, 10.0))["lag_improvement"] == pytest.approx(0.5, abs=1e-6)
 
@@ -135,7 +137,7 @@ def test_groups_of_equal_rewards_count_in_the_improvement_and_in_the_divergences
 
 def test_completions_whose_alpha_is_unknown_have_no_figures():
     batch, rows = batch_of([[1.0, 0.0]])
-    give(rows, {0: math.nan, 1: math.nan})
+    rows = give(rows, {0: math.nan, 1: math.nan})
     figures = lag_figures(batch, rows, 0.0)
     assert figures["tv_sequence"] is None
     assert set(figures) == set(KEYS)
@@ -176,7 +178,7 @@ def test_the_estimate_of_tv_is_chosen_by_the_effective_sample_size():
 def test_a_step_beyond_what_is_possible_is_no_reliable_one(rewards):
     """π gives one right completion 110 times the probability that α did: an improvement of 55 where 1 is the most."""
     batch, rows = batch_of(rewards)
-    give(rows, dict.fromkeys(range(2 * len(rewards)), 0.0))
+    rows = give(rows, dict.fromkeys(range(2 * len(rewards)), 0.0))
     after = []
     for micro in rows:
         assert micro.logp_alpha_T is not None

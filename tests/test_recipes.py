@@ -8,6 +8,7 @@ from torch import tensor
 from torch.testing import assert_close
 
 from lagrpo.core import pieces
+from lagrpo.core.loss import Terms
 from lagrpo.objective.recipes import PRESETS, Composition, resolve
 
 REWARDS_G, UNIFORM_G = tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4)
@@ -91,8 +92,8 @@ def test_a_narrow_mask_makes_nothing_silent():
 
 def test_an_importance_weighted_kl_weighs_each_token_by_rho():
     tokens = (tensor([-1.0, -2.0]), tensor([-1.5, -1.0]), None, tensor([-1.2, -1.2]))
-    rest = (tensor([0.0]), tensor([0, 0]), tensor([1.0]))  # no advantage: only the KL is left
-    loss, _ = resolve("grpo", {"kl_importance": True}).loss(*tokens, *rest)
+    terms = Terms(*tokens, tensor([0, 0]), tensor([0.0]))  # no advantage: only the KL is left
+    loss, _ = resolve("grpo", {"kl_importance": True}).loss(terms, tensor([1.0]))
     rho_T, d_T = (tokens[0] - tokens[1]).exp(), tokens[0] - tokens[3]
     assert_close(loss, 0.04 * (rho_T * ((-d_T).exp() + d_T - 1)).sum())
 
@@ -158,13 +159,15 @@ def test_what_is_refused_and_why(name, overrides, message):
 def test_every_ratio_can_be_over_pi_k_and_then_corrected(name):
     """With alpha's log-probs in the place of pi_k's it is the objective over alpha; a weight of 1 changes nothing."""
     logp_T, below_T, other_T = tensor([-1.0, -2.0, -0.5]), tensor([-1.3, -1.8, -0.4]), tensor([-9.0, -0.1, -3.0])
-    rest = (tensor([1.0, -0.5]), tensor([0, 0, 1]), tensor([0.3, 0.7]))
-    over_alpha = resolve(name, {"beta": 0.0}).loss(logp_T, below_T, None, None, *rest)[0]
-    over_pi_k = resolve(name, {"beta": 0.0, "denominator": "pi_k"}).loss(logp_T, other_T, below_T, None, *rest)[0]
-    corrected = resolve(name, {"beta": 0.0, "denominator": "pi_k", "correction": "truncated"})
-    assert torch.equal(over_pi_k, over_alpha)
-    assert torch.equal(corrected.loss(logp_T, below_T, below_T, None, *rest)[0], over_alpha)
-    assert corrected.loss(logp_T, other_T, below_T, None, *rest)[0] != over_alpha
+
+    def loss(alpha_T, pi_k_T, **changes):
+        terms = Terms(logp_T, alpha_T, pi_k_T, None, tensor([0, 0, 1]), tensor([1.0, -0.5]))
+        return resolve(name, {"beta": 0.0} | changes).loss(terms, tensor([0.3, 0.7]))[0]
+
+    over_alpha, corrected = loss(below_T, None), {"denominator": "pi_k", "correction": "truncated"}
+    assert torch.equal(loss(other_T, below_T, denominator="pi_k"), over_alpha)
+    assert torch.equal(loss(below_T, below_T, **corrected), over_alpha)
+    assert loss(other_T, below_T, **corrected) != over_alpha
 
 
 def test_a_kl_term_with_a_ratio_of_its_own_goes_with_a_correction_of_the_surrogate():
@@ -174,20 +177,14 @@ def test_a_kl_term_with_a_ratio_of_its_own_goes_with_a_correction_of_the_surroga
 def test_a_correction_leaves_the_kl_term_alone():
     """It weighs what is learned from the samples; the KL estimate has a weight of its own, kl_importance."""
     tokens = (tensor([-1.0, -2.0]), tensor([-1.5, -1.0]), tensor([-1.1, -2.1]), tensor([-1.2, -1.2]))
-    rest = (tensor([0.0]), tensor([0, 0]), tensor([1.0]))  # no advantage: only the KL is left
-    losses = [resolve(name, {"beta": 0.04}).loss(*tokens, *rest)[0] for name in ("grpo_tis", "grpo_recomputed")]
+    terms = Terms(*tokens, tensor([0, 0]), tensor([0.0]))  # no advantage: only the KL is left
+    losses = [resolve(name, {"beta": 0.04}).loss(terms, tensor([1.0]))[0] for name in ("grpo_tis", "grpo_recomputed")]
     assert float(losses[0]) == float(losses[1]) > 0
 
 
-def test_the_settings_name_every_piece():
-    """The docstrings of the settings are the --help of the command line: each names what can be chosen."""
-    import ast
-    import inspect
-
-    body = ast.parse(inspect.getsource(Composition)).body[0]
-    assert isinstance(body, ast.ClassDef)
-    documented = [ast.literal_eval(node.value) for node in body.body if isinstance(node, ast.Expr)][1:]
-    described = dict(zip([field.name for field in fields(Composition)], documented, strict=True))
+def test_the_knobs_name_every_piece():
+    """The help of the knobs is the --help of the command line: each names what can be chosen."""
+    described = {field.name: field.metadata["help"] for field in fields(Composition)}
     for key, table in pieces.TABLES.items():
         assert [name for name in table if name not in described[key]] == []
 

@@ -18,7 +18,7 @@ from tiny import save_tiny
 
 import lagrpo
 from lagrpo.cli import main
-from lagrpo.objective.compose import Composition
+from lagrpo.objective.composition import Composition
 from lagrpo.replay import verify_run
 from lagrpo.replay.findings import Difference, Report, UnreadableError
 from lagrpo.replay.formulas import ADVANTAGES, advantages

@@ -5,7 +5,7 @@
     lagrpo show RUN [--batch B] [--only right|wrong|rejected] …
     lagrpo verify RUN [--rows N | --all]
     lagrpo serve MODEL [--port P] [--delivery directory|nccl|ipc] … [-- OPTIONS OF VLLM]
-    lagrpo recipes [NAME]
+    lagrpo recipes [NAME [--code]]
 
 --task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --objective.recipe.
 `lagrpo COMMAND --help` lists what each takes. Exit codes: 0 done, 1 the run failed (verify: something differs), 2 wrong
@@ -236,15 +236,18 @@ def rest_as_options(words: list[str]) -> list[str]:
     return [*own, *(f"--options={shlex.quote(word)}" for word in words[len(own) + 1 :])]
 
 
-def recipes(name: Annotated[str | None, tyro.conf.Positional] = None) -> None:
+def recipes(name: Annotated[str | None, tyro.conf.Positional] = None, code: bool = False) -> None:
     """List the recipes, or explain one.
 
     Args:
         name: Recipe to explain.
+        code: Print it as one Python function of tensors.
     """
-    from lagrpo.terminal.recipes import show_recipe, show_recipes
+    from lagrpo.terminal.recipes import print_code, show_recipe, show_recipes
 
-    show_recipe(name) if name else show_recipes()
+    if code and name is None:
+        raise SettingsError("--code prints one recipe: lagrpo recipes NAME --code")
+    show_recipes() if name is None else print_code(name) if code else show_recipe(name)
 
 
 def show_help(settings: BaseModel, prog: str, function: Callable[..., Any]) -> None:

@@ -29,7 +29,7 @@ A worked example, one group of two completions of three and two tokens:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # annotations only: the verifier's worker processes import this module and must start fast
@@ -85,18 +85,38 @@ def is_right(reward: float, reward_range: tuple[float, float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One completion as its sampler drew it, with t tokens (the end-of-sequence token included when it was drawn).
+    """One completion of t tokens (the end-of-sequence token included when it was sampled).
 
-    `token_ids` int64 [t]; `logp_alpha` float32 [t], nats, at the sampling temperature; `versions` int64 [t], which
-    version of the policy drew each token; `finished` False when it was cut at the token limit; `text` without special
-    tokens; `outcome` None until it has been judged."""
+    Tokens that no policy sampled, such as an environment's reply, are context: the model reads them, and no count, sum
+    or loss does. Their entries of `logp_alpha` and `versions` mean nothing. Raises ValueError where `sampled` does not
+    fit the tokens."""
 
     token_ids: torch.Tensor
+    """int64 [t]"""
     logp_alpha: torch.Tensor
+    """float32 [t], log-probs under the policy that sampled the tokens, nats, at the sampling temperature"""
     versions: torch.Tensor
+    """int64 [t], which version of the policy sampled each token"""
     finished: bool
+    """False when it was cut at the token limit"""
     text: str
+    """without special tokens"""
     outcome: Outcome | None = None
+    """None until it has been judged"""
+    sampled: torch.Tensor = field(default=None)  # type: ignore[assignment]
+    """bool [t], whether a policy sampled the token; by default all were"""
+
+    def __post_init__(self) -> None:
+        if self.sampled is None:  # written so because importing torch would slow down the verifier's workers
+            object.__setattr__(self, "sampled", self.token_ids == self.token_ids)
+        elif self.sampled.shape != self.token_ids.shape:
+            shapes = f"{list(self.sampled.shape)} and {list(self.token_ids.shape)}"
+            raise ValueError(f"sampled and token_ids need one entry for each token, but have the shapes {shapes}")
+
+    @property
+    def length(self) -> int:
+        """How many of its tokens were sampled."""
+        return int(self.sampled.sum())
 
     @property
     def reward(self) -> float | None:

@@ -2,11 +2,13 @@ from math import inf, log
 
 import pytest
 import torch
+from losses import loss_of
 from test_loss import batch
 from torch import tensor
 from torch.testing import assert_close
 
 from lagrpo.core.corrections import corrected, masked, truncated
+from lagrpo.core.loss import Terms
 from lagrpo.objective.recipes import resolve
 
 RATIO_T = tensor([0.1, 0.5, 1.0, 2.0, 2.1])
@@ -79,7 +81,7 @@ def test_the_recipes_by_hand(name, changes, weight, cut):
     recipe = resolve(name, {"epsilon_low": 0.2, "epsilon_high": 0.2} | changes)
     weight_C = torch.ones(2)
     logp_T = PI_T.clone().requires_grad_()
-    loss, sums = recipe.loss(logp_T, ALPHA_T, PI_K_T, None, ADVANTAGE_C, COMPLETION_T, weight_C)
+    loss, sums = recipe.loss(Terms(logp_T, ALPHA_T, PI_K_T, None, COMPLETION_T, ADVANTAGE_C), weight_C)
     assert_close(loss, -(tensor(weight) * SURROGATE_T).sum())
     (gradient_T,) = torch.autograd.grad(loss, logp_T)
     assert_close(gradient_T, torch.where(tensor(cut), torch.zeros(3), -tensor(weight) * tensor([1.5, 1.0, -1.0])))
@@ -93,7 +95,7 @@ LEVELS = ["token", "sequence", "length_normalised"]
 
 def of_every_token(recipe, whole):
     """Loss, gradient and diagnostics with a weight of 1 for every completion."""
-    loss, sums = recipe.loss(**whole, weight_C=torch.ones_like(whole["advantage_C"]))
+    loss, sums = loss_of(recipe, **whole, weight_C=torch.ones_like(whole["advantage_C"]))
     return loss, torch.autograd.grad(loss, whole["logp_T"])[0], sums
 
 
@@ -147,7 +149,7 @@ def test_no_gradient_flows_through_the_weight_and_reinforce_may_carry_it_too(cor
     whole["logp_k_T"].requires_grad_()
     recipe = resolve("reinforce", {"correction": correction, "correction_level": level, "correction_cap": inf})
     assert recipe.needs == {"logp_alpha", "logp_k"}
-    loss, _ = recipe.loss(**whole, weight_C=torch.ones(7, dtype=torch.float64))
+    loss, _ = loss_of(recipe, **whole, weight_C=torch.ones(7, dtype=torch.float64))
     gradient_T, through_T = torch.autograd.grad(loss, (whole["logp_T"], whole["logp_k_T"]), allow_unused=True)
     assert through_T is None
     d_T, index_T = (whole["logp_k_T"] - whole["logp_alpha_T"]).detach(), whole["completion_T"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from losses import loss_of
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
@@ -53,7 +54,7 @@ def values(recipe: Any, given: dict[str, Tensor]) -> Tensor:
 
 def gradient(recipe: Any, given: dict[str, Tensor]) -> Tensor:
     given = given | {"logp_T": given["logp_T"].clone().requires_grad_()}
-    return torch.autograd.grad(recipe.loss(**given)[0], given["logp_T"])[0]
+    return torch.autograd.grad(loss_of(recipe, **given)[0], given["logp_T"])[0]
 
 
 FURTHER = {  # overrides that bring in an exponential of their own

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+from losses import loss_of
 from torch import tensor
 from torch.testing import assert_close
 
@@ -46,7 +47,8 @@ def part(batch: dict[str, Any], weight_C: torch.Tensor, completions: list[int]) 
 
 def test_loss_and_diagnostics_by_hand():
     # one completion of two tokens (A = 2, ratios 2 and .5), one of one token (A = -1, ratio .5)
-    loss, sums = resolve("grpo", {"beta": 0.1}).loss(
+    loss, sums = loss_of(
+        resolve("grpo", {"beta": 0.1}),
         logp_T=tensor([HALF, QUARTER, QUARTER]),
         logp_alpha_T=tensor([QUARTER, HALF, HALF]),
         logp_k_T=None,
@@ -81,10 +83,10 @@ def test_neither_the_split_into_micro_batches_nor_the_order_changes_gradient_or_
         parts = [[2, 0, 1], [6, 4, 3, 5]]
     lengths_C, whole = batch()
     weight_C = recipe.weights(lengths_C, tensor([False, True] + [False] * 5), max_length=9)
-    loss, sums = recipe.loss(**whole, weight_C=weight_C)
+    loss, sums = loss_of(recipe, **whole, weight_C=weight_C)
     (gradient_T,) = torch.autograd.grad(loss, whole["logp_T"])
 
-    results = [recipe.loss(**part(whole, weight_C, completions)) for completions in parts]
+    results = [loss_of(recipe, **part(whole, weight_C, completions)) for completions in parts]
     (split_T,) = torch.autograd.grad(torch.stack([loss for loss, _ in results]).sum(), whole["logp_T"])
     assert_close(split_T, gradient_T, atol=1e-12, rtol=1e-12)
     for key, value in sums.items():
@@ -95,7 +97,7 @@ def test_neither_the_split_into_micro_batches_nor_the_order_changes_gradient_or_
 def test_the_whole_is_the_mean_it_claims_to_be():
     lengths_C, whole = batch()
     recipe = resolve("grpo", {"beta": 0.3})
-    loss, _ = recipe.loss(**whole, weight_C=recipe.weights(lengths_C, tensor([False] * 7), max_length=9))
+    loss, _ = loss_of(recipe, **whole, weight_C=recipe.weights(lengths_C, tensor([False] * 7), max_length=9))
     rho_T = (whole["logp_T"] - whole["logp_alpha_T"]).exp()
     advantage_T = whole["advantage_C"][whole["completion_T"]]
     d_T = whole["logp_T"] - whole["logp_ref_T"]
@@ -109,13 +111,13 @@ def test_a_weight_of_zero_takes_surrogate_and_kl_of_a_completion_out():
     lengths_C, whole = batch()
     masked_C = tensor([False, True, False, False, True, False, False])
     recipe = resolve("grpo_masked")
-    loss, _ = recipe.loss(**whole, weight_C=recipe.weights(lengths_C, masked_C, max_length=9))
+    loss, _ = loss_of(recipe, **whole, weight_C=recipe.weights(lengths_C, masked_C, max_length=9))
     (gradient_T,) = torch.autograd.grad(loss, whole["logp_T"])
     assert torch.equal(gradient_T == 0, masked_C[whole["completion_T"]])
 
     kept = [0, 2, 3, 5, 6]  # dropping them before the forward pass is the same objective
     weight_C = recipe.weights(lengths_C[kept], tensor([False] * 5), max_length=9)
-    alone, _ = recipe.loss(**part(whole, torch.zeros(7).index_put((tensor(kept),), weight_C), kept))
+    alone, _ = loss_of(recipe, **part(whole, torch.zeros(7).index_put((tensor(kept),), weight_C), kept))
     assert_close(alone, loss)
 
 
@@ -145,7 +147,7 @@ def test_at_pi_equal_alpha_every_preset_starts_as_reinforce_or_as_stated(name):
     whole |= {"logp_T": whole["logp_alpha_T"].clone().requires_grad_(), "logp_k_T": whole["logp_alpha_T"]}
     whole |= {"logp_ref_T": whole["logp_alpha_T"]}  # k3 has no gradient at d = 0
     weight_C = recipe.weights(lengths_C, tensor([False] * 7), max_length=9)
-    loss, sums = recipe.loss(**whole, weight_C=weight_C)
+    loss, sums = loss_of(recipe, **whole, weight_C=weight_C)
     (gradient_T,) = torch.autograd.grad(loss, whole["logp_T"])
     coefficient_C = AT_PI_EQUAL_ALPHA.get(name, lambda A_C, length_C: A_C)(whole["advantage_C"], lengths_C)
     assert_close(gradient_T, -(weight_C * coefficient_C)[whole["completion_T"]])
@@ -156,13 +158,13 @@ def test_the_exact_clip_follows_pi_k():
     _, whole = batch()
     given = part(whole, torch.ones(7), [0, 1, 2, 3, 4, 5, 6])
     recipe = resolve("off_policy_grpo_exact", {"beta": 0.0})
-    loss, _ = recipe.loss(**given)
+    loss, _ = loss_of(recipe, **given)
     advantage_T = given["advantage_C"][given["completion_T"]]
     r, c = ((given[key] - given["logp_alpha_T"]).exp() for key in ("logp_T", "logp_k_T"))
     value_T = torch.minimum(r * advantage_T, r.clamp((c - 0.2).clamp(min=0), c + 0.2) * advantage_T)
     assert_close(loss, -value_T.sum())
-    with_alpha = recipe.loss(**(given | {"logp_k_T": given["logp_alpha_T"]}))[0]
-    assert_close(with_alpha, resolve("off_policy_grpo", {"beta": 0.0}).loss(**given)[0])
+    with_alpha = loss_of(recipe, **(given | {"logp_k_T": given["logp_alpha_T"]}))[0]
+    assert_close(with_alpha, loss_of(resolve("off_policy_grpo", {"beta": 0.0}), **given)[0])
 
 
 def test_log_probs_that_are_missing_or_misaligned_are_refused(unchecked):
@@ -170,14 +172,14 @@ def test_log_probs_that_are_missing_or_misaligned_are_refused(unchecked):
     weight_C = torch.ones(7, dtype=torch.float64)
     whole |= {"logp_k_T": None}
     with pytest.raises(ValueError, match="this objective needs logp_k: the log-probs of the policy at the start"):
-        resolve("off_policy_grpo_exact").loss(**whole, weight_C=weight_C)
+        loss_of(resolve("off_policy_grpo_exact"), **whole, weight_C=weight_C)
     with pytest.raises(ValueError, match="one shape"):
-        resolve("grpo").loss(**(whole | {"logp_ref_T": whole["logp_ref_T"][1:]}), weight_C=weight_C)
+        loss_of(resolve("grpo"), **(whole | {"logp_ref_T": whole["logp_ref_T"][1:]}), weight_C=weight_C)
     whole |= {"logp_ref_T": None}
     with pytest.raises(ValueError, match="this objective needs logp_ref"):
-        resolve("grpo").loss(**whole, weight_C=weight_C)
+        loss_of(resolve("grpo"), **whole, weight_C=weight_C)
     with pytest.raises(ValueError, match=r"one shape: advantages \(7,\), weight_C \(6,\)"):
-        resolve("grpo").loss(**whole, weight_C=weight_C[:6])
+        loss_of(resolve("grpo"), **whole, weight_C=weight_C[:6])
 
 
 def test_any_functions_make_an_objective():

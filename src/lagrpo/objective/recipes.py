@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lagrpo.objective.compose import Composition, Recipe, compose, known
+from lagrpo.objective.compose import Recipe, compose
+from lagrpo.objective.composition import Composition, check_known
 
 __all__ = ["PRESETS", "Composition", "Preset", "Recipe", "resolve"]
 
@@ -36,7 +37,7 @@ def resolve(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
 
     Raises ValueError for an unknown name (with the nearest one), a number out of its domain, and a contradictory
     composition, among them an override that nothing in the composition would read."""
-    preset = PRESETS[known("recipe", name, PRESETS)]
+    preset = PRESETS[check_known("recipe", name, PRESETS)]
     return compose(name, preset.source, preset.formula, preset.composition, dict(overrides or {}))
 
 

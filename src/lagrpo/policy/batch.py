@@ -1,35 +1,41 @@
 """From judged groups to what the learner steps on: advantages, weights, micro-batches.
 
-Only scored completions take part. A masked group (its rewards all equal, where the recipe masks those) leaves the
-whole objective before any forward pass. Weights carry the normaliser of the whole batch, so the split into
-micro-batches, made to a budget of tokens, cannot change the gradient.
+Only scored completions take part, and of them only sampled tokens: T, lengths and sums count no others. A masked group
+(its rewards all equal, where the recipe masks those) leaves the whole objective before any forward pass. Weights carry
+the normalizer of the whole batch, so the split into micro-batches, made to a budget of tokens, cannot change the
+gradient.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from lagrpo.core.advantages import zero_variance
+from lagrpo.core.loss import Terms
+from lagrpo.objective.compose import Recipe
 from lagrpo.policy.model import Packed
+from lagrpo.rng import uniforms
 from lagrpo.types import Completion, Group
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The scored completions of a batch, in order of group and completion. `member_C` (group, index in the group);
-    `advantage_C`, `zero_variance_C`, `lengths_C` in tokens, `weight_C` (0: masked)."""
+    """The scored completions of a batch, in order of group and completion."""
 
     groups: tuple[Group, ...]
     member_C: tuple[tuple[int, int], ...]
+    """group, and index in the group"""
     advantage_C: Tensor
     zero_variance_C: Tensor
     lengths_C: Tensor
+    """sampled tokens"""
     weight_C: Tensor
+    """in the objective; 0: masked"""
 
     @property
     def in_objective(self) -> bool:
@@ -46,13 +52,9 @@ def is_flat(group: Group) -> bool:
     return len(set(group.rewards)) < 2
 
 
-def assemble(
-    groups: Sequence[Group],
-    advantage: Callable[[Tensor, Tensor, int], Tensor],
-    weights: Callable[[Tensor, Tensor], Tensor],
-) -> Batch:
-    """Lines 12-13 of Algorithm 1: advantage(rewards_G, lengths_G, g) -> A_G from the scored completions of group g,
-    then weights(lengths_C, zero_variance_C) -> weight_C over the batch."""
+def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int, b: int) -> Batch:
+    """Lines 12-13 of Algorithm 1: advantages from the scored completions of each group, then the weights over the
+    batch. `max_tokens` is the limit of a completion; random numbers are addressed by (seed, b, group)."""
     member: list[tuple[int, int]] = []
     advantages, flat = [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
     lengths = [torch.empty(0, dtype=torch.long)]
@@ -61,32 +63,57 @@ def assemble(
         if not scored:
             continue
         rewards_G = torch.tensor(group.rewards, dtype=torch.float64)
-        lengths_G = torch.tensor([len(group.completions[j].token_ids) for _, j in scored])
+        lengths_G = torch.tensor([c.length for c in group.scored])
+        uniform_G = torch.from_numpy(uniforms(len(scored), seed, "advantage", b, g))
         member += scored
-        advantages.append(advantage(rewards_G, lengths_G, g).float())
+        advantages.append(recipe.advantages(rewards_G, lengths_G, max_tokens, uniform_G).float())
         flat.append(zero_variance(rewards_G).expand(len(scored)))
         lengths.append(lengths_G)
     lengths_C, zero_variance_C = torch.cat(lengths), torch.cat(flat)
-    weight_C = weights(lengths_C, zero_variance_C) if member else torch.empty(0)
+    weight_C = recipe.weights(lengths_C, zero_variance_C, max_tokens) if member else torch.empty(0)
     return Batch(tuple(groups), tuple(member), torch.cat(advantages), zero_variance_C, lengths_C, weight_C)
 
 
-@dataclass(slots=True)
-class MicroBatch:
-    """Whole completions packed into one row, with what the objective reads. Flat [T] and per completion [C];
-    `group_C` numbers the groups, `members` their places among the completions of the batch. `logp_k_T` is filled by the
-    first of the i updates, `logp_ref_T` before them where the recipe needs it; `logp_alpha_T` is None where somebody
-    else drew them and did not say how likely they were."""
+@dataclass(frozen=True, slots=True)
+class FreshMicroBatch:
+    """Whole completions packed into one row, with what the objective reads of them before π_k has scored them: flat
+    over their sampled tokens [T] and per completion [C]."""
 
     packed: Packed
     members: tuple[int, ...]
+    """their places among the completions of the batch"""
     logp_alpha_T: Tensor | None
+    """None where a file brought them without log-probs"""
+    logp_ref_T: Tensor | None
+    """None where the objective has no KL term"""
     completion_T: Tensor
     advantage_C: Tensor
     weight_C: Tensor
     group_C: Tensor
-    logp_k_T: Tensor | None = None
-    logp_ref_T: Tensor | None = None
+    """the number of the group"""
+
+    def scored_by(self, logp_k_T: Tensor) -> MicroBatch:
+        """The same with log π_k."""
+        return MicroBatch(**{field.name: getattr(self, field.name) for field in fields(self)}, logp_k_T=logp_k_T)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch(FreshMicroBatch):
+    """A micro-batch with everything that the objective reads beside log π."""
+
+    logp_k_T: Tensor
+
+    def terms(self, logp_T: Tensor) -> Terms:
+        """What the objective looks at where π gives the tokens these log-probs."""
+        return Terms(
+            logp=logp_T,
+            logp_alpha=self.logp_alpha_T,
+            logp_k=self.logp_k_T,
+            logp_ref=self.logp_ref_T,
+            completion=self.completion_T,
+            advantages=self.advantage_C,
+            groups=self.group_C,
+        )
 
 
 def micro_batches(
@@ -95,21 +122,26 @@ def micro_batches(
     device: torch.device | str = "cpu",
     whole_groups: bool = False,
     silent: bool = False,
-) -> list[MicroBatch]:
+    reference: Callable[[Packed], Tensor] | None = None,
+) -> list[FreshMicroBatch]:
     """Completions with a weight, packed group by group into rows of at most `tokens` tokens (a single longer
     completion has a row of its own). A group that does not fit is cut, and its prompt is computed once per piece; with
     `whole_groups`, for objectives that compare the completions of a group, it has a longer row instead. `silent`, for
     objectives in which an advantage of 0 has no gradient, leaves those completions out: they still count in the weights
-    of the others."""
+    of the others. `reference` gives log π_ref of a packed row."""
     wanted_C = (batch.weight_C != 0) & ~(silent & (batch.advantage_C == 0))
-    return _rows(batch, wanted_C, tokens, device, whole_groups)
+    rows = _rows(batch, wanted_C, tokens, device, whole_groups)
+    if reference is None:
+        return rows
+    with torch.no_grad():
+        return [replace(row, logp_ref_T=reference(row.packed)) for row in rows]
 
 
 def left_out(
-    batch: Batch, rows: Sequence[MicroBatch], tokens: int, device: torch.device | str = "cpu"
-) -> list[MicroBatch]:
+    batch: Batch, rows: Sequence[FreshMicroBatch], tokens: int, device: torch.device | str = "cpu"
+) -> list[FreshMicroBatch]:
     """The scored completions with a known log α that are in none of `rows`, packed in the same way: what the loss does
-    not compute, and an unbiased figure of the lag needs."""
+    not compute, and unbiased metrics of the lag need."""
     wanted_C = torch.tensor([knows_alpha(batch, [c]) for c in range(len(batch.member_C))], dtype=torch.bool)
     wanted_C[[c for micro in rows for c in micro.members]] = False
     return _rows(batch, wanted_C, tokens, device)
@@ -117,7 +149,7 @@ def left_out(
 
 def _rows(
     batch: Batch, wanted_C: Tensor, tokens: int, device: torch.device | str, whole_groups: bool = False
-) -> list[MicroBatch]:
+) -> list[FreshMicroBatch]:
     pieces = _pieces(batch, wanted_C.tolist(), tokens if not whole_groups else sys.maxsize)
     rows: list[list[list[int]]] = []
     for known in (True, False):  # a row's completions all have log α, or none of them
@@ -146,14 +178,14 @@ def balanced(costs: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def knows_alpha(batch: Batch, piece: list[int]) -> bool:
-    """Whether whoever drew these completions said how likely they were."""
-    return not any(bool(batch.completion(c).logp_alpha.isnan().any()) for c in piece)
+    """Whether log α of every sampled token of these completions is known."""
+    return not any(bool((c.logp_alpha.isnan() & c.sampled).any()) for c in map(batch.completion, piece))
 
 
 def _cost(batch: Batch, piece: list[int]) -> int:
     """Tokens that a piece puts through the model: its prompt once, its completions without their last token."""
     prompt = batch.groups[batch.member_C[piece[0]][0]].prompt
-    return len(prompt.token_ids) + sum(int(batch.lengths_C[c]) - 1 for c in piece)
+    return len(prompt.token_ids) + sum(len(batch.completion(c).token_ids) - 1 for c in piece)
 
 
 def _pieces(batch: Batch, wanted_C: Sequence[bool], tokens: int) -> list[list[int]]:
@@ -170,19 +202,27 @@ def _pieces(batch: Batch, wanted_C: Sequence[bool], tokens: int) -> list[list[in
     return pieces
 
 
-def _pack(batch: Batch, pieces: list[list[int]], device: torch.device | str) -> MicroBatch:
+def _pack(batch: Batch, pieces: list[list[int]], device: torch.device | str) -> FreshMicroBatch:
     members = [c for piece in pieces for c in piece]
+    completions = [batch.completion(c) for c in members]
     groups = [
         (batch.groups[batch.member_C[piece[0]][0]].prompt.token_ids, [batch.completion(c).token_ids for c in piece])
         for piece in pieces
     ]
-    lengths, known = batch.lengths_C[members], knows_alpha(batch, members)
-    return MicroBatch(
-        packed=Packed.build(groups, device),
+    sampled, known = torch.cat([c.sampled for c in completions]), knows_alpha(batch, members)
+    return FreshMicroBatch(
+        packed=_only_sampled(Packed.build(groups, device), sampled.to(device)),
         members=tuple(members),
-        logp_alpha_T=torch.cat([batch.completion(c).logp_alpha for c in members]).to(device) if known else None,
-        completion_T=torch.arange(len(members)).repeat_interleave(lengths).to(device),
+        logp_alpha_T=torch.cat([c.logp_alpha for c in completions])[sampled].to(device) if known else None,
+        logp_ref_T=None,
+        completion_T=torch.arange(len(members)).repeat_interleave(batch.lengths_C[members]).to(device),
         advantage_C=batch.advantage_C[members].to(device),
         weight_C=batch.weight_C[members].to(device),
         group_C=torch.tensor([batch.member_C[c][0] for c in members]).to(device),
     )
+
+
+def _only_sampled(packed: Packed, sampled: Tensor) -> Packed:
+    """The row with the completion tokens [T] that were sampled; the others stay in it as context."""
+    layout = replace(packed.layout, logit_rows=packed.layout.logit_rows[sampled])
+    return replace(packed, layout=layout, token_ids=packed.token_ids[sampled])

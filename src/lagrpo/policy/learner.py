@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lagrpo.core.loss import InfiniteGradientError
 from lagrpo.interrupts import whole
-from lagrpo.policy.batch import MicroBatch
+from lagrpo.objective.compose import Recipe
+from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
 from lagrpo.policy.masters import Delivered, Masters, Start
 from lagrpo.policy.model import Policy
 
@@ -57,7 +59,7 @@ class Learner:
     def __init__(
         self,
         policy: Policy,
-        recipe: Any,
+        recipe: Recipe,
         optimisation: Optimisation,
         reference: Policy | None = None,
         activation_checkpointing: bool = False,
@@ -91,22 +93,40 @@ class Learner:
         if reset_optimizer:
             self.reset_optimizer()
 
-    @torch.no_grad()
-    def score_reference(self, micro_batches: list[MicroBatch]) -> None:
-        """Fill in log π_ref where the objective has a KL term; once per batch."""
-        if self.reference is not None and self.recipe.needs_pi_ref:
-            for micro in micro_batches:
-                micro.logp_ref_T = self.reference.logp(micro.packed)
+    def pack(self, batch: Batch, tokens: int) -> list[FreshMicroBatch]:
+        """The micro-batches of a batch, at most `tokens` tokens each, with log π_ref where the objective reads it."""
+        reference = self.reference.logp if self.reference is not None and self.recipe.needs_pi_ref else None
+        recipe = self.recipe
+        return micro_batches(
+            batch, tokens, self.policy.device, recipe.needs_whole_groups, recipe.silent, reference=reference
+        )
 
     @torch.no_grad()
-    def score(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
+    def score(self, micro_batches: Sequence[FreshMicroBatch]) -> list[Tensor]:
         """log π of the tokens of each row as the policy is now: float32 [T], nats."""
         return [self.policy.logp(micro.packed) for micro in micro_batches]
 
-    def step(self, micro_batches: list[MicroBatch], in_objective: bool = True) -> dict[str, float]:
-        """Lines 14-15 of Algorithm 1: one optimiser update on a batch; returns its sums and figures.
+    def first_step(
+        self, fresh: Sequence[FreshMicroBatch], in_objective: bool = True
+    ) -> tuple[list[MicroBatch], dict[str, float]]:
+        """The first update on a batch, with the micro-batches for those that follow: it starts at π = π_k, so its own
+        log-probs are π_k's and need no forward pass of their own. Otherwise as `step`; the sums have the entropy
+        too, where it is measured."""
+        micro_batches: list[MicroBatch] = []
+        sums: defaultdict[str, float] = defaultdict(float)
+        for row in fresh:
+            entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32) if self.entropy else None
+            logp_T = self.policy.logp(row.packed, entropy_T)
+            if entropy_T is not None:
+                sums["entropy"] += entropy_T.sum().item()
+                sums["tokens_entropy"] += len(entropy_T)
+            micro_batches.append(row.scored_by(logp_T.detach()))
+            self._backward(micro_batches[-1], logp_T, sums)
+        return micro_batches, self._finish(sums, in_objective)
 
-        The first update on a batch starts at π = π_k, so its log-probs are π_k's and need no forward pass of their own.
+    def step(self, micro_batches: Sequence[MicroBatch], in_objective: bool = True) -> dict[str, float]:
+        """Lines 14-15 of Algorithm 1: one more optimizer update on a batch; returns its sums and metrics.
+
         A batch with nothing `in_objective` (every group masked) makes no update. One whose gradient is known to be 0
         (nothing to compute, but not masked) makes one: AdamW moves on by its moments, as it would on that gradient.
 
@@ -115,33 +135,27 @@ class Learner:
         """
         sums: defaultdict[str, float] = defaultdict(float)
         for micro in micro_batches:
-            measured = self.entropy and micro.logp_k_T is None
-            entropy_T = micro.weight_C.new_empty(len(micro.completion_T), dtype=torch.float32) if measured else None
-            logp_T = self.policy.logp(micro.packed, entropy_T)
-            if entropy_T is not None:
-                sums["entropy"] += entropy_T.sum().item()
-                sums["tokens_entropy"] += len(entropy_T)
-            if micro.logp_k_T is None:
-                micro.logp_k_T = logp_T.detach()
-            loss, diagnostics = self._loss(micro, logp_T)
-            loss.backward()
-            if micro.logp_alpha_T is not None:
-                largest = (logp_T.detach() - micro.logp_alpha_T).abs().max().item()
-                sums["max_abs_log_ratio"] = max(sums["max_abs_log_ratio"], largest)
-                sums["tokens_alpha"] += len(logp_T)
-            sums["loss"] += loss.item()
-            for name, value in diagnostics.items():
-                sums[name] += value.item()
-        if in_objective:
-            sums |= self._update()
-        return dict(sums)
+            self._backward(micro, self.policy.logp(micro.packed), sums)
+        return self._finish(sums, in_objective)
+
+    def _backward(self, micro: MicroBatch, logp_T: Tensor, sums: defaultdict[str, float]) -> None:
+        """Adds the gradient of a micro-batch to the masters', and its sums to `sums`."""
+        loss, diagnostics = self._loss(micro, logp_T)
+        loss.backward()
+        if micro.logp_alpha_T is not None:
+            largest = (logp_T.detach() - micro.logp_alpha_T).abs().max().item()
+            sums["max_abs_log_ratio"] = max(sums["max_abs_log_ratio"], largest)
+            sums["tokens_alpha"] += len(logp_T)
+        sums["loss"] += loss.item()
+        for name, value in diagnostics.items():
+            sums[name] += value.item()
+
+    def _finish(self, sums: defaultdict[str, float], in_objective: bool) -> dict[str, float]:
+        return {**sums, **(self._update() if in_objective else {})}
 
     def _loss(self, micro: MicroBatch, logp_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         try:
-            return self.recipe.loss(
-                logp_T, micro.logp_alpha_T, micro.logp_k_T, micro.logp_ref_T,
-                micro.advantage_C, micro.completion_T, micro.weight_C, micro.group_C,
-            )  # fmt: skip
+            return self.recipe.loss(micro.terms(logp_T), micro.weight_C)
         except InfiniteGradientError as error:
             self._optimizer.zero_grad()
             token = f"token {error.position} of scored completion {micro.members[error.completion]} of the batch"

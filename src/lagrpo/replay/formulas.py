@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import exp, log, sqrt
 
-from lagrpo.objective.compose import Composition
+from lagrpo.objective.composition import Composition
 
 Rewards = Sequence[float]
 

@@ -6,10 +6,13 @@ heavy is loaded, in training/checks.py. Importing this module loads neither torc
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import fields
+from typing import Any, Literal, get_type_hints
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
+
+from lagrpo.objective.composition import Composition
 
 
 class _Settings(BaseModel):
@@ -218,73 +221,27 @@ class ScheduleSettings(_Settings):
         return (1 - self.confidence) / (self.v if self.kind == "certified" else 1)
 
 
-class ObjectiveSettings(_Settings):
+class _RecipeSettings(_Settings):
     recipe: str = "grpo"
     """Row of the table of recipes; the settings below replace pieces of it. `lagrpo recipes` lists them."""
-    advantage: str | None = None
-    """whitened, whitened_unbiased (TRL's), centred, leave_one_out, red_drop or log_mean_exp."""
-    surrogate: str | None = None
-    """clipped (around 1), clipped_exact (around pi_k/alpha), clipped_proportional (around it, by a factor), unclipped,
-    reinforce (M W A logp), opmd_kimi or opmd_pairwise."""
-    ratio: str | None = None
-    """Level at which pi/alpha (or pi/pi_k) is taken: token, sequence or length_normalised."""
-    denominator: str | None = None
-    """The policy under that ratio: alpha, or pi_k, whose log-probs the learner computes."""
-    mask: str | None = None
-    """M of reinforce, which tokens count: none, one_side, two_side or ring."""
-    weight: str | None = None
-    """W of reinforce: one, ratio, capped_ratio (CISPO), tapered_ratio (TOPR) or exp_advantage (RED-Weight)."""
-    regulariser: str | None = None
-    """What reinforce subtracts: none, asymre or opmd."""
-    anchor: str | None = None
-    """The policy that OPMD stays near: alpha, pi_k or pi_ref."""
-    correction: str | None = None
-    """For a ratio over pi_k: weigh the surrogate by pi_k/alpha, truncated (TIS) or masked (MIS, IcePop), or none."""
-    correction_level: str | None = None
-    """Level at which the correction's pi_k/alpha is taken: token, sequence or length_normalised."""
-    reduction: str | None = None
-    """From tokens to the loss: token_mean, sequence_mean, sequence_sum or constant_length."""
-    kl: str | None = None
-    """Estimator of KL(pi || pi_ref), where beta > 0: k1, k2, k3, k3_clamped, k3_linear, k3_bias_corrected."""
-    kl_importance: bool | None = None
-    """Weight the KL estimate by pi/alpha of each token."""
-    beta: float | None = Field(default=None, ge=0)
-    """Weight of KL(pi || pi_ref); 0 keeps no reference."""
-    epsilon_low: float | None = Field(default=None, ge=0)
-    """Lower clip range."""
-    epsilon_high: float | None = Field(default=None, ge=0)
-    """Upper clip range."""
-    dual_clip: float | None = Field(default=None, ge=1)
-    """Greatest ratio at which a token with A < 0 is pushed down."""
-    outer_low: float | None = Field(default=None, ge=0)
-    """Outer lower range of the mask ring."""
-    outer_high: float | None = Field(default=None, ge=0)
-    """Outer upper range of the mask ring."""
-    correction_floor: float | None = Field(default=None, ge=0, le=1)
-    """Least pi_k/alpha of a correction: truncated raises lower ones to it, masked drops them."""
-    correction_cap: float | None = Field(default=None, ge=1)
-    """Greatest pi_k/alpha of a correction: truncated lowers higher ones to it, masked drops them."""
-    eps_std: float | None = Field(default=None, ge=0)
-    """Variance floor under the root of sigma, in the whitened advantage."""
-    std_offset: float | None = Field(default=None, ge=0)
-    """Added to the deviation in the advantage whitened_unbiased."""
-    kl_bound: float | None = Field(default=None, ge=0)
-    """Greatest value of k3_clamped, steepest slope of k3_linear."""
-    strength: float | None = Field(default=None, ge=0)
-    """Of asymre and opmd, and the temperature of log_mean_exp (the papers' tau)."""
-    weight_temperature: float | None = Field(default=None, gt=0)
-    """Temperature of exp_advantage."""
-    overlong_buffer: int | None = Field(default=None, ge=0)
-    """Tokens before the limit over which DAPO's penalty for length falls from 0 to -1; 0: no penalty."""
-    mask_zero_variance: bool | None = None
-    """Leave groups whose rewards are all equal out of the objective (Eq. 8)."""
-    masked_count: bool | None = None
-    """Count the completions of masked groups in the normaliser."""
 
     @property
     def overrides(self) -> dict[str, Any]:
         """What replaces pieces of the recipe."""
         return {k: v for k, v in self.model_dump().items() if v is not None and k != "recipe"}
+
+
+def _optional_knobs() -> dict[str, Any]:
+    """Every knob of a Composition, with its help and bounds, as a setting that is unset by default."""
+    kinds = get_type_hints(Composition)
+    return {
+        f.name: (kinds[f.name] | None, Field(default=None, description=f.metadata["help"], **f.metadata["bounds"]))
+        for f in fields(Composition)
+    }
+
+
+class ObjectiveSettings(create_model("_Knobs", __base__=_RecipeSettings, **_optional_knobs())):
+    """The recipe, and every knob of a Composition (objective/composition.py) that a run may replace in it."""
 
 
 class OptimizerSettings(_Settings):
@@ -365,7 +322,11 @@ class Settings(_Settings):
                 "sampling.resample replaces groups because of their rewards, and what is left certifies nothing about "
                 "alpha: set it to 0 with schedule.kind = 'certified'"
             )
-        sampling, evaluation, buffer = self.sampling, self.evaluation, self.objective.overlong_buffer or 0
+        sampling, evaluation, buffer = (
+            self.sampling,
+            self.evaluation,
+            self.objective.overrides.get("overlong_buffer", 0),
+        )
         _fits("sampling.G", sampling.G, "sampling.rows", sampling.rows)
         if evaluation.before_and_after or evaluation.every:
             _fits("evaluation.samples", evaluation.samples, "sampling.rows", sampling.rows)

@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lagrpo.errors import refusing
-from lagrpo.objective.compose import Composition, known
+from lagrpo.objective.code import write_code
+from lagrpo.objective.composition import Composition, check_known
 from lagrpo.objective.recipes import PRESETS
 
 
@@ -23,7 +24,7 @@ def show_recipes(console: Console | None = None) -> None:
         table.add_row(Text(name, "bold"), Text(preset.formula), Text(preset.source, "dim"))
     console.print(table)
     console.print(Text("rho = pi/alpha of a token, s of a sequence; A whitened = (r - mu)/sigma, centred = r - mu"))
-    console.print(Text("lagrpo recipes NAME: one of them in full     lagrpo train --recipe NAME: train with it"))
+    console.print(Text("lagrpo recipes NAME [--code]: one in full     lagrpo train --recipe NAME: train with it"))
 
 
 def show_recipe(name: str, console: Console | None = None) -> None:
@@ -34,7 +35,7 @@ def show_recipe(name: str, console: Console | None = None) -> None:
     """
     console = console or Console()
     with refusing():
-        preset = PRESETS[known("recipe", name, PRESETS)]
+        preset = PRESETS[check_known("recipe", name, PRESETS)]
     head = Table.grid(padding=(0, 2, 0, 0))
     for label, text in (("recipe", Text(name, "bold")), ("formula", preset.formula), ("source", preset.source)):
         head.add_row(Text(label, "dim"), text)
@@ -51,6 +52,17 @@ def show_recipe(name: str, console: Console | None = None) -> None:
         Text("* differs from the default. A piece or number is replaced by --objective.SETTING VALUE; one that")
     )
     console.print(Text("  nothing in the composition would read is refused."))
+
+
+def print_code(name: str) -> None:
+    """One preset as a function to read and to paste.
+
+    Raises:
+        SettingsError: no preset of that name.
+    """
+    with refusing():
+        preset = PRESETS[check_known("recipe", name, PRESETS)]
+    print(write_code(name, preset.formula, preset.composition), end="")
 
 
 def _said(value: object) -> str:

@@ -60,7 +60,6 @@ def _sums(
     sums_C = torch.full((len(batch.member_C),), math.nan, dtype=torch.float64)
     for n, micro in enumerate(rows):
         policy_T = logp_T[n] if logp_T is not None else micro.logp_k_T
-        assert policy_T is not None, "the figures of the lag are read after the first update on a batch"
         if micro.logp_alpha_T is None:
             continue
         value_T = term((policy_T - micro.logp_alpha_T).double().cpu())
