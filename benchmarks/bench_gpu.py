@@ -25,7 +25,7 @@ from work import SEED, common_options
 from lagrpo.backends import attention
 from lagrpo.backends.cpu import kernels
 from lagrpo.objective.recipes import resolve
-from lagrpo.policy.batch import assemble, micro_batches
+from lagrpo.policy.batch import assemble
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.learner import Learner, Optimisation
 from lagrpo.policy.model import Policy, load_policy
@@ -33,7 +33,6 @@ from lagrpo.policy.replica import replica
 from lagrpo.rng import uniforms
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.training.build import advantage_of
 from lagrpo.types import Group, Outcome, Prompt
 
 QWEN = Qwen2Config(
@@ -134,10 +133,9 @@ def once(
     sampler.deliver(policy.weights(), policy.version)
     drawn, sampling, sampling_memory = timed(asked.device, lambda: list(sampler.sample(requests, asked.completions)))
     groups = [rewarded(group, turn) for _, group in drawn]
-    recipe, length = learner.recipe, context - context // 4
-    batch = assemble(groups, advantage_of(recipe, SEED, length)(turn), lambda n, flat: recipe.weights(n, flat, length))
-    rows = micro_batches(batch, asked.tokens, policy.device, recipe.needs_whole_groups, recipe.silent)
-    _, learning, learning_memory = timed(asked.device, lambda: learner.step(rows, batch.in_objective))
+    batch = assemble(groups, learner.recipe, context - context // 4, SEED, turn)
+    rows = learner.pack(batch, asked.tokens)
+    _, learning, learning_memory = timed(asked.device, lambda: learner.first_step(rows, batch.in_objective))
     tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
     return {
         "sampling": tokens / sampling,

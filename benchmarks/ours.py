@@ -20,34 +20,32 @@ import torch
 from wire import Gate, Wire, imported
 from work import SEED, read_prompts
 
-from lagrpo.policy.batch import MicroBatch, is_flat
+from lagrpo.policy.batch import FreshMicroBatch, is_flat
 from lagrpo.policy.model import Policy
 from lagrpo.settings.toml import load_settings
 from lagrpo.tasks import RowTask, prompt_order
 from lagrpo.training.build import Parts
 from lagrpo.training.checks import check_settings
-from lagrpo.training.loop import Used
+from lagrpo.training.loop import Step
+from lagrpo.training.observers import Observer
 from lagrpo.training.run import Training
 
 
-class Stepped(Training):
-    """A run that makes one batch per request, from the delivery to the line in its metrics."""
+class Stepped(Observer):
+    """Makes a run wait for a request before each batch, which goes from the weight sync to the line in its metrics."""
 
-    def __init__(self, *arguments: Any, gate: Gate) -> None:
-        super().__init__(*arguments)
-        self.gate = gate
+    def __init__(self, policy: Policy, gate: Gate) -> None:
+        self.policy, self.gate = policy, gate
 
-    def learn(self) -> None:
+    def start(self, settings: Any, environment: Any) -> None:
         self.gate.wait()
-        super().learn()
 
-    def batch(self, used: Used) -> None:
-        super().batch(used)
-        self.gate.done(**figures(used, self.parts.policy))
+    def batch(self, step: Step, metrics: Any, rollouts: Any) -> None:
+        self.gate.done(**figures(step, self.policy))
         self.gate.wait()
 
 
-def figures(used: Used, policy: Policy) -> dict[str, Any]:
+def figures(used: Step, policy: Policy) -> dict[str, Any]:
     """What a batch cost and what was done in it."""
     groups = used.batch.groups
     return {
@@ -55,7 +53,7 @@ def figures(used: Used, policy: Policy) -> dict[str, Any]:
         "prompts": sorted(group.prompt.key for group in groups),
         "prompt_tokens": sum(len(group.prompt.token_ids) for group in groups),
         "completions": sum(len(group.completions) for group in groups),
-        "sampled": sum(len(c.token_ids) for group in groups for c in group.completions),
+        "sampled": sum(c.length for group in groups for c in group.completions),
         "learned": sum(len(micro.packed.token_ids) for micro in used.rows),
         "micro_batches": len(used.rows),
         "threads": torch.get_num_threads(),
@@ -64,7 +62,7 @@ def figures(used: Used, policy: Policy) -> dict[str, Any]:
     }
 
 
-def learning_flops(micro: MicroBatch, policy: Policy) -> float:
+def learning_flops(micro: FreshMicroBatch, policy: Policy) -> float:
     """Floating-point operations of a forward and a backward pass over a micro-batch that nobody can do without: 6 for
     each weight of a linear layer and row of it (the head: for completion tokens only), and in the attention 12 for each
     pair of a token and one that it sees, layer and channel. What is computed twice to save memory counts once."""
@@ -110,7 +108,8 @@ def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     settings, own = load_settings(request["settings"]), task(request)
     parts = Parts.build(settings, check_settings(settings, own), own)
-    run = Stepped(settings, parts, gate=Gate(wire, {"matrix_product": matrix_product}))
+    stepped = Stepped(parts.learner.policy, Gate(wire, {"matrix_product": matrix_product}))
+    run = Training(parts, [stepped])
     wire.reply(threads=torch.get_num_threads())
     run.run()
 

@@ -8,14 +8,26 @@ import pty
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from lagrpo.terminal.columns import PLAIN_WIDTH, columns_for
-from lagrpo.terminal.display import LiveDisplay, PlainDisplay, make_display, summary, time_left
+from lagrpo.terminal.display import (
+    Display,
+    Evaluated,
+    LiveDisplay,
+    PlainDisplay,
+    first_samples,
+    make_display,
+    print_summary,
+    time_left,
+)
 
 METRICS = {
     "stage": 2, "batch": 12, "version": 12, "lag_min": 0, "lag_max": 9, "lag_mean": 4.5, "reward_mean": 0.25,
@@ -40,6 +52,23 @@ def rendered(display: LiveDisplay, width: int) -> str:
     return written(to)
 
 
+def settings(name: str = "run", batches: int = 120) -> dict[str, Any]:
+    return {
+        "run": {"directory": "runs", "name": name},
+        "schedule": {"stages": 1, "batches": batches},
+        "task": {"reward_range": (0.0, 1.0)},
+    }
+
+
+@contextmanager
+def started(display: Display, name: str = "run", batches: int = 120) -> Iterator[Any]:
+    display.start(settings(name, batches), {})
+    try:
+        yield display
+    finally:
+        display.end("failed", "")
+
+
 class Terminal(StringIO):
     def isatty(self) -> bool:
         return True
@@ -47,30 +76,32 @@ class Terminal(StringIO):
 
 def test_a_terminal_gets_the_live_display_and_everything_else_plain_lines(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(make_display(10, "run", console=Console(file=Terminal())), LiveDisplay)
-    assert isinstance(make_display(10, "run", console=console()), PlainDisplay)
+    assert isinstance(make_display(console=Console(file=Terminal())), LiveDisplay)
+    assert isinstance(make_display(console=console()), PlainDisplay)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert isinstance(make_display(10, "run", console=Console(file=StringIO())), PlainDisplay), "a log with colours"
+    assert isinstance(make_display(console=Console(file=StringIO())), PlainDisplay), "a log with colours"
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(make_display(10, "run", console=Console(file=Terminal())), PlainDisplay)
+    assert isinstance(make_display(console=Console(file=Terminal())), PlainDisplay)
 
 
 def test_the_settings_may_ask_for_another_display():
-    assert isinstance(make_display(10, "run", "live", console=console()), LiveDisplay)
-    assert isinstance(make_display(10, "run", "plain", console=Console(file=Terminal())), PlainDisplay)
+    assert isinstance(make_display("live", console=console()), LiveDisplay)
+    assert isinstance(make_display("plain", console=Console(file=Terminal())), PlainDisplay)
     to = console()
-    with make_display(10, "run", "none", console=to) as display:
+    with started(make_display("none", console=to)) as display:
         display.phase("sampling")
-        display.batch(METRICS)
+        display.batch(None, METRICS, [])
+        display.evaluation("before", 0, BEFORE, [])
         display.note("nothing")
+    display.end("finished", "Finished.")
     assert written(to) == ""
 
 
 def test_plain_lines_have_every_metric_under_its_heading():
     to = console()
-    with make_display(120, "arithmetic [v10]", console=to) as display:
-        display.phase("sampling", "128 completions")
-        display.batch(METRICS)
+    with started(make_display(console=to), "arithmetic [v10]") as display:
+        display.phase("sampling")
+        display.batch(None, METRICS, [])
         display.note("weights [final] written")
     title, *_, header, line, note = written(to).splitlines()
     assert title == "arithmetic [v10]: 120 batches"
@@ -93,10 +124,10 @@ def _cells(line: str) -> list[str]:
 
 def test_every_plain_line_is_narrower_than_120_columns():
     to = console()
-    with make_display(120, "run", console=to) as display:
+    with started(make_display(console=to)) as display:
         large = {"batch": 999_999, "reward_mean": -99.999, "kl_alpha": -1.2e-10, "rejected": 99_999, "lag_max": 9999}
         rates = {"tokens_per_s_sampling": 999_999.0, "tokens_per_s_learning": 999_999.0, "seconds_total": 86_400.0}
-        display.batch(METRICS | large | rates)
+        display.batch(None, METRICS | large | rates, [])
     assert max(map(len, written(to).splitlines())) < 120
 
 
@@ -113,23 +144,21 @@ def test_any_metric_may_be_missing_on_either_display(key, missing):
     if missing != "absent":
         metrics[key] = missing
     to = console()
-    live = LiveDisplay(120, "run", console(terminal=True))
-    with PlainDisplay(120, "run", to) as plain:
-        plain.batch(metrics)
-        plain.batch({})
-        live.batch(metrics)
-        live.batch({})
+    with started(PlainDisplay(to)) as plain, started(LiveDisplay(console(terminal=True))) as live:
+        for display in (plain, live):
+            display.batch(None, metrics, [])
+            display.batch(None, {}, [])
     assert "–" in rendered(live, 100)
     assert set(_cells(written(to).splitlines()[-1])) == {"–", ""}
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
 def test_the_live_display_fits_the_terminal(width):
-    live = LiveDisplay(120, "run", console(width, terminal=True))
-    for batch in range(1, 15):
-        live.batch(METRICS | {"batch": batch})
-    live.phase("sampling", "128 completions of [8] prompts")
-    text = rendered(live, width)
+    with started(LiveDisplay(console(width, terminal=True))) as live:
+        for batch in range(1, 15):
+            live.batch(None, METRICS | {"batch": batch}, [])
+        live.phase("sampling 128 completions of [8] prompts")
+        text = rendered(live, width)
     assert max(map(len, text.splitlines())) <= width
     assert "batch 14 of 120" in text
 
@@ -140,11 +169,11 @@ def test_a_usual_terminal_shows_what_the_run_is_judged_by():
 
 
 def test_the_live_table_holds_the_last_ten_batches_with_the_phase_and_the_time_left():
-    live = LiveDisplay(120, "run", console(100, terminal=True))
-    for batch in range(1, 61):
-        live.batch(METRICS | {"batch": batch, "seconds_total": 10.0})
-    live.phase("learning", "2 of 4 [micro-batches]")
-    lines = rendered(live, 100).splitlines()
+    with started(LiveDisplay(console(100, terminal=True))) as live:
+        for batch in range(1, 61):
+            live.batch(None, METRICS | {"batch": batch, "seconds_total": 10.0}, [])
+        live.phase("learning 2 of 4 [micro-batches]")
+        lines = rendered(live, 100).splitlines()
     assert [int(line.split()[0]) for line in lines if line.split()[0].isdigit()] == list(range(51, 61))
     assert any("50%" in line and "10:00 left" in line for line in lines), "60 batches of 10 s"
     assert "learning 2 of 4 [micro-batches]" in lines[-1]
@@ -158,11 +187,16 @@ def test_time_left_is_unknown_before_the_first_batch():
 LOOP = """
 import time
 from lagrpo.terminal.display import make_display
-with make_display(100, "run") as display:
+display = make_display()
+run, schedule = {"directory": "runs", "name": "run"}, {"stages": 1, "batches": 100}
+display.start({"run": run, "schedule": schedule, "task": {"reward_range": (0, 1)}}, {})
+try:
     for batch in range(1, 101):
         display.phase("sampling")
         time.sleep(0.05)
-        display.batch({"batch": batch, "reward_mean": batch / 100})
+        display.batch(None, {"batch": batch, "reward_mean": batch / 100}, [])
+finally:
+    display.end("failed", "")
 """
 
 
@@ -203,7 +237,8 @@ def test_the_summary_says_what_came_out_and_where_it_lies():
     old = [{"prompt": "2+3=", "text": "[bold]6[/bold]\x1b[2J", "right": False}]
     new = [{"prompt": "2+3=", "text": "5", "right": True}]
     old.append({"prompt": "3+3=", "text": "nearly", "right": False})
-    summary(BEFORE, AFTER, run, run / "reward.png", old, new, f"lagrpo show {run}", console=to)
+    before, after = Evaluated(BEFORE, old), Evaluated(AFTER, new)
+    print_summary(before, after, run, run / "reward.png", "Finished.", to)
     text = written(to)
     interval = "  pass@1 before  15.2%   95 % interval 12.0% to 19.0%   (1,000 held-out prompts, 4 samples of each)"
     assert interval in text.splitlines()
@@ -218,8 +253,31 @@ def test_the_summary_says_what_came_out_and_where_it_lies():
 
 def test_the_summary_of_a_run_that_was_stopped_before_its_end():
     to = console(80)
-    summary(BEFORE, None, Path("runs/x"), None, [{"prompt": "2+3="}], [], "lagrpo show runs/x", "Stopped.", to)
+    print_summary(Evaluated(BEFORE, [{"prompt": "2+3="}]), None, Path("runs/x"), None, "Stopped.", to)
     text = written(to)
     assert "Stopped." in text
     assert "pass@1 after" not in text
     assert "reward curve" not in text
+
+
+def test_the_samples_are_the_first_completions_of_the_first_prompts():
+    records = [
+        {"prompt": f"{n}+1=", "completions": [f"{n}", "other"], "rewards": [reward, 0.0]}
+        for n, reward in enumerate([1.0, 0.5, None, 1.0])
+    ]
+    shown = first_samples(records, (0.0, 1.0))
+    assert [(s["prompt"], s["text"], s["right"]) for s in shown] == [
+        ("0+1=", "0", True),
+        ("1+1=", "1", False),
+        ("2+1=", "2", None),
+    ]
+
+
+@pytest.mark.parametrize(("status", "shown"), [("interrupted", True), ("failed", False)])
+def test_a_run_that_failed_has_no_summary(status, shown):
+    to = console()
+    display = PlainDisplay(to)
+    display.start(settings(), {})
+    display.evaluation("before", 0, BEFORE, [{"prompt": "2+3=", "completions": ["5"], "rewards": [1.0]}])
+    display.end(status, "Stopped.")
+    assert ("pass@1 before" in written(to)) == ("Stopped." in written(to)) == ("✓ 5" in written(to)) == shown

@@ -7,18 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from running import tiny_settings
 from tiny import save_tiny
 
 from lagrpo.policy.learner import Learner
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import DeliveryError
-from lagrpo.sampling.prefetch import VersionError
+from lagrpo.sampling.prefetch import Draws, VersionError
+from lagrpo.sampling.schedule import LoopState
 from lagrpo.settings.toml import load_settings
 from lagrpo.training.build import Parts
 from lagrpo.training.checks import check_settings
-from lagrpo.training.loop import Algorithm, Used, iterative_grpo
-from lagrpo.training.run import Training
+from lagrpo.training.loop import Step, iterative_grpo
+from lagrpo.types import Completion, Group, Outcome
 
 
 @pytest.fixture(scope="module")
@@ -26,39 +28,19 @@ def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
-class Log:
-    """A listener that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.phases: list[str] = []
-        self.used: list[Used] = []
-
-    def phase(self, name: str) -> None:
-        self.phases.append(name)
-
-    def batch(self, used: Used) -> None:
-        self.used.append(used)
-
-
 @pytest.fixture
 def algorithm(model, tmp_path):
-    """Makes the algorithm of some settings with a log as its listener; ends its workers."""
-    trainings: list[Training] = []
+    """Makes the parts of some settings; ends their workers."""
+    made: list[Parts] = []
 
-    def of(**sections: dict[str, Any]) -> Algorithm:
+    def of(**sections: dict[str, Any]) -> Parts:
         settings = load_settings(tiny_settings(model, tmp_path, **sections))
-        training = Training(settings, Parts.build(settings, check_settings(settings)))
-        trainings.append(training)
-        return replace(training.algorithm(), listener=Log())
+        made.append(Parts.build(settings, check_settings(settings)))
+        return made[-1]
 
     yield of
-    for training in trainings:
-        training.verifier.close()
-
-
-def log(a: Algorithm) -> Log:
-    assert isinstance(a.listener, Log)
-    return a.listener
+    for parts in made:
+        parts.close()
 
 
 def watch(monkeypatch, owner: type, name: str, events: list, note: Callable[..., Any]) -> None:
@@ -77,9 +59,11 @@ def test_the_lines_of_the_algorithm_in_their_order(algorithm, monkeypatch):
     events: list[tuple[Any, ...]] = []
     watch(monkeypatch, LocalSampler, "deliver", events, lambda self, weights, version: ("deliver", version))
     watch(monkeypatch, LocalSampler, "sample", events, lambda self, rs, G: ("draw", *sorted({r.batch for r in rs})))
-    watch(monkeypatch, Learner, "step", events, lambda self, *rest: ("step", self.policy.version))
+    for name in ("first_step", "step"):
+        watch(monkeypatch, Learner, name, events, lambda self, *rest: ("step", self.policy.version))
     watch(monkeypatch, Learner, "end_stage", events, lambda self, *rest: ("end", self.policy.version))
-    iterative_grpo(a)
+    phases: list[str] = []
+    steps = list(iterative_grpo(a, LoopState(), phases.append))
     assert events == [
         *[("deliver", 0), ("draw", 1), ("step", 0), ("step", 1)],
         *[("deliver", 2), ("draw", 2, 3, 4), ("step", 2), ("step", 3)],
@@ -90,7 +74,7 @@ def test_the_lines_of_the_algorithm_in_their_order(algorithm, monkeypatch):
     ]
     assert a.learner.reference is not None
     assert a.learner.reference.version == 12
-    assert [(u.stage, u.b, u.version, u.alpha) for u in log(a).used] == [
+    assert [(u.stage, u.b, u.version, u.alpha) for u in steps] == [
         (1, 1, 0, 0),
         (1, 2, 2, 2),
         (1, 3, 4, 2),
@@ -98,15 +82,14 @@ def test_the_lines_of_the_algorithm_in_their_order(algorithm, monkeypatch):
         (2, 5, 8, 8),
         (2, 6, 10, 8),
     ]
-    assert [bool(u.reason) for u in log(a).used[1:]] == [True, False, False, True, False]
-    assert [len(u.updates) for u in log(a).used] == [2] * 6
-    assert log(a).phases[:3] == ["delivery", "sampling", "learning"]
+    assert [bool(u.reason) for u in steps[1:]] == [True, False, False, True, False]
+    assert [len(u.updates) for u in steps] == [2] * 6
+    assert phases[:3] == ["delivery", "sampling", "learning"]
 
 
-def test_what_the_listener_gets_adds_up(algorithm):
+def test_what_a_step_says_adds_up(algorithm):
     a = algorithm(schedule={"batches": 2})
-    iterative_grpo(a)
-    for used in log(a).used:
+    for used in iterative_grpo(a, LoopState()):
         assert len(used.batch.groups) == 2
         assert all(c.outcome is not None for g in used.batch.groups for c in g.completions)
         spent = used.clock.seconds
@@ -123,9 +106,10 @@ def test_a_sampler_that_does_not_take_the_delivery_stops_the_run(algorithm, monk
         return {}
 
     monkeypatch.setattr(LocalSampler, "deliver", stale)
+    steps: list[Step] = []
     with pytest.raises(DeliveryError, match=r"version 1 on the in-process sampler: .* serves other weights"):
-        iterative_grpo(a)
-    assert [u.b for u in log(a).used] == [1]
+        steps.extend(iterative_grpo(a, LoopState()))
+    assert [u.b for u in steps] == [1]
 
 
 def test_a_token_of_another_version_stops_the_run(algorithm, monkeypatch):
@@ -139,6 +123,88 @@ def test_a_token_of_another_version_stops_the_run(algorithm, monkeypatch):
         return group
 
     monkeypatch.setattr(LocalSampler, "_close", mislabelled)
+    steps: list[Step] = []
     with pytest.raises(VersionError, match=r"batch 2, prompt \d: a token was drawn by version 0, but the .* version 1"):
-        iterative_grpo(a)
-    assert [u.b for u in log(a).used] == [1]
+        steps.extend(iterative_grpo(a, LoopState()))
+    assert [u.b for u in steps] == [1]
+
+
+# Stopped and continued
+
+
+class FakeSampler:
+    """Completions of two tokens by arithmetic, stamped with the version that was synced last. `calls` are the requests
+    and syncs that it got."""
+
+    spans = False
+
+    def __init__(self) -> None:
+        self.version, self.calls = -1, []
+
+    def deliver(self, weights, version):
+        self.version = version
+        self.calls.append(("sync", version))
+        return {}
+
+    def sample(self, requests, G):
+        self.calls.append(("sample", self.version, *((r.batch, r.epoch, r.prompt.key) for r in requests)))
+        version = self.version
+
+        def completion(n: int) -> Completion:
+            ids = torch.tensor([5 + n, 7])
+            return Completion(ids, torch.tensor([-1.0, -2.0 - n]), torch.full((2,), version), True, "x" * n)
+
+        return iter([(r, Group(r.prompt, tuple(map(completion, range(G))), r.epoch)) for r in requests])
+
+    def rest(self): ...
+    def close(self): ...
+    def read(self):
+        return {}
+
+
+SCHEDULES: list[dict[str, Any]] = [
+    {"kind": "every", "v": 3},
+    {"kind": "every", "v": 2, "stages": 3, "batches": 3},
+    {"kind": "lagged", "v": 2},
+    {"kind": "budget", "v": 3, "delta": 1.0},
+    {"kind": "certified", "v": 3},
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: "-".join(map(str, s.values())))
+def test_a_run_stopped_after_any_batch_goes_on_from_its_state(algorithm, monkeypatch, schedule):
+    """With the same parts: the same requests, the same weight syncs and the same states, wherever it is stopped."""
+    a = algorithm(
+        schedule={"batches": 9} | schedule, sampling={"prove": False}, objective={"recipe": "grpo", "beta": 0.1}
+    )
+    spent = [0.5, 2.0, 0.1, 0.2, 0.3, 1.5, -1.0, 3.0, 0.0]
+    monkeypatch.setattr("lagrpo.training.loop.measure_spending", lambda settings, batch, rows: spent[counted[0] - 1])
+    monkeypatch.setattr(type(a.verifier), "judge", lambda self, groups: map(judge, groups))
+    counted, initial = [0], {name: w.clone() for name, w in a.learner.policy.weights().items()}
+
+    def judge(group: Group) -> Group:
+        scored = [replace(c, outcome=Outcome.scored(float(n % 2))) for n, c in enumerate(group.completions)]
+        return replace(group, completions=tuple(scored))
+
+    def run(stops: set[int]) -> tuple[list[Any], list[LoopState]]:
+        a.learner.policy.load_weights(initial, 0)
+        a.learner.reference.load_weights(initial, 0)
+        sampler = FakeSampler()
+        parts = replace(a, sampler=sampler, draws=Draws(sampler, a.prompts.batch, a.settings.sampling.G))
+        state, states = LoopState(), []
+        while state.batch < 9:
+            for step in iterative_grpo(parts, state):
+                counted[0] = (state := step.state).batch + 1
+                states.append(state)
+                assert state.pi_ref == a.learner.reference.version
+                if state.batch in stops:
+                    break
+        return sampler.calls, states
+
+    counted[0] = 1
+    calls, states = run(set())
+    assert [s.batch for s in states] == list(range(1, 10))
+    assert len([c for c in calls if c[0] == "sync"]) > 1
+    for stops in ({1}, {4}, {8}, set(range(1, 9))):
+        counted[0] = 1
+        assert run(stops) == (calls, states), stops

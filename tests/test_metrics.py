@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from lagrpo.policy.batch import Batch
-from lagrpo.training.metrics import Clock, batch_metrics
+from lagrpo.sampling.schedule import LoopState
+from lagrpo.training.clock import Clock
+from lagrpo.training.loop import Step
+from lagrpo.training.metrics import batch_metrics
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "run-directory.md"
@@ -31,6 +34,12 @@ def batch(*groups: Group) -> Batch:
     return Batch(groups, (), empty, empty.bool(), empty.long(), empty)
 
 
+def metrics_of(stage: int, b: int, version: int, batch: Batch, updates: list, clock: Clock, delivered: bool):
+    reason = "schedule" if delivered else ""
+    step = Step(stage, b, version, 0, reason, {}, {}, batch, (), updates, None, clock, LoopState(batch=b))
+    return batch_metrics(step)
+
+
 @pytest.fixture
 def used() -> Batch:
     """A group with a signal, one without, and one of which nothing could be scored; drawn by versions 3 to 5."""
@@ -45,7 +54,7 @@ def used() -> Batch:
 def test_counts_rewards_and_lag(used):
     clock = Clock()
     clock.seconds["sampling"], clock.drawn = 2.0, 30  # tokens that came meanwhile, of this batch and later ones
-    metrics = batch_metrics(2, 7, 6, used, [], clock, delivered=True)
+    metrics = metrics_of(2, 7, 6, used, [], clock, delivered=True)
     assert (metrics["stage"], metrics["batch"], metrics["version"], metrics["delivered"]) == (2, 7, 6, 1)
     assert (metrics["completions"], metrics["rejected"], metrics["failed"]) == (6, 1, 1)
     assert (metrics["lag_min"], metrics["lag_max"]) == (1, 3)
@@ -65,7 +74,7 @@ def test_figures_of_the_objective_are_those_of_the_first_update_and_those_of_the
              "clipped_negative": 2.0, "max_abs_log_ratio": 3.0, "objective": 0.5,
              "loss": -0.5, "grad_norm": 9.0, "lr": 1.0}  # fmt: skip
     last = first | {"kl_alpha": 100.0, "loss": -0.75, "grad_norm": 7.0, "lr": 2.0, "clipped_positive": 3.0}
-    metrics = batch_metrics(1, 1, 6, used, [first, last], Clock(), delivered=False)
+    metrics = metrics_of(1, 1, 6, used, [first, last], Clock(), delivered=False)
     expected = {"kl_alpha": 0.5, "kl_ref": 0.5, "ratio_mean": 2.5, "ess": 25 / 20, "mismatch_mean": 4.0,
                 "mismatch_max": 3.0, "clip_high_share": 0.25, "clip_low_share": 0.5,
                 "clip_high_share_last": 0.75, "clip_low_share_last": 0.5, "objective": 0.5,
@@ -74,7 +83,7 @@ def test_figures_of_the_objective_are_those_of_the_first_update_and_those_of_the
 
 
 def test_nothing_drawn_and_nothing_scored_has_no_means():
-    metrics = batch_metrics(1, 1, 0, batch(group(completion([], Outcome.failed("lost")))), [], Clock(), delivered=False)
+    metrics = metrics_of(1, 1, 0, batch(group(completion([], Outcome.failed("lost")))), [], Clock(), delivered=False)
     for name in ("lag_min", "lag_mean", "lag_max", "reward_mean", "reward_std", "zero_variance_share"):
         assert metrics[name] is None, name
 

@@ -248,7 +248,7 @@ def test_certified_delivers_at_the_latest_where_nothing_is_certified_and_says_so
 
 def test_certified_delivers_on_a_certificate(tmp_path, model, monkeypatch):
     bounds = iter([-1.0, 0.01, -0.01, -0.2, 0.3])
-    monkeypatch.setattr("lagrpo.training.run.certified", lambda *rest: next(bounds))
+    monkeypatch.setattr("lagrpo.training.loop.measure_spending", lambda *rest: next(bounds))
     run = trained(tmp_path, model, schedule={"kind": "certified", "v": 9, "batches": 5})
     assert reasons_of(run) == {1: "start", 3: "certified"}
     with pytest.raises(SettingsError, match=r"resample.*certifies nothing"):

@@ -73,7 +73,7 @@ def sampled(run) -> Run:
     )
     equal = group(8, completion(Outcome.scored(0.0)), completion(Outcome.scored(0.0)))
     columns = [[{"advantage": 1.0}, {"advantage": -1.0}, {}, {}], [{"advantage": 0.0, "masked": True}] * 2]
-    run.record_rollouts([mixed, equal], columns, batch=120, stage=2, pi_k_version=9)
+    run.record_rollouts(120, list(rollout_rows([mixed, equal], columns, batch=120, stage=2, pi_k_version=9)))
     return run
 
 
@@ -275,11 +275,11 @@ def test_the_file_says_its_schema_and_another_is_refused(sampled):
     import pyarrow.parquet as pq
 
     path = sampled.path / "rollouts" / "step-000120.parquet"
-    assert pq.read_schema(path).metadata[b"lagrpo.schema"] == b"lagrpo.rollouts/1"
+    assert pq.read_schema(path).metadata[b"lagrpo.schema"] == b"lagrpo.rollouts/2"
     assert pq.read_schema(path).equals(rollout_schema())
     table = pq.read_table(path).replace_schema_metadata({"lagrpo.schema": "lagrpo.rollouts/9"})
     pq.write_table(table, path)
-    with pytest.raises(ValueError, match=r"lagrpo.rollouts/9; this version of lagrpo reads lagrpo.rollouts/1"):
+    with pytest.raises(ValueError, match=r"lagrpo.rollouts/9; this version of lagrpo reads lagrpo.rollouts/2"):
         load_rollouts(sampled)
 
 
@@ -325,7 +325,7 @@ def test_a_conversation_is_told_as_one_text():
 
 def test_batches_are_chosen_by_number(sampled):
     judged = group(1, completion(Outcome.scored(1.0)))
-    sampled.record_rollouts([judged], [[{}]], batch=7, stage=1, pi_k_version=4)
+    sampled.record_rollouts(7, list(rollout_rows([judged], [[{}]], batch=7, stage=1, pi_k_version=4)))
     (sampled.path / "rollouts" / ".step-000009.parquet.1-ab.tmp").touch()
     assert rollout_batches(sampled) == [7, 120]
     assert {row["batch"] for row in load_rollouts(sampled, [7])} == {7}
@@ -416,7 +416,7 @@ def test_right_is_what_has_the_greatest_reward_of_the_runs_range(tmp_path):
     run = Run.create(tmp_path, "ten", SETTINGS, "[task]\nreward_range = [0.0, 10.0]\n", {})
     texts = {0.0: "nothing", 1.0: "a little", 10.0: "all of it"}
     groups = [group(3, *(completion(Outcome.scored(reward), text) for reward, text in texts.items()))]
-    run.record_rollouts(groups, [[{}] * 3], batch=1, stage=1, pi_k_version=5)
+    run.record_rollouts(1, list(rollout_rows(groups, [[{}] * 3], batch=1, stage=1, pi_k_version=5)))
     assert "all of it" in (right := printed(run, only="right"))
     assert "a little" not in right
     assert "✗ 1 " in printed(run)

@@ -16,8 +16,8 @@ from lagrpo.sampling.vllm.process import StartedServer
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import SamplerError, Server
 from lagrpo.sampling.vllm.wire import FILE
-from lagrpo.training.run import build
-from lagrpo.training.run import run as training
+from lagrpo.training import build
+from lagrpo.training import run as training
 
 pytestmark = pytest.mark.vllm
 
@@ -81,14 +81,14 @@ def during_a_delivery(monkeypatch, servers):
 
 
 def between(monkeypatch, servers):
-    calls, original = count(1), training.Training.batch
+    calls, original = count(1), training.Training.record
 
-    def batch(self, used):
-        original(self, used)
+    def record(self, step):
+        original(self, step)
         if next(calls) == 2:
             kill(servers[0])
 
-    monkeypatch.setattr(training.Training, "batch", batch)
+    monkeypatch.setattr(training.Training, "record", record)
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,13 @@ def test_what_the_server_cannot_load_is_refused_and_the_old_version_goes_on_serv
 
 
 def test_when_the_failures_are_spent_the_run_stops_with_what_it_had(model, tmp_path, monkeypatch, servers):
-    original = training.Training.batch
+    original = training.Training.record
 
-    def batch(self, used):
-        original(self, used)
+    def record(self, step):
+        original(self, step)
         kill(servers[0])
 
-    monkeypatch.setattr(training.Training, "batch", batch)
+    monkeypatch.setattr(training.Training, "record", record)
     with pytest.raises(SamplerError, match=r"one failure more than vllm.failures allows") as raised:
         training.train(settings_of(model, tmp_path, failures=1))
     assert "2 of 4 batches are finished" in raised.value.__notes__[0]

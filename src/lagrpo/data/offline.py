@@ -8,14 +8,15 @@ One row per completion. Columns:
                        or token_ids, used as they are
     reward             a finite number; null or absent: the task's judge decides, against `gold`
     logp_alpha         log-probs of token_ids under the policy that drew them, nats (optional; null: unknown)
+    sampled            for each of token_ids whether a policy sampled it; the others are context (optional; all were)
     finished, gold     optional
 
-The rollouts of a run (schema lagrpo.rollouts/1) are read too: there prompt and completion are called prompt_text and
-text, and gold is JSON. Of these a file is a batch, and its groups stay groups; completions that failed are left out.
-Elsewhere rows of the same prompt form groups of at most G, in the order of the files. A completion without log-probs
-(no `logp_alpha`, or null for a token) carries NaN, and only recipes that never read log α may use it; for the others it
-is left out where some have them. `left_out` counts. Its version is -1, of no policy of this run: versions that the
-file may name are those of another run, whose policy 3 is not this one's.
+The rollouts of a run (schema lagrpo.rollouts/2, or 1, which has no `sampled`) are read too: there prompt and completion
+are called prompt_text and text, and gold is JSON. Of these a file is a batch, and its groups stay groups; completions
+that failed are left out. Elsewhere rows of the same prompt form groups of at most G, in the order of the files. A
+completion without log-probs (no `logp_alpha`, or null for a sampled token) carries NaN, and only recipes that never
+read log α may use it; for the others it is left out where some have them. `left_out` counts. Its version is -1, of no
+policy of this run: versions that the file may name are those of another run, whose policy 3 is not this one's.
 """
 
 from __future__ import annotations
@@ -102,12 +103,12 @@ class Recorded:
     def has_logp(self) -> bool:
         """Whether every completion carries the log-probs of the policy that drew it."""
         completions = (c for group in self._groups for c in group.completions)
-        return not any(bool(c.logp_alpha.isnan().any()) for c in completions)
+        return all(map(_knows_alpha, completions))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest completion."""
-        return max(len(c.token_ids) for group in self._groups for c in group.completions)
+        """Sampled tokens of the longest completion."""
+        return max(c.length for group in self._groups for c in group.completions)
 
     def batch(self, b: int, count: int) -> list[Group]:
         """`count` groups for batch b = 1, 2, …"""
@@ -144,7 +145,11 @@ class _Row:
     @property
     def known(self) -> bool:
         """Whether all its log-probs are."""
-        return self.completion is not None and not bool(self.completion.logp_alpha.isnan().any())
+        return self.completion is not None and _knows_alpha(self.completion)
+
+
+def _knows_alpha(completion: Completion) -> bool:
+    return not bool((completion.logp_alpha.isnan() & completion.sampled).any())
 
 
 def _completions(
@@ -190,8 +195,9 @@ def _completion(row: Mapping[str, Any], policy: Policy) -> Completion:
     if not ids:
         raise ValueError("its completion has no tokens")
     logp = row.get("logp_alpha")
-    if logp is not None and row.get("token_ids") is None:
-        raise ValueError("logp_alpha needs token_ids: the text may be tokenised otherwise than it was drawn")
+    for column in ("logp_alpha", "sampled"):
+        if row.get(column) is not None and row.get("token_ids") is None:
+            raise ValueError(f"{column} needs token_ids: the text may be tokenised otherwise than it was drawn")
     return Completion(
         token_ids=torch.tensor(ids, dtype=torch.long),
         logp_alpha=_logp_alpha(logp, len(ids)),
@@ -199,6 +205,7 @@ def _completion(row: Mapping[str, Any], policy: Policy) -> Completion:
         finished=finished,
         text=text if text is not None else policy.tokenizer.decode(ids, skip_special_tokens=True),
         outcome=_outcome(row),
+        sampled=_sampled(row.get("sampled"), len(ids)),
     )
 
 
@@ -237,6 +244,17 @@ def _logp_alpha(values: Any, count: int) -> torch.Tensor:
                 "where nobody knows it"
             )
     return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64).float()
+
+
+def _sampled(values: Any, count: int) -> torch.Tensor:
+    """Whether each token was sampled; all were where the file does not say. Raises ValueError for another list."""
+    if values is None:
+        return torch.ones(count, dtype=torch.bool)
+    if not isinstance(values, list) or len(values) != count or any(value not in (True, False) for value in values):
+        raise ValueError(f"sampled is {values!r:.80}, not a list with true or false for each of the {count} tokens")
+    if not any(values):
+        raise ValueError("none of its tokens was sampled: there is nothing to learn from")
+    return torch.tensor(values, dtype=torch.bool)
 
 
 def _outcome(row: Mapping[str, Any]) -> Outcome | None:

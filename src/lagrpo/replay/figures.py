@@ -58,8 +58,8 @@ def figures(source: Source, batch: int, rows: Sequence[Row]) -> dict[str, Any]:
     """What the rows of a batch say of its line; docs/run-directory.md says what each is."""
     outcomes = [row["outcome"] for row in rows]
     rewards = [row["reward"] for row in rows if row["outcome"] == "scored"]
-    tokens = sum(len(row["token_ids"]) for row in rows)
-    lags = [row["pi_k_version"] - v for row in rows for v in row["versions"] if v >= 0]
+    tokens = sum(row.length for row in rows)
+    lags = [row["pi_k_version"] - v for row in rows for v in row.sampled("versions") if v >= 0]
     return {
         "stage": (batch - 1) // source.settings.schedule.batches + 1,
         "version": rows[0]["pi_k_version"],
@@ -100,7 +100,7 @@ def token_figures(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
     Σ (ρ - 1 - ln ρ), of which the check of the divergences recomputes a subset: Σ ρ = kl_alpha + tokens + log_ratio."""
     used = [row for row in rows if row["kl_alpha"] is not None and not row["masked"]]
     used = [row for row in used if row["advantage"] or not source.recipe.silent]
-    tokens = sum(len(row["token_ids"]) for row in used)
+    tokens = sum(row.length for row in used)
     kl = sum(row["kl_alpha"] for row in used)
     log_ratio = sum(row["log_ratio"] for row in used)
     return {

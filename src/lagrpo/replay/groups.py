@@ -12,7 +12,7 @@ from lagrpo.replay.findings import Check, Report
 from lagrpo.replay.source import Row, Source
 from lagrpo.rng import uniforms
 
-PER_TOKEN = ("token_ids", "logp_alpha", "versions")
+PER_TOKEN = ("token_ids", "logp_alpha", "versions", "sampled")
 ALWAYS = ("batch", "stage", "source", "epoch", "prompt_key", "completion", "pi_k_version", "finished", "outcome")
 FLOAT32 = 2.0**-22  # advantages are float32 on disk: their relative rounding, with room for sums
 
@@ -41,7 +41,7 @@ def ill_column(source: Source, row: Row) -> str:
     kind, reward, batch = row["outcome"], row["reward"], row["batch"]
     lengths = {len(row[name] or ()) for name in PER_TOKEN}
     fit = {
-        "lengths of token_ids, logp_alpha and versions": len(lengths) == 1,
+        "lengths of token_ids, logp_alpha, versions and sampled": len(lengths) == 1,
         "batch": f"{batch:06d}" in row.file,
         "stage": row["stage"] == (batch - 1) // source.settings.schedule.batches + 1,
         "gold": is_json(row["gold"]),
@@ -106,7 +106,7 @@ def check_versions(source: Source, rows: Sequence[Row], report: Report) -> None:
     found = report.check("versions")
     spanning = source.settings.vllm.in_flight == "span" and source.settings.sampling.sampler == "vllm"
     for row in rows:
-        versions, batch = row["versions"], row["batch"]
+        versions, batch = row.sampled("versions"), row["batch"]
         if batch in source.metrics:
             found.equal(row.file, row.place, "pi_k_version", row["pi_k_version"], source.metrics[batch][1]["version"])
         else:
@@ -157,7 +157,7 @@ def check_advantages(source: Source, rows: Sequence[Row], report: Report) -> Non
 def advantages(source: Source, scored: Sequence[Row], uniform: list[float]) -> list[float]:
     """The advantages of the scored completions of a group."""
     made = source.recipe.composition
-    lengths = [len(row["token_ids"]) for row in scored]
+    lengths = [row.length for row in scored]
     r = formulas.shaped([row["reward"] for row in scored], lengths, source.settings.sampling.max_tokens, made)
     written = formulas.advantages(r, made, uniform)
     if written is not None:

@@ -43,8 +43,8 @@ def figures(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def knows_alpha(row: Row) -> bool:
-    """Whether whoever drew this completion said how likely it was."""
-    return not any(logp is None or math.isnan(logp) for logp in row["logp_alpha"])
+    """Whether the log α of every sampled token is known."""
+    return not any(logp is None or math.isnan(logp) for logp in row.sampled("logp_alpha"))
 
 
 def asked(source: Source) -> bool:

@@ -19,7 +19,8 @@ KEEP = "set run.save_every = 1 to keep the weights of every version"
 
 @dataclass(slots=True)
 class Replay:
-    """What transformers says of a completion of t tokens. Where α's weights are on disk (`known` [t]): `logp` under α,
+    """What transformers says of a completion of t tokens. Of those that were `sampled` [t], where α's weights are on
+    disk (`known` [t]): `logp` under α,
     `low` and `high`, log-odds of F(y - 1) and F(y), and `drawn`, the token that F gives at `uniform`. `logp_k` under
     π_k [t], None where its weights are not on disk. `grain` [t]: how finely float32 resolves a log-prob there."""
 
@@ -33,11 +34,13 @@ class Replay:
     grain: Tensor
     logp_k: Tensor | None = None
     recorded: Tensor = field(init=False)
+    sampled: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         nan = float("nan")
         logp_alpha = [nan if logp is None else logp for logp in self.row["logp_alpha"]]
         self.recorded = torch.tensor(logp_alpha, dtype=torch.float64)
+        self.sampled = torch.tensor(self.row["sampled"], dtype=torch.bool)
 
     @staticmethod
     def empty(row: Row, seed: int) -> Replay:
@@ -61,18 +64,18 @@ def subset(
     source: Source, weights: Weights, rows: Sequence[Row], count: int | None, seed: int, report: Report
 ) -> list[Row]:
     """The completions to recompute: in a random order, taken from each version in turn."""
-    own = [row for row in rows if row["source"] == "sampler" and row["outcome"] != "failed" and row["token_ids"]]
+    own = [row for row in rows if row["source"] == "sampler" and row["outcome"] != "failed" and row.length]
     what = "draws and log-probs: completions"
     report.skip(what, "somebody else drew them", sum(row["source"] != "sampler" for row in rows))
-    there = [row for row in own if set(row["versions"]) & set(weights.directories)]
-    lacking = sorted({v for row in own for v in row["versions"]} - set(weights.directories))
+    there = [row for row in own if set(row.sampled("versions")) & set(weights.directories)]
+    lacking = sorted({v for row in own for v in row.sampled("versions")} - set(weights.directories))
     if lacking:
         kept = weights.absent if lacking == [0] else KEEP
         why = f"no weights on disk of version{'s' * (len(lacking) > 1)} {spans(lacking)}: {kept}"
-        report.skip(what, why, sum(bool(set(row["versions"]) - set(weights.directories)) for row in own))
+        report.skip(what, why, sum(bool(set(row.sampled("versions")) - set(weights.directories)) for row in own))
     by_version: dict[int, list[Row]] = {}
     for index in permutation(len(there), seed, "replay").tolist():
-        by_version.setdefault(there[index]["versions"][0], []).append(there[index])
+        by_version.setdefault(there[index].sampled("versions")[0], []).append(there[index])
     ranked = sorted(((turn, v) for v, members in by_version.items() for turn in range(len(members))))
     chosen = [by_version[v][turn] for turn, v in ranked][: len(ranked) if count is None else count]
     report.skip(what, "not in the subset: take more with --rows N, or --all", len(there) - len(chosen))
@@ -85,7 +88,7 @@ def replayed(source: Source, weights: Weights, rows: Sequence[Row]) -> list[Repl
     for version in sorted(weights.directories):
         for replay in replays:
             row = replay.row
-            alpha = torch.tensor(row["versions"]) == version
+            alpha = replay.sampled & (torch.tensor(row["versions"]) == version)
             if not bool(alpha.any()) and row["pi_k_version"] != version:
                 continue
             scaled = weights.scaled_logits(version, row["prompt_token_ids"], row["token_ids"])

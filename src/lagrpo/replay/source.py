@@ -34,6 +34,15 @@ class Row:
         return self.columns[column]
 
     @property
+    def length(self) -> int:
+        """How many of its tokens were sampled."""
+        return sum(self["sampled"])
+
+    def sampled(self, column: str) -> list[Any]:
+        """The entries of a column of the tokens that were sampled."""
+        return [value for value, own in zip(self[column], self["sampled"], strict=True) if own]
+
+    @property
     def place(self) -> str:
         return f"row {self.number} (prompt {self['prompt_key']}, completion {self['completion']})"
 

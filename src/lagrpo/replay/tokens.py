@@ -39,7 +39,7 @@ def check(source: Source, weights: Weights, rows: Sequence[Row], count: int | No
     if source.settings.sampling.sampler == "local":
         check_draws(source, replays, noise, report)
     else:
-        tokens = sum(len(replay.uniform) for replay in replays)
+        tokens = sum(replay.row.length for replay in replays)
         report.skip("draws: tokens", "vLLM drew them with random numbers of its own", tokens)
     check_logp(replays, noise, report)
     check_divergences(source, replays, noise, report)
@@ -119,12 +119,13 @@ def check_divergences(source: Source, replays: Sequence[Replay], noise: float, r
         row = replay.row
         if row["log_ratio"] is None:
             continue
-        if replay.logp_k is None or not bool(replay.known.all()):
+        if replay.logp_k is None or not bool(replay.known[replay.sampled].all()):
             unknown += 1
             continue
-        difference_T = replay.logp_k - replay.logp
-        same = source.exact and set(row["versions"]) == {row["pi_k_version"]}
+        difference_T = (replay.logp_k - replay.logp)[replay.sampled]
+        same = source.exact and set(row.sampled("versions")) == {row["pi_k_version"]}
         slack_T = replay.grain * 2 if same else EDGE * noise * replay.room + 2 * replay.grain
+        slack_T = slack_T[replay.sampled]
         kl = (torch.expm1(difference_T) - difference_T).sum().item()
         kl_slack = (slack_T * (torch.exp(difference_T.abs() + slack_T) - 1)).sum().item()
         log_ratio, slack = difference_T.sum().item(), slack_T.sum().item()

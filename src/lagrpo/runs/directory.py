@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lagrpo.runs.files import append_line, to_json, write_atomically, write_directory_atomically
-from lagrpo.runs.rollouts import rollout_rows, write_rollouts
-from lagrpo.types import Group
+from lagrpo.runs.rollouts import write_rollouts
 
 
 class RunExistsError(FileExistsError):
@@ -72,17 +71,8 @@ class Run:
         """Appends to events.jsonl what no number says: the event's name, its batch and facts."""
         append_line(self.events, to_json({"event": event, "batch": batch, **facts}))
 
-    def record_rollouts(
-        self,
-        groups: Sequence[Group],
-        columns: Sequence[Sequence[Mapping[str, Any]]],
-        *,
-        batch: int,
-        stage: int,
-        pi_k_version: int,
-    ) -> Path:
-        """Writes rollouts/step-BATCH.parquet; see `rollouts.rollout_rows` for the arguments."""
-        rows = list(rollout_rows(groups, columns, batch=batch, stage=stage, pi_k_version=pi_k_version))
+    def record_rollouts(self, batch: int, rows: Sequence[Mapping[str, Any]]) -> Path:
+        """Writes rollouts/step-BATCH.parquet, with the rows of `rollouts.rollout_rows`."""
         target = self.path / "rollouts" / f"step-{batch:06d}.parquet"
         return write_atomically(target, lambda path: write_rollouts(path, rows))
 
@@ -105,6 +95,40 @@ class Run:
         version, in place of what was there."""
         name = "final" if version is None else f"v{version:06d}"
         return write_directory_atomically(self.path / "weights" / name, write)
+
+
+class RunFiles:
+    """The observer of a run (see training/observers.py) that writes its files."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.finished = run, 0
+
+    def start(self, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+        """Nothing: config.toml and environment.json were written when the directory was made."""
+
+    def phase(self, name: str) -> None:
+        """Nothing."""
+
+    def batch(self, step: Any, metrics: Mapping[str, Any], rollouts: Sequence[Mapping[str, Any]]) -> None:
+        """Rollouts, the weight sync if there was one, and the line of metrics, which says that the batch is whole."""
+        self.run.record_rollouts(step.b, rollouts)
+        if step.reason:
+            self.run.record_event("delivery", step.b, reason=step.reason, version=step.alpha)
+        self.run.record(metrics)
+        self.finished = step.b
+
+    def evaluation(
+        self, name: str, batch: int, summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Its summary and its rows."""
+        self.run.record_evaluation(name, summary, records)
+
+    def note(self, text: str) -> None:
+        """A warning."""
+        self.run.record_event("warning", self.finished, text=text)
+
+    def end(self, status: str, detail: str) -> None:
+        """Nothing: everything is written."""
 
 
 def default_name(settings: Mapping[str, Any], now: datetime.datetime | None = None) -> str:

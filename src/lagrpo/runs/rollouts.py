@@ -1,4 +1,4 @@
-"""Rollouts as Parquet: one row per completion, schema `lagrpo.rollouts/1`.
+"""Rollouts as Parquet: one row per completion, schema `lagrpo.rollouts/2`.
 
 docs/run-directory.md says what each column is. Nothing is padded: token quantities are
 lists of the completion's own length.
@@ -17,7 +17,7 @@ from lagrpo.types import Completion, Group, Prompt
 if TYPE_CHECKING:
     import pyarrow
 
-SCHEMA_NAME = "lagrpo.rollouts/1"
+SCHEMA_NAME = "lagrpo.rollouts/2"
 SCHEMA_KEY = b"lagrpo.schema"
 
 
@@ -39,6 +39,7 @@ def rollout_schema() -> pyarrow.Schema:
         ("token_ids", pa.list_(pa.int32())),
         ("logp_alpha", pa.list_(pa.float32())),
         ("versions", pa.list_(pa.int32())),
+        ("sampled", pa.list_(pa.bool_())),
         ("pi_k_version", pa.int32()),
         ("lag", pa.int32()),
         ("finished", pa.bool_()),
@@ -108,12 +109,13 @@ def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
 def _completion_columns(completion: Completion, pi_k_version: int) -> dict[str, Any]:
     if completion.outcome is None:
         raise ValueError("a completion without an outcome cannot be recorded: judge the groups first")
-    versions = completion.versions.tolist()
+    versions = completion.versions[completion.sampled].tolist()
     return {
         "text": completion.text,
         "token_ids": completion.token_ids.tolist(),
         "logp_alpha": [None if math.isnan(logp) else logp for logp in completion.logp_alpha.tolist()],
-        "versions": versions,
+        "versions": completion.versions.tolist(),
+        "sampled": completion.sampled.tolist(),
         "pi_k_version": pi_k_version,
         "lag": pi_k_version - min(versions) if versions and min(versions) >= 0 else None,
         "finished": completion.finished,

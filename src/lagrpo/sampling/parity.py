@@ -134,16 +134,17 @@ class Proof:
         groups = sampler.drawn(self.requests, max(2, -(-PROBE_PROMPTS // len(self.requests))), LOCAL_TOKENS)
         self._items = [(g.prompt.token_ids, c.token_ids.tolist()) for g in groups for c in g.completions]
         groups += alone
-        drawn_T = torch.cat([c.logp_alpha for g in groups for c in g.completions])
+        sampled_T = torch.cat([c.sampled for g in groups for c in g.completions])
+        drawn_T = torch.cat([c.logp_alpha for g in groups for c in g.completions])[sampled_T]
         with torch.no_grad():
-            together_T = policy.logp(Packed.build([_ids(g) for g in groups], policy.device)).float().cpu()
+            together_T = policy.logp(Packed.build([_ids(g) for g in groups], policy.device)).float().cpu()[sampled_T]
             one_by_one = [policy.logp(Packed.build([_ids(g)], policy.device)).float().cpu() for g in groups]
         self._finite(together_T, "the initial policy")
         difference_T = (together_T - drawn_T).abs()
         fed_T = torch.tensor([p for item in sampler.scores(self._items)[0] for p in item])
         equal = (
             torch.equal(together_T, drawn_T)
-            and torch.equal(torch.cat(one_by_one), drawn_T)
+            and torch.equal(torch.cat(one_by_one)[sampled_T], drawn_T)
             and torch.equal(self._learner(policy, self._items, tau=1.0), fed_T)
         )
         mean, largest = float(difference_T.mean()), float(difference_T.max())
@@ -236,14 +237,18 @@ class Proof:
         at the sampling temperature."""
         items: list[_Item] = []
         for number, server in enumerate(sampler.servers):
-            own, said = [], []
+            own, said, sampled = [], [], []
             for request in self.requests:
                 completion = sampler.drawn_by(number, request, self._tokens).completions[0]
                 if completion.outcome is not None:
                     raise DeliveryError(f"{server}: a completion for the probe failed: {completion.outcome.reason}")
                 own.append((request.prompt.token_ids, completion.token_ids.tolist()))
                 said.append(completion.logp_alpha)
-            self._within(self._learner(policy, own, policy.tau), torch.cat(said), f"the draws of {server}", policy.tau)
+                sampled.append(completion.sampled)
+            learner_T, said_T = (
+                x[torch.cat(sampled)] for x in (self._learner(policy, own, policy.tau), torch.cat(said))
+            )
+            self._within(learner_T, said_T, f"the draws of {server}", policy.tau)
             items = items or own
         return items
 

@@ -85,7 +85,7 @@ class Draws:
         return _ordered(self._asked.pop(batch), groups)
 
     def read(self) -> tuple[float, int]:
-        """Seconds spent waiting for the sampler since the last call, and the tokens of the groups that came."""
+        """Seconds spent waiting for the sampler since the last call, and the sampled tokens of the groups that came."""
         seconds, tokens = self._seconds, self._tokens
         self._seconds, self._tokens = 0.0, 0
         return seconds, tokens
@@ -99,7 +99,7 @@ class Draws:
         if item is None:
             return False
         request, group = item
-        self._tokens += sum(len(completion.token_ids) for completion in group.completions)
+        self._tokens += sum(completion.length for completion in group.completions)
         self._here.setdefault(request.batch, []).append(group)
         return True
 
@@ -111,7 +111,7 @@ def _ordered(requests: Sequence[Request], groups: Sequence[Group]) -> list[Group
 
 def _check_versions(group: Group, versions: set[int], batch: int) -> None:
     for completion in group.completions:
-        strange = set(completion.versions.tolist()) - versions
+        strange = set(completion.versions[completion.sampled].tolist()) - versions
         if strange and (completion.outcome is None or completion.outcome.kind != "failed"):
             raise VersionError(
                 f"batch {batch}, prompt {group.prompt.key}: a token was drawn by version {min(strange)}, but the "

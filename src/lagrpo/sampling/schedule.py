@@ -23,11 +23,51 @@ Batches are counted through all stages: k = 1 .. M inside a stage, b = (stage - 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Kind = Literal["every", "lagged", "budget", "certified"]
 Reason = Literal["", "start", "schedule", "budget", "certified", "cap"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopState:
+    """Where Algorithm 1 stands between two batches. With the weights of these versions and the optimizer it is all
+    that the batches to come depend on."""
+
+    batch: int = 0
+    """batches that are finished, over all stages"""
+    alpha: int | None = None
+    """version of the sampler's weights; None before the first sync"""
+    pi_ref: int = 0
+    """version of the reference"""
+    since_sync: int = 0
+    """batches since the last sync"""
+    spent: float = 0.0
+    """what budget and certified decide by, since the last sync: the estimate of KL(α‖π_k) in nats a completion, or the
+    lower bound on J(π_k) - J(α)"""
+    prefetched: tuple[int, ...] = ()
+    """the versions of α that sample batches `batch` + 1, + 2, …, which were asked for ahead"""
+
+    def after_sync(self, version: int) -> LoopState:
+        """α <- π_version."""
+        return replace(self, alpha=version, since_sync=0, spent=0.0)
+
+    def after_request(self, batches: range) -> LoopState:
+        """α was asked for these batches."""
+        assert self.alpha is not None
+        return replace(self, prefetched=(*self.prefetched, *[self.alpha] * len(batches)))
+
+    def after_batch(self, spent: float | None, pi_ref: int) -> LoopState:
+        """The next batch is finished; `spent` None where it does not tell."""
+        return replace(
+            self,
+            batch=self.batch + 1,
+            pi_ref=pi_ref,
+            since_sync=self.since_sync + 1,
+            spent=self.spent if spent is None else spent,
+            prefetched=self.prefetched[1:],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,36 +108,37 @@ class Schedule:
         """Whether `every` or `lagged` deliver before batch k = 1 .. M of a stage (Algorithm 1, line 8)."""
         return self.kind == "lagged" or k % self.v == 0
 
-    def plan(
-        self, stages: int, batches: int, ahead: bool = True, latest: Callable[[], float] = lambda: 0.0
-    ) -> Iterator[Due]:
-        """One `Due` for every batch of the run, in order, each when it is asked for. `ahead` asks for all batches up to
-        the next delivery as soon as their α is there; without it `every(v)` asks for them one by one. The draws are the
-        same. `latest` gives what the last batch says since the delivery: the estimate of KL(α‖π_k) that `budget`
-        decides by, or the lower bound on J(π_k) - J(α) of `certified`."""
-        total = stages * batches
-        if self.kind in ("budget", "certified"):
-            yield from self._watch(total, latest)
-            return
-        drawn = 0  # batches that have been asked for
-        for b in range(1, total + 1):
-            if self.kind == "lagged":
-                last = min(b + self.v, total)
-            else:
-                last = b
-                while ahead and last < total and not self.due(last % batches + 1):
-                    last += 1
-            reason: Reason = "schedule" if self.due((b - 1) % batches + 1) else ""
-            yield Due(b, reason, range(drawn + 1, max(last, drawn) + 1))
-            drawn = max(drawn, last)
+    def next(self, state: LoopState, stages: int, batches: int, prefetch: bool = True) -> Due:
+        """What happens at the start of the batch after `state`. `prefetch` asks for all batches up to the next sync as
+        soon as their α is there; without it `every(v)` asks for them one by one. The samples are the same."""
+        b, total = state.batch + 1, stages * batches
+        asked, last = state.batch + len(state.prefetched), b
+        if self.kind == "lagged":
+            last = min(b + self.v, total)
+        elif self.kind == "every":
+            while prefetch and last < total and not self.due(last % batches + 1):
+                last += 1
+        return Due(b, self._reason(state, (b - 1) % batches + 1), range(asked + 1, max(last, asked) + 1))
 
-    def _watch(self, total: int, latest: Callable[[], float]) -> Iterator[Due]:
-        passed: Reason = "budget" if self.kind == "budget" else "certified"
-        since = 0  # batches drawn by what the sampler has
-        for b in range(1, total + 1):
-            reason: Reason = passed if since and latest() > (self.delta or 0.0) else "cap" if since >= self.v else ""
-            since = 1 if reason else since + 1
-            yield Due(b, reason, range(b, b + 1))
+    def _reason(self, state: LoopState, k: int) -> Reason:
+        if self.kind in ("every", "lagged"):
+            return "schedule" if self.due(k) else ""
+        if state.since_sync and state.spent > (self.delta or 0.0):
+            return "budget" if self.kind == "budget" else "certified"
+        return "cap" if state.since_sync >= self.v else ""
+
+    def plan(
+        self, stages: int, batches: int, prefetch: bool = True, latest: Callable[[], float] = lambda: 0.0
+    ) -> Iterator[Due]:
+        """One `Due` for every batch of a run, each when it is asked for. `latest` gives what budget and certified
+        decide by (`LoopState.spent`)."""
+        state = LoopState(alpha=0)
+        for _ in range(stages * batches):
+            if self.kind in ("budget", "certified") and state.since_sync:
+                state = replace(state, spent=latest())
+            due = self.next(state, stages, batches, prefetch)
+            yield due
+            state = (state.after_sync(0) if due.reason else state).after_request(due.draws).after_batch(None, 0)
 
 
 def every(v: int) -> Schedule:

@@ -66,7 +66,7 @@ def render_completion(row: dict[str, Any], reward_range: tuple[float, float]) ->
     scored = row["outcome"] == "scored"
     right = scored and is_right(row["reward"], reward_range)
     mark, style = ("✓", "green") if right else ("✗", "red") if scored else ("?", "yellow")
-    facts = [f"{row['reward']:g}" if scored else row["outcome"], f"{len(row['token_ids'])} tokens"]
+    facts = [f"{row['reward']:g}" if scored else row["outcome"], f"{sum(row['sampled'])} tokens"]
     facts += [] if row["finished"] else ["cut at the limit"]
     facts += _versions(row)
     facts += [f"advantage {row['advantage']:+.3f}"] if row["advantage"] is not None else []
@@ -78,7 +78,7 @@ def render_completion(row: dict[str, Any], reward_range: tuple[float, float]) ->
 
 
 def _versions(row: dict[str, Any]) -> list[str]:
-    versions = row["versions"]
+    versions = [version for version, own in zip(row["versions"], row["sampled"], strict=True) if own]
     if not versions:
         return []
     first, last = min(versions), max(versions)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from lagrpo.backends.cpu import kernels
 from lagrpo.backends.hardware import pick_device, pick_dtype
@@ -25,19 +22,20 @@ from lagrpo.policy.learner import Learner, Optimisation
 from lagrpo.policy.model import Policy, check_context, check_files, load_policy
 from lagrpo.policy.replica import replica
 from lagrpo.policy.templates import Templates
-from lagrpo.rng import uniforms
 from lagrpo.sampling.base import Sampler
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import PROBE_PROMPTS, DeliveryError, Parity, Proof
+from lagrpo.sampling.prefetch import Draws
 from lagrpo.sampling.schedule import Schedule
 from lagrpo.sampling.vllm.connecting import build_vllm, open_servers
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import Server
-from lagrpo.settings.schema import ModelSettings, Settings
+from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, TaskSettings, load_task
 from lagrpo.threads import team
 from lagrpo.training.checks import chat_template
 from lagrpo.types import Group
+from lagrpo.verify import Verifier
 
 _QUIET = threading.RLock()  # what transformers says is set for the process: runs in several threads take turns
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -112,84 +110,99 @@ def without_progress_bars() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the settings of a run stand for; `own_task`: the task is an object of the caller's, not of the settings;
-    `parity`: how far learner and in-process sampler agree, None where that was not asked or the sampler is vLLM;
-    `offline`: what was read of completions that somebody else drew, in words."""
+    """What a run is made of."""
 
+    settings: Settings
     task: Task
     own_task: bool
-    recipe: Recipe
-    policy: Policy
+    """the task is an object of the caller's, not that of the settings"""
     learner: Learner
+    """with the policy, the recipe and the reference"""
     sampler: Sampler
-    prove: Callable[[Policy, Any], Mapping[str, float]]
-    parity: Parity | None
     evaluator: LocalSampler
+    draws: Draws
     prompts: PromptSource
+    offline: Recorded | None
+    """completions of a file"""
+    verifier: Verifier
     schedule: Schedule
-    recorded: Callable[[int], Sequence[Group]]
-    offline: str | None
+    check_parity: Proof | None
+    """raises unless the sampler serves the weights that were synced; None where the run asks for no check"""
 
     @staticmethod
     def build(settings: Settings, recipe: Recipe, task: Task | None = None) -> Parts:
-        """The task's data first, then the model: what is cheap to refuse is refused first.
+        """The task's data first, then the model: what is cheap to refuse is refused first. Whatever was started is
+        ended where something fails.
 
         Raises:
             SettingsError: data or a model that is not there, or that the settings do not fit.
         """
-        servers = []
-        if settings.sampling.sampler == "vllm":  # starting them writes files and takes minutes
-            with loading(settings.model), without_progress_bars():
-                check_files(resolve_model(settings.model.path))
-            servers = open_servers(settings)
-        templates = Templates()
-        try:
-            return Parts._build(settings, recipe, task, servers, templates)
-        except BaseException:
-            templates.close()
-            for server in servers:
-                server.close()
-            raise
+        with ExitStack() as undo:
+            servers = []
+            if settings.sampling.sampler == "vllm":  # starting them writes files and takes minutes
+                with loading(settings.model), without_progress_bars():
+                    check_files(resolve_model(settings.model.path))
+                servers = [undo.enter_context(closing(server)) for server in open_servers(settings)]
+            parts = Parts._build(settings, recipe, task, servers, undo)
+            undo.pop_all()
+            return parts
 
     @staticmethod
     def _build(
-        settings: Settings, recipe: Recipe, task: Task | None, servers: Sequence[Server], templates: Templates
+        settings: Settings, recipe: Recipe, own: Task | None, servers: Sequence[Server], undo: ExitStack
     ) -> Parts:
-        seed, sampling, offline = settings.run.seed, settings.sampling, settings.offline
-        from_file = recorded_prompts(settings)
-        own_task = task is not None
-        task = task if task is not None else build_task(settings.task, seed)
+        sampling, seed = settings.sampling, settings.run.seed
+        task = own if own is not None else build_task(settings.task, seed)
+        templates = undo.enter_context(closing(Templates()))
         longest = sampling.max_prompt_tokens + sampling.max_tokens
         policy = build_policy(settings.model, sampling.temperature, longest, templates)
-        fresh = settings.schedule.prompts - from_file
-        source = PromptSource(task, policy, seed, fresh, sampling.max_prompt_tokens)
-        source.tokenised("train", 0)  # a chat template that cannot be rendered shows here, before the run is made
-        with refusing("task"):
-            source.check(settings.schedule.stages * settings.schedule.batches)
-        recorded = build_recorded(settings, recipe, policy) if offline.data else None
-        reference = replica(policy) if recipe.needs_pi_ref else None
-        checkpointing = settings.optimizer.activation_checkpointing
-        learner = Learner(policy, recipe, optimisation(settings), reference, checkpointing, settings.run.entropy)
+        prompts = build_prompts(settings, task, policy)
+        offline = build_recorded(settings, recipe, policy) if settings.offline.data else None
+        learner = build_learner(settings, recipe, policy)
         sampler = (
             build_vllm(settings, policy, servers)
             if servers
             else LocalSampler(replica(policy), seed, sampling.max_tokens, sampling.rows)
         )
-        prove, parity = build_proof(settings, policy, source, sampler)
-        evaluator = LocalSampler(
-            policy, seed, sampling.max_tokens, sampling.rows, settings.evaluation.temperature, "evaluate"
-        )
-        schedule = Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.delta)
-        given = partial(recorded.batch, count=from_file) if recorded else _nothing
         return Parts(
-            task, own_task, recipe, policy, learner, sampler, prove, parity, evaluator, source, schedule, given,
-            str(recorded) if recorded else None,
-        )  # fmt: skip
+            settings=settings,
+            task=task,
+            own_task=own is not None,
+            learner=learner,
+            sampler=sampler,
+            evaluator=build_evaluator(settings, policy),
+            draws=Draws(sampler, prompts.batch, sampling.G),
+            prompts=prompts,
+            offline=offline,
+            check_parity=build_proof(settings, policy, prompts, sampler) if sampling.prove else None,
+            schedule=Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.delta),
+            verifier=undo.enter_context(build_verifier(settings, task)),
+        )
+
+    @property
+    def parity(self) -> Parity | None:
+        """How far learner and in-process sampler agree; None where that was not asked or the sampler is vLLM."""
+        return self.check_parity.parity if self.check_parity is not None else None
+
+    @property
+    def one_program(self) -> bool:
+        """Whether the sampler computes as the learner does, up to rounding."""
+        return isinstance(self.sampler, LocalSampler)
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether all batches up to the next weight sync are asked for at once."""
+        return self.settings.sampling.ahead and not self.settings.sampling.resample
+
+    def read_offline(self, b: int) -> Sequence[Group]:
+        """The groups of batch b that come from a file."""
+        return self.offline.batch(b, recorded_prompts(self.settings)) if self.offline is not None else ()
 
     def close(self) -> None:
-        """End the servers that were started, and the process that renders prompts."""
+        """End the workers, the servers that were started, and the process that renders prompts."""
+        self.verifier.close()
         self.sampler.close()
-        self.policy.templates.close()
+        self.learner.policy.templates.close()
 
     def keep_logs(self, run: Path) -> None:
         """The logs of the servers that were started for a run go to its directory."""
@@ -198,31 +211,50 @@ class Parts:
                 server.keep_log(run / f"vllm-{number}.log")
 
 
-def build_proof(
-    settings: Settings, policy: Policy, source: PromptSource, sampler: Sampler
-) -> tuple[Callable[[Policy, Any], Mapping[str, float]], Parity | None]:
-    """What is called after every delivery (see sampling/parity.py), and how far an in-process sampler agrees now.
+def build_prompts(settings: Settings, task: Task, policy: Policy) -> PromptSource:
+    """The prompts of every batch, all of them tokenized once: one that cannot be asked shows before the run is made."""
+    fresh = settings.schedule.prompts - recorded_prompts(settings)
+    prompts = PromptSource(task, policy, settings.run.seed, fresh, settings.sampling.max_prompt_tokens)
+    prompts.tokenised("train", 0)  # a chat template that cannot be rendered shows here
+    with refusing("task"):
+        prompts.check(settings.schedule.stages * settings.schedule.batches)
+    return prompts
+
+
+def build_learner(settings: Settings, recipe: Recipe, policy: Policy) -> Learner:
+    """The learner, with a reference where the recipe has a KL term."""
+    reference = replica(policy) if recipe.needs_pi_ref else None
+    checkpointing = settings.optimizer.activation_checkpointing
+    return Learner(policy, recipe, optimisation(settings), reference, checkpointing, settings.run.entropy)
+
+
+def build_evaluator(settings: Settings, policy: Policy) -> LocalSampler:
+    """What samples for evaluations: the learner's policy itself."""
+    s = settings.sampling
+    return LocalSampler(policy, settings.run.seed, s.max_tokens, s.rows, settings.evaluation.temperature, "evaluate")
+
+
+def build_verifier(settings: Settings | EvalSettings, task: Task) -> Verifier:
+    """The judge of the task in worker processes. Raises SettingsError for one that cannot be sent to them."""
+    v = settings.verifier
+    with refusing("task", TypeError):
+        return Verifier(task.judge, workers=v.workers, deadline=v.deadline, max_unscored_share=v.max_unscored)
+
+
+def build_proof(settings: Settings, policy: Policy, source: PromptSource, sampler: Sampler) -> Proof:
+    """What is called after every weight sync (see sampling/parity.py).
 
     Raises:
         SettingsError: the in-process sampler computes something else than the learner.
     """
-    if not settings.sampling.prove:
-        return _unproven, None
     probes = source.probes(PROBE_PROMPTS)
     if isinstance(sampler, VllmSampler):
-        return Proof(probes, sampler.dtype, settings.vllm.tolerance), None
+        return Proof(probes, sampler.dtype, settings.vllm.tolerance)
     assert isinstance(sampler, LocalSampler)
     proof = Proof(probes, policy.dtype)
     with refusing("model.path", DeliveryError):
-        return proof, proof.start(policy, sampler)
-
-
-def _unproven(policy: Policy, sampler: Any) -> Mapping[str, float]:
-    return {}
-
-
-def _nothing(b: int) -> Sequence[Group]:
-    return ()
+        proof.start(policy, sampler)
+    return proof
 
 
 def recorded_prompts(settings: Settings) -> int:
@@ -277,16 +309,3 @@ def optimisation(settings: Settings) -> Optimisation:
         masters=o.masters,
         seed=settings.run.seed,
     )
-
-
-def advantage_of(recipe: Recipe, seed: int, max_tokens: int):
-    """advantage(b)(rewards_G, lengths_G, g): the recipe's, with random draws addressed by batch and group."""
-
-    def of_batch(b: int):
-        def advantage(rewards_G: Tensor, lengths_G: Tensor, g: int) -> Tensor:
-            uniform_G = torch.from_numpy(uniforms(len(rewards_G), seed, "advantage", b, g))
-            return recipe.advantage(recipe.shaped(rewards_G, lengths_G, max_tokens), uniform_G)
-
-        return advantage
-
-    return of_batch

@@ -32,7 +32,7 @@ from lagrpo.settings.schema import EvalSettings
 from lagrpo.tasks import Task
 from lagrpo.terminal.text import formatted
 from lagrpo.threads import team
-from lagrpo.training.build import build_policy, build_task
+from lagrpo.training.build import build_policy, build_task, build_verifier
 from lagrpo.training.checks import check_evaluation
 from lagrpo.types import Group, is_right
 from lagrpo.verify import Verifier
@@ -73,7 +73,7 @@ def evaluate(
 def _record(group: Group, reward_range: tuple[float, float]) -> dict[str, Any]:
     rewards = group.rewards
     right = sum(is_right(reward, reward_range) for reward in rewards)
-    tokens = [len(c.token_ids) for c in group.completions]
+    tokens = [c.length for c in group.completions]
     return {
         "prompt_key": group.prompt.key,
         "prompt": group.prompt.messages[-1]["content"],
@@ -186,10 +186,7 @@ def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
     print(f"computing with {policy.computation}; decoding {policy.decoding}", file=sys.stderr, flush=True)
     team.tell(lambda line: print(line, file=sys.stderr, flush=True))
     sampler = LocalSampler(policy, settings.seed, settings.max_tokens, settings.rows, purpose="evaluate")
-    v = settings.verifier
-    with refusing("task", TypeError):
-        verifier = Verifier(task.judge, workers=v.workers, deadline=v.deadline, max_unscored_share=v.max_unscored)
-    with verifier:
+    with build_verifier(settings, task) as verifier:
         scale = settings.task.reward_range
         return evaluate(sampler, verifier, requests, settings.samples, settings.seed, scale)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from lagrpo.backends.attention import Shape
@@ -17,7 +16,6 @@ from lagrpo.sampling.parity import Parity
 from lagrpo.sampling.schedule import Schedule, largest_lag
 from lagrpo.sampling.vllm.connecting import deadlines
 from lagrpo.settings.schema import Settings
-from lagrpo.terminal.text import formatted
 from lagrpo.training.build import loading, recorded_prompts
 from lagrpo.training.lag import CAP
 
@@ -67,30 +65,6 @@ def meaning(
         *([f"decoding    {sampled.decoding}"] if sampled else []),
         *([f"parity      {parity}"] if parity else []),
     ]
-
-
-def standstill(settings: Settings, dtype: str, version: int, share: float) -> str:
-    """What to say of a delivery that changes so few of the weights (in `dtype`) that the sampler draws as before."""
-    remedies = ["a larger optimizer.lr", "more updates per delivery (schedule.v, schedule.i)"]
-    if dtype == "bfloat16":
-        remedies += ['model.dtype = "float32"']
-        remedies = (['optimizer.masters = "dithered"'] if settings.optimizer.masters == "plain" else []) + remedies
-    return (
-        f"the delivery of version {version} changes {share:.4%} of the sampler's weights, less than 1 in 10,000: its "
-        f"steps are lost in the rounding to {dtype}, and the sampler draws as before. What helps: "
-        f"{', '.join(remedies)}. See docs/precision.md; said once"
-    )
-
-
-def no_certificate(settings: Settings, before: Mapping[str, float | None]) -> str:
-    """What to say where schedule certified delivers because its v batches are over; `before` are the metrics of the
-    batch before."""
-    bound, ess = (formatted(before.get(key), form) for key, form in (("lag_certified", "+.3f"), ("lag_ess", ".1f")))
-    return (
-        f"schedule certified: {count_of(settings.schedule.v, 'batch', 'es')} are over and no batch certified that pi_k "
-        f"is better than alpha (the last: J(pi_k) - J(alpha) >= {bound}, with an effective sample size of {ess}). More "
-        "completions in a batch (schedule.prompts, sampling.G) certify smaller gains; said once"
-    )
 
 
 def certifiable(settings: Settings) -> float:

@@ -18,7 +18,9 @@ from torch import Tensor
 from lagrpo.core import bounds, divergences
 from lagrpo.core.advantages import sigma
 from lagrpo.core.estimators import bootstrap_interval
+from lagrpo.objective.compose import Recipe
 from lagrpo.policy.batch import Batch, MicroBatch, knows_alpha
+from lagrpo.settings.schema import Settings
 
 SIGMA_BINS = 10  # of the histogram of sigma over [0, 1/2], the range of rewards in [0, 1]
 ENOUGH = 25.0
@@ -120,6 +122,18 @@ def spent(batch: Batch, rows: Sequence[MicroBatch]) -> float | None:
     """What `budget(δ)` spends: the mean of `sequence_kl`, nats a completion; None where log α of none is known."""
     mean = sequence_kl(batch, rows).nanmean().item()
     return None if math.isnan(mean) else mean
+
+
+def lag_is_complete(settings: Settings, recipe: Recipe) -> bool:
+    """Whether every scored completion is computed, so that metrics of the lag are over all of them."""
+    return settings.run.score_lag or not (recipe.silent or recipe.mask_zero_variance)
+
+
+def measure_spending(settings: Settings, batch: Batch, rows: Sequence[MicroBatch]) -> float | None:
+    """What the schedule decides by; None where the batch does not tell, or the schedule does not look."""
+    if settings.schedule.kind == "certified":
+        return certified(batch, rows, settings.task.reward_range, settings.schedule.doubt)
+    return spent(batch, rows) if settings.schedule.kind == "budget" else None
 
 
 def certified(

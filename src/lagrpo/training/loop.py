@@ -9,141 +9,95 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
 
 from torch import Tensor
 
-from lagrpo.policy.batch import Batch, MicroBatch, assemble, is_flat, left_out, micro_batches
-from lagrpo.policy.learner import Learner
-from lagrpo.policy.model import Policy
-from lagrpo.sampling.base import Request, Sampler
-from lagrpo.sampling.prefetch import Draws
-from lagrpo.sampling.schedule import Schedule
-from lagrpo.training.metrics import Clock
+from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, assemble, is_flat, left_out
+from lagrpo.sampling.schedule import LoopState
+from lagrpo.training.build import Parts
+from lagrpo.training.clock import Clock
+from lagrpo.training.lag import lag_is_complete, measure_spending
 from lagrpo.types import Group
-from lagrpo.verify import Verifier
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
-    """A batch that has been used. `version` is that of π_k, `alpha` that of the sampler's weights, `reason` why they
-    were delivered just before ("" when they were not), `delivery` the figures of the last delivery and its proof,
-    `sampling` those of the sampler since the batch before. `rows` are those of the objective and then, where the run
-    asks for figures of the lag, those that it leaves out. `updates` has one dict of figures for each of the i updates;
-    `after_T` the log-probs of the rows under π after them, where the run asks for that."""
+class Step:
+    """A batch that has been used, and where the loop stands after it."""
 
     stage: int
     b: int
     version: int
+    """of π_k"""
     alpha: int
+    """version of the sampler's weights"""
     reason: str
-    delivery: Mapping[str, float]
+    """why they were synced just before this batch; "" when they were not"""
+    sync: Mapping[str, float]
+    """metrics of the last weight sync and its parity check"""
     sampling: Mapping[str, float]
+    """metrics of the sampler since the batch before"""
     batch: Batch
     rows: Sequence[MicroBatch]
+    """those of the objective, and then, where the run asks for metrics of the lag, those that it leaves out"""
     updates: Sequence[dict[str, float]]
+    """the metrics of each of the i updates"""
     after_T: Sequence[Tensor] | None
+    """log-probs of the rows under π after the updates, where the run asks for them"""
     clock: Clock
+    state: LoopState
 
 
-class Listener(Protocol):
-    """What is told about the run: the files on disk, the display, trackers."""
-
-    def phase(self, name: str) -> None:
-        """What is being done from now on."""
-        ...
-
-    def batch(self, used: Used) -> None:
-        """A batch was used."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """The parts of Algorithm 1.
-
-    `advantage(b)(rewards_G, lengths_G, g)` gives A_α of group g of batch b, `weights` the normaliser (policy/batch.py);
-    the rest of the objective is the recipe that the learner holds. `prove(policy, sampler)` raises unless the sampler
-    serves what was delivered, and gives figures of how well the two agree. `recorded(b)` are groups that somebody else
-    drew, `extra(b, taken, count)` further prompts, after `taken` ones, in place of groups whose rewards are all equal,
-    in at most `resample` rounds. `score_lag`: log π_k of the completions that the objective leaves out is known too,
-    see `scored_rest`; `one_program`: the sampler's arithmetic is the learner's, up to rounding. `spends(batch, rows)`
-    is the number by which budget and certified decide about the next delivery, None where the batch does not tell.
-    """
-
-    learner: Learner
-    sampler: Sampler
-    draws: Draws
-    verifier: Verifier
-    schedule: Schedule
-    prove: Callable[[Policy, Any], Mapping[str, float]]
-    listener: Listener
-    advantage: Callable[[int], Callable[[Tensor, Tensor, int], Tensor]]
-    weights: Callable[[Tensor, Tensor], Tensor]
-    recorded: Callable[[int], Sequence[Group]]
-    extra: Callable[[int, int, int], Sequence[Request]]
-    S: int
-    M: int
-    i: int
-    ahead: bool
-    tokens: int
-    resample: int
-    score_lag: bool
-    one_program: bool
-    score_update: bool
-    spends: Callable[[Batch, Sequence[MicroBatch]], float | None]
-    reset_optimizer: bool
-
-
-def iterative_grpo(a: Algorithm) -> None:
-    """Lines 5-17. The initial policy is delivered before the first batch: the paper leaves α undefined for k < v."""
-    learner, policy, recipe = a.learner, a.learner.policy, a.learner.recipe
-    alpha, delivery, spent = policy.version, {}, [0.0]  # what the schedule decides by, since the delivery
-    plan = a.schedule.plan(a.S, a.M, a.ahead and not a.resample, lambda: spent[-1])
-    for s in range(1, a.S + 1):  # 5
-        for k in range(1, a.M + 1):  # 6
-            b, clock, due = (s - 1) * a.M + k, Clock(), next(plan)
-            reason = due.reason if b > 1 else "start"
+def iterative_grpo(a: Parts, state: LoopState, tell: Callable[[str], None] = lambda phase: None) -> Iterator[Step]:
+    """Lines 5-17, from `state` on; yields every batch with the state after it. The initial policy is synced before the
+    first batch: the paper leaves α undefined for k < v. `tell` is told what is being done from then on."""
+    learner, policy, settings, synced = a.learner, a.learner.policy, a.settings, {}
+    S, M, i = settings.schedule.stages, settings.schedule.batches, settings.schedule.i
+    for s in range(state.batch // M + 1, S + 1):  # 5
+        for k in range(state.batch % M + 1, M + 1):  # 6
+            b, clock, due = state.batch + 1, Clock(tell), a.schedule.next(state, S, M, a.prefetches)
+            reason = "start" if state.alpha is None else due.reason
             if reason:  # 8
-                alpha, delivery, spent = *deliver(a, clock), [0.0]  # 9   α <- π_θ
-            a.draws.ask(due.draws, alpha)  # 7, 10   prompts of D_b, y ~ α
-            groups = judged(a, clock, chain(a.recorded(b), a.draws.take(b)))  # 11   r(x, y)
-            groups = resampled(a, b, alpha, clock, a.draws.in_order(b, groups))
-            a.listener.phase("learning")
+                state, synced = state.after_sync(policy.version), sync_weights(a, clock)  # 9   α <- π_θ
+            state = state.after_request(due.draws)
+            a.draws.ask(due.draws, state.alpha)  # 7, 10   prompts of D_b, y ~ α
+            groups = judge_groups(a, clock, chain(a.read_offline(b), a.draws.take(b)))  # 11   r(x, y)
+            groups = replace_flat(a, state, clock, a.draws.in_order(b, groups))
+            clock.tell("learning")
             a.sampler.rest()
+            version = policy.version
             with clock("learning"):
-                batch = assemble(groups, a.advantage(b), a.weights)  # 12-13   A_α, Eq. 2
-                rows = micro_batches(batch, a.tokens, policy.device, recipe.needs_whole_groups, recipe.silent)
-                learner.score_reference(rows)
-                version = policy.version
-            with clock("scoring"):
-                scored = [*rows, *scored_rest(a, batch, rows)] if a.score_lag else rows
+                batch = assemble(groups, learner.recipe, settings.sampling.max_tokens, settings.run.seed, b)  # 12-13
+                fresh = learner.pack(batch, settings.optimizer.tokens)
+            rest = score_rest(a, clock, batch, fresh)
             with clock("learning"):
-                updates = [learner.step(rows, batch.in_objective) for _ in range(a.i)]  # 14-15   Eq. 7 or 8
-            with clock("scoring"):
-                after_T = learner.score(scored) if a.score_update else None
-            spent.append(value if (value := a.spends(batch, scored)) is not None else spent[-1])
-            figures = delivery, a.sampler.read()
-            a.listener.batch(Used(s, b, version, alpha, reason, *figures, batch, scored, updates, after_T, clock))
-        learner.end_stage(a.reset_optimizer)  # 16   π_ref <- π_θ
+                rows, updates = update(a, batch, fresh, i)  # 14-15   Eq. 7 or 8
+            rows += rest
+            after_T = score_update(a, clock, rows)
+            if k == M:
+                learner.end_stage(settings.schedule.reset_optimizer)  # 16   π_ref <- π_θ
+            alpha, pi_ref = state.alpha, policy.version if k == M else state.pi_ref
+            state = state.after_batch(measure_spending(settings, batch, rows), pi_ref)
+            metrics = synced, a.sampler.read()
+            yield Step(s, b, version, alpha, reason, *metrics, batch, rows, updates, after_T, clock, state)
 
 
-def deliver(a: Algorithm, clock: Clock) -> tuple[int, Mapping[str, float]]:
-    """α <- π_θ, proven; returns the version and the figures of delivery and proof."""
+def sync_weights(a: Parts, clock: Clock) -> Mapping[str, float]:
+    """α <- π_θ, checked; returns the metrics of the sync and of the parity check."""
     policy = a.learner.policy
-    a.listener.phase("delivery")
+    clock.tell("delivery")
     with clock("sampling"):
         a.draws.before_delivery()
     clock.drawn += a.draws.read()[1]
     with clock("delivery"):
         cost = a.sampler.deliver(policy.weights(), policy.version)
         a.draws.delivered(policy.version)
-        return policy.version, {**cost, **a.learner.delivered(), **a.prove(policy, a.sampler)}
+        checked = a.check_parity(policy, a.sampler) if a.check_parity is not None else {}
+        return {**cost, **a.learner.delivered(), **checked}
 
 
-def judged(a: Algorithm, clock: Clock, groups: Iterator[Group]) -> list[Group]:
-    """The groups with their outcomes; judging goes on while they are being drawn."""
-    a.listener.phase("sampling")
+def judge_groups(a: Parts, clock: Clock, groups: Iterator[Group]) -> list[Group]:
+    """The groups with their outcomes; judging goes on while they are being sampled."""
+    clock.tell("sampling")
     with clock("judging"):
         done = list(a.verifier.judge(groups))
     seconds, tokens = a.draws.read()
@@ -152,31 +106,48 @@ def judged(a: Algorithm, clock: Clock, groups: Iterator[Group]) -> list[Group]:
     return done
 
 
-def scored_rest(a: Algorithm, batch: Batch, rows: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The completions that the objective leaves out, with log π_k: a forward pass without gradient. Where π_k itself
-    drew them, and by the same program, log π_k is log α up to the rounding that the proof measures, and costs nothing.
-    """
-    learner = a.learner
-    rest = left_out(batch, rows, a.tokens, learner.policy.device)
-    drawn_by = {v for micro in rest for c in micro.members for v in batch.completion(c).versions.tolist()}
-    if a.one_program and drawn_by <= {learner.policy.version}:
-        scores = [micro.logp_alpha_T for micro in rest]
-    else:
-        scores = learner.score(rest)
-    for micro, logp_T in zip(rest, scores, strict=True):
-        micro.logp_k_T = logp_T
-    return rest
-
-
-def resampled(a: Algorithm, b: int, alpha: int, clock: Clock, groups: list[Group]) -> list[Group]:
+def replace_flat(a: Parts, state: LoopState, clock: Clock, groups: list[Group]) -> list[Group]:
     """DAPO's dynamic sampling, bounded: groups without a signal make way for groups of further prompts with one."""
-    taken = 0
-    for _ in range(a.resample):
+    b, taken = state.batch + 1, 0
+    for _ in range(a.settings.sampling.resample):
         flat = [n for n, group in enumerate(groups) if group.source == "sampler" and is_flat(group)]
         if not flat:
             break
-        more = judged(a, clock, a.draws.more(a.extra(b, taken, len(flat)), alpha))
+        assert state.alpha is not None
+        more = judge_groups(a, clock, a.draws.more(a.prompts.extra(b, taken, len(flat)), state.alpha))
         taken += len(flat)
         for n, group in zip(flat, (group for group in more if not is_flat(group)), strict=False):
             groups[n] = group
     return groups
+
+
+def update(
+    a: Parts, batch: Batch, fresh: Sequence[FreshMicroBatch], i: int
+) -> tuple[list[MicroBatch], list[dict[str, float]]]:
+    """i optimizer updates. The first one starts at π_k, and its forward pass gives log π_k to the others."""
+    rows, first = a.learner.first_step(fresh, batch.in_objective)
+    return rows, [first, *(a.learner.step(rows, batch.in_objective) for _ in range(i - 1))]
+
+
+def score_rest(a: Parts, clock: Clock, batch: Batch, rows: Sequence[FreshMicroBatch]) -> list[MicroBatch]:
+    """The completions that the objective leaves out, with log π_k: a forward pass without gradient, where the run asks
+    for it. Where π_k itself sampled them, and by the same program, log π_k is log α up to the rounding that the parity
+    check measures, and costs nothing."""
+    if not a.settings.run.score_lag:
+        return []
+    learner, version = a.learner, a.learner.policy.version
+    with clock("scoring"):
+        rest = left_out(batch, rows, a.settings.optimizer.tokens, learner.policy.device)
+        completions = [batch.completion(c) for micro in rest for c in micro.members]
+        own = a.one_program and all(bool((c.versions[c.sampled] == version).all()) for c in completions)
+        known = [micro.logp_alpha_T for micro in rest if micro.logp_alpha_T is not None]
+        scores = known if own else learner.score(rest)
+        return [micro.scored_by(logp_T) for micro, logp_T in zip(rest, scores, strict=True)]
+
+
+def score_update(a: Parts, clock: Clock, rows: Sequence[MicroBatch]) -> list[Tensor] | None:
+    """log π after the updates, for the two sides of the bounds on them, where the run asks for that."""
+    if not (a.settings.run.score_update and lag_is_complete(a.settings, a.learner.recipe)):
+        return None
+    with clock("scoring"):
+        return a.learner.score(rows)

@@ -3,62 +3,32 @@ run has the same keys, and its values are numbers or None."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lagrpo.policy.batch import Batch
 from lagrpo.types import Completion
 
 AT_ONCE = 1e-3  # seconds: what took less to come was drawn before
 
 
-class Clock:
-    """Seconds by phase, and since it was made."""
+def batch_metrics(step: Step) -> dict[str, Any]:
+    """Everything that is recorded about a batch beside the lag. docs/run-directory.md says what each is.
 
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.drawn = 0  # tokens that came from the sampler meanwhile, for this batch or a later one
-        self._started = time.perf_counter()
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.perf_counter() - started
-
-    def move(self, source: str, to: str, seconds: float) -> None:
-        """Book seconds that were measured inside one phase under another."""
-        self.seconds[source] -= seconds
-        self.seconds[to] += seconds
-
-    @property
-    def total(self) -> float:
-        return time.perf_counter() - self._started
-
-
-def batch_metrics(
-    stage: int, b: int, version: int, batch: Batch, updates: Sequence[dict[str, float]], clock: Clock, delivered: bool
-) -> dict[str, Any]:
-    """Everything that is recorded about batch b, where π_k has `version`. docs/run-directory.md says what each is.
-
-    Figures of the objective are those of the first update on the batch, where π = π_k; grad_norm, lr, moved, loss and
+    Metrics of the objective are those of the first update on the batch, where π = π_k; grad_norm, lr, moved, loss and
     the clip shares that end in _last those of the last one."""
+    updates, groups, clock = step.updates, step.batch.groups, step.clock
     first, last = (updates[0], updates[-1]) if updates else ({}, {})
-    completions = [c for group in batch.groups for c in group.completions]
-    flat = [len(set(group.rewards)) < 2 for group in batch.groups if group.rewards]
+    completions = [c for group in groups for c in group.completions]
+    flat = [len(set(group.rewards)) < 2 for group in groups if group.rewards]
     return {
-        "stage": stage,
-        "batch": b,
-        "version": version,
-        "delivered": int(delivered),
-        **_lag(completions, version),
+        "stage": step.stage,
+        "batch": step.b,
+        "version": step.version,
+        "delivered": int(bool(step.reason)),
+        **_lag(completions, step.version),
         **_outcomes(completions),
         "zero_variance_share": sum(flat) / len(flat) if flat else None,
         **_objective_figures(first),
@@ -68,7 +38,7 @@ def batch_metrics(
         "grad_norm": last.get("grad_norm"),
         "lr": last.get("lr"),
         "moved": last.get("moved"),
-        **_pace(clock, sum(len(c.token_ids) for c in completions), sum(u.get("tokens", 0.0) for u in updates)),
+        **_pace(clock, sum(c.length for c in completions), sum(u.get("tokens", 0.0) for u in updates)),
     }
 
 
@@ -87,8 +57,8 @@ def sampler_figures(delivery: Mapping[str, float], sampling: Mapping[str, float]
 
 
 def _lag(completions: Sequence[Completion], version: int) -> dict[str, float | None]:
-    """Over all tokens whose drawer is known: completions that somebody else drew may have no versions (-1)."""
-    versions = torch.cat([torch.empty(0, dtype=torch.long), *(c.versions for c in completions)])
+    """Over all sampled tokens whose version is known: it is -1 in completions of a file."""
+    versions = torch.cat([torch.empty(0, dtype=torch.long), *(c.versions[c.sampled] for c in completions)])
     lag_T = version - versions[versions >= 0]
     if not len(lag_T):
         return {"lag_min": None, "lag_max": None, "lag_mean": None}
@@ -105,7 +75,7 @@ def _outcomes(completions: Sequence[Completion]) -> dict[str, float | None]:
         "failed": kinds["failed"],
         "reward_mean": float(rewards.mean()) if len(rewards) else None,
         "reward_std": float(rewards.std(correction=0)) if len(rewards) else None,
-        "tokens_mean": sum(len(c.token_ids) for c in completions) / count if count else None,
+        "tokens_mean": sum(c.length for c in completions) / count if count else None,
         "finished_share": sum(c.finished for c in completions) / count if count else None,
     }
 

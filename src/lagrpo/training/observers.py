@@ -1,0 +1,53 @@
+"""Who is told about a run: its files, its display, trackers, benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from lagrpo.training.loop import Step
+
+Row = Mapping[str, Any]
+Status = Literal["finished", "interrupted", "failed"]
+
+
+class Observer(Protocol):
+    """What a run calls, in its main thread. A class that inherits from it overrides what it needs."""
+
+    def start(self, settings: Row, environment: Row) -> None:
+        """The run begins. `settings` by section, with the name of the run's directory in settings["run"]["name"];
+        `environment` as in environment.json."""
+
+    def phase(self, name: str) -> None:
+        """What is being done from now on: "sampling", "learning" …"""
+
+    def batch(self, step: Step, metrics: Row, rollouts: Sequence[Row]) -> None:
+        """A batch is finished: number `step.b`. `metrics` is its line of metrics.jsonl, `rollouts` has one row per
+        completion (docs/run-directory.md)."""
+
+    def evaluation(self, name: str, batch: int, summary: Row, records: Sequence[Row]) -> None:
+        """The policy was evaluated after `batch` batches; `records` has one row per prompt."""
+
+    def note(self, text: str) -> None:
+        """What whoever looks at the run should know: a warning, an interruption."""
+
+    def end(self, status: Status, detail: str) -> None:
+        """The run is over; nothing else is called after it."""
+
+
+def _tell_all(name: str) -> Callable[..., None]:
+    def tell(self: Observers, *arguments: Any) -> None:
+        for observer in self.observers:
+            getattr(observer, name)(*arguments)
+
+    return tell
+
+
+class Observers(Observer):
+    """Several observers as one, told in their order."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self.observers = observers
+
+    start, phase, batch = _tell_all("start"), _tell_all("phase"), _tell_all("batch")
+    evaluation, note, end = _tell_all("evaluation"), _tell_all("note"), _tell_all("end")
