@@ -88,7 +88,7 @@ class Alive:
         self.states: list[int] = []
         self.recorded: list[int] = []
         known: weakref.WeakSet[DecodeState] = weakref.WeakSet()
-        made, stepped = DecodeState.__init__, Learner.step
+        made, stepped = DecodeState.__init__, Learner.first_step
 
         def remembered(state, *args, **kwargs):
             made(state, *args, **kwargs)
@@ -100,7 +100,7 @@ class Alive:
             return stepped(learner, *args, **kwargs)
 
         monkeypatch.setattr(DecodeState, "__init__", remembered)
-        monkeypatch.setattr(Learner, "step", step)
+        monkeypatch.setattr(Learner, "first_step", step)
 
 
 @pytest.fixture

@@ -324,7 +324,7 @@ def check_whole(result: Result, batches: int) -> None:
             0,
         ),  # behind the 16 of the proof, in the evaluation before batch 1
         (signal.SIGTERM, LocalSampler, "deliver", 2, 1, 1),  # at the second batch's delivery
-        (signal.SIGINT, Learner, "step", 2, 1, 1),  # in the second batch's learning
+        (signal.SIGINT, Learner, "first_step", 2, 1, 1),  # in the second batch's learning
         (signal.SIGTERM, Learner, "_round_masters", 2, 1, 2),  # in the middle of the second update, which is finished
         (signal.SIGINT, Run, "record_rollouts", 2, 2, 2),  # in the middle of recording, which is finished
         (signal.SIGTERM, Run, "record", 3, 3, 3),
@@ -351,7 +351,7 @@ def test_the_weights_of_an_interrupted_run_are_those_of_its_version(run, monkeyp
 
 
 def test_what_an_interruption_says(settings, monkeypatch, capsys):
-    Press(monkeypatch, Learner, "step", 2)
+    Press(monkeypatch, Learner, "first_step", 2)
     train(settings(run={"display": "plain"}))
     out = capsys.readouterr().out
     assert (
@@ -363,7 +363,7 @@ def test_what_an_interruption_says(settings, monkeypatch, capsys):
 def test_an_interruption_before_any_update_says_so(settings, monkeypatch, capsys, model):
     from safetensors.torch import load_file
 
-    Press(monkeypatch, Learner, "step", 1)
+    Press(monkeypatch, Learner, "first_step", 1)
     result = train(settings(run={"display": "plain"}))
     assert "no update was made: it is the initial one" in capsys.readouterr().out
     assert same(weights(result), load_file(model / "model.safetensors"))
@@ -372,7 +372,7 @@ def test_an_interruption_before_any_update_says_so(settings, monkeypatch, capsys
 def test_a_second_signal_while_the_weights_are_written_ends_at_once_and_leaves_nothing_half_done(
     settings, monkeypatch, tmp_path
 ):
-    Press(monkeypatch, Learner, "step", 2)
+    Press(monkeypatch, Learner, "first_step", 2)
     Press(monkeypatch, Policy, "save", 1, before=False)  # the files are there, but not yet under their name
     with pytest.raises(KeyboardInterrupt):
         train(settings())
@@ -388,7 +388,7 @@ def test_a_second_signal_while_the_weights_are_written_ends_at_once_and_leaves_n
         (Learner, "_update", FloatingPointError("the gradient is not finite")),
         (LocalSampler, "deliver", DeliveryError("another version")),
         (Run, "record", OSError(28, "No space left on device")),
-        (Learner, "step", ZeroDivisionError("a bug")),
+        (Learner, "first_step", ZeroDivisionError("a bug")),
     ],
 )
 def test_an_error_keeps_what_was_learned_and_says_where(run, settings, monkeypatch, tmp_path, owner, name, error):

@@ -1,0 +1,224 @@
+"""Tokens that no policy sampled are context: the model reads them, and no count, sum or loss does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from running import tiny_settings
+from tiny import save_tiny, tiny_policy
+from torch import Tensor, tensor
+
+import lagrpo
+from lagrpo.data.offline import Recorded, RecordedError
+from lagrpo.objective.recipes import resolve
+from lagrpo.policy.batch import Batch, assemble, left_out
+from lagrpo.policy.learner import Learner, Optimisation
+from lagrpo.policy.model import Packed, Policy
+from lagrpo.policy.replica import replica
+from lagrpo.replay import verify_run
+from lagrpo.runs import load_metrics, load_rollouts
+from lagrpo.runs.rollouts import rollout_rows
+from lagrpo.sampling.local import LocalSampler
+from lagrpo.sampling.schedule import LoopState
+from lagrpo.training.clock import Clock
+from lagrpo.training.lag import sequence_kl, sequence_log_ratio
+from lagrpo.training.loop import Step
+from lagrpo.training.metrics import batch_metrics
+from lagrpo.types import Completion, Group, Outcome, Prompt
+
+MAX_TOKENS = 8
+ENVIRONMENT = -77  # the version of tokens that no policy sampled: nothing may read it
+NAN = math.nan
+
+
+def completion(ids: list[int], sampled: list[int], reward: float) -> Completion:
+    own = tensor(sampled, dtype=torch.bool)
+    logp = torch.where(own, -2.0 - 0.1 * torch.arange(len(ids)), tensor(NAN))
+    versions = torch.where(own, 3, ENVIRONMENT)
+    return Completion(tensor(ids), logp, versions, True, "text", Outcome.scored(reward), own)
+
+
+def groups() -> list[Group]:
+    """Two prompts; of the three completions of the first, one has two unsampled tokens in its middle and one ends with
+    such a token."""
+    first = (
+        completion([5, 8, 40, 41, 9, 2], [1, 1, 0, 0, 1, 1], 1.0),
+        completion([7, 30, 12], [1, 1, 0], 0.0),
+        completion([11, 2], [1, 1], 0.0),
+    )
+    second = (completion([20, 21, 22, 2], [1, 0, 1, 1], 0.5), completion([6, 2], [1, 1], 1.0))
+    return [Group(Prompt(n, (), "", ids), cs) for n, (ids, cs) in enumerate([((10, 11, 12), first), ((13,), second)])]
+
+
+def alone(policy: Policy, group: Group, c: Completion) -> Tensor:
+    """log-probs of the sampled tokens of one completion, computed in a row of its own, with all tokens as context."""
+    return policy.logp(Packed.build([(group.prompt.token_ids, [c.token_ids])]))[c.sampled]
+
+
+def by_hand(name: str, policy: Policy, reference: Policy) -> tuple[Tensor, Tensor]:
+    """The loss at pi = pi_k as its paper writes it, over the sampled tokens, and the lengths."""
+    losses, lengths = [], []
+    for group in groups():
+        r = tensor(group.rewards, dtype=torch.float64)
+        advantages = r - r.mean() if name == "dr_grpo" else (r - r.mean()) / (r.var(correction=0) + 1e-4).sqrt()
+        for c, A in zip(group.completions, advantages.tolist(), strict=True):
+            logp = alone(policy, group, c)
+            log_rho = logp - c.logp_alpha[c.sampled]
+            rho = log_rho.mean().exp().expand(len(logp)) if name == "gspo" else log_rho.exp()
+            low, high = (3e-4, 4e-4) if name == "gspo" else (0.2, 0.28 if name == "dapo" else 0.2)
+            value = torch.minimum(rho * A, rho.clamp(1 - low, 1 + high) * A)
+            d = logp - alone(reference, group, c).detach()
+            losses.append(value - (0.04 * ((-d).exp() + d - 1) if name == "grpo" else 0.0))
+            lengths.append(len(logp))
+    if name == "dapo":
+        return -torch.cat(losses).sum() / sum(lengths), tensor(lengths)
+    if name == "dr_grpo":
+        return -torch.cat(losses).sum() / (len(lengths) * MAX_TOKENS), tensor(lengths)
+    return -torch.stack([values.mean() for values in losses]).mean(), tensor(lengths)
+
+
+def gradient(policy: Policy) -> Tensor:
+    parameters = policy.model.parameters()
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+
+
+@pytest.mark.parametrize("tokens", [1000, 8])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo"])
+def test_loss_gradient_and_normalizer_are_those_of_the_sampled_tokens(name, tokens):
+    policy, reference = tiny_policy(dtype=torch.float64), tiny_policy(seed=1, dtype=torch.float64)
+    expected, lengths_C = by_hand(name, policy, reference)
+    expected.backward()
+    expected_gradient = gradient(policy)
+    policy.model.zero_grad()
+
+    recipe = resolve(name)
+    batch = assemble(groups(), recipe, MAX_TOKENS, seed=0, b=1)
+    assert torch.equal(batch.lengths_C, lengths_C)
+    rows = Learner(policy, recipe, Optimisation(lr=0.1), reference).pack(batch, tokens)
+    total = torch.zeros(())
+    for row in rows:
+        logp_T = policy.logp(row.packed)
+        assert len(logp_T) == len(row.completion_T) == int(lengths_C[list(row.members)].sum())
+        loss, sums = recipe.loss(row.scored_by(logp_T.detach()).terms(logp_T), row.weight_C)
+        assert int(sums["tokens"]) == len(logp_T)
+        loss.backward()
+        total = total + loss.detach()
+    torch.testing.assert_close(total.double(), expected.detach().double(), rtol=1e-5, atol=1e-7)
+    assert expected_gradient.norm() > 1e-3
+    torch.testing.assert_close(gradient(policy), expected_gradient, rtol=1e-4, atol=1e-7)
+
+
+def used() -> tuple[Batch, list[Any], list[dict[str, float]], list[Tensor]]:
+    """A batch after one update, its rows, and log π_k of each completion by itself."""
+    policy, recipe = tiny_policy(), resolve("dapo")
+    each = [alone(policy, group, c).detach() for group in groups() for c in group.completions]
+    batch = assemble(groups(), recipe, MAX_TOKENS, seed=0, b=1)
+    learner = Learner(policy, recipe, Optimisation(lr=1e-3))
+    rows, sums = learner.first_step(learner.pack(batch, 1000), batch.in_objective)
+    assert left_out(batch, rows, 1000) == []  # log α of every sampled token is known
+    return batch, rows, [sums], each
+
+
+def test_metrics_and_lag_are_those_of_the_sampled_tokens():
+    batch, rows, updates, logp_k = used()
+    completions = [c for group in groups() for c in group.completions]
+    log_rho = [logp - c.logp_alpha[c.sampled] for logp, c in zip(logp_k, completions, strict=True)]
+    sums_C = torch.stack([x.double().sum() for x in log_rho])
+    torch.testing.assert_close(sequence_log_ratio(batch, rows), sums_C, rtol=1e-5, atol=1e-5)
+    kl_C = torch.stack([(x.exp() - 1 - x).double().sum() for x in log_rho])
+    torch.testing.assert_close(sequence_kl(batch, rows), kl_C, rtol=1e-4, atol=1e-4)
+
+    step = Step(1, 1, 5, 3, "", {}, {}, batch, rows, updates, None, Clock(), LoopState(1))
+    metrics, flat = batch_metrics(step), torch.cat(log_rho)
+    assert metrics["tokens_sampled"] == metrics["tokens_learned"] == 4 + 2 + 2 + 3 + 2
+    assert metrics["tokens_mean"] == 13 / 5
+    assert (metrics["lag_min"], metrics["lag_mean"], metrics["lag_max"]) == (2, 2.0, 2)
+    assert metrics["ratio_mean"] == pytest.approx(float(flat.exp().mean()), rel=1e-4)
+    assert metrics["kl_alpha"] == pytest.approx(float((flat.exp() - 1 - flat).mean()), rel=1e-4)
+    assert metrics["mismatch_max"] == pytest.approx(float(flat.abs().max()), rel=1e-4)
+    assert math.isfinite(metrics["grad_norm"])
+
+
+def test_rows_of_rollouts_say_which_tokens_were_sampled():
+    row = next(iter(rollout_rows(groups(), [[{}] * 3, [{}] * 2], batch=1, stage=1, pi_k_version=5)))
+    assert row["sampled"] == [True, True, False, False, True, True]
+    assert row["logp_alpha"][2:4] == [None, None]
+    assert row["lag"] == 2
+
+
+def test_all_tokens_are_sampled_unless_somebody_says_otherwise():
+    c = Completion(tensor([4, 5]), torch.zeros(2), torch.zeros(2), True, "")
+    assert (c.sampled.tolist(), c.sampled.dtype, c.length) == ([True, True], torch.bool, 2)
+    with pytest.raises(ValueError, match=r"one entry for each token, but have the shapes \[1\] and \[2\]"):
+        replace(c, sampled=tensor([True]))
+
+
+def written(path: Path, **columns: Any) -> Path:
+    row = {"prompt": "a", "token_ids": [5, 8, 40, 9], "reward": 1.0, "logp_alpha": [-1.0, -1.0, None, -1.0]}
+    pq.write_table(pa.Table.from_pylist([row | columns]), path)
+    return path
+
+
+def test_offline_data_may_say_which_tokens_were_sampled(tmp_path):
+    policy = tiny_policy()
+    given = written(tmp_path / "given.parquet", sampled=[True, True, False, True])
+    data = Recorded(given, policy, 4, 0, reads_logp=True)
+    (c,) = data.batch(1, 1)[0].completions
+    assert c.sampled.tolist() == [True, True, False, True]
+    assert (data.has_logp, data.longest) == (True, 3)
+    silent = Recorded(written(tmp_path / "silent.parquet"), policy, 4, 0)
+    assert (silent.batch(1, 1)[0].completions[0].length, silent.has_logp) == (4, False)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "message"),
+    [([True], "for each of the 4 tokens"), ([False] * 4, "none of its tokens was sampled"), ("yes", "not a list")],
+)
+def test_a_mask_that_cannot_be_one_is_refused(tmp_path, sampled, message):
+    with pytest.raises(RecordedError, match=message):
+        Recorded(written(tmp_path / "bad.parquet", sampled=sampled), tiny_policy(), 4, 0)
+
+
+def test_a_run_with_unsampled_tokens_agrees_with_its_replay(tmp_path, monkeypatch):
+    """As if the second token of every longer completion were an environment's reply: it stays in the context."""
+    original = LocalSampler._close
+
+    def with_a_reply(self, row):
+        group = original(self, row)
+        c = group.done[row.index]
+        own = torch.arange(len(c.token_ids)) != (1 if len(c.token_ids) > 2 else -1)
+        logp, versions = torch.where(own, c.logp_alpha, NAN), torch.where(own, c.versions, ENVIRONMENT)
+        group.done[row.index] = replace(c, logp_alpha=logp, versions=versions, sampled=own)
+        return group
+
+    monkeypatch.setattr(LocalSampler, "_close", with_a_reply)
+    settings = tiny_settings(
+        save_tiny(tmp_path / "model"), tmp_path / "runs", run={"save_every": 1}, schedule={"v": 2},
+        evaluation={"before_and_after": False},
+    )  # fmt: skip
+    run = lagrpo.train(settings).run
+    rows = load_rollouts(run)
+    sampled = [sum(row["sampled"]) for row in rows]
+    assert sum(sampled) < sum(len(row["token_ids"]) for row in rows)
+    assert sum(line["tokens_sampled"] for line in load_metrics(run)) == sum(sampled)
+    report = verify_run(run, everything=True)
+    assert report.differences == []
+    done = {check.name: check.compared for check in report.checks}
+    assert done["draws"] == done["log α, version 0"] + done["log α, version 1"] == sum(sampled)
+    assert done["log π_k - log α"] == 2 * len(rows)
+
+
+def test_a_sampler_draws_as_before():
+    """The mask of what a sampler draws is all ones."""
+    from test_sampling import requests_for
+
+    policy = tiny_policy()
+    sampler = LocalSampler(replica(policy), 0, 6, 8)
+    assert all(bool(c.sampled.all()) for _, g in sampler.sample(requests_for(policy, 2), 2) for c in g.completions)
