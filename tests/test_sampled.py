@@ -18,7 +18,7 @@ from torch import Tensor, tensor
 import lagrpo
 from lagrpo.data.offline import Recorded, RecordedError
 from lagrpo.objective.recipes import resolve
-from lagrpo.policy.batch import Batch, assemble, left_out
+from lagrpo.policy.batch import Batch, assemble, left_out, micro_batches
 from lagrpo.policy.learner import Learner, Optimisation
 from lagrpo.policy.model import Packed, Policy
 from lagrpo.policy.replica import replica
@@ -101,7 +101,7 @@ def test_loss_gradient_and_normalizer_are_those_of_the_sampled_tokens(name, toke
     recipe = resolve(name)
     batch = assemble(groups(), recipe, MAX_TOKENS, seed=0, b=1)
     assert torch.equal(batch.lengths_C, lengths_C)
-    rows = Learner(policy, recipe, Optimisation(lr=0.1), reference).pack(batch, tokens)
+    rows = micro_batches(batch, tokens, reference=reference.logp if recipe.needs_pi_ref else None)
     total = torch.zeros(())
     for row in rows:
         logp_T = policy.logp(row.packed)
