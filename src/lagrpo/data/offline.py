@@ -1,4 +1,4 @@
-"""Completions that somebody else drew: JSONL or Parquet files as groups, for the methods that allow it.
+"""Pre-generated (offline) completions: JSONL or Parquet files as groups, for the methods that allow them.
 
 One row per completion. Columns:
 
@@ -16,7 +16,7 @@ are called prompt_text and text, and gold is JSON. Of these a file is a batch, a
 that failed are left out. Elsewhere rows of the same prompt form groups of at most G, in the order of the files. A
 completion without log-probs (no `logp_alpha`, or null for a sampled token) carries NaN, and only recipes that never
 read log α may use it; for the others it is left out where some have them. `left_out` counts. Its version is -1, of no
-policy of this run: versions that the file may name are those of another run, whose policy 3 is not this one's.
+policy of this run: versions that the file names belong to another run, whose policy 3 is not this run's.
 """
 
 from __future__ import annotations

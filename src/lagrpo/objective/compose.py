@@ -83,7 +83,7 @@ class Recipe:
         return self.advantage(rewards_G, uniform_G)
 
     def weights(self, lengths_C: Tensor, zero_variance_C: Tensor, max_length: int) -> Tensor:
-        """The weight of each completion of the whole batch in the objective; 0 for those of masked groups."""
+        """The weight of each completion of the whole batch in the objective; 0 in masked groups."""
         kept_C = ~zero_variance_C if self.mask_zero_variance else zero_variance_C | True
         return self.reduction(lengths_C, kept_C, kept_C | self.composition.masked_count, max_length)
 

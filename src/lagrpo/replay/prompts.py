@@ -56,7 +56,7 @@ def templated(tokenizer: Any, prompt: Any) -> list[int]:
 
 
 def check_ends(source: Source, tokenizer: Any, eos_ids: set[int], rows: Sequence[Row], report: Report) -> None:
-    """A completion ends at its first end-of-sequence token, or at the limit; its text is that of its tokens."""
+    """A completion ends at its first end-of-sequence token, or at the limit; its text is its tokens decoded."""
     found = report.check("ends and texts")
     limit = source.settings.sampling.max_tokens
     own = [row for row in rows if row["source"] == "sampler" and row["outcome"] != "failed"]

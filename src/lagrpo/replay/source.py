@@ -54,8 +54,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A run on disk. `lines` are those of metrics.jsonl, `metrics` the same by batch, with the number of their line;
-    `events` those of events.jsonl, `batches` the rows of each batch."""
+    """A run on disk. `lines` has the lines of metrics.jsonl, `metrics` the same by batch, with their numbers; `events`
+    has the lines of events.jsonl, `batches` the rows of each batch."""
 
     path: Path
     settings: Settings

@@ -2,7 +2,7 @@
 
 With v > 1 all batches until the next delivery come from the same α. They are asked for together, so that rows freed by
 one batch are filled by the next, and a sampler that works by itself goes on while the policy learns; what comes early
-waits here. The records are those of asking batch by batch, because every draw has an address.
+waits here. Asking batch by batch leaves the same records, because the random numbers of every token have an address.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Draws:
             self.finish()
 
     def delivered(self, version: int) -> None:
-        """From now on tokens may also be drawn by π_version, those of batches that were asked for before included."""
+        """From now on tokens may also be sampled by π_version, in batches that were asked for before too."""
         for versions in self._announced.values():
             versions.add(version)
 
@@ -81,7 +81,7 @@ class Draws:
         self._here.pop(batch, None)
 
     def in_order(self, batch: int, groups: Sequence[Group]) -> list[Group]:
-        """All groups of a batch in the order of its requests, whichever ended first; those of a file stay in front."""
+        """All groups of a batch in the order of its requests, whichever ended first; groups of a file stay in front."""
         return _ordered(self._asked.pop(batch), groups)
 
     def read(self) -> tuple[float, int]:

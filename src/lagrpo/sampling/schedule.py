@@ -6,11 +6,11 @@ Batches are counted through all stages: k = 1 .. M inside a stage, b = (stage - 
                 the initial policy. The lag is a sawtooth, 0 .. v-1 batches (0 .. v-2 in the first cycle).
 `lagged(v)`     α = π_{k-v} as the paper's text has it: a constant lag of v batches (less at the start), a pipeline that
                 draws v batches ahead. `lagged(0)` and `every(1)` are on-policy.
-`budget(δ, v)`  deliver when the estimated KL(α‖π_k) of a completion (nats, live.spent) passed δ in the batch before,
+`budget(δ, v)`  deliver when the estimated KL(α‖π_k) of a completion (nats, lag.spent) passed δ in the batch before,
                 and at the latest after v batches. By Pinsker TV(α, π_k) <= sqrt(δ / 2), up to the estimate's error and
                 the updates that it is old.
 `certified(v)`  deliver when the batch before certified that π_k is better than α (its lower bound on J(π_k) - J(α),
-                live.certified, was above 0), and at the latest after v batches.
+                lag.certified, was above 0), and at the latest after v batches.
 
 >>> [every(3).due(k) for k in range(1, 7)]
 [False, False, True, False, False, True]
@@ -37,8 +37,8 @@ class LoopState:
 
     batch: int = 0
     """batches that are finished, over all stages"""
-    alpha: int | None = None
-    """version of the sampler's weights; None before the first sync"""
+    alpha: int = -1
+    """version of the sampler's weights; -1 before the first sync"""
     pi_ref: int = 0
     """version of the reference"""
     since_sync: int = 0
@@ -55,15 +55,17 @@ class LoopState:
 
     def after_request(self, batches: range) -> LoopState:
         """α was asked for these batches."""
-        assert self.alpha is not None
         return replace(self, prefetched=(*self.prefetched, *[self.alpha] * len(batches)))
 
-    def after_batch(self, spent: float | None, pi_ref: int) -> LoopState:
+    def after_stage(self, version: int) -> LoopState:
+        """π_ref <- π_version."""
+        return replace(self, pi_ref=version)
+
+    def after_batch(self, spent: float | None) -> LoopState:
         """The next batch is finished; `spent` None where it does not tell."""
         return replace(
             self,
             batch=self.batch + 1,
-            pi_ref=pi_ref,
             since_sync=self.since_sync + 1,
             spent=self.spent if spent is None else spent,
             prefetched=self.prefetched[1:],
@@ -72,9 +74,8 @@ class LoopState:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What happens at the start of batch `batch`: why π is delivered ("" when it is not), and the batches whose
-    completions are then drawn with what the sampler has (the batch itself among them, or among those of an earlier
-    `Due`)."""
+    """What happens at the start of batch `batch`: why the sampler gets π ("" when it does not), and the batches that it
+    is then asked for. The batch itself is among them, or an earlier `Due` asked for it."""
 
     batch: int
     reason: Reason
@@ -132,13 +133,13 @@ class Schedule:
     ) -> Iterator[Due]:
         """One `Due` for every batch of a run, each when it is asked for. `latest` gives what budget and certified
         decide by (`LoopState.spent`)."""
-        state = LoopState(alpha=0)
+        state = LoopState()
         for _ in range(stages * batches):
             if self.kind in ("budget", "certified") and state.since_sync:
                 state = replace(state, spent=latest())
             due = self.next(state, stages, batches, prefetch)
             yield due
-            state = (state.after_sync(0) if due.reason else state).after_request(due.draws).after_batch(None, 0)
+            state = (state.after_sync(0) if due.reason else state).after_request(due.draws).after_batch(None)
 
 
 def every(v: int) -> Schedule:

@@ -97,7 +97,7 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """transformers' own bars (loading and writing weights take a second) out of the way; those of downloads stay."""
+    """transformers' own bars (loading and writing weights take a second) out of the way; bars of downloads stay."""
     from transformers.utils import logging
 
     with _QUIET:
@@ -115,7 +115,7 @@ class Parts:
     settings: Settings
     task: Task
     own_task: bool
-    """the task is an object of the caller's, not that of the settings"""
+    """the caller gave the task as an object"""
     learner: Learner
     """with the policy, the recipe and the reference"""
     sampler: Sampler

@@ -68,7 +68,7 @@ def meaning(
 
 
 def certifiable(settings: Settings) -> float:
-    """The largest lower bound on J(pi_k) - J(alpha) that a batch can certify: that of completions which all have reward
+    """The largest lower bound on J(pi_k) - J(alpha) that a batch can certify: all its completions have reward
     1 and a ratio of at least C. Where it is not positive, no batch certifies anything, whatever the policies do."""
     s = settings.schedule
     n = (s.prompts - recorded_prompts(settings)) * settings.sampling.G
@@ -211,7 +211,7 @@ def _sizes(settings: Settings) -> tuple[Any, int]:
 
 
 def _changes(settings: Settings) -> str:
-    """What the settings replace in the recipe, whose formula is that of the table."""
+    """What the settings replace in the recipe; its formula is printed as the table has it."""
     changes = ", ".join(f"{name} = {value}" for name, value in settings.objective.overrides.items())
     return f"; here with {changes}" if changes else ""
 

@@ -1,7 +1,7 @@
 """How far a batch is from its theory's conditions: the figures of the lag, from log π_k and log α of its completions.
 
 Everything here speaks of the policy π_k at the start of the batch, against α that drew it, over every scored completion
-whose log α is known: also those of groups that the loss leaves out. A mean over what the loss computes would be that of
+whose log α is known, in groups that the loss leaves out too. A mean over what the loss computes would be that of
 a subset, chosen by its rewards. ρ = π_k/α of a *whole completion* unless said otherwise. docs/theory.md says what each
 figure estimates and how its variance grows.
 """

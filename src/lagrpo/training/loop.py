@@ -38,7 +38,7 @@ class Step:
     """metrics of the sampler since the batch before"""
     batch: Batch
     rows: Sequence[MicroBatch]
-    """those of the objective, and then, where the run asks for metrics of the lag, those that it leaves out"""
+    """the micro-batches of the objective; then, where the run asks for metrics of the lag, what it leaves out"""
     updates: Sequence[dict[str, float]]
     """the metrics of each of the i updates"""
     after_T: Sequence[Tensor] | None
@@ -55,7 +55,7 @@ def iterative_grpo(a: Parts, state: LoopState, tell: Callable[[str], None] = lam
     for s in range(state.batch // M + 1, S + 1):  # 5
         for k in range(state.batch % M + 1, M + 1):  # 6
             b, clock, due = state.batch + 1, Clock(tell), a.schedule.next(state, S, M, a.prefetches)
-            reason = "start" if state.alpha is None else due.reason
+            reason = "start" if state.alpha < 0 else due.reason
             if reason:  # 8
                 state, synced = state.after_sync(policy.version), sync_weights(a, clock)  # 9   α <- π_θ
             state = state.after_request(due.draws)
@@ -75,10 +75,9 @@ def iterative_grpo(a: Parts, state: LoopState, tell: Callable[[str], None] = lam
             after_T = score_update(a, clock, rows)
             if k == M:
                 learner.end_stage(settings.schedule.reset_optimizer)  # 16   π_ref <- π_θ
-            alpha, pi_ref = state.alpha, policy.version if k == M else state.pi_ref
-            state = state.after_batch(measure_spending(settings, batch, rows), pi_ref)
-            metrics = synced, a.sampler.read()
-            yield Step(s, b, version, alpha, reason, *metrics, batch, rows, updates, after_T, clock, state)
+                state = state.after_stage(policy.version)
+            state, read = state.after_batch(measure_spending(settings, batch, rows)), a.sampler.read()
+            yield Step(s, b, version, state.alpha, reason, synced, read, batch, rows, updates, after_T, clock, state)
 
 
 def sync_weights(a: Parts, clock: Clock) -> Mapping[str, float]:
@@ -113,7 +112,6 @@ def replace_flat(a: Parts, state: LoopState, clock: Clock, groups: list[Group]) 
         flat = [n for n, group in enumerate(groups) if group.source == "sampler" and is_flat(group)]
         if not flat:
             break
-        assert state.alpha is not None
         more = judge_groups(a, clock, a.draws.more(a.prompts.extra(b, taken, len(flat)), state.alpha))
         taken += len(flat)
         for n, group in zip(flat, (group for group in more if not is_flat(group)), strict=False):

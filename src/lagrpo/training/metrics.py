@@ -17,8 +17,8 @@ AT_ONCE = 1e-3  # seconds: what took less to come was drawn before
 def batch_metrics(step: Step) -> dict[str, Any]:
     """Everything that is recorded about a batch beside the lag. docs/run-directory.md says what each is.
 
-    Metrics of the objective are those of the first update on the batch, where π = π_k; grad_norm, lr, moved, loss and
-    the clip shares that end in _last those of the last one."""
+    Metrics of the objective describe the first update on the batch, where π = π_k. grad_norm, lr, moved, loss and the
+    clip shares that end in _last describe the last update."""
     updates, groups, clock = step.updates, step.batch.groups, step.clock
     first, last = (updates[0], updates[-1]) if updates else ({}, {})
     completions = [c for group in groups for c in group.completions]

@@ -197,8 +197,7 @@ class Training:
             self.evaluate(f"batch-{b:06d}")
 
     def measure(self, step: Step) -> dict[str, Any]:
-        """The metrics of a batch; those of the lag are null where the run leaves out completions that they would
-        need."""
+        """The metrics of a batch. Metrics of the lag are null where the run leaves out completions that they need."""
         s, recipe = self.settings, self.parts.learner.recipe
         rows, after_T = (step.rows, step.after_T) if lag_is_complete(s, recipe) else ((), None)
         delta = None if s.sampling.resample else s.schedule.doubt

@@ -15,7 +15,7 @@ Metrics = Mapping[str, float | None]
 
 
 class Warnings:
-    """Looks at every batch. `dtype` is that of the weights, `prompts` how many the split has."""
+    """Looks at every batch. `dtype` is the weights', `prompts` the size of the split."""
 
     def __init__(self, settings: Settings, dtype: str, prompts: int) -> None:
         self.settings, self.dtype, self.prompts = settings, dtype, prompts
