@@ -101,8 +101,8 @@ def alpha_of(source: Source, batch: int) -> int | None:
 
 
 def check_versions(source: Source, rows: Sequence[Row], report: Report) -> None:
-    """The tokens have the version that the schedule announced, and π_k has the version in the batch's metrics. With vLLM's `span` a
-    completion may have tokens of later versions too."""
+    """The tokens have the version that the schedule announced, and π_k has the version in the batch's metrics. With
+    vLLM's `span` a completion may have tokens of later versions too."""
     found = report.check("versions")
     spanning = source.settings.vllm.in_flight == "span" and source.settings.sampling.sampler == "vllm"
     for row in rows:

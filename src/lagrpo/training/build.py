@@ -200,9 +200,9 @@ class Parts:
 
     def close(self) -> None:
         """End the workers, the servers that were started, and the process that renders prompts."""
-        self.verifier.close()
-        self.sampler.close()
-        self.learner.policy.templates.close()
+        with ExitStack() as last:  # each, whatever becomes of the others
+            for part in (self.learner.policy.templates, self.sampler, self.verifier):
+                last.callback(part.close)
 
     def keep_logs(self, run: Path) -> None:
         """The logs of the servers that were started for a run go to its directory."""
