@@ -24,6 +24,7 @@ from lagrpo.sampling.parity import DeliveryError
 from lagrpo.sampling.schedule import Schedule, lags
 from lagrpo.settings.schema import Settings, TaskSettings
 from lagrpo.settings.toml import load_settings, to_toml
+from lagrpo.training.observers import Observer
 from lagrpo.training.run import READ_OF_TASK, Result, train
 from lagrpo.verify import VerifierError
 
@@ -226,6 +227,52 @@ def test_a_prompt_that_is_too_long_is_refused(run):
 def test_a_judge_that_cannot_travel_is_refused(settings):
     with pytest.raises(SettingsError, match=r"task: the judge .* cannot be sent to worker processes"):
         train(settings(), task=replace(load(), judge=lambda text, gold: 1.0))
+
+
+class Log(Observer):
+    """What an observer is told, in order."""
+
+    def __init__(self, fails_at: int = 0) -> None:
+        self.told: list[Any] = []
+        self.fails_at = fails_at
+
+    def start(self, settings, environment):
+        self.told.append(("start", settings["run"]["name"], environment["device"]))
+
+    def batch(self, step, metrics, rollouts):
+        self.told.append(("batch", step.b, metrics["batch"], len(rollouts), step.state.batch))
+        if step.b == self.fails_at:
+            raise RuntimeError("the tracker is gone")
+
+    def evaluation(self, name, batch, summary, records):
+        self.told.append(("evaluation", name, batch, summary["prompts"], len(records)))
+
+    def end(self, status, detail):
+        self.told.append(("end", status, detail))
+
+
+def test_observers_are_told_what_the_files_say(settings):
+    log = Log()
+    result = train(settings(run={"name": "seen"}, schedule={"batches": 2}), observers=[log])
+    assert log.told == [
+        ("start", "seen", "cpu"),
+        ("evaluation", "before", 0, 2, 2),
+        ("batch", 1, 1, 8, 1),
+        ("batch", 2, 2, 8, 2),
+        ("evaluation", "after", 2, 2, 2),
+        ("end", "finished", "Finished."),
+    ]
+    assert [m["batch"] for m in load_metrics(result.run)] == [1, 2]
+
+
+def test_an_observer_that_fails_ends_the_run_and_is_told_so(settings, tmp_path):
+    log = Log(fails_at=2)
+    with pytest.raises(RuntimeError, match="the tracker is gone"):
+        train(settings(), observers=[log])
+    assert log.told[-1][:2] == ("end", "failed")
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert (directory / "weights" / "final" / "model.safetensors").is_file()
+    assert [m["batch"] for m in load_metrics(directory)] == [1, 2]  # the files come first
 
 
 # Options

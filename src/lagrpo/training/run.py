@@ -120,8 +120,8 @@ class Training:
         """Evaluate, train, evaluate; whatever happens, what was learned is written."""
         interrupted, weights = None, None
         status: Status = "failed"
-        self.begin()
         try:
+            self.begin()
             self.learn()
             weights, status = self.save(), "finished"
         except Interrupted as stop:
