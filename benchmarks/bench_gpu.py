@@ -96,7 +96,7 @@ def measure(asked: argparse.Namespace, name: str, context: int, peak: float, rep
     for turn in range(1 + asked.rounds):
         for way in ("auto", "torch") if turn % 2 == 0 else ("torch", "auto"):
             kernels.select(way)  # type: ignore[arg-type]
-            said[way] = policy.computation
+            said[way] = policy.model.computation
             samplers.setdefault(way, LocalSampler(replica(policy), SEED, length, asked.prompts * asked.completions))
             taken[way].append(once(asked, policy, learner, samplers[way], context, turn))
             print(f"  {name}, {context}, {way}: {taken[way][-1]}", flush=True)
@@ -126,12 +126,12 @@ def once(
     asked: argparse.Namespace, policy: Policy, learner: Learner, sampler: LocalSampler, context: int, turn: int
 ) -> dict[str, float]:
     """A batch is sampled and learned from; rewards are drawn, so that every group has a signal."""
-    vocabulary = min(policy.head.weight.shape[0], 40_000)
+    vocabulary = min(policy.model.head.weight.shape[0], 40_000)
     requests = []
     for key in range(asked.prompts):
         ids = (uniforms(context // 4, SEED, "prompt", turn, key) * vocabulary).astype("int64")
         requests.append(Request(turn, 0, Prompt(key, (), None, tuple(ids.tolist()))))
-    sampler.deliver(policy.weights(), policy.version)
+    sampler.deliver(policy.weights, policy.version)
     drawn, sampling, sampling_memory = timed(asked.device, lambda: list(sampler.sample(requests, asked.completions)))
     groups = [rewarded(group, turn) for _, group in drawn]
     recipe, length = learner.recipe, context - context // 4

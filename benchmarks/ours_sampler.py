@@ -32,9 +32,9 @@ from lagrpo.types import Prompt
 
 def never_ending(policy: Policy) -> Policy:
     """The policy without the tokens that end a completion."""
-    policy.tokenizer.eos_token = None
-    policy.model.generation_config.eos_token_id = None
-    assert not policy.eos_ids
+    policy.chat.tokenizer.eos_token = None
+    policy.model.lm.generation_config.eos_token_id = None
+    assert not policy.chat.eos_ids
     return policy
 
 
@@ -62,7 +62,7 @@ def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     policy = build_policy(ModelSettings(path=request["model"], device="cpu"), 1.0, 1)
     rows = read_prompts(Path(request["prompts"]))
-    prompts = [policy.tokenize(Prompt(row["key"], tuple(row["messages"]), row["gold"])) for row in rows]
+    prompts = [policy.chat.tokenize(Prompt(row["key"], tuple(row["messages"]), row["gold"])) for row in rows]
     never_ending(policy)
     sampling = replica(policy)
     wire.reply(threads=torch.get_num_threads(), prompt_ids=[list(prompt.token_ids) for prompt in prompts])

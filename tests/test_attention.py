@@ -10,7 +10,8 @@ from tiny import SHAPES, tiny_model, tiny_policy
 
 from lagrpo.backends import layout as layout_module
 from lagrpo.backends.layout import PackedLayout
-from lagrpo.policy.model import Packed, Policy, check_context, prove_attention, refuse
+from lagrpo.policy.loading import check_context, prove_attention, refuse
+from lagrpo.policy.model import Packed, Policy
 
 pytestmark = pytest.mark.usefixtures("either_computation")
 GROUPS = ((7, (3, 9, 1)), (20, (1,)), (1, (4, 4, 30)), (5, ()))
@@ -24,14 +25,14 @@ def random_groups(shape, vocabulary=103, seed=0):
 
 def reference_logp(policy: Policy, groups) -> torch.Tensor:
     """Each prompt + completion through transformers' own attention, in a sequence of its own."""
-    policy.model.set_attn_implementation("eager")
+    policy.model.lm.set_attn_implementation("eager")
     rows = []
     for prompt, completions in groups:
         for completion in completions:
             ids = torch.cat([torch.tensor(prompt, dtype=torch.long), completion])
-            logp = (policy.model(input_ids=ids[None], use_cache=False).logits[0] / policy.tau).log_softmax(-1)
+            logp = (policy.model.lm(input_ids=ids[None], use_cache=False).logits[0] / policy.tau).log_softmax(-1)
             rows.append(logp[len(prompt) - 1 : -1].gather(1, completion[:, None]).squeeze(1))
-    policy.model.set_attn_implementation("lagrpo_group")
+    policy.model.lm.set_attn_implementation("lagrpo_group")
     return torch.cat(rows)
 
 
@@ -39,7 +40,7 @@ def gradients(policy: Policy, logp: torch.Tensor) -> dict[str, torch.Tensor]:
     weights = torch.linspace(-1, 1, len(logp), dtype=logp.dtype)
     policy.model.zero_grad()
     (logp * weights).sum().backward()
-    return {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+    return {name: p.grad.clone() for name, p in policy.model.lm.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -98,8 +99,8 @@ def test_a_completion_sees_neither_its_siblings_nor_other_prompts():
 def test_activation_checkpointing_gives_the_same_gradient():
     policy, groups = tiny_policy(), random_groups(GROUPS)
     plain = gradients(policy, policy.logp(Packed.build(groups)))
-    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy.model.train()
+    policy.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.model.lm.train()
     for name, gradient in gradients(policy, policy.logp(Packed.build(groups))).items():
         torch.testing.assert_close(gradient, plain[name], rtol=0, atol=1e-6, msg=name)
 
@@ -130,7 +131,7 @@ def test_models_that_are_not_reproduced_are_refused_by_name(kind, changes, reaso
 
 
 def test_a_sliding_window_is_refused_only_where_a_sequence_leaves_it():
-    policy = Policy(tiny_model("mistral", sliding_window=24), None)
+    policy = Policy.of(tiny_model("mistral", sliding_window=24), None)
     check_context(policy, 24)
     with pytest.raises(ValueError, match="sliding window of this mistral model is 24"):
         check_context(policy, 25)

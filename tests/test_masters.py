@@ -90,11 +90,11 @@ def test_draws_are_cut_from_the_raw_stream():
 def test_the_policy_starts_the_same(kind):
     """The weights to the bit, of every name and whatever the order of the parameters; masters alone differ."""
     policy = tiny_policy(kind, torch.bfloat16)
-    before = {name: w.clone() for name, w in policy.weights().items()}
+    before = {name: w.clone() for name, w in policy.weights.items()}
     optimisation = Optimisation(lr=1e-3, seed=4)
     masters = Learner(policy, _recipe(), optimisation)._masters
     assert masters.round() == 0
-    for (name, weight), master in zip(policy.weights().items(), masters.parameters, strict=True):
+    for (name, weight), master in zip(policy.weights.items(), masters.parameters, strict=True):
         assert torch.equal(bits(weight), bits(before[name])), name
         steps = master.detach().view(torch.int32) - before[name].float().view(torch.int32)
         assert torch.equal(steps.flatten(), torch.from_numpy(signed16(weight.numel(), 4, "masters", name)).int())
@@ -114,10 +114,10 @@ def test_the_same_name_and_seed_draw_the_same():
 
 def test_plain_masters_are_the_weights_and_float32_has_none():
     policy = tiny_policy(dtype=torch.bfloat16)
-    for weight, master in zip(policy.weights().values(), Masters(policy.model, "plain", 0).parameters, strict=True):
+    for weight, master in zip(policy.weights.values(), Masters(policy.model.lm, "plain", 0).parameters, strict=True):
         assert torch.equal(master, weight.float())
     policy = tiny_policy()
-    masters = Masters(policy.model, "dithered", 0)
+    masters = Masters(policy.model.lm, "dithered", 0)
     assert [id(p) for p in masters.parameters] == [id(p) for p in policy.model.parameters()]
     assert masters.round() is None
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lagrpo.backends.cpu import kernels
+from lagrpo.backends.choose import choose_backend
+from lagrpo.backends.cpu.build import NoKernels
 from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.backends.memory import keep_freed_memory
 from lagrpo.data.offline import Recorded
@@ -22,7 +23,8 @@ from lagrpo.errors import SettingsError, refusing
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.learner import Learner, Optimisation
-from lagrpo.policy.model import Policy, check_context, check_files, load_policy
+from lagrpo.policy.loading import check_context, check_files, load_policy
+from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import replica
 from lagrpo.policy.templates import Templates
 from lagrpo.rng import uniforms
@@ -51,11 +53,11 @@ def build_policy(model: ModelSettings, tau: float, longest: int, templates: Temp
     team.start(model.threads, device.type)
     if device.type == "cpu":
         keep_freed_memory()
-    with refusing("model.kernels", kernels.NoKernels):
-        kernels.select(model.kernels, device.type)
-    dtype, _ = pick_dtype(model.dtype, device)
+    dtype = DTYPES[pick_dtype(model.dtype, device)[0]]
+    with refusing("model.kernels", NoKernels):
+        backend = choose_backend(model.kernels, device, dtype)
     with loading(model), without_progress_bars():
-        policy = load_policy(resolve_model(model.path), DTYPES[dtype], device, tau, chat_template(model), templates)
+        policy = load_policy(resolve_model(model.path), dtype, device, tau, chat_template(model), templates, backend)
     with refusing("model.path"):
         check_context(policy, longest)
     return policy
@@ -189,7 +191,7 @@ class Parts:
     def close(self) -> None:
         """End the servers that were started, and the process that renders prompts."""
         self.sampler.close()
-        self.policy.templates.close()
+        self.policy.chat.templates.close()
 
     def keep_logs(self, run: Path) -> None:
         """The logs of the servers that were started for a run go to its directory."""

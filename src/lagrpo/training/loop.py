@@ -136,7 +136,7 @@ def deliver(a: Algorithm, clock: Clock) -> tuple[int, Mapping[str, float]]:
         a.draws.before_delivery()
     clock.drawn += a.draws.read()[1]
     with clock("delivery"):
-        cost = a.sampler.deliver(policy.weights(), policy.version)
+        cost = a.sampler.deliver(policy.weights, policy.version)
         a.draws.delivered(policy.version)
         return policy.version, {**cost, **a.learner.delivered(), **a.prove(policy, a.sampler)}
 

@@ -102,7 +102,7 @@ class Training:
         run, v = settings.run, settings.verifier
         named = settings.model_dump() | {"task": {"name": parts.task.name}}
         environment = collect_environment(str(parts.policy.device))
-        environment["computation"] = parts.policy.computation
+        environment["computation"] = parts.policy.model.computation
         self.sampled = parts.sampler.policy if isinstance(parts.sampler, LocalSampler) else None
         environment["decoding"] = self.sampled.decoding if self.sampled else "by vLLM"
         environment["dtype"], environment["dtype_reason"] = pick_dtype(settings.model.dtype, parts.policy.device)

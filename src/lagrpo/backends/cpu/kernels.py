@@ -1,9 +1,9 @@
 """The C kernels, as functions of tensors: the forward pass of learner and sampler on a CPU, its matrix products in
 bfloat16 included, and the backward pass between its matrix products.
 
-They are compiled for the machine at their first use (build.py here). Where that is not possible, and on a GPU,
-PyTorch's own operations do the same; `describe` says which of the two run, `select` chooses. All tensors must be on the
-CPU and, but for float32 and int64 ones where it says so, of one dtype: float32 or bfloat16.
+They are compiled for the machine at their first use (build.py here): `why_not` loads them and must come before any
+other call. Whether they compute is the backend's choice (backends/choose.py). All tensors must be on the CPU and, but
+for float32 and int64 ones where it says so, of one dtype: float32 or bfloat16.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from lagrpo.backends.cpu.build import ISA, NoKernels, isa_level, load_library
 VECTOR = 16  # numbers in one vector of the kernels
 BY_VECTORS, BY_TILES = 1, 2  # products.c's ways to compute
 SLICES = 16  # of the rows that a weight's gradient is a sum over: whatever the number of threads, the same sums
-Choice = Literal["auto", "c", "torch"]
-
-_choice: Choice = "auto"
 _library: Any = None
 _reason: str | None = None  # why there is no library, once that is known
 _compiler = ""
@@ -32,52 +29,17 @@ _level = ""  # of instructions, for which the library was compiled
 _products: str | None = None  # what computes the products of bfloat16
 
 
-def select(choice: Choice, device: str = "cpu", say: Callable[[str], None] | None = None) -> None:
-    """For this process: the kernels where they can be had (auto), without fail (c), or PyTorch's plain operations alone
-    (torch; on a GPU without flex attention and CUDA graphs, too). `say` is told of a compilation (default: standard
-    error).
-
-    Raises:
-        NoKernels: "c" on a machine where they cannot be had, or for another device than the CPU.
-    """
-    global _choice
-    level = isa_level()  # a wrong LAGRPO_CPU_ISA is an error whatever computes
+def check_level() -> None:
+    """Raise NoKernels where LAGRPO_CPU_ISA names no level of this processor's instructions, or another one than this
+    process computes with."""
+    level = isa_level()
     if _library is not None and level != _level:
         raise NoKernels(f"this process computes with the instructions {_level}; for {ISA} = {level} start another one")
-    if choice == "c" and device != "cpu":
-        raise NoKernels(f"the kernels are for the CPU, the model is on {device}")
-    if choice == "c" and not _load(say):
-        raise NoKernels(f"the kernels cannot be had here: {_reason}")
-    _choice = choice
 
 
-def chosen() -> Choice:
-    """What `select` chose for this process."""
-    return _choice
-
-
-def describe() -> str:
-    """What computes besides PyTorch's matrix products in this process, in words; compiles the kernels if they are to
-    run."""
-    if _choice == "torch":
-        return "PyTorch (as chosen)"
-    return f"C kernels ({_compiler})" if _load() else f"PyTorch (no C kernels: {_reason})"
-
-
-def run_on(*tensors: Tensor) -> bool:
-    """Whether the kernels run and take these tensors: on the CPU, all float32 or all bfloat16."""
-    first = tensors[0]
-    if first.dtype not in (torch.float32, torch.bfloat16) or _choice == "torch":
-        return False
-    return all(t.device.type == "cpu" and t.dtype == first.dtype for t in tensors) and _load()
-
-
-def attend_on(query: Tensor, *others: Tensor) -> bool:
-    """Whether the kernels attend with these: [rows, heads, D] each."""
-    return query.shape[-1] % VECTOR == 0 and run_on(query, *others)
-
-
-def _load(say: Callable[[str], None] | None = None) -> bool:
+def why_not(say: Callable[[str], None] | None = None) -> str | None:
+    """Load the library, once per process, and compile it before that, once per machine. None where it is there, else
+    the reason. `say` is told of a compilation (default: standard error)."""
     global _library, _reason, _compiler, _products, _level
     if _library is None and _reason is None:
         say = say or (lambda line: print(line, file=sys.stderr, flush=True))
@@ -88,7 +50,18 @@ def _load(say: Callable[[str], None] | None = None) -> bool:
             _products = _choose_products(say)
         except NoKernels as error:
             _reason = str(error)
-    return _library is not None
+    return _reason
+
+
+def describe() -> str:
+    """The loaded library, in words."""
+    return f"C kernels ({_compiler})"
+
+
+def products() -> str | None:
+    """What computes the forward products of bfloat16 in the loaded library: AMX, AVX512-BF16, vectors (bfloat16 without
+    instructions for it); None where none of its ways is right on this processor."""
+    return _products
 
 
 def _call(name: str, half: bool, *arguments: Tensor | float | int | None) -> None:
@@ -340,12 +313,6 @@ def products_are_right() -> bool:
         if not torch.equal(Panels([layer])(x), plain):
             return False
     return True
-
-
-def products() -> str | None:
-    """What computes the forward products of bfloat16 in this process: AMX, AVX512-BF16, vectors (bfloat16 without
-    instructions for it); None where PyTorch's do."""
-    return _products if _choice != "torch" and _load() else None
 
 
 def token_logp(logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | None = None) -> tuple[Tensor, Tensor]:
