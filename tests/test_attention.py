@@ -1,4 +1,4 @@
-"""Group attention on one packed row computes what transformers computes on whole sequences, one by one."""
+"""Shared-prefix attention on one packed row computes what transformers computes on whole sequences, one by one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import SHAPES, tiny_model, tiny_policy
 
-from lagrpo.backends import layout as layout_module
+from lagrpo.backends import attention, parts
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.policy.model import Packed, Policy, check_context, prove_attention, refuse
 
@@ -31,7 +31,7 @@ def reference_logp(policy: Policy, groups) -> torch.Tensor:
             ids = torch.cat([torch.tensor(prompt, dtype=torch.long), completion])
             logp = (policy.model(input_ids=ids[None], use_cache=False).logits[0] / policy.tau).log_softmax(-1)
             rows.append(logp[len(prompt) - 1 : -1].gather(1, completion[:, None]).squeeze(1))
-    policy.model.set_attn_implementation("lagrpo_group")
+    policy.model.set_attn_implementation("lagrpo_shared_prefix")
     return torch.cat(rows)
 
 
@@ -61,27 +61,27 @@ def test_logp_and_gradients_equal_the_per_sequence_reference(kind, tau):
     st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), max_size=4)), min_size=1, max_size=4),
     st.sampled_from([16, 64, 1 << 21]),
 )
-def test_any_packing_gives_the_same_logp(shape, tile_scores):
-    """Whatever the groups and however small the tiles: long sequences are cut into blocks of queries."""
+def test_any_packing_gives_the_same_logp(shape, block_scores):
+    """Whatever the groups and however small the blocks: long sequences are cut into blocks of queries."""
     if not any(lengths for _, lengths in shape):
         return
     policy, groups = tiny_policy(), random_groups(shape)
-    before, layout_module.TILE_SCORES = layout_module.TILE_SCORES, tile_scores
+    before, parts.BLOCK_SCORES = parts.BLOCK_SCORES, block_scores
     try:
         packed = Packed.build(groups)
         logp = policy.logp(packed)
         (logp.sum()).backward()
     finally:
-        layout_module.TILE_SCORES = before
+        parts.BLOCK_SCORES = before
     assert packed.layout.rows == sum(p + sum(c - 1 for c in cs) for p, cs in shape)  # no padding, no last tokens
     torch.testing.assert_close(logp, reference_logp(policy, groups), rtol=0, atol=2e-5)
     assert all(torch.isfinite(p.grad).all() for p in policy.model.parameters() if p.grad is not None)
 
 
-def test_small_tiles_do_not_change_the_gradient(monkeypatch):
+def test_small_blocks_do_not_change_the_gradient(monkeypatch):
     groups = random_groups(GROUPS)
     whole = gradients(policy := tiny_policy(), policy.logp(Packed.build(groups)))
-    monkeypatch.setattr(layout_module, "TILE_SCORES", 40)
+    monkeypatch.setattr(parts, "BLOCK_SCORES", 40)
     cut = gradients(policy, policy.logp(Packed.build(groups)))
     for name in whole:
         torch.testing.assert_close(cut[name], whole[name], rtol=1e-4, atol=1e-5, msg=name)
@@ -107,7 +107,7 @@ def test_activation_checkpointing_gives_the_same_gradient():
 def test_the_load_time_proof_catches_an_attention_that_computes_something_else(monkeypatch):
     policy = tiny_policy(spread=2.0)
     assert prove_attention(policy) < 1e-4
-    monkeypatch.setattr(PackedLayout, "attend", lambda self, layer, q, k, v, s: q * 0.5)
+    monkeypatch.setattr(attention, "attend_packed", lambda layout, q, k, v, scaling: q * 0.5)
     with pytest.raises(ValueError, match="differ from transformers"):
         prove_attention(policy)
 
@@ -154,5 +154,5 @@ def test_empty_prompts_and_completions_are_refused():
 
 
 def test_a_model_call_without_a_layout_is_an_error():
-    with pytest.raises(ValueError, match="group_layout"):
+    with pytest.raises(ValueError, match="without a layout"):
         tiny_model()(input_ids=torch.tensor([[3, 4, 5]]))

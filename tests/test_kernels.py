@@ -13,9 +13,8 @@ from tiny import tiny_policy
 from torch import Tensor
 
 from lagrpo.backends import logprobs
-from lagrpo.backends.cpu import kernels
+from lagrpo.backends.cpu import build, kernels
 from lagrpo.backends.cpu.fused import rotary
-from lagrpo.backends.cpu.kernels import build
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import token_logp
 from lagrpo.policy.model import Packed
@@ -126,7 +125,9 @@ def test_attention_and_its_gradient(groups, heads, kv_heads, d, dtype):
     out, lse = kernels.attention(layout.segments, q, k, v, d**-0.5)
     assert_close(out, expected.detach(), 2)
     assert_close(lse, lse_expected.detach(), 2)
-    ours = kernels.attention_backward(layout.groups, layout.segments, q, k, v, d**-0.5, out, lse, grad)
+    ours = kernels.attention_backward(
+        layout.groups, kernels.Attended(layout.segments, q, k, v, out, lse, d**-0.5), grad
+    )
     for mine, theirs in zip(ours, torch.autograd.grad((expected * grad.double()).sum(), exact), strict=True):
         assert_close(mine, theirs, 4)
 
@@ -385,8 +386,8 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-DESCRIBE = "from lagrpo import kernels; print(kernels.describe())"
-INSIST = "from lagrpo import kernels; kernels.select('c')"
+DESCRIBE = "from lagrpo.backends.cpu import kernels; print(kernels.describe())"
+INSIST = "from lagrpo.backends.cpu import kernels; kernels.select('c')"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag that takes them away is of x86")

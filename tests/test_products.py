@@ -12,8 +12,7 @@ import torch
 from tiny import tiny_policy
 from torch import Tensor, nn
 
-from lagrpo.backends.cpu import kernels
-from lagrpo.backends.cpu.kernels import build
+from lagrpo.backends.cpu import build, kernels
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import Replica, replica
 
@@ -81,7 +80,7 @@ layout = PackedLayout.build([(7, (3, 9, 2)), (130, (70, 3))])
 draw = torch.Generator().manual_seed(0)
 q, k, v, g = (torch.randn(layout.rows, heads, 64, generator=draw).bfloat16() for heads in (9, 3, 3, 9))
 out, lse = kernels.attention(layout.segments, q, k, v, 0.125)
-grads = kernels.attention_backward(layout.groups, layout.segments, q, k, v, 0.125, out, lse, g)
+grads = kernels.attention_backward(layout.groups, kernels.Attended(layout.segments, q, k, v, out, lse, 0.125), g)
 sums = [t.double().mul(torch.arange(t.numel()).view(t.shape)).sum().item() for t in (y, out, lse, *grads)]
 print(str(kernels.products()).replace(" ", "-"), *sums)
 """

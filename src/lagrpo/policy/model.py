@@ -109,7 +109,7 @@ class Policy:
         shape = attention.Shape.of(self.model.config.get_text_config())
         if self.device.type != "cpu":
             reason = flex.why_not(self.device, self.dtype, shape.heads, shape.kv_heads, shape.d)
-            return f"PyTorch: attention in tiles (no flex attention: {reason})" if reason else "PyTorch: flex attention"
+            return f"PyTorch (FlexAttention is unavailable: {reason})" if reason else "PyTorch with FlexAttention"
         if not kernels.run_on(self.head.weight):
             return kernels.describe()
         kind = self.model.config.model_type
@@ -185,7 +185,7 @@ class Policy:
             input_ids=input_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
             use_cache=False,
-            group_layout=layout,
+            layout=layout,
         )
         return out.last_hidden_state.squeeze(0)
 

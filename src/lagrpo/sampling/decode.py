@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lagrpo.backends.attention import MIN_KEYS, Layout, Shape, fold_queries, merge, part, unfold_queries
+from lagrpo.backends.attention import Layout, Shape, attend_packed
 from lagrpo.backends.cpu import kernels
 from lagrpo.backends.layout import PackedLayout
+from lagrpo.backends.parts import MIN_KEYS, fold_queries, merge, part, unfold_queries
 from lagrpo.policy.model import Policy
 from lagrpo.threads import team
 
@@ -198,7 +199,7 @@ class _Prefill:
         for place, length in zip(self.places, self.lengths, strict=True):
             self.prefix.put(layer, place, key[row : row + length], value[row : row + length])
             row += length
-        return self.layout.attend(layer, query, key, value, scaling)
+        return attend_packed(self.layout, query, key, value, scaling)
 
 
 def decoding(state: DecodeState, group_of_row: Tensor, lengths: Tensor) -> Layout:
@@ -258,10 +259,10 @@ class _Decode:
         pre, lse_pre = part(fold_queries(gathered, heads), k, v, self.prefix_hidden, scaling)
         return merge(
             unfold_queries(own, self.rows, 1),
-            unfold_queries(lse_own.unsqueeze(-1), self.rows, 1).squeeze(-1),
+            unfold_queries(lse_own, self.rows, 1),
             unfold_queries(pre, groups, width).index_select(0, self.place),
-            unfold_queries(lse_pre.unsqueeze(-1), groups, width).squeeze(-1).index_select(0, self.place),
-        )[0]
+            unfold_queries(lse_pre, groups, width).index_select(0, self.place),
+        )
 
 
 def pair_rows_with_groups(group_of_row: Tensor, groups: int, width: int = 0) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lagrpo.backends.attention import Layout, check_window
+from lagrpo.backends.attention import Layout, attend, check_window
 from lagrpo.backends.cpu import kernels
 from lagrpo.backends.cpu.packs import LayerPanels, Packs, joined
 
@@ -99,7 +99,7 @@ class FusedDecoder:
         if hasattr(attention, "q_norm"):
             query, key = _head_norm(query, attention.q_norm), _head_norm(key, attention.k_norm)
         query, key = rotary(query, cosine, sine), rotary(key, cosine, sine)
-        attended = layout.attend(number, query, key, value, attention.scaling)
+        attended = attend(layout, number, query, key, value, attention.scaling)
         delta = _product(attended.flatten(1), *output)
         x, (gate, up) = _normed_products(x, delta, layer.post_attention_layernorm, *gate_up)
         return x, _gated_product(gate, up, *down)
