@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_kernels import assert_close, dense_attention, random
 from tiny import SHAPES, tiny_model, tiny_policy
 
 from lagrpo.backends import attention, parts
@@ -85,6 +86,41 @@ def test_small_blocks_do_not_change_the_gradient(monkeypatch):
     cut = gradients(policy, policy.logp(Packed.build(groups)))
     for name in whole:
         torch.testing.assert_close(cut[name], whole[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(6, 2, 16), (3, 3, 8), (4, 1, 32)])
+@pytest.mark.parametrize("block_scores", [40, 1 << 21])
+def test_attention_and_its_gradient_in_each_dtype(monkeypatch, dtype, heads, kv_heads, d, block_scores):
+    """Against all rows with all rows in float64; gradients of a prompt that several blocks see add up in float32."""
+    monkeypatch.setattr(parts, "BLOCK_SCORES", block_scores)
+    layout = PackedLayout.build(GROUPS)
+    q, k, v, grad = (
+        random(layout.rows, h, d, seed=s, dtype=dtype).requires_grad_()
+        for s, h in enumerate((heads, kv_heads, kv_heads, heads))
+    )
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    expected, _ = dense_attention(layout, *exact, d**-0.5)
+    out = attention.attend_packed(layout, q, k, v, d**-0.5)
+    assert_close(out.detach(), expected.detach(), 2)
+    theirs = torch.autograd.grad((expected * grad.detach().double()).sum(), exact)
+    for mine, reference in zip(torch.autograd.grad(out, (q, k, v), grad.detach()), theirs, strict=True):
+        assert_close(mine, reference, 4)
+
+
+def test_nothing_of_the_size_of_all_rows_with_all_rows_waits_for_the_backward_pass(monkeypatch):
+    monkeypatch.setattr(parts, "BLOCK_SCORES", 1 << 12)
+    layout = PackedLayout.build([(300, (400, 200))])
+    q, k, v = (random(layout.rows, 1, 16, seed=s).requires_grad_() for s in range(3))
+    kept: list[int] = []
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t.numel())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        attention.attend_packed(layout, q, k, v, 0.25).sum().backward()
+    assert sum(kept) <= 6 * layout.rows * 16
 
 
 def test_a_completion_sees_neither_its_siblings_nor_other_prompts():

@@ -100,8 +100,8 @@ def _make_block_mask(layout: PackedLayout) -> Any:
 
 
 def _of_each_row(layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """The segment and the group of each row, and whether the row is in a prompt. Rows that fill the last block belong to
-    no segment."""
+    """The segment and the group of each row, and whether the row is in a prompt. Rows that only fill the last block
+    belong to no segment."""
     padding = -layout.rows % BLOCK
     lengths = layout.segments[:, 1]
     groups = torch.arange(len(layout.groups) - 1).repeat_interleave(layout.groups.diff())
