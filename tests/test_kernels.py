@@ -13,9 +13,8 @@ from tiny import tiny_policy
 from torch import Tensor, nn
 
 from lagrpo.backends.choose import choose_backend
-from lagrpo.backends.cpu import kernels, logprobs
+from lagrpo.backends.cpu import build, kernels, logprobs
 from lagrpo.backends.cpu.fused import rotary
-from lagrpo.backends.cpu import build
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import PackedWeights, replica
@@ -128,7 +127,9 @@ def test_attention_and_its_gradient(groups, heads, kv_heads, d, dtype):
     out, lse = kernels.attention(layout.segments, q, k, v, d**-0.5)
     assert_close(out, expected.detach(), 2)
     assert_close(lse, lse_expected.detach(), 2)
-    ours = kernels.attention_backward(layout.groups, layout.segments, q, k, v, d**-0.5, out, lse, grad)
+    ours = kernels.attention_backward(
+        layout.groups, kernels.Attended(layout.segments, q, k, v, out, lse, d**-0.5), grad
+    )
     for mine, theirs in zip(ours, torch.autograd.grad((expected * grad.double()).sum(), exact), strict=True):
         assert_close(mine, theirs, 4)
 

@@ -213,19 +213,23 @@ class Bandit:
     number. π of an arm is its softmax; each step follows the exact gradient of the expected reward."""
 
     def __init__(self, dtype: torch.dtype, masters: Any, weight_decay: float) -> None:
-        self.model: Any = nn.ParameterDict({"logits": LOGITS.to(dtype).repeat(COPIES, 1)})
-        self.dtype, self.version = dtype, 0
+        self.parameters: Any = nn.ParameterDict({"logits": LOGITS.to(dtype).repeat(COPIES, 1)})
+        self.model, self.weights = SimpleNamespace(lm=self.parameters), SimpleNamespace(version=0)
         optimisation = Optimisation(1e-4, weight_decay=weight_decay, max_grad_norm=None, masters=masters, seed=7)
         self.learner = Learner(self, SimpleNamespace(needs_pi_ref=False), optimisation)  # type: ignore[arg-type]
 
+    @property
+    def version(self) -> int:
+        return self.weights.version
+
     def learn(self, updates: int) -> None:
         for _ in range(updates):
-            pi = self.model["logits"].float().softmax(1)
+            pi = self.parameters["logits"].float().softmax(1)
             (-(pi * REWARDS).sum(1)).sum().backward()
             self.learner._update()
 
     def pi(self) -> torch.Tensor:
-        return self.model["logits"].detach().double().softmax(1)
+        return self.parameters["logits"].detach().double().softmax(1)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.2])

@@ -13,8 +13,7 @@ from tiny import computed_by, tiny_policy
 from torch import Tensor, nn
 
 from lagrpo.backends.choose import choose_backend
-from lagrpo.backends.cpu import kernels
-from lagrpo.backends.cpu import build
+from lagrpo.backends.cpu import build, kernels
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import PackedWeights, replica
 from lagrpo.policy.weights import Weights
@@ -78,7 +77,7 @@ layout = PackedLayout.build([(7, (3, 9, 2)), (130, (70, 3))])
 draw = torch.Generator().manual_seed(0)
 q, k, v, g = (torch.randn(layout.rows, heads, 64, generator=draw).bfloat16() for heads in (9, 3, 3, 9))
 out, lse = kernels.attention(layout.segments, q, k, v, 0.125)
-grads = kernels.attention_backward(layout.groups, layout.segments, q, k, v, 0.125, out, lse, g)
+grads = kernels.attention_backward(layout.groups, kernels.Attended(layout.segments, q, k, v, out, lse, 0.125), g)
 sums = [t.double().mul(torch.arange(t.numel()).view(t.shape)).sum().item() for t in (y, out, lse, *grads)]
 print(str(kernels.products()).replace(" ", "-"), *sums)
 """
@@ -261,7 +260,7 @@ def test_weights_of_somebody_else_are_packed_for_the_replica_alone():
     packed, alpha = Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])]), replica(policy)
     with torch.no_grad():
         for version in (1, 2):
-            alpha.load(other.weights(), version)
+            alpha.load(other.weights, version)
             assert torch.equal(alpha.logp(packed), other.logp(packed))
             changed(other)
         alpha.load(policy.weights, 3)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lagrpo.backends import logprobs
-from lagrpo.backends.layout import PackedLayout, _PackedAttention
+from lagrpo.backends import logprobs, parts
+from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import Product
 from lagrpo.backends.steps import Steps
 from lagrpo.threads import team
@@ -31,13 +31,14 @@ class Backend:
     def __str__(self) -> str:
         return f"PyTorch ({self.reason})"
 
-    def over(self, layout: PackedLayout) -> RowAttention:
-        """Attention along a packed row, by this backend: what a model is called with."""
-        return RowAttention(layout, self)
+    def over(self, layout: PackedLayout) -> RowLayout:
+        """A packed row with this backend: the layout that a model is called with."""
+        return RowLayout(layout, self)
 
     def attend(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """query [rows, Hq, D], key and value [rows, Hkv, D] -> [rows, Hq, D]; differentiable."""
-        return _PackedAttention.apply(query, key, value, layout, scaling)  # type: ignore[return-value]
+        """Attend along a packed row: query [rows, Hq, D], key and value [rows, Hkv, D] -> [rows, Hq, D];
+        differentiable. No [T, T] matrix is ever stored."""
+        return parts.attend(layout, query, key, value, scaling)
 
     def token_logp(
         self, hidden_TH: Tensor, head: Any, token_ids_T: Tensor, tau: float, entropy_T: Tensor | None,
@@ -75,16 +76,16 @@ class Backend:
 
 
 @dataclass(frozen=True, slots=True)
-class RowAttention:
-    """Attention along a packed row: the layout says who attends to whom, the backend computes."""
+class RowLayout:
+    """A packed row, and the backend that attends along it."""
 
-    layout: PackedLayout
+    row: PackedLayout
     backend: Backend
 
     @property
     def longest(self) -> int:
-        return self.layout.longest
+        return self.row.longest
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         team.look()
-        return self.backend.attend(self.layout, query, key, value, scaling)
+        return self.backend.attend(self.row, query, key, value, scaling)

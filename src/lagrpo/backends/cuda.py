@@ -1,4 +1,4 @@
-"""The GPU: flex attention along packed rows, and decoding steps recorded as CUDA graphs."""
+"""The GPU: FlexAttention along packed rows, and decoding steps recorded as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lagrpo.backends import flex
 from lagrpo.backends.attention import Shape
 from lagrpo.backends.backend import Backend
 from lagrpo.backends.layout import PackedLayout
-from lagrpo.backends.steps import StepAttention, Steps
+from lagrpo.backends.steps import StepLayout, Steps
 
 ROWS_RECORDED = 16  # a CUDA graph is recorded for each multiple of so many rows
 
 
 class CudaBackend(Backend):
-    """Flex attention where it can be compiled (flex.py), recorded decoding steps; PyTorch's operations for the rest."""
+    """FlexAttention where it can be compiled (flex.py), recorded decoding steps; PyTorch's operations for the rest."""
 
     def attend(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        if flex.why_not(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2]) is None:
+        if flex.attends(query, key):
             return flex.attend(layout, query, key, value, scaling)
         return super().attend(layout, query, key, value, scaling)
 
@@ -31,7 +31,7 @@ class CudaBackend(Backend):
     def computation(self, text: Any, layers: Any) -> str:
         shape = Shape.of(text)
         reason = flex.why_not(self.device, self.dtype, shape.heads, shape.kv_heads, shape.d)
-        return f"PyTorch: attention in tiles (no flex attention: {reason})" if reason else "PyTorch: flex attention"
+        return f"PyTorch (FlexAttention is unavailable: {reason})" if reason else "PyTorch with FlexAttention"
 
     def decoding(self, layers: Any) -> str:
         return "steps recorded as CUDA graphs"
@@ -47,23 +47,23 @@ class RecordedSteps(Steps):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._caches: tuple[int, ...] = ()
-        self._recorded: dict[tuple[int, int], tuple[Tensor, Tensor, StepAttention, Callable[[], Tensor]]] = {}
+        self._recorded: dict[tuple[int, int], tuple[Tensor, Tensor, StepLayout, Callable[[], Tensor]]] = {}
 
     def step(self, state: Any, token_ids: Tensor) -> Tensor:
         caches = (state.own.keys, state.own.values, state.prefix.keys, state.prefix.values)
         if self._caches != (addresses := tuple(t.data_ptr() for t in caches)):
             self._caches, self._recorded = addresses, {}
         padded = min(-(-state.rows // ROWS_RECORDED) * ROWS_RECORDED, state.max_rows)
-        attention = StepAttention(state, state.group_of_row, state.lengths, self.model.device, padded)
+        layout = StepLayout(state, state.group_of_row, state.lengths, self.model.device, padded)
         given = state.inputs(token_ids, torch.arange(padded) % state.rows)
         shape = (padded, state.widest)
         if shape not in self._recorded:
-            replay = record(lambda: self.model.hidden(*given, attention))
-            self._recorded[shape] = *given, attention, replay
+            replay = record(lambda: self.model.hidden(*given, layout))
+            self._recorded[shape] = *given, layout, replay
         tokens, positions, known, replay = self._recorded[shape]
         tokens.copy_(given[0])
         positions.copy_(given[1])
-        known.take_over(attention)
+        known.take_over(layout)
         return replay()
 
 

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lagrpo.backends.attention import MIN_KEYS, Shape, fold_queries, merge, part, unfold_queries
+from lagrpo.backends.attention import Layout, Shape
+from lagrpo.backends.parts import MIN_KEYS, fold_queries, merge, part, unfold_queries
 
 MIN_ROWS = 2  # PyTorch's product with one row takes another kernel, with another order of summation
 
@@ -102,16 +103,16 @@ class Steps:
     def step(self, state: Rows, token_ids: Tensor) -> Tensor:
         """One token per row, int64 [R] -> final hidden states [at least R, H]. The next step may overwrite them."""
         copies = torch.arange(max(state.rows, self._least)) % state.rows
-        attention = self.attention(state, state.group_of_row[copies], state.lengths[copies])
-        return self.model.hidden(*state.inputs(token_ids, copies), attention)
+        layout = self.layout(state, state.group_of_row[copies], state.lengths[copies])
+        return self.model.hidden(*state.inputs(token_ids, copies), layout)
 
-    def attention(self, state: Rows, group_of_row: Tensor, lengths: Tensor) -> Any:
+    def layout(self, state: Rows, group_of_row: Tensor, lengths: Tensor) -> Layout:
         """Who attends to whom in a step of rows of these groups that have so many tokens of their own."""
-        return StepAttention(state, group_of_row, lengths, self.model.device)
+        return StepLayout(state, group_of_row, lengths, self.model.device)
 
 
-class StepAttention:
-    """One token per row: its key and value go into the own cache, its query to both parts of attention.py. With
+class StepLayout:
+    """One token per row: its key and value go into the own cache, its query to both parts of parts.py. With
     `padded`, shapes depend on nothing but the caches' and that number of rows; those behind the real rows are of no
     use."""
 
@@ -130,7 +131,7 @@ class StepAttention:
         self.row_index = torch.arange(self.rows, device=device)
         self.slot, self.grid, self.place = lengths.to(device), grid.to(device), place.to(device)
 
-    def take_over(self, other: StepAttention) -> None:
+    def take_over(self, other: StepLayout) -> None:
         """What another step of the same shapes attends to, in the tensors of this one."""
         for name in ("slot", "grid", "place", "own_hidden", "prefix_hidden"):
             getattr(self, name).copy_(getattr(other, name))
@@ -148,10 +149,10 @@ class StepAttention:
         pre, lse_pre = part(fold_queries(gathered, heads), k, v, self.prefix_hidden, scaling)
         return merge(
             unfold_queries(own, self.rows, 1),
-            unfold_queries(lse_own.unsqueeze(-1), self.rows, 1).squeeze(-1),
+            unfold_queries(lse_own, self.rows, 1),
             unfold_queries(pre, groups, width).index_select(0, self.place),
-            unfold_queries(lse_pre.unsqueeze(-1), groups, width).squeeze(-1).index_select(0, self.place),
-        )[0]
+            unfold_queries(lse_pre, groups, width).index_select(0, self.place),
+        )
 
 
 def pair_rows_with_groups(group_of_row: Tensor, groups: int, width: int = 0) -> tuple[Tensor, Tensor]:

@@ -31,12 +31,12 @@ def load_policy(
     templates: Templates | None = None,
     backend: Backend | Choice = "auto",
 ) -> Policy:
-    """A policy from a hub id or a directory, with group attention. `templates` renders its prompts; whoever gives it
-    closes it. `backend`: what computes, or how to choose it.
+    """Load a policy from a hub id or a directory, with shared-prefix attention. `templates` renders its prompts;
+    whoever gives it closes it. `backend`: what computes, or how to choose it.
 
     Raises:
         ValueError: files that are damaged or do not fit together, by file and field (policy/checkpoint.py); a model
-            that group attention does not reproduce (named, with the reason).
+            that shared-prefix attention does not reproduce (named, with the reason).
         OSError: nothing that transformers can load is at `path`.
     """
     from transformers import AutoModelForCausalLM
@@ -69,7 +69,7 @@ def check_finite(model: nn.Module) -> None:
 
 
 def check_files(path: str) -> Any:
-    """The tokenizer of a model whose files fit together and that group attention reproduces; no weight is read.
+    """The tokenizer of a model whose files fit together and that shared-prefix attention reproduces; no weight is read.
 
     Raises:
         ValueError, OSError: as `load_policy`.
@@ -100,7 +100,7 @@ def refuse(config: Any) -> None:
     for reason, present in reasons.items():
         if present:
             raise ValueError(
-                f"models of type {name!r} have {reason}, which lagrpo's group attention does not reproduce; "
+                f"models of type {name!r} have {reason}, which lagrpo's shared-prefix attention does not reproduce; "
                 "Llama, Qwen2, Qwen3, Mistral, Gemma (1) and their relatives are supported"
             )
 
@@ -158,7 +158,8 @@ def prove_attention(policy: Policy) -> float:
     difference = (ours - torch.cat(theirs)).abs().mean().item()
     if not difference <= PROOF_TOLERANCE[policy.dtype]:
         raise ValueError(
-            f"{type(model).__name__}: log-probs with group attention differ from transformers' by {difference:.3g} on "
-            f"average (tolerance {PROOF_TOLERANCE[policy.dtype]} in {policy.dtype}); this model is not supported"
+            f"{type(model).__name__}: log-probs with shared-prefix attention differ from transformers' by "
+            f"{difference:.3g} on average (tolerance {PROOF_TOLERANCE[policy.dtype]} in {policy.dtype}); this model is "
+            "not supported"
         )
     return difference

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lagrpo.backends.attention import Layout
 from lagrpo.backends.backend import Backend
 from lagrpo.backends.choose import Choice, choose_backend
 from lagrpo.backends.hooks import is_plain_linear
@@ -46,7 +47,7 @@ class Packed:
 
 
 class Model(nn.Module):
-    """`lm`, a model of transformers with group attention, as the learner and the sampler call it; `backend` computes.
+    """A model of transformers with shared-prefix attention, `lm`, as the learner and the sampler call it.
 
     Every matrix product goes through a call of the module that has its weights, so that hooks on linear layers
     (sharding, adapters) fire. Where all linear layers are plain nn.Linear without hooks, the CPU's backend computes
@@ -98,24 +99,24 @@ class Model(nn.Module):
     def forward(self, packed: Packed, tau: float, entropy_T: Tensor | None = None) -> Tensor:
         """log π(token | prompt, tokens before it) at temperature tau, of every completion token: float32 [T], nats.
         `entropy_T` float32 [T] is filled with the entropy of the distribution that each token stands for, nats."""
-        attention = self.backend.over(packed.layout)
-        hidden = self.hidden(packed.input_ids, packed.layout.position_ids, attention)
+        layout = self.backend.over(packed.layout)
+        hidden = self.hidden(packed.input_ids, packed.layout.position_ids, layout)
         rows = hidden.index_select(0, packed.layout.logit_rows)
         if not is_plain_linear(self.head):
             return token_logp_by_module(rows, self.head, packed.token_ids, tau, entropy_T)
         product = self.layers.product if self.layers is not None else None
         return self.backend.token_logp(rows, self.head, packed.token_ids, tau, entropy_T, product)
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, attention: Any) -> Tensor:
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Final hidden states of one packed row, or of one token of several sequences: input_ids and position_ids
-        [rows] -> [rows, H]. `attention` says who attends to whom, and computes it."""
-        if self.layers is not None and self.layers.fits(attention):
-            return self.layers(input_ids, position_ids, attention)
+        [rows] -> [rows, H]. `layout` says who attends to whom, and attends."""
+        if self.layers is not None and self.layers.fits(layout):
+            return self.layers(input_ids, position_ids, layout)
         out = self.decoder(
             input_ids=input_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
             use_cache=False,
-            group_layout=attention,
+            layout=layout,
         )
         return out.last_hidden_state.squeeze(0)
 
@@ -143,8 +144,8 @@ class Policy:
         backend: Backend | Choice = "auto",
         templates: Templates | None = None,
     ) -> Policy:
-        """The policy of a model of transformers with group attention. `backend`: what computes, or how to choose it for
-        the model's device and dtype."""
+        """Make a policy of a model of transformers with shared-prefix attention. `backend`: what computes, or how to
+        choose it for the model's device and dtype."""
         if not isinstance(backend, Backend):
             weight = lm.get_output_embeddings().weight
             backend = choose_backend(backend, weight.device, weight.dtype)

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lagrpo.backends.attention import MIN_KEYS
-from lagrpo.backends.backend import RowAttention
+from lagrpo.backends.backend import RowLayout
 from lagrpo.backends.layout import PackedLayout
+from lagrpo.backends.parts import MIN_KEYS
 from lagrpo.backends.steps import MIN_ROWS, Cache
 from lagrpo.policy.model import Model
 from lagrpo.threads import team
@@ -76,8 +76,8 @@ class DecodeState:
         places = self._places(lengths)
         layout = PackedLayout.build([(length, ()) for length in lengths], self.model.device)
         ids = torch.cat([torch.tensor(p, dtype=torch.long) for p in prompts]).to(self.model.device)
-        attention = _Prefill(self.model.backend.over(layout), self.prefix, places, lengths)
-        hidden = self.model.hidden(ids, layout.position_ids, attention)
+        prefill = _Prefill(self.model.backend.over(layout), self.prefix, places, lengths)
+        hidden = self.model.hidden(ids, layout.position_ids, prefill)
         self.prompt_lengths[places] = torch.tensor(lengths)
         self.group_of_row = torch.cat([self.group_of_row, torch.tensor(places).repeat_interleave(G)])
         self.lengths = torch.cat([self.lengths, torch.zeros(len(places) * G, dtype=torch.long)])
@@ -131,15 +131,15 @@ class DecodeState:
 
 
 class _Prefill:
-    """Attention along packed prompts, whose keys and values are kept."""
+    """Packed prompts whose keys and values are kept."""
 
-    def __init__(self, attention: RowAttention, prefix: Cache, places: list[int], lengths: list[int]) -> None:
-        self.attention, self.prefix, self.places, self.lengths = attention, prefix, places, lengths
-        self.longest = attention.longest
+    def __init__(self, row: RowLayout, prefix: Cache, places: list[int], lengths: list[int]) -> None:
+        self.row, self.prefix, self.places, self.lengths = row, prefix, places, lengths
+        self.longest = row.longest
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         row = 0
         for place, length in zip(self.places, self.lengths, strict=True):
             self.prefix.put(layer, place, key[row : row + length], value[row : row + length])
             row += length
-        return self.attention.attend(layer, query, key, value, scaling)
+        return self.row.attend(layer, query, key, value, scaling)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from lagrpo.backends.attention import Shape
 from lagrpo.backends.backend import Backend
-from lagrpo.backends.cpu import kernels, logprobs
+from lagrpo.backends.cpu import attention, kernels, logprobs
 from lagrpo.backends.cpu.fused import FusedDecoder, is_reproduced
 from lagrpo.backends.cpu.packs import Packing
-from lagrpo.backends.layout import PackedLayout, _KernelAttention
+from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import Product
 from lagrpo.backends.steps import Rows, Steps
 
@@ -38,7 +38,7 @@ class CpuBackend(Backend):
     def attend(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         if query.shape[-1] % kernels.VECTOR:
             return super().attend(layout, query, key, value, scaling)
-        return _KernelAttention.apply(query, key, value, layout, scaling)  # type: ignore[return-value]
+        return attention.attend(layout, query, key, value, scaling)
 
     def token_logp(
         self, hidden_TH: Tensor, head: Any, token_ids_T: Tensor, tau: float, entropy_T: Tensor | None,
@@ -90,11 +90,11 @@ class KernelSteps(Steps):
         super().__init__(model)
         self.lanes = kernels.numbers_in_a_lane(model.dtype)
 
-    def attention(self, state: Rows, group_of_row: Tensor, lengths: Tensor) -> KernelStepAttention:
-        return KernelStepAttention(state, group_of_row, lengths)
+    def layout(self, state: Rows, group_of_row: Tensor, lengths: Tensor) -> KernelStepLayout:
+        return KernelStepLayout(state, group_of_row, lengths)
 
 
-class KernelStepAttention:
+class KernelStepLayout:
     """One token per row: the kernels put its key and value into the own cache and attend. `live` is what they read."""
 
     def __init__(self, state: Rows, group_of_row: Tensor, lengths: Tensor) -> None:

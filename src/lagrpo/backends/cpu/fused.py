@@ -5,7 +5,7 @@ transformers computes norms, rotary embedding and gated activation in several pa
 (backends/cpu/packs.py) the matrix products of the forward pass are ours too, and a decoding step is one call; the
 backward pass multiplies by PyTorch, as it need not agree with anything to the bit. Models of other families, and models
 whose linear layers are not plain nn.Linear or have hooks, keep transformers' own modules. When a policy is loaded, its
-log-probs on a small input are compared with transformers' (`check_attention`).
+log-probs on a small input are compared with transformers' (`prove_attention`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lagrpo.backends.attention import check_window
+from lagrpo.backends.attention import Layout, check_window
 from lagrpo.backends.cpu import kernels
 from lagrpo.backends.cpu.packs import LayerPanels, Packs, Panels, joined
 from lagrpo.backends.hooks import has_hooks, is_plain_linear, is_unhooked
@@ -62,31 +62,31 @@ class FusedDecoder:
         """Whether all matrix products of the forward pass are the kernels': the same bits in sampler and learner."""
         return self.panels is not None and self.fits(None) and is_plain_linear(self.head)
 
-    def fits(self, attention: Any) -> bool:
+    def fits(self, layout: Layout | None) -> bool:
         """Whether the linear layers are plain nn.Linear and nothing that is computed here has a hook: otherwise the
         decoder must be called. (Its embedding is called in any case.) Looked at for every packed row; the decoding
         steps that follow keep to what was found."""
-        if getattr(attention, "live", None) is None:
+        if getattr(layout, "live", None) is None:
             parts = (self.decoder.layers, self.decoder.norm)
             plain = all(map(_is_plain, self.decoder.layers)) and all(map(is_unhooked, parts))
             self._plain = plain and not has_hooks(self.decoder)
         return self._plain
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, attention: Any) -> Tensor:
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Final hidden states: input_ids and position_ids [rows] -> [rows, H]. The gradient goes to the modules'
         weights, whatever computes the products."""
         packs = self.panels.current() if self.panels is not None else None
-        live: kernels.Live | None = getattr(attention, "live", None)
+        live: kernels.Live | None = getattr(layout, "live", None)
         stack = self.stack() if live is not None and packs is not None else None
         x, cosine, sine = self.embedded(input_ids, position_ids)
         if stack is not None and live is not None:
             for layer in self.decoder.layers:
-                check_layer(layer, attention)
+                check_layer(layer, layout)
             return add_norm(*kernels.decode_step(stack, live, x, cosine, sine), self.decoder.norm)[1]
         delta: Tensor | None = None
         for number, layer in enumerate(self.decoder.layers):
             panels = packs.layers[number] if packs is not None else None
-            given = (number, layer, panels, x, delta, cosine, sine, attention)
+            given = (number, layer, panels, x, delta, cosine, sine, layout)
             if torch.is_grad_enabled() and layer.training and getattr(layer, "gradient_checkpointing", False):
                 x, delta = checkpoint(self._layer, *given, use_reentrant=False)  # type: ignore[misc]
             else:
@@ -116,7 +116,7 @@ class FusedDecoder:
 
     def _layer(
         self, number: int, layer: Any, panels: LayerPanels | None, x: Tensor, delta: Tensor | None, cosine: Tensor,
-        sine: Tensor, layout: Any,
+        sine: Tensor, layout: Layout,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The residual stream before the layer's last addition, and what is to be added."""
         check_layer(layer, layout)
@@ -198,7 +198,7 @@ def _norms(layer: Any) -> tuple[Any, ...]:
     return layer.input_layernorm, getattr(a, "q_norm", None), getattr(a, "k_norm", None), layer.post_attention_layernorm
 
 
-def check_layer(layer: Any, layout: Any) -> None:
+def check_layer(layer: Any, layout: Layout) -> None:
     """Raise ValueError where a sequence is longer than the window that the layer attends within."""
     a = layer.self_attn
     check_window(a, layout, getattr(a, "sliding_window", getattr(a.config, "sliding_window", None)))

@@ -12,7 +12,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -174,20 +174,29 @@ def attention(segments: Tensor, query: Tensor, key: Tensor, value: Tensor, scali
     return out, lse
 
 
-def attention_backward(
-    groups: Tensor, segments: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float,
-    out: Tensor, lse: Tensor, grad_out: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+class Attended(NamedTuple):
+    """What `attention` was given and returned."""
+
+    segments: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+    scaling: float
+
+
+def attention_backward(groups: Tensor, a: Attended, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value. groups int64 [N + 1]: which segments share no rows with others."""
-    grad_query = torch.empty_like(query)
-    grad_key, grad_value = (torch.zeros(t.shape, dtype=torch.float32, device="cpu") for t in (key, value))
-    keys, values = transposed(key), transposed(value)
+    grad_query = torch.empty_like(a.query)
+    grad_key, grad_value = (torch.zeros(t.shape, dtype=torch.float32, device="cpu") for t in (a.key, a.value))
+    keys, values = transposed(a.key), transposed(a.value)
     _call(
-        "attention_backward", _half(query), len(groups) - 1, groups, segments, query.shape[1], key.shape[1],
-        query.shape[2], query, paired(key), keys, keys.shape[2], values, out, lse, grad_out, float(scaling),
+        "attention_backward", _half(a.query), len(groups) - 1, groups, a.segments, a.query.shape[1], a.key.shape[1],
+        a.query.shape[2], a.query, paired(a.key), keys, keys.shape[2], values, a.out, a.lse, grad_out, float(a.scaling),
         grad_query, grad_key, grad_value,
     )  # fmt: skip
-    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+    return grad_query, grad_key.to(a.key.dtype), grad_value.to(a.value.dtype)
 
 
 @dataclass(frozen=True, slots=True)
