@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,7 @@ from lagrpo.types import Prompt
 
 def never_ending(policy: Policy) -> Policy:
     """The policy without the tokens that end a completion."""
-    policy.chat.tokenizer.eos_token = None
-    policy.model.lm.generation_config.eos_token_id = None
-    assert not policy.chat.eos_ids
-    return policy
+    return replace(policy, chat=replace(policy.chat, eos_ids=frozenset()))
 
 
 def sample(policy: Policy, max_tokens: int, prompts: list[Prompt], G: int) -> dict[str, Any]:
@@ -63,8 +61,7 @@ def main() -> None:
     policy = build_policy(ModelSettings(path=request["model"], device="cpu"), 1.0, 1)
     rows = read_prompts(Path(request["prompts"]))
     prompts = [policy.chat.tokenize(Prompt(row["key"], tuple(row["messages"]), row["gold"])) for row in rows]
-    never_ending(policy)
-    sampling = replica(policy)
+    sampling = replica(never_ending(policy))
     wire.reply(threads=torch.get_num_threads(), prompt_ids=[list(prompt.token_ids) for prompt in prompts])
     while True:
         asked = wire.request()

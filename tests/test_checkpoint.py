@@ -229,7 +229,7 @@ def test_what_is_odd_but_sound_loads(model, sound, change):
 
 
 def test_a_gpt2_is_no_stranger(tmp_path):
-    """It takes its attention from the registry, and group attention reproduces it."""
+    """It takes its attention from the registry, and shared-prefix attention reproduces it."""
     save_tiny(tmp_path / "gpt2", "gpt2")
     assert prove_attention(load_policy(str(tmp_path / "gpt2"), torch.float32)) < 1e-4
 

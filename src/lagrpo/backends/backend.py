@@ -7,6 +7,7 @@ of the choice is kept for the process. `Backend` itself is PyTorch's operations,
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,11 @@ class Backend:
         """What computes whole decoder layers of a model of transformers, from its weights or from `panels`; None where
         its own modules do."""
         return None
+
+    def copy(self, model: Any) -> tuple[Any, Any]:
+        """A copy of a model's transformers model that does not learn, and `panels` for its layers: None where the copy
+        has weights of its own. Panels have `load`, which takes the weights that the copy lacks."""
+        return copy.deepcopy(model.lm).requires_grad_(False), None
 
     def steps(self, model: Any) -> Steps:
         """Decoding steps of a model."""

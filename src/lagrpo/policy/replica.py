@@ -8,15 +8,13 @@ a copy with storage of its own.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lagrpo.backends.cpu.packs import Borrowed, joined
 from lagrpo.policy.chat import Chat
 from lagrpo.policy.model import Model, Packed, Policy
 from lagrpo.policy.weights import Weights, check_weights
@@ -55,28 +53,17 @@ class Replica:
 
 def replica(policy: Policy) -> Replica:
     """A copy of the policy with the same weights, for its backend and at its tau."""
-    weights, model = (_packed if policy.model.exact else _copied)(policy)
-    return Replica(weights, model, policy.chat, policy.tau)
-
-
-def _copied(policy: Policy) -> tuple[Loadable, Model]:
-    lm = copy.deepcopy(policy.model.lm).requires_grad_(False)
-    return Weights(lm, policy.version), Model(lm, policy.model.backend)
-
-
-def _packed(policy: Policy) -> tuple[Loadable, Model]:
-    origin = policy.model
-    linear = [m.weight for layer in origin.layers.decoder.layers for group in joined(layer) for m in group]
-    empty = {id(p): nn.Parameter(p.new_empty(0), requires_grad=False) for p in linear}
-    lm: Any = copy.deepcopy(origin.lm, empty).requires_grad_(False)
-    panels = Borrowed(origin.layers.panels, lm.get_decoder(), lm.get_output_embeddings())
-    return PackedWeights(policy.weights, lm, panels), Model(lm, origin.backend, panels)
+    backend = policy.model.backend
+    lm, panels = backend.copy(policy.model)
+    weights: Loadable = Weights(lm, policy.version) if panels is None else PackedWeights(policy.weights, lm, panels)
+    return Replica(weights, Model(lm, backend, panels), policy.chat, policy.tau)
 
 
 class PackedWeights:
-    """A version whose linear layers are packed. The others (embeddings, head, norms, biases, buffers) lie in `lm`."""
+    """A version whose linear layers are packed, in `panels`. The others (embeddings, head, norms, biases, buffers) lie
+    in `lm`."""
 
-    def __init__(self, origin: Weights, lm: Any, panels: Borrowed) -> None:
+    def __init__(self, origin: Weights, lm: Any, panels: Any) -> None:
         self.version = origin.version
         self._shapes, self._own, self._panels = origin.shapes(), Weights(lm, origin.version), panels
         self._empty = {name: p for name, p in lm.named_parameters() if self._shapes[name] != p.shape}

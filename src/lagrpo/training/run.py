@@ -104,7 +104,7 @@ class Training:
         environment = collect_environment(str(parts.policy.device))
         environment["computation"] = parts.policy.model.computation
         self.sampled = parts.sampler.policy if isinstance(parts.sampler, LocalSampler) else None
-        environment["decoding"] = self.sampled.decoding if self.sampled else "by vLLM"
+        environment["decoding"] = self.sampled.model.decoding if self.sampled else "by vLLM"
         environment["dtype"], environment["dtype_reason"] = pick_dtype(settings.model.dtype, parts.policy.device)
         environment["parity"] = asdict(parts.parity) if parts.parity else None
         environment["offline"] = parts.offline

@@ -7,6 +7,7 @@ and of the head are the kernels' too, from packed weights: then sampler and lear
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from lagrpo.backends.attention import Shape
 from lagrpo.backends.backend import Backend
 from lagrpo.backends.cpu import attention, kernels, logprobs
 from lagrpo.backends.cpu.fused import FusedDecoder, is_reproduced
-from lagrpo.backends.cpu.packs import Packing
+from lagrpo.backends.cpu.packs import Borrowed, Packing, joined
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import Product
 from lagrpo.backends.steps import Rows, Steps
@@ -64,6 +65,15 @@ class CpuBackend(Backend):
         linear = [m for m in lm.modules() if isinstance(m, nn.Linear)]
         even = all(m.in_features % 2 == 0 for m in linear)
         return self.dtype == torch.bfloat16 and self.products is not None and even
+
+    def copy(self, model: Any) -> tuple[Any, Borrowed | None]:
+        """Without weights of linear layers where the products read packed ones: those are lent, or the copy's own."""
+        if not model.exact:
+            return super().copy(model)
+        linear = [m.weight for layer in model.decoder.layers for group in joined(layer) for m in group]
+        empty = {id(p): nn.Parameter(p.new_empty(0), requires_grad=False) for p in linear}
+        lm: Any = copy.deepcopy(model.lm, empty).requires_grad_(False)
+        return lm, Borrowed(model.layers.panels, lm.get_decoder(), lm.get_output_embeddings())
 
     def steps(self, model: Any) -> Steps:
         d = Shape.of(model.config.get_text_config()).d

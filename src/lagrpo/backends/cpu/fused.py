@@ -95,8 +95,9 @@ class FusedDecoder:
 
     @property
     def product(self) -> kernels.Panels | None:
-        """The head's product by packed weights; None where PyTorch computes it."""
-        return self.panels.current().head if self.panels is not None else None
+        """The head's product by packed weights; None where PyTorch computes it, as it does where the layers are not
+        computed here."""
+        return self.panels.current().head if self.panels is not None and self._plain else None
 
     def stack(self) -> kernels.Stack | None:
         """All layers for one call per decoding step; None where they are not packed, or differ in their scaling or
