@@ -58,6 +58,7 @@ def test_hooks_on_every_linear_layer_fire_in_learner_and_sampler(dtype):
     for name, module in linear.items():
         module.register_forward_hook(lambda *_, name=name: called.update([name]))
     assert not policy.model.exact
+    assert policy.model.computation.endswith("; norms and activations of 'llama' by transformers")
     with torch.no_grad():
         torch.testing.assert_close(policy.logp(packed()), plain, rtol=0, atol=TOLERANCE[dtype])
     assert called.keys() == linear.keys()

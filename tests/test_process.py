@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import signal
@@ -78,7 +79,8 @@ def test_so_does_an_evaluation(settings, tmp_path):
 def test_a_run_does_not_choose_what_other_policies_compute_with(settings):
     """Its backend is its own: one by PyTorch leaves those by the kernels alone."""
     ours = tiny_policy(backend="c")
-    assert "PyTorch (as chosen)" in load_environment(train(settings()).run)["computation"]
+    environment = json.loads((train(settings()).run / "environment.json").read_text())
+    assert environment["computation"] == "PyTorch (as chosen)"
     assert ours.model.computation.startswith("C kernels (")
     assert tiny_policy(backend="auto").model.computation == ours.model.computation
 

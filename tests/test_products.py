@@ -271,7 +271,7 @@ def test_a_weight_that_is_changed_in_place_is_packed_again():
     policy, packed = tiny_policy(dtype=torch.bfloat16), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
     with torch.no_grad():
         before = policy.logp(packed)
-        policy.model.get_decoder().layers[1].mlp.down_proj.weight.mul_(-3)
+        policy.model.decoder.layers[1].mlp.down_proj.weight.mul_(-3)
         after = policy.logp(packed)
     assert not torch.equal(before, after)
     policy = computed_by(policy, "torch")

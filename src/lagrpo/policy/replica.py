@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,45 +18,6 @@ from torch import Tensor
 from lagrpo.policy.chat import Chat
 from lagrpo.policy.model import Model, Packed, Policy
 from lagrpo.policy.weights import Weights, check_weights
-
-
-class Loadable(Protocol):
-    """Weights that take a version, and are not read."""
-
-    version: int
-
-    def load(self, weights: Mapping[str, Tensor], version: int) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Replica:
-    """A copy of a policy: it loads versions, computes hidden states, logits and log-probs, and decodes."""
-
-    weights: Loadable
-    model: Model
-    chat: Chat
-    tau: float
-
-    @property
-    def version(self) -> int:
-        """The version that was loaded last."""
-        return self.weights.version
-
-    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take over π_version. Raises ValueError for names or shapes that are not this model's."""
-        self.weights.load(weights, version)
-
-    def logp(self, packed: Packed) -> Tensor:
-        """Log-probs at the policy's tau: see Model.forward."""
-        return self.model(packed, self.tau)
-
-
-def replica(policy: Policy) -> Replica:
-    """A copy of the policy with the same weights, for its backend and at its tau."""
-    backend = policy.model.backend
-    lm, panels = backend.copy(policy.model)
-    weights: Loadable = Weights(lm, policy.version) if panels is None else PackedWeights(policy.weights, lm, panels)
-    return Replica(weights, Model(lm, backend, panels), policy.chat, policy.tau)
 
 
 class PackedWeights:
@@ -81,3 +42,34 @@ class PackedWeights:
                 tensor.copy_(weights[name])
         self._panels.load({parameter: weights[name] for name, parameter in self._empty.items()})
         self.version = version
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replica:
+    """A copy of a policy: it loads versions, computes hidden states, logits and log-probs, and decodes."""
+
+    weights: Weights | PackedWeights
+    model: Model
+    chat: Chat
+    tau: float
+
+    @property
+    def version(self) -> int:
+        """The version that was loaded last."""
+        return self.weights.version
+
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take over π_version. Raises ValueError for names or shapes that are not this model's."""
+        self.weights.load(weights, version)
+
+    def logp(self, packed: Packed) -> Tensor:
+        """Log-probs at the policy's tau: see Model.forward."""
+        return self.model(packed, self.tau)
+
+
+def replica(policy: Policy) -> Replica:
+    """A copy of the policy with the same weights, for its backend and at its tau."""
+    backend = policy.model.backend
+    lm, panels = backend.copy(policy.model)
+    weights = Weights(lm, policy.version) if panels is None else PackedWeights(policy.weights, lm, panels)
+    return Replica(weights, Model(lm, backend, panels), policy.chat, policy.tau)

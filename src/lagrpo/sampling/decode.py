@@ -36,11 +36,11 @@ class Room:
 
 
 class DecodeState:
-    """Keys and values of the live rows, `own`, and of the prompts of their groups, `prefix`; who belongs to whom. A
-    group has a place in `prefix` until its last row has ended; the next group that comes takes it.
+    """Keys and values of the live rows, `own`, and of the prompts of their groups, `prefix`; which row belongs to which
+    group. A group has a place in `prefix` until its last row has ended; the next new group takes that place.
 
-    Room grows with what comes. Where steps are recorded, each growth is the end of the recordings: a state that is to
-    do what another one did begins with the room that it had grown to, `room`."""
+    Caches grow when rows, prompts or tokens need it. Where steps are recorded, each growth ends the recordings, so a
+    state that repeats the work of another one begins with the `room` that the other had grown to."""
 
     def __init__(self, model: Model, max_rows: int, max_tokens: int, room: Room | None = None) -> None:
         self.model, self._steps = model, model.backend.steps(model)
@@ -60,7 +60,7 @@ class DecodeState:
 
     @property
     def room(self) -> Room:
-        """What it has grown to."""
+        """What the caches have grown to."""
         return Room(self.max_rows, self.own.room, self.prefix.batch, self.prefix.room, self.widest)
 
     @property
@@ -85,7 +85,7 @@ class DecodeState:
         return hidden.index_select(0, layout.last_prompt_rows)
 
     def _places(self, lengths: list[int]) -> list[int]:
-        """For prompts of these lengths, in a larger cache where the one there has too few or too small ones."""
+        """Free places for prompts of these lengths; the cache grows where it has too few, or too small ones."""
         free = (self.prompt_lengths == 0).nonzero().flatten().tolist()
         missing = max(0, len(lengths) - len(free))
         if missing or max(lengths) > self.prefix.room:

@@ -1,8 +1,9 @@
-"""The in-process sampler: α's own copy of the weights, exact draws, exact log-probs.
+"""The in-process sampler: α's own copy of the weights, exact samples, exact log-probs.
 
-Tokens are drawn by inverting the cumulative distribution at a uniform number whose address is (seed, "sample", batch,
-epoch, prompt, completion, position): the same completion whatever else is being drawn. No top-k, no top-p: what is
-sampled is what the learner differentiates. `logp_alpha` is float32 at the sampling temperature.
+A token is sampled by inverting the cumulative distribution at a uniform number. The address of that number is (seed,
+"sample", batch, epoch, prompt, completion, position), so a completion is the same whatever is sampled beside it. There
+is no top-k and no top-p: the learner differentiates the distribution that is sampled. `logp_alpha` is float32 at the
+sampling temperature.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lagrpo.types import Completion, Group
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """This process, as the only server of an in-process sampler."""
+    """The only server of an in-process sampler: this process."""
 
     policy: Policy | Replica
 
@@ -110,7 +111,7 @@ class LocalSampler:
         pass
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
-        """Groups as they end. Rows that have ended make room for the next group in the order of the requests."""
+        """Yield each group when its last completion has ended. Rows that have ended make room for the next request."""
         if self.rows < G:
             raise ValueError(f"a group of G = {G} completions does not fit sampling.rows = {self.rows}")
         yield from self._sample(requests, G, self.rows, self.max_tokens, self.purpose)
@@ -138,8 +139,8 @@ class LocalSampler:
     def _step(
         self, state: DecodeState, waiting: deque[_Open], live: list[_Row], tokens: Tensor, G: int
     ) -> tuple[Tensor, list[_Open]]:
-        """One token more for every live row, and the first ones of groups that there is room for: the last token of
-        each row that is live now, and the groups that are complete."""
+        """Sample one more token of every live row, and the first tokens of groups that there is room for. Returns the
+        last token of each row that is live now, and the groups that are complete."""
         hidden = state.step(tokens) if live else None
         admitted = self._admit(waiting, state, live, G)
         tokens = self._draw(torch.cat([h for h in (hidden, admitted) if h is not None]), live)
@@ -150,7 +151,7 @@ class LocalSampler:
         return self._compact(state, live, tokens, ended), full
 
     def _state(self, rows: int, tokens: int) -> DecodeState:
-        """An empty state for so many rows: the last one where it holds recorded steps, which are worth keeping."""
+        """An empty state for so many rows: the last one again where its steps are recorded, which takes time."""
         if self._kept is None or self._kept.rows or self._kept.max_rows < rows:
             self._forget()  # gives its memory back before the next one takes its own
             state = DecodeState(self.model, rows, tokens, self._room)
@@ -180,8 +181,8 @@ class LocalSampler:
 
     @torch.no_grad()
     def _fed(self, items: Sequence[tuple[Sequence[int], Sequence[int]]], tau: float) -> list[Tensor]:
-        """By the decoding path, fed with the given tokens, and the head that tokens are drawn by: float32 [t] of each
-        item. Those that have ended are fed with their last token again."""
+        """Log-probs of given tokens by the path that samples: decoding steps and the head. float32 [t] of each item. An
+        item that has ended gets its last token again."""
         longest = max(len(tokens) for _, tokens in items)
         fed = torch.tensor([[tokens[min(t, len(tokens) - 1)] for _, tokens in items] for t in range(longest)])
         state = self._state(len(items), longest)
@@ -196,7 +197,8 @@ class LocalSampler:
         return [row[: len(tokens)] for row, (_, tokens) in zip(logp, items, strict=True)]
 
     def _admit(self, waiting: deque[_Open], state: DecodeState, live: list[_Row], G: int) -> Tensor | None:
-        """Open as many waiting groups as there is room for; hidden states [new rows, H] for their first tokens."""
+        """Open as many waiting groups as there is room for. Returns hidden states [new rows, H] for their first
+        tokens."""
         count = min(len(waiting), (state.max_rows - len(live)) // G)
         if count == 0:
             return None
@@ -229,7 +231,7 @@ class LocalSampler:
         return row.group
 
     def _compact(self, state: DecodeState, live: list[_Row], tokens: Tensor, ended: list[int]) -> Tensor:
-        """Live rows to the front, in the state, the list and the tokens alike."""
+        """Move live rows to the front, in the state, the list and the tokens alike."""
         for source, to in state.retire(ended):
             live[to], tokens[to] = live[source], tokens[source]
         del live[state.rows :]

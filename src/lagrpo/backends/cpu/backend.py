@@ -81,7 +81,8 @@ class CpuBackend(Backend):
 
     def computation(self, text: Any, layers: FusedDecoder | None) -> str:
         products = f", forward products by {self.products}" if layers is not None and layers.exact else ""
-        besides = "" if layers is not None else f"; norms and activations of {text.model_type!r} by transformers"
+        whole = layers is not None and layers.fits(None)
+        besides = "" if whole else f"; norms and activations of {text.model_type!r} by transformers"
         if (d := Shape.of(text).d) % kernels.VECTOR:
             besides += f"; attention by PyTorch (heads of {d} numbers, no multiple of {kernels.VECTOR})"
         return f"{self}{products}{besides}"

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lagrpo.backends.attention import Layout, check_window
 from lagrpo.backends.cpu import kernels
-from lagrpo.backends.cpu.packs import LayerPanels, Packs, Panels, joined
+from lagrpo.backends.cpu.packs import Borrowed, LayerPanels, Packing, Packs, joined
 from lagrpo.backends.hooks import has_hooks, is_plain_linear, is_unhooked
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -51,7 +51,7 @@ class FusedDecoder:
     """The decoder of a model of transformers and its head, computed with the kernels. Holds no weights of its own: it
     reads those of the modules, or for the forward products the packed ones of `panels` (packs.py)."""
 
-    def __init__(self, lm: Any, panels: Panels | None = None) -> None:
+    def __init__(self, lm: Any, panels: Packing | Borrowed | None = None) -> None:
         self.decoder, self.head = lm.get_decoder(), lm.get_output_embeddings()
         self.panels = panels
         self._stack: tuple[Packs, kernels.Stack | None] | None = None
@@ -77,7 +77,7 @@ class FusedDecoder:
         weights, whatever computes the products."""
         packs = self.panels.current() if self.panels is not None else None
         live: kernels.Live | None = getattr(layout, "live", None)
-        stack = self.stack() if live is not None and packs is not None else None
+        stack = self._stack_of(packs) if live is not None and packs is not None else None
         x, cosine, sine = self.embedded(input_ids, position_ids)
         if stack is not None and live is not None:
             for layer in self.decoder.layers:
@@ -102,9 +102,9 @@ class FusedDecoder:
     def stack(self) -> kernels.Stack | None:
         """All layers for one call per decoding step; None where they are not packed, or differ in their scaling or
         norms."""
-        if self.panels is None:
-            return None
-        packs = self.panels.current()
+        return self._stack_of(self.panels.current()) if self.panels is not None else None
+
+    def _stack_of(self, packs: Packs) -> kernels.Stack | None:
         if self._stack is None or self._stack[0] is not packs:
             self._stack = packs, _stack(self.decoder, packs)
         return self._stack[1]

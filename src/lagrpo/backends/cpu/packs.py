@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,14 +49,6 @@ class Packs:
             for part, layers in zip(parts, joined(layer), strict=True):
                 part.fill(layers)
         self.head.fill([head])
-
-
-class Panels(Protocol):
-    """Who has the packed weights that a decoder computes with."""
-
-    def current(self) -> Packs:
-        """The packs of the weights as they are now."""
-        ...
 
 
 class Packing:
