@@ -13,7 +13,7 @@ from tiny import tiny_policy
 from torch import Tensor
 
 from lagrpo.backends import logprobs
-from lagrpo.backends.cpu import build, kernels
+from lagrpo.backends.cpu import build, choice, kernels
 from lagrpo.backends.cpu.fused import rotary
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import token_logp
@@ -346,7 +346,7 @@ def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
 def test_where_weights_cannot_be_packed_a_replica_is_a_twin(monkeypatch):
     assert not isinstance(replica(tiny_policy("gemma", dtype=torch.bfloat16)), Replica)
     assert not isinstance(replica(tiny_policy(dtype=torch.float32)), Replica)
-    monkeypatch.setattr(kernels, "_products", None)  # products that were wrong on this processor
+    monkeypatch.setattr(choice, "_products", None)  # products that were wrong on this processor
     assert not isinstance(replica(tiny_policy(dtype=torch.bfloat16)), Replica)
     monkeypatch.undo()
     kernels.select("torch")
@@ -372,7 +372,7 @@ def test_how_tokens_are_drawn_is_said(monkeypatch):
     assert replica(policy).decoding == policy.decoding == f"one call through all layers, products by {name}"
     assert f"forward products by {name}" in policy.computation
     assert replica(tiny_policy()).decoding == "layer by layer, PyTorch's matrix products in float32"
-    monkeypatch.setattr(kernels, "_products", None)
+    monkeypatch.setattr(choice, "_products", None)
     assert replica(policy).decoding == "layer by layer, PyTorch's matrix products in bfloat16"
     assert "products by" not in policy.computation
 
@@ -395,7 +395,7 @@ def test_without_a_compiler_pytorch_computes_and_says_so(tmp_path):
     done = python(DESCRIBE, LAGRPO_CACHE=str(tmp_path), CC="no-such-compiler")
     assert done.stdout.startswith("PyTorch (no C kernels: no-such-compiler could not be run")
     assert (
-        "NoKernels: the kernels cannot be had here" in python(INSIST, LAGRPO_CACHE=str(tmp_path), CC="nothing").stderr
+        "NoKernels: the kernels are not available" in python(INSIST, LAGRPO_CACHE=str(tmp_path), CC="nothing").stderr
     )
 
 
