@@ -13,7 +13,7 @@ from tiny import tiny_policy
 from torch import Tensor, nn
 
 from lagrpo.backends.choose import choose_backend
-from lagrpo.backends.cpu import build, kernels, logprobs
+from lagrpo.backends.cpu import build, kernels, loading, logprobs
 from lagrpo.backends.cpu.fused import rotary
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.policy.model import Packed
@@ -348,7 +348,7 @@ def test_where_weights_cannot_be_packed_a_replica_copies_them(monkeypatch):
     assert isinstance(replica(tiny_policy("gemma", dtype=torch.bfloat16)).weights, Weights)
     assert isinstance(replica(tiny_policy(dtype=torch.float32)).weights, Weights)
     assert isinstance(replica(tiny_policy(dtype=torch.bfloat16, backend="torch")).weights, Weights)
-    monkeypatch.setattr(kernels, "_products", None)  # products that were wrong on this processor
+    monkeypatch.setattr(loading, "_products", None)  # products that were wrong on this processor
     assert isinstance(replica(tiny_policy(dtype=torch.bfloat16)).weights, Weights)
 
 
@@ -370,7 +370,7 @@ def test_how_tokens_are_drawn_is_said(monkeypatch):
     assert replica(policy).model.decoding == policy.model.decoding == f"one call through all layers, products by {name}"
     assert f"forward products by {name}" in policy.model.computation
     assert replica(tiny_policy()).model.decoding == "layer by layer, PyTorch's matrix products in float32"
-    monkeypatch.setattr(kernels, "_products", None)
+    monkeypatch.setattr(loading, "_products", None)
     policy = tiny_policy(dtype=torch.bfloat16)
     assert replica(policy).model.decoding == "layer by layer, PyTorch's matrix products in bfloat16"
     assert "products by" not in policy.model.computation

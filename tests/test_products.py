@@ -13,7 +13,7 @@ from tiny import computed_by, tiny_policy
 from torch import Tensor, nn
 
 from lagrpo.backends.choose import choose_backend
-from lagrpo.backends.cpu import build, kernels
+from lagrpo.backends.cpu import build, kernels, library, panels
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import PackedWeights, replica
 from lagrpo.policy.weights import Weights
@@ -36,21 +36,21 @@ def test_a_product_is_that_of_its_layers_whatever_the_rows_beside_a_row(shape):
     """Two layers as one, refilled; any number of rows; outputs that fill no panel; every slice has the same bits."""
     out, k = shape
     layers = [linear(out, k), linear(5, k, bias=False, seed=1)]
-    panels = kernels.Panels(layers)
+    product = kernels.Panels(layers)
     for layer in layers:
         layer.weight.mul_(1.25)
-    panels.fill(layers)
+    product.fill(layers)
     x = random(700, k, seed=2)
-    whole = panels(x)
+    whole = product(x)
     exact = torch.cat(
         [x.double() @ m.weight.double().mT + (0 if m.bias is None else m.bias.double()) for m in layers], 1
     )
     assert ((whole.double() - exact).abs() / exact.abs().amax()).max().item() < 2**-8
     for first, rows in [(0, 1), (699, 1), (3, 2), (7, 9), (100, 15), (90, 16), (11, 17), (1, 33), (64, 64), (9, 513)]:
-        assert torch.equal(panels(x[first : first + rows]), whole[first : first + rows])
+        assert torch.equal(product(x[first : first + rows]), whole[first : first + rows])
     threads = torch.get_num_threads()
     torch.set_num_threads(3 - min(threads, 2))
-    assert torch.equal(panels(x), whole)
+    assert torch.equal(product(x), whole)
     torch.set_num_threads(threads)
 
 
@@ -162,30 +162,30 @@ def test_a_level_above_the_processor_is_refused(monkeypatch):
 
 def test_products_that_are_wrong_here_are_not_used(monkeypatch):
     """A library whose every way is broken: nothing of it computes, and the line says so."""
-    monkeypatch.setattr(kernels, "products_are_right", lambda: False)
+    monkeypatch.setattr(panels, "products_are_right", lambda: False)
     lines: list[str] = []
-    assert kernels._choose_products(lines.append) is None
+    assert panels.choose_products(lines.append) is None
     assert any("do not give the numbers they should on this processor" in line for line in lines)
     monkeypatch.undo()
-    assert kernels._choose_products(lines.append) == kernels.products()
+    assert panels.choose_products(lines.append) == kernels.products()
 
 
 def test_the_comparison_with_plain_numbers_sees_one_wrong_bit(monkeypatch):
-    product = kernels._library.product
+    product = library._library.product
 
     def off(m, n, k, x, packed, bias, y):
         product(m, n, k, x, packed, bias, y)
         if n.value > 40:
             ctypes.cast(y, ctypes.POINTER(ctypes.c_uint16))[3] ^= 1
 
-    real = kernels._library
+    real = library._library
 
     class Library:
         def __getattr__(self, name):
             return off if name == "product" else getattr(real, name)
 
     assert kernels.products_are_right()
-    monkeypatch.setattr(kernels, "_library", Library())
+    monkeypatch.setattr(library, "_library", Library())
     assert not kernels.products_are_right()
 
 
