@@ -23,12 +23,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 from work import SEED, common_options
 
 from lagrpo.backends import attention
-from lagrpo.backends.cpu import kernels
+from lagrpo.backends.choose import Choice, choose_backend
 from lagrpo.objective.recipes import resolve
 from lagrpo.policy.batch import assemble
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.learner import Learner, Optimisation
-from lagrpo.policy.model import Policy, load_policy
+from lagrpo.policy.loading import load_policy
+from lagrpo.policy.model import Model, Policy
 from lagrpo.policy.replica import replica
 from lagrpo.rng import uniforms
 from lagrpo.sampling.base import Request
@@ -87,19 +88,23 @@ def main() -> None:
 def measure(asked: argparse.Namespace, name: str, context: int, peak: float, report: Report) -> None:
     """One table: a model at a context."""
     policy = make_policy(name, asked.device)
+    ways: tuple[Choice, ...] = ("auto", "torch")
+    policies = {
+        way: dataclasses.replace(policy, model=Model(policy.model.lm, choose_backend(way, policy.device, policy.dtype)))
+        for way in ways
+    }
     learner = Learner(policy, resolve("grpo", {"beta": 0.0}), Optimisation(lr=1e-6))
     length = context - context // 4
     taken: dict[str, list[dict[str, float]]] = {"auto": [], "torch": []}
     samplers: dict[str, LocalSampler] = {}
     said: dict[str, str] = {}
     for turn in range(1 + asked.rounds):
-        for way in ("auto", "torch") if turn % 2 == 0 else ("torch", "auto"):
-            kernels.select(way)  # type: ignore[arg-type]
-            said[way] = policy.computation
+        for way in ways if turn % 2 == 0 else reversed(ways):
+            policy = learner.policy = policies[way]
+            said[way] = policy.model.computation
             samplers.setdefault(way, LocalSampler(replica(policy), SEED, length, asked.prompts * asked.completions))
             taken[way].append(once(asked, policy, learner, samplers[way], context, turn))
             print(f"  {name}, {context}, {way}: {taken[way][-1]}", flush=True)
-    kernels.select("auto")
     taken = {way: figures[1:] for way, figures in taken.items()}
     report.raw[f"{name}, {context}"] = taken
     column = lambda figure, way: [figures[figure] for figures in taken[way]]  # noqa: E731
@@ -125,12 +130,12 @@ def once(
     asked: argparse.Namespace, policy: Policy, learner: Learner, sampler: LocalSampler, context: int, turn: int
 ) -> dict[str, float]:
     """A batch is sampled and learned from; rewards are drawn, so that every group has a signal."""
-    vocabulary = min(policy.head.weight.shape[0], 40_000)
+    vocabulary = min(policy.model.head.weight.shape[0], 40_000)
     requests = []
     for key in range(asked.prompts):
         ids = (uniforms(context // 4, SEED, "prompt", turn, key) * vocabulary).astype("int64")
         requests.append(Request(turn, 0, Prompt(key, (), None, tuple(ids.tolist()))))
-    sampler.deliver(policy.weights(), policy.version)
+    sampler.deliver(policy.weights, policy.version)
     drawn, sampling, sampling_memory = timed(asked.device, lambda: list(sampler.sample(requests, asked.completions)))
     groups = [rewarded(group, turn) for _, group in drawn]
     batch = assemble(groups, learner.recipe, context - context // 4, SEED, turn)
@@ -181,7 +186,7 @@ def make_policy(name: str, device: str) -> Policy:
     torch.manual_seed(SEED)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention.NAME)
-    return Policy(model, AutoTokenizer.from_pretrained(resolve_model("smollm2")))
+    return Policy.of(model, AutoTokenizer.from_pretrained(resolve_model("smollm2")))
 
 
 def device_name(device: str) -> str:

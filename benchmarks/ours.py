@@ -66,7 +66,7 @@ def learning_flops(micro: FreshMicroBatch, policy: Policy) -> float:
     """Floating-point operations of a forward and a backward pass over a micro-batch that nobody can do without: 6 for
     each weight of a linear layer and row of it (the head: for completion tokens only), and in the attention 12 for each
     pair of a token and one that it sees, layer and channel. What is computed twice to save memory counts once."""
-    decoder = sum(m.weight.numel() for m in policy.decoder.modules() if isinstance(m, torch.nn.Linear))
+    decoder = sum(m.weight.numel() for m in policy.model.decoder.modules() if isinstance(m, torch.nn.Linear))
     text = policy.model.config.get_text_config()
     channels = text.num_attention_heads * (
         getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -74,7 +74,8 @@ def learning_flops(micro: FreshMicroBatch, policy: Policy) -> float:
     rows, tokens = micro.packed.layout.rows, len(micro.packed.token_ids)
     seen = int((micro.packed.layout.position_ids + 1).sum())
     return (
-        6.0 * (decoder * rows + policy.head.weight.numel() * tokens) + 12.0 * text.num_hidden_layers * channels * seen
+        6.0 * (decoder * rows + policy.model.head.weight.numel() * tokens)
+        + 12.0 * text.num_hidden_layers * channels * seen
     )
 
 

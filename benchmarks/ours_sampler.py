@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,7 @@ from lagrpo.types import Prompt
 
 def never_ending(policy: Policy) -> Policy:
     """The policy without the tokens that end a completion."""
-    policy.tokenizer.eos_token = None
-    policy.model.generation_config.eos_token_id = None
-    assert not policy.eos_ids
-    return policy
+    return replace(policy, chat=replace(policy.chat, eos_ids=frozenset()))
 
 
 def sample(policy: Policy, max_tokens: int, prompts: list[Prompt], G: int) -> dict[str, Any]:
@@ -62,9 +60,8 @@ def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     policy = build_policy(ModelSettings(path=request["model"], device="cpu"), 1.0, 1)
     rows = read_prompts(Path(request["prompts"]))
-    prompts = [policy.tokenize(Prompt(row["key"], tuple(row["messages"]), row["gold"])) for row in rows]
-    never_ending(policy)
-    sampling = replica(policy)
+    prompts = [policy.chat.tokenize(Prompt(row["key"], tuple(row["messages"]), row["gold"])) for row in rows]
+    sampling = replica(never_ending(policy))
     wire.reply(threads=torch.get_num_threads(), prompt_ids=[list(prompt.token_ids) for prompt in prompts])
     while True:
         asked = wire.request()

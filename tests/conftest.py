@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import jaxtyping
 import pytest
+import tiny
 from running import note_processes
 
 jaxtyping.install_import_hook("lagrpo.core", "beartype.beartype")
@@ -23,10 +24,17 @@ def unchecked() -> Iterator[None]:
 
 
 @pytest.fixture(params=["c", "torch"])
-def either_computation(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The test runs twice: with lagrpo's kernels, and with PyTorch's operations in their place."""
+def either_computation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The test runs twice: its tiny policies compute with lagrpo's kernels, and with PyTorch's operations in their
+    place."""
+    monkeypatch.setattr(tiny, "BACKEND", request.param)
+    return request.param
+
+
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are loaded, without fail, and tiny policies compute with them."""
     from lagrpo.backends.cpu import kernels
 
-    kernels.select(request.param)
-    yield request.param
-    kernels.select("auto")
+    assert kernels.why_not() is None
+    monkeypatch.setattr(tiny, "BACKEND", "c")

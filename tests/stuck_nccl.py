@@ -42,11 +42,11 @@ def deliver(call: str, root: Path, paths: list[str], refusing: bool = False, pat
 
     policy = tiny_policy()
     with stub(answer) as url:
-        drawing = Drawing(0, 4, policy.tau, sorted(policy.eos_ids), 8, policy.tokenizer.decode)
+        drawing = Drawing(0, 4, policy.tau, sorted(policy.chat.eos_ids), 8, policy.chat.tokenizer.decode)
         servers = [Server(url, None, DEADLINES)]
         sampler = VllmSampler(servers, drawing, NcclWire(), Directories(str(root)), dtype=torch.float32)
         try:
-            sampler.deliver(policy.weights(), 3)
+            sampler.deliver(policy.weights, 3)
         finally:
             sampler.close()
     return sampler

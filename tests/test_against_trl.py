@@ -152,7 +152,7 @@ def test_loss_and_gradient_are_those_of_trl(case, policy, groups, tmp_path):
         "disable_tqdm": True,
     }
     their_loss, theirs = of_trl(save_tiny(tmp_path / "model"), groups, config | case.trl, tmp_path)
-    names = [name for name, _ in policy.model.named_parameters()]
+    names = [name for name, _ in policy.model.lm.named_parameters()]
     assert set(theirs) == set(names)
     their_flat = torch.cat([theirs[name].flatten() for name in names])
     assert abs(their_loss) > 1e-3

@@ -1,16 +1,20 @@
-"""Group attention on one packed row computes what transformers computes on whole sequences, one by one."""
+"""Shared-prefix attention on one packed row computes what transformers computes on whole sequences, one by one."""
 
 from __future__ import annotations
 
 import pytest
+import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_kernels import assert_close, dense_attention, random
 from tiny import SHAPES, tiny_model, tiny_policy
 
-from lagrpo.backends import layout as layout_module
+from lagrpo.backends import parts
+from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.layout import PackedLayout
-from lagrpo.policy.model import Packed, Policy, check_context, prove_attention, refuse
+from lagrpo.policy.loading import check_context, prove_attention, refuse
+from lagrpo.policy.model import Packed, Policy
 
 pytestmark = pytest.mark.usefixtures("either_computation")
 GROUPS = ((7, (3, 9, 1)), (20, (1,)), (1, (4, 4, 30)), (5, ()))
@@ -24,14 +28,14 @@ def random_groups(shape, vocabulary=103, seed=0):
 
 def reference_logp(policy: Policy, groups) -> torch.Tensor:
     """Each prompt + completion through transformers' own attention, in a sequence of its own."""
-    policy.model.set_attn_implementation("eager")
+    policy.model.lm.set_attn_implementation("eager")
     rows = []
     for prompt, completions in groups:
         for completion in completions:
             ids = torch.cat([torch.tensor(prompt, dtype=torch.long), completion])
-            logp = (policy.model(input_ids=ids[None], use_cache=False).logits[0] / policy.tau).log_softmax(-1)
+            logp = (policy.model.lm(input_ids=ids[None], use_cache=False).logits[0] / policy.tau).log_softmax(-1)
             rows.append(logp[len(prompt) - 1 : -1].gather(1, completion[:, None]).squeeze(1))
-    policy.model.set_attn_implementation("lagrpo_group")
+    policy.model.lm.set_attn_implementation("lagrpo_shared_prefix")
     return torch.cat(rows)
 
 
@@ -39,7 +43,7 @@ def gradients(policy: Policy, logp: torch.Tensor) -> dict[str, torch.Tensor]:
     weights = torch.linspace(-1, 1, len(logp), dtype=logp.dtype)
     policy.model.zero_grad()
     (logp * weights).sum().backward()
-    return {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+    return {name: p.grad.clone() for name, p in policy.model.lm.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -61,30 +65,65 @@ def test_logp_and_gradients_equal_the_per_sequence_reference(kind, tau):
     st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), max_size=4)), min_size=1, max_size=4),
     st.sampled_from([16, 64, 1 << 21]),
 )
-def test_any_packing_gives_the_same_logp(shape, tile_scores):
-    """Whatever the groups and however small the tiles: long sequences are cut into blocks of queries."""
+def test_any_packing_gives_the_same_logp(shape, block_scores):
+    """Whatever the groups and however small the blocks: long sequences are cut into blocks of queries."""
     if not any(lengths for _, lengths in shape):
         return
     policy, groups = tiny_policy(), random_groups(shape)
-    before, layout_module.TILE_SCORES = layout_module.TILE_SCORES, tile_scores
+    before, parts.BLOCK_SCORES = parts.BLOCK_SCORES, block_scores
     try:
         packed = Packed.build(groups)
         logp = policy.logp(packed)
         (logp.sum()).backward()
     finally:
-        layout_module.TILE_SCORES = before
+        parts.BLOCK_SCORES = before
     assert packed.layout.rows == sum(p + sum(c - 1 for c in cs) for p, cs in shape)  # no padding, no last tokens
     torch.testing.assert_close(logp, reference_logp(policy, groups), rtol=0, atol=2e-5)
     assert all(torch.isfinite(p.grad).all() for p in policy.model.parameters() if p.grad is not None)
 
 
-def test_small_tiles_do_not_change_the_gradient(monkeypatch):
+def test_small_blocks_do_not_change_the_gradient(monkeypatch):
     groups = random_groups(GROUPS)
     whole = gradients(policy := tiny_policy(), policy.logp(Packed.build(groups)))
-    monkeypatch.setattr(layout_module, "TILE_SCORES", 40)
+    monkeypatch.setattr(parts, "BLOCK_SCORES", 40)
     cut = gradients(policy, policy.logp(Packed.build(groups)))
     for name in whole:
         torch.testing.assert_close(cut[name], whole[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(6, 2, 16), (3, 3, 8), (4, 1, 32)])
+@pytest.mark.parametrize("block_scores", [40, 1 << 21])
+def test_attention_and_its_gradient_in_each_dtype(monkeypatch, dtype, heads, kv_heads, d, block_scores):
+    """Against all rows with all rows in float64; gradients of a prompt that several blocks see add up in float32."""
+    monkeypatch.setattr(parts, "BLOCK_SCORES", block_scores)
+    layout = PackedLayout.build(GROUPS)
+    q, k, v, grad = (
+        random(layout.rows, h, d, seed=s, dtype=dtype).requires_grad_()
+        for s, h in enumerate((heads, kv_heads, kv_heads, heads))
+    )
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    expected, _ = dense_attention(layout, *exact, d**-0.5)
+    out = choose_backend(tiny.BACKEND, "cpu", dtype).attend(layout, q, k, v, d**-0.5)
+    assert_close(out.detach(), expected.detach(), 2)
+    theirs = torch.autograd.grad((expected * grad.detach().double()).sum(), exact)
+    for mine, reference in zip(torch.autograd.grad(out, (q, k, v), grad.detach()), theirs, strict=True):
+        assert_close(mine, reference, 4)
+
+
+def test_nothing_of_the_size_of_all_rows_with_all_rows_waits_for_the_backward_pass(monkeypatch):
+    monkeypatch.setattr(parts, "BLOCK_SCORES", 1 << 12)
+    layout = PackedLayout.build([(300, (400, 200))])
+    q, k, v = (random(layout.rows, 1, 16, seed=s).requires_grad_() for s in range(3))
+    kept: list[int] = []
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t.numel())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        choose_backend(tiny.BACKEND, "cpu", q.dtype).attend(layout, q, k, v, 0.25).sum().backward()
+    assert sum(kept) <= 6 * layout.rows * 16
 
 
 def test_a_completion_sees_neither_its_siblings_nor_other_prompts():
@@ -98,8 +137,8 @@ def test_a_completion_sees_neither_its_siblings_nor_other_prompts():
 def test_activation_checkpointing_gives_the_same_gradient():
     policy, groups = tiny_policy(), random_groups(GROUPS)
     plain = gradients(policy, policy.logp(Packed.build(groups)))
-    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy.model.train()
+    policy.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.model.lm.train()
     for name, gradient in gradients(policy, policy.logp(Packed.build(groups))).items():
         torch.testing.assert_close(gradient, plain[name], rtol=0, atol=1e-6, msg=name)
 
@@ -107,7 +146,7 @@ def test_activation_checkpointing_gives_the_same_gradient():
 def test_the_load_time_proof_catches_an_attention_that_computes_something_else(monkeypatch):
     policy = tiny_policy(spread=2.0)
     assert prove_attention(policy) < 1e-4
-    monkeypatch.setattr(PackedLayout, "attend", lambda self, layer, q, k, v, s: q * 0.5)
+    monkeypatch.setattr(type(policy.model.backend), "attend", lambda backend, layout, q, k, v, scaling: q * 0.5)
     with pytest.raises(ValueError, match="differ from transformers"):
         prove_attention(policy)
 
@@ -130,7 +169,7 @@ def test_models_that_are_not_reproduced_are_refused_by_name(kind, changes, reaso
 
 
 def test_a_sliding_window_is_refused_only_where_a_sequence_leaves_it():
-    policy = Policy(tiny_model("mistral", sliding_window=24), None)
+    policy = Policy.of(tiny_model("mistral", sliding_window=24), None)
     check_context(policy, 24)
     with pytest.raises(ValueError, match="sliding window of this mistral model is 24"):
         check_context(policy, 25)
@@ -154,5 +193,5 @@ def test_empty_prompts_and_completions_are_refused():
 
 
 def test_a_model_call_without_a_layout_is_an_error():
-    with pytest.raises(ValueError, match="group_layout"):
+    with pytest.raises(ValueError, match="without a layout"):
         tiny_model()(input_ids=torch.tensor([[3, 4, 5]]))

@@ -16,7 +16,7 @@ from tiny import save_tiny
 
 from lagrpo.cli import main
 from lagrpo.errors import SettingsError
-from lagrpo.policy.model import load_policy, prove_attention
+from lagrpo.policy.loading import load_policy, prove_attention
 from lagrpo.training.run import train
 
 Damage = Callable[[Path], object]
@@ -223,13 +223,13 @@ def harmless(weights: dict[str, torch.Tensor]) -> None:
 )  # fmt: skip
 def test_what_is_odd_but_sound_loads(model, sound, change):
     change(model)
-    ours, plain = (load_policy(str(path), torch.float32).weights() for path in (model, sound))
+    ours, plain = (load_policy(str(path), torch.float32).weights for path in (model, sound))
     assert ours.keys() == plain.keys()
     assert all(torch.equal(ours[name], plain[name]) for name in ours)
 
 
 def test_a_gpt2_is_no_stranger(tmp_path):
-    """It takes its attention from the registry, and group attention reproduces it."""
+    """It takes its attention from the registry, and shared-prefix attention reproduces it."""
     save_tiny(tmp_path / "gpt2", "gpt2")
     assert prove_attention(load_policy(str(tmp_path / "gpt2"), torch.float32)) < 1e-4
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_graphs import RecordingError, install
 
-from lagrpo.sampling.decode import record
+from lagrpo.backends.cuda import record
 
 
 @pytest.fixture

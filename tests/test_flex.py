@@ -1,4 +1,4 @@
-"""What flex attention is asked to compute on a GPU, tried without one; its gradient is in test_gpu.py."""
+"""What FlexAttention is asked to compute on a GPU, tried without one; its gradient is in test_gpu.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPES = st.lists(st.tuples(st.integers(1, 300), st.lists(st.integers(1, 200), m
 def seen(layout: PackedLayout) -> torch.Tensor:
     """Every pair of rows, asked one by one."""
     q, k = torch.meshgrid(torch.arange(layout.rows), torch.arange(layout.rows), indexing="ij")
-    return layout.block_mask.mask_mod(torch.tensor(0), torch.tensor(0), q, k)
+    return flex.block_mask(layout).mask_mod(torch.tensor(0), torch.tensor(0), q, k)
 
 
 @settings(max_examples=15, deadline=None)
@@ -29,13 +29,13 @@ def test_the_blocks_that_are_read_are_those_in_which_something_is_seen(shape):
     blocks = torch.nn.functional.pad(pairs, (0, padding, 0, padding)).unflatten(0, (-1, flex.BLOCK))
     needed = blocks.unflatten(2, (-1, flex.BLOCK)).any(1).any(2)
     assert torch.equal(flex.needed_blocks(layout), needed)
-    mask = layout.block_mask
+    mask = flex.block_mask(layout)
     for block, count in enumerate(mask.kv_num_blocks[0, 0].tolist()):
         assert set(mask.kv_indices[0, 0, block, :count].tolist()) == set(needed[block].nonzero().flatten().tolist())
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_it_is_asked_for_group_attention(monkeypatch):
+def test_it_is_asked_for_shared_prefix_attention(monkeypatch):
     monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
     layout = PackedLayout.build([(7, (3, 9, 1)), (130, (1, 60)), (1, (4, 4, 30)), (5, ())])
     draw = torch.Generator().manual_seed(0)

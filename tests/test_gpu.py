@@ -6,11 +6,11 @@ import pytest
 import torch
 from test_attention import GROUPS, random_groups, reference_logp
 from test_sampling import log_ratio, requests_for, sampled
-from tiny import save_tiny, tiny_policy
+from tiny import computed_by, save_tiny, tiny_policy
 
 import lagrpo
 from lagrpo.backends import flex
-from lagrpo.backends.cpu import kernels
+from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.policy.model import Packed
 from lagrpo.sampling.local import LocalSampler
@@ -20,22 +20,17 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_logp_on_cuda_equals_the_reference_on_the_cpu(kind):
-    policy = tiny_policy(kind)
     groups = random_groups(GROUPS)
-    reference = reference_logp(policy, groups).detach()
-    policy.model.to("cuda")
+    reference = reference_logp(tiny_policy(kind), groups).detach()
+    policy = tiny_policy(kind, device="cuda")
     ours = policy.logp(Packed.build(groups, policy.device)).cpu()
     torch.testing.assert_close(ours, reference, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 5e-2), (torch.float32, 1e-3)])
 def test_sampler_and_learner_agree_on_cuda(dtype, tolerance):
-    policy = tiny_policy(dtype=dtype)
-    policy.model.to("cuda")
-    groups = list(sampled(policy, requests_for(policy, 5)).values())
-    policy.model.cpu()
-    on_gpu = tiny_policy(dtype=dtype)
-    on_gpu.model.to("cuda")
+    policy, on_gpu = tiny_policy(dtype=dtype), tiny_policy(dtype=dtype, device="cuda")
+    groups = list(sampled(on_gpu, requests_for(policy, 5)).values())
     packed = Packed.build([(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups], on_gpu.device)
     with torch.no_grad():
         difference = on_gpu.logp(packed).cpu() - torch.cat([c.logp_alpha for g in groups for c in g.completions])
@@ -43,15 +38,8 @@ def test_sampler_and_learner_agree_on_cuda(dtype, tolerance):
     assert log_ratio(policy, groups).abs().mean() <= 10 * tolerance  # and the CPU is not far
 
 
-@pytest.fixture
-def plain():
-    """Chooses PyTorch's plain operations when called."""
-    yield lambda: kernels.select("torch")
-    kernels.select("auto")
-
-
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(6, 2, 64), (4, 4, 32)])
-def test_flex_attention_and_its_gradient_are_those_of_the_tiles(plain, heads, kv_heads, d):
+def test_flex_attention_and_its_gradient_equal_pytorchs(heads, kv_heads, d):
     layout = PackedLayout.build([(7, (3, 9, 1)), (300, (1, 200, 77)), (1, (4, 4, 30)), (5, ())], "cuda")
     draw = torch.Generator("cuda").manual_seed(0)
     q, k, v, weight = (
@@ -60,22 +48,19 @@ def test_flex_attention_and_its_gradient_are_those_of_the_tiles(plain, heads, kv
     )
     assert flex.attends(q, k)
     found = []
-    for _ in range(2):
-        out = layout.attend(0, q, k, v, d**-0.5)
+    for choice in ("auto", "torch"):
+        out = choose_backend(choice, "cuda", q.dtype).attend(layout, q, k, v, d**-0.5)
         found.append([out, *torch.autograd.grad((out * weight).sum(), (q, k, v))])
-        plain()
     for ours, theirs in zip(*found, strict=True):
         assert (ours.float() - theirs.float()).abs().max() <= 0.03 * theirs.float().abs().max()
 
 
-def test_recorded_steps_draw_what_plain_steps_draw(plain):
-    policy = tiny_policy(dtype=torch.float32)
-    policy.model.to("cuda")
+def test_recorded_steps_draw_what_plain_steps_draw():
+    policy = tiny_policy(dtype=torch.float32, device="cuda")
     drawn = []
-    for _ in range(2):
-        sampler = LocalSampler(policy, 0, 60, 20)
+    for either in (policy, computed_by(policy, "torch")):
+        sampler = LocalSampler(either, 0, 60, 20)
         drawn.append({r.prompt.key: g for r, g in sampler.sample(requests_for(policy, 7), 5)})
-        plain()
     same = [
         torch.equal(a.token_ids, b.token_ids)
         for key in drawn[0]
@@ -84,13 +69,11 @@ def test_recorded_steps_draw_what_plain_steps_draw(plain):
     assert sum(same) >= 0.9 * len(same)  # rounding may turn a draw
 
 
-def test_recorded_steps_score_what_plain_steps_score(plain):
-    policy = tiny_policy(dtype=torch.float32)
-    policy.model.to("cuda")
+def test_recorded_steps_score_what_plain_steps_score():
+    policy = tiny_policy(dtype=torch.float32, device="cuda")
     items = [(r.prompt.token_ids, list(range(5, 6 + 4 * n))) for n, r in enumerate(requests_for(policy, 5))]
     (recorded,) = LocalSampler(policy, 0, 60, 20).scores(items)
-    plain()
-    (expected,) = LocalSampler(policy, 0, 60, 20).scores(items)
+    (expected,) = LocalSampler(computed_by(policy, "torch"), 0, 60, 20).scores(items)
     for ours, theirs in zip(recorded, expected, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-3)
 

@@ -7,27 +7,27 @@ from collections.abc import Generator
 from itertools import pairwise
 
 import pytest
+import tiny
 import torch
 from fake_graphs import install
 from running import tiny_settings
 from test_sampling import log_ratio, requests_for
-from tiny import SHAPES, save_tiny, tiny_policy
+from tiny import SHAPES, computed_by, save_tiny, tiny_policy
 
 import lagrpo
-from lagrpo.backends.cpu import kernels
+from lagrpo.backends.choose import choose_backend
+from lagrpo.backends.cuda import CudaBackend
 from lagrpo.policy.learner import Learner
-from lagrpo.sampling import decode
 from lagrpo.sampling.decode import DecodeState
 from lagrpo.sampling.local import LocalSampler
 
 
 @pytest.fixture
 def recordings(monkeypatch):
-    """The graphs that were recorded."""
-    kernels.select("torch")
-    monkeypatch.setattr(decode, "graphs_on", lambda device: True)
-    yield install(monkeypatch.setattr).graphs
-    kernels.select("auto")
+    """The graphs that were recorded by policies that a GPU's backend computes."""
+    monkeypatch.setattr(tiny, "BACKEND", CudaBackend(torch.device("cpu"), torch.float32))
+    monkeypatch.setattr("lagrpo.training.build.choose_backend", lambda choice, device, dtype: tiny.BACKEND)
+    return install(monkeypatch.setattr).graphs
 
 
 def sample(sampler, policy, batch, count=7, G=5):
@@ -35,7 +35,7 @@ def sample(sampler, policy, batch, count=7, G=5):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recorded_steps_draw_what_steps_of_any_shape_draw(monkeypatch, recordings, dtype):
+def test_recorded_steps_draw_what_steps_of_any_shape_draw(recordings, dtype):
     """Rows end, others take their place, caches grow, and a second batch goes on with the steps of the first."""
     policy = tiny_policy(dtype=dtype)
     recorded = LocalSampler(policy, 0, max_tokens=90, rows=20)
@@ -44,8 +44,7 @@ def test_recorded_steps_draw_what_steps_of_any_shape_draw(monkeypatch, recording
     first = len(recordings)
     drawn.append(sample(recorded, policy, 3))
     assert len(recordings) <= first + 1  # and from batch to batch
-    monkeypatch.setattr(decode, "graphs_on", lambda device: False)
-    plain = LocalSampler(policy, 0, max_tokens=90, rows=20)
+    plain = LocalSampler(computed_by(policy, "torch"), 0, max_tokens=90, rows=20)
     for batch, groups in enumerate(drawn, start=1):
         expected = sample(plain, policy, batch)
         assert len({len(c.token_ids) for g in expected.values() for c in g.completions}) > 5
@@ -68,15 +67,14 @@ def test_a_sampling_that_was_left_does_not_spoil_the_next(recordings):
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_given_tokens_have_the_scores_of_steps_of_any_shape(monkeypatch, recordings, kind):
+def test_given_tokens_have_the_scores_of_steps_of_any_shape(recordings, kind):
     """Also when several are scored side by side, and some end before the others."""
     policy = tiny_policy(kind)
     sampler = LocalSampler(policy, 0, max_tokens=30, rows=20)
     items = [(r.prompt.token_ids, list(range(5, 6 + 4 * n))) for n, r in enumerate(requests_for(policy, 5))]
     (recorded,) = sampler.scores(items)
     assert sum(graph.replays for graph in recordings) == 16  # a token less than the longest has
-    monkeypatch.setattr(decode, "graphs_on", lambda device: False)
-    (plain,) = sampler.scores(items)
+    (plain,) = LocalSampler(computed_by(policy, "torch"), 0, max_tokens=30, rows=20).scores(items)
     for ours, theirs in zip(recorded, plain, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
 
@@ -133,7 +131,7 @@ def test_completions_under_way_keep_their_caches_while_the_policy_learns(run, al
 
 
 def test_caches_are_gone_on_a_cpu_too(run, alive, monkeypatch):
-    monkeypatch.setattr(decode, "graphs_on", lambda device: False)
+    monkeypatch.setattr("lagrpo.training.build.choose_backend", choose_backend)
     run(schedule={"prompts": 2, "batches": 3})
     assert alive.states == [0, 0, 0]
 

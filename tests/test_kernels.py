@@ -10,28 +10,22 @@ import sys
 import pytest
 import torch
 from tiny import tiny_policy
-from torch import Tensor
+from torch import Tensor, nn
 
-from lagrpo.backends import logprobs
-from lagrpo.backends.cpu import kernels
+from lagrpo.backends.choose import choose_backend
+from lagrpo.backends.cpu import build, kernels, loading, logprobs
 from lagrpo.backends.cpu.fused import rotary
-from lagrpo.backends.cpu.kernels import build
 from lagrpo.backends.layout import PackedLayout
-from lagrpo.backends.logprobs import token_logp
 from lagrpo.policy.model import Packed
-from lagrpo.policy.replica import Replica, replica
+from lagrpo.policy.replica import PackedWeights, replica
+from lagrpo.policy.weights import Weights
 from lagrpo.sampling.decode import DecodeState
-from lagrpo.sampling.local import draw
 
 WIDTHS = [1, 15, 16, 33, 576]  # below, at and beyond one vector
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
 
-@pytest.fixture(autouse=True)
-def with_kernels():
-    kernels.select("c")
-    yield
-    kernels.select("auto")
+pytestmark = pytest.mark.usefixtures("with_kernels")
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -41,6 +35,13 @@ def dtype(request) -> torch.dtype:
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def linear(weight: Tensor) -> nn.Linear:
+    """A linear layer with this weight."""
+    layer = nn.Linear(*reversed(weight.shape), bias=False)
+    layer.weight = nn.Parameter(weight)
+    return layer
 
 
 def assert_close(ours: Tensor, theirs: Tensor, roundings: float = 1.0) -> None:
@@ -126,7 +127,9 @@ def test_attention_and_its_gradient(groups, heads, kv_heads, d, dtype):
     out, lse = kernels.attention(layout.segments, q, k, v, d**-0.5)
     assert_close(out, expected.detach(), 2)
     assert_close(lse, lse_expected.detach(), 2)
-    ours = kernels.attention_backward(layout.groups, layout.segments, q, k, v, d**-0.5, out, lse, grad)
+    ours = kernels.attention_backward(
+        layout.groups, kernels.Attended(layout.segments, q, k, v, out, lse, d**-0.5), grad
+    )
     for mine, theirs in zip(ours, torch.autograd.grad((expected * grad.double()).sum(), exact), strict=True):
         assert_close(mine, theirs, 4)
 
@@ -165,17 +168,16 @@ def test_log_probs_of_tokens_and_their_gradient(vocabulary, tau, dtype):
 @pytest.mark.parametrize("tau", [1.0, 0.7])
 def test_entropy_on_request(choice, tau):
     """Of a fair coin, of certainty and of any logits; asking for it does not change the log-probs."""
-    kernels.select(choice)
+    token_logp = choose_backend(choice, "cpu", torch.float32).token_logp
     hidden, weight = random(20, 8, seed=1), random(300, 8, seed=2)
-    ids, entropy = torch.arange(20), torch.empty(20)
+    ids, entropy, head = torch.arange(20), torch.empty(20), linear(weight)
     expected = torch.distributions.Categorical(logits=(hidden @ weight.T).double() / tau).entropy()
-    plain = token_logp(hidden, weight, None, ids, tau)
-    asked = token_logp(hidden, weight, None, ids, tau, entropy)
+    plain = token_logp(hidden, head, ids, tau, None)
+    asked = token_logp(hidden, head, ids, tau, entropy)
     assert torch.equal(plain, asked)
     torch.testing.assert_close(entropy.double(), expected, rtol=0, atol=1e-5)
     coin = torch.full((2, 40), -torch.inf)
     coin[0, [3, 30]], coin[1, 7] = 5.0, 2.0
-    kernels.select("c")
     kernels.token_logp(coin, torch.tensor([3, 7]), tau, two := torch.empty(2))
     torch.testing.assert_close(two, torch.tensor([0.6931472, 0.0]))
 
@@ -191,9 +193,9 @@ def test_kernels_and_pytorch_draw_the_same_tokens():
         random(500, 1001) * 3,
         torch.rand(500, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
     )
-    ours, logp = draw(logits, 0.8, uniform)
-    kernels.select("torch")
-    theirs, reference = draw(logits, 0.8, uniform)
+    (ours, logp), (theirs, reference) = (
+        choose_backend(choice, "cpu", torch.float32).sample(logits, 0.8, uniform) for choice in ("c", "torch")
+    )
     assert (ours != theirs).sum().item() <= 1  # a number within 1e-7 of an interval's end may fall on either side
     torch.testing.assert_close(logp[ours == theirs], reference[ours == theirs], rtol=0, atol=5e-6)
 
@@ -203,10 +205,11 @@ def test_keeping_logits_for_the_backward_pass_changes_nothing(kept, monkeypatch)
     """None, less than a row, some of them, all; two forward passes before their backward passes; one of them twice."""
     monkeypatch.setattr(logprobs, "KERNEL_LOGITS", 300)
     monkeypatch.setattr(logprobs, "KEPT_LOGITS", kept)
-    hidden, weight = random(9, 8, seed=1).requires_grad_(), random(100, 8, seed=2).requires_grad_()
+    hidden, head = random(9, 8, seed=1).requires_grad_(), linear(random(100, 8, seed=2))
+    weight = head.weight
     ids = torch.arange(9)
     expected = torch.autograd.grad(torch.log_softmax(hidden @ weight.T, -1)[ids, ids].sum(), (hidden, weight))
-    first, second = (token_logp(hidden, weight, None, ids, 1.0).sum() for _ in range(2))
+    first, second = (logprobs.token_logp(hidden, head, ids, 1.0).sum() for _ in range(2))
     for loss in (first, second, first):
         for ours, theirs in zip(torch.autograd.grad(loss, (hidden, weight), retain_graph=True), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -254,21 +257,20 @@ def test_the_fused_decoder_gives_the_gradient_of_transformers_modules(kind, chan
     groups = [([5, 6, 7, 8, 9], [torch.tensor([4, 9, 11, 30]), torch.tensor([8, 1])])]
     gradients = {}
     for choice in ("c", "torch"):
-        kernels.select(choice)
-        policy = tiny_policy(kind, **changes)
-        assert policy.fused is not None
+        policy = tiny_policy(kind, backend=choice, **changes)
+        assert (policy.model.layers is not None) == (choice == "c")
         if checkpointing:
-            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-            policy.model.train()
+            policy.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+            policy.model.lm.train()
         policy.logp(Packed.build(groups)).sum().backward()
-        gradients[choice] = {n: p.grad for n, p in policy.model.named_parameters()}
+        gradients[choice] = {n: p.grad for n, p in policy.model.lm.named_parameters()}
     for name, theirs in gradients["torch"].items():
         torch.testing.assert_close(gradients["c"][name], theirs, rtol=1e-4, atol=2e-5, msg=name)
 
 
 def test_the_fused_decoder_keeps_to_the_window_and_to_whole_heads():
     policy = tiny_policy("mistral", head_dim=32, sliding_window=8)
-    assert policy.fused is not None
+    assert policy.model.layers is not None
     with pytest.raises(ValueError, match="within a window of 8 tokens"):
         policy.logp(Packed.build([([5, 6, 7, 8, 9], [torch.arange(5)])]))
     with pytest.raises(ValueError, match="rotary embedding of 32 out of 64"):
@@ -278,9 +280,8 @@ def test_the_fused_decoder_keeps_to_the_window_and_to_whole_heads():
 @pytest.mark.parametrize("choice", ["c", "torch"])
 @pytest.mark.parametrize("token", [-1, 103, 10**9])
 def test_a_token_outside_the_vocabulary_is_refused(token, choice):
-    kernels.select(choice)
     with pytest.raises(ValueError, match=f"token {token} is outside the model's vocabulary of 103"):
-        tiny_policy().logp(Packed.build([([5, 6], [torch.tensor([7, token])])]))
+        tiny_policy(backend=choice).logp(Packed.build([([5, 6], [torch.tensor([7, token])])]))
 
 
 def test_other_defaults_of_pytorch_do_no_harm():
@@ -300,24 +301,25 @@ def test_a_replica_computes_to_the_bit_what_its_policy_computes(kind, changes):
     """Also after a delivery; and it keeps no second copy of what it has packed."""
     policy = tiny_policy(kind, dtype=torch.bfloat16, **changes)
     copy = replica(policy)
-    assert isinstance(copy, Replica)
+    assert isinstance(copy.weights, PackedWeights)
     packed = Packed.build([([5, 6, 7, 8, 9], [torch.tensor([4, 9, 11, 30]), torch.tensor([8, 1])])])
     rows = torch.arange(packed.layout.rows)
     for version in (0, 1):
         with torch.no_grad():
             ours, theirs = (
-                p.hidden(packed.input_ids, packed.layout.position_ids, packed.layout) for p in (copy, policy)
+                p.model.hidden(packed.input_ids, packed.layout.position_ids, p.model.backend.over(packed.layout))
+                for p in (copy, policy)
             )
             assert torch.equal(ours, theirs)
-            assert torch.equal(copy.logits(ours[rows]), policy.logits(theirs[rows]))
+            assert torch.equal(copy.model.logits(ours[rows]), policy.model.logits(theirs[rows]))
             for parameter in policy.model.parameters():
                 parameter.mul_(1.1)
-        copy.load_weights(policy.weights(), version + 1)
+        copy.load(policy.weights, version + 1)
         assert copy.version == version + 1
     assert sum(p.numel() for p in copy.model.parameters()) < sum(p.numel() for p in policy.model.parameters()) / 2
     assert all(p.numel() for p in policy.model.parameters())
     with pytest.raises(ValueError, match=r"not fit the model: 1 names differ"):
-        copy.load_weights({**policy.weights(), "odd": torch.zeros(1)}, 3)
+        copy.load({**policy.weights, "odd": torch.zeros(1)}, 3)
 
 
 @pytest.mark.parametrize(("kind", "changes"), FUSED)
@@ -325,10 +327,10 @@ def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
     """Two groups of unlike size, an odd and an even prompt, rows of unlike length; hidden states and caches, to the
     bit."""
     copy = replica(tiny_policy(kind, dtype=torch.bfloat16, **changes))
-    assert isinstance(copy, Replica)
-    assert copy.fused is not None
-    assert copy.fused.stack(copy.packs()) is not None
-    states, found = [DecodeState(copy, 7, 80) for _ in range(2)], []
+    layers = copy.model.layers
+    assert layers is not None
+    assert layers.stack() is not None
+    states, found = [DecodeState(copy.model, 7, 80) for _ in range(2)], []
     for state in states:
         state.admit([[5, 6, 7]], 4)
         state.step(torch.tensor([4, 9, 8, 30]))
@@ -337,43 +339,41 @@ def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
         state.retire([1, 5])
         hidden.append(state.step(torch.arange(5)))
         found.append([*hidden, state.own.keys[:, :5], state.own.values[:, :5]])
-        copy.fused._stack = copy.packs(), None
+        layers._stack = layers.panels.current(), None
     for one, other in zip(*found, strict=True):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
-def test_where_weights_cannot_be_packed_a_replica_is_a_twin(monkeypatch):
-    assert not isinstance(replica(tiny_policy("gemma", dtype=torch.bfloat16)), Replica)
-    assert not isinstance(replica(tiny_policy(dtype=torch.float32)), Replica)
-    monkeypatch.setattr(kernels, "_products", None)  # products that were wrong on this processor
-    assert not isinstance(replica(tiny_policy(dtype=torch.bfloat16)), Replica)
-    monkeypatch.undo()
-    kernels.select("torch")
-    assert not isinstance(replica(tiny_policy(dtype=torch.bfloat16)), Replica)
+def test_where_weights_cannot_be_packed_a_replica_copies_them(monkeypatch):
+    assert isinstance(replica(tiny_policy("gemma", dtype=torch.bfloat16)).weights, Weights)
+    assert isinstance(replica(tiny_policy(dtype=torch.float32)).weights, Weights)
+    assert isinstance(replica(tiny_policy(dtype=torch.bfloat16, backend="torch")).weights, Weights)
+    monkeypatch.setattr(loading, "_products", None)  # products that were wrong on this processor
+    assert isinstance(replica(tiny_policy(dtype=torch.bfloat16)).weights, Weights)
 
 
 @pytest.mark.parametrize(("kind", "fused"), [("llama", True), ("gemma", False), ("mistral", False)])
 def test_what_computes_is_said(kind, fused):
-    said = tiny_policy(kind).computation
+    said = tiny_policy(kind).model.computation
     assert said.startswith("C kernels (")
     assert ("by transformers" in said) != fused
-    kernels.select("torch")
-    assert tiny_policy(kind).computation == "PyTorch (as chosen)"
+    assert tiny_policy(kind, backend="torch").model.computation == "PyTorch (as chosen)"
 
 
 def test_attention_that_the_kernels_do_not_take_is_said():
-    said = tiny_policy("mistral").computation
+    said = tiny_policy("mistral").model.computation
     assert said.endswith("attention by PyTorch (heads of 8 numbers, no multiple of 16)")
 
 
 def test_how_tokens_are_drawn_is_said(monkeypatch):
     policy, name = tiny_policy(dtype=torch.bfloat16), kernels.products()
-    assert replica(policy).decoding == policy.decoding == f"one call through all layers, products by {name}"
-    assert f"forward products by {name}" in policy.computation
-    assert replica(tiny_policy()).decoding == "layer by layer, PyTorch's matrix products in float32"
-    monkeypatch.setattr(kernels, "_products", None)
-    assert replica(policy).decoding == "layer by layer, PyTorch's matrix products in bfloat16"
-    assert "products by" not in policy.computation
+    assert replica(policy).model.decoding == policy.model.decoding == f"one call through all layers, products by {name}"
+    assert f"forward products by {name}" in policy.model.computation
+    assert replica(tiny_policy()).model.decoding == "layer by layer, PyTorch's matrix products in float32"
+    monkeypatch.setattr(loading, "_products", None)
+    policy = tiny_policy(dtype=torch.bfloat16)
+    assert replica(policy).model.decoding == "layer by layer, PyTorch's matrix products in bfloat16"
+    assert "products by" not in policy.model.computation
 
 
 # ---- how they are had: in processes of their own, with a cache of their own ----
@@ -385,8 +385,9 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-DESCRIBE = "from lagrpo import kernels; print(kernels.describe())"
-INSIST = "from lagrpo import kernels; kernels.select('c')"
+CHOOSE = "import torch; from lagrpo.backends.choose import choose_backend; backend = choose_backend"
+DESCRIBE = f"{CHOOSE}('auto', 'cpu', torch.float32); print(backend)"
+INSIST = f"{CHOOSE}('c', 'cpu', torch.float32)"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag that takes them away is of x86")
@@ -394,7 +395,8 @@ def test_without_a_compiler_pytorch_computes_and_says_so(tmp_path):
     done = python(DESCRIBE, LAGRPO_CACHE=str(tmp_path), CC="no-such-compiler")
     assert done.stdout.startswith("PyTorch (no C kernels: no-such-compiler could not be run")
     assert (
-        "NoKernels: the kernels cannot be had here" in python(INSIST, LAGRPO_CACHE=str(tmp_path), CC="nothing").stderr
+        "NoKernels: the C kernels are unavailable here"
+        in python(INSIST, LAGRPO_CACHE=str(tmp_path), CC="nothing").stderr
     )
 
 

@@ -137,12 +137,12 @@ def test_masked_groups_leave_gradient_and_normaliser_as_documented(masked_count)
 def test_a_batch_with_every_group_masked_makes_no_update():
     policy, recipe = tiny_policy(), resolve("grpo_masked", {"beta": 0.0})
     batch = assembled(recipe, judged(drawn(policy), lambda g, j, c: 1.0))
-    before = {name: w.clone() for name, w in policy.weights().items()}
+    before = {name: w.clone() for name, w in policy.weights.items()}
     assert micro_batches(batch, 999) == []
     assert not batch.in_objective
     assert learner(policy, recipe, weight_decay=0.1).first_step([], batch.in_objective) == ([], {})
     assert policy.version == 0
-    assert all(torch.equal(before[name], w) for name, w in policy.weights().items())
+    assert all(torch.equal(before[name], w) for name, w in policy.weights.items())
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_gradient_known_to_be_zero_is_still_an_update():
         assert bool(rows) != silent
         stepping.first_step(rows, flat.in_objective)
         assert policy.version == 2
-        moved.append(torch.cat([w.flatten() for w in policy.weights().values()]))
+        moved.append(torch.cat([w.flatten() for w in policy.weights.values()]))
     torch.testing.assert_close(moved[0], moved[1], rtol=0, atol=1e-7)
 
 
@@ -223,7 +223,7 @@ def test_v_batches_from_one_alpha_equal_v_mini_batches_of_one_larger_batch():
                 parts = {b: sorted((g for _, g in sampler.sample(requests, 5)), key=lambda g: g.prompt.key)}
             stepping.first_step(micro_batches(assembled(recipe, judged(parts[b]), b), 999))
         assert policy.version == v
-        runs.append(torch.cat([w.flatten() for w in policy.weights().values()]))
+        runs.append(torch.cat([w.flatten() for w in policy.weights.values()]))
     assert (runs[0] - runs[1]).abs().max() <= 1e-6
 
 
@@ -231,13 +231,13 @@ def test_masters_keep_what_bfloat16_would_round_away():
     """Twenty steps, each too small to change a bfloat16 weight, together do: they are added up in float32."""
     policy, recipe = tiny_policy(dtype=torch.bfloat16), resolve("dr_grpo")
     rows = micro_batches(assembled(recipe, judged(drawn(policy))), 999)
-    before = policy.head.weight.detach().clone()
+    before = policy.model.head.weight.detach().clone()
     stepping = learner(policy, recipe, lr=2e-5)
     scored, _ = stepping.first_step(rows)
-    after_one = (policy.head.weight != before).float().mean().item()
+    after_one = (policy.model.head.weight != before).float().mean().item()
     for _ in range(19):
         stepping.step(scored)
-    assert (policy.head.weight != before).float().mean().item() > 2 * after_one
+    assert (policy.model.head.weight != before).float().mean().item() > 2 * after_one
     working = list(policy.model.parameters())
     for parameter, master in zip(working, stepping._masters.parameters, strict=True):
         assert torch.equal(parameter, master.to(torch.bfloat16))
@@ -247,7 +247,7 @@ def test_masters_keep_what_bfloat16_would_round_away():
 def test_bfloat16_gradients_agree_with_float32_ones():
     """Same rounded weights, arithmetic in bfloat16 against float32: the direction is the same."""
     rounded, exact = tiny_policy(dtype=torch.bfloat16), tiny_policy()
-    exact.load_weights({name: w.float() for name, w in rounded.weights().items()}, 0)
+    exact.weights.load({name: w.float() for name, w in rounded.weights.items()}, 0)
     recipe = resolve("dr_grpo")
     groups = judged(drawn(exact))
     one, other = (
@@ -300,11 +300,11 @@ def test_a_token_whose_gradient_is_infinite_is_named_and_nothing_changes():
     own_T, logp_alpha_T = (row.completion_T == c).nonzero().flatten(), row.logp_alpha_T
     assert logp_alpha_T is not None
     logp_alpha_T[own_T[-1]] -= 150
-    before, stepping = policy.head.weight.detach().clone(), learner(policy, recipe)
+    before, stepping = policy.model.head.weight.detach().clone(), learner(policy, recipe)
     named = rf"token {len(own_T) - 1} of scored completion {row.members[c]} of the batch .* log pi/alpha 1(49|50)\b"
     with pytest.raises(FloatingPointError, match=f"update 1 is not finite at {named}.*still version 0"):
         stepping.first_step(rows)
-    assert torch.equal(policy.head.weight, before)
+    assert torch.equal(policy.model.head.weight, before)
     logp_alpha_T[own_T[-1]] += 150
     norm = stepping.first_step(rows)[1]["grad_norm"]  # nothing is left of the rows before it
     fresh = tiny_policy()
@@ -326,16 +326,16 @@ def test_an_infinite_gradient_stops_before_anything_changes():
     policy, recipe = tiny_policy(), resolve("dr_grpo")
     rows = micro_batches(assembled(recipe, judged(drawn(policy))), 999)
     rows[0].advantage_C[0] = torch.inf
-    before = policy.head.weight.detach().clone()
+    before = policy.model.head.weight.detach().clone()
     with pytest.raises(FloatingPointError, match=r"update 1 is not finite.*still version 0"):
         learner(policy, recipe).first_step(rows)
-    assert torch.equal(policy.head.weight, before)
+    assert torch.equal(policy.model.head.weight, before)
 
 
 def test_the_reference_is_swapped_at_the_end_of_a_stage_and_only_then():
     policy = tiny_policy()
     recipe = resolve("grpo", {"beta": 0.5})
-    stepping = Learner(policy, recipe, Optimisation(lr=1e-2), reference=policy.twin())
+    stepping = Learner(policy, recipe, Optimisation(lr=1e-2), reference=replica(policy))
     batch = assembled(recipe, judged(drawn(policy)))
     for expected_zero in (True, False):
         _, sums = stepping.first_step(stepping.pack(batch, 999))
@@ -379,33 +379,34 @@ def test_a_single_update_is_at_the_full_rate(schedule):
 def test_weight_decay_leaves_norms_and_biases_alone(dtype):
     """On a gradient of 0 AdamW only decays: every matrix by 1 - lr · decay, and nothing else."""
     policy, recipe = tiny_policy("qwen2", dtype=dtype), resolve("dr_grpo")  # queries, keys and values with a bias
-    before = {name: w.float().clone() for name, w in policy.weights().items()}
+    before = {name: w.float().clone() for name, w in policy.weights.items()}
     stepping = learner(policy, recipe, lr=0.5, weight_decay=0.5)
     flat = assembled(recipe, judged(drawn(policy), lambda g, j, c: 1.0))
     stepping.first_step(micro_batches(flat, 999, silent=True), flat.in_objective)
     kinds = {name.split(".")[-2] + "." + name.split(".")[-1] for name in before}
     assert {"q_proj.bias", "input_layernorm.weight", "norm.weight"} <= kinds
-    for name, weight in policy.weights().items():
+    for name, weight in policy.weights.items():
         expected = before[name] * (0.75 if weight.ndim > 1 else 1)
         torch.testing.assert_close(weight.float(), expected, rtol=0.01 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
         assert weight.ndim > 1 or torch.equal(weight.float(), before[name])
 
 
-def test_the_weights_of_a_version_have_the_buffers_that_a_checkpoint_has():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # with kernels: a copy, and packed weights
+def test_the_weights_of_a_version_have_the_buffers_that_a_checkpoint_has(dtype):
     """A count that every forward pass of a model might keep, and one that is made anew: the first one travels."""
-    policy = tiny_policy()
-    policy.decoder.register_buffer("kept", torch.tensor([3], dtype=torch.int64))
-    policy.decoder.register_buffer("made", torch.tensor([3.0]), persistent=False)
-    assert policy.weights().keys() == policy.model.state_dict().keys()
-    copies = [policy.twin(), replica(policy)]
-    policy.decoder.get_buffer("kept").fill_(7)
-    policy.decoder.get_buffer("made").fill_(7)
-    for copy in copies:
-        copy.load_weights(policy.weights(), 1)
-        assert (copy.decoder.get_buffer("kept").item(), copy.decoder.get_buffer("made").item()) == (7, 3)
-        with pytest.raises(ValueError, match=r"1 names differ, e\.g\. model\.kept"):
-            copy.load_weights({n: w for n, w in policy.weights().items() if n != "model.kept"}, 2)
+    policy = tiny_policy(dtype=dtype)
+    policy.model.decoder.register_buffer("kept", torch.tensor([3], dtype=torch.int64))
+    policy.model.decoder.register_buffer("made", torch.tensor([3.0]), persistent=False)
+    assert policy.weights.keys() == policy.model.lm.state_dict().keys()
+    copy = replica(policy)
+    policy.model.decoder.get_buffer("kept").fill_(7)
+    policy.model.decoder.get_buffer("made").fill_(7)
+    copy.load(policy.weights, 1)
+    buffer = copy.model.decoder.get_buffer
+    assert (buffer("kept").item(), buffer("made").item()) == (7, 3)
+    with pytest.raises(ValueError, match=r"1 names differ, e\.g\. model\.kept"):
+        copy.load({n: w for n, w in policy.weights.items() if n != "model.kept"}, 2)
     stepping = learner(policy, resolve("dr_grpo"))
     stepping.delivered()
-    policy.decoder.get_buffer("kept").fill_(8)
+    policy.model.decoder.get_buffer("kept").fill_(8)
     assert 0 < stepping.delivered()["moved_delivered"] < 1e-3

@@ -102,7 +102,7 @@ def test_a_sampler_that_does_not_take_the_delivery_stops_the_run(algorithm, monk
     original = LocalSampler.deliver
 
     def stale(self, weights, version):
-        original(self, weights, version) if version == 0 else setattr(self.policy, "version", version)
+        original(self, weights, version) if version == 0 else setattr(self.policy.weights, "version", version)
         return {}
 
     monkeypatch.setattr(LocalSampler, "deliver", stale)

@@ -90,11 +90,11 @@ def test_draws_are_cut_from_the_raw_stream():
 def test_the_policy_starts_the_same(kind):
     """The weights to the bit, of every name and whatever the order of the parameters; masters alone differ."""
     policy = tiny_policy(kind, torch.bfloat16)
-    before = {name: w.clone() for name, w in policy.weights().items()}
+    before = {name: w.clone() for name, w in policy.weights.items()}
     optimisation = Optimisation(lr=1e-3, seed=4)
     masters = Learner(policy, _recipe(), optimisation)._masters
     assert masters.round() == 0
-    for (name, weight), master in zip(policy.weights().items(), masters.parameters, strict=True):
+    for (name, weight), master in zip(policy.weights.items(), masters.parameters, strict=True):
         assert torch.equal(bits(weight), bits(before[name])), name
         steps = master.detach().view(torch.int32) - before[name].float().view(torch.int32)
         assert torch.equal(steps.flatten(), torch.from_numpy(signed16(weight.numel(), 4, "masters", name)).int())
@@ -114,10 +114,10 @@ def test_the_same_name_and_seed_draw_the_same():
 
 def test_plain_masters_are_the_weights_and_float32_has_none():
     policy = tiny_policy(dtype=torch.bfloat16)
-    for weight, master in zip(policy.weights().values(), Masters(policy.model, "plain", 0).parameters, strict=True):
+    for weight, master in zip(policy.weights.values(), Masters(policy.model.lm, "plain", 0).parameters, strict=True):
         assert torch.equal(master, weight.float())
     policy = tiny_policy()
-    masters = Masters(policy.model, "dithered", 0)
+    masters = Masters(policy.model.lm, "dithered", 0)
     assert [id(p) for p in masters.parameters] == [id(p) for p in policy.model.parameters()]
     assert masters.round() is None
 
@@ -213,19 +213,23 @@ class Bandit:
     number. π of an arm is its softmax; each step follows the exact gradient of the expected reward."""
 
     def __init__(self, dtype: torch.dtype, masters: Any, weight_decay: float) -> None:
-        self.model: Any = nn.ParameterDict({"logits": LOGITS.to(dtype).repeat(COPIES, 1)})
-        self.dtype, self.version = dtype, 0
+        self.parameters: Any = nn.ParameterDict({"logits": LOGITS.to(dtype).repeat(COPIES, 1)})
+        self.model, self.weights = SimpleNamespace(lm=self.parameters), SimpleNamespace(version=0)
         optimisation = Optimisation(1e-4, weight_decay=weight_decay, max_grad_norm=None, masters=masters, seed=7)
         self.learner = Learner(self, SimpleNamespace(needs_pi_ref=False), optimisation)  # type: ignore[arg-type]
 
+    @property
+    def version(self) -> int:
+        return self.weights.version
+
     def learn(self, updates: int) -> None:
         for _ in range(updates):
-            pi = self.model["logits"].float().softmax(1)
+            pi = self.parameters["logits"].float().softmax(1)
             (-(pi * REWARDS).sum(1)).sum().backward()
             self.learner._update()
 
     def pi(self) -> torch.Tensor:
-        return self.model["logits"].detach().double().softmax(1)
+        return self.parameters["logits"].detach().double().softmax(1)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import signal
@@ -14,10 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from running import children, tiny_settings
-from tiny import save_tiny
+from tiny import save_tiny, tiny_policy
 from transformers.utils import logging
 
-from lagrpo.backends.cpu import kernels
 from lagrpo.errors import SettingsError
 from lagrpo.interrupts import Interrupted, interruptible
 from lagrpo.policy.templates import Templates
@@ -50,39 +50,39 @@ def seen(monkeypatch):
     original = torch.nn.utils.get_total_norm
 
     def spied(*args):
-        found.append((torch.get_num_threads(), kernels.chosen()))
+        found.append(torch.get_num_threads())
         return original(*args)
 
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", spied)
     return found
 
 
-def test_a_run_gives_threads_and_kernels_back(settings, seen):
+def test_a_run_gives_threads_back(settings, seen):
     train(settings())
-    assert seen[0] == (3, "torch")
-    assert (torch.get_num_threads(), kernels.chosen()) == (1, "auto")
+    assert seen[0] == 3
+    assert torch.get_num_threads() == 1
 
 
 def test_so_does_one_that_is_refused_after_the_model_was_loaded(settings):
     with pytest.raises(SettingsError, match=r"tokens; sampling\.max_prompt_tokens is 3"):
         train(settings(sampling={"max_prompt_tokens": 3}))
-    assert (torch.get_num_threads(), kernels.chosen()) == (1, "auto")
+    assert torch.get_num_threads() == 1
 
 
 def test_so_does_an_evaluation(settings, tmp_path):
     model = settings()["model"]
     given = {"model": model, "max_tokens": 3, "max_prompt_tokens": 64, "prompts": 2, "output": str(tmp_path / "out")}
     evaluate_model(EvalSettings.model_validate(given))
-    assert (torch.get_num_threads(), kernels.chosen()) == (1, "auto")
+    assert torch.get_num_threads() == 1
 
 
-def test_the_choice_of_whoever_calls_is_what_comes_back(settings):
-    kernels.select("c")
-    try:
-        train(settings())
-        assert kernels.chosen() == "c"
-    finally:
-        kernels.select("auto")
+def test_a_run_does_not_choose_what_other_policies_compute_with(settings):
+    """Its backend is its own: one by PyTorch leaves those by the kernels alone."""
+    ours = tiny_policy(backend="c")
+    environment = json.loads((train(settings()).run / "environment.json").read_text())
+    assert environment["computation"] == "PyTorch (as chosen)"
+    assert ours.model.computation.startswith("C kernels (")
+    assert tiny_policy(backend="auto").model.computation == ours.model.computation
 
 
 def test_tokenizers_start_threads_again(settings, monkeypatch):

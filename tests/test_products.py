@@ -9,20 +9,16 @@ import sys
 
 import pytest
 import torch
-from tiny import tiny_policy
+from tiny import computed_by, tiny_policy
 from torch import Tensor, nn
 
-from lagrpo.backends.cpu import kernels
-from lagrpo.backends.cpu.kernels import build
+from lagrpo.backends.choose import choose_backend
+from lagrpo.backends.cpu import build, kernels, library, panels
 from lagrpo.policy.model import Packed
-from lagrpo.policy.replica import Replica, replica
+from lagrpo.policy.replica import PackedWeights, replica
+from lagrpo.policy.weights import Weights
 
-
-@pytest.fixture(autouse=True)
-def with_kernels():
-    kernels.select("c")
-    yield
-    kernels.select("auto")
+pytestmark = pytest.mark.usefixtures("with_kernels")
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -40,21 +36,21 @@ def test_a_product_is_that_of_its_layers_whatever_the_rows_beside_a_row(shape):
     """Two layers as one, refilled; any number of rows; outputs that fill no panel; every slice has the same bits."""
     out, k = shape
     layers = [linear(out, k), linear(5, k, bias=False, seed=1)]
-    panels = kernels.Panels(layers)
+    product = kernels.Panels(layers)
     for layer in layers:
         layer.weight.mul_(1.25)
-    panels.fill(layers)
+    product.fill(layers)
     x = random(700, k, seed=2)
-    whole = panels(x)
+    whole = product(x)
     exact = torch.cat(
         [x.double() @ m.weight.double().mT + (0 if m.bias is None else m.bias.double()) for m in layers], 1
     )
     assert ((whole.double() - exact).abs() / exact.abs().amax()).max().item() < 2**-8
     for first, rows in [(0, 1), (699, 1), (3, 2), (7, 9), (100, 15), (90, 16), (11, 17), (1, 33), (64, 64), (9, 513)]:
-        assert torch.equal(panels(x[first : first + rows]), whole[first : first + rows])
+        assert torch.equal(product(x[first : first + rows]), whole[first : first + rows])
     threads = torch.get_num_threads()
     torch.set_num_threads(3 - min(threads, 2))
-    assert torch.equal(panels(x), whole)
+    assert torch.equal(product(x), whole)
     torch.set_num_threads(threads)
 
 
@@ -67,7 +63,7 @@ COMPARED = """
 import torch
 from lagrpo.backends.cpu import kernels
 from lagrpo.backends.layout import PackedLayout
-kernels.select("c")
+assert kernels.why_not() is None
 assert kernels.products_are_right()
 x, w = (torch.randn(n, 576, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (200, 77))
 layer = torch.nn.Linear(576, 77, bias=False, dtype=torch.bfloat16).requires_grad_(False)
@@ -81,7 +77,7 @@ layout = PackedLayout.build([(7, (3, 9, 2)), (130, (70, 3))])
 draw = torch.Generator().manual_seed(0)
 q, k, v, g = (torch.randn(layout.rows, heads, 64, generator=draw).bfloat16() for heads in (9, 3, 3, 9))
 out, lse = kernels.attention(layout.segments, q, k, v, 0.125)
-grads = kernels.attention_backward(layout.groups, layout.segments, q, k, v, 0.125, out, lse, g)
+grads = kernels.attention_backward(layout.groups, kernels.Attended(layout.segments, q, k, v, out, lse, 0.125), g)
 sums = [t.double().mul(torch.arange(t.numel()).view(t.shape)).sum().item() for t in (y, out, lse, *grads)]
 print(str(kernels.products()).replace(" ", "-"), *sums)
 """
@@ -116,21 +112,19 @@ def test_at_every_level_of_instructions_products_are_right_and_independent_of_th
 DECODED = """
 import torch
 from tiny import tiny_policy
-from lagrpo.backends.cpu import kernels
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import replica
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.types import Prompt
-kernels.select("c")
-policy = tiny_policy("qwen3", dtype=torch.bfloat16)
+policy = tiny_policy("qwen3", dtype=torch.bfloat16, backend="c")
 prompts = [Prompt(key, ({"role": "user", "content": "?"},), None, tuple(range(5, 8 + key))) for key in range(3)]
 sampler = LocalSampler(replica(policy), 0, 9, 64)
 with torch.no_grad():
     for request, group in sampler.sample([Request(1, 0, prompt) for prompt in prompts], 6):
         packed = Packed.build([(request.prompt.token_ids, [c.token_ids for c in group.completions])])
         assert torch.equal(policy.logp(packed), torch.cat([c.logp_alpha for c in group.completions]))
-print(policy.decoding)
+print(policy.model.decoding)
 """
 
 
@@ -141,7 +135,7 @@ def test_steps_through_all_layers_by_tiles_draw_what_the_learner_computes():
 def test_an_unknown_level_is_refused_before_anything_is_compiled(monkeypatch):
     monkeypatch.setenv(build.ISA, "sse9")
     with pytest.raises(kernels.NoKernels, match=r"LAGRPO_CPU_ISA = 'sse9' is no level of instructions: use native, "):
-        kernels.select("auto")
+        choose_backend("auto", "cpu", torch.bfloat16)
 
 
 def test_an_empty_level_is_none_and_case_does_not_matter(monkeypatch):
@@ -156,42 +150,42 @@ def test_another_level_in_the_same_process_is_refused(monkeypatch):
     with pytest.raises(
         kernels.NoKernels, match=r"computes with the instructions .*; for LAGRPO_CPU_ISA = baseline start"
     ):
-        kernels.select("auto")
+        choose_backend("auto", "cpu", torch.bfloat16)
 
 
 def test_a_level_above_the_processor_is_refused(monkeypatch):
     monkeypatch.setenv(build.ISA, "avx2")
     monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"fma", "bmi2", "f16c"}))
     with pytest.raises(kernels.NoKernels, match="LAGRPO_CPU_ISA = 'avx2': this processor has no avx2"):
-        kernels.select("auto")
+        choose_backend("auto", "cpu", torch.bfloat16)
 
 
 def test_products_that_are_wrong_here_are_not_used(monkeypatch):
     """A library whose every way is broken: nothing of it computes, and the line says so."""
-    monkeypatch.setattr(kernels, "products_are_right", lambda: False)
+    monkeypatch.setattr(panels, "products_are_right", lambda: False)
     lines: list[str] = []
-    assert kernels._choose_products(lines.append) is None
+    assert panels.choose_products(lines.append) is None
     assert any("do not give the numbers they should on this processor" in line for line in lines)
     monkeypatch.undo()
-    assert kernels._choose_products(lines.append) == kernels.products()
+    assert panels.choose_products(lines.append) == kernels.products()
 
 
 def test_the_comparison_with_plain_numbers_sees_one_wrong_bit(monkeypatch):
-    product = kernels._library.product
+    product = library._library.product
 
     def off(m, n, k, x, packed, bias, y):
         product(m, n, k, x, packed, bias, y)
         if n.value > 40:
             ctypes.cast(y, ctypes.POINTER(ctypes.c_uint16))[3] ^= 1
 
-    real = kernels._library
+    real = library._library
 
     class Library:
         def __getattr__(self, name):
             return off if name == "product" else getattr(real, name)
 
     assert kernels.products_are_right()
-    monkeypatch.setattr(kernels, "_library", Library())
+    monkeypatch.setattr(library, "_library", Library())
     assert not kernels.products_are_right()
 
 
@@ -200,9 +194,9 @@ def test_the_comparison_with_plain_numbers_sees_one_wrong_bit(monkeypatch):
 
 def test_an_odd_number_of_inputs_takes_pytorchs_products():
     policy = tiny_policy(dtype=torch.bfloat16, intermediate_size=47)
-    assert not policy.own_products
-    assert not isinstance(replica(policy), Replica)
-    assert "products by" not in policy.computation
+    assert not policy.model.exact
+    assert isinstance(replica(policy).weights, Weights)
+    assert "products by" not in policy.model.computation
 
 
 def test_an_interrupted_delivery_takes_nothing_from_others(monkeypatch):
@@ -216,11 +210,16 @@ def test_an_interrupted_delivery_takes_nothing_from_others(monkeypatch):
             fill = kernels.Panels.fill
             monkeypatch.setattr(kernels.Panels, "fill", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
-                alpha.load_weights(policy.weights(), version)
+                alpha.load(policy.weights, version)
             monkeypatch.setattr(kernels.Panels, "fill", fill)
-            alpha.load_weights(policy.weights(), version)
+            alpha.load(policy.weights, version)
             assert torch.equal(alpha.logp(packed), policy.logp(packed))
             assert torch.equal(reference.logp(packed), before)
+
+
+def packs(policy):
+    """What it computes with."""
+    return policy.model.layers.panels.current()
 
 
 def changed(policy) -> None:
@@ -232,12 +231,12 @@ def changed(policy) -> None:
 def test_one_packed_copy_serves_learner_and_sampler_of_one_version():
     policy = tiny_policy(dtype=torch.bfloat16)
     alpha = replica(policy)
-    assert isinstance(alpha, Replica)
-    first = policy.packs()
+    assert isinstance(alpha.weights, PackedWeights)
+    first = packs(policy)
     for version in (1, 2):  # v = 1, i = 1: an update, a delivery, no forward pass between
         changed(policy)
-        alpha.load_weights(policy.weights(), version)
-        assert alpha.packs() is policy.packs() is first
+        alpha.load(policy.weights, version)
+        assert packs(alpha) is packs(policy) is first
 
 
 def test_packs_that_are_lent_keep_their_weights_while_the_learner_goes_on():
@@ -248,12 +247,12 @@ def test_packs_that_are_lent_keep_their_weights_while_the_learner_goes_on():
         changed(policy)
         assert not torch.equal(policy.logp(packed), before)
         assert torch.equal(alpha.logp(packed), before)
-        lent = alpha.packs()
-        alpha.load_weights(policy.weights(), 1)
+        lent = packs(alpha)
+        alpha.load(policy.weights, 1)
         assert torch.equal(alpha.logp(packed), policy.logp(packed))
         changed(policy)
         policy.logp(packed)
-        assert policy.packs() is lent  # what the sampler gave back is used again: never more than two
+        assert packs(policy) is lent  # what the sampler gave back is used again: never more than two
 
 
 def test_weights_of_somebody_else_are_packed_for_the_replica_alone():
@@ -261,10 +260,10 @@ def test_weights_of_somebody_else_are_packed_for_the_replica_alone():
     packed, alpha = Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])]), replica(policy)
     with torch.no_grad():
         for version in (1, 2):
-            alpha.load_weights(other.weights(), version)
+            alpha.load(other.weights, version)
             assert torch.equal(alpha.logp(packed), other.logp(packed))
             changed(other)
-        alpha.load_weights(policy.weights(), 3)
+        alpha.load(policy.weights, 3)
         assert torch.equal(alpha.logp(packed), policy.logp(packed))
 
 
@@ -272,10 +271,10 @@ def test_a_weight_that_is_changed_in_place_is_packed_again():
     policy, packed = tiny_policy(dtype=torch.bfloat16), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
     with torch.no_grad():
         before = policy.logp(packed)
-        policy.model.get_decoder().layers[1].mlp.down_proj.weight.mul_(-3)
+        policy.model.decoder.layers[1].mlp.down_proj.weight.mul_(-3)
         after = policy.logp(packed)
     assert not torch.equal(before, after)
-    kernels.select("torch")
+    policy = computed_by(policy, "torch")
     with torch.no_grad():
         assert (policy.logp(packed) - after).abs().max().item() < 0.2
         assert (policy.logp(packed) - before).abs().max().item() > 0.2

@@ -11,7 +11,7 @@ from tiny import save_tiny, tiny_policy
 
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError
-from lagrpo.policy.model import Policy
+from lagrpo.policy.chat import Chat
 from lagrpo.runs import load_rollouts
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import PROBE_PROMPTS
@@ -126,7 +126,7 @@ def test_prompts_are_tokenised_once_at_the_start_and_once_in_their_batch(run, mo
     """24 prompts, all of them visited. Before the first batch also those of the proof, and one for the template."""
     counts: Counter[str] = Counter()
     phase = {"now": "start"}
-    tokenize, sample = Policy.tokenize, LocalSampler.sample
+    tokenize, sample = Chat.tokenize, LocalSampler.sample
 
     def counted(policy, prompt):
         counts[phase["now"]] += 1
@@ -136,7 +136,7 @@ def test_prompts_are_tokenised_once_at_the_start_and_once_in_their_batch(run, mo
         phase["now"] = f"batch {requests[0].batch + 1}"  # what comes after this draw
         return sample(sampler, requests, G)
 
-    monkeypatch.setattr(Policy, "tokenize", counted)
+    monkeypatch.setattr(Chat, "tokenize", counted)
     monkeypatch.setattr(LocalSampler, "sample", sampling)
     run("load_rarely_right", schedule={"prompts": 4, "batches": 13})
     assert counts.pop("start") == 1 + 24 + PROBE_PROMPTS + 4

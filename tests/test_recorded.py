@@ -36,8 +36,8 @@ def test_rows_of_one_prompt_form_groups_of_at_most_g(tmp_path):
     by_text = {tuple(c.text for c in g.completions): g for g in recorded.batch(1, 3)}
     assert by_text.keys() == {("2", "3"), ("two",), ("5",)}
     first, cut = by_text["2", "3"].completions
-    assert first.token_ids.tolist() == [*policy.tokenizer("2")["input_ids"], policy.tokenizer.eos_token_id]
-    assert cut.token_ids.tolist() == policy.tokenizer("3")["input_ids"]
+    assert first.token_ids.tolist() == [*policy.chat.tokenizer("2")["input_ids"], policy.chat.tokenizer.eos_token_id]
+    assert cut.token_ids.tolist() == policy.chat.tokenizer("3")["input_ids"]
     assert first.reward == 1.0
     assert by_text["two",].completions[0].outcome is None  # for the judge, against gold
     assert by_text["two",].prompt.gold == "2"
@@ -53,7 +53,7 @@ def test_every_group_is_visited_once_per_epoch(tmp_path):
 
 def test_the_rollouts_of_a_run_are_read_back_but_for_its_versions(tmp_path):
     policy = tiny_policy()
-    prompt = policy.tokenize(Prompt(4, ({"role": "user", "content": "7-2="},), "5"))
+    prompt = policy.chat.tokenize(Prompt(4, ({"role": "user", "content": "7-2="},), "5"))
     group = Group(
         prompt,
         (
@@ -158,7 +158,7 @@ def test_only_a_newline_ends_a_line(tmp_path):
 
 
 def completion(policy, text="5", logp=(-0.5, -1.0), outcome=None, version=3):
-    ids = [*policy.tokenizer(text)["input_ids"], 1] if text else []
+    ids = [*policy.chat.tokenizer(text)["input_ids"], 1] if text else []
     return Completion(torch.tensor(ids, dtype=torch.long), torch.tensor(logp[: len(ids)]),
                       torch.full((len(ids),), version), bool(text), text, outcome or Outcome.scored(1.0))  # fmt: skip
 
@@ -169,7 +169,7 @@ def rollouts(root, batches, name="run"):
     folder.mkdir(parents=True)
     (root / name / "config.toml").write_text("")
     policy = tiny_policy()
-    prompt = policy.tokenize(Prompt(4, ({"role": "user", "content": "7-2="},), "5"))
+    prompt = policy.chat.tokenize(Prompt(4, ({"role": "user", "content": "7-2="},), "5"))
     for b, completions in enumerate(batches, start=1):
         rows = rollout_rows([Group(prompt, tuple(completions))], [[{}] * len(completions)], batch=b, stage=1,
                             pi_k_version=5)  # fmt: skip

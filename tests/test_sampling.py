@@ -6,16 +6,18 @@ import math
 from collections import Counter
 
 import pytest
+import tiny
 import torch
 from tiny import SHAPES, tiny_policy
 
-from lagrpo.backends.cpu import kernels
-from lagrpo.policy.model import Packed, Policy
+from lagrpo.backends.choose import choose_backend
+from lagrpo.backends.logprobs import CDF_BLOCK
+from lagrpo.backends.steps import pair_rows_with_groups
+from lagrpo.policy.model import Model, Packed
 from lagrpo.policy.replica import replica
 from lagrpo.rng import uniforms
 from lagrpo.sampling.base import Request
-from lagrpo.sampling.decode import pair_rows_with_groups
-from lagrpo.sampling.local import CDF_BLOCK, LocalSampler, draw
+from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import DeliveryError, Proof
 from lagrpo.sampling.prefetch import Draws, VersionError
 from lagrpo.sampling.schedule import Schedule, budget, certified, every, lagged, lags
@@ -24,9 +26,14 @@ from lagrpo.types import Group, Prompt
 pytestmark = pytest.mark.usefixtures("either_computation")
 
 
+def draw(logits, tau: float, uniform):
+    """By the backend of this run of the test."""
+    return choose_backend(tiny.BACKEND, "cpu", torch.float32).sample(logits, tau, uniform)
+
+
 def request(key: int, text: str = "1+2=", batch: int = 1, epoch: int = 0, *, policy) -> Request:
     prompt = Prompt(key, ({"role": "user", "content": text},), "3")
-    return Request(batch, epoch, policy.tokenize(prompt))
+    return Request(batch, epoch, policy.chat.tokenize(prompt))
 
 
 def requests_for(policy, count: int, batch: int = 1) -> list[Request]:
@@ -53,7 +60,7 @@ def log_ratio(policy, groups) -> torch.Tensor:
 @pytest.mark.parametrize("tau", [1.0, 0.1])
 def test_right_after_a_delivery_the_ratio_is_one(kind, dtype, rounding, tau):
     policy = tiny_policy(kind, dtype, tau)
-    tolerance = 0.0 if policy.own_products else rounding
+    tolerance = 0.0 if policy.model.exact else rounding
     groups = list(sampled(policy, requests_for(policy, 5)).values())
     assert len({len(c.token_ids) for g in groups for c in g.completions}) > 3 or tau == 0.1  # ragged, some retired
     assert log_ratio(policy, groups).abs().max() <= tolerance / tau
@@ -144,9 +151,9 @@ def test_a_token_of_probability_zero_is_never_drawn():
 
 def test_every_end_of_sequence_id_ends_a_completion_and_the_limit_cuts_it():
     policy = tiny_policy()
-    assert policy.eos_ids == {1, 2}
+    assert policy.chat.eos_ids == {1, 2}
     with torch.no_grad():  # make both ends likely
-        policy.head.weight[1] = policy.head.weight[2] = policy.head.weight[5:40].mean(0)
+        policy.model.head.weight[1] = policy.model.head.weight[2] = policy.model.head.weight[5:40].mean(0)
     completions = [c for g in sampled(policy, requests_for(policy, 6), max_tokens=40).values() for c in g.completions]
     assert {int(c.token_ids[-1]) for c in completions if c.finished} == {1, 2}
     for c in completions:
@@ -164,12 +171,12 @@ def test_alpha_has_weights_of_its_own():
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    policy.version = 1
+    policy.weights.version = 1
     after = [g for _, g in sampler.sample(requests_for(policy, 2), 4)]
     for x, y in zip(before, after, strict=True):
         assert [c.token_ids.tolist() for c in x.completions] == [c.token_ids.tolist() for c in y.completions]
     assert log_ratio(policy, after).abs().max() > 0.1
-    sampler.deliver(policy.weights(), 1)
+    sampler.deliver(policy.weights, 1)
     fresh = [g for _, g in sampler.sample(requests_for(policy, 2), 4)]
     assert all((c.versions == 1).all() for g in fresh for c in g.completions)
     assert log_ratio(policy, fresh).abs().max() <= 1e-4
@@ -190,7 +197,7 @@ def test_a_delivery_between_open_groups_is_refused():
     stream = sampler.sample(requests_for(policy, 3), 4)
     next(stream)
     with pytest.raises(RuntimeError, match="2 groups of version 0 are open"):
-        sampler.deliver(policy.weights(), 1)
+        sampler.deliver(policy.weights, 1)
 
 
 def test_a_group_wider_than_the_rows_is_refused():
@@ -218,7 +225,7 @@ def test_the_grade_of_the_in_process_sampler():
     policy = tiny_policy(dtype=torch.bfloat16, tau=0.7)
     sampler, proof = proven(policy)
     assert proof.parity is not None
-    assert proof.parity.grade == ("exact" if policy.own_products else "close")
+    assert proof.parity.grade == ("exact" if policy.model.exact else "close")
     assert proof.parity.tokens > 60
     assert proof(policy, sampler)["probe_mean"] <= proof.parity.mean + 1e-3
     _, proof = proven(tiny_policy())
@@ -229,10 +236,9 @@ def test_the_grade_of_the_in_process_sampler():
 
 
 def test_a_sampler_that_should_agree_to_the_bit_and_does_not_is_close_and_says_so(monkeypatch):
-    kernels.select("c")
-    policy = tiny_policy(dtype=torch.bfloat16)
-    logits = Policy.logits
-    monkeypatch.setattr(Policy, "logits", lambda self, hidden: logits(self, hidden) * (1 + 2**-7))
+    policy = tiny_policy(dtype=torch.bfloat16, backend="c")
+    logits = Model.logits
+    monkeypatch.setattr(Model, "logits", lambda self, hidden: logits(self, hidden) * (1 + 2**-7))
     sampler, proof = proven(policy)
     assert proof.parity is not None
     assert proof.parity.grade == "close"
@@ -245,33 +251,32 @@ def test_the_proof_of_a_delivery_catches_other_weights_and_another_version(dtype
     policy = tiny_policy(dtype=dtype)
     sampler, proof = proven(policy)
     for version in (1, 2):
-        policy.version = version
+        policy.weights.version = version
         reports = f"version {version} was delivered, but .* the in-process sampler: {version - 1}"
         with pytest.raises(DeliveryError, match=reports):
             proof(policy, sampler)
         with torch.no_grad():
-            policy.head.weight.mul_(1.05)
-        sampler.deliver(policy.weights(), version)
+            policy.model.head.weight.mul_(1.05)
+        sampler.deliver(policy.weights, version)
         assert proof(policy, sampler)["probe_max"] < 0.1
     with torch.no_grad():
-        policy.head.weight.mul_(1.05)
-    policy.version = sampler.policy.version = 3  # says so, and has the weights of before
+        policy.model.head.weight.mul_(1.05)
+    policy.weights.version = sampler.policy.weights.version = 3  # says so, and has the weights of before
     with pytest.raises(DeliveryError, match=r"serves other weights|did not load the new weights"):
         proof(policy, sampler)
     with torch.no_grad():
-        policy.head.weight.fill_(torch.nan)
+        policy.model.head.weight.fill_(torch.nan)
     with pytest.raises(DeliveryError, match="it has diverged"):
         proof(policy, sampler)
 
 
 def test_an_update_smaller_than_the_noise_passes_and_stale_weights_do_not():
     """The grade close, with the noise of coarse logits: a delivery that was made passes, one that was not is told."""
-    policy = tiny_policy(dtype=torch.bfloat16)
-    kernels.select("torch")
+    policy = tiny_policy(dtype=torch.bfloat16, backend="torch")
     noisy = replica(policy)
     draw = torch.Generator().manual_seed(0)
-    logits, scale = noisy.logits, 0.004
-    noisy.logits = lambda hidden: (x := logits(hidden)) + scale * torch.randn(x.shape, generator=draw).to(x)
+    logits, scale = noisy.model.logits, 0.004
+    noisy.model.logits = lambda hidden: (x := logits(hidden)) + scale * torch.randn(x.shape, generator=draw).to(x)
     sampler = LocalSampler(noisy, 0, 16, 64)
     proof = Proof([request(key, f"{key}+{key}=", batch=0, policy=policy) for key in range(8)], policy.dtype)
     assert "close" in str(proof.start(policy, sampler))
@@ -279,11 +284,11 @@ def test_an_update_smaller_than_the_noise_passes_and_stale_weights_do_not():
         with torch.no_grad():
             for parameter in policy.model.parameters():
                 parameter.add_(0.005 * torch.randn(parameter.shape, generator=draw).to(parameter))
-        policy.version = version
+        policy.weights.version = version
         if version < 5:
-            sampler.deliver(policy.weights(), version)
+            sampler.deliver(policy.weights, version)
             assert proof(policy, sampler)["probe_mean"] < 0.1
-    noisy.version = 5
+    noisy.weights.version = 5
     with pytest.raises(DeliveryError, match="It still serves the old weights"):
         proof(policy, sampler)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 from running import children, tiny_settings
@@ -68,23 +69,31 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("template", SOUND.values(), ids=list(SOUND))
 def test_what_is_rendered_is_what_transformers_renders(template, messages):
     policy = tiny_policy()
-    policy.tokenizer.chat_template = template
-    expected = policy.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    assert list(policy.tokenize(Prompt(0, tuple(messages), "5")).token_ids) == expected["input_ids"]
-    policy.templates.close()
+    policy.chat.tokenizer.chat_template = template
+    expected = policy.chat.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    assert list(policy.chat.tokenize(Prompt(0, tuple(messages), "5")).token_ids) == expected["input_ids"]
+    policy.chat.templates.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not keep limits on address space")
 @pytest.mark.parametrize(("template", "reason"), EVIL.values(), ids=list(EVIL))
 def test_a_template_that_does_harm_is_one_line_and_the_next_one_is_rendered(templates, template, reason):
-    policy = tiny_policy()
-    policy.templates = templates
-    policy.tokenizer.chat_template = template
+    chat = replace(tiny_policy().chat, templates=templates)
+    chat.tokenizer.chat_template = template
     with pytest.raises(ValueError, match=reason) as refused:
-        policy.tokenize(Prompt(0, tuple(ASK), "5"))
+        chat.tokenize(Prompt(0, tuple(ASK), "5"))
     assert len(str(refused.value).splitlines()) == 1
-    policy.tokenizer.chat_template = CHAT
-    assert policy.tokenizer.decode(policy.tokenize(Prompt(0, tuple(ASK), "5")).token_ids).startswith("user: 2 + 3?")
+    chat.tokenizer.chat_template = CHAT
+    assert chat.decode(chat.tokenize(Prompt(0, tuple(ASK), "5")).token_ids).startswith("user: 2 + 3?")
+
+
+def test_a_chat_template_gets_the_arguments_of_the_chat(templates):
+    """And the tokenizer's special tokens beside them."""
+    chat = replace(tiny_policy().chat, templates=templates, arguments={"enable_thinking": False})
+    chat.tokenizer.chat_template = "{{ eos_token }}{% if enable_thinking is false %}no thinking{% endif %}"
+    rendered = chat.tokenizer.apply_chat_template(ASK, enable_thinking=False, tokenize=False)
+    assert rendered == "<eos>no thinking"
+    assert list(chat.tokenize(Prompt(0, tuple(ASK), "5")).token_ids) == chat.encode(rendered)
 
 
 def test_a_template_that_loops_on_one_prompt_only_is_refused_before_the_run_is_made(
@@ -124,7 +133,7 @@ def test_a_template_that_is_forgotten_takes_its_process_along():
 
 def test_a_token_outside_the_models_vocabulary_is_refused():
     policy = tiny_policy()
-    policy.tokenizer.add_tokens(["?!"])
+    policy.chat.tokenizer.add_tokens(["?!"])
     with pytest.raises(ValueError, match="token 103 is outside the model's vocabulary of 103"):
-        policy.tokenize(Prompt(0, ({"role": "user", "content": "What?!"},), "5"))
-    policy.templates.close()
+        policy.chat.tokenize(Prompt(0, ({"role": "user", "content": "What?!"},), "5"))
+    policy.chat.templates.close()

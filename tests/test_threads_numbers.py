@@ -19,9 +19,7 @@ from lagrpo.training.run import train
 @pytest.fixture(autouse=True)
 def _kernels_and_threads():
     before = torch.get_num_threads()
-    kernels.select("c")
     yield
-    kernels.select("auto")
     torch.set_num_threads(before)
 
 

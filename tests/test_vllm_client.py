@@ -30,7 +30,7 @@ from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler
 from lagrpo.sampling.vllm.server import Deadlines, Drawn, RefusedError, SamplerError, Server, UnreachableError
 from lagrpo.sampling.vllm.wire import CorruptError, Directories, DirectoryWire, IpcWire, NcclWire, Parcel
 from lagrpo.settings.schema import Settings
-from lagrpo.training.run import run as training
+from lagrpo.training import run as training
 
 SHORT = Deadlines(start=0.5, request=0.5, delivery=5.0, control=0.5)
 
@@ -71,7 +71,7 @@ def stub(answer):
 
 
 def sampler_at(url, policy, root, **options):
-    drawing = Drawing(0, 4, policy.tau, sorted(policy.eos_ids), 8, policy.tokenizer.decode)
+    drawing = Drawing(0, 4, policy.tau, sorted(policy.chat.eos_ids), 8, policy.chat.tokenizer.decode)
     server = Server(url, None, SHORT)
     return VllmSampler([server], drawing, DirectoryWire(), Directories(str(root)), dtype=torch.float32, **options)
 
@@ -110,7 +110,7 @@ def test_a_server_that_accepts_and_never_answers_trips_the_deadline(tmp_path):
 
     with stub(silent) as url:
         sampler = sampler_at(url, policy, tmp_path, failures=1)
-        sampler.deliver(policy.weights(), 0)
+        sampler.deliver(policy.weights, 0)
         with pytest.raises(SamplerError, match=r"did not answer within 0\.5 s.*one failure more"):
             list(sampler.sample(requests_for(policy, 3), 2))
         with pytest.raises(SamplerError, match=r"one failure more"):
@@ -204,7 +204,7 @@ def test_a_server_that_others_deliver_to_is_one_failure_after_the_other(tmp_path
 
     with stub(shared) as url:
         sampler = sampler_at(url, policy, tmp_path, failures=2)
-        sampler.deliver(policy.weights(), 0)
+        sampler.deliver(policy.weights, 0)
         with pytest.raises(SamplerError, match=r"did not deliver \(labelled other:3\).*one failure more"):
             list(sampler.sample(requests_for(policy, 2), 1))
         assert sampler.read()["recoveries"] == 3
@@ -223,7 +223,7 @@ def test_a_missing_log_prob_is_a_failure_and_none_of_zero(tmp_path):
 
     with stub(odd) as url:
         sampler = sampler_at(url, policy, tmp_path)
-        sampler.deliver(policy.weights(), 0)
+        sampler.deliver(policy.weights, 0)
         ((_, group),) = sampler.sample(requests_for(policy, 1), 2)
         assert [c.outcome.kind for c in group.completions if c.outcome] == ["failed", "failed"]
         assert all(math.isnan(c.logp_alpha[1]) for c in group.completions)
@@ -241,7 +241,7 @@ def test_seeds_are_those_of_the_address_and_the_salt_is_the_version(tmp_path):
     with stub(recording) as url:
         for _ in range(2):
             sampler = sampler_at(url, policy, tmp_path)
-            sampler.deliver(policy.weights(), 0)
+            sampler.deliver(policy.weights, 0)
             list(sampler.sample(requests_for(policy, 3), 2))
             sampler.close()
     seeds = [body["sampling_params"]["seed"] for body in asked]
@@ -250,7 +250,7 @@ def test_seeds_are_those_of_the_address_and_the_salt_is_the_version(tmp_path):
     assert all(0 <= seed < 2**62 for seed in seeds)
     assert len({body["cache_salt"] for body in asked[:3]}) == 1
     assert asked[0]["cache_salt"] != asked[3]["cache_salt"]
-    assert asked[0]["sampling_params"]["stop_token_ids"] == sorted(policy.eos_ids)
+    assert asked[0]["sampling_params"]["stop_token_ids"] == sorted(policy.chat.eos_ids)
 
 
 def test_a_file_that_is_not_what_was_written_is_refused(tmp_path, monkeypatch):
@@ -434,17 +434,16 @@ class Echo:
         self.servers, self.version = ["the server"], policy.version
 
     def drawn_by(self, number, request, max_tokens):
+        from lagrpo.policy.replica import replica
         from lagrpo.sampling.local import LocalSampler
 
-        ((_, group),) = LocalSampler(self.policy.twin(), 0, max_tokens, 8, tau=self.tau).sample([request], 1)
+        ((_, group),) = LocalSampler(replica(self.policy), 0, max_tokens, 8, tau=self.tau).sample([request], 1)
         return group
 
     def scores(self, items):
         packed = Packed.build([(ids, [torch.tensor(tokens)]) for ids, tokens in items])
-        tau, self.policy.tau = self.policy.tau, 1.0
         with torch.no_grad():
-            logp = (self.policy.logp(packed) + self.shift).tolist()
-        self.policy.tau = tau
+            logp = (self.policy.model(packed, tau=1.0) + self.shift).tolist()
         return [[[logp.pop(0) for _ in tokens] for _, tokens in items]]
 
 
@@ -468,7 +467,7 @@ def test_the_probe_is_renewed_when_the_policy_has_moved_away_from_it():
     proof(policy, Echo(policy))
     assert proof._items is first
     with torch.no_grad():
-        policy.head.weight.copy_(-policy.head.weight)
+        policy.model.head.weight.copy_(-policy.model.head.weight)
     proof(policy, Echo(policy))
     assert proof._items is not first
     assert proof._items != first

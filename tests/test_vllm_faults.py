@@ -114,7 +114,7 @@ def test_what_the_server_cannot_load_is_refused_and_the_old_version_goes_on_serv
     """The file is damaged after we have checked it, so that vLLM fails in the middle of loading."""
     policy, server = policy_of(model), start(model, tmp_path / "vllm.log")
     sampler = sampler_over([server], policy, tmp_path)
-    sampler.deliver(policy.weights(), 0)
+    sampler.deliver(policy.weights, 0)
     prompt_ids = requests_for(policy, 1)[0].prompt.token_ids
     ((before,),) = sampler.scores([(prompt_ids, [10, 11, 12])])
     original = server.reload
@@ -128,7 +128,7 @@ def test_what_the_server_cannot_load_is_refused_and_the_old_version_goes_on_serv
     server.reload = reload
     perturb(policy)
     with pytest.raises(SamplerError, match=r"version 1 was refused: .*go on with the version they had"):
-        sampler.deliver(policy.weights(), 1)
+        sampler.deliver(policy.weights, 1)
     assert sampler.version == 0
     assert sampler.scores([(prompt_ids, [10, 11, 12])]) == [[before]]
     ((_, group),) = sampler.sample(requests_for(policy, 1), 2)

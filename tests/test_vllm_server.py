@@ -15,6 +15,7 @@ from vllm_servers import DEADLINES, perturb, policy_of, sampler_over, start, tin
 
 from lagrpo.errors import SettingsError
 from lagrpo.policy.model import Packed
+from lagrpo.policy.replica import replica
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import DeliveryError, Proof
@@ -23,7 +24,7 @@ from lagrpo.sampling.vllm.connecting import KEY
 from lagrpo.sampling.vllm.server import SamplerError, Server
 from lagrpo.sampling.vllm.wire import CorruptError
 from lagrpo.settings import schema as config
-from lagrpo.training.run import run as training
+from lagrpo.training import run as training
 
 pytestmark = pytest.mark.vllm
 
@@ -64,8 +65,8 @@ def test_learner_and_server_agree_after_each_of_five_deliveries(attached, model,
     sampler = sampler_over([attached], policy, tmp_path)
     proof = Proof(requests_for(policy, 4), torch.float32)
     for version in range(5):
-        assert sampler.deliver(policy.weights(), version)["delivery_bytes"] == sum(
-            tensor.numel() * 4 for tensor in policy.weights().values()
+        assert sampler.deliver(policy.weights, version)["delivery_bytes"] == sum(
+            tensor.numel() * 4 for tensor in policy.weights.values()
         )
         figures = proof(policy, sampler)
         assert figures["probe_mean"] < 1e-4
@@ -105,11 +106,11 @@ def test_a_withheld_delivery_is_caught(attached, policy, server, tmp_path):
     withheld = Withheld(server.url, server.key, DEADLINES)
     sampler = sampler_over([withheld], policy, tmp_path)
     proof = Proof(requests_for(policy, 4), torch.float32)
-    sampler.deliver(policy.weights(), 0)
+    sampler.deliver(policy.weights, 0)
     proof(policy, sampler)
     perturb(policy, 1e-4)  # far below the tolerance: only the comparison with the delivery before can tell
     withheld.withhold = True
-    sampler.deliver(policy.weights(), 1)
+    sampler.deliver(policy.weights, 1)
     assert sampler.version == 1
     with pytest.raises(DeliveryError, match=r"exactly as before the delivery.* did not load the new weights"):
         proof(policy, sampler)
@@ -121,14 +122,14 @@ def test_weights_of_the_delivery_before_are_caught(policy, server, tmp_path):
     sampler = sampler_over([outdated], policy, tmp_path)
     sampler.directories.drop_before = lambda version: None
     proof = Proof(requests_for(policy, 4), torch.float32, tolerance=10.0)
-    sampler.deliver(policy.weights(), 0)
+    sampler.deliver(policy.weights, 0)
     proof(policy, sampler)
     outdated.before = None
     perturb(policy)
-    sampler.deliver(policy.weights(), 1)
+    sampler.deliver(policy.weights, 1)
     proof(policy, sampler)
     perturb(policy)
-    sampler.deliver(policy.weights(), 2)  # loads version 1 again
+    sampler.deliver(policy.weights, 2)  # loads version 1 again
     with pytest.raises(DeliveryError, match=r"exactly as before"):
         proof(policy, sampler)
     sampler.close()
@@ -136,8 +137,8 @@ def test_weights_of_the_delivery_before_are_caught(policy, server, tmp_path):
 
 def test_the_weights_of_another_run_are_not_taken_for_ours_and_ours_are_delivered_again(attached, policy, tmp_path):
     ours, theirs = (sampler_over([attached], policy, tmp_path / name) for name in ("ours", "theirs"))
-    ours.deliver(policy.weights(), 3)
-    theirs.deliver(policy.weights(), 3)
+    ours.deliver(policy.weights, 3)
+    theirs.deliver(policy.weights, 3)
     assert (ours.version, theirs.version) == (-1, 3)
     ((_, group),) = ours.sample(requests_for(policy, 1), 2)
     assert {int(v) for c in group.completions for v in c.versions} == {3}
@@ -151,7 +152,7 @@ def test_a_corrupted_file_is_refused_and_the_old_version_goes_on_serving(
     attached, policy, tmp_path, monkeypatch, damage
 ):
     sampler = sampler_over([attached], policy, tmp_path)
-    sampler.deliver(policy.weights(), 0)
+    sampler.deliver(policy.weights, 0)
     probe = request(0, policy=policy).prompt.token_ids, torch.arange(10, 20)
     before = sampler.score(*probe)
     original = wire.check
@@ -164,7 +165,7 @@ def test_a_corrupted_file_is_refused_and_the_old_version_goes_on_serving(
     monkeypatch.setattr(wire, "check", damaged)
     perturb(policy)
     with pytest.raises(CorruptError, match=r"was not written as it should be"):
-        sampler.deliver(policy.weights(), 1)
+        sampler.deliver(policy.weights, 1)
     assert sampler.version == 0
     assert torch.equal(sampler.score(*probe), before)
     (_, group), *_ = sampler.sample(requests_for(policy, 1), 2)
@@ -174,10 +175,10 @@ def test_a_corrupted_file_is_refused_and_the_old_version_goes_on_serving(
 
 def test_weights_of_another_shape_are_not_sent(attached, policy, tmp_path):
     sampler = sampler_over([attached], policy, tmp_path)
-    sampler.deliver(policy.weights(), 0)
+    sampler.deliver(policy.weights, 0)
     probe = request(0, policy=policy).prompt.token_ids, torch.arange(10, 20)
     before = sampler.score(*probe)
-    wrong = {name: tensor[: len(tensor) // 2] for name, tensor in policy.weights().items()}
+    wrong = {name: tensor[: len(tensor) // 2] for name, tensor in policy.weights.items()}
     with pytest.raises(SamplerError, match=r"version 1 has other parameters or shapes"):
         sampler.deliver(wrong, 1)
     assert sampler.version == 0
@@ -187,10 +188,10 @@ def test_weights_of_another_shape_are_not_sent(attached, policy, tmp_path):
 
 def test_a_delivery_waits_for_completions_under_way(attached, policy, tmp_path):
     sampler = sampler_over([attached], policy, tmp_path)
-    sampler.deliver(policy.weights(), 0)
+    sampler.deliver(policy.weights, 0)
     groups = sampler.sample(requests_for(policy, 3), 4)
     with pytest.raises(RuntimeError, match=r"version 1 was delivered while 3 groups are open"):
-        sampler.deliver(policy.weights(), 1)
+        sampler.deliver(policy.weights, 1)
     assert len(list(groups)) == 3
     sampler.close()
 
@@ -200,11 +201,11 @@ def test_local_and_vllm_samplers_draw_from_the_same_distribution(attached, model
     power of the test: against temperature .6 in place of .4 the statistic is far outside."""
     policy = policy_of(model, tau=0.4)
     sampler = sampler_over([attached], policy, tmp_path)
-    sampler.deliver(policy.weights(), 0)
+    sampler.deliver(policy.weights, 0)
     sampler.drawing = replace(sampler.drawing, max_tokens=2, rows=64)
     requests = [request(0, batch=b, policy=policy) for b in range(64)]
     vllm = list(sampler.sample(requests, 64))
-    local, warmer = (list(LocalSampler(policy.twin(), 1, 2, 64, tau).sample(requests, 64)) for tau in (0.4, 0.6))
+    local, warmer = (list(LocalSampler(replica(policy), 1, 2, 64, tau).sample(requests, 64)) for tau in (0.4, 0.6))
     for place in (0, 1):
         statistic, freedom = chi_square(vllm, local, place)
         assert freedom > 20

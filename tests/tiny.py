@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+BACKEND: Any = "auto"  # of tiny policies; the fixture either_computation sets it
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "head_dim": 32},
     "qwen2": {"num_key_value_heads": 1, "hidden_size": 64, "num_attention_heads": 2},
@@ -65,10 +66,19 @@ def tiny_model(kind: str = "llama", seed: int = 0, spread: float = 0.6, **change
     return model
 
 
-def tiny_policy(kind: str = "llama", dtype: torch.dtype = torch.float32, tau: float = 1.0, **changes: Any) -> Any:
+def tiny_policy(
+    kind: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    tau: float = 1.0,
+    backend: Any = None,
+    device: str = "cpu",
+    **changes: Any,
+) -> Any:
+    """`backend`: as Policy.of takes it; BACKEND unless given."""
     from lagrpo.policy.model import Policy
 
-    return Policy(tiny_model(kind, **changes).to(dtype), tiny_tokenizer(), tau)
+    model = tiny_model(kind, **changes).to(device, dtype)
+    return Policy.of(model, tiny_tokenizer(), tau, backend=backend or BACKEND)
 
 
 def save_tiny(directory: Path, kind: str = "llama", **changes: Any) -> Path:
@@ -76,3 +86,14 @@ def save_tiny(directory: Path, kind: str = "llama", **changes: Any) -> Path:
     tiny_model(kind, **changes).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return directory
+
+
+def computed_by(policy: Any, backend: Any) -> Any:
+    """The same weights, computed by another backend (as choose_backend takes it)."""
+    from dataclasses import replace
+
+    from lagrpo.backends.choose import choose_backend
+    from lagrpo.policy.model import Model
+
+    chosen = choose_backend(backend, policy.device, policy.dtype)
+    return replace(policy, model=Model(policy.model.lm, chosen))

@@ -12,7 +12,8 @@ import psutil
 import torch
 from tiny import save_tiny
 
-from lagrpo.policy.model import Policy, load_policy
+from lagrpo.policy.loading import load_policy
+from lagrpo.policy.model import Policy
 from lagrpo.sampling.vllm.process import Launch, StartedServer
 from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler
 from lagrpo.sampling.vllm.server import Deadlines, Server
@@ -43,7 +44,7 @@ def policy_of(model: Path, tau: float = 1.0) -> Policy:
 
 def sampler_over(servers: list[Server], policy: Policy, root: Path, **options: Any) -> VllmSampler:
     """A sampler of seed 0 and up to 12 tokens over the servers, its directory below `root`."""
-    drawing = Drawing(0, 12, policy.tau, sorted(policy.eos_ids), 32, policy.tokenizer.decode)
+    drawing = Drawing(0, 12, policy.tau, sorted(policy.chat.eos_ids), 32, policy.chat.tokenizer.decode)
     return VllmSampler(
         servers, drawing, DirectoryWire(), Directories(str(root)), dtype=torch.float32, say=print, **options
     )
@@ -55,7 +56,7 @@ def perturb(policy: Policy, scale: float = 0.02) -> None:
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale * float(parameter.std()))
-    policy.version += 1
+    policy.weights.version += 1
 
 
 def kill(server: StartedServer) -> None:

@@ -1,28 +1,11 @@
 /* The kernels against plain loops, without Python: for processors that only an emulator has here. Exit status 1 and a line
  * for what is wrong. */
 
+#include "kernels.h"
 #include <math.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-typedef int64_t i64;
-
-void norm(i64, i64, const void *, const void *, const void *, float, void *, void *, float *, int);
-void swiglu(i64, i64, const void *, const void *, i64, void *, int);
-void rotary(i64, i64, i64, const void *, i64, const void *, const void *, float, void *, int);
-void transpose(i64, i64, i64, const uint32_t *, uint32_t *, i64);
-void pair_rows(i64, i64, const uint16_t *, uint32_t *);
-void attention(i64, const i64 *, i64, i64, i64, const void *, const float *, i64, const float *, float, void *, float *, int);
-void token_logp(i64, i64, const void *, const i64 *, float, float *, float *, float *, int);
-void draw(i64, i64, const void *, float, const double *, double *, i64 *, float *, int);
-i64 products_by(i64);
-i64 panel_width(void);
-i64 pack_bytes(i64, i64);
-void pack(i64, i64, i64, const void *, void *);
-void product(i64, i64, i64, const uint16_t *, const char *, const float *, uint16_t *);
-void plain_product(i64, i64, i64, const uint16_t *, const uint16_t *, const float *, uint16_t *);
 
 static uint64_t state = 1;
 static int wrong = 0;
@@ -75,7 +58,7 @@ static void check_norm(int half) {
     void *x = numbers(N * H, half), *w = numbers(H, half), *y = numbers(N * H, half);
     float rstd[N];
     double exact[N * H];
-    norm(N, H, x, NULL, w, 1e-5f, NULL, y, rstd, half);
+    norm(&(Norm){.rows = N, .width = H, .x = x, .weight = w, .y = y, .rstd = rstd, .eps = 1e-5f, .half = half});
     for (int n = 0; n < N; n++) {
         double squares = 0;
         for (int i = 0; i < H; i++) squares += pow(number(x, n * H + i, half), 2);
@@ -89,7 +72,7 @@ static void check_swiglu(int half) {
     enum { N = 3, H = 50 };
     void *gate = numbers(N * H, half), *up = numbers(N * H, half), *y = numbers(N * H, half);
     double exact[N * H];
-    swiglu(N, H, gate, up, H, y, half);
+    swiglu(&(Gated){N, H, H, gate, up, half}, y);
     for (int i = 0; i < N * H; i++) {
         double g = number(gate, i, half);
         exact[i] = g / (1 + exp(-g)) * number(up, i, half);
@@ -101,7 +84,7 @@ static void check_rotary(int half) {
     enum { N = 3, D = 64, M = D / 2 };
     void *x = numbers(N * D, half), *c = numbers(N * D, half), *s = numbers(N * D, half), *y = numbers(N * D, half);
     double exact[N * D];
-    rotary(N, 1, D, x, D, c, s, 1, y, half);
+    rotary(&(Rotary){N, 1, D, D, x, c, s, y, 1, half});
     for (int n = 0; n < N; n++)
         for (int i = 0; i < D; i++) {
             double other = i < M ? -number(x, n * D + i + M, half) : number(x, n * D + i - M, half);
@@ -113,7 +96,7 @@ static void check_rotary(int half) {
 /* A prompt of 7 and two completions of 5 and 2 behind it; 4 query heads for 2 heads of keys. */
 static void check_attention(int half) {
     enum { ROWS = 14, H = 4, KV = 2, D = 32, STRIDE = 48 };
-    const i64 segments[3][4] = {{0, 7, 0, 0}, {7, 5, 0, 7}, {12, 2, 0, 7}};
+    const Segment segments[3] = {{0, 7, 0, 0}, {7, 5, 0, 7}, {12, 2, 0, 7}};
     void *q = numbers(ROWS * H * D, half), *k = numbers(ROWS * KV * D, half), *v = numbers(ROWS * KV * D, half);
     void *out = numbers(ROWS * H * D, half);
     uint32_t *kt = calloc(KV * D * STRIDE, 4), *pairs = calloc(ROWS * KV * D, 4);
@@ -121,14 +104,16 @@ static void check_attention(int half) {
     static double exact[ROWS * H * D];
     transpose(ROWS, KV, half ? D / 2 : D, k, kt, STRIDE);
     if (half) pair_rows(ROWS, KV * D, v, pairs);
-    attention(3, &segments[0][0], H, KV, D, q, (float *)kt, STRIDE, half ? (float *)pairs : v, 0.25f, out, lse, half);
+    attention(&(Attention){.count = 3, .heads = H, .kv_heads = KV, .d = D, .stride = STRIDE, .segments = segments, .q = q,
+                           .k_t = (float *)kt, .v = half ? (float *)pairs : v, .out = out, .lse = lse, .scaling = 0.25f,
+                           .half = half});
     for (int s = 0; s < 3; s++)
-        for (i64 row = segments[s][0]; row < segments[s][0] + segments[s][1]; row++)
+        for (i64 row = segments[s].first; row < segments[s].first + segments[s].length; row++)
             for (int h = 0; h < H; h++) {
                 double total = 0, *sum = exact + (row * H + h) * D;
                 memset(sum, 0, D * sizeof *sum);
                 for (i64 key = 0; key <= row; key++) {
-                    int seen = key >= segments[s][0] || key < segments[s][3];
+                    int seen = key >= segments[s].first || key < segments[s].prefix_length;
                     if (!seen) continue;
                     double score = 0;
                     for (int d = 0; d < D; d++)
@@ -150,8 +135,9 @@ static void check_softmax(int half) {
     float lse[N], logp[N], entropy[N], drawn_logp[N];
     double ends[N * 3], exact[N];
     i64 drawn[N];
-    token_logp(N, V, x, tokens, 2.0f, lse, logp, entropy, half);
-    draw(N, V, x, 2.0f, uniforms, ends, drawn, drawn_logp, half);
+    Logits logits = {N, V, x, 2.0f, half};
+    token_logp(&logits, tokens, lse, logp, entropy);
+    draw(&logits, uniforms, ends, drawn, drawn_logp);
     for (int n = 0; n < N; n++) {
         double total = 0, before = 0;
         for (int i = 0; i < V; i++) total += exp(2 * number(x, n * V + i, half));

@@ -1,47 +1,43 @@
-"""Group attention on a GPU: PyTorch's flex attention, one compiled kernel for every packed row, forward and backward.
+"""Shared-prefix attention on a GPU: FlexAttention, one compiled kernel for every packed row, forward and backward.
 
-A row attends to those before it in its own segment and in the prompt of its group. Which blocks of keys each block of
-queries reads follows from the segments, so nothing of the size [T, T] is made, and what no query sees costs nothing.
-It serves float16 and bfloat16; float32, and GPUs where it cannot be compiled, keep the tiles of layout.py.
+A row attends to the rows before it in its own segment and to the prompt of its group. Which blocks of keys each block
+of queries reads follows from the segments, so nothing of the size [T, T] is made, and keys that no query sees cost
+nothing. It serves float16 and bfloat16 on GPUs where it can be compiled.
 """
 
 from __future__ import annotations
 
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from lagrpo.backends.cpu import kernels
-
-if TYPE_CHECKING:
-    from lagrpo.backends.layout import PackedLayout
+from lagrpo.backends.layout import PackedLayout
 
 BLOCK = 128  # rows in a block of queries or keys
 
+_masks: WeakKeyDictionary[PackedLayout, Any] = WeakKeyDictionary()  # one mask serves every layer
+
 
 def attends(query: Tensor, key: Tensor) -> bool:
-    """Whether flex attention takes these, [rows, heads, D] each."""
+    """Whether FlexAttention takes these, [rows, heads, D] each."""
     return why_not(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2]) is None
 
 
 def why_not(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int) -> str | None:
-    """None where flex attention takes queries and keys of this kind, else the reason."""
+    """Say why FlexAttention does not take queries and keys of this kind; None where it does."""
     if device.type != "cuda":
         return "no GPU"
-    if kernels.chosen() == "torch":
-        return "as chosen"
     return "float32" if dtype == torch.float32 else _tried(device, dtype, heads, kv_heads, d)
 
 
 @cache
 def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int) -> str | None:
-    """None where examples of less than a block and of several can be computed, forward and backward; else the reason,
-    which is also printed."""
-    from lagrpo.backends.layout import PackedLayout
-
+    """Compute an example of less than a block and one of several, forward and backward. None where that works, else
+    the reason, which is also printed."""
     try:
         for groups in ([(5, (3, 4))], [(150, (90, 100))]):
             layout = PackedLayout.build(groups, device)
@@ -53,15 +49,15 @@ def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
                 attend(layout, query, key, value, 1.0).sum().backward()
     except Exception as error:  # noqa: BLE001  # whatever a compiler may raise
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        print(f"flex attention cannot be had here, PyTorch's tiles attend: {reason}", file=sys.stderr, flush=True)
+        print(f"FlexAttention is unavailable ({reason}); falling back to PyTorch", file=sys.stderr, flush=True)
         return reason
     return None
 
 
 def attend(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """[rows, Hq, D], [rows, Hkv, D] twice -> [rows, Hq, D]; differentiable."""
+    """Attend along a packed row: [rows, Hq, D], [rows, Hkv, D] twice -> [rows, Hq, D]; differentiable."""
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-    out = _compiled()(q, k, v, block_mask=layout.block_mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    out = _compiled()(q, k, v, block_mask=block_mask(layout), scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
     return out.squeeze(0).transpose(0, 1)
 
 
@@ -73,7 +69,13 @@ def _compiled() -> Any:
 
 
 def block_mask(layout: PackedLayout) -> Any:
-    """The BlockMask of a packed row, on the layout's device."""
+    """The BlockMask of a packed row, on the layout's device; made once for each layout."""
+    if layout not in _masks:
+        _masks[layout] = _make_block_mask(layout)
+    return _masks[layout]
+
+
+def _make_block_mask(layout: PackedLayout) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     device = layout.position_ids.device
@@ -95,7 +97,8 @@ def block_mask(layout: PackedLayout) -> Any:
 
 
 def _of_each_row(layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """The segment and the group of each row, and whether it is a prompt's; rows up to a whole block belong to none."""
+    """The segment and the group of each row, and whether the row is in a prompt. Rows that only fill the last block
+    belong to no segment."""
     padding = -layout.rows % BLOCK
     lengths = layout.segments[:, 1]
     groups = torch.arange(len(layout.groups) - 1).repeat_interleave(layout.groups.diff())
@@ -106,7 +109,7 @@ def _of_each_row(layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def needed_blocks(layout: PackedLayout) -> Tensor:
-    """bool [blocks, blocks]: whether a query in the first sees a key in the second."""
+    """bool [blocks, blocks]: whether a query in the first block sees a key in the second."""
     count = -(-layout.rows // BLOCK)
     needed = torch.zeros(count, count, dtype=torch.bool)
     for first, length, prefix, prefix_length in layout.segments.tolist():

@@ -1,4 +1,4 @@
-"""What a run sets for the whole process, and gives back: threads, kernels, allocator, the tokenizers' threads."""
+"""What a run sets for the whole process, and gives back: threads, allocator, the tokenizers' threads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lagrpo.backends import memory
-from lagrpo.backends.cpu import kernels
 from lagrpo.threads import team
 
 
@@ -15,10 +14,8 @@ def restored() -> Iterator[None]:
     """Inside, a policy may be built (lagrpo.training.build), which sets all of these; afterwards they are as they were.
     glibc's own adaptation of its allocator to the program does not come back: it stays at the sizes that glibc starts
     with."""
-    choice = kernels.chosen()
     try:
         yield
     finally:
         team.release()
-        kernels.select(choice)
         memory.give_freed_memory_back()

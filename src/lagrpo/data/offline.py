@@ -178,7 +178,7 @@ def _prompt(row: Mapping[str, Any], policy: Policy, system_prompt: str | None) -
         return Prompt(0, messages, gold, tuple(_token_ids("prompt_token_ids", ids, policy)))
     if not question:
         raise ValueError("it has neither prompt nor prompt_token_ids")
-    return policy.tokenize(Prompt(0, chat(question, system_prompt), gold))
+    return policy.chat.tokenize(Prompt(0, chat(question, system_prompt), gold))
 
 
 def _completion(row: Mapping[str, Any], policy: Policy) -> Completion:
@@ -189,8 +189,8 @@ def _completion(row: Mapping[str, Any], policy: Policy) -> Completion:
     if ids is None:
         if text is None:
             raise ValueError("it has neither completion nor token_ids")
-        ids = policy.encode(text, add_special_tokens=False)
-        ids = [*ids, policy.tokenizer.eos_token_id] if finished else ids
+        ids = policy.chat.encode(text, add_special_tokens=False)
+        ids = [*ids, policy.chat.tokenizer.eos_token_id] if finished else ids
     ids = _token_ids("token_ids", ids, policy)
     if not ids:
         raise ValueError("its completion has no tokens")
@@ -203,7 +203,7 @@ def _completion(row: Mapping[str, Any], policy: Policy) -> Completion:
         logp_alpha=_logp_alpha(logp, len(ids)),
         versions=torch.full((len(ids),), UNKNOWN_VERSION),
         finished=finished,
-        text=text if text is not None else policy.tokenizer.decode(ids, skip_special_tokens=True),
+        text=text if text is not None else policy.chat.decode(ids),
         outcome=_outcome(row),
         sampled=_sampled(row.get("sampled"), len(ids)),
     )
@@ -213,7 +213,7 @@ def _token_ids(column: str, ids: Any, policy: Policy) -> list[int]:
     """The ids as they are. Raises ValueError for what is no list of tokens of the model."""
     if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise ValueError(f"{column} is {ids!r:.80}, not a list of whole numbers")
-    vocabulary = policy.head.weight.shape[0]
+    vocabulary = policy.chat.vocabulary
     if strange := [i for i in ids if not 0 <= i < vocabulary]:
         raise ValueError(f"token {strange[0]} of {column} is outside the model's vocabulary of {vocabulary}")
     return ids

@@ -71,7 +71,7 @@ class PromptSource:
         one of its tokens."""
         where = f"prompt {index} of the {split} split of {self.task.name!r}"
         try:
-            prompt = self.policy.tokenize(self.task.prompt(split, index))
+            prompt = self.policy.chat.tokenize(self.task.prompt(split, index))
         except ValueError as error:
             raise SettingsError(f"{where}: {error}") from error
         if len(prompt.token_ids) > self.max_prompt_tokens:

@@ -22,6 +22,7 @@ from lagrpo.objective.compose import Recipe
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
 from lagrpo.policy.masters import Delivered, Masters, Start
 from lagrpo.policy.model import Policy
+from lagrpo.policy.replica import Replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Learner:
         policy: Policy,
         recipe: Recipe,
         optimisation: Optimisation,
-        reference: Policy | None = None,
+        reference: Replica | None = None,
         activation_checkpointing: bool = False,
         entropy: bool = False,
     ) -> None:
@@ -70,9 +71,9 @@ class Learner:
         self.policy, self.recipe, self.optimisation, self.reference = policy, recipe, optimisation, reference
         self.entropy = entropy
         if activation_checkpointing:
-            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-            policy.model.train()  # transformers checkpoints in training mode only; dropout is off
-        self._masters = Masters(policy.model, optimisation.masters, optimisation.seed)
+            policy.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+            policy.model.lm.train()  # transformers checkpoints in training mode only; dropout is off
+        self._masters = Masters(policy.model.lm, optimisation.masters, optimisation.seed)
         self._delivered = Delivered()
         self.reset_optimizer()
 
@@ -89,7 +90,7 @@ class Learner:
     def end_stage(self, reset_optimizer: bool) -> None:
         """Line 16 of Algorithm 1: π_ref <- π. With `reset_optimizer` the next stage starts with moments at zero."""
         if self.reference is not None:
-            self.reference.load_weights(self.policy.weights(), self.policy.version)
+            self.reference.load(self.policy.weights, self.policy.version)
         if reset_optimizer:
             self.reset_optimizer()
 
@@ -187,7 +188,7 @@ class Learner:
             self._optimizer.step()
             self._optimizer.zero_grad()
             moved = self._round_masters()
-            self.policy.version += 1
+            self.policy.weights.version += 1
         return {"grad_norm": norm, "lr": rate} | ({} if moved is None else {"moved": moved})
 
     def _round_masters(self) -> float | None:
@@ -196,5 +197,5 @@ class Learner:
     def delivered(self) -> dict[str, float]:
         """Called at every delivery: the share of the working weights that it changes, as `moved_delivered`; nothing at
         the first one."""
-        share = self._delivered.share(self.policy.weights())
+        share = self._delivered.share(self.policy.weights)
         return {} if share is None else {"moved_delivered": share}

@@ -1,67 +1,75 @@
-"""A policy's copy for sampling and for π_ref: no weights of linear layers but the packed ones.
+"""Replica: a copy of the policy for sampling (α) or for the KL term (π_ref). It loads versions and computes by them.
 
-A decoding step reads every weight once and does little else, so how the weights lie decides its time. While the copy
-holds the version of the policy that learns, both read the same packs (backends/cpu/packs.py). For bfloat16 on a CPU
-with C kernels, and for decoders that they compute whole; elsewhere the copy is a twin.
+A decoding step reads every weight once and does little else, so how the weights lie decides its time. Where the C
+kernels compute all matrix products (`Model.exact`), the replica has no weights of linear layers but packed ones, and
+while it holds the version of the policy that learns, both read the same packs (backends/cpu/packs.py). Elsewhere it is
+a copy with storage of its own.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lagrpo.backends.cpu.packs import Packs, joined
-from lagrpo.policy.model import Policy, stored
-
-
-def replica(policy: Policy) -> Policy:
-    """A second policy with the same weights: a Replica where the kernels compute all products, else a twin."""
-    return Replica(policy) if policy.own_products else policy.twin()
+from lagrpo.policy.chat import Chat
+from lagrpo.policy.model import Model, Packed, Policy
+from lagrpo.policy.weights import Weights, check_weights
 
 
-class Replica(Policy):
-    """Computes with packs: those of `origin` where it was given the weights of that policy, else with its own."""
+class PackedWeights:
+    """A version whose linear layers are packed, in `panels`. The others (embeddings, head, norms, biases, buffers) lie
+    in `lm`."""
 
-    def __init__(self, origin: Policy) -> None:
-        linear = {m.weight for layer in origin.decoder.layers for group in joined(layer) for m in group}  # type: ignore[union-attr]
-        left_out = {id(p): nn.Parameter(p.new_empty(0), requires_grad=False) for p in linear}
-        model = copy.deepcopy(origin.model, left_out)
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-        super().__init__(model, origin.tokenizer, origin.tau, origin.version)
-        self._shapes = {name: tensor.shape for name, tensor in stored(origin.model).items()}
-        self._only_packed = [name for name, p in origin.model.named_parameters() if p in linear]
-        self._lender = origin.packing
-        self._packs, self._lent = self._lender.lend(self), True
-
-    def packs(self) -> Packs:
-        return self._packs
+    def __init__(self, origin: Weights, lm: Any, panels: Any) -> None:
+        self.version = origin.version
+        self._shapes, self._own, self._panels = origin.shapes(), Weights(lm, origin.version), panels
+        self._empty = {name: p for name, p in lm.named_parameters() if self._shapes[name] != p.shape}
 
     @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        self.check_weights(weights, self._shapes, version)
-        for name, tensor in stored(self.model).items():
-            if name not in self._only_packed:
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Copy what lies in the model, and have the rest packed, or lent where it is the lender's own.
+
+        Raises:
+            ValueError: names or shapes that are not this model's.
+        """
+        check_weights(weights, self._shapes, version)
+        for name, tensor in self._own.items():
+            if name not in self._empty:
                 tensor.copy_(weights[name])
-        if self._lender.owns([weights[name] for name in self._only_packed]):
-            self._lender.give_back(self._packs, self)
-            self._packs, self._lent = self._lender.lend(self), True
-        else:
-            self._pack(weights)
+        self._panels.load({parameter: weights[name] for name, parameter in self._empty.items()})
         self.version = version
 
-    def _pack(self, weights: Mapping[str, Tensor]) -> None:
-        """Weights that the lender does not have, into packs of this policy's own."""
-        parameters = dict(self.model.named_parameters())
-        for name in self._only_packed:
-            parameters[name].data = weights[name].to(parameters[name].dtype)  # no copy: only to be packed
-        if self._lent:
-            self._lender.give_back(self._packs, self)
-            self._packs, self._lent = Packs(self.decoder, self.head), False
-        else:
-            self._packs.fill(self.decoder, self.head)
-        for name in self._only_packed:
-            parameters[name].data = parameters[name].new_empty(0)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replica:
+    """A copy of a policy: it loads versions, computes hidden states, logits and log-probs, and decodes."""
+
+    weights: Weights | PackedWeights
+    model: Model
+    chat: Chat
+    tau: float
+
+    @property
+    def version(self) -> int:
+        """The version that was loaded last."""
+        return self.weights.version
+
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take over π_version. Raises ValueError for names or shapes that are not this model's."""
+        self.weights.load(weights, version)
+
+    def logp(self, packed: Packed) -> Tensor:
+        """Log-probs at the policy's tau: see Model.forward."""
+        return self.model(packed, self.tau)
+
+
+def replica(policy: Policy) -> Replica:
+    """A copy of the policy with the same weights, for its backend and at its tau."""
+    backend = policy.model.backend
+    lm, panels = backend.copy(policy.model)
+    weights = Weights(lm, policy.version) if panels is None else PackedWeights(policy.weights, lm, panels)
+    return Replica(weights, Model(lm, backend, panels), policy.chat, policy.tau)

@@ -1,8 +1,9 @@
-"""The in-process sampler: α's own copy of the weights, exact draws, exact log-probs.
+"""The in-process sampler: α's own copy of the weights, exact samples, exact log-probs.
 
-Tokens are drawn by inverting the cumulative distribution at a uniform number whose address is (seed, "sample", batch,
-epoch, prompt, completion, position): the same completion whatever else is being drawn. No top-k, no top-p: what is
-sampled is what the learner differentiates. `logp_alpha` is float32 at the sampling temperature.
+A token is sampled by inverting the cumulative distribution at a uniform number. The address of that number is (seed,
+"sample", batch, epoch, prompt, completion, position), so a completion is the same whatever is sampled beside it. There
+is no top-k and no top-p: the learner differentiates the distribution that is sampled. `logp_alpha` is float32 at the
+sampling temperature.
 """
 
 from __future__ import annotations
@@ -13,51 +14,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lagrpo.backends.cpu import kernels
-from lagrpo.backends.logprobs import exponentials, logp_from_logits, scaled
 from lagrpo.policy.model import Policy
+from lagrpo.policy.replica import Replica
 from lagrpo.rng import uniforms
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.decode import DecodeState, Room
 from lagrpo.types import Completion, Group
 
-CDF_BLOCK = 256  # the cumulative distribution is searched first over blocks of this many tokens
-
-
-def draw(logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens drawn from softmax(logits / tau) by inverse CDF, and their log-probs: int64 [R], float32 [R] (nats).
-    uniform_R float64 in [0, 1).
-
-    Two levels: sums of blocks in float64, then the cumulative sum inside the chosen block, so a token's interval of
-    uniform numbers is exact to about 1e-7 of its probability, wherever it lies in the vocabulary."""
-    if kernels.run_on(logits_RV):
-        return kernels.draw(logits_RV, tau, uniform_R)
-    scaled_RV = scaled(logits_RV, tau)
-    rows, vocabulary = scaled_RV.shape
-    weights, log_sum = exponentials(scaled_RV)
-    if vocabulary % CDF_BLOCK:
-        weights = F.pad(weights, (0, -vocabulary % CDF_BLOCK))
-    padded = weights.view(rows, -1, CDF_BLOCK)
-    block_ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)
-    target = (uniform_R * block_ends[:, -1]).unsqueeze(1)
-    block = torch.searchsorted(block_ends, target, right=True).clamp_(max=block_ends.shape[1] - 1)
-    before = torch.where(block > 0, block_ends.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = padded.gather(1, block.unsqueeze(-1).expand(-1, -1, CDF_BLOCK)).squeeze(1)
-    ends = inside.double().cumsum(-1)
-    offset = torch.searchsorted(ends, target - before, right=True)
-    last = CDF_BLOCK - 1 - inside.flip(-1).gt(0).int().argmax(-1, keepdim=True)  # rounding must not pick a zero
-    token = (block * CDF_BLOCK + torch.minimum(offset, last)).squeeze(1)
-    return token, scaled_RV.gather(1, token.unsqueeze(1)).squeeze(1) - log_sum
-
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """This process, as the only server of an in-process sampler."""
+    """The only server of an in-process sampler: this process."""
 
-    policy: Policy
+    policy: Policy | Replica
 
     def version(self) -> int:
         return self.policy.version
@@ -93,9 +64,15 @@ class LocalSampler:
     every draw, so that an evaluation does not repeat the draws of training."""
 
     def __init__(
-        self, policy: Policy, seed: int, max_tokens: int, rows: int, tau: float | None = None, purpose: str = "sample"
+        self,
+        policy: Policy | Replica,
+        seed: int,
+        max_tokens: int,
+        rows: int,
+        tau: float | None = None,
+        purpose: str = "sample",
     ) -> None:
-        self.policy = policy
+        self.policy, self.model = policy, policy.model
         self.seed, self.max_tokens, self.rows, self.purpose = seed, max_tokens, rows, purpose
         self.tau = policy.tau if tau is None else tau
         self._under_way = 0
@@ -119,7 +96,7 @@ class LocalSampler:
             raise RuntimeError(
                 f"version {version} was delivered while {self._under_way} groups of version {self.version} are open"
             )
-        self.policy.load_weights(weights, version)
+        self.policy.weights.load(weights, version)
         return {}
 
     def rest(self) -> None:
@@ -134,7 +111,7 @@ class LocalSampler:
         pass
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
-        """Groups as they end. Rows that have ended make room for the next group in the order of the requests."""
+        """Yield each group when its last completion has ended. Rows that have ended make room for the next request."""
         if self.rows < G:
             raise ValueError(f"a group of G = {G} completions does not fit sampling.rows = {self.rows}")
         yield from self._sample(requests, G, self.rows, self.max_tokens, self.purpose)
@@ -162,8 +139,8 @@ class LocalSampler:
     def _step(
         self, state: DecodeState, waiting: deque[_Open], live: list[_Row], tokens: Tensor, G: int
     ) -> tuple[Tensor, list[_Open]]:
-        """One token more for every live row, and the first ones of groups that there is room for: the last token of
-        each row that is live now, and the groups that are complete."""
+        """Sample one more token of every live row, and the first tokens of groups that there is room for. Returns the
+        last token of each row that is live now, and the groups that are complete."""
         hidden = state.step(tokens) if live else None
         admitted = self._admit(waiting, state, live, G)
         tokens = self._draw(torch.cat([h for h in (hidden, admitted) if h is not None]), live)
@@ -174,10 +151,10 @@ class LocalSampler:
         return self._compact(state, live, tokens, ended), full
 
     def _state(self, rows: int, tokens: int) -> DecodeState:
-        """An empty state for so many rows: the last one where it holds recorded steps, which are worth keeping."""
+        """An empty state for so many rows: the last one again where its steps are recorded, which takes time."""
         if self._kept is None or self._kept.rows or self._kept.max_rows < rows:
             self._forget()  # gives its memory back before the next one takes its own
-            state = DecodeState(self.policy, rows, tokens, self._room)
+            state = DecodeState(self.model, rows, tokens, self._room)
             self._kept = state if state.records else None
             return state
         return self._kept
@@ -204,23 +181,24 @@ class LocalSampler:
 
     @torch.no_grad()
     def _fed(self, items: Sequence[tuple[Sequence[int], Sequence[int]]], tau: float) -> list[Tensor]:
-        """By the decoding path, fed with the given tokens, and the head that tokens are drawn by: float32 [t] of each
-        item. Those that have ended are fed with their last token again."""
+        """Log-probs of given tokens by the path that samples: decoding steps and the head. float32 [t] of each item. An
+        item that has ended gets its last token again."""
         longest = max(len(tokens) for _, tokens in items)
         fed = torch.tensor([[tokens[min(t, len(tokens) - 1)] for _, tokens in items] for t in range(longest)])
         state = self._state(len(items), longest)
         hidden = state.admit([prompt_ids for prompt_ids, _ in items], 1)
         found = []
         for t, token_ids in enumerate(fed):
-            logits = self.policy.logits(hidden)  # at once: a recorded step overwrites its hidden states
-            found.append(logp_from_logits(logits, token_ids.to(self.policy.device), tau).cpu())
+            logits = self.model.logits(hidden)  # at once: a recorded step overwrites its hidden states
+            found.append(self.model.backend.logp(logits, token_ids.to(self.model.device), tau).cpu())
             hidden = state.step(token_ids) if t + 1 < longest else hidden
         state.retire(range(len(items)))
         logp = torch.stack(found, 1)
         return [row[: len(tokens)] for row, (_, tokens) in zip(logp, items, strict=True)]
 
     def _admit(self, waiting: deque[_Open], state: DecodeState, live: list[_Row], G: int) -> Tensor | None:
-        """Open as many waiting groups as there is room for; hidden states [new rows, H] for their first tokens."""
+        """Open as many waiting groups as there is room for. Returns hidden states [new rows, H] for their first
+        tokens."""
         count = min(len(waiting), (state.max_rows - len(live)) // G)
         if count == 0:
             return None
@@ -233,27 +211,27 @@ class LocalSampler:
     def _draw(self, hidden: Tensor, live: list[_Row]) -> Tensor:
         uniform = torch.tensor([row.uniform[len(row.tokens)] for row in live], dtype=torch.float64).to(hidden.device)
         with torch.no_grad():
-            tokens, logp = draw(self.policy.logits(hidden), self.tau, uniform)
+            tokens, logp = self.model.backend.sample(self.model.logits(hidden), self.tau, uniform)
         for row, token, value in zip(live, tokens.tolist(), logp.tolist(), strict=True):
             row.tokens.append(token)
             row.logp.append(value)
         return tokens.cpu()
 
     def _ended(self, row: _Row) -> bool:
-        return row.tokens[-1] in self.policy.eos_ids or len(row.tokens) == row.group.max_tokens
+        return row.tokens[-1] in self.policy.chat.eos_ids or len(row.tokens) == row.group.max_tokens
 
     def _close(self, row: _Row) -> _Open:
         row.group.done[row.index] = Completion(
             token_ids=torch.tensor(row.tokens),
             logp_alpha=torch.tensor(row.logp, dtype=torch.float32),
             versions=torch.full((len(row.tokens),), self.version),
-            finished=row.tokens[-1] in self.policy.eos_ids,
-            text=self.policy.tokenizer.decode(row.tokens, skip_special_tokens=True),
+            finished=row.tokens[-1] in self.policy.chat.eos_ids,
+            text=self.policy.chat.decode(row.tokens),
         )
         return row.group
 
     def _compact(self, state: DecodeState, live: list[_Row], tokens: Tensor, ended: list[int]) -> Tensor:
-        """Live rows to the front, in the state, the list and the tokens alike."""
+        """Move live rows to the front, in the state, the list and the tokens alike."""
         for source, to in state.retire(ended):
             live[to], tokens[to] = live[source], tokens[source]
         del live[state.rows :]

@@ -31,7 +31,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from lagrpo.policy.model import Packed, Policy, check_context
+from lagrpo.policy.loading import check_context
+from lagrpo.policy.model import Packed, Policy
 from lagrpo.sampling.base import Request
 from lagrpo.types import Group
 
@@ -153,7 +154,7 @@ class Proof:
                 f"learner and in-process sampler differ by {mean:.3g} nats a token, with the same weights: this model "
                 "computes something else when it decodes; it is not supported"
             )
-        reason = None if equal and policy.own_products else _why_close(policy, equal)
+        reason = None if equal and policy.model.exact else _why_close(policy, equal)
         self.parity = Parity("close" if reason else "exact", mean, largest, len(drawn_T), reason)
         self.tolerance = max(self.tolerance, NOISE * mean * policy.tau)
         return self.parity
@@ -255,12 +256,8 @@ class Proof:
     def _learner(self, policy: Policy, items: Sequence[_Item], tau: float) -> Tensor:
         """log π of the items' tokens at temperature tau, float32 [T] on the CPU."""
         packed = Packed.build([(ids, [torch.tensor(tokens)]) for ids, tokens in items], policy.device)
-        own, policy.tau = policy.tau, tau
-        try:
-            with torch.no_grad():
-                return policy.logp(packed).float().cpu()
-        finally:
-            policy.tau = own
+        with torch.no_grad():
+            return policy.model(packed, tau).cpu()
 
     def _within(self, learner_T: Tensor, server_T: Tensor, where: str, tau: float = 1.0) -> dict[str, float]:
         """Test 2."""
@@ -296,7 +293,7 @@ def _ids(group: Group) -> tuple[tuple[int, ...], list[Tensor]]:
 
 def _why_close(policy: Policy, equal: bool) -> str:
     """Why bits are not demanded of an in-process sampler."""
-    if policy.own_products:
+    if policy.model.exact:
         return "they should agree to the bit, and do not: please report this processor and compiler"
     kind = str(policy.dtype).removeprefix("torch.")
     return f"products of {kind} are PyTorch's here{', which happen to agree' if equal else ''}"

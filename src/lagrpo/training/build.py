@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from lagrpo.backends.cpu import kernels
+from lagrpo.backends.choose import choose_backend
+from lagrpo.backends.cpu.build import NoKernels
 from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.backends.memory import keep_freed_memory
 from lagrpo.data.offline import Recorded
@@ -19,7 +20,8 @@ from lagrpo.errors import SettingsError, refusing
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.learner import Learner, Optimisation
-from lagrpo.policy.model import Policy, check_context, check_files, load_policy
+from lagrpo.policy.loading import check_context, check_files, load_policy
+from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import replica
 from lagrpo.policy.templates import Templates
 from lagrpo.sampling.base import Sampler
@@ -49,11 +51,11 @@ def build_policy(model: ModelSettings, tau: float, longest: int, templates: Temp
     team.start(model.threads, device.type)
     if device.type == "cpu":
         keep_freed_memory()
-    with refusing("model.kernels", kernels.NoKernels):
-        kernels.select(model.kernels, device.type)
-    dtype, _ = pick_dtype(model.dtype, device)
+    dtype = DTYPES[pick_dtype(model.dtype, device)[0]]
+    with refusing("model.kernels", NoKernels):
+        backend = choose_backend(model.kernels, device, dtype)
     with loading(model), without_progress_bars():
-        policy = load_policy(resolve_model(model.path), DTYPES[dtype], device, tau, chat_template(model), templates)
+        policy = load_policy(resolve_model(model.path), dtype, device, tau, chat_template(model), templates, backend)
     with refusing("model.path"):
         check_context(policy, longest)
     return policy
@@ -201,7 +203,7 @@ class Parts:
     def close(self) -> None:
         """End the workers, the servers that were started, and the process that renders prompts."""
         with ExitStack() as last:  # each, whatever becomes of the others
-            for part in (self.learner.policy.templates, self.sampler, self.verifier):
+            for part in (self.learner.policy.chat.templates, self.sampler, self.verifier):
                 last.callback(part.close)
 
     def keep_logs(self, run: Path) -> None:

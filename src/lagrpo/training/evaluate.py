@@ -183,7 +183,7 @@ def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
         policy = build_policy(settings.model, settings.temperature, longest, templates)
         prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens)
         requests = prompts.held_out(settings.prompts or task.size("test"))
-    print(f"computing with {policy.computation}; decoding {policy.decoding}", file=sys.stderr, flush=True)
+    print(f"computing with {policy.model.computation}; decoding {policy.model.decoding}", file=sys.stderr, flush=True)
     team.tell(lambda line: print(line, file=sys.stderr, flush=True))
     sampler = LocalSampler(policy, settings.seed, settings.max_tokens, settings.rows, purpose="evaluate")
     with build_verifier(settings, task) as verifier:

@@ -7,11 +7,14 @@ from typing import Any
 
 from lagrpo.backends.attention import Shape
 from lagrpo.backends.cpu.fused import FAMILIES
+from lagrpo.backends.cpu.logprobs import KEPT_LOGITS, KERNEL_LOGITS
 from lagrpo.backends.hardware import pick_device, pick_dtype
-from lagrpo.backends.logprobs import CHUNK_LOGITS, KEPT_LOGITS, KERNEL_LOGITS
+from lagrpo.backends.logprobs import CHUNK_LOGITS
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.configs import read_config
-from lagrpo.policy.model import Policy, refuse
+from lagrpo.policy.loading import refuse
+from lagrpo.policy.model import Policy
+from lagrpo.policy.replica import Replica
 from lagrpo.sampling.parity import Parity
 from lagrpo.sampling.schedule import Schedule, largest_lag
 from lagrpo.sampling.vllm.connecting import deadlines
@@ -34,7 +37,7 @@ def meaning(
     settings: Settings,
     recipe: Recipe,
     policy: Policy | None = None,
-    sampled: Policy | None = None,
+    sampled: Replica | None = None,
     parity: Parity | None = None,
 ) -> list[str]:
     """One line for each thing that people get wrong about a run. Without a policy the model's sizes are read from its
@@ -42,7 +45,7 @@ def meaning(
     the learner."""
     s, sampling = settings.schedule, settings.sampling
     per_batch, batches = s.prompts * sampling.G, s.stages * s.batches
-    config, parameters = (policy.model.config, _parameters(policy.model)) if policy else _sizes(settings)
+    config, parameters = (policy.model.config, _parameters(policy.model.lm)) if policy else _sizes(settings)
     dtype, why = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
     text = config.get_text_config()
     memory = expected_memory(settings, recipe, text, parameters, _fused(settings, text, policy))
@@ -61,8 +64,8 @@ def meaning(
         + ", ".join(f"{name} {_size(size)}" for name, size in memory.items()),
         f"arithmetic  {dtype} ({why}) on {policy.device if policy else settings.model.device}"
         + (f", {settings.optimizer.masters} float32 masters" if dtype == "bfloat16" else "")
-        + (f"; {policy.computation}" if policy else ""),
-        *([f"decoding    {sampled.decoding}"] if sampled else []),
+        + (f"; {policy.model.computation}" if policy else ""),
+        *([f"decoding    {sampled.model.decoding}"] if sampled else []),
         *([f"parity      {parity}"] if parity else []),
     ]
 
@@ -138,7 +141,7 @@ def _from_file(settings: Settings) -> str:
 def _fused(settings: Settings, config: Any, policy: Policy | None) -> bool:
     """Whether the kernels compute whole layers: as it is, or without a policy as it should be."""
     if policy is not None:
-        return policy.runs_fused
+        return policy.model.layers is not None
     on_cpu = pick_device(settings.model.device).type == "cpu"
     return on_cpu and settings.model.kernels != "torch" and config.model_type in FAMILIES
 

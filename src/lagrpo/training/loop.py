@@ -88,7 +88,7 @@ def sync_weights(a: Parts, clock: Clock) -> Mapping[str, float]:
         a.draws.before_delivery()
     clock.drawn += a.draws.read()[1]
     with clock("delivery"):
-        cost = a.sampler.deliver(policy.weights(), policy.version)
+        cost = a.sampler.deliver(policy.weights, policy.version)
         a.draws.delivered(policy.version)
         checked = a.check_parity(policy, a.sampler) if a.check_parity is not None else {}
         return {**cost, **a.learner.delivered(), **checked}

@@ -27,8 +27,8 @@ import torch
 from lagrpo.cache import cache_directory
 
 HERE = Path(__file__).parent
-SOURCES = tuple(HERE / name for name in ("kernels.c", "products.c"))
-HEADERS = tuple(HERE / name for name in ("vectors.h", "products.h", "emulated_tiles.h"))
+SOURCES = tuple(sorted(HERE.glob("*.c")))
+HEADERS = tuple(sorted(HERE.glob("*.h")))
 FLAGS = ("-std=gnu11", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-psabi")
 ISA = "LAGRPO_CPU_ISA"
 

@@ -3,9 +3,9 @@
 transformers computes norms, rotary embedding and gated activation in several passes over memory each; here each is one
 (lagrpo.backends.cpu.kernels), with the same roundings, forward and backward. With packed weights
 (backends/cpu/packs.py) the matrix products of the forward pass are ours too, and a decoding step is one call; the
-backward pass multiplies by PyTorch, as it need not agree with anything to the bit. Models of other families, and GPUs,
-keep transformers' own modules. What is taken here is proven on a small input against transformers when a policy is
-loaded (`prove_attention`).
+backward pass multiplies by PyTorch, as it need not agree with anything to the bit. Models of other families, and models
+whose linear layers are not plain nn.Linear or have hooks, keep transformers' own modules. When a policy is loaded, its
+log-probs on a small input are compared with transformers' (`prove_attention`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lagrpo.backends.attention import Layout, check_window
 from lagrpo.backends.cpu import kernels
-from lagrpo.backends.cpu.packs import LayerPanels, Packs, joined
+from lagrpo.backends.cpu.packs import Borrowed, LayerPanels, Packing, Packs, joined
+from lagrpo.backends.hooks import has_hooks, is_plain_linear, is_unhooked
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -32,32 +33,51 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 Forward = Callable[[Tensor], tuple[Tensor, ...]]  # [n, in] -> [n, out] of each linear layer
 
 
+def is_reproduced(lm: Any) -> bool:
+    """Whether the kernels compute the layers of such a model, by its family and the parts that it is made of."""
+    text, decoder = lm.config.get_text_config(), lm.get_decoder()
+    if text.model_type not in FAMILIES or text.hidden_act != "silu":
+        return False
+    if _names(decoder) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+        return False
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    rope = getattr(text, "rope_parameters", None) or {}
+    if head_dim % (2 * kernels.VECTOR) or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return False
+    return all(map(_is_plain, decoder.layers))
+
+
 class FusedDecoder:
-    """A decoder's final hidden states, computed with the kernels. Holds no weights of its own."""
+    """The decoder of a model of transformers and its head, computed with the kernels. Holds no weights of its own: it
+    reads those of the modules, or for the forward products the packed ones of `panels` (packs.py)."""
 
-    def __init__(self, decoder: Any) -> None:
-        self.decoder = decoder
+    def __init__(self, lm: Any, panels: Packing | Borrowed | None = None) -> None:
+        self.decoder, self.head = lm.get_decoder(), lm.get_output_embeddings()
+        self.panels = panels
         self._stack: tuple[Packs, kernels.Stack | None] | None = None
+        self._plain = True
 
-    @staticmethod
-    def of(model: Any) -> FusedDecoder | None:
-        """The fused forward pass of a model, or None for one that it does not reproduce."""
-        text, decoder = model.config.get_text_config(), model.get_decoder()
-        if text.model_type not in FAMILIES or text.hidden_act != "silu":
-            return None
-        if _names(decoder) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
-            return None
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        rope = getattr(text, "rope_parameters", None) or {}
-        if head_dim % (2 * kernels.VECTOR) or rope.get("partial_rotary_factor", 1.0) != 1.0:
-            return None
-        return FusedDecoder(decoder) if all(map(_is_plain, decoder.layers)) else None
+    @property
+    def exact(self) -> bool:
+        """Whether all matrix products of the forward pass are the kernels': the same bits in sampler and learner."""
+        return self.panels is not None and self.fits(None) and is_plain_linear(self.head)
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, packs: Packs | None = None) -> Tensor:
-        """input_ids and position_ids [rows] -> [rows, H]. With `packs`, by these in place of the plain weights; the
-        gradient goes to the plain ones."""
+    def fits(self, layout: Layout | None) -> bool:
+        """Whether the linear layers are plain nn.Linear and nothing that is computed here has a hook: otherwise the
+        decoder must be called. (Its embedding is called in any case.) Looked at for every packed row; the decoding
+        steps that follow keep to what was found."""
+        if getattr(layout, "live", None) is None:
+            parts = (self.decoder.layers, self.decoder.norm)
+            plain = all(map(_is_plain, self.decoder.layers)) and all(map(is_unhooked, parts))
+            self._plain = plain and not has_hooks(self.decoder)
+        return self._plain
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        """Final hidden states: input_ids and position_ids [rows] -> [rows, H]. The gradient goes to the modules'
+        weights, whatever computes the products."""
+        packs = self.panels.current() if self.panels is not None else None
         live: kernels.Live | None = getattr(layout, "live", None)
-        stack = self.stack(packs) if live is not None and packs is not None else None
+        stack = self._stack_of(packs) if live is not None and packs is not None else None
         x, cosine, sine = self.embedded(input_ids, position_ids)
         if stack is not None and live is not None:
             for layer in self.decoder.layers:
@@ -73,8 +93,18 @@ class FusedDecoder:
                 x, delta = self._layer(*given)
         return add_norm(x, delta, self.decoder.norm)[1]
 
-    def stack(self, packs: Packs) -> kernels.Stack | None:
-        """All layers for one call per decoding step, None where layers differ in their scaling or norms."""
+    @property
+    def product(self) -> kernels.Panels | None:
+        """The head's product by packed weights; None where PyTorch computes it, as it does where the layers are not
+        computed here."""
+        return self.panels.current().head if self.panels is not None and self._plain else None
+
+    def stack(self) -> kernels.Stack | None:
+        """All layers for one call per decoding step; None where they are not packed, or differ in their scaling or
+        norms."""
+        return self._stack_of(self.panels.current()) if self.panels is not None else None
+
+    def _stack_of(self, packs: Packs) -> kernels.Stack | None:
         if self._stack is None or self._stack[0] is not packs:
             self._stack = packs, _stack(self.decoder, packs)
         return self._stack[1]

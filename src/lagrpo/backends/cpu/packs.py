@@ -2,16 +2,17 @@
 
 On a CPU in bfloat16 the forward products of the learner, of the sampler and of π_ref are all ours
 (lagrpo.backends.cpu.kernels): one order of sums, whatever lies beside a row. They read packed weights. `Packing` keeps
-the packs of one policy: packs them again when the policy's weights have changed, and lends them to policies that hold
-the same version, so that right after a delivery one packed copy serves π and α.
+the packs of one model: packs them again when the weights have changed, and lends them to copies that hold the same
+version, so that right after a weight sync one packed copy serves π and α. `Borrowed` is what such a copy reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lagrpo.backends.cpu import kernels
@@ -39,7 +40,7 @@ class Packs:
     def __init__(self, decoder: Any, head: nn.Linear) -> None:
         self.layers = [LayerPanels(*map(kernels.Panels, joined(layer))) for layer in decoder.layers]
         self.head = kernels.Panels([head])
-        self.borrowers: set[int] = set()  # who reads them beside the policy whose packs these are
+        self.borrowers: set[int] = set()  # who reads them beside the model whose packs these are
 
     def fill(self, decoder: Any, head: nn.Linear) -> None:
         """Take over other weights in the place of those before: new memory each time would tear the heap."""
@@ -51,7 +52,7 @@ class Packs:
 
 
 class Packing:
-    """The packs of one policy, lent to others of the same version."""
+    """The packs of one model, lent to copies of the same version."""
 
     def __init__(self, decoder: Any, head: nn.Linear) -> None:
         self._decoder, self._head = decoder, head
@@ -83,7 +84,7 @@ class Packing:
             self._spare = packs
 
     def owns(self, weights: Sequence[Tensor]) -> bool:
-        """Whether these tensors are this policy's own weights."""
+        """Whether these tensors are this model's own weights."""
         return {w.data_ptr() for w in weights} <= {p.data_ptr() for p in self._parameters}
 
     def _vacant(self) -> Packs:
@@ -92,3 +93,32 @@ class Packing:
             return self._packs
         spare, self._spare = self._spare, None
         return spare or Packs(self._decoder, self._head)
+
+
+class Borrowed:
+    """The packs of a copy whose linear layers have no weights: those of `lender` where the copy was given that model's
+    weights, else packs of its own."""
+
+    def __init__(self, lender: Packing, decoder: Any, head: nn.Linear) -> None:
+        self._lender, self._decoder, self._head = lender, decoder, head
+        self._packs, self._lent = lender.lend(self), True
+
+    def current(self) -> Packs:
+        return self._packs
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[nn.Parameter, Tensor]) -> None:
+        """Read these weights from now on, each under the (empty) parameter that it stands for."""
+        if self._lender.owns([*weights.values()]):
+            self._lender.give_back(self._packs, self)
+            self._packs, self._lent = self._lender.lend(self), True
+            return
+        for parameter, weight in weights.items():
+            parameter.data = weight.to(parameter.dtype)  # no copy: only to be packed
+        if self._lent:
+            self._lender.give_back(self._packs, self)
+            self._packs, self._lent = Packs(self._decoder, self._head), False
+        else:
+            self._packs.fill(self._decoder, self._head)
+        for parameter in weights:
+            parameter.data = parameter.new_empty(0)

@@ -1,6 +1,6 @@
 /* Sixteen numbers at a time, by GCC's vector extensions, whatever the registers of the machine are.
  *
- * Numbers are float32 or bfloat16 in memory (`half`: bfloat16) and float32 in registers. */
+ * In memory numbers are float32 or bfloat16 (`half`: bfloat16), in registers float32. */
 
 #ifndef LAGRPO_VECTORS_H
 #define LAGRPO_VECTORS_H
@@ -8,6 +8,7 @@
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
+#include <math.h>
 #include <omp.h>
 #include <stdint.h>
 #include <string.h>
@@ -22,6 +23,13 @@ typedef int64_t i64;
 #define EXPORT __attribute__((visibility("default")))
 
 enum { W = 16 };
+
+/* `call`, compiled for either dtype: HALF is a constant in it. */
+#define FOR_DTYPE(half, call)                                                                                          \
+    do {                                                                                                               \
+        if (half) { enum { HALF = 1 }; call; }                                                                         \
+        else { enum { HALF = 0 }; call; }                                                                              \
+    } while (0)
 
 /* ---- numbers in memory ---- */
 
@@ -107,5 +115,43 @@ INLINE vec add_product(vec total, vec x, vec y, int half) {
     return total + (vec)(a << 16) * (vec)(b << 16);
 #endif
 }
+
+/* ---- functions of a vector ---- */
+
+INLINE vec choose(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
+
+INLINE vec larger(vec a, vec b) { return choose((a > b) | (a != a), a, b); } /* a NaN in a comes through */
+
+INLINE float sum(vec x) {
+    float s[W];
+    memcpy(s, &x, sizeof s);
+    for (int step = W / 2; step; step /= 2)
+        for (int j = 0; j < step; j++) s[j] += s[j + step];
+    return s[0];
+}
+
+INLINE float largest(vec x) {
+    float top = x[0];
+    for (int j = 1; j < W; j++) top = x[j] > top || x[j] != x[j] ? x[j] : top;
+    return top;
+}
+
+INLINE vec exponential(vec x) { /* e^x to 1 unit in the last place; 0 below -87, infinity above 88.3 */
+    vec n = (x * all(1.44269504f) + all(12582912.f)) - all(12582912.f); /* nearest integer to x / log 2 */
+    n = choose(x < -87.f, all(0), choose(x > 88.3f, all(0), n));
+    vec r = x - n * all(0.693359375f) - n * all(-2.12194440e-4f);
+    vec p = all(1.9875691500e-4f);
+    p = p * r + all(1.3981999507e-3f);
+    p = p * r + all(8.3334519073e-3f);
+    p = p * r + all(4.1665795894e-2f);
+    p = p * r + all(1.6666665459e-1f);
+    p = p * r + all(5.0000001201e-1f);
+    p = p * r * r + r + all(1.f);
+    p = (vec)((ivec)p + (__builtin_convertvector(n, ivec) << 23));
+    p = choose(x < -87.f, all(0.f), choose(x > 88.3f, all(INFINITY), p));
+    return choose(x == x, p, x);
+}
+
+INLINE vec sigmoid(vec x) { return all(1.f) / (all(1.f) + exponential(-x)); }
 
 #endif

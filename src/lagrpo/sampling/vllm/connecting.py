@@ -122,7 +122,7 @@ def build_vllm(settings: Settings, policy: Policy, servers: Sequence[Server]) ->
     Raises:
         SettingsError: a server did not get ready, or serves another model or shorter sequences.
     """
-    sampling, vllm, tokenizer = settings.sampling, settings.vllm, policy.tokenizer
+    sampling, vllm, tokenizer = settings.sampling, settings.vllm, policy.chat.tokenizer
     longest = sampling.max_prompt_tokens + sampling.max_tokens + 1
     with refusing("vllm", SamplerError):
         for server in servers:
@@ -140,9 +140,9 @@ def build_vllm(settings: Settings, policy: Policy, servers: Sequence[Server]) ->
         seed=settings.run.seed,
         max_tokens=sampling.max_tokens,
         tau=sampling.temperature,
-        eos_ids=sorted(policy.eos_ids),
+        eos_ids=sorted(policy.chat.eos_ids),
         rows=sampling.rows,
-        decode=lambda ids: policy.tokenizer.decode(ids, skip_special_tokens=True),
+        decode=policy.chat.decode,
     )
     return VllmSampler(
         servers,

@@ -1,0 +1,45 @@
+"""The backend of a policy, chosen once: when the policy is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from lagrpo.backends.backend import Backend
+from lagrpo.backends.cpu import kernels
+from lagrpo.backends.cpu.backend import DTYPES, CpuBackend
+from lagrpo.backends.cuda import CudaBackend
+
+Choice = Literal["auto", "c", "torch"]
+
+
+def choose_backend(
+    choice: Choice, device: torch.device | str, dtype: torch.dtype, say: Callable[[str], None] | None = None
+) -> Backend:
+    """The best backend for a device and dtype (auto), on a CPU the C kernels without fail (c), or PyTorch's plain
+    operations alone (torch; on a GPU without flex attention and CUDA graphs, too). `say` is told of a compilation of
+    the kernels, which happens once per machine (default: standard error).
+
+    Raises:
+        NoKernels: "c" on a machine that cannot have the kernels, or for another device than the CPU; LAGRPO_CPU_ISA
+            names no level of instructions of this processor, or another one than this process computes with.
+    """
+    device = torch.device(device)
+    kernels.check_level()
+    if choice == "c" and device.type != "cpu":
+        raise kernels.NoKernels(f"the kernels are for the CPU, the model is on {device}")
+    if choice == "torch":
+        return Backend(device, dtype)
+    if device.type == "cuda":
+        return CudaBackend(device, dtype)
+    if device.type != "cpu":
+        return Backend(device, dtype, f"no kernels for {device.type}")
+    if dtype not in DTYPES:
+        return Backend(device, dtype, f"no C kernels for {str(dtype).removeprefix('torch.')}")
+    if (reason := kernels.why_not(say)) is None:
+        return CpuBackend(device, dtype)
+    if choice == "c":
+        raise kernels.NoKernels(f"the C kernels are unavailable here: {reason}")
+    return Backend(device, dtype, f"no C kernels: {reason}")

@@ -1,0 +1,223 @@
+/* Shared-prefix attention along a packed row, forward and backward.
+ *
+ * Each query has one softmax over the keys of its prompt and its own segment together, key after key in the order of the
+ * sequence. Neither the rows around a row nor the number of threads can change it. */
+
+#include "attention.h"
+
+/* y[h][c][row] = x[row][h][c] in lanes: x [rows, heads, d], rows of y `stride` >= rows + W apart. */
+EXPORT void transpose(i64 rows, i64 heads, i64 d, const uint32_t *x, uint32_t *y, i64 stride) {
+#pragma omp parallel for schedule(static) collapse(2)
+    for (i64 h = 0; h < heads; h++)
+        for (i64 first = 0; first < rows; first += TILE)
+            for (i64 c = 0; c < d; c++)
+                for (i64 row = first; row < first + TILE && row < rows; row++)
+                    y[(h * d + c) * stride + row] = x[(row * heads + h) * d + c];
+}
+
+/* y[row] = the pairs of x[row] and x[row + 1], of the last row and 0: x bfloat16 and y lanes, [rows, width]. */
+EXPORT void pair_rows(i64 rows, i64 width, const uint16_t *x, uint32_t *y) {
+#pragma omp parallel for schedule(static)
+    for (i64 row = 0; row < rows; row++)
+        for (i64 c = 0; c < width; c++)
+            y[row * width + c] = x[row * width + c] | (row + 1 < rows ? (uint32_t)x[(row + 1) * width + c] << 16 : 0);
+}
+
+/* The QUERIES or fewer queries number `block` .. of a segment and a key head: token after token, and within a token the
+ * `repeats` query heads of the key head. keys: how many of the segment's own keys each attends to; own: the most of
+ * these. */
+typedef struct {
+    int nq;
+    i64 row[QUERIES], head[QUERIES], keys[QUERIES], own;
+} Queries;
+
+INLINE Queries queries_of(const Segment *s, i64 block, i64 repeats, i64 kv_head) {
+    Queries q = {.nq = 0};
+    for (i64 f = block; f < s->length * repeats && q.nq < QUERIES; f++, q.nq++) {
+        i64 t = f / repeats;
+        q.row[q.nq] = s->first + t;
+        q.head[q.nq] = kv_head * repeats + f % repeats;
+        q.keys[q.nq] = q.own = t + 1;
+    }
+    return q;
+}
+
+static i64 longest_of(const Segment *segments, i64 n) {
+    i64 longest = 0;
+    for (i64 i = 0; i < n; i++)
+        if (segments[i].prefix_length + segments[i].length > longest)
+            longest = segments[i].prefix_length + segments[i].length;
+    return longest;
+}
+
+/* ---- forward ---- */
+
+/* One block of queries of segment g and key head h. */
+INLINE void attend_block(Attention a, Segment g, i64 h, Queries b, Scratch t, int half) {
+    i64 dl = half ? a.d / 2 : a.d, width = a.kv_heads * a.d, step = half ? 2 * width : width;
+    i64 P = g.prefix_length, own = even(P), split = half ? own / 2 : own;
+    const float *kt = a.k_t + h * dl * a.stride, *v = a.v + h * a.d;
+    for (int i = 0; i < b.nq; i++)
+        memcpy(t.queries + i * dl, at(a.q, (b.row[i] * a.heads + b.head[i]) * a.d, half), dl * 4);
+    Lanes prefix_keys = {kt + g.prefix_first, a.stride}, own_keys = {kt + g.first, a.stride};
+    FOR_QUERIES(b.nq, products(Q, dl, t.queries, prefix_keys, P, t.scores, t.room, half);
+                products(Q, dl, t.queries, own_keys, b.own, t.scores + own, t.room, half))
+    float total[QUERIES];
+    for (int i = 0; i < b.nq; i++) {
+        float *s = t.scores + i * t.room;
+        if (P < own) s[P] = -INFINITY;
+        a.lse[b.row[i] * a.heads + b.head[i]] = softmax(s, own + b.keys[i], a.scaling, total + i, half);
+        clear(s, own + b.keys[i], own + even(b.own), half);
+    }
+    memset(t.mix, 0, QUERIES * a.d * sizeof *t.mix);
+    Lanes prefix_weights = {t.scores, t.room}, own_weights = {t.scores + split, t.room};
+    Lanes prefix_values = {v + g.prefix_first * width, step}, own_values = {v + g.first * width, step};
+    FOR_QUERIES(b.nq, mixture(Q, a.d, prefix_weights, prefix_values, P, t.mix, half);
+                mixture(Q, a.d, own_weights, own_values, b.own, t.mix, half))
+    for (int i = 0; i < b.nq; i++)
+        store_quotient(a.out, (b.row[i] * a.heads + b.head[i]) * a.d, t.mix + i * a.d, total[i], a.d, half);
+}
+
+INLINE void attend_segment(Attention a, i64 segment, i64 h, Scratch t, int half) {
+    i64 repeats = a.heads / a.kv_heads;
+    Segment g = a.segments[segment];
+    for (i64 block = 0; block < g.length * repeats; block += QUERIES)
+        attend_block(a, g, h, queries_of(&g, block, repeats, h), t, half);
+}
+
+EXPORT void attention(const Attention *a) {
+    i64 longest = longest_of(a->segments, a->count);
+#pragma omp parallel
+    {
+        Scratch t = scratch_for(longest, a->d);
+#pragma omp for schedule(dynamic, 1)
+        for (i64 task = 0; task < a->count * a->kv_heads; task++)
+            FOR_DTYPE(a->half, attend_segment(*a, task / a->kv_heads, task % a->kv_heads, t, HALF));
+        free(t.scores);
+    }
+}
+
+/* ---- backward ---- */
+
+INLINE void spread_tile(int nq, int vectors, Lanes p, Lanes x, i64 n, float *sums, i64 stride, int half) {
+    vec xs[QUERIES][4];
+    for (int a = 0; a < nq; a++)
+        for (int j = 0; j < vectors; j++) xs[a][j] = lanes(x.at, a * x.stride + j * W);
+    for (i64 key = 0; key < n; key++) {
+        vec total[4];
+        for (int j = 0; j < vectors; j++) total[j] = load(sums, key * stride + j * W, 0);
+        for (int a = 0; a < nq; a++) {
+            vec weight = same_lanes(p.at, a * p.stride + key);
+            for (int j = 0; j < vectors; j++) total[j] = add_product(total[j], weight, xs[a][j], half);
+        }
+        for (int j = 0; j < vectors; j++) store(sums, key * stride + j * W, total[j], 0);
+    }
+}
+
+/* sums[key] += sum over queries of p[a][key] x[a], pairs of queries (half): p [., n] and x [., d] in lanes, sums [n, d]
+ * float32 with rows `stride` apart. */
+INLINE void spread(int nq, i64 d, Lanes p, const float *x, i64 n, float *sums, i64 stride, int half) {
+    i64 c = 0, rows = half ? (nq + 1) / 2 : nq;
+    for (; c + TILE <= d; c += TILE) spread_tile(rows, 4, p, (Lanes){x + c, d}, n, sums + c, stride, half);
+    for (; c < d; c += W) spread_tile(rows, 1, p, (Lanes){x + c, d}, n, sums + c, stride, half);
+}
+
+/* Rows of x, bfloat16 [nq, n] and `room` lanes apart, two by two as lanes [., n], `y_room` apart; a missing row is
+ * zeros. float32: x itself. n up to the next multiple of W. */
+INLINE const float *two_by_two(int nq, i64 n, const float *x, i64 room, float *y, i64 y_room, int half) {
+    if (!half) return x;
+    for (int a = 0; a < nq; a += 2)
+        for (i64 i = 0; i < n; i += W) {
+            uvec second = a + 1 < nq ? (uvec)load(x + (a + 1) * room, i, 1) : (uvec){};
+            store(y, a / 2 * y_room + i, (vec)((uvec)load(x + a * room, i, 1) >> 16 | second), 0);
+        }
+    return y;
+}
+
+/* Of one block of queries: weights p and their gradients ds, queries, gradients of their outputs and of themselves; and
+ * room for the first four two by two. */
+typedef struct {
+    float *p, *ds, *zip, *queries, *grads, *mix, *zip_d;
+    i64 room;
+} BackwardScratch;
+
+static BackwardScratch backward_scratch_for(i64 tokens, i64 d) {
+    i64 room = tokens + 2 * W, scores = QUERIES * room, heads = QUERIES * d;
+    float *p = room_for(3 * scores + 4 * heads), *q = p + 3 * scores;
+    return (BackwardScratch){p, p + scores, p + 2 * scores, q, q + heads, q + 2 * heads, q + 3 * heads, room};
+}
+
+/* Query i of a block from its scores p and products ds = do . v: p = exp(s - lse) and ds = p (do . v - inner), in their
+ * places, where inner = do . out. */
+INLINE void weigh(AttentionBackward a, i64 from, i64 P, i64 keys, i64 own_keys, float *p, float *ds, int half) {
+    i64 own = even(P);
+    vec total = all(0), norm = all(a.lse[from / a.d]);
+    for (i64 c = 0; c < a.d; c += W) total += load(a.out, from + c, half) * load(a.grad_out, from + c, half);
+    float inner = sum(total);
+    if (P < own) p[P] = -INFINITY, ds[P] = 0;
+    for (i64 i = 0; i < own + keys; i += W) {
+        vec e = exponential(load(p, i, 0) * all(a.scaling) - norm);
+        store(ds, i, (load(ds, i, 0) - all(inner)) * e * all(a.scaling), half);
+        store(p, i, e, half);
+    }
+    clear(p, own + keys, own + own_keys + W, half);
+    clear(ds, own + keys, own + own_keys + W, half);
+}
+
+/* One block of queries of segment g and key head h. */
+INLINE void attend_backward_block(AttentionBackward a, Segment g, i64 h, Queries b, BackwardScratch t, int half) {
+    i64 dl = half ? a.d / 2 : a.d, width = a.kv_heads * a.d, step = half ? 2 * width : width, room = t.room, d = a.d;
+    i64 P = g.prefix_length, own = even(P), split = half ? own / 2 : own;
+    i64 before = g.prefix_first * width + h * d, first = g.first * width + h * d;
+    const float *kt = a.k_t + h * dl * a.stride, *vt = a.v_t + h * dl * a.stride, *weights, *x;
+    for (int i = 0; i < b.nq; i++) {
+        i64 from = (b.row[i] * a.heads + b.head[i]) * d;
+        memcpy(t.queries + i * dl, at(a.q, from, half), dl * 4);
+        memcpy(t.grads + i * dl, at(a.grad_out, from, half), dl * 4);
+    }
+    Lanes prefix_keys = {kt + g.prefix_first, a.stride}, own_keys = {kt + g.first, a.stride};
+    Lanes prefix_values = {vt + g.prefix_first, a.stride}, own_values = {vt + g.first, a.stride};
+    FOR_QUERIES(b.nq, products(Q, dl, t.queries, prefix_keys, P, t.p, room, half);
+                products(Q, dl, t.queries, own_keys, b.own, t.p + own, room, half);
+                products(Q, dl, t.grads, prefix_values, P, t.ds, room, half);
+                products(Q, dl, t.grads, own_values, b.own, t.ds + own, room, half))
+    for (int i = 0; i < b.nq; i++)
+        weigh(a, (b.row[i] * a.heads + b.head[i]) * d, P, b.keys[i], b.own, t.p + i * room, t.ds + i * room, half);
+    memset(t.mix, 0, QUERIES * d * sizeof *t.mix);
+    Lanes prefix_ds = {t.ds, room}, own_ds = {t.ds + split, room};
+    FOR_QUERIES(b.nq, mixture(Q, d, prefix_ds, (Lanes){a.k + before, step}, P, t.mix, half);
+                mixture(Q, d, own_ds, (Lanes){a.k + first, step}, b.own, t.mix, half);
+                weights = two_by_two(Q, own + b.own, t.ds, room, t.zip, room, half);
+                x = two_by_two(Q, d, t.queries, dl, t.zip_d, d, half);
+                spread(Q, d, (Lanes){weights, room}, x, P, a.grad_k + before, width, half);
+                spread(Q, d, (Lanes){weights + own, room}, x, b.own, a.grad_k + first, width, half);
+                weights = two_by_two(Q, own + b.own, t.p, room, t.zip, room, half);
+                x = two_by_two(Q, d, t.grads, dl, t.zip_d, d, half);
+                spread(Q, d, (Lanes){weights, room}, x, P, a.grad_v + before, width, half);
+                spread(Q, d, (Lanes){weights + own, room}, x, b.own, a.grad_v + first, width, half))
+    for (int i = 0; i < b.nq; i++)
+        for (i64 c = 0; c < d; c += W)
+            store(a.grad_q, (b.row[i] * a.heads + b.head[i]) * d + c, load(t.mix, i * d + c, 0), half);
+}
+
+INLINE void attend_backward_group(AttentionBackward a, i64 group, i64 h, BackwardScratch t, int half) {
+    i64 repeats = a.heads / a.kv_heads;
+    for (i64 segment = a.groups[group]; segment < a.groups[group + 1]; segment++) {
+        Segment g = a.segments[segment];
+        for (i64 block = 0; block < g.length * repeats; block += QUERIES)
+            attend_backward_block(a, g, h, queries_of(&g, block, repeats, h), t, half);
+    }
+}
+
+/* Gradients of `attention`. A group and a key head are one task, so that no two threads add to the same sums. */
+EXPORT void attention_backward(const AttentionBackward *a) {
+    i64 longest = longest_of(a->segments, a->groups[a->n_groups]);
+#pragma omp parallel
+    {
+        BackwardScratch t = backward_scratch_for(longest, a->d);
+#pragma omp for schedule(dynamic, 1)
+        for (i64 task = 0; task < a->n_groups * a->kv_heads; task++)
+            FOR_DTYPE(a->half, attend_backward_group(*a, task / a->kv_heads, task % a->kv_heads, t, HALF));
+        free(t.p);
+    }
+}

@@ -1,0 +1,57 @@
+"""The compiled C kernels in this process, and how Python calls them.
+
+C sees tensors as addresses: the caller keeps them alive, contiguous where kernels.h says so, and on the CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lagrpo.backends.cpu.build import load_library
+
+VECTOR = 16  # numbers in one vector of the kernels
+
+_library: Any = None
+
+
+def load(say: Callable[[str], None]) -> str:
+    """Compile the library if need be and load it; returns the name of the compiler. Raises NoKernels."""
+    global _library
+    _library, compiler = load_library(say)
+    _library.pack_bytes.restype = ctypes.c_int64
+    return compiler
+
+
+def is_loaded() -> bool:
+    """Whether the kernels can be called."""
+    return _library is not None
+
+
+def call(name: str, *arguments: Tensor | Arguments | float | int | None) -> int:
+    """Call a function of the library: tensors go as their addresses, structs by reference, int as int64."""
+    return getattr(_library, name)(*map(_as_c, arguments))
+
+
+def _as_c(value: Tensor | Arguments | float | int | None) -> Any:
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if isinstance(value, Arguments):
+        return ctypes.byref(value)
+    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value or 0)  # None: a null pointer
+
+
+class Arguments(ctypes.Structure):
+    """A struct of kernels.h, filled by the names of its fields; what is not named is 0 or NULL."""
+
+    def __init__(self, **values: Tensor | float | int | None) -> None:
+        super().__init__(**{name: v.data_ptr() if isinstance(v, Tensor) else v for name, v in values.items()})
+
+
+def fields(counts: str = "", pointers: str = "", floats: str = "", half: str = "half") -> list[tuple[str, Any]]:
+    """The fields of a struct of kernels.h: all structs keep this order."""
+    kinds = ((counts, ctypes.c_int64), (pointers, ctypes.c_void_p), (floats, ctypes.c_float), (half, ctypes.c_int))
+    return [(name, kind) for names, kind in kinds for name in names.split()]

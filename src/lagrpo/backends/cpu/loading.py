@@ -1,0 +1,50 @@
+"""The C kernels are loaded once per process, and compiled before that once per machine. Whether they compute is the
+backend's choice (backends/choose.py)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from lagrpo.backends.cpu import library
+from lagrpo.backends.cpu.build import ISA, NoKernels, isa_level
+from lagrpo.backends.cpu.panels import choose_products
+
+_reason: str | None = None  # why there are no kernels, once that is known
+_compiler = ""
+_level = ""  # the instructions that the library was compiled for
+_products: str | None = None  # what computes the products of bfloat16
+
+
+def check_level() -> None:
+    """Raise NoKernels where LAGRPO_CPU_ISA names no level of this processor's instructions, or another one than this
+    process computes with."""
+    level = isa_level()
+    if library.is_loaded() and level != _level:
+        raise NoKernels(f"this process computes with the instructions {_level}; for {ISA} = {level} start another one")
+
+
+def why_not(say: Callable[[str], None] | None = None) -> str | None:
+    """Load the kernels at the first call. None where they are loaded, else the reason. `say` is told of a compilation
+    (default: standard error)."""
+    global _reason, _compiler, _products, _level
+    if not library.is_loaded() and _reason is None:
+        say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+        try:
+            _level = isa_level()
+            _compiler = library.load(say)
+            _products = choose_products(say)
+        except NoKernels as error:
+            _reason = str(error)
+    return _reason
+
+
+def describe() -> str:
+    """The loaded kernels, in words."""
+    return f"C kernels ({_compiler})"
+
+
+def products() -> str | None:
+    """What computes the forward products of bfloat16 in the loaded kernels: AMX, AVX512-BF16, vectors (bfloat16 without
+    instructions for it); None where none of these ways is right on this processor."""
+    return _products

@@ -1,0 +1,126 @@
+"""Log-probs of given tokens by the kernels: one pass over the logits as they are, and its gradient in their place."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lagrpo.backends.cpu import kernels
+from lagrpo.backends.logprobs import Product, check_tokens, chunks
+
+KERNEL_LOGITS = 1 << 25  # logits in hand, in the model's dtype: 64 MiB in bfloat16
+KEPT_LOGITS = 1 << 27  # at most so many wait for the backward pass (256 MiB); those beyond are computed again
+
+
+def token_logp(
+    hidden_TH: Tensor,
+    head: nn.Linear,
+    token_ids_T: Tensor,
+    tau: float,
+    entropy_T: Tensor | None = None,
+    product: Product | None = None,
+) -> Tensor:
+    """As lagrpo.backends.logprobs.token_logp. `product` computes the logits of rows [n, H] into [n, V] in the place of
+    PyTorch's product."""
+    check_tokens(hidden_TH, head.weight, token_ids_T, tau)
+    asked = _Asked(tau, entropy_T, torch.is_grad_enabled(), product)
+    return _TokenLogp.apply(hidden_TH, head.weight, head.bias, token_ids_T, asked)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The temperature, where entropies go if they are wanted, whether a backward pass may follow, and what computes the
+    logits."""
+
+    tau: float
+    entropy: Tensor | None
+    differentiable: bool
+    product: Product | None
+
+
+class _TokenLogp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, asked: _Asked) -> Tensor:
+        logp, lse = kernels.floats(len(token_ids)), kernels.floats(len(token_ids))
+        keep = min(len(token_ids), KEPT_LOGITS // weight.shape[0]) if asked.differentiable else 0
+        ctx.kept = _take_room("kept", (keep, weight.shape[0]), weight.dtype) if keep else None
+        for rows in _kept_and_chunks(keep, len(token_ids), weight.shape[0]):
+            kept = ctx.kept if rows.stop <= keep else None
+            logits = _logits(hidden[rows], weight, bias, asked.product, kept)
+            entropy = None if asked.entropy is None else asked.entropy[rows]
+            logp[rows], lse[rows] = kernels.token_logp(logits, token_ids[rows], asked.tau, entropy)
+        ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
+        ctx.tau, ctx.product = asked.tau, asked.product
+        return logp
+
+    @staticmethod
+    def backward(ctx, grad_logp: Tensor):  # type: ignore[override]
+        hidden, weight, bias, token_ids, lse = ctx.saved_tensors
+        grad_hidden, grad_logp = torch.empty_like(hidden), grad_logp.contiguous()
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        kept, ctx.kept = ctx.kept, None  # overwritten below: another backward pass computes them again
+        pieces = _kept_and_chunks(0 if kept is None else len(kept), len(token_ids), weight.shape[0])
+        total = _room("gradient", weight.shape, torch.float32).zero_() if len(pieces) != 1 else None
+        share = torch.empty_like(weight) if total is None else _room("share", weight.shape, weight.dtype)
+        for rows in pieces:
+            logits = kept if kept is not None and rows.stop <= len(kept) else None
+            logits = _logits(hidden[rows], weight, bias, ctx.product) if logits is None else logits
+            dx = kernels.token_logp_backward(logits, token_ids[rows], ctx.tau, lse[rows], grad_logp[rows])
+            torch.mm(dx, weight, out=grad_hidden[rows])
+            torch.mm(dx.mT, hidden[rows], out=share)
+            if total is not None:
+                total += share
+            if grad_bias is not None:
+                grad_bias += dx.sum(0, dtype=torch.float32)
+        if kept is not None:
+            _return_room("kept", kept)
+        grad_bias = grad_bias.to(bias.dtype) if bias is not None and grad_bias is not None else None
+        grad_weight = share if total is None else total.to(weight.dtype, copy=True)
+        return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def _kept_and_chunks(kept: int, rows: int, vocabulary: int) -> list[slice]:
+    """The first `kept` rows in one piece, the others in chunks."""
+    first = [slice(0, kept)] if kept else []
+    return first + chunks(kept, rows, vocabulary, KERNEL_LOGITS)
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, product: Product | None, out: Tensor | None = None
+) -> Tensor:
+    """hidden · weightᵀ + bias [rows, V], in `out`; without it, until the next call."""
+    out = _room("logits", (len(hidden), weight.shape[0]), weight.dtype) if out is None else out
+    if product is not None:
+        return product(hidden, out)
+    return torch.mm(hidden, weight.mT, out=out) if bias is None else torch.addmm(bias, hidden, weight.mT, out=out)
+
+
+_rooms = threading.local()
+
+
+def _room(use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory that is kept for a use, with anything in it. To clear fresh pages for such large tensors takes the system
+    as long as the products that fill them."""
+    room = _take_room(use, shape, dtype)
+    _return_room(use, room)
+    return room
+
+
+def _take_room(use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """As `_room`, and nobody else's until it is returned (or forgotten)."""
+    numbers = math.prod(shape)
+    room: Tensor | None = _rooms.__dict__.pop(use, None)
+    if room is None or room.numel() < numbers or room.dtype != dtype:
+        room = torch.empty(numbers, dtype=dtype)
+    return room[:numbers].view(*shape)
+
+
+def _return_room(use: str, room: Tensor) -> None:
+    """For the next one who asks for it."""
+    whole = room.untyped_storage().nbytes() // room.element_size()
+    _rooms.__dict__[use] = room.as_strided((whole,), (1,), 0)

@@ -1,0 +1,80 @@
+/* Matrix products by vectors: strips of up to ROWS rows against panels of COLUMNS vectors of outputs. */
+
+#include "products.h"
+
+enum { CACHE = 1 << 19 }; /* bytes of x that stay in a core's cache */
+
+/* One panel: `stop` of its outputs are real. y's rows are n apart. */
+typedef struct {
+    const char *weights;
+    const float *bias;
+    i64 k, n, stop;
+} Panel;
+
+/* What is fetched into the cache meanwhile: `lines` cache lines, `each` per pair of k. */
+typedef struct {
+    const char *at;
+    i64 lines, each;
+} Ahead;
+
+/* `rows` rows of x against one panel. */
+INLINE void strip(const int rows, Panel p, const uint16_t *x, Ahead ahead, uint16_t *y) {
+    vec total[ROWS][COLUMNS];
+    const char *end = ahead.at + ahead.lines * LINE;
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < COLUMNS; c++) total[r][c] = all(0);
+    for (i64 pair = 0; pair < p.k / 2; pair++) {
+        vec w[COLUMNS];
+        for (int c = 0; c < COLUMNS; c++) memcpy(&w[c], p.weights + (pair * COLUMNS + c) * LINE, sizeof(vec));
+        if (ahead.at < end) {
+            for (i64 line = 0; line < ahead.each; line++) __builtin_prefetch(ahead.at + line * LINE, 0, 2);
+            ahead.at += ahead.each * LINE;
+        }
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < COLUMNS; c++)
+                total[r][c] = add_product(total[r][c], same_lanes(x, r * p.k / 2 + pair), w[c], 1);
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < COLUMNS && c * W < p.stop; c++) {
+            vec sum = p.bias ? total[r][c] + load(p.bias, c * W, 0) : total[r][c];
+            store_some(y, r * p.n + c * W, r * p.n + p.stop, sum, 1);
+        }
+}
+
+/* one copy of the code for each number of rows, so that their sums stay in registers */
+static void strip_of(i64 rows, Panel p, const uint16_t *x, Ahead ahead, uint16_t *y) {
+#define STRIP(R)                                                                                                       \
+    case R:                                                                                                            \
+        strip(R, p, x, ahead, y);                                                                                      \
+        break;
+    switch (rows) {
+        STRIP(1) STRIP(2) STRIP(3) STRIP(4)
+#if defined(__AVX512F__)
+        STRIP(5) STRIP(6) STRIP(7) STRIP(8)
+#endif
+    }
+#undef STRIP
+}
+
+/* Rows `from` .. `to` - 1 against one panel; meanwhile the next panel is fetched. */
+static void rows_by_vectors(const Product *a, i64 from, i64 to, i64 panel) {
+    i64 size = panel_bytes(COLUMNS * W, a->k), m = to - from, strips = (m + ROWS - 1) / ROWS, column = panel * COLUMNS * W;
+    i64 next = column + COLUMNS * W < a->n ? size / LINE : 0, each = strips < COLUMNS ? COLUMNS - strips + 1 : 1;
+    Panel p = {a->packed + panel * size, a->bias ? a->bias + column : NULL, a->k, a->n, a->n - column};
+    for (i64 s = 0; s < strips; s++) {
+        i64 first = m * s / strips, lines = next * s / strips;
+        Ahead ahead = {p.weights + size + lines * LINE, next * (s + 1) / strips - lines, each};
+        strip_of(m * (s + 1) / strips - first, p, a->x + (from + first) * a->k, ahead, a->y + (from + first) * a->n + column);
+    }
+}
+
+/* Blocks of rows that stay in a core's cache, against panel after panel. */
+void product_by_vectors(const Product *a) {
+    i64 panels = (a->n + COLUMNS * W - 1) / (COLUMNS * W);
+    i64 fit = CACHE / (2 * a->k) > ROWS ? CACHE / (2 * a->k) : ROWS, blocks = (a->m + fit - 1) / fit;
+#pragma omp parallel for schedule(static)
+    for (i64 task = 0; task < blocks * panels; task++) {
+        i64 block = task / panels;
+        rows_by_vectors(a, a->m * block / blocks, a->m * (block + 1) / blocks, task % panels);
+    }
+}

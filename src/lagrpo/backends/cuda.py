@@ -1,0 +1,97 @@
+"""The GPU: FlexAttention along packed rows, and decoding steps recorded as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lagrpo.backends import flex
+from lagrpo.backends.attention import Shape
+from lagrpo.backends.backend import Backend
+from lagrpo.backends.layout import PackedLayout
+from lagrpo.backends.steps import StepLayout, Steps
+
+ROWS_RECORDED = 16  # a CUDA graph is recorded for each multiple of so many rows
+
+
+class CudaBackend(Backend):
+    """FlexAttention where it can be compiled (flex.py), recorded decoding steps; PyTorch's operations for the rest."""
+
+    def attend(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        if flex.attends(query, key):
+            return flex.attend(layout, query, key, value, scaling)
+        return super().attend(layout, query, key, value, scaling)
+
+    def steps(self, model: Any) -> Steps:
+        return RecordedSteps(model)
+
+    def computation(self, text: Any, layers: Any) -> str:
+        shape = Shape.of(text)
+        reason = flex.why_not(self.device, self.dtype, shape.heads, shape.kv_heads, shape.d)
+        return f"PyTorch (FlexAttention is unavailable: {reason})" if reason else "PyTorch with FlexAttention"
+
+    def decoding(self, layers: Any) -> str:
+        return "steps recorded as CUDA graphs"
+
+
+class RecordedSteps(Steps):
+    """The hundreds of small launches of a step are recorded once for each shape and then replayed as one. Shapes
+    repeat: rows are filled up to a multiple of ROWS_RECORDED, and caches grow rarely. Only what lies in the recorded
+    tensors changes from step to step; the host does not wait for the device between two of them."""
+
+    records = True
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._caches: tuple[int, ...] = ()
+        self._recorded: dict[tuple[int, int], tuple[Tensor, Tensor, StepLayout, Callable[[], Tensor]]] = {}
+
+    def step(self, state: Any, token_ids: Tensor) -> Tensor:
+        caches = (state.own.keys, state.own.values, state.prefix.keys, state.prefix.values)
+        if self._caches != (addresses := tuple(t.data_ptr() for t in caches)):
+            self._caches, self._recorded = addresses, {}
+        padded = min(-(-state.rows // ROWS_RECORDED) * ROWS_RECORDED, state.max_rows)
+        layout = StepLayout(state, state.group_of_row, state.lengths, self.model.device, padded)
+        given = state.inputs(token_ids, torch.arange(padded) % state.rows)
+        shape = (padded, state.widest)
+        if shape not in self._recorded:
+            replay = record(lambda: self.model.hidden(*given, layout))
+            self._recorded[shape] = *given, layout, replay
+        tokens, positions, known, replay = self._recorded[shape]
+        tokens.copy_(given[0])
+        positions.copy_(given[1])
+        known.take_over(layout)
+        return replay()
+
+
+def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A CUDA graph of `compute`, as a function that replays it and returns the tensor that it fills.
+
+    Raises:
+        RuntimeError: something in it cannot be recorded (dynamic rotary scaling waits for the GPU, for example).
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # what is set up at the first call must not be recorded
+            compute()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            made = compute()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"a decoding step of this model cannot be recorded as a CUDA graph ({error}); set model.kernels = 'torch'"
+        ) from error
+
+    def replay() -> Tensor:
+        graph.replay()
+        return made
+
+    return replay

@@ -1,0 +1,169 @@
+"""Decoding: the caches of keys and values, and one step for all sequences that are being generated.
+
+`Steps` takes a step by PyTorch's operations, on any device; the CPU's and the GPU's backends replace what they do
+better. A step reads the keys and values of each sequence's own tokens, and those of its group's prompt, which are kept
+once per group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lagrpo.backends.attention import Layout, Shape
+from lagrpo.backends.parts import MIN_KEYS, fold_queries, merge, part, unfold_queries
+
+MIN_ROWS = 2  # PyTorch's product with one row takes another kernel, with another order of summation
+
+
+@dataclass(slots=True)
+class Cache:
+    """Keys [layers, batch, Hkv, D, tokens], their tokens side by side, and values [layers, batch, Hkv, tokens, D]; the
+    batch is rows, or groups. `lanes` is how many numbers one element holds: with 2 (two bfloat16 in a float32)
+    neighbors along D of a key, and along the tokens of a value, are one element, and these dimensions half as long."""
+
+    keys: Tensor
+    values: Tensor
+    lanes: int
+
+    @staticmethod
+    def empty(shape: Shape, batch: int, tokens: int, dtype: torch.dtype, device: torch.device, lanes: int) -> Cache:
+        room = -(-tokens // MIN_KEYS) * MIN_KEYS
+        sizes = ((shape.d // lanes, room), (room // lanes, shape.d))
+        stored = torch.float32 if lanes > 1 else dtype
+        keys, values = (
+            torch.zeros(shape.layers, batch, shape.kv_heads, *size, dtype=stored, device=device) for size in sizes
+        )
+        return Cache(keys, values, lanes)
+
+    @property
+    def room(self) -> int:
+        return self.keys.shape[4]
+
+    @property
+    def batch(self) -> int:
+        return self.keys.shape[1]
+
+    def put(self, layer: int, at: int, key: Tensor, value: Tensor) -> None:
+        """The first tokens of one of the batch: key and value [tokens, Hkv, D]."""
+        if self.lanes == 2:
+            key = key.contiguous().view(torch.float32)
+            value = F.pad(value, (0, 0, 0, 0, 0, len(value) % 2)).unflatten(0, (-1, 2))
+            value = value.permute(0, 2, 3, 1).contiguous().view(torch.float32).squeeze(-1)
+        self.keys[layer, at, :, :, : len(key)] = key.permute(1, 2, 0)
+        self.values[layer, at, :, : len(value)] = value.transpose(0, 1)
+
+    def copy(self, source: Cache) -> None:
+        """Take over a smaller cache."""
+        self.keys[:, : source.batch, :, :, : source.room] = source.keys
+        self.values[:, : source.batch, :, : source.values.shape[3]] = source.values
+
+    def move(self, source: Tensor, to: Tensor, tokens: int) -> None:
+        """Copy the first tokens of some of the batch over others."""
+        self.keys[:, to, :, :, :tokens] = self.keys[:, source, :, :, :tokens]
+        used = -(-tokens // self.lanes)
+        self.values[:, to, :, :used] = self.values[:, source, :, :used]
+
+
+class Rows(Protocol):
+    """What a step reads of the sequences being generated (see sampling/decode.py)."""
+
+    own: Cache
+    prefix: Cache
+    prompt_lengths: Tensor
+    group_of_row: Tensor
+    lengths: Tensor
+    max_rows: int
+    widest: int
+
+    @property
+    def rows(self) -> int: ...
+    def inputs(self, token_ids: Tensor, copies: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class Steps:
+    """Decoding steps of a model (lagrpo.policy.model.Model)."""
+
+    lanes = 1  # of the caches
+    records = False  # whether steps are recorded, for the next ones of the same shape
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._least = 1 if model.exact else MIN_ROWS  # a lone row is computed twice
+
+    def cache(self, batch: int, tokens: int) -> Cache:
+        """An empty cache."""
+        shape = Shape.of(self.model.config.get_text_config())
+        return Cache.empty(shape, batch, tokens, self.model.dtype, self.model.device, self.lanes)
+
+    def step(self, state: Rows, token_ids: Tensor) -> Tensor:
+        """One token per row, int64 [R] -> final hidden states [at least R, H]. The next step may overwrite them."""
+        copies = torch.arange(max(state.rows, self._least)) % state.rows
+        layout = self.layout(state, state.group_of_row[copies], state.lengths[copies])
+        return self.model.hidden(*state.inputs(token_ids, copies), layout)
+
+    def layout(self, state: Rows, group_of_row: Tensor, lengths: Tensor) -> Layout:
+        """Who attends to whom in a step of rows of these groups that have so many tokens of their own."""
+        return StepLayout(state, group_of_row, lengths, self.model.device)
+
+
+class StepLayout:
+    """One token per row: its key and value go into the own cache, its query to both parts of parts.py. With
+    `padded`, shapes depend on nothing but the caches' and that number of rows; those behind the real rows are of no
+    use."""
+
+    def __init__(
+        self, state: Rows, group_of_row: Tensor, lengths: Tensor, device: torch.device, padded: int = 0
+    ) -> None:
+        self.own, self.prefix, self.rows = state.own, state.prefix, padded or len(lengths)
+        self.longest = int((state.prompt_lengths[group_of_row] + lengths).max()) + 1
+        grid, place = pair_rows_with_groups(group_of_row, state.prefix.batch, state.widest if padded else 0)
+        place, lengths = (F.pad(t, (0, self.rows - len(t))) for t in (place, lengths))
+        self.keys = state.own.room if padded else max(MIN_KEYS, int(lengths.max()) + 1)
+        own_hidden = torch.arange(self.keys)[None, :] > lengths[:, None]
+        prefix_hidden = torch.arange(state.prefix.room)[None, :] >= state.prompt_lengths[:, None]
+        masks = (h[:, None, None].to(device) if padded or bool(h.any()) else None for h in (own_hidden, prefix_hidden))
+        self.own_hidden, self.prefix_hidden = masks
+        self.row_index = torch.arange(self.rows, device=device)
+        self.slot, self.grid, self.place = lengths.to(device), grid.to(device), place.to(device)
+
+    def take_over(self, other: StepLayout) -> None:
+        """What another step of the same shapes attends to, in the tensors of this one."""
+        for name in ("slot", "grid", "place", "own_hidden", "prefix_hidden"):
+            getattr(self, name).copy_(getattr(other, name))
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        keys, values = self.own.keys[layer], self.own.values[layer]
+        keys[self.row_index, :, :, self.slot], values[self.row_index, :, self.slot] = key, value
+        heads = key.shape[1]
+        k = keys[: self.rows, :, :, : self.keys].flatten(0, 1).mT
+        v = values[: self.rows, :, : self.keys].flatten(0, 1)
+        own, lse_own = part(fold_queries(query.unsqueeze(1), heads), k, v, self.own_hidden, scaling)
+        groups, width = self.grid.shape
+        gathered = query.index_select(0, self.grid.flatten()).view(groups, width, *query.shape[1:])
+        k, v = self.prefix.keys[layer].flatten(0, 1).mT, self.prefix.values[layer].flatten(0, 1)
+        pre, lse_pre = part(fold_queries(gathered, heads), k, v, self.prefix_hidden, scaling)
+        return merge(
+            unfold_queries(own, self.rows, 1),
+            unfold_queries(lse_own, self.rows, 1),
+            unfold_queries(pre, groups, width).index_select(0, self.place),
+            unfold_queries(lse_pre, groups, width).index_select(0, self.place),
+        )
+
+
+def pair_rows_with_groups(group_of_row: Tensor, groups: int, width: int = 0) -> tuple[Tensor, Tensor]:
+    """grid [groups, c], the rows of each group (row 0 where there are fewer than c, which is at least `width`), and
+    place [R], where in the flattened grid each row stands."""
+    counts = torch.bincount(group_of_row, minlength=groups)
+    width = max(width, int(counts.max()))
+    order = torch.argsort(group_of_row, stable=True)
+    within = torch.empty_like(order)
+    within[order] = torch.arange(len(order)) - (counts.cumsum(0) - counts)[group_of_row[order]]
+    place = group_of_row * width + within
+    grid = torch.zeros(groups, width, dtype=torch.long)
+    grid.view(-1)[place] = torch.arange(len(order))
+    return grid, place

@@ -1,0 +1,165 @@
+"""From a model directory to a policy: load it, refuse by name what shared-prefix attention does not reproduce, and
+check on a small input that it computes what transformers computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lagrpo.backends import attention
+from lagrpo.backends.backend import Backend
+from lagrpo.backends.choose import Choice
+from lagrpo.policy.checkpoint import match_weights, model_class, read_headers, read_tokenizer
+from lagrpo.policy.configs import blaming, read_config
+from lagrpo.policy.model import Packed, Policy
+from lagrpo.policy.templates import Templates
+
+OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
+"""What a forward pass returns, whatever config.json says: it may be a tuple, or carry what nobody reads."""
+
+PROOF_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}  # mean |Δ log-prob|, nats
+
+
+def load_policy(
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    tau: float = 1.0,
+    chat_template: str | None = None,
+    templates: Templates | None = None,
+    backend: Backend | Choice = "auto",
+) -> Policy:
+    """Load a policy from a hub id or a directory, with shared-prefix attention. `templates` renders its prompts;
+    whoever gives it closes it. `backend`: what computes, or how to choose it.
+
+    Raises:
+        ValueError: files that are damaged or do not fit together, by file and field (policy/checkpoint.py); a model
+            that shared-prefix attention does not reproduce (named, with the reason).
+        OSError: nothing that transformers can load is at `path`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
+    if templates is not None:
+        templates.start()  # gets ready while the model is loaded
+    tokenizer = check_files(path)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    with blaming("transformers cannot load it"):
+        lm: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True, trust_remote_code=False,
+            **OUTPUTS,
+        )  # fmt: skip
+    check_finite(lm)
+    lm.to(device)
+    switch_off_dropout(lm)
+    policy = Policy.of(lm, tokenizer, tau, backend=backend, templates=templates)
+    prove_attention(policy)
+    return policy
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise ValueError for a weight that has no finite value in the dtype that it was loaded in."""
+    for name, weight in model.named_parameters():
+        if count := int((~weight.isfinite()).sum()):
+            dtype = str(weight.dtype).removeprefix("torch.")
+            raise ValueError(f"{name} has {count} of {weight.numel()} numbers that are not finite in {dtype}")
+
+
+def check_files(path: str) -> Any:
+    """The tokenizer of a model whose files fit together and that shared-prefix attention reproduces; no weight is read.
+
+    Raises:
+        ValueError, OSError: as `load_policy`.
+    """
+    config = read_config(path)
+    refuse(config)
+    tokenizer = read_tokenizer(path, config)
+    match_weights(config, read_headers(path, config))
+    return tokenizer
+
+
+def refuse(config: Any) -> None:
+    """Raise for a model whose forward pass this package does not reproduce, by name and with the reason."""
+    text = config.get_text_config()
+    name = text.model_type
+    reasons = {
+        "attention soft-capping (attn_logit_softcapping)": getattr(text, "attn_logit_softcapping", None),
+        "soft-capping of the logits (final_logit_softcapping)": getattr(text, "final_logit_softcapping", None),
+        "a scale on the logits (logit_scale)": getattr(text, "logit_scale", 1.0) not in (None, 1.0),
+        "a scale on the logits (logits_scaling)": getattr(text, "logits_scaling", 1.0) not in (None, 1.0),
+        "an encoder (is_encoder_decoder)": getattr(config, "is_encoder_decoder", False),
+        "attention sinks": name == "gpt_oss",
+        "latent attention (kv_lora_rank)": getattr(text, "kv_lora_rank", None),
+        "layers that are not attention": set(getattr(text, "layer_types", None) or ())
+        - {"full_attention", "sliding_attention"},
+        "an attention of their own, outside transformers' registry": not _in_registry(config),
+    }
+    for reason, present in reasons.items():
+        if present:
+            raise ValueError(
+                f"models of type {name!r} have {reason}, which lagrpo's shared-prefix attention does not reproduce; "
+                "Llama, Qwen2, Qwen3, Mistral, Gemma (1) and their relatives are supported"
+            )
+
+
+def _in_registry(config: Any) -> bool:
+    """Whether the model takes its attention from the registry; of a model that is no causal language model, True."""
+    from transformers import AutoModelForCausalLM
+
+    return type(config) not in AutoModelForCausalLM._model_mapping or model_class(config)._can_set_attn_implementation()
+
+
+def check_context(policy: Policy, tokens: int) -> None:
+    """Raise ValueError if prompts and completions of `tokens` tokens do not fit the model's window or positions."""
+    text = policy.model.config.get_text_config()
+    sliding = "sliding_attention" in (getattr(text, "layer_types", None) or ("sliding_attention",))
+    window = getattr(text, "sliding_window", None) if sliding and getattr(text, "use_sliding_window", True) else None
+    for limit, what in (
+        (window, "sliding window"),
+        (getattr(text, "max_position_embeddings", None), "longest position"),
+    ):
+        if limit is not None and tokens > limit:
+            raise ValueError(
+                f"a prompt and its completion may be {tokens} tokens long, but the {what} of this {text.model_type} "
+                f"model is {limit}; lower sampling.max_prompt_tokens or sampling.max_tokens"
+            )
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """No randomness inside the policy: sampler and learner are the same function of the weights."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+@torch.no_grad()
+def prove_attention(policy: Policy) -> float:
+    """Compare log-probs on a packed row with transformers' own attention on whole sequences; returns mean |Δ|, nats.
+
+    Raises:
+        ValueError: a difference beyond PROOF_TOLERANCE of the dtype: this model does something else than attend.
+    """
+    vocabulary = policy.chat.vocabulary
+    draw = torch.Generator().manual_seed(0)
+    ids = lambda n: torch.randint(vocabulary, (n,), generator=draw)  # noqa: E731
+    prompt, completions = ids(9), [ids(5), ids(12)]
+    ours = policy.model(Packed.build([(prompt.tolist(), completions)], policy.device), tau=1.0).cpu()
+    model = policy.model.lm
+    model.set_attn_implementation("eager")
+    theirs = []
+    for completion in completions:
+        row = torch.cat([prompt, completion]).to(policy.device)
+        logits = model(input_ids=row.unsqueeze(0), use_cache=False).logits[0].float()
+        theirs.append(logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, row[len(prompt) :, None]).squeeze(1).cpu())
+    model.set_attn_implementation(attention.NAME)
+    difference = (ours - torch.cat(theirs)).abs().mean().item()
+    if not difference <= PROOF_TOLERANCE[policy.dtype]:
+        raise ValueError(
+            f"{type(model).__name__}: log-probs with shared-prefix attention differ from transformers' by "
+            f"{difference:.3g} on average (tolerance {PROOF_TOLERANCE[policy.dtype]} in {policy.dtype}); this model is "
+            "not supported"
+        )
+    return difference

@@ -1,0 +1,182 @@
+"""Weights, model and backend: what each of them can do, and that hooks on linear layers fire."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from test_sampling import requests_for
+from tiny import computed_by, tiny_policy
+from torch import nn
+
+from lagrpo.backends.choose import choose_backend
+from lagrpo.backends.cpu import kernels
+from lagrpo.backends.cpu.backend import CpuBackend
+from lagrpo.backends.cuda import CudaBackend
+from lagrpo.policy.model import Packed
+from lagrpo.policy.replica import PackedWeights, replica
+from lagrpo.policy.weights import Weights
+from lagrpo.sampling.local import LocalSampler
+
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+
+
+def packed() -> Packed:
+    return Packed.build([([5, 6, 7, 8], [torch.tensor([4, 9, 11]), torch.tensor([8, 30, 31, 6, 7])]), ([9], [])])
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank addition, as adapters make it."""
+
+    def __init__(self, linear: nn.Linear, rank: int = 3) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(1)
+        self.linear = linear
+        self.a, self.b = (
+            nn.Parameter(torch.randn(*shape, generator=draw).to(linear.weight) / 2)
+            for shape in ((linear.in_features, rank), (rank, linear.out_features))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + x @ self.a @ self.b
+
+
+# ---- hooks and adapters ----
+
+
+@BOTH
+def test_hooks_on_every_linear_layer_fire_in_learner_and_sampler(dtype):
+    """Where the kernels would compute whole layers, too: a hooked model is called module by module."""
+    policy = tiny_policy(dtype=dtype, backend="c")
+    assert policy.model.layers is not None
+    with torch.no_grad():
+        plain = policy.logp(packed())
+    called: Counter[str] = Counter()
+    linear = {name: m for name, m in policy.model.lm.named_modules() if isinstance(m, nn.Linear)}
+    for name, module in linear.items():
+        module.register_forward_hook(lambda *_, name=name: called.update([name]))
+    assert not policy.model.exact
+    assert policy.model.computation.endswith("; norms and activations of 'llama' by transformers")
+    with torch.no_grad():
+        torch.testing.assert_close(policy.logp(packed()), plain, rtol=0, atol=TOLERANCE[dtype])
+    assert called.keys() == linear.keys()
+    called.clear()
+    list(LocalSampler(policy, 0, 5, 8).sample(requests_for(policy, 2), 3))
+    assert called.keys() == linear.keys()
+    assert min(called.values()) > 3  # in steps, not in the prefill alone
+
+
+@BOTH
+def test_gradients_flow_through_the_calls_of_hooked_layers(dtype):
+    grads = []
+    for hooked in (False, True):
+        policy = tiny_policy("qwen2", dtype, backend="c", tie_word_embeddings=True)
+        entropy_T = torch.empty(8)
+        for module in policy.model.modules() if hooked else ():
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(lambda *_: None)
+        policy.logp(packed(), entropy_T).sum().backward()
+        grads.append([p.grad.float() for p in policy.model.parameters()] + [entropy_T])
+    for ours, theirs in zip(*grads, strict=True):
+        scale = theirs.abs().max()
+        assert ((ours - theirs).abs().max() / scale).item() < {torch.float32: 1e-4, torch.bfloat16: 0.06}[dtype]
+
+
+def test_an_adapter_in_the_place_of_a_linear_layer_computes():
+    """As the merged weights do; and it is what learns."""
+    policy, merged = (tiny_policy(backend="c") for _ in range(2))
+    layer, same = (p.model.decoder.layers[1].self_attn for p in (policy, merged))
+    adapted = layer.q_proj = Adapted(layer.q_proj)
+    with torch.no_grad():
+        same.q_proj.weight += (adapted.a @ adapted.b).mT
+    ours, theirs = policy.logp(packed()), merged.logp(packed())
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    assert (theirs - tiny_policy().logp(packed())).abs().max() > 0.05
+    ours.sum().backward()
+    assert adapted.a.grad.abs().max() > 1e-3
+
+
+def test_a_replica_of_a_hooked_policy_has_its_modules():
+    policy = tiny_policy(dtype=torch.bfloat16, backend="c")
+    layer = policy.model.decoder.layers[0].mlp
+    layer.down_proj = Adapted(layer.down_proj)
+    copy = replica(policy)
+    with torch.no_grad():
+        torch.testing.assert_close(copy.logp(packed()), policy.logp(packed()), rtol=0, atol=0)
+    assert "model.layers.0.mlp.down_proj.a" in policy.weights
+
+
+def test_the_hook_that_activation_checkpointing_hangs_on_the_embedding_changes_nothing():
+    policy = tiny_policy(dtype=torch.bfloat16, backend="c")
+    policy.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+    assert policy.model.exact
+
+
+# ---- weights ----
+
+
+def test_weights_are_read_by_name_one_by_one_and_tied_ones_once():
+    policy = tiny_policy(tie_word_embeddings=True)
+    names = list(policy.weights)
+    assert "lm_head.weight" not in names
+    assert names == [name for name, _ in policy.model.lm.named_parameters()]
+    weight = policy.weights["model.embed_tokens.weight"]
+    assert weight.data_ptr() == policy.model.head.weight.data_ptr()
+    assert not weight.requires_grad
+    for name in ("model.layers.9.mlp.up_proj.weight", "model.embed_tokens", "model.training"):
+        with pytest.raises(KeyError, match=name):
+            policy.weights[name]
+
+
+def test_loading_copies_into_the_models_own_storage_and_counts_the_version():
+    policy, other = tiny_policy(), tiny_policy(seed=1)
+    addresses = {name: w.data_ptr() for name, w in policy.weights.items()}
+    policy.weights.load(other.weights, 7)
+    assert policy.version == 7
+    assert addresses == {name: w.data_ptr() for name, w in policy.weights.items()}
+    assert all(torch.equal(policy.weights[name], w) for name, w in other.weights.items())
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is \(31,\) in version 8, not \(32,\)"):
+        policy.weights.load({**other.weights, "model.norm.weight": torch.ones(31)}, 8)
+    assert policy.version == 7
+
+
+@BOTH
+def test_a_replica_offers_to_load_and_to_compute_and_nothing_else(dtype):
+    copy = replica(tiny_policy(dtype=dtype, backend="c"))
+    assert isinstance(copy.weights, PackedWeights if dtype == torch.bfloat16 else Weights)
+    assert not isinstance(copy.weights, Weights) or all(w.numel() for w in copy.weights.values())  # none is empty
+    offered = {name for name in dir(copy) if not name.startswith("_")}
+    assert offered == {"weights", "model", "chat", "tau", "version", "load", "logp"}
+    if dtype == torch.bfloat16:
+        assert {name for name in dir(copy.weights) if not name.startswith("_")} == {"version", "load"}
+
+
+# ---- backends ----
+
+
+def test_each_policy_has_a_backend_of_its_own():
+    """Side by side, in one process, on the same weights."""
+    ours = tiny_policy(dtype=torch.bfloat16, backend="c")
+    theirs = computed_by(ours, "torch")
+    with torch.no_grad():
+        before = ours.logp(packed())
+        assert not torch.equal(theirs.logp(packed()), before)
+        assert torch.equal(ours.logp(packed()), before)
+    assert (ours.model.exact, theirs.model.exact) == (True, False)
+    assert theirs.model.decoding == "layer by layer, PyTorch's matrix products in bfloat16"
+
+
+def test_the_backend_of_a_device_and_a_dtype(monkeypatch):
+    assert type(choose_backend("auto", "cpu", torch.bfloat16)) is CpuBackend
+    assert type(choose_backend("auto", "cuda", torch.bfloat16)) is CudaBackend
+    assert str(choose_backend("torch", "cuda", torch.bfloat16)) == "PyTorch (as chosen)"
+    assert str(choose_backend("auto", "cpu", torch.float64)) == "PyTorch (no C kernels for float64)"
+    assert str(choose_backend("auto", "xpu", torch.bfloat16)) == "PyTorch (no kernels for xpu)"
+    with pytest.raises(kernels.NoKernels, match="the kernels are for the CPU, the model is on cuda"):
+        choose_backend("c", "cuda", torch.bfloat16)
+    monkeypatch.setattr(kernels, "why_not", lambda say: "no compiler")
+    assert str(choose_backend("auto", "cpu", torch.float32)) == "PyTorch (no C kernels: no compiler)"
+    with pytest.raises(kernels.NoKernels, match="unavailable here: no compiler"):
+        choose_backend("c", "cpu", torch.float32)
