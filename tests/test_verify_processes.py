@@ -204,11 +204,11 @@ def wait_for_workers(process: subprocess.Popen[str]) -> list[int]:
 
 
 def workers_of(parent: int) -> list[int]:
-    """The spawned processes whose parent this is."""
+    """The worker processes whose parent this is."""
     found = []
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            started = "spawn_main" in (directory / "cmdline").read_text()
+            started = "lagrpo.workers" in (directory / "cmdline").read_text()
             if started and f"PPid:\t{parent}\n" in (directory / "status").read_text():
                 found.append(int(directory.name))
     return found

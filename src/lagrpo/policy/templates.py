@@ -16,7 +16,7 @@ from typing import Any
 
 from lagrpo.interrupts import whole
 from lagrpo.policy import rendering
-from lagrpo.workers import ProcessWithoutMain
+from lagrpo.workers import Process
 
 DEADLINE = 10.0  # seconds for one prompt
 MEMORY = 512 * 2**20  # bytes beyond what the process has when it begins
@@ -37,7 +37,7 @@ class Templates:
 
     def __init__(self, deadline: float | None = None) -> None:
         self._deadline = deadline
-        self._process: tuple[ProcessWithoutMain, Connection] | None = None
+        self._process: tuple[Process, Connection] | None = None
         self._ready = False
 
     def start(self) -> None:
@@ -45,7 +45,7 @@ class Templates:
         if self._process is not None:
             return
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        process = ProcessWithoutMain(target=rendering.serve, args=(theirs, MEMORY, self._seconds), daemon=True)
+        process = Process(target=rendering.serve, args=(theirs, MEMORY, self._seconds), daemon=True)
         with whole():
             process.start()
             theirs.close()
@@ -96,7 +96,7 @@ class Templates:
             raise TemplateError(f"the process that renders ended with exit code {process.exitcode}") from error
 
 
-def _end(process: ProcessWithoutMain, connection: Connection) -> None:
+def _end(process: Process, connection: Connection) -> None:
     process.kill()
     process.join()
     connection.close()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import sys
-from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.context import SpawnContext
 from typing import Any
 
 from pebble.pool.process import WORKERS_NAME
 
 from lagrpo.tasks.base import Judge
-from lagrpo.workers import Process, ProcessWithoutMain
+from lagrpo.workers import Process
 
 
 def pickled(judge: Judge) -> bytes:
@@ -50,11 +50,12 @@ class WorkerContext(SpawnContext):
 
     def __init__(self, judge: bytes) -> None:
         super().__init__()
-        self._kind = Process if _names_main(judge) else ProcessWithoutMain
-        self._started: list[SpawnProcess] = []
+        self._imports_main = _names_main(judge)
+        self._started: list[Process] = []
 
-    def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
-        process = self._kind(*args, **kwargs)
+    def Process(self, *args: Any, **kwargs: Any) -> Process:  # type: ignore[override]  # noqa: N802
+        process = Process(*args, **kwargs)
+        process.imports_main = self._imports_main
         self._started = [*(other for other in self._started if other.pid is None or other.is_alive()), process]
         return process
 
