@@ -18,13 +18,13 @@ LEAVES = {*SMALL, "core", "threads"}
 ALLOWED: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
     "workers": {"interrupts"},
-    "objective": {"core"},
+    "objective": {"core", "errors"},
     "tasks": {*SMALL},
     "verify": {*SMALL, "tasks", "threads", "workers"},  # tasks say what an answer that cannot be judged is
     "runs": {*SMALL, "threads"},
     "backends": {*LEAVES},
     "policy": {*LEAVES, "backends", "workers"},
-    "settings": {*SMALL, "objective"},
+    "settings": {*SMALL, "objective", "tasks"},
     "data": {*LEAVES, "policy", "runs", "sampling", "tasks"},
     "sampling": {*LEAVES, "backends", "policy", "settings", "workers"},
     "terminal": {*SMALL, "objective", "runs", "tasks"},

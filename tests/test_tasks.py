@@ -91,7 +91,7 @@ def test_a_row_task_has_two_splits_and_bounds():
         (TaskSettings(name="arithmetics"), r"no task 'arithmetics'.*Did you mean 'arithmetic'\?"),
         (TaskSettings(name="poetry"), "no task 'poetry'; there are arithmetic, countdown"),
         (TaskSettings(name="gsm8k", digits=2), "task.digits is set, but the task 'gsm8k' does not take it: arithmetic"),
-        (TaskSettings(name="arithmetic", data="x"), "task.data is set.*gsm8k and math and custom does"),
+        (TaskSettings(name="arithmetic", data="x"), "task.data is set.*: gsm8k, math and custom do"),
         (TaskSettings(name="countdown", operations=("+",)), "task.operations is set.*'countdown'"),
         (TaskSettings(name="gsm8k", prompt_column="question"), "task.prompt_column is set.*custom does"),
         (TaskSettings(name="math", reward="maths"), r"no built-in reward 'maths'.*Did you mean 'math'\?"),

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import tyro
 from pydantic import BaseModel
 
-from lagrpo.errors import SettingsError
+from lagrpo.errors import SettingsError, nearest
 from lagrpo.settings.arguments import parse
 from lagrpo.settings.schema import EvalSettings, SamplingSettings, Settings, VllmSettings
 from lagrpo.settings.toml import load_settings, to_toml, validated
@@ -59,10 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def command(name: str) -> Callable[[list[str]], None]:
     """The function of a command."""
     if name not in COMMANDS:
-        import difflib
-
-        close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
-        raise SettingsError(f"there is no command {name!r}; did you mean {close!r}? (lagrpo --help)")
+        raise SettingsError(f"there is no command {name!r}; did you mean {nearest(name, COMMANDS)!r}? (lagrpo --help)")
     return COMMANDS[name]
 
 

@@ -8,7 +8,6 @@ Importing this module loads neither torch nor core; `compose` does.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +15,8 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
+
+from lagrpo.errors import nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -234,8 +235,7 @@ def known(kind: str, name: str, names: Iterable[str]) -> str:
     names = list(names)
     if name in names:
         return name
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-    raise ValueError(f"unknown {kind} {name!r}; the nearest is {nearest!r} (all: {', '.join(names)})")
+    raise ValueError(f"unknown {kind} {name!r}; the nearest is {nearest(name, names)!r} (all: {', '.join(names)})")
 
 
 def _needs(objective: Callable[[Any], Any]) -> frozenset[str]:

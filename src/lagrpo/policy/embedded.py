@@ -20,7 +20,6 @@ Two deliberate choices:
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import re
 import sys
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from lagrpo.cache import cache_directory
+from lagrpo.errors import nearest
 
 # If the conversion itself ever changes, the directory gets another name, so that no stale cache is ever used.
 DIRECTORY = "SmolLM2-135M-Instruct"
@@ -60,10 +60,8 @@ def resolve_model(path_or_alias: str, say: Callable[[str], None] | None = None) 
         return str(path)
     if path_or_alias.startswith((".", "/", "~")):
         raise ModelNotFoundError(f"model directory {path_or_alias!r} does not exist (current directory: {Path.cwd()})")
-    if near := difflib.get_close_matches(path_or_alias.lower(), ALIASES, n=1, cutoff=0.75):
-        raise ModelNotFoundError(
-            f"model {path_or_alias!r} is neither a directory nor an alias; did you mean {near[0]!r}?"
-        )
+    if near := nearest(path_or_alias.lower(), ALIASES, likeness=0.75):
+        raise ModelNotFoundError(f"model {path_or_alias!r} is neither a directory nor an alias; did you mean {near!r}?")
     return path_or_alias
 
 

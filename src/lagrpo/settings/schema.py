@@ -9,16 +9,13 @@ from __future__ import annotations
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from lagrpo.settings.base import Section
+from lagrpo.settings.task import TaskSettings as TaskSettings
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
-    )
-
-
-class RunSettings(_Settings):
+class RunSettings(Section):
     name: str | None = None
     """Name of the run's directory; by default task, recipe, (v, i) and the time."""
     directory: str = "runs"
@@ -41,7 +38,7 @@ class RunSettings(_Settings):
     """Measure the policy's entropy over the tokens that it learns from, in nats per token (metric `entropy`)."""
 
 
-class ModelSettings(_Settings):
+class ModelSettings(Section):
     path: str = "smollm2"
     """Hub id or directory of a causal language model, or "smollm2", the embedded SmolLM2-135M-Instruct."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -61,42 +58,7 @@ class ModelSettings(_Settings):
     """File with a Jinja chat template, in place of the tokenizer's own."""
 
 
-class TaskSettings(_Settings):
-    name: str = "arithmetic"
-    """arithmetic, countdown, gsm8k, math, custom, or package.module:function that returns a Task."""
-    data: str | None = None
-    """Dataset of gsm8k, math and custom: hub id, directory or file (JSONL, CSV, Parquet); $LAGRPO_DATA otherwise."""
-    train_split: str | None = None
-    """Split (or file, by its stem) to train on."""
-    test_split: str | None = None
-    """Split (or file, by its stem) to evaluate on."""
-    prompt_column: str | None = None
-    """Column with the prompt: a string, or a list of chat messages."""
-    answer_column: str | None = None
-    """Column that the reward gets as gold; without one it gets the whole row."""
-    reward: str | None = None
-    """Built-in judge (exact, number, math …) or package.module:function, called as function(text, gold) -> float."""
-    reward_range: tuple[float, float] = (0.0, 1.0)
-    """Least and greatest reward: the bounds are in units of this range."""
-    system_prompt: str | None = None
-    """System message in front of every prompt; "" for none."""
-    operations: tuple[Literal["+", "-", "*"], ...] | None = None
-    """arithmetic: operations to draw from."""
-    digits: int | None = Field(default=None, ge=1, le=4)
-    """arithmetic: operands have up to this many digits."""
-    words: bool | None = None
-    """arithmetic: operands as words."""
-    numbers: int | None = Field(default=None, ge=3, le=6)
-    """countdown: how many numbers are given."""
-
-    @model_validator(mode="after")
-    def _range_is_one(self) -> TaskSettings:
-        if not self.reward_range[0] < self.reward_range[1]:
-            raise ValueError(f"reward_range goes from the least to the greatest reward, not {self.reward_range}")
-        return self
-
-
-class SamplingSettings(_Settings):
+class SamplingSettings(Section):
     sampler: Literal["local", "vllm"] = "local"
     """Who draws: this process, or vLLM servers (section vllm)."""
     G: int = Field(default=16, ge=1)
@@ -118,7 +80,7 @@ class SamplingSettings(_Settings):
     """Times that groups of equal rewards make way for groups of further prompts (DAPO's dynamic sampling)."""
 
 
-class VllmSettings(_Settings):
+class VllmSettings(Section):
     urls: tuple[str, ...] = ()
     """Servers that run already (http://host:port); their API key is read from $LAGRPO_VLLM_API_KEY. Without any,
     servers are started here."""
@@ -164,7 +126,7 @@ class VllmSettings(_Settings):
         return self
 
 
-class OfflineSettings(_Settings):
+class OfflineSettings(Section):
     data: tuple[str, ...] | None = Field(default=None, min_length=1)
     """Completions that somebody else drew: files (JSONL or Parquet), globs, directories of runs, one or several."""
     share: float = Field(default=1.0, gt=0, le=1)
@@ -176,7 +138,7 @@ class OfflineSettings(_Settings):
         return (data,) if isinstance(data, str) else data
 
 
-class ScheduleSettings(_Settings):
+class ScheduleSettings(Section):
     kind: Literal["every", "lagged", "budget", "certified"] = "every"
     """every(v): deliver before batch k when k mod v = 0 (Algorithm 1). lagged(v): alpha is always v batches behind.
     budget(delta, v): deliver when the estimated KL(alpha || pi_k) of a completion passes delta, at the latest after
@@ -218,7 +180,7 @@ class ScheduleSettings(_Settings):
         return (1 - self.confidence) / (self.v if self.kind == "certified" else 1)
 
 
-class ObjectiveSettings(_Settings):
+class ObjectiveSettings(Section):
     recipe: str = "grpo"
     """Row of the table of recipes; the settings below replace pieces of it. `lagrpo recipes` lists them."""
     advantage: str | None = None
@@ -287,7 +249,7 @@ class ObjectiveSettings(_Settings):
         return {k: v for k, v in self.model_dump().items() if v is not None and k != "recipe"}
 
 
-class OptimizerSettings(_Settings):
+class OptimizerSettings(Section):
     lr: float = Field(default=1e-6, gt=0)
     """Learning rate of AdamW."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -312,7 +274,7 @@ class OptimizerSettings(_Settings):
     """Recompute activations in the backward pass: less memory, a third more time."""
 
 
-class VerifierSettings(_Settings):
+class VerifierSettings(Section):
     workers: int = Field(default=1, ge=1)
     """Processes that judge completions."""
     deadline: float = Field(default=5.0, gt=0)
@@ -321,7 +283,7 @@ class VerifierSettings(_Settings):
     """The run stops when a larger share of a batch is rejected or failed."""
 
 
-class EvaluationSettings(_Settings):
+class EvaluationSettings(Section):
     before_and_after: bool = True
     """Evaluate on the test split before the first update and after the last."""
     every: int = Field(default=0, ge=0)
@@ -334,7 +296,7 @@ class EvaluationSettings(_Settings):
     """Sampling temperature of the evaluation; that of training by default."""
 
 
-class Settings(_Settings):
+class Settings(Section):
     """All settings of a training run."""
 
     run: RunSettings = RunSettings()
@@ -377,7 +339,7 @@ class Settings(_Settings):
         return self
 
 
-class EvalSettings(_Settings):
+class EvalSettings(Section):
     """Settings of an evaluation on its own."""
 
     task: TaskSettings = TaskSettings()

@@ -7,8 +7,13 @@ contradict each other, at no cost.
 from __future__ import annotations
 
 import importlib.util
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cache
 
-from lagrpo.tasks.base import Judge, RowTask, Task, TaskSettings, Unjudgeable, chat, nearest, prompt_order
+from lagrpo.errors import suggest
+from lagrpo.tasks.base import Judge, RowTask, Task, TaskSettings, Unjudgeable, chat, prompt_order
 from lagrpo.tasks.importing import is_reference, load_function
 
 __all__ = [
@@ -20,18 +25,10 @@ __all__ = [
     "chat",
     "check_options",
     "load_task",
+    "option_takers",
     "prompt_order",
+    "task_options",
 ]
-
-_DATA = ("data", "train_split", "test_split")
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "arithmetic": ("operations", "digits", "words"),
-    "countdown": ("numbers",),
-    "gsm8k": _DATA,
-    "math": _DATA,
-    "custom": (*_DATA, "prompt_column", "answer_column"),
-}
-"""The options that each task takes, besides `system_prompt` and `reward`, which every task takes."""
 
 JUDGES = {
     "arithmetic": "lagrpo.tasks.arithmetic:judge",
@@ -43,27 +40,52 @@ JUDGES = {
 """The built-in rewards that the setting `reward` can name."""
 
 
+@cache
+def task_options() -> Mapping[str, type]:
+    """The options that each task takes, by the task's name: a dataclass, whose fields are made by `option`. Every task
+    takes `system_prompt` and `reward` besides."""
+    from lagrpo.tasks import arithmetic, countdown, custom
+    from lagrpo.tasks.files import DataOptions  # for math too, whose own file imports math-verify
+
+    return {
+        "arithmetic": arithmetic.Options,
+        "countdown": countdown.Options,
+        "gsm8k": DataOptions,
+        "math": DataOptions,
+        "custom": custom.Options,
+    }
+
+
+@cache
+def option_takers() -> Mapping[str, Sequence[str]]:
+    """The tasks that take an option, by the option's name."""
+    takers: dict[str, list[str]] = defaultdict(list)
+    for task, options in task_options().items():
+        for option in fields(options):
+            takers[option.name].append(task)
+    return takers
+
+
 def check_options(settings: TaskSettings) -> None:
     """Raises ValueError for a task that does not exist, an option that the named task does not take, and a reward that
     does not exist. Loads nothing."""
-    name = settings.name
-    reward = settings.reward
+    name, reward, known = settings.name, settings.reward, task_options()
     if reward is not None and not is_reference(reward) and reward not in JUDGES:
         raise ValueError(
             f"task.reward: there is no built-in reward {reward!r}; there are {', '.join(JUDGES)}, and a function of "
-            f"your own as 'package.module:function'.{nearest(reward, JUDGES)}"
+            f"your own as 'package.module:function'.{suggest(reward, JUDGES)}"
         )
     if is_reference(name):
         return
-    if name not in OPTIONS:
+    if name not in known:
         raise ValueError(
-            f"task.name: there is no task {name!r}; there are {', '.join(OPTIONS)}, and a task of your own as "
-            f"'package.module:function'.{nearest(name, OPTIONS)}"
+            f"task.name: there is no task {name!r}; there are {', '.join(known)}, and a task of your own as "
+            f"'package.module:function'.{suggest(name, known)}"
         )
-    for option in sorted(set().union(*OPTIONS.values()) - set(OPTIONS[name])):
-        if getattr(settings, option) is not None:
-            takers = " and ".join(task for task, options in OPTIONS.items() if option in options)
-            raise ValueError(f"task.{option} is set, but the task {name!r} does not take it: {takers} does")
+    for option, tasks in option_takers().items():
+        if name not in tasks and getattr(settings, option) is not None:
+            do = f"{tasks[0]} does" if len(tasks) == 1 else f"{', '.join(tasks[:-1])} and {tasks[-1]} do"
+            raise ValueError(f"task.{option} is set, but the task {name!r} does not take it: {do}")
 
 
 def load_task(settings: TaskSettings, seed: int) -> Task:

@@ -1,7 +1,6 @@
 """Task `arithmetic`: "What is 3 + 4?", generated from the seed.
 
-Settings: `operations` (of + - *; default +), `digits` (1 to 4: both numbers are 0 .. 10^digits - 1; default 1) and
-`words` (number words: "What is three plus four?"; default no). Subtraction goes below zero.
+Both numbers are 0 .. 10^digits - 1. As words: "What is three plus four?". Subtraction goes below zero.
 
 Train and test are disjoint, also under exchange of the two numbers: 3 + 4 and 4 + 3 are on the same side. A fifth of
 all problems is for testing, at most 1,000, and at most 10,000 of the others are for training: of the 100 single-digit
@@ -11,10 +10,11 @@ additions 80 and 20.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
-from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable
+from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable, option, read_options
 from lagrpo.tasks.reading import last_number, numerals, plain
 
 WORDING = "What is {problem}? Answer with just the number."
@@ -30,25 +30,27 @@ _FEW = 2**17
 Problem = tuple[str, int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of this task."""
+
+    operations: tuple[Literal["+", "-", "*"], ...] = option(("+",), "operations to sample from")
+    digits: int = option(1, "operands have up to this many digits", least=1, most=4)
+    words: bool = option(False, "operands as words")
+
+
 def load(settings: TaskSettings, seed: int) -> RowTask:
-    """The task for these settings. Raises ValueError for operations or digits that there are not."""
+    """The task for these settings. Raises ValueError for digits out of their range."""
     from lagrpo.tasks import load_judge
 
-    operations = tuple(dict.fromkeys(settings.operations or ("+",)))
-    digits = 1 if settings.digits is None else settings.digits
-    for operation in operations:
-        if operation not in OPERATIONS:
-            known = ", ".join(OPERATIONS)
-            raise ValueError(f"task.operations: there is no operation {operation!r}; there are {known}")
-    if not 1 <= digits <= 4:
-        raise ValueError(f"task.digits is {digits}; it is 1, 2, 3 or 4")
+    options = read_options(Options, settings)
 
     def ask(problem: Problem) -> tuple[str, str]:
         operation, a, b = problem
-        shown = f"{spell(a)} {OPERATIONS[operation][0]} {spell(b)}" if settings.words else f"{a} {operation} {b}"
+        shown = f"{spell(a)} {OPERATIONS[operation][0]} {spell(b)}" if options.words else f"{a} {operation} {b}"
         return WORDING.format(problem=shown), str(OPERATIONS[operation][1](a, b))
 
-    train, test = split(operations, digits, seed)
+    train, test = split(tuple(dict.fromkeys(options.operations)) or ("+",), options.digits, seed)
     return RowTask(
         "arithmetic", {"train": train, "test": test}, ask, load_judge(settings.reward, judge), settings.system_prompt
     )

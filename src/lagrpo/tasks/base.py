@@ -6,13 +6,16 @@ numpy before it is needed.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from lagrpo.types import Prompt
+
+Options = TypeVar("Options", bound="DataclassInstance")
 
 Judge = Callable[[str, Any], float]
 """`judge(text, gold) -> reward`: picklable by reference, so a function at the top level of a module. Any finite number
@@ -46,32 +49,31 @@ class Task(Protocol):
 
 
 class TaskSettings(Protocol):
-    """What `load_task` reads of the settings; None where a setting is not given."""
+    """What every task reads of the settings; None where a setting is not given. A task reads its own options with
+    `read_options`."""
 
     @property
     def name(self) -> str: ...
     @property
-    def data(self) -> str | None: ...
-    @property
-    def train_split(self) -> str | None: ...
-    @property
-    def test_split(self) -> str | None: ...
-    @property
-    def prompt_column(self) -> str | None: ...
-    @property
-    def answer_column(self) -> str | None: ...
-    @property
     def reward(self) -> str | None: ...
     @property
     def system_prompt(self) -> str | None: ...
-    @property
-    def operations(self) -> tuple[str, ...] | None: ...
-    @property
-    def digits(self) -> int | None: ...
-    @property
-    def words(self) -> bool | None: ...
-    @property
-    def numbers(self) -> int | None: ...
+
+
+def option(default: Any, help: str, least: int | None = None, most: int | None = None) -> Any:
+    """A field of a task's `Options`: its default, its text in --help, and its range where it is a number."""
+    return field(default=default, metadata={"help": help, "least": least, "most": most})
+
+
+def read_options(kind: type[Options], settings: Any) -> Options:
+    """A task's options: those that the settings give, and the defaults of the others. Raises ValueError for a number out
+    of its range."""
+    given = {option.name: getattr(settings, option.name) for option in fields(kind)}
+    for option in fields(kind):
+        value, least, most = given[option.name], option.metadata["least"], option.metadata["most"]
+        if value is not None and least is not None and not least <= value <= most:
+            raise ValueError(f"task.{option.name} is {value}; it is from {least} to {most}")
+    return kind(**{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +139,3 @@ def prompt_order(seed: int, epoch: int, size: int) -> list[int]:
     from lagrpo.rng import permutation
 
     return permutation(size, seed, "prompt order", epoch).tolist()
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ " Did you mean 'x'?" for the known name most like `name`, or nothing when none is like it: the end of an error
-    message."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""

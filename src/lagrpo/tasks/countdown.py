@@ -1,7 +1,7 @@
 """Task `countdown`: reach a target from some numbers, generated from the seed.
 
-Settings: `numbers`, how many there are (3 to 6; default 4). They are drawn from 1 to 99, and the target, 10 to 999 and
-none of the numbers, is what some expression in all of them gives, so every problem can be solved.
+The numbers are sampled from 1 to 99. The target, 10 to 999 and none of the numbers, is what some expression in all of
+them gives, so every problem can be solved.
 
 Train (10,000 problems) and test (500) are disjoint by construction: the digest of a problem's sorted numbers and target
 says which side it is on.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable
+from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable, option, read_options
 
 WORDING = (
     "Write an expression that equals {target}. Use only the numbers {numbers}, each of them at most once, with + - * / "
@@ -42,13 +42,18 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of this task."""
+
+    numbers: int = option(4, "how many numbers are given", least=3, most=6)
+
+
 def load(settings: TaskSettings, seed: int) -> RowTask:
-    """The task for these settings. Raises ValueError for a number of numbers outside 3 .. 6."""
+    """The task for these settings. Raises ValueError for a count of numbers out of its range."""
     from lagrpo.tasks import load_judge
 
-    count = 4 if settings.numbers is None else settings.numbers
-    if not 3 <= count <= 6:
-        raise ValueError(f"task.numbers is {count}; it is 3, 4, 5 or 6")
+    count = read_options(Options, settings).numbers
     rows = {name: Problems(name, count, seed) for name in _SIZES}
     return RowTask("countdown", rows, _ask, load_judge(settings.reward, judge), settings.system_prompt)
 

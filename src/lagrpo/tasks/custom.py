@@ -13,12 +13,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lagrpo.tasks.base import Messages, RowTask, TaskSettings, Unjudgeable, nearest
-from lagrpo.tasks.files import FORMATS, Rows, check_columns, data_source, hold_out, hub_rows, log
+from lagrpo.errors import suggest
+from lagrpo.tasks.base import Messages, RowTask, TaskSettings, Unjudgeable, option, read_options
+from lagrpo.tasks.files import FORMATS, DataOptions, Rows, check_columns, data_source, hold_out, hub_rows, log
 from lagrpo.tasks.importing import is_reference
+
+
+@dataclass(frozen=True, slots=True)
+class Options(DataOptions):
+    """The options of this task."""
+
+    prompt_column: str | None = option(None, "column with the prompt: a string, or a list of chat messages")
+    answer_column: str | None = option(None, "column that the reward gets as gold; without one it gets the whole row")
 
 
 def load(settings: TaskSettings, seed: int) -> RowTask:
@@ -29,12 +39,13 @@ def load(settings: TaskSettings, seed: int) -> RowTask:
     if settings.reward is None:
         known = ", ".join(JUDGES)
         raise ValueError(f"the task 'custom' needs task.reward: one of {known}, or a 'package.module:function'")
-    if settings.answer_column is None and not is_reference(settings.reward):
+    options = read_options(Options, settings)
+    if options.answer_column is None and not is_reference(settings.reward):
         raise ValueError(f"the reward {settings.reward!r} needs task.answer_column, the column to judge against")
     reward = load_judge(settings.reward, judge_exact)
-    rows = _splits(settings, seed)
-    _check(settings, rows)
-    return RowTask("custom", rows, _Ask(settings), reward, settings.system_prompt)
+    rows = _splits(options, seed)
+    _check(options, rows)
+    return RowTask("custom", rows, _Ask(options), reward, settings.system_prompt)
 
 
 def judge_exact(text: str, gold: Any) -> float:
@@ -46,11 +57,11 @@ def judge_exact(text: str, gold: Any) -> float:
 
 
 class _Ask:
-    """A row's prompt and gold answer, by the columns that the settings name."""
+    """A row's prompt and gold answer, by the columns that the options name."""
 
-    def __init__(self, settings: TaskSettings) -> None:
-        self._prompt_column = settings.prompt_column
-        self._answer_column = settings.answer_column
+    def __init__(self, options: Options) -> None:
+        self._prompt_column = options.prompt_column
+        self._answer_column = options.answer_column
 
     def __call__(self, row: Mapping[str, Any]) -> tuple[str | Messages, Any]:
         prompt = row[str(self._prompt_column)]
@@ -65,48 +76,46 @@ class _Ask:
         )
 
 
-def _check(settings: TaskSettings, rows: Mapping[str, Rows]) -> None:
+def _check(options: Options, rows: Mapping[str, Rows]) -> None:
     for side, split in rows.items():
-        columns = [column for column in (settings.prompt_column, settings.answer_column) if column is not None]
+        columns = [column for column in (options.prompt_column, options.answer_column) if column is not None]
         check_columns(split, columns, f"the {side} split")
-        if settings.prompt_column is None:
+        if options.prompt_column is None:
             raise ValueError(
                 f"the task 'custom' needs task.prompt_column; the columns of the {side} split are {', '.join(split[0])}"
             )
-        _, gold = _Ask(settings)(split[0])
+        _, gold = _Ask(options)(split[0])
         try:
             json.dumps(gold)
         except TypeError as error:
-            column = settings.answer_column or "the whole row, as task.answer_column is not set"
+            column = options.answer_column or "the whole row, as task.answer_column is not set"
             raise ValueError(f"the gold answers ({column}) cannot be written as JSON: {error}") from error
 
 
-def _splits(settings: TaskSettings, seed: int) -> dict[str, Rows]:
-    there = _available(settings)
-    train, test = settings.train_split or "train", settings.test_split or "test"
-    if settings.train_split is None and len(there) == 1:
+def _splits(options: Options, seed: int) -> dict[str, Rows]:
+    there = _available(options)
+    train, test = options.train_split or "train", options.test_split or "test"
+    if options.train_split is None and len(there) == 1:
         (train,) = there
-    for setting, split in (("train_split", train), ("test_split", settings.test_split)):
+    for setting, split in (("train_split", train), ("test_split", options.test_split)):
         if split is not None and split not in there:
             known = ", ".join(there)
-            raise ValueError(f"task.{setting}: there is no split {split!r}; there are {known}.{nearest(split, there)}")
+            raise ValueError(f"task.{setting}: there is no split {split!r}; there are {known}.{suggest(split, there)}")
     if test in there:
         return {"train": _read(there[train]), "test": _read(there[test])}
     rows = _read(there[train])
     kept, held_out = hold_out(len(rows), seed)
     log.warning(
         "%s has no test split: %d rows are for training, %d drawn by seed %d are held out for testing",
-        settings.data, len(kept), len(held_out), seed,
+        options.data, len(kept), len(held_out), seed,
     )  # fmt: skip
     return {"train": rows.select(kept), "test": rows.select(held_out)}
 
 
-def _available(settings: TaskSettings) -> dict[str, Any]:
+def _available(options: Options) -> dict[str, Any]:
     """The splits that there are: files yet to read, or a hub dataset's."""
     endings = ", ".join(FORMATS)
-    source = data_source(
-        settings.data, f"a file ending in {endings}, or a directory of such files", "openai/gsm8k:main"
-    )
+    source = data_source(options.data, f"a file ending in {endings}, or a directory of such files", "openai/gsm8k:main")
     if isinstance(source, str):
         return dict(hub_rows(source, None))
     files = sorted(source.iterdir()) if source.is_dir() else [source]

@@ -12,10 +12,12 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lagrpo.tasks.base import TaskSettings, nearest
+from lagrpo.errors import suggest
+from lagrpo.tasks.base import option
 
 log = logging.getLogger("lagrpo.tasks")
 
@@ -24,8 +26,17 @@ FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
 
 
+@dataclass(frozen=True, slots=True)
+class DataOptions:
+    """The options of a task with data."""
+
+    data: str | None = option(None, "dataset: hub id, directory or file; $LAGRPO_DATA otherwise")
+    train_split: str | None = option(None, "split (or file, by its stem) to train on")
+    test_split: str | None = option(None, "split (or file, by its stem) to evaluate on")
+
+
 def task_rows(
-    settings: TaskSettings, file_names: Callable[[str], Sequence[str]], hub: str, question: str, answer: str
+    options: DataOptions, file_names: Callable[[str], Sequence[str]], hub: str, question: str, answer: str
 ) -> dict[str, Rows]:
     """The train and test rows of a built-in dataset task, each with its question and its answer column.
 
@@ -36,12 +47,12 @@ def task_rows(
     lacks a column.
     """
     rows: dict[str, Rows] = {}
-    for side, split in (("train", settings.train_split or "train"), ("test", settings.test_split or "test")):
+    for side, split in (("train", options.train_split or "train"), ("test", options.test_split or "test")):
         if "/" in split:
             name, _, hub_split = split.partition(":")
             found = hub_rows(name, hub_split or side)
         else:
-            source = data_source(settings.data, f"{' or '.join(file_names(split))} is looked for there", hub)
+            source = data_source(options.data, f"{' or '.join(file_names(split))} is looked for there", hub)
             if isinstance(source, Path):
                 found = read_jsonl(_first_file(source, file_names(split)))
             else:
@@ -115,7 +126,7 @@ def check_columns(rows: Rows, columns: Iterable[str], where: str) -> None:
         if column not in rows[0]:
             known = list(rows[0])
             raise ValueError(
-                f"{where} has no column {column!r}; its columns are {', '.join(known)}.{nearest(column, known)}"
+                f"{where} has no column {column!r}; its columns are {', '.join(known)}.{suggest(column, known)}"
             )
 
 
@@ -144,5 +155,5 @@ def _first_file(directory: Path, names: Sequence[str]) -> Path:
     there = sorted(path.name for path in directory.glob("*.jsonl"))
     raise ValueError(
         f"there is no {' or '.join(names)} in {directory}; "
-        + (f"there are {', '.join(there)}.{nearest(names[0], there)}" if there else "no .jsonl file is there")
+        + (f"there are {', '.join(there)}.{suggest(names[0], there)}" if there else "no .jsonl file is there")
     )

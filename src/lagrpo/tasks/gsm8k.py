@@ -16,7 +16,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable
+from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable, read_options
 from lagrpo.tasks.reading import (
     Numeral,
     agree,
@@ -42,9 +42,10 @@ _SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
 def load(settings: TaskSettings, seed: int) -> RowTask:
     """The task for these settings. Raises ValueError where the data is missing or not as it should be."""
     from lagrpo.tasks import load_judge
-    from lagrpo.tasks.files import task_rows
+    from lagrpo.tasks.files import DataOptions, task_rows
 
-    rows = task_rows(settings, lambda split: (f"gsm8k_{split}.jsonl", f"{split}.jsonl"), _HUB, "question", "answer")
+    options = read_options(DataOptions, settings)
+    rows = task_rows(options, lambda split: (f"gsm8k_{split}.jsonl", f"{split}.jsonl"), _HUB, "question", "answer")
     return RowTask("gsm8k", rows, _ask, load_judge(settings.reward, judge), settings.system_prompt)
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lagrpo.tasks.base import nearest
+from lagrpo.errors import suggest
 
 
 def is_reference(name: str) -> bool:
@@ -38,7 +38,7 @@ def load_function(reference: str) -> Callable[..., Any]:
     except AttributeError as error:
         where = getattr(module, "__file__", None) or module_name
         raise ValueError(
-            f"{reference!r}: {where} has no attribute {attribute!r}.{nearest(attribute, vars(module))}"
+            f"{reference!r}: {where} has no attribute {attribute!r}.{suggest(attribute, vars(module))}"
         ) from error
     if not callable(function):
         raise ValueError(f"{reference!r} is a {type(function).__name__}, not a function")

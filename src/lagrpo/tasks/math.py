@@ -19,7 +19,7 @@ from typing import Any
 
 import math_verify
 
-from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable
+from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable, read_options
 from lagrpo.tasks.reading import last_box
 
 WORDING = "{problem}\n\nReason step by step and put the final answer in \\boxed{{}}."
@@ -40,9 +40,9 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 def load(settings: TaskSettings, seed: int) -> RowTask:
     """The task for these settings. Raises ValueError where the data is missing or not as it should be."""
     from lagrpo.tasks import load_judge
-    from lagrpo.tasks.files import task_rows
+    from lagrpo.tasks.files import DataOptions, task_rows
 
-    rows = task_rows(settings, _file_names, _HUB, "problem", "answer")
+    rows = task_rows(read_options(DataOptions, settings), _file_names, _HUB, "problem", "answer")
     return RowTask("math", rows, _ask, load_judge(settings.reward, judge), settings.system_prompt)
 
 
