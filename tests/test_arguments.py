@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from lagrpo.errors import SettingsError
 from lagrpo.settings.arguments import SHORT, parse
 from lagrpo.settings.schema import EvalSettings, Settings
-from lagrpo.settings.toml import setting_names, validated
+from lagrpo.settings.toml import setting_fields, validated
 
 FLAGS = ("--dry-run", "--help")
 
@@ -65,7 +65,7 @@ def test_any_words_are_sorted_or_refused(words):
 @pytest.mark.parametrize("kind", [Settings, EvalSettings])
 def test_every_setting_can_be_given_as_its_text(kind):
     """The default of every setting, written as text, is read back as that default."""
-    for name in setting_names(kind):
+    for name in setting_fields(kind):
         value = kind()
         for part in name.split("."):
             value = getattr(value, part)
@@ -76,5 +76,5 @@ def test_every_setting_can_be_given_as_its_text(kind):
 
 
 def test_the_short_names_are_settings():
-    assert set(SHORT.values()) <= set(setting_names(Settings))
-    assert not set(SHORT) & {name for name in setting_names(Settings) if "." in name}
+    assert set(SHORT.values()) <= set(setting_fields(Settings))
+    assert not set(SHORT) & {name for name in setting_fields(Settings) if "." in name}

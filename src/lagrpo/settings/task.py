@@ -42,4 +42,4 @@ def _declared_options() -> dict[str, Any]:
 
 
 class TaskSettings(create_model("TaskOptions", __base__=_OfEveryTask, **_declared_options())):
-    """Section task. Which options the named task takes is checked by lagrpo.tasks.check_options."""
+    """What is asked, and how an answer is judged. An option can be given where the named task takes it."""

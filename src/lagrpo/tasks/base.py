@@ -66,8 +66,8 @@ def option(default: Any, help: str, least: int | None = None, most: int | None =
 
 
 def read_options(kind: type[Options], settings: Any) -> Options:
-    """A task's options: those that the settings give, and the defaults of the others. Raises ValueError for a number out
-    of its range."""
+    """A task's options: those that the settings give, and the defaults of the others. Raises ValueError for a number
+    out of its range."""
     given = {option.name: getattr(settings, option.name) for option in fields(kind)}
     for option in fields(kind):
         value, least, most = given[option.name], option.metadata["least"], option.metadata["most"]

@@ -30,7 +30,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
 class DataOptions:
     """The options of a task with data."""
 
-    data: str | None = option(None, "dataset: hub id, directory or file; $LAGRPO_DATA otherwise")
+    data: str | None = option(None, "dataset's hub id, directory or file (JSONL, CSV, Parquet); $LAGRPO_DATA otherwise")
     train_split: str | None = option(None, "split (or file, by its stem) to train on")
     test_split: str | None = option(None, "split (or file, by its stem) to evaluate on")
 
