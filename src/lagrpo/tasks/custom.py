@@ -19,7 +19,7 @@ from typing import Any
 
 from lagrpo.errors import suggest
 from lagrpo.tasks.base import Messages, RowTask, TaskSettings, Unjudgeable, option, read_options
-from lagrpo.tasks.files import FORMATS, DataOptions, Rows, check_columns, data_source, hold_out, hub_rows, log
+from lagrpo.tasks.files import FORMATS, DataOptions, Rows, check_columns, data_source, hold_out, hub_rows, logger
 from lagrpo.tasks.importing import is_reference
 
 
@@ -105,7 +105,7 @@ def _splits(options: Options, seed: int) -> dict[str, Rows]:
         return {"train": _read(there[train]), "test": _read(there[test])}
     rows = _read(there[train])
     kept, held_out = hold_out(len(rows), seed)
-    log.warning(
+    logger.warning(
         "%s has no test split: %d rows are for training, %d drawn by seed %d are held out for testing",
         options.data, len(kept), len(held_out), seed,
     )  # fmt: skip

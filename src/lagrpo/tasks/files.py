@@ -19,7 +19,7 @@ from typing import Any
 from lagrpo.errors import suggest
 from lagrpo.tasks.base import option
 
-log = logging.getLogger("lagrpo.tasks")
+logger = logging.getLogger("lagrpo")
 
 Rows = Sequence[Mapping[str, Any]]
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -60,7 +60,9 @@ def task_rows(
         check_columns(found, (question, answer), f"the {side} split")
         rows[side] = [row for row in found if row[answer] not in (None, "")]
         if left_out := len(found) - len(rows[side]):
-            log.warning("%d of the %d rows of the %s split have no answer and are left out", left_out, len(found), side)
+            logger.warning(
+                "%d of the %d rows of the %s split have no answer and are left out", left_out, len(found), side
+            )
     return rows
 
 

@@ -5,6 +5,7 @@ calls: what our kernels compute does not depend on it."""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from lagrpo.threads.readings import Reading, between, read
 LOOK = 0.5  # seconds from one reading to the next, at least
 DECIDED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # with which the user says how many
 
-Say = Callable[[str], None]
+logger = logging.getLogger("lagrpo")
 
 
 class Team:
@@ -38,8 +39,8 @@ class Team:
         self._last = self._noted = reading()
         self._told: set[bool] = set()
 
-    def look(self, say: Say) -> None:
-        """Read and adapt; `say` hears of the first change in each direction."""
+    def look(self) -> None:
+        """Read and adapt. The first change in each direction is logged."""
         before, self._last = self._last, self._read()
         if not self.adapts or before is None or self._last is None:
             return
@@ -52,7 +53,8 @@ class Team:
         if fewer not in self._told:
             self._told.add(fewer)
             why = "other programs keep cores busy" if fewer else "cores are free again"
-            say(f"{why}: computing with {threads} of {self.most} threads (model.threads fixes the number)")
+            text = "%s: computing with %d of %d threads (model.threads fixes the number)"
+            logger.info(text, why, threads, self.most)
 
     def figures(self) -> dict[str, float | None]:
         """Since the last call: the fewest threads, and the seconds for which threads were ready and had no core."""
@@ -73,13 +75,6 @@ class Team:
 _team: Team | None = None
 _before = 0  # threads that PyTorch had before ours
 _due = 0.0  # when to read again
-
-
-def _silent(line: str) -> None:
-    pass
-
-
-_say: Say = _silent
 
 
 def start(asked: int | None, device: str = "cpu") -> None:
@@ -109,13 +104,7 @@ def look() -> None:
     now = time.monotonic()
     if now >= _due and _team is not None:
         _due = now + LOOK
-        _team.look(_say)
-
-
-def tell(say: Say) -> None:
-    """Who hears of changes."""
-    global _say
-    _say = say
+        _team.look()
 
 
 def figures() -> dict[str, float | None]:
@@ -129,10 +118,9 @@ def describe() -> str:
 
 
 def release() -> None:
-    """Give PyTorch back the number that it had, unless somebody else has set one since, and the tokenizers theirs;
-    nobody hears of changes any more."""
-    global _team, _say
+    """Give PyTorch back the number that it had, unless somebody else has set one since, and the tokenizers theirs."""
+    global _team
     if _team is not None and torch.get_num_threads() == _team.threads != _before:
         torch.set_num_threads(_before)
-    _team, _say = None, _silent
+    _team = None
     waiting.wake_tokenizers()

@@ -1,5 +1,6 @@
 """A training run: the parts built, evaluated before and after, recorded, shown; and stopped cleanly.
 
+import logging
 import lagrpo
 result = lagrpo.train({"task": {"name": "arithmetic"}, "schedule": {"batches": 20}})
 result.after["pass_at_1"], result.weights
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lagrpo import logs
 from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.backends.process import restored
 from lagrpo.errors import refusing
@@ -84,7 +86,8 @@ def train(settings: Settings | Mapping[str, Any] | str | os.PathLike[str], task:
     settings = settings if isinstance(settings, Settings) else load_settings(settings)
     recipe = check_settings(settings, task)
     device = pick_device(settings.model.device)
-    with interruptible(), restored():
+    least = logging.WARNING if settings.run.display == "none" else logging.INFO
+    with interruptible(), restored(), logs.shown_by(None, least):
         if settings.run.display != "none":
             print(f"loading {settings.model.path} on {device} …", flush=True)
         parts = Parts.build(settings, recipe, task)
@@ -135,8 +138,7 @@ class Training:
         if self.parts.offline:
             self.display.note(f"offline     {self.parts.offline}")
         self.display.note(f"threads     {team.describe()}")
-        team.tell(self.display.note)
-        with self.verifier, self.display:
+        with self.verifier, self.display, logs.shown_by(self.display.note):
             try:
                 self.learn()
                 weights = self.save()

@@ -9,8 +9,8 @@ CPU and, but for float32 and int64 ones where it says so, of one dtype: float32 
 from __future__ import annotations
 
 import ctypes
-import sys
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lagrpo.backends.cpu.build import ISA, NoKernels, isa_level, load_library
+
+logger = logging.getLogger("lagrpo")
 
 VECTOR = 16  # numbers in one vector of the kernels
 BY_VECTORS, BY_TILES = 1, 2  # products.c's ways to compute
@@ -32,10 +34,9 @@ _level = ""  # of instructions, for which the library was compiled
 _products: str | None = None  # what computes the products of bfloat16
 
 
-def select(choice: Choice, device: str = "cpu", say: Callable[[str], None] | None = None) -> None:
+def select(choice: Choice, device: str = "cpu") -> None:
     """For this process: the kernels where they can be had (auto), without fail (c), or PyTorch's plain operations alone
-    (torch; on a GPU without flex attention and CUDA graphs, too). `say` is told of a compilation (default: standard
-    error).
+    (torch; on a GPU without flex attention and CUDA graphs, too). A compilation is logged.
 
     Raises:
         NoKernels: "c" on a machine where they cannot be had, or for another device than the CPU.
@@ -46,7 +47,7 @@ def select(choice: Choice, device: str = "cpu", say: Callable[[str], None] | Non
         raise NoKernels(f"this process computes with the instructions {_level}; for {ISA} = {level} start another one")
     if choice == "c" and device != "cpu":
         raise NoKernels(f"the kernels are for the CPU, the model is on {device}")
-    if choice == "c" and not _load(say):
+    if choice == "c" and not _load():
         raise NoKernels(f"the kernels cannot be had here: {_reason}")
     _choice = choice
 
@@ -77,15 +78,14 @@ def attend_on(query: Tensor, *others: Tensor) -> bool:
     return query.shape[-1] % VECTOR == 0 and run_on(query, *others)
 
 
-def _load(say: Callable[[str], None] | None = None) -> bool:
+def _load() -> bool:
     global _library, _reason, _compiler, _products, _level
     if _library is None and _reason is None:
-        say = say or (lambda line: print(line, file=sys.stderr, flush=True))
         try:
             _level = isa_level()
-            _library, _compiler = load_library(say)
+            _library, _compiler = load_library()
             _library.pack_bytes.restype = ctypes.c_int64
-            _products = _choose_products(say)
+            _products = _choose_products()
         except NoKernels as error:
             _reason = str(error)
     return _library is not None
@@ -309,7 +309,7 @@ CHECKED = ((1, 5, 2), (3, 49, 30), (17, 33, 576), (33, 97, 1030))
 """Rows, outputs and inputs of the products that are compared with their plain form before any other is computed."""
 
 
-def _choose_products(say: Callable[[str], None]) -> str | None:
+def _choose_products() -> str | None:
     """Let the library compute products by the first of its ways that this processor grants and that is right here; its
     name, or None where there is none."""
     tiles = "AMX emulated in C" if isa_level() == "emulated_tiles" else "AMX"
@@ -319,7 +319,8 @@ def _choose_products(say: Callable[[str], None]) -> str | None:
             continue
         if products_are_right():
             return name
-        say(f"matrix products by {name} do not give the numbers they should on this processor: they are not used")
+        text = "matrix products by %s do not give the numbers they should on this processor: they are not used"
+        logger.warning(text, name)
     return None
 
 

@@ -8,6 +8,7 @@ weights to it anew.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shlex
 import socket
@@ -20,6 +21,8 @@ from lagrpo.interrupts import interruptible
 from lagrpo.policy.embedded import check_path, resolve_model
 from lagrpo.sampling.vllm.process import Launch, StartedServer, expanded, missing
 from lagrpo.sampling.vllm.server import KEY, Deadlines, SamplerError, UnreachableError
+
+logger = logging.getLogger("lagrpo")
 
 LOOK = 0.2  # seconds between two looks at the server
 
@@ -67,8 +70,8 @@ def serve(
         options=expanded(options),
     )
     with interruptible():
-        say(f"starting {model} with {python} (log: {log}) …")
-        server = StartedServer(launch, Deadlines(start=deadline), log, say, port, given)
+        logger.info("starting %s with %s (log: %s) …", model, python, log)
+        server = StartedServer(launch, Deadlines(start=deadline), log, port, given)
         try:
             server.wait(deadline)
             print(how_to_attach(server.url, model, delivery, None if given else server.key), flush=True)
@@ -87,7 +90,7 @@ def keep_up(server: StartedServer, failures: int) -> None:
     while True:
         while server.running:
             time.sleep(LOOK)
-        say(f"the vLLM server at {server.url} ended.{server.tail()}")
+        logger.info("the vLLM server at %s ended.%s", server.url, server.tail())
         spent += 1
         while not brought_back(server, spent, failures):
             spent += 1
@@ -100,9 +103,9 @@ def brought_back(server: StartedServer, spent: int, failures: int) -> bool:
     try:
         server.revive()
     except UnreachableError as error:
-        say(str(error))
+        logger.info("%s", error)
         return False
-    say(f"{server.url} is up again, with the weights it was started with; trainers deliver theirs anew")
+    logger.info("%s is up again, with the weights it was started with; trainers deliver theirs anew", server.url)
     return True
 
 
@@ -143,7 +146,3 @@ def how_to_attach(url: str, model: str, delivery: str, key: str | None) -> str:
     lines = [f"  export {KEY}={key}"] if key else []
     lines += [f"  lagrpo train … --model {shlex.quote(model)} --sampling.sampler vllm --vllm.urls {url}{wire}"]
     return "\n".join([f"lagrpo: {url} is up; Ctrl-C ends it. To attach{whose}:", "", *lines, ""])
-
-
-def say(text: str) -> None:
-    print(f"lagrpo: {text}", flush=True)
