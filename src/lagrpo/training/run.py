@@ -1,6 +1,5 @@
 """A training run: the parts built, evaluated before and after, recorded, shown; and stopped cleanly.
 
-import logging
 import lagrpo
 result = lagrpo.train({"task": {"name": "arithmetic"}, "schedule": {"batches": 20}})
 result.after["pass_at_1"], result.weights
@@ -8,6 +7,7 @@ result.after["pass_at_1"], result.weights
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
