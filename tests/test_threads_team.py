@@ -28,8 +28,8 @@ def two_threads(monkeypatch) -> None:
     """PyTorch has two, and nobody decided that."""
     for name in team.DECIDED:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cores, "quota", lambda: None)
-    monkeypatch.setattr(cores, "at_hand", lambda: 2)
+    monkeypatch.setattr(cores, "read_quota", lambda: None)
+    monkeypatch.setattr(cores, "count_cores", lambda: 2)
     torch.set_num_threads(2)
 
 
@@ -83,7 +83,7 @@ def test_a_system_that_says_nothing_is_said_so_and_nothing_changes():
     assert set(looks(blind, 100)) == {2}
     assert effects == []
     assert blind.figures() == {"threads": 2, "seconds_waiting": None}
-    assert "does not say" in blind.describe()
+    assert "does not report" in blind.describe()
 
 
 def test_the_figures_of_a_batch_are_the_fewest_threads_and_what_they_waited():
@@ -112,12 +112,12 @@ def test_the_setting_fixes_the_number_and_the_default_adapts():
 
 @pytest.mark.usefixtures("two_threads")
 def test_the_default_counts_the_quota_unless_the_user_decided(monkeypatch):
-    monkeypatch.setattr(cores, "quota", lambda: 0.7)
-    assert team.default(2) == 1
+    monkeypatch.setattr(cores, "read_quota", lambda: 0.7)
+    assert team.choose_threads(2) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert team.default(2) == 2
+    assert team.choose_threads(2) == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "")
-    assert team.default(2) == 1
+    assert team.choose_threads(2) == 1
     team.start(2)
     assert torch.get_num_threads() == 2
 

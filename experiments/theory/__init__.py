@@ -27,12 +27,12 @@ def figure(name: str, output: Path | None = None) -> Path:
     .pdf), or NAME.png here. The same on every machine but for its fonts. `bandit` takes seconds, the others less.
 
     Raises ValueError for an unknown name, with the nearest one, and for a suffix that matplotlib does not know."""
-    from lagrpo.errors import nearest
+    from lagrpo.errors import find_nearest
     from lagrpo.runs.files import write_atomically
 
     if name not in FIGURES:
         raise ValueError(
-            f"unknown figure {name!r}; the nearest is {nearest(name, FIGURES)!r} (all: {', '.join(FIGURES)})"
+            f"unknown figure {name!r}; the nearest is {find_nearest(name, FIGURES)!r} (all: {', '.join(FIGURES)})"
         )
     target = Path(output) if output is not None else Path(f"{name}.png")
     drawn = import_module(f"theory.{FIGURES[name]}").draw()

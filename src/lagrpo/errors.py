@@ -23,18 +23,18 @@ def refusing(what: str = "", *further: type[Exception]) -> Iterator[None]:
         raise SettingsError(f"{what}: {error}" if what else str(error)) from error
 
 
-def nearest(name: str, known: Iterable[str], likeness: float = 0.0) -> str | None:
-    """The known name most like `name`; None where none is at least so like it (0: any will do, 1: the same).
+def find_nearest(name: str, known: Iterable[str], likeness: float = 0.0) -> str | None:
+    """The known name most like `name`; None where none reaches the likeness (0: any name does, 1: only the same).
 
-    >>> nearest("trian", ["train", "eval"]), nearest("trian", ["eval"], likeness=0.6)
+    >>> find_nearest("trian", ["train", "eval"]), find_nearest("trian", ["eval"], likeness=0.6)
     ('train', None)
     """
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """ " Did you mean 'x'?", the end of an error message, for the known name most like `name`; "" where none is."""
-    close = nearest(name, known, likeness=0.6)
+    """The end of an error message: " Did you mean 'x'?" for the known name most like `name`, "" without one."""
+    close = find_nearest(name, known, likeness=0.6)
     return f" Did you mean {close!r}?" if close else ""
 
 

@@ -90,7 +90,7 @@ def _pickle_task(launch: Popen, process: Any) -> memoryview:
 
 
 def die_with_parent() -> None:
-    """End this process when its parent has ended without saying so, whatever it is doing. For a thread of its own."""
+    """Wait for the parent's end, then end this process, whatever it is doing. Runs in a thread of its own."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -98,9 +98,10 @@ def die_with_parent() -> None:
 
 
 def limit_cpu_time(seconds: float) -> None:
-    """Have the kernel end this process once all its threads have computed for that many seconds from now. Its parent
-    ends it at its deadline; this is for a parent that was killed while this process hangs in C code, which keeps
-    threads from running."""
+    """Have the kernel end this process once its threads have computed for that many seconds from now.
+
+    Usually the parent ends it at its deadline. This limit is for a parent that was killed while this process hangs in C
+    code, where no thread of ours can run."""
     if sys.platform == "win32":
         return
     import resource
@@ -112,8 +113,8 @@ def limit_cpu_time(seconds: float) -> None:
 
 @contextlib.contextmanager
 def _block_sigint() -> Iterator[None]:
-    """A new process inherits the signal mask of the thread that starts it. Ignoring SIGINT in the process itself would
-    leave the tenth of a second until it gets there."""
+    """Block SIGINT in this thread: a process started inside inherits that. Ignoring SIGINT in the process itself would
+    come a tenth of a second too late."""
     if sys.platform == "win32":
         yield
         return

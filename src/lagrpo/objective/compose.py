@@ -16,7 +16,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from lagrpo.errors import nearest
+from lagrpo.errors import find_nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -235,7 +235,7 @@ def known(kind: str, name: str, names: Iterable[str]) -> str:
     names = list(names)
     if name in names:
         return name
-    raise ValueError(f"unknown {kind} {name!r}; the nearest is {nearest(name, names)!r} (all: {', '.join(names)})")
+    raise ValueError(f"unknown {kind} {name!r}; the nearest is {find_nearest(name, names)!r} (all: {', '.join(names)})")
 
 
 def _needs(objective: Callable[[Any], Any]) -> frozenset[str]:

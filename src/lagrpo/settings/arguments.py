@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 
 from lagrpo.errors import SettingsError
-from lagrpo.settings.toml import setting_fields
+from lagrpo.settings.toml import list_settings
 
 SHORT = {"task": "task.name", "model": "model.path", "recipe": "objective.recipe"}
 """Settings that are given so often that their section may be left out."""
@@ -45,7 +45,7 @@ def parse(kind: type[BaseModel], words: Sequence[str], flags: Collection[str] = 
         SettingsError: an option without its value, a word that looks like an option and is none.
     """
     given, waiting = Arguments(), deque(words)
-    lists = {name for name, field in setting_fields(kind).items() if _is_list(field.annotation)}
+    lists = {name for name, field in list_settings(kind).items() if _is_list(field.annotation)}
     while waiting:
         word = waiting.popleft()
         if word in flags:

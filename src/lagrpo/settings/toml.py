@@ -15,7 +15,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from lagrpo.errors import SettingsError, nearest
+from lagrpo.errors import SettingsError, find_nearest
 from lagrpo.settings.schema import Settings
 
 M = TypeVar("M", bound=BaseModel)
@@ -32,8 +32,8 @@ def load_settings(
         SettingsError: no such file, not TOML, an unknown name (with the nearest valid one), a value out of its range.
     """
     if source is None or isinstance(source, Mapping):
-        return validated(Settings, source or {}, overrides or {}, "settings")
-    return validated(Settings, read_toml(Path(source)), overrides or {}, str(source))
+        return validate(Settings, source or {}, overrides or {}, "settings")
+    return validate(Settings, read_toml(Path(source)), overrides or {}, str(source))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path}: cannot be read as a settings file: {error.strerror}") from error
 
 
-def validated(kind: type[M], values: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> M:
+def validate(kind: type[M], values: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> M:
     """The settings of `values`, which come from `source`, with `overrides` on top. Raises SettingsError, one line per
     complaint."""
     merged = dict(values)
@@ -80,7 +80,7 @@ def _complain(kind: type[BaseModel], error: Any) -> str:
     if error["type"] == "value_error":
         return f"{where + ': ' if where else ''}{error['ctx']['error']}"
     if error["type"] == "model_type":
-        names = [name for name in setting_fields(kind) if name.startswith(f"{where}.")]
+        names = [name for name in list_settings(kind) if name.startswith(f"{where}.")]
         return f"{where} is a section, not a setting: set {', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
     return f"{where} = {error['input']!r}: {error['msg']}"
 
@@ -88,19 +88,19 @@ def _complain(kind: type[BaseModel], error: Any) -> str:
 def suggest_setting(kind: type[BaseModel], name: str) -> str:
     """ "did you mean 'x'?" for the setting most like `name`: the one of that name in another section, else one that is
     spelled or ends like it."""
-    by_leaf = {known.rpartition(".")[2]: known for known in reversed(setting_fields(kind))}
+    by_leaf = {known.rpartition(".")[2]: known for known in reversed(list_settings(kind))}
     leaf = name.rpartition(".")[2]
-    close = by_leaf.get(leaf) or nearest(name, setting_fields(kind), likeness=0.75)
-    return f"did you mean {close or by_leaf[nearest(leaf, by_leaf) or '']!r}?"
+    close = by_leaf.get(leaf) or find_nearest(name, list_settings(kind), likeness=0.75)
+    return f"did you mean {close or by_leaf[find_nearest(leaf, by_leaf) or '']!r}?"
 
 
-def setting_fields(kind: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+def list_settings(kind: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     """Every section and setting by its name, section.name."""
     found = {}
     for name, field in kind.model_fields.items():
         found[prefix + name] = field
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found |= setting_fields(field.annotation, f"{prefix}{name}.")
+            found |= list_settings(field.annotation, f"{prefix}{name}.")
     return found
 
 

@@ -1,7 +1,7 @@
-"""Tasks: what is asked, and how an answer is judged. One file each.
+"""Tasks: what is asked, and how an answer is judged. Each has its own file, which also declares its options.
 
-`load_task(settings, seed)` gives the task that the settings name; `check_options(settings)` refuses settings that
-contradict each other, at no cost.
+`load_task(settings, seed)` returns the task that the settings name; `check_options(settings)` refuses contradictory
+settings without loading anything.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import fields
 from functools import cache
 
 from lagrpo.errors import suggest
-from lagrpo.tasks.base import Judge, RowTask, Task, TaskSettings, Unjudgeable, chat, prompt_order
+from lagrpo.tasks.base import Judge, RowTask, Task, TaskSettings, Unjudgeable, build_messages, order_prompts
 from lagrpo.tasks.importing import is_reference, load_function
 
 __all__ = [
@@ -22,11 +22,11 @@ __all__ = [
     "Task",
     "TaskSettings",
     "Unjudgeable",
-    "chat",
+    "build_messages",
     "check_options",
     "load_task",
     "option_takers",
-    "prompt_order",
+    "order_prompts",
     "task_options",
 ]
 
@@ -37,13 +37,13 @@ JUDGES = {
     "math": "lagrpo.tasks.math:judge",
     "exact": "lagrpo.tasks.custom:judge_exact",
 }
-"""The built-in rewards that the setting `reward` can name."""
+"""The built-in judges that the setting `reward` can name."""
 
 
 @cache
 def task_options() -> Mapping[str, type]:
-    """The options that each task takes, by the task's name: a dataclass, whose fields are made by `option`. Every task
-    takes `system_prompt` and `reward` besides."""
+    """For each task the dataclass of its options, whose fields `option` makes. Every task also takes `system_prompt`
+    and `reward`."""
     from lagrpo.tasks import arithmetic, countdown, custom
     from lagrpo.tasks.files import DataOptions  # for math too, whose own file imports math-verify
 
@@ -58,7 +58,7 @@ def task_options() -> Mapping[str, type]:
 
 @cache
 def option_takers() -> Mapping[str, Sequence[str]]:
-    """The tasks that take an option, by the option's name."""
+    """For each option the names of the tasks that take it."""
     takers: dict[str, list[str]] = defaultdict(list)
     for task, options in task_options().items():
         for option in fields(options):
@@ -67,8 +67,8 @@ def option_takers() -> Mapping[str, Sequence[str]]:
 
 
 def check_options(settings: TaskSettings) -> None:
-    """Raises ValueError for a task that does not exist, an option that the named task does not take, and a reward that
-    does not exist. Loads nothing."""
+    """Raise ValueError for an unknown task, an unknown reward, and an option that the named task does not take. Nothing
+    is loaded."""
     name, reward, known = settings.name, settings.reward, task_options()
     if reward is not None and not is_reference(reward) and reward not in JUDGES:
         raise ValueError(
@@ -89,13 +89,13 @@ def check_options(settings: TaskSettings) -> None:
 
 
 def load_task(settings: TaskSettings, seed: int) -> Task:
-    """The task that the settings name, its generated part drawn from the seed.
+    """The task that the settings name; what it generates is a function of the seed. For "package.module:function" it is
+    what function(settings, seed) returns.
 
-    A task of the user's own, "package.module:function", is what function(settings, seed) returns.
-
-    Raises ValueError where the settings are wrong (before anything heavy is loaded) or the data is not as it should be,
-    TypeError where a user's function returns something that is not a Task, and ImportError where the task needs a
-    package that is not installed.
+    Raises:
+        ValueError: wrong settings (before anything heavy is loaded), or unfit data.
+        TypeError: the user's function returned something that is not a Task.
+        ImportError: the task needs a package that is not installed.
     """
     check_options(settings)
     if not is_reference(settings.name):
@@ -104,14 +104,14 @@ def load_task(settings: TaskSettings, seed: int) -> Task:
     task = load_function(settings.name)(settings, seed)
     if not isinstance(task, Task):
         raise TypeError(
-            f"task.name: {settings.name!r} returned a {type(task).__name__}, which is no Task: that has name, judge, "
+            f"task.name: {settings.name!r} returned a {type(task).__name__}, which is no Task: a Task has name, judge, "
             "size(split) and prompt(split, index)"
         )
     return task
 
 
 def load_judge(reward: str | None, default: Judge) -> Judge:
-    """The judge that the setting `reward` names (built in, or "package.module:function"), the task's own without it."""
+    """The judge that the setting `reward` names (built in, or "package.module:function"), else the task's own."""
     if reward is None:
         return default
     require_installed(reward)
@@ -119,6 +119,6 @@ def load_judge(reward: str | None, default: Judge) -> Judge:
 
 
 def require_installed(name: str) -> None:
-    """Raises ImportError, saying what to install, where a task or reward needs a package that is not there."""
+    """Raise ImportError, saying what to install, where a task or reward needs a missing package."""
     if name == "math" and importlib.util.find_spec("math_verify") is None:
         raise ImportError("judging mathematics needs math-verify: pip install 'lagrpo[math]'")

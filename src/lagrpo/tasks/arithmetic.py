@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable, option, read_options
-from lagrpo.tasks.reading import last_number, numerals, plain
+from lagrpo.tasks.reading import find_numerals, read_last_number, simplify
 
 WORDING = "What is {problem}? Answer with just the number."
 
@@ -59,27 +59,27 @@ def load(settings: TaskSettings, seed: int) -> RowTask:
 def judge(text: str, gold: Any) -> float:
     """1.0 where the answer's last numeral names the gold number, else 0.0.
 
-    What a numeral is, and which one names no number because it is part of a list or of an unfinished expression, is
-    stated at the head of `lagrpo.tasks.reading`. Right for gold 7: "7", "7.0", "07", "7 apples", "3 + 4 = 7.". Wrong:
-    "-7", "seven", "７", "3 + 4", "5 6 7", "6 or 7", "7, not 8". Raises Unjudgeable where the gold answer is no integer.
+    The head of `lagrpo.tasks.reading` defines numerals, and which of them name no number because they are part of a
+    list or of an unfinished expression. Right for gold 7: "7", "7.0", "07", "7 apples", "3 + 4 = 7.". Wrong: "-7",
+    "seven", "７", "3 + 4", "5 6 7", "6 or 7", "7, not 8". Raises Unjudgeable where the gold answer is no integer.
     """
     try:
         right = int(gold)
     except (TypeError, ValueError) as error:
         raise Unjudgeable(f"the gold answer {gold!r} is no integer") from error
-    text = plain(text)
-    return float(last_number(text, numerals(text)) == Fraction(right))
+    text = simplify(text)
+    return float(read_last_number(text, find_numerals(text)) == Fraction(right))
 
 
 def split(operations: tuple[str, ...], digits: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """The training and the test problems, in an order drawn from the seed."""
+    """The training and the test problems, in an order that the seed chooses."""
     from lagrpo.rng import permutation
 
     numbers = 10**digits
     test_size = min(_TEST, len(operations) * numbers**2 // 5)
     train: list[Problem] = []
     test: list[Problem] = []
-    for operation, a, b in _unordered(operations, numbers, seed):
+    for operation, a, b in _sample_problems(operations, numbers, seed):
         both = [(operation, a, b)] if a == b else [(operation, a, b), (operation, b, a)]
         (test if len(test) + len(both) <= test_size else train).extend(both)
     shuffled = [
@@ -89,8 +89,8 @@ def split(operations: tuple[str, ...], digits: int, seed: int) -> tuple[list[Pro
     return shuffled[0][:_TRAIN], shuffled[1]
 
 
-def _unordered(operations: tuple[str, ...], numbers: int, seed: int) -> list[Problem]:
-    """Distinct problems with a <= b in random order: all of them where they are few, else as many as are needed."""
+def _sample_problems(operations: tuple[str, ...], numbers: int, seed: int) -> list[Problem]:
+    """Distinct problems with a <= b in random order: all of them where they are few, else as many as needed."""
     from lagrpo.rng import permutation, uniforms
 
     space = len(operations) * numbers**2

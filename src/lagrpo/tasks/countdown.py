@@ -62,9 +62,9 @@ def judge(text: str, gold: Any) -> float:
     """1.0 where the answer's expression equals the target and uses each given number at most once, else 0.0.
 
     `gold` is {"numbers": [...], "target": ...}. The expression is the last stretch of the answer (within its last
-    <answer> ... </answer>, if it has one) that is made of the digits 0-9, + - * / ( ) and spaces only and has an
-    operation between two numbers; × · ÷ and LaTeX's \\times \\cdot \\div are read as * and /, and ** around it is bold
-    type. So "(7 - 3) * 5 = 20" is the expression before "=", and what is claimed after "=" plays no part.
+    <answer> ... </answer>, if it has one) that consists of the digits 0-9, + - * / ( ) and spaces and has an operation
+    between two numbers; × · ÷ and LaTeX's \\times \\cdot \\div are read as * and /, and ** around it is bold
+    type. So in "(7 - 3) * 5 = 20" the expression is what stands before "="; the rest plays no part.
 
     It must be a well-formed expression of at most 200 characters in + - * / (also a sign, as in -3 + 10), each of its
     numbers one of the given ones, none more often than it is given. Not all need be used. It is computed in exact
@@ -77,13 +77,13 @@ def judge(text: str, gold: Any) -> float:
     try:
         tree = ast.parse(expression, mode="eval").body
         used = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-        return float(used <= Counter(numbers) and _value(tree) == target)
+        return float(used <= Counter(numbers) and _evaluate(tree) == target)
     except (SyntaxError, ZeroDivisionError, _NotArithmetic):
         return 0.0
 
 
 def find_expression(text: str) -> str | None:
-    """The expression that an answer gives (see `judge`), None if it gives none.
+    """The expression in an answer (see `judge`); None without one.
 
     >>> find_expression("First 7 - 3 = 4, so (7 − 3) × 5 = 20.")
     '(7 - 3) * 5'
@@ -104,14 +104,14 @@ class _NotArithmetic(Exception):  # noqa: N818
     pass
 
 
-def _value(node: ast.AST) -> Fraction:
-    """The value of an expression of + - * /. Short expressions only: it recurses as deep as they nest."""
+def _evaluate(node: ast.AST) -> Fraction:
+    """The value of a short expression of + - * /: the recursion is as deep as the expression."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        return _ARITHMETIC[type(node.op)](_value(node.left), _value(node.right))
+        return _ARITHMETIC[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        operand = _value(node.operand)
+        operand = _evaluate(node.operand)
         return -operand if isinstance(node.op, ast.USub) else operand
     raise _NotArithmetic(type(node).__name__)
 
@@ -131,7 +131,7 @@ def _ask(problem: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Problems(Sequence[dict[str, Any]]):
-    """The problems of one split, each generated when it is asked for: a pure function of (seed, split, index)."""
+    """The problems of one split, each generated on demand: a pure function of (seed, split, index)."""
 
     split: str
     drawn: int
@@ -145,21 +145,21 @@ class Problems(Sequence[dict[str, Any]]):
             raise IndexError(f"the {self.split} split has problems 0 .. {len(self) - 1}; there is no {index}")
         attempt = 0
         while True:
-            numbers, target = _attempt(self.drawn, self.seed, self.split, index, attempt)
-            if target in _TARGETS and target not in numbers and _side(numbers, target) == self.split:
+            numbers, target = _make_problem(self.drawn, self.seed, self.split, index, attempt)
+            if target in _TARGETS and target not in numbers and _choose_split(numbers, target) == self.split:
                 return {"numbers": numbers, "target": target}
             attempt += 1
 
 
-def _side(numbers: list[int], target: int) -> str:
-    """One problem in twenty is for testing."""
+def _choose_split(numbers: list[int], target: int) -> str:
+    """The split that a problem belongs to: one in twenty is for testing."""
     digest = hashlib.blake2b(repr((sorted(numbers), target)).encode(), digest_size=8).digest()
     return "test" if int.from_bytes(digest, "little") % 20 == 0 else "train"
 
 
-def _attempt(count: int, *address: int | str) -> tuple[list[int], int]:
-    """Random numbers, and what they give when two random ones at a time are combined by a random operation that gives a
-    positive integer (as in the television game), until one is left."""
+def _make_problem(count: int, *address: int | str) -> tuple[list[int], int]:
+    """Random numbers and a target: until one number is left, two random ones are combined by a random operation with a
+    positive integer as its result (as in the television game)."""
     from lagrpo.rng import uniforms
 
     draws = iter(uniforms(4 * count, "countdown", *address).tolist())

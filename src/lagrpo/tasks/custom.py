@@ -5,8 +5,7 @@ the hub (see `lagrpo.tasks.files`). `prompt_column` holds a text or a list of ch
 completion is judged against; `reward` is a built-in reward or "package.module:function", called as function(text, gold)
 with the answer column's value as gold, or with the whole row as a dict when `answer_column` is not set.
 
-Where there is only one split, a tenth of its rows (at most 1,000), drawn by the seed, is held out for testing; that is
-logged.
+Where there is only one split, the seed chooses a tenth of its rows (at most 1,000) for testing, which is logged.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 from lagrpo.errors import suggest
 from lagrpo.tasks.base import Messages, RowTask, TaskSettings, Unjudgeable, option, read_options
-from lagrpo.tasks.files import FORMATS, DataOptions, Rows, check_columns, data_source, hold_out, hub_rows, logger
+from lagrpo.tasks.files import FORMATS, DataOptions, Rows, check_columns, find_source, hold_out, load_hub_rows, logger
 from lagrpo.tasks.importing import is_reference
 
 
@@ -32,8 +31,7 @@ class Options(DataOptions):
 
 
 def load(settings: TaskSettings, seed: int) -> RowTask:
-    """The task for these settings. Raises ValueError where a setting is missing, the data is not there, or a column is
-    not what it should be."""
+    """The task for these settings. Raises ValueError for a missing setting, missing data or an unfit column."""
     from lagrpo.tasks import JUDGES, load_judge
 
     if settings.reward is None:
@@ -43,14 +41,14 @@ def load(settings: TaskSettings, seed: int) -> RowTask:
     if options.answer_column is None and not is_reference(settings.reward):
         raise ValueError(f"the reward {settings.reward!r} needs task.answer_column, the column to judge against")
     reward = load_judge(settings.reward, judge_exact)
-    rows = _splits(options, seed)
+    rows = _load_splits(options, seed)
     _check(options, rows)
     return RowTask("custom", rows, _Ask(options), reward, settings.system_prompt)
 
 
 def judge_exact(text: str, gold: Any) -> float:
-    """1.0 where the answer is the gold answer, letter by letter, but for white space around either; else 0.0. Raises
-    Unjudgeable where there is no gold answer."""
+    """1.0 where the answer is the gold answer, letter by letter, except for white space around either; else 0.0. Raises
+    Unjudgeable without a gold answer."""
     if gold is None:
         raise Unjudgeable("the gold answer is empty")
     return float(text.strip() == str(gold).strip())
@@ -92,8 +90,8 @@ def _check(options: Options, rows: Mapping[str, Rows]) -> None:
             raise ValueError(f"the gold answers ({column}) cannot be written as JSON: {error}") from error
 
 
-def _splits(options: Options, seed: int) -> dict[str, Rows]:
-    there = _available(options)
+def _load_splits(options: Options, seed: int) -> dict[str, Rows]:
+    there = _find_splits(options)
     train, test = options.train_split or "train", options.test_split or "test"
     if options.train_split is None and len(there) == 1:
         (train,) = there
@@ -112,12 +110,12 @@ def _splits(options: Options, seed: int) -> dict[str, Rows]:
     return {"train": rows.select(kept), "test": rows.select(held_out)}
 
 
-def _available(options: Options) -> dict[str, Any]:
-    """The splits that there are: files yet to read, or a hub dataset's."""
+def _find_splits(options: Options) -> dict[str, Any]:
+    """The existing splits by name: files yet to be read, or a hub dataset's splits."""
     endings = ", ".join(FORMATS)
-    source = data_source(options.data, f"a file ending in {endings}, or a directory of such files", "openai/gsm8k:main")
+    source = find_source(options.data, f"a file ending in {endings}, or a directory of such files", "openai/gsm8k:main")
     if isinstance(source, str):
-        return dict(hub_rows(source, None))
+        return dict(load_hub_rows(source, None))
     files = sorted(source.iterdir()) if source.is_dir() else [source]
     there = {path.stem: path for path in files if path.suffix in FORMATS}
     if not there:

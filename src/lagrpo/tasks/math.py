@@ -4,8 +4,8 @@ Data: a directory of .jsonl files with columns problem and answer, as DeepScaleR
 settings `train_split` and `test_split` name files without their ending ("deepscaler_part_aime_train", "aime24_test");
 their defaults mean deepscaler_part_math_train and math500_test. Or datasets of the hub; see `lagrpo.tasks.files`.
 
-Needs math-verify: pip install 'lagrpo[math]'. It is imported here at the top, so that worker processes have it before
-the first deadline runs; nothing but this task, or the reward "math", imports this module.
+Needs math-verify: pip install 'lagrpo[math]'. Its import stands at the top, so that worker processes have it before the
+first deadline runs; only this task and the reward "math" import this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import math_verify
 
 from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable, read_options
-from lagrpo.tasks.reading import last_box
+from lagrpo.tasks.reading import find_last_box
 
 WORDING = "{problem}\n\nReason step by step and put the final answer in \\boxed{{}}."
 
@@ -38,11 +38,11 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 
 
 def load(settings: TaskSettings, seed: int) -> RowTask:
-    """The task for these settings. Raises ValueError where the data is missing or not as it should be."""
+    """The task for these settings. Raises ValueError for missing or unfit data."""
     from lagrpo.tasks import load_judge
-    from lagrpo.tasks.files import DataOptions, task_rows
+    from lagrpo.tasks.files import DataOptions, load_rows
 
-    rows = task_rows(read_options(DataOptions, settings), _file_names, _HUB, "problem", "answer")
+    rows = load_rows(read_options(DataOptions, settings), _file_names, _HUB, "problem", "answer")
     return RowTask("math", rows, _ask, load_judge(settings.reward, judge), settings.system_prompt)
 
 
@@ -67,14 +67,14 @@ def judge(text: str, gold: Any) -> float:
     if not isinstance(gold, str | int | float) or gold == "":
         raise Unjudgeable(f"the gold answer {gold!r} is no formula")
     right = _clean(str(gold))
-    box = last_box(text)
+    box = find_last_box(text)
     if box is not None and re.sub(r"\s", "", _clean(box)) == re.sub(r"\s", "", right):
         return 1.0
     readable = False
     for reading in _READINGS:
         parsed_gold = _parse_gold(right, reading)
         readable = readable or bool(parsed_gold)
-        answer = _formula(_clean(box), reading) if box is not None else _find(text, reading)
+        answer = _parse_formula(_clean(box), reading) if box is not None else _find(text, reading)
         if parsed_gold and math_verify.verify(parsed_gold, answer, timeout_seconds=None):
             return 1.0
     if not readable:
@@ -82,24 +82,24 @@ def judge(text: str, gold: Any) -> float:
     return 0.0
 
 
-def _formula(latex: str, reading: math_verify.LatexExtractionConfig) -> list[Any]:
-    """A formula that stands alone."""
+def _parse_formula(latex: str, reading: math_verify.LatexExtractionConfig) -> list[Any]:
+    """Parse a formula that stands alone."""
     return _parse(f"\\boxed{{{latex}}}", (dataclasses.replace(reading, boxed_match_priority=0),))
 
 
 def _find(text: str, reading: math_verify.LatexExtractionConfig) -> list[Any]:
-    """The formula or number that counts in a text without a box."""
+    """Parse the formula or number that counts in a text without a box."""
     return _parse(text, (dataclasses.replace(reading, boxed_match_priority=-1), _NUMBER))
 
 
 @functools.lru_cache(maxsize=4096)
 def _parse_gold(gold: str, reading: math_verify.LatexExtractionConfig) -> list[Any]:
-    return _formula(gold, reading)
+    return _parse_formula(gold, reading)
 
 
 def _clean(latex: str) -> str:
-    r"""The formula without what math-verify stumbles over: $ around it, a full stop or comma after it, the thin spaces
-    of 10,\!000 and 10{,}000, the space of "5 i"."""
+    r"""Remove what math-verify stumbles over: $ around the formula, a full stop or comma after it, the thin spaces of
+    10,\!000 and 10{,}000, the space of "5 i"."""
     latex = latex.replace(",\\!", "").replace("{,}", "").replace("\\!", "")
     return _IMAGINARY.sub("", latex.strip().strip("$").strip().rstrip(".,;: \n"))
 

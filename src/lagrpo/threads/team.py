@@ -1,7 +1,7 @@
-"""The threads of this process: their number is set here, and adapted while it computes.
+"""Sets the number of this process's threads, and adapts it while the process computes.
 
 PyTorch's operations and lagrpo's kernels share one OpenMP, so one number holds for both. It may change between any two
-calls: what our kernels compute does not depend on it."""
+calls: the results of our kernels do not depend on it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 
 from lagrpo.threads import cores, waiting
 from lagrpo.threads.adapting import Adaptation
-from lagrpo.threads.readings import Reading, between, read
+from lagrpo.threads.readings import Reading, compare, read
 
-LOOK = 0.5  # seconds from one reading to the next, at least
-DECIDED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # with which the user says how many
+LOOK = 0.5  # seconds between readings, at least
+DECIDED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which the user sets the number
 
 logger = logging.getLogger("lagrpo")
 
 
 class Team:
-    """`threads` for good, or with `adapt` as many of them as the readings say that there are cores for. `number` puts a
-    number into effect."""
+    """The number of threads: always `threads`, or with `adapt` as many of them as find a core, by the readings.
+    `number` puts a number into effect."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Team:
         before, self._last = self._last, self._read()
         if not self.adapts or before is None or self._last is None:
             return
-        threads = self._adaptation.look(between(before, self._last))
+        threads = self._adaptation.look(compare(before, self._last))
         if threads == self.threads:
             return
         fewer, self.threads = threads < self.threads, threads
@@ -57,18 +57,18 @@ class Team:
             logger.info(text, why, threads, self.most)
 
     def figures(self) -> dict[str, float | None]:
-        """Since the last call: the fewest threads, and the seconds for which threads were ready and had no core."""
+        """Metrics since the last call: the fewest threads, and the seconds that threads were ready and had no core."""
         before, self._noted, fewest = self._noted, self._read(), self._fewest
         self._fewest = self.threads
         known = before is not None and self._noted is not None
-        return {"threads": fewest, "seconds_waiting": between(before, self._noted).waited if known else None}  # type: ignore[arg-type]
+        return {"threads": fewest, "seconds_waiting": compare(before, self._noted).waited if known else None}  # type: ignore[arg-type]
 
     def describe(self) -> str:
-        """How many, in words."""
+        """The number of threads in words."""
         if not self.adapts or self.most == 1:
             return f"{self.most}"
         if self._last is None:
-            return f"{self.most}, always: this system does not say when threads wait for a core"
+            return f"{self.most}, always: this system does not report when threads wait for a core"
         return f"{self.most}, fewer while other programs keep cores busy"
 
 
@@ -78,28 +78,28 @@ _due = 0.0  # when to read again
 
 
 def start(asked: int | None, device: str = "cpu") -> None:
-    """For this process and the calling thread: `asked` threads, or as many as there are cores for, which is then
-    adapted. On a GPU nothing is adapted."""
+    """Compute with `asked` threads, in this process and the calling thread; without `asked`, with as many as there are
+    cores for, adapted from then on. Nothing is adapted on a GPU."""
     global _team, _before
     release()
     waiting.quiet_tokenizers()
     _before = torch.get_num_threads()
-    threads = asked or default(_before)
+    threads = asked or choose_threads(_before)
     if threads != _before:
         torch.set_num_threads(threads)
     _team = Team(threads, adapt=asked is None and device == "cpu")
 
 
-def default(threads: int) -> int:
-    """PyTorch's own number, unless the user set it; at most what affinity and the container's quota allow."""
+def choose_threads(threads: int) -> int:
+    """The number the user set, else PyTorch's own, but at most what affinity and the container's quota allow."""
     if any(os.environ.get(name) for name in DECIDED):
         return threads
-    return cores.most(threads, cores.quota(), cores.at_hand())
+    return cores.limit_threads(threads, cores.read_quota(), cores.count_cores())
 
 
 def look() -> None:
-    """Reads every half second, and adapts. Called often, by the thread that computes: before each decoding step and
-    each layer's attention, forward and backward."""
+    """Read every half second, and adapt. The computing thread calls this often: before each decoding step and each
+    layer's attention, forward and backward."""
     global _due
     now = time.monotonic()
     if now >= _due and _team is not None:
@@ -108,17 +108,17 @@ def look() -> None:
 
 
 def figures() -> dict[str, float | None]:
-    """Of the metrics: see `Team.figures`."""
+    """The metrics of `Team.figures`."""
     return _team.figures() if _team is not None else {"threads": torch.get_num_threads(), "seconds_waiting": None}
 
 
 def describe() -> str:
-    """How many threads compute, in words."""
+    """The number of computing threads in words."""
     return _team.describe() if _team is not None else f"{torch.get_num_threads()}"
 
 
 def release() -> None:
-    """Give PyTorch back the number that it had, unless somebody else has set one since, and the tokenizers theirs."""
+    """Give PyTorch back the number that it had, unless other code set one since, and the tokenizers their threads."""
     global _team
     if _team is not None and torch.get_num_threads() == _team.threads != _before:
         torch.set_num_threads(_before)

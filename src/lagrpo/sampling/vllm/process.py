@@ -80,7 +80,7 @@ class Launch:
         own = {"VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         own |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if self.wire == "ipc" else {}
         ours = ("OMP_NUM_THREADS", "PYTHONPATH")
-        inherited = {name: value for name, value in waiting.given(os.environ).items() if name not in ours}
+        inherited = {name: value for name, value in waiting.drop_own(os.environ).items() if name not in ours}
         cpu = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
         return {**cpu, **inherited, **own}
 
