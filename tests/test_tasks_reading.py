@@ -10,13 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lagrpo.tasks.reading import (
+    Numeral,
+    find_first_numeral,
     find_last_box,
     find_numerals,
     merge_fractions,
-    read_first_number,
     read_last_number,
     simplify,
 )
+
+
+def read_first_number(text: str, found: list[Numeral]) -> Fraction | None:
+    numeral = find_first_numeral(text, found)
+    return numeral.value if numeral else None
 
 
 def values(text: str) -> list[Fraction | None]:

@@ -11,9 +11,20 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
+from importlib import import_module
+from typing import Any
 
 from lagrpo.errors import suggest
-from lagrpo.tasks.base import Judge, RowTask, Task, TaskSettings, Unjudgeable, build_messages, order_prompts
+from lagrpo.tasks.base import (
+    Judge,
+    RowTask,
+    Task,
+    TaskSettings,
+    Unjudgeable,
+    build_messages,
+    order_prompts,
+    read_options,
+)
 from lagrpo.tasks.importing import is_reference, load_function
 
 __all__ = [
@@ -35,7 +46,7 @@ JUDGES = {
     "countdown": "lagrpo.tasks.countdown:judge",
     "number": "lagrpo.tasks.gsm8k:judge",
     "math": "lagrpo.tasks.math:judge",
-    "exact": "lagrpo.tasks.custom:judge_exact",
+    "exact": "lagrpo.tasks.custom:judge",
 }
 """The built-in judges that the setting `reward` can name."""
 
@@ -82,10 +93,21 @@ def check_options(settings: TaskSettings) -> None:
             f"task.name: there is no task {name!r}; there are {', '.join(known)}, and a task of your own as "
             f"'package.module:function'.{suggest(name, known)}"
         )
+    if name == "custom":
+        _check_custom(settings)
     for option, tasks in option_takers().items():
         if name not in tasks and getattr(settings, option) is not None:
             do = f"{tasks[0]} does" if len(tasks) == 1 else f"{', '.join(tasks[:-1])} and {tasks[-1]} do"
             raise ValueError(f"task.{option} is set, but the task {name!r} does not take it: {do}")
+
+
+def _check_custom(settings: Any) -> None:
+    """Raise ValueError for a reward that is missing, or that lacks the column to judge against."""
+    if settings.reward is None:
+        known = ", ".join(JUDGES)
+        raise ValueError(f"the task 'custom' needs task.reward: one of {known}, or a 'package.module:function'")
+    if settings.answer_column is None and not is_reference(settings.reward):
+        raise ValueError(f"the reward {settings.reward!r} needs task.answer_column, the column to judge against")
 
 
 def load_task(settings: TaskSettings, seed: int) -> Task:
@@ -98,13 +120,17 @@ def load_task(settings: TaskSettings, seed: int) -> Task:
         ImportError: the task needs a package that is not installed.
     """
     check_options(settings)
-    if not is_reference(settings.name):
-        require_installed(settings.name)
-        return load_function(f"lagrpo.tasks.{settings.name}:load")(settings, seed)
-    task = load_function(settings.name)(settings, seed)
+    name = settings.name
+    if not is_reference(name):
+        require_installed(name)
+        file = import_module(f"lagrpo.tasks.{name}")
+        judge = load_judge(settings.reward, file.judge)
+        rows, ask = file.load(read_options(task_options()[name], settings), seed)
+        return RowTask(name, rows, ask, judge, settings.system_prompt)
+    task = load_function(name)(settings, seed)
     if not isinstance(task, Task):
         raise TypeError(
-            f"task.name: {settings.name!r} returned a {type(task).__name__}, which is no Task: a Task has name, judge, "
+            f"task.name: {name!r} returned a {type(task).__name__}, which is no Task: a Task has name, judge, "
             "size(split) and prompt(split, index)"
         )
     return task

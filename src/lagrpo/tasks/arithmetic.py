@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable, option, read_options
+from lagrpo.tasks.base import Ask, Unjudgeable, option
 from lagrpo.tasks.reading import find_numerals, read_last_number, simplify
 
 WORDING = "What is {problem}? Answer with just the number."
@@ -39,11 +39,8 @@ class Options:
     words: bool = option(False, "operands as words")
 
 
-def load(settings: TaskSettings, seed: int) -> RowTask:
-    """The task for these settings. Raises ValueError for digits out of their range."""
-    from lagrpo.tasks import load_judge
-
-    options = read_options(Options, settings)
+def load(options: Options, seed: int) -> tuple[dict[str, list[Problem]], Ask]:
+    """The problems of each split, and how one is asked."""
 
     def ask(problem: Problem) -> tuple[str, str]:
         operation, a, b = problem
@@ -51,9 +48,7 @@ def load(settings: TaskSettings, seed: int) -> RowTask:
         return WORDING.format(problem=shown), str(OPERATIONS[operation][1](a, b))
 
     train, test = split(tuple(dict.fromkeys(options.operations)) or ("+",), options.digits, seed)
-    return RowTask(
-        "arithmetic", {"train": train, "test": test}, ask, load_judge(settings.reward, judge), settings.system_prompt
-    )
+    return {"train": train, "test": test}, ask
 
 
 def judge(text: str, gold: Any) -> float:

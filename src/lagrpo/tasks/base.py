@@ -22,6 +22,8 @@ Judge = Callable[[str, Any], float]
 of a module. It raises `Unjudgeable` when it has no verdict; any other exception counts as that, too."""
 
 Messages = Sequence[Mapping[str, str]]
+Ask = Callable[[Any], tuple[str | Messages, Any]]
+"""From a row to its question (a text, or chat messages) and its gold answer."""
 
 
 class Unjudgeable(Exception):  # noqa: N818 - not an error of the program: it is one of a completion's three outcomes
@@ -78,7 +80,7 @@ def read_options(kind: type[Options], settings: Any) -> Options:
 
 @dataclass(frozen=True, slots=True)
 class RowTask:
-    """A task made of rows: `ask(row)` returns a row's question (a text, or chat messages) and its gold answer.
+    """A task made of rows, by split.
 
     >>> task = RowTask("sums", {"train": [(2, 3)], "test": []}, lambda row: (f"{row[0]} + {row[1]}?", "5"), print)
     >>> task.prompt("train", 0).messages
@@ -87,7 +89,7 @@ class RowTask:
 
     name: str
     rows: Mapping[str, Sequence[Any]]
-    ask: Callable[[Any], tuple[str | Messages, Any]]
+    ask: Ask
     judge: Judge
     system_prompt: str | None = None
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable, option, read_options
+from lagrpo.tasks.base import Ask, Unjudgeable, option
 
 WORDING = (
     "Write an expression that equals {target}. Use only the numbers {numbers}, each of them at most once, with + - * / "
@@ -49,13 +49,9 @@ class Options:
     numbers: int = option(4, "how many numbers are given", least=3, most=6)
 
 
-def load(settings: TaskSettings, seed: int) -> RowTask:
-    """The task for these settings. Raises ValueError for a count of numbers out of its range."""
-    from lagrpo.tasks import load_judge
-
-    count = read_options(Options, settings).numbers
-    rows = {name: Problems(name, count, seed) for name in _SIZES}
-    return RowTask("countdown", rows, _ask, load_judge(settings.reward, judge), settings.system_prompt)
+def load(options: Options, seed: int) -> tuple[dict[str, Problems], Ask]:
+    """The problems of each split, and how one is asked."""
+    return {name: Problems(name, options.numbers, seed) for name in _SIZES}, _ask
 
 
 def judge(text: str, gold: Any) -> float:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lagrpo.errors import suggest
-from lagrpo.tasks.base import Messages, RowTask, TaskSettings, Unjudgeable, option, read_options
+from lagrpo.tasks.base import Ask, Messages, Unjudgeable, option
 from lagrpo.tasks.files import FORMATS, DataOptions, Rows, check_columns, find_source, hold_out, load_hub_rows, logger
-from lagrpo.tasks.importing import is_reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,51 +30,10 @@ class Options(DataOptions):
     answer_column: str | None = option(None, "column that the reward gets as gold; without one it gets the whole row")
 
 
-def load(settings: TaskSettings, seed: int) -> RowTask:
-    """The task for these settings. Raises ValueError for a missing setting, missing data or an unfit column."""
-    from lagrpo.tasks import JUDGES, load_judge
-
-    if settings.reward is None:
-        known = ", ".join(JUDGES)
-        raise ValueError(f"the task 'custom' needs task.reward: one of {known}, or a 'package.module:function'")
-    options = read_options(Options, settings)
-    if options.answer_column is None and not is_reference(settings.reward):
-        raise ValueError(f"the reward {settings.reward!r} needs task.answer_column, the column to judge against")
-    reward = load_judge(settings.reward, judge_exact)
-    rows = _load_splits(options, seed)
-    _check(options, rows)
-    return RowTask("custom", rows, _Ask(options), reward, settings.system_prompt)
-
-
-def judge_exact(text: str, gold: Any) -> float:
-    """1.0 where the answer is the gold answer, letter by letter, except for white space around either; else 0.0. Raises
-    Unjudgeable without a gold answer."""
-    if gold is None:
-        raise Unjudgeable("the gold answer is empty")
-    return float(text.strip() == str(gold).strip())
-
-
-class _Ask:
-    """A row's prompt and gold answer, by the columns that the options name."""
-
-    def __init__(self, options: Options) -> None:
-        self._prompt_column = options.prompt_column
-        self._answer_column = options.answer_column
-
-    def __call__(self, row: Mapping[str, Any]) -> tuple[str | Messages, Any]:
-        prompt = row[str(self._prompt_column)]
-        gold = dict(row) if self._answer_column is None else row[self._answer_column]
-        if isinstance(prompt, str):
-            return prompt, gold
-        if isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) and "role" in turn for turn in prompt):
-            return [{key: value for key, value in turn.items() if value is not None} for turn in prompt], gold
-        raise ValueError(
-            f"the column {self._prompt_column!r} holds {prompt!r:.80}: a prompt is a text, or a list of messages such "
-            "as {'role': 'user', 'content': '...'}"
-        )
-
-
-def _check(options: Options, rows: Mapping[str, Rows]) -> None:
+def load(options: Options, seed: int) -> tuple[dict[str, Rows], Ask]:
+    """The rows of each split, and how one is asked. Raises ValueError for a missing setting, missing data or an unfit
+    column."""
+    rows, ask = _load_splits(options, seed), partial(_ask, options)
     for side, split in rows.items():
         columns = [column for column in (options.prompt_column, options.answer_column) if column is not None]
         check_columns(split, columns, f"the {side} split")
@@ -82,12 +41,35 @@ def _check(options: Options, rows: Mapping[str, Rows]) -> None:
             raise ValueError(
                 f"the task 'custom' needs task.prompt_column; the columns of the {side} split are {', '.join(split[0])}"
             )
-        _, gold = _Ask(options)(split[0])
+        _, gold = ask(split[0])
         try:
             json.dumps(gold)
         except TypeError as error:
             column = options.answer_column or "the whole row, as task.answer_column is not set"
             raise ValueError(f"the gold answers ({column}) cannot be written as JSON: {error}") from error
+    return rows, ask
+
+
+def judge(text: str, gold: Any) -> float:
+    """1.0 where the answer is the gold answer, letter by letter, except for white space around either; else 0.0. Raises
+    Unjudgeable without a gold answer."""
+    if gold is None:
+        raise Unjudgeable("the gold answer is empty")
+    return float(text.strip() == str(gold).strip())
+
+
+def _ask(options: Options, row: Mapping[str, Any]) -> tuple[str | Messages, Any]:
+    """A row's prompt and gold answer, by the columns that the options name."""
+    prompt = row[str(options.prompt_column)]
+    gold = dict(row) if options.answer_column is None else row[options.answer_column]
+    if isinstance(prompt, str):
+        return prompt, gold
+    if isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) and "role" in turn for turn in prompt):
+        return [{key: value for key, value in turn.items() if value is not None} for turn in prompt], gold
+    raise ValueError(
+        f"the column {options.prompt_column!r} holds {prompt!r:.80}: a prompt is a text, or a list of messages such "
+        "as {'role': 'user', 'content': '...'}"
+    )
 
 
 def _load_splits(options: Options, seed: int) -> dict[str, Rows]:

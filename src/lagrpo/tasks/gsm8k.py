@@ -16,7 +16,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable, read_options
+from lagrpo.tasks.base import Ask, Unjudgeable
+from lagrpo.tasks.files import DataOptions, Rows, load_rows
 from lagrpo.tasks.reading import (
     Numeral,
     agree,
@@ -39,14 +40,10 @@ _RATIO = re.compile(r"(?<![\w:.,])([0-9]{1,9})(?: ?: ?| to )([0-9]{1,9})(?![\w:]
 _SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
 
 
-def load(settings: TaskSettings, seed: int) -> RowTask:
-    """The task for these settings. Raises ValueError for missing or unfit data."""
-    from lagrpo.tasks import load_judge
-    from lagrpo.tasks.files import DataOptions, load_rows
-
-    options = read_options(DataOptions, settings)
+def load(options: DataOptions, seed: int) -> tuple[dict[str, Rows], Ask]:
+    """The rows of each split, and how one is asked. Raises ValueError for missing or unfit data."""
     rows = load_rows(options, lambda split: (f"gsm8k_{split}.jsonl", f"{split}.jsonl"), _HUB, "question", "answer")
-    return RowTask("gsm8k", rows, _ask, load_judge(settings.reward, judge), settings.system_prompt)
+    return rows, _ask
 
 
 def judge(text: str, gold: Any) -> float:

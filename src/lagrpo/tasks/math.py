@@ -19,7 +19,8 @@ from typing import Any
 
 import math_verify
 
-from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable, read_options
+from lagrpo.tasks.base import Ask, Unjudgeable
+from lagrpo.tasks.files import DataOptions, Rows, load_rows
 from lagrpo.tasks.reading import find_last_box
 
 WORDING = "{problem}\n\nReason step by step and put the final answer in \\boxed{{}}."
@@ -37,13 +38,9 @@ _parse = functools.partial(math_verify.parse, fallback_mode="no_fallback", parsi
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own deadlines are off
 
 
-def load(settings: TaskSettings, seed: int) -> RowTask:
-    """The task for these settings. Raises ValueError for missing or unfit data."""
-    from lagrpo.tasks import load_judge
-    from lagrpo.tasks.files import DataOptions, load_rows
-
-    rows = load_rows(read_options(DataOptions, settings), _file_names, _HUB, "problem", "answer")
-    return RowTask("math", rows, _ask, load_judge(settings.reward, judge), settings.system_prompt)
+def load(options: DataOptions, seed: int) -> tuple[dict[str, Rows], Ask]:
+    """The rows of each split, and how one is asked. Raises ValueError for missing or unfit data."""
+    return load_rows(options, _file_names, _HUB, "problem", "answer"), _ask
 
 
 def judge(text: str, gold: Any) -> float:

@@ -142,20 +142,14 @@ def find_last_numeral(text: str, found: list[Numeral]) -> Numeral | None:
     return found[-1]
 
 
-def read_first_number(text: str, found: list[Numeral]) -> Fraction | None:
-    """The number that the first numeral names, or, where an expression with "=" comes first, the one after its "=":
-    None without one, where it is unreadable, and where it is joined to the next.
+def find_first_numeral(text: str, found: list[Numeral]) -> Numeral | None:
+    """The numeral that names the first number, or, where an expression with "=" comes first, the one after its "=":
+    None without one, and where it is joined to the next.
 
     >>> answers = "7, as 3 + 4 = 7", "3 * 20 = 60 dollars", "6 or 7", "3 + 4"
-    >>> [read_first_number(text, find_numerals(text)) for text in answers]
+    >>> [getattr(find_first_numeral(text, find_numerals(text)), "value", None) for text in answers]
     [Fraction(7, 1), Fraction(60, 1), None, None]
     """
-    first = find_first_numeral(text, found)
-    return first.value if first else None
-
-
-def find_first_numeral(text: str, found: list[Numeral]) -> Numeral | None:
-    """The numeral of `read_first_number`."""
     at, in_expression = 0, False
     while at + 1 < len(found):
         between = _cut_between(text, found[at], found[at + 1])
