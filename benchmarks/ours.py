@@ -23,7 +23,7 @@ from work import SEED, read_prompts
 from lagrpo.policy.batch import FreshMicroBatch, is_flat
 from lagrpo.policy.model import Policy
 from lagrpo.settings.toml import load_settings
-from lagrpo.tasks import RowTask, prompt_order
+from lagrpo.tasks import RowTask, order_prompts
 from lagrpo.training.build import Parts
 from lagrpo.training.checks import check_settings
 from lagrpo.training.loop import Step
@@ -98,7 +98,7 @@ def task(request: dict[str, Any]) -> RowTask:
     """The prompts in such an order that the run visits them in that of the file."""
     visited = read_prompts(Path(request["prompts"]))
     rows: list[Any] = [None] * len(visited)
-    for place, index in enumerate(prompt_order(SEED, 0, len(visited))):
+    for place, index in enumerate(order_prompts(SEED, 0, len(visited))):
         rows[index] = visited[place]
     ask = lambda row: (row["messages"], row["gold"])  # noqa: E731
     return RowTask("benchmark", {"train": rows, "test": []}, ask, imported(request["reward"]))

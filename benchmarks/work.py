@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.settings.schema import TaskSettings
-from lagrpo.tasks import load_task, prompt_order
+from lagrpo.tasks import load_task, order_prompts
 
 RESULTS = Path(__file__).parent / "results"
 SEED = 0
@@ -114,7 +114,7 @@ def write_prompts(work: Work, path: Path) -> Path:
             break
     if not rows:
         raise ValueError(f"{work.title}: no prompt is that long")
-    order = prompt_order(SEED, 0, PROMPTS)
+    order = order_prompts(SEED, 0, PROMPTS)
     path.write_text("".join(json.dumps({"key": key, **rows[key % len(rows)]}) + "\n" for key in order))
     return path
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.settings.schema import TaskSettings
-from lagrpo.tasks import load_task, prompt_order
+from lagrpo.tasks import load_task, order_prompts
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -33,7 +33,7 @@ def prompts(seed: int, updates: int) -> list[dict[str, Any]]:
     size, rows = task.size("train"), []
     for place in range(updates * SHORT.N):
         epoch, position = divmod(place, size)
-        key = prompt_order(seed, epoch, size)[position]
+        key = order_prompts(seed, epoch, size)[position]
         prompt = task.prompt("train", key)
         rows.append({"key": key, "messages": [dict(m) for m in prompt.messages], "gold": prompt.gold})
     return rows

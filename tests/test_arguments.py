@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from lagrpo.errors import SettingsError
 from lagrpo.settings.arguments import SHORT, parse
 from lagrpo.settings.schema import EvalSettings, Settings
-from lagrpo.settings.toml import setting_names, validated
+from lagrpo.settings.toml import list_settings, validate
 
 FLAGS = ("--dry-run", "--help")
 
@@ -65,16 +65,16 @@ def test_any_words_are_sorted_or_refused(words):
 @pytest.mark.parametrize("kind", [Settings, EvalSettings])
 def test_every_setting_can_be_given_as_its_text(kind):
     """The default of every setting, written as text, is read back as that default."""
-    for name in setting_names(kind):
+    for name in list_settings(kind):
         value = kind()
         for part in name.split("."):
             value = getattr(value, part)
         if not isinstance(value, BaseModel):
             words = [f"--{name}={','.join(map(str, value))}"] if isinstance(value, tuple) else [f"--{name}", str(value)]
             given = parse(kind, words)
-            assert validated(kind, {}, given.overrides, "command line") == kind(), name
+            assert validate(kind, {}, given.overrides, "command line") == kind(), name
 
 
 def test_the_short_names_are_settings():
-    assert set(SHORT.values()) <= set(setting_names(Settings))
-    assert not set(SHORT) & {name for name in setting_names(Settings) if "." in name}
+    assert set(SHORT.values()) <= set(list_settings(Settings))
+    assert not set(SHORT) & {name for name in list_settings(Settings) if "." in name}

@@ -21,7 +21,7 @@ from lagrpo.objective.recipes import PRESETS
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import rollout_batches
 from lagrpo.settings.schema import EvalSettings, Settings
-from lagrpo.settings.toml import load_settings, setting_names
+from lagrpo.settings.toml import list_settings, load_settings
 
 HERE = Path(__file__).parent
 
@@ -281,7 +281,7 @@ def test_help(command):
 @pytest.mark.parametrize(("command", "kind"), [("train", Settings), ("eval", EvalSettings)])
 def test_the_help_names_every_setting(command, kind):
     out = lagrpo(command, "--help")[1]
-    leaves = [name for name in setting_names(kind) if f"--{name}." not in out]
+    leaves = [name for name in list_settings(kind) if f"--{name}." not in out]
     assert [name for name in leaves if f"--{name} " not in out] == []
 
 

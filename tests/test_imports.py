@@ -13,18 +13,18 @@ import pytest
 SOURCES = Path(__file__).parent.parent / "src" / "lagrpo"
 
 # What each room of the package may import of ours: the first names below lagrpo.
-SMALL = {"cache", "errors", "interrupts", "rng", "types"}  # a page each, of numpy and the standard library
+SMALL = {"cache", "errors", "interrupts", "logs", "rng", "types"}  # a page each, of numpy and the standard library
 LEAVES = {*SMALL, "core", "threads"}
 ALLOWED: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
     "workers": {"interrupts"},
-    "objective": {"core"},
+    "objective": {"core", "errors"},
     "tasks": {*SMALL},
     "verify": {*SMALL, "tasks", "threads", "workers"},  # tasks say what an answer that cannot be judged is
     "runs": {*SMALL, "threads"},
     "backends": {*LEAVES},
     "policy": {*LEAVES, "backends", "objective", "workers"},
-    "settings": {*SMALL, "objective"},
+    "settings": {*SMALL, "objective", "tasks"},
     "data": {*LEAVES, "policy", "runs", "sampling", "tasks"},
     "sampling": {*LEAVES, "backends", "policy", "settings", "workers"},
     "terminal": {*SMALL, "objective", "runs", "tasks"},

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lagrpo.errors import SettingsError
 from lagrpo.settings.schema import EvalSettings, Settings
-from lagrpo.settings.toml import load_settings, setting_names, to_toml, validated
+from lagrpo.settings.toml import list_settings, load_settings, to_toml, validate
 
 DEFAULTS = Settings()
 
@@ -116,5 +116,5 @@ def test_files_that_are_none(tmp_path):
 
 def test_the_same_names_and_messages_for_an_evaluation():
     with pytest.raises(SettingsError, match=r"^command line: unknown setting 'sample'; did you mean 'samples'\?"):
-        validated(EvalSettings, {}, {"sample": "5"}, "command line")
-    assert {"samples", "task.name", "verifier.workers"} <= set(setting_names(EvalSettings))
+        validate(EvalSettings, {}, {"sample": "5"}, "command line")
+    assert {"samples", "task.name", "verifier.workers"} <= set(list_settings(EvalSettings))

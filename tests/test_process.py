@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from running import children, tiny_settings
 from tiny import save_tiny, tiny_policy
 from transformers.utils import logging
 
+from lagrpo import workers
 from lagrpo.errors import SettingsError
 from lagrpo.interrupts import Interrupted, interruptible
 from lagrpo.policy.templates import Templates
@@ -26,7 +26,6 @@ from lagrpo.settings.schema import EvalSettings, ModelSettings
 from lagrpo.training.build import loading, without_progress_bars
 from lagrpo.training.evaluate import evaluate_model
 from lagrpo.training.run import train
-from lagrpo.workers import ProcessWithoutMain
 
 HERE = Path(__file__).parent
 
@@ -159,16 +158,16 @@ def test_judges_end_with_a_run_that_cannot_be_written(settings, monkeypatch):
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_a_process_starts_waits_until_it_is_known(monkeypatch, signum):
-    launch = SpawnProcess._Popen  # type: ignore[attr-defined]
+    launch = workers.Launch
 
     def interrupted_launch(process):
         signal.raise_signal(signum)
         return launch(process)
 
-    monkeypatch.setattr(SpawnProcess, "_Popen", staticmethod(interrupted_launch))
+    monkeypatch.setattr(workers, "Launch", interrupted_launch)
     templates = Templates()
     with interruptible(), pytest.raises(Interrupted):
         templates.start()
-    (process,) = (child for child in children() if isinstance(child, ProcessWithoutMain))
+    (process,) = (child for child in children() if isinstance(child, workers.Process))
     templates.close()
     assert process.exitcode is not None

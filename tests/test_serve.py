@@ -32,6 +32,7 @@ from lagrpo.sampling.vllm import serving as serve
 from lagrpo.sampling.vllm.process import free_port
 from lagrpo.sampling.vllm.server import RefusedError, Server
 from lagrpo.settings.schema import VllmSettings
+from lagrpo.settings.serve import ServeSettings
 
 HERE = Path(__file__).parent
 STAND_IN = """#!{python}
@@ -354,7 +355,7 @@ def test_the_page_names_settings_that_exist_with_their_defaults():
         for name, field in fields.items()
         if name == "failures" or name.endswith("_deadline")
     }
-    options = inspect.signature(cli.serve).parameters
+    options = inspect.signature(ServeSettings).parameters
     assert defaults["lagrpo serve --deadline"] == f"{options['deadline'].default:g} s"
     assert defaults["lagrpo serve --failures"] == str(options["failures"].default)
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lagrpo.settings.schema import TaskSettings
-from lagrpo.tasks import JUDGES, RowTask, Task, chat, check_options, load_judge, load_task, prompt_order
-from lagrpo.tasks.custom import judge_exact
+from lagrpo.tasks import JUDGES, RowTask, Task, build_messages, check_options, load_judge, load_task, order_prompts
+from lagrpo.tasks.custom import judge as judge_exact
 from lagrpo.tasks.importing import load_function
 
 USER_MODULE = """
@@ -43,26 +43,26 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @given(st.integers(0, 2**63), st.integers(-1, 100), st.integers(0, 50))
 def test_prompt_order_is_a_permutation_and_a_function_of_its_arguments(seed, epoch, size):
-    order = prompt_order(seed, epoch, size)
+    order = order_prompts(seed, epoch, size)
     assert sorted(order) == list(range(size))
-    assert order == prompt_order(seed, epoch, size)
+    assert order == order_prompts(seed, epoch, size)
 
 
 def test_prompt_order_differs_between_epochs_and_seeds():
-    orders = {tuple(prompt_order(seed, epoch, 30)) for seed in range(3) for epoch in range(3)}
+    orders = {tuple(order_prompts(seed, epoch, 30)) for seed in range(3) for epoch in range(3)}
     assert len(orders) == 9
 
 
 def test_prompt_order_is_the_same_on_every_machine_and_in_every_version():
-    assert prompt_order(seed=0, epoch=0, size=8) == [5, 2, 4, 7, 0, 1, 6, 3]
+    assert order_prompts(seed=0, epoch=0, size=8) == [5, 2, 4, 7, 0, 1, 6, 3]
 
 
 def test_chat_puts_the_system_prompt_first():
     question = {"role": "user", "content": "2+3?"}
-    assert chat("2+3?") == (question,)
-    assert chat("2+3?", "") == (question,)
-    assert chat("2+3?", "Be brief.") == ({"role": "system", "content": "Be brief."}, question)
-    assert chat([question, {"role": "assistant", "content": "5"}]) == (
+    assert build_messages("2+3?") == (question,)
+    assert build_messages("2+3?", "") == (question,)
+    assert build_messages("2+3?", "Be brief.") == ({"role": "system", "content": "Be brief."}, question)
+    assert build_messages([question, {"role": "assistant", "content": "5"}]) == (
         question,
         {"role": "assistant", "content": "5"},
     )
@@ -70,7 +70,7 @@ def test_chat_puts_the_system_prompt_first():
 
 def test_chat_refuses_two_system_prompts():
     with pytest.raises(ValueError, match=r"system turn of its own"):
-        chat([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], "Be brief.")
+        build_messages([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], "Be brief.")
 
 
 def test_a_row_task_has_two_splits_and_bounds():
@@ -91,7 +91,7 @@ def test_a_row_task_has_two_splits_and_bounds():
         (TaskSettings(name="arithmetics"), r"no task 'arithmetics'.*Did you mean 'arithmetic'\?"),
         (TaskSettings(name="poetry"), "no task 'poetry'; there are arithmetic, countdown"),
         (TaskSettings(name="gsm8k", digits=2), "task.digits is set, but the task 'gsm8k' does not take it: arithmetic"),
-        (TaskSettings(name="arithmetic", data="x"), "task.data is set.*gsm8k and math and custom does"),
+        (TaskSettings(name="arithmetic", data="x"), "task.data is set.*: gsm8k, math and custom do"),
         (TaskSettings(name="countdown", operations=("+",)), "task.operations is set.*'countdown'"),
         (TaskSettings(name="gsm8k", prompt_column="question"), "task.prompt_column is set.*custom does"),
         (TaskSettings(name="math", reward="maths"), r"no built-in reward 'maths'.*Did you mean 'math'\?"),

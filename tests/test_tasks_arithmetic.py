@@ -82,5 +82,5 @@ def test_numbers_in_words(number, words):
 
 
 def test_options_out_of_range_are_refused():
-    with pytest.raises(ValueError, match=r"task.digits is 5; it is 1, 2, 3 or 4"):
+    with pytest.raises(ValueError, match=r"task.digits is 5; it is from 1 to 4"):
         load_task(TaskSettings.model_construct(name="arithmetic", digits=5), seed=0)

@@ -78,7 +78,7 @@ def test_the_task():
     prompt = task.prompt("train", 0)
     assert f"equals {prompt.gold['target']}." in prompt.messages[0]["content"]
     assert ", ".join(map(str, prompt.gold["numbers"])) in prompt.messages[0]["content"]
-    with pytest.raises(ValueError, match=r"task.numbers is 2; it is 3, 4, 5 or 6"):
+    with pytest.raises(ValueError, match=r"task.numbers is 2; it is from 3 to 6"):
         load_task(TaskSettings.model_construct(name="countdown", numbers=2), seed=0)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task
-from lagrpo.tasks.custom import judge_exact
+from lagrpo.tasks.custom import judge as judge_exact
 from lagrpo.tasks.files import hold_out
 
 ROWS = [{"q": f"What is {n} + 1?", "a": str(n + 1), "level": n % 3} for n in range(30)]

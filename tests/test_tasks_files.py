@@ -9,7 +9,7 @@ import pytest
 
 from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task
-from lagrpo.tasks.files import data_source
+from lagrpo.tasks.files import find_source
 
 ROWS = [{"question": "1 + 1?", "problem": "1 + 1?", "answer": "#### 2"}] * 3
 
@@ -62,10 +62,10 @@ def test_what_looks_like_a_path_is_not_looked_for_on_the_hub(name, tmp_path, mon
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"task.data: there is no file or directory"):
-        data_source(name, "", "")
+        find_source(name, "", "")
 
 
 def test_what_looks_like_a_dataset_is_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert data_source("openai/gsm8k:main", "", "") == "openai/gsm8k:main"
-    assert data_source("agentica-org/DeepScaleR-Preview-Dataset", "", "") == "agentica-org/DeepScaleR-Preview-Dataset"
+    assert find_source("openai/gsm8k:main", "", "") == "openai/gsm8k:main"
+    assert find_source("agentica-org/DeepScaleR-Preview-Dataset", "", "") == "agentica-org/DeepScaleR-Preview-Dataset"

@@ -9,11 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lagrpo.tasks.reading import first_number, last_box, last_number, numerals, plain, with_fractions
+from lagrpo.tasks.reading import (
+    Numeral,
+    find_first_numeral,
+    find_last_box,
+    find_numerals,
+    merge_fractions,
+    read_last_number,
+    simplify,
+)
+
+
+def read_first_number(text: str, found: list[Numeral]) -> Fraction | None:
+    numeral = find_first_numeral(text, found)
+    return numeral.value if numeral else None
 
 
 def values(text: str) -> list[Fraction | None]:
-    return [numeral.value for numeral in numerals(text)]
+    return [numeral.value for numeral in find_numerals(text)]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +57,7 @@ def test_numerals(text, expected):
 
 def test_numerals_say_where_they_are():
     text = "from $1,200 to x7"
-    assert [text[numeral.start : numeral.end] for numeral in numerals(text)] == ["1,200", "x7"]
+    assert [text[numeral.start : numeral.end] for numeral in find_numerals(text)] == ["1,200", "x7"]
 
 
 @pytest.mark.parametrize(
@@ -63,9 +76,9 @@ def test_numerals_say_where_they_are():
     ],
 )
 def test_which_number_a_text_names(text, last, first):
-    found = numerals(text)
-    assert last_number(text, found) == last
-    assert first_number(text, found) == first
+    found = find_numerals(text)
+    assert read_last_number(text, found) == last
+    assert read_first_number(text, found) == first
 
 
 @pytest.mark.parametrize(
@@ -79,7 +92,7 @@ def test_which_number_a_text_names(text, last, first):
     ],
 )
 def test_fractions_are_merged(text, expected):
-    assert [numeral.value for numeral in with_fractions(text, numerals(text))] == expected
+    assert [numeral.value for numeral in merge_fractions(text, find_numerals(text))] == expected
 
 
 @pytest.mark.parametrize(
@@ -96,7 +109,7 @@ def test_fractions_are_merged(text, expected):
     ],
 )
 def test_plain_spells_latex_out(latex, expected):
-    assert " ".join(plain(latex).split()) == expected
+    assert " ".join(simplify(latex).split()) == expected
 
 
 @pytest.mark.parametrize(
@@ -116,19 +129,19 @@ def test_plain_spells_latex_out(latex, expected):
     ],
 )
 def test_last_box(text, expected):
-    assert last_box(text) == expected
+    assert find_last_box(text) == expected
 
 
 @given(st.text(alphabet="{}\\boxed 7", max_size=60))
 def test_a_box_that_is_appended_is_the_last(text):
-    assert last_box(text + r" \boxed{42}") == "42"
+    assert find_last_box(text + r" \boxed{42}") == "42"
 
 
 @given(st.text(max_size=80))
 def test_any_text_can_be_read(text):
-    found = numerals(plain(text))
-    last_number(text, found)
-    first_number(text, found)
+    found = find_numerals(simplify(text))
+    read_last_number(text, found)
+    read_first_number(text, found)
     assert all(0 <= a.start < a.end <= b.start for a, b in pairwise(found))
 
 
@@ -136,7 +149,7 @@ def test_any_text_can_be_read(text):
 def test_an_integer_is_read_however_it_is_grouped(number, before):
     for written in (str(number), f"{number:,}", f"{number}.0", f"{number} apples."):
         text = before + written
-        assert last_number(text, numerals(text)) == number
+        assert read_last_number(text, find_numerals(text)) == number
 
 
 @given(
@@ -144,8 +157,8 @@ def test_an_integer_is_read_however_it_is_grouped(number, before):
 )
 def test_a_list_or_an_expression_names_no_number(listed, joint):
     text = joint.join(map(str, listed))
-    assert last_number(text, numerals(text)) is None
-    assert first_number(text, numerals(text)) is None
+    assert read_last_number(text, find_numerals(text)) is None
+    assert read_first_number(text, find_numerals(text)) is None
 
 
 @pytest.mark.parametrize(
@@ -154,6 +167,6 @@ def test_a_list_or_an_expression_names_no_number(listed, joint):
 def test_long_junk_is_read_in_linear_time(junk):
     """A hundred thousand characters: a reader that is quadratic takes minutes."""
     text = junk * (100_000 // len(junk))
-    found = numerals(plain(text))
-    last_number(text, found)
-    last_box(text)
+    found = find_numerals(simplify(text))
+    read_last_number(text, found)
+    find_last_box(text)

@@ -9,18 +9,20 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lagrpo import errors
 from lagrpo.terminal import text
 
 
 def test_the_examples_in_the_docstrings_hold():
-    results = doctest.testmod(text)
-    assert results.attempted >= 5
-    assert results.failed == 0
+    for module, examples in ((text, 4), (errors, 2)):
+        results = doctest.testmod(module)
+        assert results.attempted >= examples
+        assert results.failed == 0
 
 
 @given(st.text())
 def test_visible_text_has_no_control_character_and_keeps_everything_else(written):
-    shown = text.visible(written)
+    shown = errors.visible(written)
     assert len(shown) == len(written)
     assert all(unicodedata.category(c) != "Cc" for c in shown if c not in "\n\t")
     assert all(a == b for a, b in zip(written, shown, strict=True) if unicodedata.category(a) != "Cc")

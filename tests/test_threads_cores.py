@@ -10,14 +10,14 @@ import pytest
 from lagrpo.threads import cores
 
 
-def quota(root: Path, membership: str, **files: str) -> float | None:
+def read_quota(root: Path, membership: str, **files: str) -> float | None:
     """With these files below the place where control groups are mounted."""
     for name, content in files.items():
         path = root / "groups" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content + "\n")
     (root / "membership").write_text(membership)
-    return cores.quota(root / "groups", root / "membership")
+    return cores.read_quota(root / "groups", root / "membership")
 
 
 V1 = "4:memory:/a\n3:cpu,cpuacct:/a/b\n1:name=systemd:/\n"
@@ -46,11 +46,11 @@ V1 = "4:memory:/a\n3:cpu,cpuacct:/a/b\n1:name=systemd:/\n"
     ],
 )
 def test_the_quota(tmp_path, membership, files, expected):
-    assert quota(tmp_path, membership, **files) == expected
+    assert read_quota(tmp_path, membership, **files) == expected
 
 
 def test_without_control_groups_there_is_none(tmp_path):
-    assert cores.quota(tmp_path, tmp_path / "missing") is None
+    assert cores.read_quota(tmp_path, tmp_path / "missing") is None
 
 
 def test_the_examples_in_the_docstrings_hold():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lagrpo.threads.readings import Reading, between, free_time, read, waiting_times
+from lagrpo.threads.readings import Reading, compare, read, read_free, read_waiting
 
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -26,14 +26,14 @@ def proc(root: Path, stat: str = "", **threads: str) -> Path:
 
 
 def test_threads_wait_in_nanoseconds(tmp_path):
-    found = waiting_times(proc(tmp_path, t7="5000000000 2500000000 30\n", t8="1 1000000 2\n", t9=""))
+    found = read_waiting(proc(tmp_path, t7="5000000000 2500000000 30\n", t8="1 1000000 2\n", t9=""))
     assert found == {7: 2.5, 8: 0.001}  # 9 ended between the two looks
 
 
 def test_a_kernel_that_does_not_count_is_no_reading(tmp_path):
-    assert waiting_times(proc(tmp_path / "a", t7="5000000000 0 0\n")) == {}
-    assert waiting_times(proc(tmp_path / "b", t7="")) == {}
-    assert waiting_times(tmp_path / "missing") == {}
+    assert read_waiting(proc(tmp_path / "a", t7="5000000000 0 0\n")) == {}
+    assert read_waiting(proc(tmp_path / "b", t7="")) == {}
+    assert read_waiting(tmp_path / "missing") == {}
 
 
 #             user nice system idle iowait irq softirq steal guest guest_nice
@@ -50,19 +50,19 @@ intr 1 2 3
     [({0}, False, 20 + 300 + 4 + 5), ({0}, True, 300 + 4 + 5), ({0, 1}, False, 329 + 50), ({1}, True, 50)],
 )
 def test_free_time_of_the_cpus_at_hand(tmp_path, cpus, polite, ticks):
-    assert free_time(proc(tmp_path, STAT), cpus, polite) == pytest.approx(ticks / TICK)
+    assert read_free(proc(tmp_path, STAT), cpus, polite) == pytest.approx(ticks / TICK)
 
 
 def test_cpus_that_are_not_listed_are_unknown(tmp_path):
-    assert free_time(proc(tmp_path, STAT), {0, 3}, False) is None
-    assert free_time(tmp_path / "missing", {0}, False) is None
+    assert read_free(proc(tmp_path, STAT), {0, 3}, False) is None
+    assert read_free(tmp_path / "missing", {0}, False) is None
 
 
 def test_a_window_counts_threads_that_began_and_not_those_that_ended():
     before = Reading(10.0, 3.0, {1: 1.0, 2: 5.0}, 100.0)
-    window = between(before, Reading(10.5, 3.75, {1: 1.25, 3: 0.125}, 100.25))
+    window = compare(before, Reading(10.5, 3.75, {1: 1.25, 3: 0.125}, 100.25))
     assert (window.seconds, window.used, window.waited, window.free) == (0.5, 0.75, 0.375, 0.25)
-    assert between(before, Reading(11.0, 3.0, {}, None)).free is None
+    assert compare(before, Reading(11.0, 3.0, {}, None)).free is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").is_file(), reason="this system does not count")
@@ -81,7 +81,7 @@ def test_two_threads_on_one_cpu_wait_for_each_other():
             after = read()
             assert before is not None
             assert after is not None
-            windows.append(between(before, after))
+            windows.append(compare(before, after))
             time.sleep(0.005)
     finally:
         os.sched_setaffinity(0, mine)

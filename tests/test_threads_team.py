@@ -20,7 +20,6 @@ def _threads_as_they_were() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     team.release()
-    team.tell(lambda line: None)
     torch.set_num_threads(before)
 
 
@@ -29,8 +28,8 @@ def two_threads(monkeypatch) -> None:
     """PyTorch has two, and nobody decided that."""
     for name in team.DECIDED:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cores, "quota", lambda: None)
-    monkeypatch.setattr(cores, "at_hand", lambda: 2)
+    monkeypatch.setattr(cores, "read_quota", lambda: None)
+    monkeypatch.setattr(cores, "count_cores", lambda: 2)
     torch.set_num_threads(2)
 
 
@@ -46,26 +45,29 @@ def crowded_then_free() -> Callable[[], Reading]:
     return reading
 
 
-def looks(team: team.Team, count: int, say: Callable[[str], None] = lambda line: None) -> list[int]:
+def looks(team: team.Team, count: int) -> list[int]:
     numbers = []
     for _ in range(count):
-        team.look(say)
+        team.look()
         numbers.append(team.threads)
     return numbers
 
 
-def test_a_change_is_put_into_effect_and_said_once_in_each_direction():
+def test_a_change_is_put_into_effect_and_logged_once_in_each_direction(caplog):
     effects: list[int] = []
-    lines: list[str] = []
+    caplog.set_level("INFO")
     two = team.Team(2, adapt=True, reading=crowded_then_free(), number=effects.append)
-    looks(two, 100, lines.append)
+    looks(two, 100)
     assert effects == [1, 2]
-    assert [line.partition(":")[0] for line in lines] == ["other programs keep cores busy", "cores are free again"]
+    assert [line.partition(":")[0] for line in caplog.messages] == [
+        "other programs keep cores busy",
+        "cores are free again",
+    ]
     two._last = two._noted = None
     two._read = crowded_then_free()
-    looks(two, 100, lines.append)
+    looks(two, 100)
     assert effects == [1, 2, 1, 2]
-    assert len(lines) == 2
+    assert len(caplog.messages) == 2
 
 
 def test_an_explicit_number_is_not_adapted():
@@ -81,7 +83,7 @@ def test_a_system_that_says_nothing_is_said_so_and_nothing_changes():
     assert set(looks(blind, 100)) == {2}
     assert effects == []
     assert blind.figures() == {"threads": 2, "seconds_waiting": None}
-    assert "does not say" in blind.describe()
+    assert "does not report" in blind.describe()
 
 
 def test_the_figures_of_a_batch_are_the_fewest_threads_and_what_they_waited():
@@ -110,12 +112,12 @@ def test_the_setting_fixes_the_number_and_the_default_adapts():
 
 @pytest.mark.usefixtures("two_threads")
 def test_the_default_counts_the_quota_unless_the_user_decided(monkeypatch):
-    monkeypatch.setattr(cores, "quota", lambda: 0.7)
-    assert team.default(2) == 1
+    monkeypatch.setattr(cores, "read_quota", lambda: 0.7)
+    assert team.choose_threads(2) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert team.default(2) == 2
+    assert team.choose_threads(2) == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "")
-    assert team.default(2) == 1
+    assert team.choose_threads(2) == 1
     team.start(2)
     assert torch.get_num_threads() == 2
 
@@ -132,20 +134,19 @@ def test_what_was_lowered_is_given_back_at_the_end_unless_somebody_else_set_it()
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_looking_is_cheap_between_the_windows_and_adapts_after_them(monkeypatch):
+def test_looking_is_cheap_between_the_windows_and_adapts_after_them(monkeypatch, caplog):
     now, readings = [0.0], []
     reading = crowded_then_free()
     monkeypatch.setattr(team, "_due", 0.0)
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr(team, "_team", team.Team(2, adapt=True, reading=lambda: readings.append(1) or reading()))
-    lines: list[str] = []
-    team.tell(lines.append)
+    caplog.set_level("INFO")
     for _ in range(200):
         now[0] += 0.01
         team.look()
     assert len(readings) in (5, 6)  # one to begin with, and one every half second of two
     assert torch.get_num_threads() == 1
-    assert len(lines) == 1
+    assert len(caplog.messages) == 1
 
 
 def openmp_threads() -> int:

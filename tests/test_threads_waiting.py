@@ -74,8 +74,8 @@ def test_openmp_reads_it_when_pytorch_is_loaded():
 def test_a_program_with_an_openmp_of_its_own_gets_the_users_choice_alone(users, seen):
     code = (
         "import lagrpo, os\n"
-        "from lagrpo.threads.waiting import given\n"
-        "given = given(os.environ)\n"
+        "from lagrpo.threads.waiting import drop_own\n"
+        "given = drop_own(os.environ)\n"
         "print(given.get('GOMP_SPINCOUNT'), given['PATH'] == os.environ['PATH'])"
     )
     assert printed(code, **users) == f"{seen} True"
@@ -100,7 +100,7 @@ def test_tokenizers_start_no_threads_of_their_own_unless_the_user_says_so(monkey
         monkeypatch.setenv(name, value)
     waiting.quiet_tokenizers()
     assert os.environ["TOKENIZERS_PARALLELISM"] == seen
-    assert ("TOKENIZERS_PARALLELISM" in waiting.given(os.environ)) == bool(users)
+    assert ("TOKENIZERS_PARALLELISM" in waiting.drop_own(os.environ)) == bool(users)
 
 
 def test_the_examples_in_the_docstrings_hold():

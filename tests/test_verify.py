@@ -15,7 +15,7 @@ import verify_judges
 
 from lagrpo.types import Completion, Group, Outcome, Prompt
 from lagrpo.verify import Verifier, VerifierError, worker
-from lagrpo.verify.verifier import Tally, excess
+from lagrpo.verify.verifier import Tally, describe_excess
 
 EMPTY = torch.empty(0)
 
@@ -230,14 +230,14 @@ def test_a_judge_that_rejects_everything_stops_the_run_before_the_batch_is_over(
 )
 def test_when_too_many_have_no_reward(completions, unscored, share, stops):
     tally = Tally(completions, Counter({"rejected: x": unscored}) if unscored else Counter())
-    assert (excess(tally, share) is not None) == stops
+    assert (describe_excess(tally, share) is not None) == stops
 
 
 def test_failed_completions_count_as_without_a_reward():
     tally = Tally()
     failed = Completion(EMPTY, EMPTY, EMPTY, False, "", Outcome.failed("the server died"))
     tally.add(Group(Prompt(0, (), "7"), (failed, failed)))
-    message = excess(tally, 0.5)
+    message = describe_excess(tally, 0.5)
     assert message is not None
     assert "2 x failed: the server died" in message
 

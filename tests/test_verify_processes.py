@@ -131,7 +131,7 @@ def test_the_kernel_ends_a_worker_that_computes_on_after_its_parent_was_killed(t
         "os.cpu_count = lambda: 1\n"
         "worker._SPARE_SECONDS = 0\n"
         "worker.start(pickle.dumps(verify_judges.by_name), 1.0)\n"
-        "worker.verdict(pickle.dumps(('spin', '7')))\n",
+        "worker.give_verdict(pickle.dumps(('spin', '7')))\n",
     ])  # fmt: skip
     process.communicate(timeout=60)
     assert -process.returncode == signal.SIGXCPU
@@ -204,11 +204,11 @@ def wait_for_workers(process: subprocess.Popen[str]) -> list[int]:
 
 
 def workers_of(parent: int) -> list[int]:
-    """The spawned processes whose parent this is."""
+    """The worker processes whose parent this is."""
     found = []
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            started = "spawn_main" in (directory / "cmdline").read_text()
+            started = "lagrpo.workers" in (directory / "cmdline").read_text()
             if started and f"PPid:\t{parent}\n" in (directory / "status").read_text():
                 found.append(int(directory.name))
     return found

@@ -33,7 +33,7 @@ def tiny_directory(root: Path, **changes: Any) -> Path:
 def start(model: Path, log: Path) -> StartedServer:
     """A server of the model in float32, ready."""
     launch = Launch(PYTHON, str(model), "float32", longest=256, rows=64)
-    server = StartedServer(launch, DEADLINES, log, say=print)
+    server = StartedServer(launch, DEADLINES, log)
     server.wait(DEADLINES.start)
     return server
 
@@ -45,9 +45,7 @@ def policy_of(model: Path, tau: float = 1.0) -> Policy:
 def sampler_over(servers: list[Server], policy: Policy, root: Path, **options: Any) -> VllmSampler:
     """A sampler of seed 0 and up to 12 tokens over the servers, its directory below `root`."""
     drawing = Drawing(0, 12, policy.tau, sorted(policy.chat.eos_ids), 32, policy.chat.tokenizer.decode)
-    return VllmSampler(
-        servers, drawing, DirectoryWire(), Directories(str(root)), dtype=torch.float32, say=print, **options
-    )
+    return VllmSampler(servers, drawing, DirectoryWire(), Directories(str(root)), dtype=torch.float32, **options)
 
 
 def perturb(policy: Policy, scale: float = 0.02) -> None:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,11 +27,13 @@ def figure(name: str, output: Path | None = None) -> Path:
     .pdf), or NAME.png here. The same on every machine but for its fonts. `bandit` takes seconds, the others less.
 
     Raises ValueError for an unknown name, with the nearest one, and for a suffix that matplotlib does not know."""
+    from lagrpo.errors import find_nearest
     from lagrpo.runs.files import write_atomically
 
     if name not in FIGURES:
-        nearest = difflib.get_close_matches(name, FIGURES, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown figure {name!r}; the nearest is {nearest!r} (all: {', '.join(FIGURES)})")
+        raise ValueError(
+            f"unknown figure {name!r}; the nearest is {find_nearest(name, FIGURES)!r} (all: {', '.join(FIGURES)})"
+        )
     target = Path(output) if output is not None else Path(f"{name}.png")
     drawn = import_module(f"theory.{FIGURES[name]}").draw()
     kind = target.suffix.lstrip(".").lower() or "png"

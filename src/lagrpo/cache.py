@@ -1,4 +1,4 @@
-"""Where what is made once per machine is kept: converted models, compiled kernels."""
+"""Where the files lie that are made once per machine: converted models, compiled kernels."""
 
 from __future__ import annotations
 

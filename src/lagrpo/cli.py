@@ -24,12 +24,12 @@ from typing import Annotated, Any, Literal, NoReturn
 import tyro
 from pydantic import BaseModel
 
-from lagrpo.errors import SettingsError
+from lagrpo import logs
+from lagrpo.errors import SettingsError, find_nearest
 from lagrpo.settings.arguments import parse
-from lagrpo.settings.schema import EvalSettings, SamplingSettings, Settings, VllmSettings
-from lagrpo.settings.toml import load_settings, to_toml, validated
-
-SAMPLING, VLLM = SamplingSettings(), VllmSettings()
+from lagrpo.settings.schema import EvalSettings, Settings
+from lagrpo.settings.serve import ServeSettings
+from lagrpo.settings.toml import load_settings, to_toml, validate
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -45,8 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         print(f"lagrpo {version('lagrpo')}")
         return
+    logs.print_records()
     try:
-        command(name)(rest)
+        find_command(name)(rest)
     except KeyboardInterrupt as stop:
         print("\nlagrpo: interrupted", file=sys.stderr)
         sys.exit(128 + getattr(stop, "signal", 2))
@@ -56,18 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fail(error, 2)
 
 
-def command(name: str) -> Callable[[list[str]], None]:
-    """The function of a command."""
+def find_command(name: str) -> Callable[[list[str]], None]:
+    """The function of a command. Raises SettingsError for an unknown one, with the nearest."""
     if name not in COMMANDS:
-        import difflib
-
-        close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
-        raise SettingsError(f"there is no command {name!r}; did you mean {close!r}? (lagrpo --help)")
+        raise SettingsError(
+            f"there is no command {name!r}; did you mean {find_nearest(name, COMMANDS)!r}? (lagrpo --help)"
+        )
     return COMMANDS[name]
 
 
 def fail(error: Exception, code: int) -> NoReturn:
-    """Show what an error says, without a traceback, and end."""
+    """Print the message of an error, without a traceback, and exit."""
     print("\n".join([f"lagrpo: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     sys.exit(code)
 
@@ -108,7 +108,7 @@ def evaluate(words: list[str]) -> None:
     if len(given.files) != 1:
         raise SettingsError("eval needs one model: lagrpo eval MODEL [--task NAME] …")
     given.overrides.setdefault("model", {})["path"] = given.files[0]
-    settings = validated(EvalSettings, {}, given.overrides, "command line")
+    settings = validate(EvalSettings, {}, given.overrides, "command line")
     from lagrpo.training.checks import check_evaluation
 
     check_evaluation(settings)
@@ -148,19 +148,19 @@ def verify(
     everything: Annotated[bool, tyro.conf.arg(name="all")] = False,
     seed: int = 0,
 ) -> None:
-    """Replay a run from its files with plain transformers: draws, log-probs, rewards, advantages, metrics.
+    """Replay a run from its files with plain transformers: samples, log-probs, rewards, advantages, metrics.
 
     Prints what was checked, what differs (with file, row and value) and what could not be checked. The exit code is 0
     if nothing differs, 1 if something does, 2 where the run cannot be read.
 
     Args:
         run: Directory of the run.
-        rows: Completions whose draws and log-probs are recomputed, spread over the versions on disk.
-        everything: Recompute those of all completions.
-        seed: Of the choice of these completions.
+        rows: How many completions to recompute (samples and log-probs), spread over the versions on disk.
+        everything: Recompute all completions.
+        seed: Seed of the choice of completions.
     """
     if rows < 1:
-        raise SettingsError(f"--rows is {rows}: at least one completion is recomputed")
+        raise SettingsError(f"--rows is {rows}: name at least one completion to recompute")
     from lagrpo.replay import verify_run
     from lagrpo.replay.findings import UnreadableError
     from lagrpo.replay.report import print_report
@@ -174,62 +174,22 @@ def verify(
         sys.exit(1)
 
 
-def serve(
-    model: tyro.conf.Positional[str],
-    port: int = 8000,
-    python: str = VLLM.python,
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
-    max_model_len: int = SAMPLING.max_prompt_tokens + SAMPLING.max_tokens + 1,
-    rows: int = SAMPLING.rows,
-    delivery: Literal["directory", "nccl", "ipc"] = VLLM.delivery,
-    failures: int = VLLM.failures,
-    deadline: float = VLLM.start_deadline,
-    log: Path | None = None,
-    options: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
-) -> None:
-    """Start a vLLM server on 127.0.0.1 for trainers to attach to, and keep it up until Ctrl-C.
-
-    It prints the URL, the API key (that of $LAGRPO_VLLM_API_KEY where it is set) and the settings that attach to it.
-    What follows -- goes to vLLM as it is: lagrpo serve MODEL -- --data-parallel-size 7
-
-    Args:
-        model: Hub id or directory of a causal language model, or smollm2.
-        port: Where it listens.
-        python: Python of the environment that has vLLM; `make vllm-env` makes one.
-        dtype: Of its weights and arithmetic.
-        max_model_len: Longest sequence; a run needs sampling.max_prompt_tokens + sampling.max_tokens + 1.
-        rows: Completions decoded at a time.
-        delivery: How weights will travel (vllm.delivery of the run).
-        failures: How often it is started again when it dies.
-        deadline: Seconds for it to get ready.
-        log: File that gets its output; vllm-PORT.log here by default.
-        options: Further options of `vllm serve`: --options="--tensor-parallel-size 2", or behind --.
-    """
+def serve(words: list[str]) -> None:
+    """Start a vLLM server and keep it up."""
+    settings = tyro.cli(ServeSettings, args=pass_rest_on(words), prog="lagrpo serve")
     from lagrpo.sampling.vllm.server import SamplerError
     from lagrpo.sampling.vllm.serving import serve as run
 
     try:
-        run(
-            model,
-            port=port,
-            python=python,
-            dtype=dtype,
-            longest=max_model_len,
-            rows=rows,
-            delivery=delivery,
-            failures=failures,
-            deadline=deadline,
-            log=log,
-            options=options,
-        )
+        run(settings)
     except SamplerError as error:
         fail(error, 1)
 
 
-def rest_as_options(words: list[str]) -> list[str]:
-    """The words behind -- as values of --options.
+def pass_rest_on(words: list[str]) -> list[str]:
+    """Turn the words after -- into values of --options.
 
-    >>> rest_as_options(["model", "--", "--seed", "3"])
+    >>> pass_rest_on(["model", "--", "--seed", "3"])
     ['model', '--options=--seed', '--options=3']
     """
     own = words[: words.index("--")] if "--" in words else words
@@ -251,7 +211,7 @@ def recipes(name: Annotated[str | None, tyro.conf.Positional] = None, code: bool
 
 
 def show_help(settings: BaseModel, prog: str, function: Callable[..., Any]) -> None:
-    """Every setting with its description and its present value."""
+    """Print every setting with its description and its present value."""
     tyro.cli(
         type(settings),
         args=["--help"],
@@ -270,6 +230,6 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "eval": evaluate,
     "show": lambda words: tyro.cli(show, args=words, prog="lagrpo show"),
     "verify": lambda words: tyro.cli(verify, args=words, prog="lagrpo verify"),
-    "serve": lambda words: tyro.cli(serve, args=rest_as_options(words), prog="lagrpo serve"),
+    "serve": serve,
     "recipes": lambda words: tyro.cli(recipes, args=words, prog="lagrpo recipes"),
 }

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM that never cut an update in two.
 
-Inside `interruptible()` both raise Interrupted in the main thread, except within `whole()`, where the interruption
-waits for the end of the block. A run that is stopped so leaves a policy of a definite version.
+Inside `interruptible()` both raise Interrupted in the main thread. Within `whole()` the interruption waits for the end
+of the block, so a stopped run leaves a policy of a definite version.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Interrupted(KeyboardInterrupt):
         self.signal = signal.Signals(signum)
 
 
-_depth = 0  # of whole() blocks around what the main thread is doing
-_pending: int | None = None  # the signal that waits for the end of the outermost one
+_depth = 0  # whole() blocks that the main thread is in
+_pending: int | None = None  # the signal that waits for the end of the outermost block
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
@@ -36,8 +36,8 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Take over SIGINT and SIGTERM for the time of the block (in the main thread; elsewhere do nothing). A signal that
-    is being ignored, as SIGINT is in a script's background jobs, stays ignored."""
+    """Take over SIGINT and SIGTERM for the time of the block; do nothing outside of the main thread. An ignored signal,
+    such as SIGINT in a script's background jobs, stays ignored."""
     if not _in_main_thread():
         yield
         return
@@ -54,8 +54,8 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def whole() -> Iterator[None]:
-    """A block that is done entirely or not at all as far as interruptions go. Blocks may be nested; what arrived inside
-    is raised at the end of the outermost one. In other threads, which are never interrupted, it does nothing."""
+    """Let no interruption cut the block in two: what arrives inside is raised at the end of the outermost such block.
+    In other threads, which are never interrupted, this does nothing."""
     global _depth, _pending
     if not _in_main_thread():
         yield

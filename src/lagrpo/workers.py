@@ -1,26 +1,40 @@
-"""How other processes are started: by spawning, because a process with torch's threads must not be forked; with SIGINT
-blocked, so that Ctrl-C is the parent's alone; without the parent's main module where that is not needed. And how they
-end: with their parent, and when they have computed for too long."""
+"""How worker processes start and end.
+
+A worker is started as a module, `python -m lagrpo.workers`, because a process with torch's threads must not be forked.
+SIGINT is blocked in it, so that Ctrl-C reaches the parent alone. It ends with its parent, and when it has computed for
+too long.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
-import types
 from collections.abc import Iterator
-from multiprocessing.context import SpawnProcess
+from multiprocessing import reduction, spawn, util
+from multiprocessing.context import SpawnProcess, set_spawning_popen
+from multiprocessing.popen_spawn_posix import Popen
+from pathlib import Path
 from typing import Any
 
 from lagrpo.interrupts import whole
 
+_ROOT = Path(__file__).parents[1]  # the directory with the package
+
 
 class Process(SpawnProcess):
-    """A spawned process that Ctrl-C does not reach. It is started or not: a signal to the parent waits until the new
-    process has read what it is to do, and is known to the parent."""
+    """A process that Ctrl-C does not reach. It is started or not: a signal to the parent waits until the new process
+    has read what it is to do, and the parent knows it."""
+
+    imports_main = False
+    """Whether it imports the parent's main module, as spawned processes usually do. Unless something that it needs is
+    defined there, that only costs: torch and transformers in every process, and a second training run where a script
+    has no main guard."""
 
     def start(self) -> None:
         with whole():
@@ -28,26 +42,55 @@ class Process(SpawnProcess):
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802 - multiprocessing's name for what starts a process
-        with _sigint_blocked():
-            return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
+        with _block_sigint():
+            return SpawnProcess._Popen(process_obj) if sys.platform == "win32" else Launch(process_obj)  # type: ignore[attr-defined]
 
 
-class ProcessWithoutMain(Process):
-    """A spawned process imports the parent's main module again. Unless something is defined there that would only cost:
-    torch and transformers in every process, and a second training run where a script has no main guard."""
+class Launch(Popen):
+    """A process started as the module lagrpo.workers. Two pipes connect it with its parent, as in multiprocessing's own
+    start: it reads what it is to do from the first, whose end tells it that its parent has ended; the end of the second
+    (`sentinel`) tells the parent that the process has ended."""
 
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:  # noqa: N802
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
+    def _launch(self, process_obj: Any) -> None:
+        task = _pickle_task(self, process_obj)
+        (theirs, ours), (self.sentinel, alive) = os.pipe(), os.pipe()
+        self.finalizer = util.Finalize(self, util.close_fds, (ours, self.sentinel))
+        flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        command = [sys.executable, *flags, "-m", "lagrpo.workers", "--multiprocessing-fork", str(theirs)]
         try:
-            return Process._Popen(process_obj)
+            # In the package's directory, so that the module is found whatever the parent did to sys.path; the process
+            # changes to the parent's directory and takes over its sys.path as soon as it has read them.
+            self._child = subprocess.Popen(command, cwd=_ROOT, pass_fds=[*self._fds, theirs, alive])
         finally:
-            sys.modules["__main__"] = main
+            os.close(theirs)
+            os.close(alive)
+        self.pid = self._child.pid
+        with open(ours, "wb", closefd=False) as pipe:
+            pipe.write(task)
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._child.wait() if flag == 0 else self._child.poll()
+        return self.returncode
+
+
+def _pickle_task(launch: Popen, process: Any) -> memoryview:
+    """What a new process reads: its preparation (sys.path, directory, the main module if it needs that), and itself."""
+    preparation = spawn.get_preparation_data(process.name)
+    if not process.imports_main:
+        preparation = {name: value for name, value in preparation.items() if not name.startswith("init_main")}
+    task = io.BytesIO()
+    set_spawning_popen(launch)
+    try:
+        reduction.dump(preparation, task)
+        reduction.dump(process, task)
+    finally:
+        set_spawning_popen(None)
+    return task.getbuffer()
 
 
 def die_with_parent() -> None:
-    """End this process when its parent has ended without saying so, whatever it is doing. For a thread of its own."""
+    """Wait for the parent's end, then end this process, whatever it is doing. Runs in a thread of its own."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -55,9 +98,10 @@ def die_with_parent() -> None:
 
 
 def limit_cpu_time(seconds: float) -> None:
-    """Have the kernel end this process once all its threads have computed for that many seconds from now. Its parent
-    ends it at its deadline; this is for a parent that was killed while this process hangs in C code, which keeps
-    threads from running."""
+    """Have the kernel end this process once its threads have computed for that many seconds from now.
+
+    Usually the parent ends it at its deadline. This limit is for a parent that was killed while this process hangs in C
+    code, where no thread of ours can run."""
     if sys.platform == "win32":
         return
     import resource
@@ -68,9 +112,9 @@ def limit_cpu_time(seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """A new process inherits the signal mask of the thread that starts it. Ignoring SIGINT in the process itself would
-    leave the tenth of a second until it gets there."""
+def _block_sigint() -> Iterator[None]:
+    """Block SIGINT in this thread: a process started inside inherits that. Ignoring SIGINT in the process itself would
+    come a tenth of a second too late."""
     if sys.platform == "win32":
         yield
         return
@@ -79,3 +123,7 @@ def _sigint_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+if __name__ == "__main__":
+    spawn.spawn_main(pipe_handle=int(sys.argv[-1]))

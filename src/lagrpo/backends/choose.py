@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -15,12 +14,10 @@ from lagrpo.backends.cuda import CudaBackend
 Choice = Literal["auto", "c", "torch"]
 
 
-def choose_backend(
-    choice: Choice, device: torch.device | str, dtype: torch.dtype, say: Callable[[str], None] | None = None
-) -> Backend:
+def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtype) -> Backend:
     """The best backend for a device and dtype (auto), on a CPU the C kernels without fail (c), or PyTorch's plain
-    operations alone (torch; on a GPU without flex attention and CUDA graphs, too). `say` is told of a compilation of
-    the kernels, which happens once per machine (default: standard error).
+    operations alone (torch; on a GPU without flex attention and CUDA graphs, too). A compilation of the kernels, which
+    happens once per machine, is logged.
 
     Raises:
         NoKernels: "c" on a machine that cannot have the kernels, or for another device than the CPU; LAGRPO_CPU_ISA
@@ -38,7 +35,7 @@ def choose_backend(
         return Backend(device, dtype, f"no kernels for {device.type}")
     if dtype not in DTYPES:
         return Backend(device, dtype, f"no C kernels for {str(dtype).removeprefix('torch.')}")
-    if (reason := kernels.why_not(say)) is None:
+    if (reason := kernels.why_not()) is None:
         return CpuBackend(device, dtype)
     if choice == "c":
         raise kernels.NoKernels(f"the C kernels are unavailable here: {reason}")

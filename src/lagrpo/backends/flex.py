@@ -7,7 +7,7 @@ nothing. It serves float16 and bfloat16 on GPUs where it can be compiled.
 
 from __future__ import annotations
 
-import sys
+import logging
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from lagrpo.backends.layout import PackedLayout
+
+logger = logging.getLogger("lagrpo")
 
 BLOCK = 128  # rows in a block of queries or keys
 
@@ -37,7 +39,7 @@ def why_not(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int,
 @cache
 def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int) -> str | None:
     """Compute an example of less than a block and one of several, forward and backward. None where that works, else
-    the reason, which is also printed."""
+    the reason, which is also logged."""
     try:
         for groups in ([(5, (3, 4))], [(150, (90, 100))]):
             layout = PackedLayout.build(groups, device)
@@ -49,7 +51,7 @@ def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
                 attend(layout, query, key, value, 1.0).sum().backward()
     except Exception as error:  # noqa: BLE001  # whatever a compiler may raise
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        print(f"FlexAttention is unavailable ({reason}); falling back to PyTorch", file=sys.stderr, flush=True)
+        logger.warning("FlexAttention is unavailable (%s); falling back to PyTorch", reason)
         return reason
     return None
 

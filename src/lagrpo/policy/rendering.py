@@ -1,8 +1,7 @@
-"""What runs in the process that renders chat templates (see templates.py): transformers' own rendering, with limits.
+"""Renders chat templates in a process of its own (see templates.py): transformers' own rendering, with limits.
 
-Nothing here imports torch, and of transformers only the three modules that render: the process is there after a few
-tenths of a second. A reply is JSON, {"text": …} or {"error": …}: the parent unpickles nothing from here.
-"""
+This imports no torch, and of transformers only the three modules that render, so the process is ready after a few
+tenths of a second. A reply is JSON, {"text": …} or {"error": …}: the parent unpickles nothing from here."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ _SPARE_SECONDS = 5
 
 
 def serve(connection: Connection, memory: int, deadline: float) -> None:
-    """Answer requests (template, special tokens, messages) until the other side is closed. Says that it is ready by an
-    empty reply."""
+    """Answer requests (template, special tokens, messages) until the other side closes. The first reply is empty and
+    says that the process is ready."""
     threading.Thread(target=die_with_parent, daemon=True).start()
-    render = renderer()
+    render = load_renderer()
     limit_memory(memory)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what C code says when it fails: the parent says it in one line
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what C code prints when it fails: the parent reports it in one line
     connection.send_bytes(b"{}")
     while True:
         try:
@@ -57,9 +56,9 @@ def answer(
         return {"error": visible(" ".join(f"{kind}{error}".split())[:_LONGEST_REASON])}
 
 
-def renderer() -> Callable[..., Any]:
-    """transformers' render_jinja_template. The start-up code of its packages, most of a second, is left out; where a
-    version cannot do without, it runs."""
+def load_renderer() -> Callable[..., Any]:
+    """Import transformers' render_jinja_template without the start-up code of its packages, which takes most of a
+    second; where a version needs that code, it runs."""
     before = set(sys.modules)
     try:
         for name in ("transformers", "transformers.utils"):
@@ -73,7 +72,7 @@ def renderer() -> Callable[..., Any]:
 
 
 def _import_bare(name: str) -> None:
-    """Make a package known whose modules can be imported, without running its __init__."""
+    """Make the modules of a package importable without running its __init__."""
     parent = sys.modules.get(name.rpartition(".")[0])
     spec = importlib.machinery.PathFinder.find_spec(name, parent.__path__ if parent else None)
     if spec is None or spec.submodule_search_locations is None:
@@ -84,8 +83,7 @@ def _import_bare(name: str) -> None:
 
 
 def limit_memory(memory: int) -> None:
-    """Let this process have `memory` bytes of address space more than it has now. On Linux only: macOS does not keep
-    such limits."""
+    """Limit this process to `memory` more bytes of address space. On Linux only: macOS does not enforce such limits."""
     if sys.platform != "linux":
         return
     import resource

@@ -1,9 +1,8 @@
-"""Chat templates come with models, and are programs of strangers: they may loop for ever, or take all memory.
+"""Renders chat templates. They come with models and are strangers' programs: they may loop forever or take all memory.
 
-They are rendered in a process of their own (rendering.py), with a deadline, a limit of processor time and, on Linux, a
-limit of memory; macOS keeps no limit of memory, so there the deadline alone holds. The text is that of
-tokenizer.apply_chat_template: the process runs transformers' function.
-"""
+So a process of its own renders them (rendering.py), with a deadline, a limit of processor time and, on Linux, a limit
+of memory (macOS enforces none). The process runs transformers' function, so the text is what
+tokenizer.apply_chat_template returns."""
 
 from __future__ import annotations
 
@@ -16,45 +15,45 @@ from typing import Any
 
 from lagrpo.interrupts import whole
 from lagrpo.policy import rendering
-from lagrpo.workers import ProcessWithoutMain
+from lagrpo.workers import Process
 
 DEADLINE = 10.0  # seconds for one prompt
 MEMORY = 512 * 2**20  # bytes beyond what the process has when it begins
-START = 120.0  # seconds for the process to get ready, on a machine that does other things
+START = 120.0  # seconds until the process must be ready, on a busy machine
 _LARGEST_REPLY = 16 * rendering.LONGEST  # bytes: JSON escapes a character by at most twelve
 
 
 class TemplateError(ValueError):
-    """A chat template that does not make a prompt of some messages; `reason` is one line."""
+    """A chat template fails on some messages; `reason` is one line."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the chat template cannot render it: {reason}")
 
 
 class Templates:
-    """The process that renders, started at the first use or by `start`. It ends with `close`, with this object and with
-    the program."""
+    """The rendering process. It starts at the first use or with `start`, and ends with `close`, with this object or
+    with the program."""
 
     def __init__(self, deadline: float | None = None) -> None:
         self._deadline = deadline
-        self._process: tuple[ProcessWithoutMain, Connection] | None = None
+        self._process: tuple[Process, Connection] | None = None
         self._ready = False
 
     def start(self) -> None:
-        """Start the process, so that it gets ready meanwhile."""
+        """Start the process now, so that it gets ready in the background."""
         if self._process is not None:
             return
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        process = ProcessWithoutMain(target=rendering.serve, args=(theirs, MEMORY, self._seconds), daemon=True)
+        process = Process(target=rendering.serve, args=(theirs, MEMORY, self._seconds), daemon=True)
         with whole():
             process.start()
             theirs.close()
             self._process, self._ready = (process, ours), False
-            self._end = weakref.finalize(self, _end, process, ours)
+            self._end = weakref.finalize(self, _end_process, process, ours)
 
     def render(self, template: str, special: Mapping[str, Any], messages: Sequence[Any]) -> str:
-        """The text of the messages, with the header of the answer that is to come. `special`: the special tokens that
-        the template may name.
+        """The text of the messages with the header of the coming answer. `special` holds the special tokens that the
+        template may name.
 
         Raises:
             TemplateError: an error in the template, or no text within the limits. The next call starts anew.
@@ -96,7 +95,7 @@ class Templates:
             raise TemplateError(f"the process that renders ended with exit code {process.exitcode}") from error
 
 
-def _end(process: ProcessWithoutMain, connection: Connection) -> None:
+def _end_process(process: Process, connection: Connection) -> None:
     process.kill()
     process.join()
     connection.close()

@@ -14,7 +14,7 @@ import torch
 from lagrpo.replay.findings import Check, Report, UnreadableError
 from lagrpo.replay.source import Row, Source
 from lagrpo.runs import load_evaluations
-from lagrpo.tasks import Task, load_task, prompt_order
+from lagrpo.tasks import Task, load_task, order_prompts
 from lagrpo.types import Completion, Group, Outcome, Prompt
 from lagrpo.verify import Verifier
 
@@ -115,7 +115,7 @@ def expected_names(source: Source) -> list[str]:
 def check_prompts(source: Source, task: Task, found: Check, file: str, records: Sequence[dict[str, Any]]) -> None:
     """Which prompts were held out, and what they ask."""
     size = task.size("test")
-    order = prompt_order(source.settings.run.seed, -1, size)[: source.settings.evaluation.prompts]
+    order = order_prompts(source.settings.run.seed, -1, size)[: source.settings.evaluation.prompts]
     found.equal(file, "", "prompt_key of all rows", [record["prompt_key"] for record in records], sorted(order))
     for n, record in enumerate(records):
         if 0 <= (key := record["prompt_key"]) < size:

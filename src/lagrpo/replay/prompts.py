@@ -10,7 +10,7 @@ from lagrpo.replay.findings import Report
 from lagrpo.replay.groups import groups_of
 from lagrpo.replay.source import Row, Source
 from lagrpo.replay.weights import Weights
-from lagrpo.tasks import Task, prompt_order
+from lagrpo.tasks import Task, order_prompts
 
 
 def check(source: Source, weights: Weights, task: Task | None, rows: Sequence[Row], report: Report) -> None:
@@ -36,7 +36,7 @@ def check_prompts(source: Source, tokenizer: Any, task: Task, rows: Sequence[Row
         nth = place[batch] = place.get(batch, -1) + 1
         if first["epoch"] >= 0:  # a negative one stands for another prompt, drawn in its place
             epoch, position = divmod((batch - 1) * source.fresh + nth, size)
-            expected = orders.setdefault(epoch, prompt_order(seed, epoch, size))[position]
+            expected = orders.setdefault(epoch, order_prompts(seed, epoch, size))[position]
             found.equal(first.file, first.place, "epoch and prompt_key", [first["epoch"], key], [epoch, expected])
         if not 0 <= key < size:
             found.equal(first.file, first.place, "prompt_key", key, f"one of 0 .. {size - 1}")

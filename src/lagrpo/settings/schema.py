@@ -1,7 +1,7 @@
 """The settings of a run: frozen, validated, few. The text under each field is its `--help`.
 
-How they are read from a TOML file and the command line is in settings/toml.py; what else is checked before anything
-heavy is loaded, in training/checks.py. Importing this module loads neither torch nor transformers.
+settings/toml.py reads them from a TOML file and the command line; training/checks.py checks the rest before anything
+heavy is loaded. Importing this module loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -10,140 +10,99 @@ from dataclasses import fields
 from typing import Any, Literal, get_type_hints
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from lagrpo.objective.composition import Composition
+from lagrpo.settings.base import Section
+from lagrpo.settings.task import TaskSettings as TaskSettings
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
-    )
-
-
-class RunSettings(_Settings):
+class RunSettings(Section):
     name: str | None = None
     """Name of the run's directory; by default task, recipe, (v, i) and the time."""
     directory: str = "runs"
-    """Where runs are kept."""
+    """Directory that holds the runs."""
     seed: int = 0
-    """Every random draw is a function of this seed and its own address."""
+    """Seed of the run: every random number is a function of it and of the number's own address."""
     display: Literal["auto", "live", "plain", "none"] = "auto"
-    """Live table (a terminal), one line per batch (anything else), or nothing."""
+    """live: a table; plain: a line per batch; none: nothing. auto: live on a terminal, plain elsewhere."""
     save_weights: bool = True
     """Write the final policy as a Hugging Face model directory."""
     save_every: int = Field(default=0, ge=0)
     """Also write the policy every so many batches, under its version; 0: only at the end."""
     score_lag: bool = True
-    """Where alpha lags, also score the completions that the loss leaves out (groups of equal rewards, dropped ones),
-    for figures of the lag over all of them: a forward pass of those alone. Off: those figures are null, unless the
-    recipe leaves nothing out. budget and certified need it."""
+    """Where alpha lags, also score the completions that the loss leaves out, so that the metrics of the lag cover all
+    completions. Without it these metrics are null where the loss leaves any out. budget and certified need it."""
     score_update: bool = False
-    """Score each batch once more after its updates, for the two sides of the bounds on the step (a forward pass)."""
+    """Score each batch again after its updates, for both sides of the bounds on the step (one forward pass)."""
     entropy: bool = False
-    """Measure the policy's entropy over the tokens that it learns from, in nats per token (metric `entropy`)."""
+    """Measure the policy's entropy over the tokens that it learns from, in nats per token."""
 
 
-class ModelSettings(_Settings):
+class ModelSettings(Section):
     path: str = "smollm2"
     """Hub id or directory of a causal language model, or "smollm2", the embedded SmolLM2-135M-Instruct."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of the weights that sampler and learner compute with; with bfloat16 the optimizer keeps float32 masters. auto
-    takes bfloat16 where the device multiplies it in hardware, else float32, and says why at the start."""
+    """dtype that sampler and learner compute in; with bfloat16 the optimizer keeps float32 masters. auto: bfloat16
+    where the device multiplies it in hardware, else float32."""
     device: str = "auto"
-    """cpu, cuda, cuda:1 …; auto takes a GPU where there is one."""
+    """cpu, cuda, cuda:1 …; auto: a GPU where there is one."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads, fixed. By default OMP_NUM_THREADS or the physical cores at hand, at most the CPU quota of the
-    container, and fewer while other programs keep cores busy."""
+    """Fixed number of CPU threads. By default OMP_NUM_THREADS or the physical cores, at most the container's CPU
+    quota, and fewer while other programs keep cores busy."""
     kernels: Literal["auto", "c", "torch"] = "auto"
-    """What computes beside PyTorch. On a CPU lagrpo's C kernels, compiled for the machine at their first use: in
-    bfloat16 the whole forward pass of the models they know, which makes sampler and learner agree to the bit. torch:
-    PyTorch's operations alone; auto: the kernels where there is a C compiler. On a GPU auto takes flex attention and
-    CUDA graphs, torch plain operations."""
+    """What computes beside PyTorch. c: lagrpo's C kernels (CPU), which make sampler and learner agree to the bit in
+    bfloat16. torch: PyTorch alone. auto: the kernels where there is a C compiler; on a GPU FlexAttention and CUDA
+    graphs."""
     chat_template: str | None = None
-    """File with a Jinja chat template, in place of the tokenizer's own."""
+    """File with a Jinja chat template that replaces the tokenizer's."""
 
 
-class TaskSettings(_Settings):
-    name: str = "arithmetic"
-    """arithmetic, countdown, gsm8k, math, custom, or package.module:function that returns a Task."""
-    data: str | None = None
-    """Dataset of gsm8k, math and custom: hub id, directory or file (JSONL, CSV, Parquet); $LAGRPO_DATA otherwise."""
-    train_split: str | None = None
-    """Split (or file, by its stem) to train on."""
-    test_split: str | None = None
-    """Split (or file, by its stem) to evaluate on."""
-    prompt_column: str | None = None
-    """Column with the prompt: a string, or a list of chat messages."""
-    answer_column: str | None = None
-    """Column that the reward gets as gold; without one it gets the whole row."""
-    reward: str | None = None
-    """Built-in judge (exact, number, math …) or package.module:function, called as function(text, gold) -> float."""
-    reward_range: tuple[float, float] = (0.0, 1.0)
-    """Least and greatest reward: the bounds are in units of this range."""
-    system_prompt: str | None = None
-    """System message in front of every prompt; "" for none."""
-    operations: tuple[Literal["+", "-", "*"], ...] | None = None
-    """arithmetic: operations to draw from."""
-    digits: int | None = Field(default=None, ge=1, le=4)
-    """arithmetic: operands have up to this many digits."""
-    words: bool | None = None
-    """arithmetic: operands as words."""
-    numbers: int | None = Field(default=None, ge=3, le=6)
-    """countdown: how many numbers are given."""
-
-    @model_validator(mode="after")
-    def _range_is_one(self) -> TaskSettings:
-        if not self.reward_range[0] < self.reward_range[1]:
-            raise ValueError(f"reward_range goes from the least to the greatest reward, not {self.reward_range}")
-        return self
-
-
-class SamplingSettings(_Settings):
+class SamplingSettings(Section):
     sampler: Literal["local", "vllm"] = "local"
-    """Who draws: this process, or vLLM servers (section vllm)."""
+    """What generates: this process, or vLLM servers (section vllm)."""
     G: int = Field(default=16, ge=1)
-    """Completions per prompt: a group."""
+    """Completions per prompt, the size of a group."""
     temperature: float = Field(default=1.0, gt=0)
     """tau: divides the logits in sampler and learner alike."""
     max_tokens: int = Field(default=256, ge=1)
     """Longest completion; a longer one is cut."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Longest prompt, chat template included; a longer one is an error."""
+    """Longest prompt, including the chat template; a longer one is an error."""
     rows: int = Field(default=128, ge=1)
-    """Completions decoded at a time (at each server)."""
+    """Most completions decoded at a time (by each server)."""
     ahead: bool = True
-    """With v > 1, draw the batches up to the next delivery together; the records are the same either way. Completions
-    under way then keep their memory in this process while the policy learns."""
+    """With v > 1, generate the batches up to the next weight sync together. The records stay the same; unfinished
+    completions keep their memory while the policy learns."""
     prove: bool = True
-    """After every delivery, prove that sampler and learner compute the same. Off: nobody notices stale weights."""
+    """After every weight sync, check that sampler and learner compute the same. Off: stale weights go unnoticed."""
     resample: int = Field(default=0, ge=0)
-    """Times that groups of equal rewards make way for groups of further prompts (DAPO's dynamic sampling)."""
+    """Rounds in which further prompts replace groups of equal rewards (DAPO's dynamic sampling)."""
 
 
-class VllmSettings(_Settings):
+class VllmSettings(Section):
     urls: tuple[str, ...] = ()
-    """Servers that run already (http://host:port); their API key is read from $LAGRPO_VLLM_API_KEY. Without any,
-    servers are started here."""
+    """Running servers (http://host:port), with the API key in $LAGRPO_VLLM_API_KEY. Without any, the run starts its
+    own."""
     servers: int = Field(default=1, ge=1)
     """How many servers to start."""
     python: str = ".venv-vllm/bin/python"
-    """Python of the environment that has vLLM, to start servers with; `make vllm-env` makes one."""
+    """Python of the environment with vLLM that starts servers; `make vllm-env` makes one."""
     options: tuple[str, ...] = ()
-    """Further options of `vllm serve` for the servers that are started."""
+    """Further options of `vllm serve` for started servers."""
     delivery: Literal["directory", "nccl", "ipc"] = "directory"
-    """How weights travel: through a directory that both sides see, by NCCL between GPUs, by CUDA IPC on one GPU."""
+    """How weights travel: through a directory that both sides see, by NCCL between GPUs, or by CUDA IPC on one GPU."""
     directory: str | None = None
-    """Where the directory is made; /dev/shm by default. Servers on other hosts need a shared file system."""
+    """Parent of that directory; /dev/shm by default. Servers on other hosts need a shared file system."""
     in_flight: Literal["finish", "span", "redraw"] = "finish"
-    """Completions under way at a delivery (schedule lagged): waited for, continued with the new weights so that they
-    span versions, or drawn again."""
+    """What a weight sync does with unfinished completions (schedule lagged): finish them first, continue them with the
+    new weights so that they span versions, or generate them again."""
     tolerance: float | None = Field(default=None, gt=0)
-    """Largest mean |log-prob of learner - of server|, nats a token at temperature 1; by default that of the dtype."""
+    """Largest mean |learner's - server's log-prob| in nats per token at temperature 1; by default the dtype's."""
     failures: int = Field(default=3, ge=0)
-    """How often servers may be brought back before the run gives up."""
+    """How often the run restarts servers before it gives up."""
     start_deadline: float = Field(default=600.0, gt=0)
-    """Seconds for a server to get ready."""
+    """Seconds until a server must be ready."""
     request_deadline: float = Field(default=600.0, gt=0)
     """Seconds for the completions of one group."""
     delivery_deadline: float = Field(default=300.0, gt=0)
@@ -152,7 +111,7 @@ class VllmSettings(_Settings):
     """Seconds for any other answer."""
 
     @model_validator(mode="after")
-    def _urls_are_urls(self) -> VllmSettings:
+    def _check_urls(self) -> VllmSettings:
         for url in self.urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -167,32 +126,31 @@ class VllmSettings(_Settings):
         return self
 
 
-class OfflineSettings(_Settings):
+class OfflineSettings(Section):
     data: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """Completions that somebody else drew: files (JSONL or Parquet), globs, directories of runs, one or several."""
+    """Pre-generated (offline) completions: files (JSONL or Parquet), globs, directories of runs, one or several."""
     share: float = Field(default=1.0, gt=0, le=1)
-    """Share of each batch's prompts that come from it; the others are drawn fresh."""
+    """Share of each batch's prompts that come from the offline data; the others get fresh completions."""
 
     @field_validator("data", mode="before")
     @classmethod
-    def _one_is_a_list(cls, data: Any) -> Any:
+    def _wrap_one(cls, data: Any) -> Any:
         return (data,) if isinstance(data, str) else data
 
 
-class ScheduleSettings(_Settings):
+class ScheduleSettings(Section):
     kind: Literal["every", "lagged", "budget", "certified"] = "every"
-    """every(v): deliver before batch k when k mod v = 0 (Algorithm 1). lagged(v): alpha is always v batches behind.
-    budget(delta, v): deliver when the estimated KL(alpha || pi_k) of a completion passes delta, at the latest after
-    v batches. certified(v): deliver when a batch certifies J(pi_k) > J(alpha), at the latest after v batches."""
+    """When the sampler gets new weights. every: before batch k when k mod v = 0 (Algorithm 1). lagged: alpha is always
+    v batches behind. budget: when the estimated KL(alpha || pi_k) of a completion passes delta. certified: when a
+    batch certifies J(pi_k) > J(alpha). The last two also sync after v batches."""
     v: int = Field(default=1, ge=0)
-    """The sampler gets new weights every v batches (every, at the latest: budget, certified), or lags v batches
-    (lagged)."""
+    """Batches between weight syncs (the most of them for budget and certified), or the lag in batches (lagged)."""
     delta: float | None = Field(default=None, ge=0)
-    """Nats per completion that budget spends before a delivery."""
+    """Nats per completion that budget spends before a weight sync."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Of the lower bound on J(pi_k) - J(alpha) (metric lag_certified); certified shares it over its v batches."""
+    """Confidence of the lower bound on J(pi_k) - J(alpha); certified shares the rest over its v batches."""
     i: int = Field(default=1, ge=1)
-    """Optimiser updates on each batch."""
+    """Optimizer updates on each batch."""
     prompts: int = Field(default=8, ge=1)
     """N: prompts per batch."""
     batches: int = Field(default=100, ge=1)
@@ -200,10 +158,10 @@ class ScheduleSettings(_Settings):
     stages: int = Field(default=1, ge=1)
     """S: at the end of each stage pi_ref <- pi."""
     reset_optimizer: bool = False
-    """Start every stage with a fresh optimiser state."""
+    """Start every stage with a fresh optimizer state."""
 
     @model_validator(mode="after")
-    def _v_fits_kind(self) -> ScheduleSettings:
+    def _check_kind(self) -> ScheduleSettings:
         if self.kind != "lagged" and self.v < 1:
             raise ValueError("v = 0 never delivers: use v of at least 1, or kind = 'lagged' with v = 0 for on-policy")
         if (self.kind == "budget") != (self.delta is not None):
@@ -212,16 +170,16 @@ class ScheduleSettings(_Settings):
 
     @property
     def watches(self) -> bool:
-        """Whether deliveries depend on what the batches say."""
+        """Whether the metrics of the batches decide about weight syncs."""
         return self.kind in ("budget", "certified")
 
     @property
     def doubt(self) -> float:
-        """Chance that the certificate of a batch is wrong. `certified` looks at up to v of them before a delivery."""
+        """Chance that a batch's certificate is wrong. `certified` looks at up to v of them before a weight sync."""
         return (1 - self.confidence) / (self.v if self.kind == "certified" else 1)
 
 
-class _RecipeSettings(_Settings):
+class _RecipeSettings(Section):
     recipe: str = "grpo"
     """Row of the table of recipes; the settings below replace pieces of it. `lagrpo recipes` lists them."""
 
@@ -244,7 +202,7 @@ class ObjectiveSettings(create_model("_Knobs", __base__=_RecipeSettings, **_opti
     """The recipe, and every knob of a Composition (objective/composition.py) that a run may replace in it."""
 
 
-class OptimizerSettings(_Settings):
+class OptimizerSettings(Section):
     lr: float = Field(default=1e-6, gt=0)
     """Learning rate of AdamW."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -252,46 +210,46 @@ class OptimizerSettings(_Settings):
     beta2: float = Field(default=0.999, ge=0, lt=1)
     """AdamW: decay of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW: decoupled weight decay, of matrices; norms and biases do not decay."""
+    """AdamW: decoupled weight decay of matrices; norms and biases do not decay."""
     max_grad_norm: float = Field(default=1.0, ge=0)
-    """Gradients are scaled down to this norm; 0 does not clip."""
+    """Largest norm of the gradient; a larger one is scaled down. 0: no limit."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the learning rate, after the warm-up: linear and cosine are at 0 at the last update."""
+    """Learning rate after the warm-up: linear and cosine reach 0 at the last update."""
     warmup: int = Field(default=0, ge=0)
     """Updates over which the learning rate rises."""
     masters: Literal["dithered", "plain"] = "dithered"
-    """Where the float32 masters of bfloat16 weights start: at a draw inside the rounding cell of the weight, so that
-    the weights move from the first update on, or plain at the weight, so that they stand still until the sum of their
-    steps passes half a spacing (docs/precision.md). The policy starts the same. No effect with float32."""
+    """Where the float32 masters of bfloat16 weights start. dithered: at a random place in the weight's rounding cell,
+    so that weights move from the first update on. plain: at the weight, which then stands still until the sum of
+    its steps passes half a spacing (docs/precision.md)."""
     tokens: int = Field(default=4096, ge=1)
-    """Tokens in a micro-batch; sets the memory, cannot change the gradient."""
+    """Tokens in a micro-batch: sets the memory, cannot change the gradient."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
 
 
-class VerifierSettings(_Settings):
+class VerifierSettings(Section):
     workers: int = Field(default=1, ge=1)
     """Processes that judge completions."""
     deadline: float = Field(default=5.0, gt=0)
-    """Seconds for each verdict; after that the completion is rejected and the worker replaced."""
+    """Seconds for each verdict; then the completion is rejected and the worker replaced."""
     max_unscored: float = Field(default=0.5, ge=0, le=1)
     """The run stops when a larger share of a batch is rejected or failed."""
 
 
-class EvaluationSettings(_Settings):
+class EvaluationSettings(Section):
     before_and_after: bool = True
-    """Evaluate on the test split before the first update and after the last."""
+    """Evaluate on the test split before the first and after the last update."""
     every: int = Field(default=0, ge=0)
-    """Also evaluate every so many batches; 0: not."""
+    """Also evaluate every so many batches; 0: never."""
     prompts: int = Field(default=64, ge=1)
     """Test prompts (all where there are fewer)."""
     samples: int = Field(default=8, ge=1)
     """Completions per prompt."""
     temperature: float | None = Field(default=None, gt=0)
-    """Sampling temperature of the evaluation; that of training by default."""
+    """Sampling temperature of the evaluation; by default training's."""
 
 
-class Settings(_Settings):
+class Settings(Section):
     """All settings of a training run."""
 
     run: RunSettings = RunSettings()
@@ -307,7 +265,7 @@ class Settings(_Settings):
     evaluation: EvaluationSettings = EvaluationSettings()
 
     @model_validator(mode="after")
-    def _sections_fit(self) -> Settings:
+    def _check_sections(self) -> Settings:
         if self.sampling.sampler != "vllm" and self.vllm != VllmSettings():
             raise ValueError("section vllm is set, but sampling.sampler is 'local': set it to 'vllm'")
         if self.sampling.sampler == "vllm" and self.sampling.temperature > 2:
@@ -327,9 +285,9 @@ class Settings(_Settings):
             self.evaluation,
             self.objective.overrides.get("overlong_buffer", 0),
         )
-        _fits("sampling.G", sampling.G, "sampling.rows", sampling.rows)
+        _check_fit("sampling.G", sampling.G, "sampling.rows", sampling.rows)
         if evaluation.before_and_after or evaluation.every:
-            _fits("evaluation.samples", evaluation.samples, "sampling.rows", sampling.rows)
+            _check_fit("evaluation.samples", evaluation.samples, "sampling.rows", sampling.rows)
         if buffer > sampling.max_tokens:
             raise ValueError(
                 f"objective.overlong_buffer = {buffer} is more than sampling.max_tokens = {sampling.max_tokens}: it "
@@ -338,7 +296,7 @@ class Settings(_Settings):
         return self
 
 
-class EvalSettings(_Settings):
+class EvalSettings(Section):
     """Settings of an evaluation on its own."""
 
     task: TaskSettings = TaskSettings()
@@ -352,23 +310,23 @@ class EvalSettings(_Settings):
     max_tokens: int = Field(default=256, ge=1)
     """Longest completion."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Longest prompt."""
+    """Longest prompt, including the chat template."""
     rows: int = Field(default=128, ge=1)
-    """Completions decoded at a time."""
+    """Most completions decoded at a time."""
     seed: int = 0
-    """Of every random draw."""
+    """Seed of every random number."""
     verifier: VerifierSettings = VerifierSettings()
     output: str | None = None
-    """Directory for the summary (JSON) and the per-prompt records (Parquet); one that has an evaluation with other
-    settings is refused. By default evaluations/MODEL-TASK, with a number behind it where that has one."""
+    """Directory for the summary (JSON) and the per-prompt records (Parquet). It must not hold an evaluation with other
+    settings. By default evaluations/MODEL-TASK, with a number behind it where that is taken."""
 
     @model_validator(mode="after")
-    def _samples_fit_rows(self) -> EvalSettings:
-        _fits("samples", self.samples, "rows", self.rows)
+    def _check_rows(self) -> EvalSettings:
+        _check_fit("samples", self.samples, "rows", self.rows)
         return self
 
 
-def _fits(name: str, completions: int, rows_name: str, rows: int) -> None:
+def _check_fit(name: str, completions: int, rows_name: str, rows: int) -> None:
     if completions > rows:
         raise ValueError(
             f"{rows_name} = {rows} is less than {name} = {completions}: the completions of a prompt are decoded "

@@ -1,21 +1,21 @@
 """Settings from a TOML file, a mapping and the command line, with errors that say where and what; and back to TOML.
 
-Whatever the source, one validation: that of the classes in settings/schema.py.
+Whatever the source, the classes in settings/schema.py validate.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
-from lagrpo.errors import SettingsError
+from lagrpo.errors import SettingsError, find_nearest
 from lagrpo.settings.schema import Settings
 
 M = TypeVar("M", bound=BaseModel)
@@ -32,8 +32,8 @@ def load_settings(
         SettingsError: no such file, not TOML, an unknown name (with the nearest valid one), a value out of its range.
     """
     if source is None or isinstance(source, Mapping):
-        return validated(Settings, source or {}, overrides or {}, "settings")
-    return validated(Settings, read_toml(Path(source)), overrides or {}, str(source))
+        return validate(Settings, source or {}, overrides or {}, "settings")
+    return validate(Settings, read_toml(Path(source)), overrides or {}, str(source))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -48,8 +48,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path}: cannot be read as a settings file: {error.strerror}") from error
 
 
-def validated(kind: type[M], values: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> M:
-    """The settings of `values` with `overrides` on top. Raises SettingsError, one line per complaint."""
+def validate(kind: type[M], values: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> M:
+    """The settings of `values`, which come from `source`, with `overrides` on top. Raises SettingsError, one line per
+    complaint."""
     merged = dict(values)
     for section, change in overrides.items():
         below = values.get(section)
@@ -58,12 +59,12 @@ def validated(kind: type[M], values: Mapping[str, Any], overrides: Mapping[str, 
     try:
         return kind.model_validate(merged)
     except ValidationError as error:
-        lines = (_complaint(kind, item, _origin(item["loc"], values, overrides, source)) for item in error.errors())
+        lines = (f"{_blame(e['loc'], values, overrides, source)}: {_complain(kind, e)}" for e in error.errors())
         raise SettingsError("\n".join(lines)) from error
 
 
-def _origin(where: tuple[Any, ...], values: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> str:
-    """Whose fault it is: the command line's where it set what is complained about, or where nothing else was given."""
+def _blame(where: tuple[Any, ...], values: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> str:
+    """The source of what is complained about: the command line where it set that, or where nothing else was given."""
     found: Any = overrides
     for part in where[:2]:
         found = found.get(part) if isinstance(found, Mapping) else None
@@ -72,57 +73,37 @@ def _origin(where: tuple[Any, ...], values: Mapping[str, Any], overrides: Mappin
     return COMMAND_LINE if len(where) > 1 or not values else f"{source} and {COMMAND_LINE}"
 
 
-def _complaint(kind: type[BaseModel], item: Any, origin: str) -> str:
-    where = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        return f"{origin}: unknown setting {where!r}; {nearest(kind, where)}"
-    if item["type"] == "value_error":
-        return f"{origin}: {where + ': ' if where else ''}{item['ctx']['error']}"
-    if item["type"] == "model_type":
-        return f"{origin}: {where} is a section, not a setting: set {_and_so_on(kind, where)}"
-    return f"{origin}: {where} = {item['input']!r}: {item['msg']}"
+def _complain(kind: type[BaseModel], error: Any) -> str:
+    where = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"unknown setting {where!r}; {suggest_setting(kind, where)}"
+    if error["type"] == "value_error":
+        return f"{where + ': ' if where else ''}{error['ctx']['error']}"
+    if error["type"] == "model_type":
+        names = [name for name in list_settings(kind) if name.startswith(f"{where}.")]
+        return f"{where} is a section, not a setting: set {', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
+    return f"{where} = {error['input']!r}: {error['msg']}"
 
 
-def _and_so_on(kind: type[BaseModel], section: str) -> str:
-    names = [name for name in setting_names(kind) if name.startswith(f"{section}.")]
-    return ", ".join(names[:3]) + " …" * (len(names) > 3)
+def suggest_setting(kind: type[BaseModel], name: str) -> str:
+    """ "did you mean 'x'?" for the setting most like `name`: the one of that name in another section, else one that is
+    spelled or ends like it."""
+    by_leaf = {known.rpartition(".")[2]: known for known in reversed(list_settings(kind))}
+    leaf = name.rpartition(".")[2]
+    close = by_leaf.get(leaf) or find_nearest(name, list_settings(kind), likeness=0.75)
+    return f"did you mean {close or by_leaf[find_nearest(leaf, by_leaf) or '']!r}?"
 
 
-def nearest(kind: type[BaseModel], name: str) -> str:
-    """ "did you mean 'x'?" for the setting most like `name`: of that name in another section, spelt like it, or ending
-    like it."""
-    names = list(setting_names(kind))
-    leaf = name.rsplit(".", 1)[-1]
-    elsewhere = [n for n in names if n.endswith("." + leaf)]
-    by_leaf = {n.rsplit(".", 1)[-1]: n for n in names}
-    close = elsewhere or difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    close = close or [by_leaf[m] for m in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.0)]
-    return f"did you mean {close[0]!r}?"
-
-
-def setting_names(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every section and setting, as section.name."""
+def list_settings(kind: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """Every section and setting by its name, section.name."""
+    found = {}
     for name, field in kind.model_fields.items():
-        yield prefix + name
+        found[prefix + name] = field
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from setting_names(field.annotation, f"{prefix}{name}.")
+            found |= list_settings(field.annotation, f"{prefix}{name}.")
+    return found
 
 
 def to_toml(settings: Settings) -> str:
     """The settings as a TOML file that `load_settings` reads back to the same settings; what is unset is left out."""
-    lines = []
-    for section, values in settings.model_dump().items():
-        lines.append(f"[{section}]")
-        lines += [f"{name} = {_toml(value)}" for name, value in values.items() if value is not None]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):  # a JSON string is a TOML basic string, but for one control character
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return repr(value)
+    return tomli_w.dumps(settings.model_dump(exclude_none=True))

@@ -1,7 +1,6 @@
 """Task `arithmetic`: "What is 3 + 4?", generated from the seed.
 
-Settings: `operations` (of + - *; default +), `digits` (1 to 4: both numbers are 0 .. 10^digits - 1; default 1) and
-`words` (number words: "What is three plus four?"; default no). Subtraction goes below zero.
+Both numbers are 0 .. 10^digits - 1. As words: "What is three plus four?". Subtraction goes below zero.
 
 Train and test are disjoint, also under exchange of the two numbers: 3 + 4 and 4 + 3 are on the same side. A fifth of
 all problems is for testing, at most 1,000, and at most 10,000 of the others are for training: of the 100 single-digit
@@ -11,11 +10,12 @@ additions 80 and 20.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
-from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable
-from lagrpo.tasks.reading import last_number, numerals, plain
+from lagrpo.tasks.base import Ask, Unjudgeable, option
+from lagrpo.tasks.reading import find_numerals, read_last_number, simplify
 
 WORDING = "What is {problem}? Answer with just the number."
 
@@ -30,54 +30,51 @@ _FEW = 2**17
 Problem = tuple[str, int, int]
 
 
-def load(settings: TaskSettings, seed: int) -> RowTask:
-    """The task for these settings. Raises ValueError for operations or digits that there are not."""
-    from lagrpo.tasks import load_judge
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of this task."""
 
-    operations = tuple(dict.fromkeys(settings.operations or ("+",)))
-    digits = 1 if settings.digits is None else settings.digits
-    for operation in operations:
-        if operation not in OPERATIONS:
-            known = ", ".join(OPERATIONS)
-            raise ValueError(f"task.operations: there is no operation {operation!r}; there are {known}")
-    if not 1 <= digits <= 4:
-        raise ValueError(f"task.digits is {digits}; it is 1, 2, 3 or 4")
+    operations: tuple[Literal["+", "-", "*"], ...] = option(("+",), "operations to sample from")
+    digits: int = option(1, "operands have up to this many digits", least=1, most=4)
+    words: bool = option(False, "operands as words")
+
+
+def load(options: Options, seed: int) -> tuple[dict[str, list[Problem]], Ask]:
+    """The problems of each split, and how one is asked."""
 
     def ask(problem: Problem) -> tuple[str, str]:
         operation, a, b = problem
-        shown = f"{spell(a)} {OPERATIONS[operation][0]} {spell(b)}" if settings.words else f"{a} {operation} {b}"
+        shown = f"{spell(a)} {OPERATIONS[operation][0]} {spell(b)}" if options.words else f"{a} {operation} {b}"
         return WORDING.format(problem=shown), str(OPERATIONS[operation][1](a, b))
 
-    train, test = split(operations, digits, seed)
-    return RowTask(
-        "arithmetic", {"train": train, "test": test}, ask, load_judge(settings.reward, judge), settings.system_prompt
-    )
+    train, test = split(tuple(dict.fromkeys(options.operations)) or ("+",), options.digits, seed)
+    return {"train": train, "test": test}, ask
 
 
 def judge(text: str, gold: Any) -> float:
     """1.0 where the answer's last numeral names the gold number, else 0.0.
 
-    What a numeral is, and which one names no number because it is part of a list or of an unfinished expression, is
-    stated at the head of `lagrpo.tasks.reading`. Right for gold 7: "7", "7.0", "07", "7 apples", "3 + 4 = 7.". Wrong:
-    "-7", "seven", "７", "3 + 4", "5 6 7", "6 or 7", "7, not 8". Raises Unjudgeable where the gold answer is no integer.
+    The head of `lagrpo.tasks.reading` defines numerals, and which of them name no number because they are part of a
+    list or of an unfinished expression. Right for gold 7: "7", "7.0", "07", "7 apples", "3 + 4 = 7.". Wrong: "-7",
+    "seven", "７", "3 + 4", "5 6 7", "6 or 7", "7, not 8". Raises Unjudgeable where the gold answer is no integer.
     """
     try:
         right = int(gold)
     except (TypeError, ValueError) as error:
         raise Unjudgeable(f"the gold answer {gold!r} is no integer") from error
-    text = plain(text)
-    return float(last_number(text, numerals(text)) == Fraction(right))
+    text = simplify(text)
+    return float(read_last_number(text, find_numerals(text)) == Fraction(right))
 
 
 def split(operations: tuple[str, ...], digits: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """The training and the test problems, in an order drawn from the seed."""
+    """The training and the test problems, in an order that the seed chooses."""
     from lagrpo.rng import permutation
 
     numbers = 10**digits
     test_size = min(_TEST, len(operations) * numbers**2 // 5)
     train: list[Problem] = []
     test: list[Problem] = []
-    for operation, a, b in _unordered(operations, numbers, seed):
+    for operation, a, b in _sample_problems(operations, numbers, seed):
         both = [(operation, a, b)] if a == b else [(operation, a, b), (operation, b, a)]
         (test if len(test) + len(both) <= test_size else train).extend(both)
     shuffled = [
@@ -87,8 +84,8 @@ def split(operations: tuple[str, ...], digits: int, seed: int) -> tuple[list[Pro
     return shuffled[0][:_TRAIN], shuffled[1]
 
 
-def _unordered(operations: tuple[str, ...], numbers: int, seed: int) -> list[Problem]:
-    """Distinct problems with a <= b in random order: all of them where they are few, else as many as are needed."""
+def _sample_problems(operations: tuple[str, ...], numbers: int, seed: int) -> list[Problem]:
+    """Distinct problems with a <= b in random order: all of them where they are few, else as many as needed."""
     from lagrpo.rng import permutation, uniforms
 
     space = len(operations) * numbers**2

@@ -1,29 +1,34 @@
 """What a task is: prompts, and a judge of completions.
 
-This module and the tasks beside it are imported by the verifier's worker processes, so nothing here imports torch or
-numpy before it is needed.
+The verifier's worker processes import this module and the tasks beside it, so nothing here imports torch, numpy or
+pydantic at the top.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from lagrpo.types import Prompt
 
+Options = TypeVar("Options", bound="DataclassInstance")
+
 Judge = Callable[[str, Any], float]
-"""`judge(text, gold) -> reward`: picklable by reference, so a function at the top level of a module. Any finite number
-is a reward. Raises `Unjudgeable` when there is no verdict to give; any other exception is taken so too."""
+"""`judge(text, gold) -> reward`, any finite number. Workers get it by reference, so it is a function at the top level
+of a module. It raises `Unjudgeable` when it has no verdict; any other exception counts as that, too."""
 
 Messages = Sequence[Mapping[str, str]]
+Ask = Callable[[Any], tuple[str | Messages, Any]]
+"""From a row to its question (a text, or chat messages) and its gold answer."""
 
 
 class Unjudgeable(Exception):  # noqa: N818 - not an error of the program: it is one of a completion's three outcomes
-    """The answer cannot be judged, for example because the gold answer cannot be read. The completion is *rejected*:
-    it has no reward, which is not a reward of 0."""
+    """The answer cannot be judged, for example because the gold answer cannot be read. The completion is *rejected*: it
+    has no reward, which is not a reward of 0."""
 
 
 @runtime_checkable
@@ -37,7 +42,7 @@ class Task(Protocol):
     def judge(self) -> Judge: ...
 
     def size(self, split: str) -> int:
-        """How many prompts the split holds."""
+        """Count the prompts of the split."""
         ...
 
     def prompt(self, split: str, index: int) -> Prompt:
@@ -46,37 +51,36 @@ class Task(Protocol):
 
 
 class TaskSettings(Protocol):
-    """What `load_task` reads of the settings; None where a setting is not given."""
+    """The settings that every task reads; None where one is not given. A task reads its own options with
+    `read_options`."""
 
     @property
     def name(self) -> str: ...
     @property
-    def data(self) -> str | None: ...
-    @property
-    def train_split(self) -> str | None: ...
-    @property
-    def test_split(self) -> str | None: ...
-    @property
-    def prompt_column(self) -> str | None: ...
-    @property
-    def answer_column(self) -> str | None: ...
-    @property
     def reward(self) -> str | None: ...
     @property
     def system_prompt(self) -> str | None: ...
-    @property
-    def operations(self) -> tuple[str, ...] | None: ...
-    @property
-    def digits(self) -> int | None: ...
-    @property
-    def words(self) -> bool | None: ...
-    @property
-    def numbers(self) -> int | None: ...
+
+
+def option(default: Any, help: str, least: int | None = None, most: int | None = None) -> Any:
+    """A field of a task's `Options`: its default, its text in --help, and its range where it is a number."""
+    return field(default=default, metadata={"help": help, "least": least, "most": most})
+
+
+def read_options(kind: type[Options], settings: Any) -> Options:
+    """A task's options: those that the settings give, and the defaults of the others. Raises ValueError for a number
+    out of its range."""
+    given = {option.name: getattr(settings, option.name) for option in fields(kind)}
+    for option in fields(kind):
+        value, least, most = given[option.name], option.metadata["least"], option.metadata["most"]
+        if value is not None and least is not None and not least <= value <= most:
+            raise ValueError(f"task.{option.name} is {value}; it is from {least} to {most}")
+    return kind(**{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)
 class RowTask:
-    """A task made of rows: `ask(row)` gives a row's question (a text, or chat messages) and its gold answer.
+    """A task made of rows, by split.
 
     >>> task = RowTask("sums", {"train": [(2, 3)], "test": []}, lambda row: (f"{row[0]} + {row[1]}?", "5"), print)
     >>> task.prompt("train", 0).messages
@@ -85,7 +89,7 @@ class RowTask:
 
     name: str
     rows: Mapping[str, Sequence[Any]]
-    ask: Callable[[Any], tuple[str | Messages, Any]]
+    ask: Ask
     judge: Judge
     system_prompt: str | None = None
 
@@ -96,7 +100,7 @@ class RowTask:
         from lagrpo.types import Prompt
 
         question, gold = self.ask(self._split(split)[index])
-        return Prompt(index, chat(question, self.system_prompt), gold)
+        return Prompt(index, build_messages(question, self.system_prompt), gold)
 
     def _split(self, split: str) -> Sequence[Any]:
         if split not in self.rows:
@@ -104,10 +108,13 @@ class RowTask:
         return self.rows[split]
 
 
-def chat(question: str | Messages, system_prompt: str | None = None) -> tuple[Mapping[str, str], ...]:
-    """The messages for the chat template: the question as the user's turn (or messages as they are), after the system
-    prompt if there is one ("" is none). Raises ValueError for what is neither a text nor a list of messages, and where
-    the messages bring a system turn of their own."""
+def build_messages(question: str | Messages, system_prompt: str | None = None) -> tuple[Mapping[str, str], ...]:
+    """The messages for the chat template: the system prompt if there is one ("" is none), then the question as the
+    user's turn, or the given messages.
+
+    Raises:
+        ValueError: the question is neither a text nor a list of messages, or the messages have a system turn already.
+    """
     turns = ({"role": "user", "content": question},) if isinstance(question, str) else question
     if not _are_messages(turns):
         raise ValueError(
@@ -123,7 +130,7 @@ def chat(question: str | Messages, system_prompt: str | None = None) -> tuple[Ma
 
 
 def _are_messages(turns: Any) -> bool:
-    """Whether these are messages, each with a role, the last with a text."""
+    """Whether these are messages: each has a role, and the last one a text."""
     if not isinstance(turns, list | tuple) or not turns:
         return False
     return all(isinstance(t, Mapping) and isinstance(t.get("role"), str) for t in turns) and isinstance(
@@ -131,16 +138,8 @@ def _are_messages(turns: Any) -> bool:
     )
 
 
-def prompt_order(seed: int, epoch: int, size: int) -> list[int]:
-    """The order in which an epoch visits the `size` prompts of a split: a permutation that is a pure function of
-    (seed, epoch, size)."""
+def order_prompts(seed: int, epoch: int, size: int) -> list[int]:
+    """The order in which an epoch visits the `size` prompts of a split: a permutation, a function of its arguments."""
     from lagrpo.rng import permutation
 
     return permutation(size, seed, "prompt order", epoch).tolist()
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ " Did you mean 'x'?" for the known name most like `name`, or nothing when none is like it: the end of an error
-    message."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,7 +1,7 @@
 """Task `countdown`: reach a target from some numbers, generated from the seed.
 
-Settings: `numbers`, how many there are (3 to 6; default 4). They are drawn from 1 to 99, and the target, 10 to 999 and
-none of the numbers, is what some expression in all of them gives, so every problem can be solved.
+The numbers are sampled from 1 to 99. The target, 10 to 999 and none of the numbers, is what some expression in all of
+them gives, so every problem can be solved.
 
 Train (10,000 problems) and test (500) are disjoint by construction: the digest of a problem's sorted numbers and target
 says which side it is on.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable
+from lagrpo.tasks.base import Ask, Unjudgeable, option
 
 WORDING = (
     "Write an expression that equals {target}. Use only the numbers {numbers}, each of them at most once, with + - * / "
@@ -42,24 +42,25 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 }
 
 
-def load(settings: TaskSettings, seed: int) -> RowTask:
-    """The task for these settings. Raises ValueError for a number of numbers outside 3 .. 6."""
-    from lagrpo.tasks import load_judge
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of this task."""
 
-    count = 4 if settings.numbers is None else settings.numbers
-    if not 3 <= count <= 6:
-        raise ValueError(f"task.numbers is {count}; it is 3, 4, 5 or 6")
-    rows = {name: Problems(name, count, seed) for name in _SIZES}
-    return RowTask("countdown", rows, _ask, load_judge(settings.reward, judge), settings.system_prompt)
+    numbers: int = option(4, "how many numbers are given", least=3, most=6)
+
+
+def load(options: Options, seed: int) -> tuple[dict[str, Problems], Ask]:
+    """The problems of each split, and how one is asked."""
+    return {name: Problems(name, options.numbers, seed) for name in _SIZES}, _ask
 
 
 def judge(text: str, gold: Any) -> float:
     """1.0 where the answer's expression equals the target and uses each given number at most once, else 0.0.
 
     `gold` is {"numbers": [...], "target": ...}. The expression is the last stretch of the answer (within its last
-    <answer> ... </answer>, if it has one) that is made of the digits 0-9, + - * / ( ) and spaces only and has an
-    operation between two numbers; × · ÷ and LaTeX's \\times \\cdot \\div are read as * and /, and ** around it is bold
-    type. So "(7 - 3) * 5 = 20" is the expression before "=", and what is claimed after "=" plays no part.
+    <answer> ... </answer>, if it has one) that consists of the digits 0-9, + - * / ( ) and spaces and has an operation
+    between two numbers; × · ÷ and LaTeX's \\times \\cdot \\div are read as * and /, and ** around it is bold
+    type. So in "(7 - 3) * 5 = 20" the expression is what stands before "="; the rest plays no part.
 
     It must be a well-formed expression of at most 200 characters in + - * / (also a sign, as in -3 + 10), each of its
     numbers one of the given ones, none more often than it is given. Not all need be used. It is computed in exact
@@ -72,13 +73,13 @@ def judge(text: str, gold: Any) -> float:
     try:
         tree = ast.parse(expression, mode="eval").body
         used = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-        return float(used <= Counter(numbers) and _value(tree) == target)
+        return float(used <= Counter(numbers) and _evaluate(tree) == target)
     except (SyntaxError, ZeroDivisionError, _NotArithmetic):
         return 0.0
 
 
 def find_expression(text: str) -> str | None:
-    """The expression that an answer gives (see `judge`), None if it gives none.
+    """The expression in an answer (see `judge`); None without one.
 
     >>> find_expression("First 7 - 3 = 4, so (7 − 3) × 5 = 20.")
     '(7 - 3) * 5'
@@ -99,14 +100,14 @@ class _NotArithmetic(Exception):  # noqa: N818
     pass
 
 
-def _value(node: ast.AST) -> Fraction:
-    """The value of an expression of + - * /. Short expressions only: it recurses as deep as they nest."""
+def _evaluate(node: ast.AST) -> Fraction:
+    """The value of a short expression of + - * /: the recursion is as deep as the expression."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        return _ARITHMETIC[type(node.op)](_value(node.left), _value(node.right))
+        return _ARITHMETIC[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        operand = _value(node.operand)
+        operand = _evaluate(node.operand)
         return -operand if isinstance(node.op, ast.USub) else operand
     raise _NotArithmetic(type(node).__name__)
 
@@ -126,7 +127,7 @@ def _ask(problem: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Problems(Sequence[dict[str, Any]]):
-    """The problems of one split, each generated when it is asked for: a pure function of (seed, split, index)."""
+    """The problems of one split, each generated on demand: a pure function of (seed, split, index)."""
 
     split: str
     drawn: int
@@ -140,21 +141,21 @@ class Problems(Sequence[dict[str, Any]]):
             raise IndexError(f"the {self.split} split has problems 0 .. {len(self) - 1}; there is no {index}")
         attempt = 0
         while True:
-            numbers, target = _attempt(self.drawn, self.seed, self.split, index, attempt)
-            if target in _TARGETS and target not in numbers and _side(numbers, target) == self.split:
+            numbers, target = _make_problem(self.drawn, self.seed, self.split, index, attempt)
+            if target in _TARGETS and target not in numbers and _choose_split(numbers, target) == self.split:
                 return {"numbers": numbers, "target": target}
             attempt += 1
 
 
-def _side(numbers: list[int], target: int) -> str:
-    """One problem in twenty is for testing."""
+def _choose_split(numbers: list[int], target: int) -> str:
+    """The split that a problem belongs to: one in twenty is for testing."""
     digest = hashlib.blake2b(repr((sorted(numbers), target)).encode(), digest_size=8).digest()
     return "test" if int.from_bytes(digest, "little") % 20 == 0 else "train"
 
 
-def _attempt(count: int, *address: int | str) -> tuple[list[int], int]:
-    """Random numbers, and what they give when two random ones at a time are combined by a random operation that gives a
-    positive integer (as in the television game), until one is left."""
+def _make_problem(count: int, *address: int | str) -> tuple[list[int], int]:
+    """Random numbers and a target: until one number is left, two random ones are combined by a random operation with a
+    positive integer as its result (as in the television game)."""
     from lagrpo.rng import uniforms
 
     draws = iter(uniforms(4 * count, "countdown", *address).tolist())

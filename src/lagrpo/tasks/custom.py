@@ -5,110 +5,99 @@ the hub (see `lagrpo.tasks.files`). `prompt_column` holds a text or a list of ch
 completion is judged against; `reward` is a built-in reward or "package.module:function", called as function(text, gold)
 with the answer column's value as gold, or with the whole row as a dict when `answer_column` is not set.
 
-Where there is only one split, a tenth of its rows (at most 1,000), drawn by the seed, is held out for testing; that is
-logged.
+Where there is only one split, the seed chooses a tenth of its rows (at most 1,000) for testing, which is logged.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lagrpo.tasks.base import Messages, RowTask, TaskSettings, Unjudgeable, nearest
-from lagrpo.tasks.files import FORMATS, Rows, check_columns, data_source, hold_out, hub_rows, log
-from lagrpo.tasks.importing import is_reference
+from lagrpo.errors import suggest
+from lagrpo.tasks.base import Ask, Messages, Unjudgeable, option
+from lagrpo.tasks.files import FORMATS, DataOptions, Rows, check_columns, find_source, hold_out, load_hub_rows, logger
 
 
-def load(settings: TaskSettings, seed: int) -> RowTask:
-    """The task for these settings. Raises ValueError where a setting is missing, the data is not there, or a column is
-    not what it should be."""
-    from lagrpo.tasks import JUDGES, load_judge
+@dataclass(frozen=True, slots=True)
+class Options(DataOptions):
+    """The options of this task."""
 
-    if settings.reward is None:
-        known = ", ".join(JUDGES)
-        raise ValueError(f"the task 'custom' needs task.reward: one of {known}, or a 'package.module:function'")
-    if settings.answer_column is None and not is_reference(settings.reward):
-        raise ValueError(f"the reward {settings.reward!r} needs task.answer_column, the column to judge against")
-    reward = load_judge(settings.reward, judge_exact)
-    rows = _splits(settings, seed)
-    _check(settings, rows)
-    return RowTask("custom", rows, _Ask(settings), reward, settings.system_prompt)
+    prompt_column: str | None = option(None, "column with the prompt: a string, or a list of chat messages")
+    answer_column: str | None = option(None, "column that the reward gets as gold; without one it gets the whole row")
 
 
-def judge_exact(text: str, gold: Any) -> float:
-    """1.0 where the answer is the gold answer, letter by letter, but for white space around either; else 0.0. Raises
-    Unjudgeable where there is no gold answer."""
+def load(options: Options, seed: int) -> tuple[dict[str, Rows], Ask]:
+    """The rows of each split, and how one is asked. Raises ValueError for a missing setting, missing data or an unfit
+    column."""
+    rows, ask = _load_splits(options, seed), partial(_ask, options)
+    for side, split in rows.items():
+        columns = [column for column in (options.prompt_column, options.answer_column) if column is not None]
+        check_columns(split, columns, f"the {side} split")
+        if options.prompt_column is None:
+            raise ValueError(
+                f"the task 'custom' needs task.prompt_column; the columns of the {side} split are {', '.join(split[0])}"
+            )
+        _, gold = ask(split[0])
+        try:
+            json.dumps(gold)
+        except TypeError as error:
+            column = options.answer_column or "the whole row, as task.answer_column is not set"
+            raise ValueError(f"the gold answers ({column}) cannot be written as JSON: {error}") from error
+    return rows, ask
+
+
+def judge(text: str, gold: Any) -> float:
+    """1.0 where the answer is the gold answer, letter by letter, except for white space around either; else 0.0. Raises
+    Unjudgeable without a gold answer."""
     if gold is None:
         raise Unjudgeable("the gold answer is empty")
     return float(text.strip() == str(gold).strip())
 
 
-class _Ask:
-    """A row's prompt and gold answer, by the columns that the settings name."""
-
-    def __init__(self, settings: TaskSettings) -> None:
-        self._prompt_column = settings.prompt_column
-        self._answer_column = settings.answer_column
-
-    def __call__(self, row: Mapping[str, Any]) -> tuple[str | Messages, Any]:
-        prompt = row[str(self._prompt_column)]
-        gold = dict(row) if self._answer_column is None else row[self._answer_column]
-        if isinstance(prompt, str):
-            return prompt, gold
-        if isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) and "role" in turn for turn in prompt):
-            return [{key: value for key, value in turn.items() if value is not None} for turn in prompt], gold
-        raise ValueError(
-            f"the column {self._prompt_column!r} holds {prompt!r:.80}: a prompt is a text, or a list of messages such "
-            "as {'role': 'user', 'content': '...'}"
-        )
+def _ask(options: Options, row: Mapping[str, Any]) -> tuple[str | Messages, Any]:
+    """A row's prompt and gold answer, by the columns that the options name."""
+    prompt = row[str(options.prompt_column)]
+    gold = dict(row) if options.answer_column is None else row[options.answer_column]
+    if isinstance(prompt, str):
+        return prompt, gold
+    if isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) and "role" in turn for turn in prompt):
+        return [{key: value for key, value in turn.items() if value is not None} for turn in prompt], gold
+    raise ValueError(
+        f"the column {options.prompt_column!r} holds {prompt!r:.80}: a prompt is a text, or a list of messages such "
+        "as {'role': 'user', 'content': '...'}"
+    )
 
 
-def _check(settings: TaskSettings, rows: Mapping[str, Rows]) -> None:
-    for side, split in rows.items():
-        columns = [column for column in (settings.prompt_column, settings.answer_column) if column is not None]
-        check_columns(split, columns, f"the {side} split")
-        if settings.prompt_column is None:
-            raise ValueError(
-                f"the task 'custom' needs task.prompt_column; the columns of the {side} split are {', '.join(split[0])}"
-            )
-        _, gold = _Ask(settings)(split[0])
-        try:
-            json.dumps(gold)
-        except TypeError as error:
-            column = settings.answer_column or "the whole row, as task.answer_column is not set"
-            raise ValueError(f"the gold answers ({column}) cannot be written as JSON: {error}") from error
-
-
-def _splits(settings: TaskSettings, seed: int) -> dict[str, Rows]:
-    there = _available(settings)
-    train, test = settings.train_split or "train", settings.test_split or "test"
-    if settings.train_split is None and len(there) == 1:
+def _load_splits(options: Options, seed: int) -> dict[str, Rows]:
+    there = _find_splits(options)
+    train, test = options.train_split or "train", options.test_split or "test"
+    if options.train_split is None and len(there) == 1:
         (train,) = there
-    for setting, split in (("train_split", train), ("test_split", settings.test_split)):
+    for setting, split in (("train_split", train), ("test_split", options.test_split)):
         if split is not None and split not in there:
             known = ", ".join(there)
-            raise ValueError(f"task.{setting}: there is no split {split!r}; there are {known}.{nearest(split, there)}")
+            raise ValueError(f"task.{setting}: there is no split {split!r}; there are {known}.{suggest(split, there)}")
     if test in there:
         return {"train": _read(there[train]), "test": _read(there[test])}
     rows = _read(there[train])
     kept, held_out = hold_out(len(rows), seed)
-    log.warning(
+    logger.warning(
         "%s has no test split: %d rows are for training, %d drawn by seed %d are held out for testing",
-        settings.data, len(kept), len(held_out), seed,
+        options.data, len(kept), len(held_out), seed,
     )  # fmt: skip
     return {"train": rows.select(kept), "test": rows.select(held_out)}
 
 
-def _available(settings: TaskSettings) -> dict[str, Any]:
-    """The splits that there are: files yet to read, or a hub dataset's."""
+def _find_splits(options: Options) -> dict[str, Any]:
+    """The existing splits by name: files yet to be read, or a hub dataset's splits."""
     endings = ", ".join(FORMATS)
-    source = data_source(
-        settings.data, f"a file ending in {endings}, or a directory of such files", "openai/gsm8k:main"
-    )
+    source = find_source(options.data, f"a file ending in {endings}, or a directory of such files", "openai/gsm8k:main")
     if isinstance(source, str):
-        return dict(hub_rows(source, None))
+        return dict(load_hub_rows(source, None))
     files = sorted(source.iterdir()) if source.is_dir() else [source]
     there = {path.stem: path for path in files if path.suffix in FORMATS}
     if not there:

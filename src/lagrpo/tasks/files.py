@@ -1,8 +1,8 @@
-"""Where a task's rows come from: files, or datasets of the Hugging Face hub.
+"""Loads a task's rows from files or from datasets of the Hugging Face hub.
 
 The setting `task.data`, else the environment variable LAGRPO_DATA, is a path or a hub dataset: "owner/name", or
-"owner/name:config" where it has several configurations. A split that contains a slash, "owner/name:split", is a hub
-dataset of its own, whatever `task.data` says.
+"owner/name:config" where it has several configurations. A split with a slash, "owner/name:split", is a hub dataset of
+its own, whatever `task.data` says.
 """
 
 from __future__ import annotations
@@ -12,50 +12,64 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lagrpo.tasks.base import TaskSettings, nearest
+from lagrpo.errors import suggest
+from lagrpo.tasks.base import option
 
-log = logging.getLogger("lagrpo.tasks")
+logger = logging.getLogger("lagrpo")
 
 Rows = Sequence[Mapping[str, Any]]
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
 
 
-def task_rows(
-    settings: TaskSettings, file_names: Callable[[str], Sequence[str]], hub: str, question: str, answer: str
+@dataclass(frozen=True, slots=True)
+class DataOptions:
+    """The options of a task with data."""
+
+    data: str | None = option(None, "dataset's hub id, directory or file (JSONL, CSV, Parquet); $LAGRPO_DATA otherwise")
+    train_split: str | None = option(None, "split (or file, by its stem) to train on")
+    test_split: str | None = option(None, "split (or file, by its stem) to evaluate on")
+
+
+def load_rows(
+    options: DataOptions, file_names: Callable[[str], Sequence[str]], hub: str, question: str, answer: str
 ) -> dict[str, Rows]:
     """The train and test rows of a built-in dataset task, each with its question and its answer column.
 
-    In a directory, a split is the first of file_names(split) that is there. `hub` is what to suggest where no data is
-    named, and the configuration to take where `task.data` is that dataset's name alone.
+    In a directory, a split is the first existing file of file_names(split). `hub` is the dataset to suggest where no
+    data is named, and the configuration to take where `task.data` is that dataset's name alone. Rows with an empty
+    answer are left out, which is logged.
 
-    Rows with an empty answer are left out, which is logged. Raises ValueError where data is missing, cannot be read or
-    lacks a column.
+    Raises:
+        ValueError: data that is missing, cannot be read or lacks a column.
     """
     rows: dict[str, Rows] = {}
-    for side, split in (("train", settings.train_split or "train"), ("test", settings.test_split or "test")):
+    for side, split in (("train", options.train_split or "train"), ("test", options.test_split or "test")):
         if "/" in split:
             name, _, hub_split = split.partition(":")
-            found = hub_rows(name, hub_split or side)
+            found = load_hub_rows(name, hub_split or side)
         else:
-            source = data_source(settings.data, f"{' or '.join(file_names(split))} is looked for there", hub)
+            source = find_source(options.data, f"{' or '.join(file_names(split))} is looked for there", hub)
             if isinstance(source, Path):
-                found = read_jsonl(_first_file(source, file_names(split)))
+                found = read_jsonl(_find_file(source, file_names(split)))
             else:
-                found = hub_rows(hub if source == hub.partition(":")[0] else source, split)
+                found = load_hub_rows(hub if source == hub.partition(":")[0] else source, split)
         check_columns(found, (question, answer), f"the {side} split")
         rows[side] = [row for row in found if row[answer] not in (None, "")]
         if left_out := len(found) - len(rows[side]):
-            log.warning("%d of the %d rows of the %s split have no answer and are left out", left_out, len(found), side)
+            logger.warning(
+                "%d of the %d rows of the %s split have no answer and are left out", left_out, len(found), side
+            )
     return rows
 
 
-def data_source(data: str | None, needed: str, hub: str) -> Path | str:
-    """The path or the hub name that the setting or the environment names. Raises ValueError without either, saying what
-    is needed, and for a path where nothing is."""
+def find_source(data: str | None, needed: str, hub: str) -> Path | str:
+    """The path or the hub name in the setting or the environment. Raises ValueError without either, saying what is
+    needed, and for a path that does not exist."""
     named = data or os.environ.get("LAGRPO_DATA")
     if not named:
         raise ValueError(
@@ -71,8 +85,8 @@ def data_source(data: str | None, needed: str, hub: str) -> Path | str:
     raise ValueError(f"{setting}: there is no file or directory {named!r} (seen from {os.getcwd()})")
 
 
-def hub_rows(name: str, split: str | None) -> Any:
-    """The rows of one split of the hub dataset "owner/name" or "owner/name:config"; all its splits by name for None."""
+def load_hub_rows(name: str, split: str | None) -> Any:
+    """The rows of one split of the hub dataset "owner/name" or "owner/name:config"; for None all splits by name."""
     import datasets
 
     repository, _, config = name.partition(":")
@@ -87,8 +101,8 @@ def hub_rows(name: str, split: str | None) -> Any:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file. Only a newline ends a line: JSON strings may hold the others, such as U+2028.
-    Raises ValueError, with file and line, for a line that is no object."""
+    """The objects of a JSON-lines file. Only a newline ends a line: JSON strings may hold other line ends, such as
+    U+2028. Raises ValueError, with file and line, for a line that is no object."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -108,20 +122,20 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def check_columns(rows: Rows, columns: Iterable[str], where: str) -> None:
-    """Raises ValueError for rows that are none, or where the first lacks one of these columns."""
+    """Raise ValueError where there are no rows, or the first row lacks one of these columns."""
     if not len(rows):
         raise ValueError(f"{where} has no rows")
     for column in columns:
         if column not in rows[0]:
             known = list(rows[0])
             raise ValueError(
-                f"{where} has no column {column!r}; its columns are {', '.join(known)}.{nearest(column, known)}"
+                f"{where} has no column {column!r}; its columns are {', '.join(known)}.{suggest(column, known)}"
             )
 
 
 def hold_out(count: int, seed: int) -> tuple[list[int], list[int]]:
-    """The training and the test rows of data with one split: a tenth of the rows (at least one, at most 1,000), drawn
-    by the seed, is held out for testing; the others are for training. Both in their order.
+    """Split the rows of data with one split into training and test rows: the seed chooses a tenth (at least one row, at
+    most 1,000) for testing. Both keep their order.
 
     >>> [len(rows) for rows in hold_out(40, seed=0)]
     [36, 4]
@@ -135,7 +149,7 @@ def hold_out(count: int, seed: int) -> tuple[list[int], list[int]]:
     return sorted(order[test:]), sorted(order[:test])
 
 
-def _first_file(directory: Path, names: Sequence[str]) -> Path:
+def _find_file(directory: Path, names: Sequence[str]) -> Path:
     if not directory.is_dir():
         raise ValueError(f"{directory} is a file; this task wants the directory that holds {' or '.join(names)}")
     for name in names:
@@ -144,5 +158,5 @@ def _first_file(directory: Path, names: Sequence[str]) -> Path:
     there = sorted(path.name for path in directory.glob("*.jsonl"))
     raise ValueError(
         f"there is no {' or '.join(names)} in {directory}; "
-        + (f"there are {', '.join(there)}.{nearest(names[0], there)}" if there else "no .jsonl file is there")
+        + (f"there are {', '.join(there)}.{suggest(names[0], there)}" if there else "no .jsonl file is there")
     )

@@ -4,8 +4,8 @@ Data: a directory of .jsonl files with columns problem and answer, as DeepScaleR
 settings `train_split` and `test_split` name files without their ending ("deepscaler_part_aime_train", "aime24_test");
 their defaults mean deepscaler_part_math_train and math500_test. Or datasets of the hub; see `lagrpo.tasks.files`.
 
-Needs math-verify: pip install 'lagrpo[math]'. It is imported here at the top, so that worker processes have it before
-the first deadline runs; nothing but this task, or the reward "math", imports this module.
+Needs math-verify: pip install 'lagrpo[math]'. Its import stands at the top, so that worker processes have it before the
+first deadline runs; only this task and the reward "math" import this module.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 
 import math_verify
 
-from lagrpo.tasks.base import RowTask, TaskSettings, Unjudgeable
-from lagrpo.tasks.reading import last_box
+from lagrpo.tasks.base import Ask, Unjudgeable
+from lagrpo.tasks.files import DataOptions, Rows, load_rows
+from lagrpo.tasks.reading import find_last_box
 
 WORDING = "{problem}\n\nReason step by step and put the final answer in \\boxed{{}}."
 
@@ -37,13 +38,9 @@ _parse = functools.partial(math_verify.parse, fallback_mode="no_fallback", parsi
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own deadlines are off
 
 
-def load(settings: TaskSettings, seed: int) -> RowTask:
-    """The task for these settings. Raises ValueError where the data is missing or not as it should be."""
-    from lagrpo.tasks import load_judge
-    from lagrpo.tasks.files import task_rows
-
-    rows = task_rows(settings, _file_names, _HUB, "problem", "answer")
-    return RowTask("math", rows, _ask, load_judge(settings.reward, judge), settings.system_prompt)
+def load(options: DataOptions, seed: int) -> tuple[dict[str, Rows], Ask]:
+    """The rows of each split, and how one is asked. Raises ValueError for missing or unfit data."""
+    return load_rows(options, _file_names, _HUB, "problem", "answer"), _ask
 
 
 def judge(text: str, gold: Any) -> float:
@@ -67,14 +64,14 @@ def judge(text: str, gold: Any) -> float:
     if not isinstance(gold, str | int | float) or gold == "":
         raise Unjudgeable(f"the gold answer {gold!r} is no formula")
     right = _clean(str(gold))
-    box = last_box(text)
+    box = find_last_box(text)
     if box is not None and re.sub(r"\s", "", _clean(box)) == re.sub(r"\s", "", right):
         return 1.0
     readable = False
     for reading in _READINGS:
         parsed_gold = _parse_gold(right, reading)
         readable = readable or bool(parsed_gold)
-        answer = _formula(_clean(box), reading) if box is not None else _find(text, reading)
+        answer = _parse_formula(_clean(box), reading) if box is not None else _find(text, reading)
         if parsed_gold and math_verify.verify(parsed_gold, answer, timeout_seconds=None):
             return 1.0
     if not readable:
@@ -82,24 +79,24 @@ def judge(text: str, gold: Any) -> float:
     return 0.0
 
 
-def _formula(latex: str, reading: math_verify.LatexExtractionConfig) -> list[Any]:
-    """A formula that stands alone."""
+def _parse_formula(latex: str, reading: math_verify.LatexExtractionConfig) -> list[Any]:
+    """Parse a formula that stands alone."""
     return _parse(f"\\boxed{{{latex}}}", (dataclasses.replace(reading, boxed_match_priority=0),))
 
 
 def _find(text: str, reading: math_verify.LatexExtractionConfig) -> list[Any]:
-    """The formula or number that counts in a text without a box."""
+    """Parse the formula or number that counts in a text without a box."""
     return _parse(text, (dataclasses.replace(reading, boxed_match_priority=-1), _NUMBER))
 
 
 @functools.lru_cache(maxsize=4096)
 def _parse_gold(gold: str, reading: math_verify.LatexExtractionConfig) -> list[Any]:
-    return _formula(gold, reading)
+    return _parse_formula(gold, reading)
 
 
 def _clean(latex: str) -> str:
-    r"""The formula without what math-verify stumbles over: $ around it, a full stop or comma after it, the thin spaces
-    of 10,\!000 and 10{,}000, the space of "5 i"."""
+    r"""Remove what math-verify stumbles over: $ around the formula, a full stop or comma after it, the thin spaces of
+    10,\!000 and 10{,}000, the space of "5 i"."""
     latex = latex.replace(",\\!", "").replace("{,}", "").replace("\\!", "")
     return _IMAGINARY.sub("", latex.strip().strip("$").strip().rstrip(".,;: \n"))
 

@@ -18,7 +18,7 @@ number. Number words ("seven") are not numerals.
 Two numerals on one line are *joined* when nothing stands between them but spaces, brackets, list punctuation
 (, ; | & or a colon without spaces), an operator (+ - * / × ÷ ^ ±, "plus", "minus", "times", "over", "x") or the words
 "or", "and", "to"; or a unit and then an operator ("3 boxes * 4"). A numeral that is joined to another is part of a list
-or of an expression that nobody has worked out, and names no number: "1 2 3 4", "6 or 7", "3 + 4". Only a list of equal
+or of an unfinished expression, and names no number: "1 2 3 4", "6 or 7", "3 + 4". Only a list of equal
 numbers names that number: "7 (7)".
 """
 
@@ -62,8 +62,8 @@ _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 
 @dataclass(frozen=True, slots=True)
 class Numeral:
-    """A numeral at text[start:end]; `value` is None for an unreadable one. `places` are the digits after its decimal
-    point, where it is a plain decimal of at least SIGNIFICANT digits; else 0."""
+    """A numeral at text[start:end]; `value` is None for an unreadable one. `places` counts the digits after the decimal
+    point of a plain decimal with at least SIGNIFICANT digits; else 0."""
 
     value: Fraction | None
     start: int
@@ -71,11 +71,11 @@ class Numeral:
     places: int = 0
 
 
-def last_box(text: str) -> str | None:
-    r"""What the last \boxed{} (or \fbox{}) holds: of the boxes that are closed, the one that begins last, so the inner
-    one of nested boxes. None without a closed box.
+def find_last_box(text: str) -> str | None:
+    r"""The content of the last \boxed{} (or \fbox{}): of the closed boxes the one that begins last, so the inner one of
+    nested boxes. None without a closed box.
 
-    >>> last_box(r"\boxed{1}, no: \boxed{\frac{1}{2}} or \boxed{3")
+    >>> find_last_box(r"\boxed{1}, no: \boxed{\frac{1}{2}} or \boxed{3")
     '\\frac{1}{2}'
     """
     open_braces: list[tuple[bool, int]] = []
@@ -90,8 +90,8 @@ def last_box(text: str) -> str | None:
     return best[1] if best else None
 
 
-def plain(text: str) -> str:
-    r"""The text with LaTeX's spelling of numbers made plain: \frac{a}{b} as a/b, \$ and \% without the backslash, no
+def simplify(text: str) -> str:
+    r"""Make LaTeX's spelling of numbers plain: \frac{a}{b} as a/b, \$ and \% without the backslash, no
     thin spaces or {,} within numbers, \times as *, \text{...} as its content, roots as the word "root"."""
     text = text.replace("\\!", "").replace("{,}", ",").replace("\\$", "$").replace("\\%", "%")
     text = re.sub(r"(?<=[0-9])\\,(?=[0-9]{3})", "", text).replace("\\,", " ").replace("\\ ", " ")
@@ -102,62 +102,58 @@ def plain(text: str) -> str:
     return _WRAPPER.sub(" ", text)
 
 
-def numerals(text: str) -> list[Numeral]:
-    """The numerals of a text, in order, unreadable ones among them (see the head of this file)."""
+def find_numerals(text: str) -> list[Numeral]:
+    """The numerals of a text in order, with the unreadable ones (see the head of this file)."""
     return [
-        Numeral(_value(text, token), token.start(), token.end(), _places(text, token))
+        Numeral(_read_value(text, token), token.start(), token.end(), _count_places(text, token))
         for token in _TOKEN.finditer(text)
         if _HAS_DIGIT.search(token.group())
     ]
 
 
-def with_fractions(text: str, found: list[Numeral]) -> list[Numeral]:
-    """The numerals with every "a/b" (b not 0) read as one numeral of that value; of "a/b/c" only the first two."""
+def merge_fractions(text: str, found: list[Numeral]) -> list[Numeral]:
+    """Read every "a/b" (b not 0) as one numeral of that value; of "a/b/c" only the first two numbers."""
     merged: list[Numeral] = []
     for numeral in found:
         left = merged[-1] if merged and merged[-1] in found else None
-        if left and left.value is not None and numeral.value and _between(text, left, numeral).strip() in ("/", "⁄"):
+        over = left and _cut_between(text, left, numeral).strip() in ("/", "⁄")
+        if over and left.value is not None and numeral.value:
             merged[-1] = Numeral(left.value / numeral.value, left.start, numeral.end)
         else:
             merged.append(numeral)
     return merged
 
 
-def last_number(text: str, found: list[Numeral]) -> Fraction | None:
+def read_last_number(text: str, found: list[Numeral]) -> Fraction | None:
     """The number that the last numeral names: None without one, where it is unreadable, and where it is joined to the
     one before it.
 
-    >>> [last_number(text, numerals(text)) for text in ("3 + 4 = 7.", "6 or 7", "3 + 4", "no")]
+    >>> [read_last_number(text, find_numerals(text)) for text in ("3 + 4 = 7.", "6 or 7", "3 + 4", "no")]
     [Fraction(7, 1), None, None, None]
     """
-    last = last_numeral(text, found)
+    last = find_last_numeral(text, found)
     return last.value if last else None
 
 
-def last_numeral(text: str, found: list[Numeral]) -> Numeral | None:
-    """The numeral of `last_number`."""
-    if not found or (len(found) > 1 and joined(text, found[-2], found[-1])):
+def find_last_numeral(text: str, found: list[Numeral]) -> Numeral | None:
+    """The numeral of `read_last_number`."""
+    if not found or (len(found) > 1 and are_joined(text, found[-2], found[-1])):
         return None
     return found[-1]
 
 
-def first_number(text: str, found: list[Numeral]) -> Fraction | None:
-    """The number that the first numeral names, or, where an expression with "=" comes first, the one after its "=":
-    None without one, where it is unreadable, and where it is joined to the next.
+def find_first_numeral(text: str, found: list[Numeral]) -> Numeral | None:
+    """The numeral that names the first number, or, where an expression with "=" comes first, the one after its "=":
+    None without one, and where it is joined to the next.
 
-    >>> [first_number(text, numerals(text)) for text in ("7, as 3 + 4 = 7", "3 * 20 = 60 dollars", "6 or 7", "3 + 4")]
+    >>> answers = "7, as 3 + 4 = 7", "3 * 20 = 60 dollars", "6 or 7", "3 + 4"
+    >>> [getattr(find_first_numeral(text, find_numerals(text)), "value", None) for text in answers]
     [Fraction(7, 1), Fraction(60, 1), None, None]
     """
-    first = first_numeral(text, found)
-    return first.value if first else None
-
-
-def first_numeral(text: str, found: list[Numeral]) -> Numeral | None:
-    """The numeral of `first_number`."""
     at, in_expression = 0, False
     while at + 1 < len(found):
-        between = _between(text, found[at], found[at + 1])
-        if joined(text, found[at], found[at + 1]):
+        between = _cut_between(text, found[at], found[at + 1])
+        if are_joined(text, found[at], found[at + 1]):
             if not _OPERATOR.search(between):
                 return None
             in_expression = True
@@ -173,7 +169,7 @@ def agree(one: Numeral | None, other: Numeral | None) -> bool:
     """Whether two numerals name one number: equal values, or one is the other rounded to the decimal places it has
     (off by at most half a unit of its last place).
 
-    >>> read = lambda text: numerals(text)[0]
+    >>> read = lambda text: find_numerals(text)[0]
     >>> [agree(read(text), read("0.8888888889")) for text in ("0.888889", "0.8889", "0.889", "0.8888")]
     [True, True, False, False]
     """
@@ -183,9 +179,9 @@ def agree(one: Numeral | None, other: Numeral | None) -> bool:
     return gap == 0 or any(n.places and 2 * gap * 10**n.places <= 1 for n in (one, other))
 
 
-def joined(text: str, left: Numeral, right: Numeral) -> bool:
+def are_joined(text: str, left: Numeral, right: Numeral) -> bool:
     """Whether two numerals, one after the other, are of one list or expression (see the head of this file)."""
-    between = _between(text, left, right)
+    between = _cut_between(text, left, right)
     if _UNIT_OPERATOR.fullmatch(between):
         return True
     if _LIST.fullmatch(_OPERATOR.sub(" ", between)) is None and between != ":":
@@ -193,11 +189,11 @@ def joined(text: str, left: Numeral, right: Numeral) -> bool:
     return bool(_OPERATOR.search(between)) or left.value is None or left.value != right.value
 
 
-def _between(text: str, left: Numeral, right: Numeral) -> str:
+def _cut_between(text: str, left: Numeral, right: Numeral) -> str:
     return text[left.end : right.start]
 
 
-def _places(text: str, token: re.Match[str]) -> int:
+def _count_places(text: str, token: re.Match[str]) -> int:
     parts = _NUMERAL.fullmatch(token.group()) if len(token.group()) <= _LONGEST else None
     if parts is None or parts["exponent"] or parts["unit"].lower() == "k" or _SCALE_WORD.match(text, token.end()):
         return 0
@@ -205,7 +201,7 @@ def _places(text: str, token: re.Match[str]) -> int:
     return len(decimals) if len(f"{whole}{decimals}".lstrip("0")) >= SIGNIFICANT else 0
 
 
-def _value(text: str, token: re.Match[str]) -> Fraction | None:
+def _read_value(text: str, token: re.Match[str]) -> Fraction | None:
     written = token.group()
     parts = _NUMERAL.fullmatch(written) if len(written) <= _LONGEST else None
     if parts is None or not written.isascii():

@@ -1,8 +1,7 @@
-"""How many CPUs this process may use: affinity, and the quota of its container.
+"""How many CPUs this process may use, by its affinity and by the quota of its container.
 
-`nproc` and PyTorch count the CPUs of the affinity mask. A container that may use 2 CPUs' worth of time on a machine of
-64 sees 64 there; with so many threads it has used its share of every tenth of a second in a few milliseconds and stands
-still for the rest."""
+`nproc` and PyTorch count the CPUs of the affinity mask. A container with a quota of 2 CPUs on a machine of 64 sees 64
+there. With 64 threads it uses up its share of every tenth of a second in a few milliseconds, and then stands still."""
 
 from __future__ import annotations
 
@@ -15,34 +14,34 @@ GROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
 
-def at_hand() -> int:
-    """CPUs that this process may run on."""
+def count_cores() -> int:
+    """Count the CPUs that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def most(threads: int, quota: float | None, cores: int) -> int:
-    """How many of so many threads can compute at a time.
+def limit_threads(threads: int, quota: float | None, cores: int) -> int:
+    """How many of the threads can compute at a time, with that quota (in CPUs) and so many cores.
 
-    >>> most(8, None, 8), most(8, 2.5, 8), most(8, 0.5, 8), most(2, 2.5, 8), most(8, None, 4)
-    (8, 3, 1, 2, 4)
+    >>> [limit_threads(*case) for case in ((8, None, 8), (8, 2.5, 8), (8, 0.5, 8), (2, 2.5, 8), (8, None, 4))]
+    [8, 3, 1, 2, 4]
     """
     return max(1, min(threads, cores, cores if quota is None else math.ceil(quota)))
 
 
-def quota(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """CPUs' worth of time that the control group of this process, or one above it, allows; None for no limit, or where
-    there are no control groups. `groups` is where they are mounted, `membership` says which are this process's."""
+def read_quota(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> float | None:
+    """The CPUs' worth of time that the control group of this process and the groups above it allow; None without a
+    limit or without control groups. `groups` is where groups are mounted, `membership` lists those of this process."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
         return None
-    limits = [limit for line in lines for directory in _directories(groups, line) for limit in _limits(directory)]
+    limits = [limit for line in lines for directory in _find_groups(groups, line) for limit in _read_limits(directory)]
     return min(limits, default=None)
 
 
-def _directories(groups: Path, line: str) -> Iterator[Path]:
-    """The control group of a line "number:controllers:path" and all above it, wherever they may be mounted. In a
-    container the path can be one that is not there: then what is mounted is the container's own group."""
+def _find_groups(groups: Path, line: str) -> Iterator[Path]:
+    """The control group of a line "number:controllers:path" and all groups above it, wherever they are mounted. In a
+    container the path may not exist there: then the mounted group is the container's own."""
     _, _, rest = line.partition(":")
     controllers, _, path = rest.partition(":")
     inner = PurePosixPath("/", path)
@@ -55,17 +54,18 @@ def _directories(groups: Path, line: str) -> Iterator[Path]:
             yield groups / mount / group.relative_to("/")
 
 
-def _limits(directory: Path) -> Iterator[float]:
-    """Of one group: cpu.max (version 2: "QUOTA PERIOD"), or cpu.cfs_quota_us and cpu.cfs_period_us (version 1)."""
-    both = _numbers(directory / "cpu.max")
-    one = _numbers(directory / "cpu.cfs_quota_us") + _numbers(directory / "cpu.cfs_period_us")
+def _read_limits(directory: Path) -> Iterator[float]:
+    """The limit of one group: cpu.max (version 2, "QUOTA PERIOD"), or cpu.cfs_quota_us / cpu.cfs_period_us
+    (version 1)."""
+    both = _read_numbers(directory / "cpu.max")
+    one = _read_numbers(directory / "cpu.cfs_quota_us") + _read_numbers(directory / "cpu.cfs_period_us")
     for numbers in (both, one):
         if len(numbers) == 2 and min(numbers) > 0:
             yield numbers[0] / numbers[1]
 
 
-def _numbers(path: Path) -> list[float]:
-    """The numbers in a file; none where it is missing, and for a word such as "max"."""
+def _read_numbers(path: Path) -> list[float]:
+    """The numbers in a file. A word such as "max" is none, and a missing file has none."""
     try:
         words = path.read_text().split()
     except OSError:

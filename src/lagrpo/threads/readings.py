@@ -1,4 +1,4 @@
-"""What Linux says about the threads of this process, and about the CPUs under them."""
+"""What Linux reports about the threads of this process and the CPUs under them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """At one moment, everything in seconds. `clock`: a monotonic clock. `used`: CPU time of this process. `waited`: for
-    each of its threads, how long it was ready to run and had no core. `free`: CPU time, summed over the CPUs at hand,
-    that nobody used, or that programs of lower priority did; None where that is unknown."""
+    """The counters at one moment, all in seconds."""
 
     clock: float
+    """A monotonic clock."""
     used: float
+    """CPU time of this process."""
     waited: Mapping[int, float]
+    """For each thread, how long it was ready to run and had no core."""
     free: float | None
+    """Idle CPU time, summed over this process's CPUs, with the time of lower-priority programs; None where unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What happened between two readings: the same in sums, over `seconds` of time."""
+    """What happened between two readings, `seconds` apart; `waited` is summed over the threads."""
 
     seconds: float
     used: float
@@ -33,8 +35,8 @@ class Window:
     free: float | None
 
 
-def between(before: Reading, after: Reading) -> Window:
-    """Threads that have ended since are not counted, those that began are."""
+def compare(before: Reading, after: Reading) -> Window:
+    """The window between two readings. It counts threads that began since, and leaves out threads that ended."""
     waited = sum(seconds - before.waited.get(thread, 0.0) for thread, seconds in after.waited.items())
     known = before.free is not None and after.free is not None
     return Window(
@@ -46,19 +48,19 @@ def between(before: Reading, after: Reading) -> Window:
 
 
 def read() -> Reading | None:
-    """Now; None where the system does not say how long threads wait."""
+    """Read the counters; None where the system does not report how long threads wait."""
     if not hasattr(os, "sched_getaffinity"):
         return None
-    waited = waiting_times(PROC)
+    waited = read_waiting(PROC)
     if not waited:
         return None
-    polite = os.getpriority(os.PRIO_PROCESS, 0) > 0  # then what has a lower priority than others may be our equal
-    return Reading(time.monotonic(), time.process_time(), waited, free_time(PROC, os.sched_getaffinity(0), polite))
+    polite = os.getpriority(os.PRIO_PROCESS, 0) > 0  # then programs of lower priority may be our equals
+    return Reading(time.monotonic(), time.process_time(), waited, read_free(PROC, os.sched_getaffinity(0), polite))
 
 
-def waiting_times(proc: Path) -> dict[int, float]:
-    """By thread of this process, from self/task/THREAD/schedstat: time on a CPU and time waiting for one, both in
-    nanoseconds, and how often it got one. Nothing where Linux does not keep count."""
+def read_waiting(proc: Path) -> dict[int, float]:
+    """Seconds that each thread of this process waited for a CPU, from self/task/THREAD/schedstat: time on a CPU, time
+    waiting (both in nanoseconds), and turns. Empty where Linux does not count."""
     waited, turns = {}, 0
     try:
         threads = [int(path.name) for path in (proc / "self" / "task").iterdir()]
@@ -74,10 +76,10 @@ def waiting_times(proc: Path) -> dict[int, float]:
     return waited if turns else {}
 
 
-def free_time(proc: Path, cpus: Set[int], polite: bool) -> float | None:
-    """Of these CPUs, from the lines "cpuN user nice system idle iowait irq softirq steal …" of stat, in ticks: idle and
-    iowait; nice, the time of programs of lower priority, unless this one is `polite` itself; steal, which a hypervisor
-    took: as far as this system is concerned nobody used it. None where a CPU has no line."""
+def read_free(proc: Path, cpus: Set[int], polite: bool) -> float | None:
+    """Free seconds of these CPUs, from the lines "cpuN user nice system idle iowait irq softirq steal …" of stat, in
+    ticks: idle, iowait and steal (a hypervisor took it: no program here used it), and nice, the time of lower-priority
+    programs, unless this one is `polite` itself. None where a CPU has no line."""
     tick = os.sysconf("SC_CLK_TCK")
     free: dict[int, float] = {}
     try:

@@ -1,9 +1,9 @@
-"""How OpenMP's threads wait for each other, decided before PyTorch loads OpenMP.
+"""Chooses how OpenMP's threads wait for each other, before PyTorch loads OpenMP.
 
-At the end of a parallel region a thread that is done waits for the others: it spins, and after a while it sleeps. GNU's
-OpenMP spins 300,000 times, which takes milliseconds. A decoding step has hundreds of regions; where another program has
-one of the cores, the spinning thread uses up the time in which the one that it waits for could run, at every region.
-With a short spin it sleeps, and both get on. OpenMP reads its environment once, when it is loaded: so this must be
+At the end of a parallel region a finished thread waits for the others: it spins, and after a while it sleeps. GNU's
+OpenMP spins 300,000 times, which takes milliseconds. A decoding step has hundreds of regions. Where another program has
+a core, the spinning thread uses up the time in which the thread that it waits for could run, at every region. With a
+short spin it sleeps, and both make progress. OpenMP reads its environment once, when it is loaded, so this runs
 first."""
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Container, Mapping, MutableMapping
 SPINS = "1000"  # tens of microseconds; see "A machine that is not idle" in benchmarks/README.md
 POLICIES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # what GNU's OpenMP reads
 
-_own: dict[str, str] = {}  # what was put into the environment here
+_own: dict[str, str] = {}  # what this module put into the environment
 
 
 def choose(environment: MutableMapping[str, str], loaded: Container[str]) -> dict[str, str]:
-    """Put a short spin into the environment, unless the user decided how threads wait or `loaded`, the modules that
-    are there, has PyTorch already. Returns what was put there."""
+    """Put a short spin into the environment, unless the user chose how threads wait or PyTorch is among the `loaded`
+    modules. Returns what it put there."""
     if not sys.platform.startswith("linux") or "torch" in loaded or any(name in environment for name in POLICIES):
         return {}
     environment["GOMP_SPINCOUNT"] = SPINS
@@ -33,20 +33,20 @@ def begin() -> None:
 
 
 def quiet_tokenizers() -> None:
-    """For this process: tokenizers start no threads of their own beside those that compute, unless the user decided."""
+    """Keep tokenizers from starting threads beside the computing ones, unless the user decided."""
     if "TOKENIZERS_PARALLELISM" not in os.environ:
         os.environ["TOKENIZERS_PARALLELISM"] = _own["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def wake_tokenizers() -> None:
-    """Take that back, unless somebody has decided otherwise since."""
+    """Undo `quiet_tokenizers`, unless other code has decided since."""
     ours = _own.pop("TOKENIZERS_PARALLELISM", None)
     if ours is not None and os.environ.get("TOKENIZERS_PARALLELISM") == ours:
         del os.environ["TOKENIZERS_PARALLELISM"]
 
 
-def given(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what was put there here: for programs with an OpenMP of their own."""
+def drop_own(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what this module put there: for programs with their own OpenMP."""
     return {name: value for name, value in environment.items() if _own.get(name) != value}
 
 

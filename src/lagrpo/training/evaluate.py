@@ -31,7 +31,6 @@ from lagrpo.sampling.local import LocalSampler
 from lagrpo.settings.schema import EvalSettings
 from lagrpo.tasks import Task
 from lagrpo.terminal.text import formatted
-from lagrpo.threads import team
 from lagrpo.training.build import build_policy, build_task, build_verifier
 from lagrpo.training.checks import check_evaluation
 from lagrpo.types import Group, is_right
@@ -184,7 +183,6 @@ def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
         prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens)
         requests = prompts.held_out(settings.prompts or task.size("test"))
     print(f"computing with {policy.model.computation}; decoding {policy.model.decoding}", file=sys.stderr, flush=True)
-    team.tell(lambda line: print(line, file=sys.stderr, flush=True))
     sampler = LocalSampler(policy, settings.seed, settings.max_tokens, settings.rows, purpose="evaluate")
     with build_verifier(settings, task) as verifier:
         scale = settings.task.reward_range

@@ -7,6 +7,7 @@ result.after["pass_at_1"], result.weights
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lagrpo import logs
 from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.backends.process import restored
 from lagrpo.interrupts import Interrupted, interruptible, whole
@@ -88,7 +90,8 @@ def train(
     settings = settings if isinstance(settings, Settings) else load_settings(settings)
     recipe = check_settings(settings, task)
     device = pick_device(settings.model.device)
-    with interruptible(), restored():
+    least = logging.WARNING if settings.run.display == "none" else logging.INFO
+    with interruptible(), restored(), logs.shown_by(None, least):
         if settings.run.display != "none":
             print(f"loading {settings.model.path} on {device} …", flush=True)
         parts = Parts.build(settings, recipe, task)
@@ -120,24 +123,25 @@ class Training:
         """Evaluate, train, evaluate; whatever happens, what was learned is written."""
         interrupted, weights = None, None
         status: Status = "failed"
-        try:
-            self.begin()
-            self.learn()
-            weights, status = self.save(), "finished"
-        except Interrupted as stop:
-            interrupted = stop.signal
-            self.observers.note(
-                f"{stop.signal.name}: keeping the policy as it is ({self.progress()}); again: end at once"
-            )
-            weights, status = self.save(), "interrupted"
-        except BaseException as error:
-            error.add_note(f"The run until then: {self.store.path} ({self.progress()})")
-            if self.policy.version:
-                self.rescue(error)
-            raise
-        finally:
-            stopped = f"Stopped by {interrupted.name}: {self.progress()}." if interrupted else self.progress()
-            self.observers.end(status, "Finished." if status == "finished" else stopped)
+        with logs.shown_by(self.display.note):
+            try:
+                self.begin()
+                self.learn()
+                weights, status = self.save(), "finished"
+            except Interrupted as stop:
+                interrupted = stop.signal
+                self.observers.note(
+                    f"{stop.signal.name}: keeping the policy as it is ({self.progress()}); again: end at once"
+                )
+                weights, status = self.save(), "interrupted"
+            except BaseException as error:
+                error.add_note(f"The run until then: {self.store.path} ({self.progress()})")
+                if self.policy.version:
+                    self.rescue(error)
+                raise
+            finally:
+                stopped = f"Stopped by {interrupted.name}: {self.progress()}." if interrupted else self.progress()
+                self.observers.end(status, "Finished." if status == "finished" else stopped)
         before, after = (e.summary if (e := self.evaluations.get(name)) else None for name in ("before", "after"))
         return Result(self.store.path, before, after, weights, self.policy.version, self.batches, interrupted)
 
@@ -151,7 +155,6 @@ class Training:
         self.observers.start(settings, self.environment)
         for line in [*lines, f"threads     {team.describe()}"]:
             self.display.note(line)
-        team.tell(self.display.note)
 
     def rescue(self, error: BaseException) -> None:
         """Write the policy after an error; if that fails too, the first error remains the one that is told."""

@@ -1,8 +1,8 @@
-"""What a judge leaves behind: shared memory and semaphores that outlive their process.
+"""Removes what a judge leaves behind: shared memory and semaphores that outlive their process.
 
-Python has one resource tracker for a program and its children; it removes what is left when the program ends, and
-complains then. A worker gets a tracker of its own, which removes what this worker has made as soon as the worker has
-ended, killed or not, and in silence.
+Python has one resource tracker for a program and its children, which removes leftovers when the program ends, with a
+warning. A worker gets its own tracker, which silently removes this worker's leftovers as soon as the worker has ended,
+killed or not.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 from multiprocessing import resource_tracker
 
 _SILENT = "ignore:resource_tracker:UserWarning"  # for the tracker, which gets our warning options
-_SEGMENTS = "/dev/shm"  # where Linux shows them; elsewhere all are taken for our own
+_SEGMENTS = "/dev/shm"  # where Linux lists them; elsewhere every segment counts as our own
 
 
 class OwnTracker(resource_tracker.ResourceTracker):
-    """Tracks what this process makes. Python registers shared memory too that is only opened (before 3.13, always):
-    segments that were there before this tracker are somebody else's, and stay."""
+    """Tracks what this process makes. Python also registers shared memory that a process only opens (always, before
+    3.13); segments older than this tracker belong to other processes and stay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class OwnTracker(resource_tracker.ResourceTracker):
 
 
 def track_alone() -> None:
-    """From now on this process has a tracker of its own, started when it is first needed."""
+    """Give this process its own tracker, which starts when it is first needed."""
     sys.warnoptions.append(_SILENT)
     own = OwnTracker()
     resource_tracker._resource_tracker = own

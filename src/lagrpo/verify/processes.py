@@ -1,22 +1,22 @@
-"""How worker processes get their judge and are started (see also lagrpo.workers)."""
+"""Starts the verifier's worker processes and sends them their judge (see also lagrpo.workers)."""
 
 from __future__ import annotations
 
 import multiprocessing
 import pickle
 import sys
-from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.context import SpawnContext
 from typing import Any
 
 from pebble.pool.process import WORKERS_NAME
 
 from lagrpo.tasks.base import Judge
-from lagrpo.workers import Process, ProcessWithoutMain
+from lagrpo.workers import Process
 
 
-def pickled(judge: Judge) -> bytes:
-    """The judge as worker processes get it: a reference to a function in a module, or an object that can be pickled.
-    Raises TypeError where it is neither."""
+def pickle_judge(judge: Judge) -> bytes:
+    """Pickle the judge for worker processes: a reference to a function in a module, or an object. Raises TypeError
+    where it cannot be pickled."""
     try:
         data = pickle.dumps(judge)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -33,7 +33,7 @@ def pickled(judge: Judge) -> bytes:
 
 
 def refuse_in_worker() -> None:
-    """Raises RuntimeError in a worker process: a script that starts its work when it is imported got here."""
+    """Raise RuntimeError in a worker process: only a script that starts its work on import gets here."""
     if multiprocessing.current_process().name == WORKERS_NAME:
         raise RuntimeError(
             "a worker process imported the main script (the judge is defined in it), and the script began its work "
@@ -46,20 +46,21 @@ def _names_main(judge: bytes) -> bool:
 
 
 class WorkerContext(SpawnContext):
-    """The multiprocessing context of the workers of one judge; it knows the processes that it started."""
+    """The multiprocessing context of one judge's workers; it knows the processes that it started."""
 
     def __init__(self, judge: bytes) -> None:
         super().__init__()
-        self._kind = Process if _names_main(judge) else ProcessWithoutMain
-        self._started: list[SpawnProcess] = []
+        self._imports_main = _names_main(judge)
+        self._started: list[Process] = []
 
-    def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
-        process = self._kind(*args, **kwargs)
+    def Process(self, *args: Any, **kwargs: Any) -> Process:  # type: ignore[override]  # noqa: N802
+        process = Process(*args, **kwargs)
+        process.imports_main = self._imports_main
         self._started = [*(other for other in self._started if other.pid is None or other.is_alive()), process]
         return process
 
     def kill(self) -> None:
-        """End every process that is still there, without asking."""
+        """Kill every process that is still there."""
         for process in self._started:
             if process.pid is not None:
                 process.kill()

@@ -1,9 +1,8 @@
 """Judge completions in worker processes, each with a deadline.
 
-Every completion ends in one of three outcomes (see `lagrpo.types.Outcome`). What goes wrong with one, be it an
-exception, a crash, a hang or a reward that is no finite number, makes that one *rejected*, with its reason; its worker
-is replaced if need be, and the others are judged as if nothing had happened. When more than a stated share of a batch
-has no reward, the run stops.
+Every completion ends in one of three outcomes (see `lagrpo.types.Outcome`). An exception, a crash, a hang or a reward
+that is no finite number makes that one completion *rejected*, with its reason; its worker is replaced if need be, and
+the others are judged as usual. When more than a stated share of a batch has no reward, the run stops.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from lagrpo.tasks.base import Judge
 from lagrpo.threads import cores
 from lagrpo.types import Completion, Group, Outcome
 from lagrpo.verify import worker
-from lagrpo.verify.processes import WorkerContext, pickled, refuse_in_worker
+from lagrpo.verify.processes import WorkerContext, pickle_judge, refuse_in_worker
 
 _EARLY = 64
 _RESTARTS = 3
@@ -40,13 +39,14 @@ class Verifier:
 
     Args:
         judge: (text, gold) -> reward, picklable by reference.
-        workers: how many processes judge; by default as many as there are CPUs at hand, at most 4.
-        deadline: seconds that judging one completion may take.
-        max_unscored_share: the share of a batch's completions that may be without a reward (rejected or failed).
+        workers: number of processes; by default the number of CPUs at hand, at most 4.
+        deadline: seconds for one completion.
+        max_unscored_share: largest share of a batch's completions without a reward (rejected or failed).
 
-    The processes start in the background at once, and run until `close`, or the end of the `with` block.
+    The processes start in the background at once, and run until `close` or the end of the `with` block.
 
-    Raises TypeError where the judge cannot be sent to another process.
+    Raises:
+        TypeError: the judge cannot be sent to another process.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class Verifier:
         refuse_in_worker()
         self.deadline = deadline
         self.max_unscored_share = max_unscored_share
-        self._workers = workers or cores.most(4, cores.quota(), cores.at_hand())
-        self._judge = pickled(judge)
+        self._workers = workers or cores.limit_threads(4, cores.read_quota(), cores.count_cores())
+        self._judge = pickle_judge(judge)
         self._context = WorkerContext(self._judge)
         self._open: dict[_Job, None] = {}
         self._restarts = 0
@@ -69,8 +69,9 @@ class Verifier:
         Completions are judged while `groups` goes on yielding, and a group is yielded as soon as it and those before it
         are done. A completion that has an outcome already (it failed) keeps it.
 
-        Raises VerifierError where more than `max_unscored_share` of the completions got no reward: at the end, after
-        every group was yielded, or earlier, once that is so of at least 64. Raises it too where no worker can judge.
+        Raises:
+            VerifierError: more than `max_unscored_share` of the completions got no reward (raised after every group was
+                yielded, or earlier, once 64 completions have an outcome), or no worker can judge.
         """
         pending: deque[tuple[Group, list[_Job | None]]] = deque()
         tally = Tally()
@@ -84,7 +85,7 @@ class Verifier:
         finally:
             for job in (job for _, jobs in pending for job in jobs if job is not None):
                 self._open.pop(job, None)
-        if message := excess(tally, self.max_unscored_share):
+        if message := describe_excess(tally, self.max_unscored_share):
             raise VerifierError(message)
 
     def close(self) -> None:
@@ -112,19 +113,19 @@ class Verifier:
 
     def _schedule(self, job: _Job) -> None:
         try:
-            job.future = self._pool.schedule(worker.verdict, args=(job.payload,), timeout=self.deadline)
+            job.future = self._pool.schedule(worker.give_verdict, args=(job.payload,), timeout=self.deadline)
         except RuntimeError as error:  # the pool has broken down: a process died while it had nothing to do
             self._restart(str(error))
 
     def _collect(self, group: Group, jobs: list[_Job | None], tally: Tally) -> Group:
-        """The group with its outcomes, waiting for those that are still to come."""
+        """Wait for the outcomes of the group, and return it with them."""
         outcomes = [self._outcome(job) if job is not None else None for job in jobs]
         completions = zip(group.completions, outcomes, strict=True)
         judged = replace(
             group, completions=tuple(replace(c, outcome=o) if o is not None else c for c, o in completions)
         )
         tally.add(judged)
-        if tally.completions >= _EARLY and (message := excess(tally, self.max_unscored_share)):
+        if tally.completions >= _EARLY and (message := describe_excess(tally, self.max_unscored_share)):
             raise VerifierError(message)
         return judged
 
@@ -134,7 +135,7 @@ class Verifier:
             try:
                 outcome = _read(job.future.result(timeout=self.deadline + _PATIENCE))
             except ProcessExpired as error:
-                outcome = Outcome.rejected(f"the worker process {_end(error.exitcode)} while it judged")
+                outcome = Outcome.rejected(f"the worker process {_describe_end(error.exitcode)} while it judged")
             except (BrokenProcessPool, CancelledError) as error:
                 self._restart(str(error))
             except TimeoutError:
@@ -160,8 +161,8 @@ class Verifier:
         self._context.kill()
 
     def _restart(self, reason: str) -> None:
-        """Start over with new processes and send them everything that has no verdict. A pool does not get over the
-        death of a process that was not judging."""
+        """Start over with new processes and send them everything without a verdict. A pool does not survive the death
+        of an idle process."""
         if self._closed:
             raise VerifierError("the verifier was closed while it judged")
         self._restarts += 1
@@ -180,7 +181,7 @@ class Verifier:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A completion that is being judged: its pickled (text, gold), and the verdict to come."""
+    """A completion under way: its pickled (text, gold), and the future verdict."""
 
     payload: bytes
     future: Future[worker.Verdict]
@@ -188,14 +189,14 @@ class _Job:
 
 @dataclass(slots=True)
 class Tally:
-    """How many completions were judged, and why some have no reward, with an example for each reason."""
+    """Counts the judged completions and the reasons for missing rewards, with an example for each reason."""
 
     completions: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
     def add(self, group: Group) -> None:
-        """Count a judged group in."""
+        """Count a judged group."""
         self.completions += len(group.completions)
         for completion in group.completions:
             outcome = completion.outcome
@@ -205,10 +206,10 @@ class Tally:
                 self.examples.setdefault(reason, f"{completion.text!r:.200}, judged against {group.prompt.gold!r:.100}")
 
 
-def excess(tally: Tally, max_share: float) -> str | None:
-    """What to tell the user when more than `max_share` of the completions have no reward; None when it is fewer.
+def describe_excess(tally: Tally, max_share: float) -> str | None:
+    """The message for the user when more than `max_share` of the completions have no reward; None for fewer.
 
-    >>> excess(Tally(8, Counter({"rejected: no verdict within 5 s": 2})), max_share=0.25) is None
+    >>> describe_excess(Tally(8, Counter({"rejected: no verdict within 5 s": 2})), max_share=0.25) is None
     True
     """
     unscored = tally.reasons.total()
@@ -230,7 +231,7 @@ def _read(verdict: worker.Verdict) -> Outcome:
     return Outcome.scored(float(value)) if kind == "scored" else Outcome.rejected(str(value))
 
 
-def _end(exit_code: int) -> str:
+def _describe_end(exit_code: int) -> str:
     if exit_code < 0:
         names = {known.value: known.name for known in signal.Signals}
         return f"was ended by {names.get(-exit_code, f'signal {-exit_code}')}"

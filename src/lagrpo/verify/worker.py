@@ -1,9 +1,9 @@
-"""What runs in a worker process: judging one completion at a time.
+"""Judges one completion at a time, in a worker process.
 
-Nothing here imports torch or transformers, so that a worker starts in about a tenth of a second and takes little memory
-(beyond what the judge's own module imports). Judging goes on beside sampling and learning, which wait for every one of
-their threads: a worker gives way to them, and computes with one thread. A verdict travels as a pair: ("scored",
-reward), ("rejected", reason), or ("unloadable", reason) where this process could not load the judge.
+This imports neither torch nor transformers, so a worker starts in about a tenth of a second and takes little memory
+(besides what the judge's own module imports). Judging runs beside sampling and learning, which wait for all their
+threads, so a worker gives way to them and computes with one thread. A verdict travels as a pair: ("scored", reward),
+("rejected", reason), or ("unloadable", reason) where this process could not load the judge.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _deadline = math.inf
 
 
 def start(judge: bytes, deadline: float) -> None:
-    """Prepare this process: give way to the policy; load the judge; die when told to even while the judge hangs in C
-    code, which a signal handler in Python would wait for; die with the parent; leave nothing behind."""
+    """Prepare this process: give way to the policy, load the judge, end with the parent, leave nothing behind. SIGTERM
+    keeps its default effect, because a handler in Python would wait for a judge that hangs in C code."""
     global _judge, _problem, _deadline
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is blocked; starting a resource tracker unblocks it
@@ -49,10 +49,10 @@ def start(judge: bytes, deadline: float) -> None:
 
 
 def warm_up() -> None:
-    """Does nothing: asking for it makes the pool start its processes."""
+    """Do nothing: scheduling this makes the pool start its processes."""
 
 
-def verdict(payload: bytes) -> Verdict:
+def give_verdict(payload: bytes) -> Verdict:
     """The verdict on a pickled (text, gold)."""
     if _judge is None:
         return "unloadable", _problem
@@ -67,7 +67,7 @@ def verdict(payload: bytes) -> Verdict:
 
 
 def _score(value: object) -> Verdict:
-    """Any finite number will do (numpy's and torch's scalars too), text that spells one will not."""
+    """Take any finite number (numpy's and torch's scalars, too), but no text that spells one."""
     try:
         reward = math.nan if isinstance(value, str | bytes | bytearray) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -82,8 +82,8 @@ def _describe(error: BaseException) -> str:
 
 
 def _give_way() -> None:
-    """A lower priority, and one thread in what the judge will load, or has loaded where it is part of the main script.
-    Not lower still: a deadline is one of the clock, and a judge that gets too little of a core would miss it."""
+    """Take a lower priority, and one thread for what the judge loads (or has loaded as part of the main script). An
+    even lower priority would leave a judge too little of a core to meet its deadline."""
     if sys.platform != "win32":
         os.nice(POLITENESS)
     os.environ["OMP_NUM_THREADS"] = "1"

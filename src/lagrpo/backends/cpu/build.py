@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -18,13 +19,14 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from lagrpo.cache import cache_directory
+
+logger = logging.getLogger("lagrpo")
 
 HERE = Path(__file__).parent
 SOURCES = tuple(sorted(HERE.glob("*.c")))
@@ -88,7 +90,7 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(next((value.split() for name, _, value in lines if name.strip() in ("flags", "Features")), ()))
 
 
-def load_library(say: Callable[[str], None]) -> tuple[ctypes.CDLL, str]:
+def load_library() -> tuple[ctypes.CDLL, str]:
     """The library and what made it. Raises NoKernels."""
     if sys.platform != "linux" or "OpenMP" not in torch.__config__.parallel_info():
         raise NoKernels("they need Linux and a PyTorch that runs its threads with OpenMP")
@@ -100,7 +102,7 @@ def load_library(say: Callable[[str], None]) -> tuple[ctypes.CDLL, str]:
     try:
         target = cache_directory() / "kernels" / f"{_fingerprint(compiler, version, flags)}.so"
         if not target.is_file():
-            say(f"compiling the kernels for this processor, once, into {target}")
+            logger.info("compiling the kernels for this processor, once, into %s", target)
             _compile(compiler, flags, target)
         _trusted(target)
         return ctypes.CDLL(str(target)), version

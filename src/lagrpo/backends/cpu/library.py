@@ -6,7 +6,6 @@ C sees tensors as addresses: the caller keeps them alive, contiguous where kerne
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -18,10 +17,10 @@ VECTOR = 16  # numbers in one vector of the kernels
 _library: Any = None
 
 
-def load(say: Callable[[str], None]) -> str:
+def load() -> str:
     """Compile the library if need be and load it; returns the name of the compiler. Raises NoKernels."""
     global _library
-    _library, compiler = load_library(say)
+    _library, compiler = load_library()
     _library.pack_bytes.restype = ctypes.c_int64
     return compiler
 

@@ -3,9 +3,6 @@ backend's choice (backends/choose.py)."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-
 from lagrpo.backends.cpu import library
 from lagrpo.backends.cpu.build import ISA, NoKernels, isa_level
 from lagrpo.backends.cpu.panels import choose_products
@@ -24,16 +21,14 @@ def check_level() -> None:
         raise NoKernels(f"this process computes with the instructions {_level}; for {ISA} = {level} start another one")
 
 
-def why_not(say: Callable[[str], None] | None = None) -> str | None:
-    """Load the kernels at the first call. None where they are loaded, else the reason. `say` is told of a compilation
-    (default: standard error)."""
+def why_not() -> str | None:
+    """Load the kernels at the first call. None where they are loaded, else the reason."""
     global _reason, _compiler, _products, _level
     if not library.is_loaded() and _reason is None:
-        say = say or (lambda line: print(line, file=sys.stderr, flush=True))
         try:
             _level = isa_level()
-            _compiler = library.load(say)
-            _products = choose_products(say)
+            _compiler = library.load()
+            _products = choose_products()
         except NoKernels as error:
             _reason = str(error)
     return _reason

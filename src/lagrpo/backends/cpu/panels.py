@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lagrpo.backends.cpu.build import isa_level
 from lagrpo.backends.cpu.library import call
+
+logger = logging.getLogger("lagrpo")
 
 BY_VECTORS, BY_TILES = 1, 2  # products.c's ways to compute
 CHECKED = ((1, 5, 2), (3, 49, 30), (17, 33, 576), (33, 97, 1030))
@@ -47,7 +50,7 @@ class Panels:
         return y
 
 
-def choose_products(say: Callable[[str], None]) -> str | None:
+def choose_products() -> str | None:
     """Let the library compute products by the first of its ways that this processor has and that is right here. Returns
     the name of that way, or None where there is none."""
     tiles = "AMX emulated in C" if isa_level() == "emulated_tiles" else "AMX"
@@ -57,7 +60,7 @@ def choose_products(say: Callable[[str], None]) -> str | None:
             continue
         if products_are_right():
             return name
-        say(f"matrix products by {name} do not give the numbers they should on this processor: they are not used")
+        logger.warning("matrix products by %s give wrong numbers on this processor and are not used", name)
     return None
 
 

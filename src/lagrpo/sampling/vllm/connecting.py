@@ -7,9 +7,10 @@ a server without the endpoints that deliveries need, another model.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler, refuse_mismatch
 from lagrpo.sampling.vllm.server import GENERATE, HOW_TO_START, KEY, Deadlines, SamplerError, Server
 from lagrpo.sampling.vllm.wire import WIRES, Directories
 from lagrpo.settings.schema import Settings, VllmSettings
+
+logger = logging.getLogger("lagrpo")
 
 OURS = {"--model", "--host", "--port", "--api-key", "--dtype", "--logprobs-mode", "--generation-config"}
 COARSENESS = [torch.float32, torch.float16, torch.bfloat16]
@@ -107,13 +110,13 @@ def started(settings: Settings) -> list[Server]:
     )
     if taken := OURS & {word.partition("=")[0] for word in launch.options}:
         raise ValueError(f"options: {', '.join(sorted(taken))} is set by lagrpo itself")
-    folder, say = Path(settings.run.directory), said(settings)
+    folder = Path(settings.run.directory)
     with refusing("run.directory"):
         folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log" for _ in range(vllm.servers)]
     for log in logs:
-        say(f"a vLLM server is being started, for at most {vllm.start_deadline:g} s (log: {log})")
-    return [StartedServer(launch, deadlines(vllm), log, say) for log in logs]
+        logger.info("a vLLM server is being started, for at most %g s (log: %s)", vllm.start_deadline, log)
+    return [StartedServer(launch, deadlines(vllm), log) for log in logs]
 
 
 def build_vllm(settings: Settings, policy: Policy, servers: Sequence[Server]) -> VllmSampler:
@@ -152,14 +155,7 @@ def build_vllm(settings: Settings, policy: Policy, servers: Sequence[Server]) ->
         in_flight=vllm.in_flight,
         failures=vllm.failures,
         dtype=dtype,
-        say=said(settings),
     )
-
-
-def said(settings: Settings) -> Callable[[str], None]:
-    """Prints what happens to the servers, unless the run is to be silent."""
-    silent = settings.run.display == "none"
-    return (lambda text: None) if silent else (lambda text: print(f"lagrpo: {text}", flush=True))
 
 
 def _dtype(server: Server) -> torch.dtype:

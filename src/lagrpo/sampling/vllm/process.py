@@ -6,6 +6,7 @@ stands a guard: a small process that ends the server with everything it started 
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -13,12 +14,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lagrpo.sampling.vllm.server import Deadlines, Server, UnreachableError
 from lagrpo.threads import waiting
+
+logger = logging.getLogger("lagrpo")
 
 SHOWN = 30  # lines of a server's log that a failure shows
 GUARD = """
@@ -77,28 +80,27 @@ class Launch:
         own = {"VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         own |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if self.wire == "ipc" else {}
         ours = ("OMP_NUM_THREADS", "PYTHONPATH")
-        inherited = {name: value for name, value in waiting.given(os.environ).items() if name not in ours}
+        inherited = {name: value for name, value in waiting.drop_own(os.environ).items() if name not in ours}
         cpu = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
         return {**cpu, **inherited, **own}
 
 
 class StartedServer(Server):
-    """A server of our own. `log` is the file that gets its output; `say` hears of starts and restarts. Port and API key
-    are free to choose; by default they are made up."""
+    """A server of our own. `log` is the file that gets its output. Port and API key are free to choose; by default they
+    are made up."""
 
     def __init__(
         self,
         launch: Launch,
         deadlines: Deadlines,
         log: Path,
-        say: Callable[[str], None],
         port: int = 0,
         key: str | None = None,
     ) -> None:
         self.key = key or secrets.token_urlsafe(24)
         self.port = port or free_port()
         super().__init__(f"http://127.0.0.1:{self.port}", self.key, deadlines)
-        self.launch, self.log, self.say = launch, log, say
+        self.launch, self.log = launch, log
         self.guard: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -119,7 +121,7 @@ class StartedServer(Server):
 
     def revive(self) -> None:
         """End what is left of the server and start it again. Raises UnreachableError when it does not get ready."""
-        self.say(f"the vLLM server at {self.url} is started again")
+        logger.info("the vLLM server at %s is started again", self.url)
         self._stop()
         self._start()
         self.wait(self.deadlines.start)

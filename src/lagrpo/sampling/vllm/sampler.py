@@ -8,6 +8,7 @@ drawn again with the same seeds, by the same version: the server gets that versi
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 import threading
@@ -26,6 +27,8 @@ from lagrpo.sampling.base import Request
 from lagrpo.sampling.vllm.server import Drawn, RefusedError, SamplerError, Server, UnreachableError
 from lagrpo.sampling.vllm.wire import Directories, DirectoryWire, Parcel, StuckError, Wire
 from lagrpo.types import Completion, Group, Outcome
+
+logger = logging.getLogger("lagrpo")
 
 InFlight = Literal["finish", "span", "redraw"]
 SCORE_TOLERANCE = 0.5  # nats, mean: a server that was brought back serves the version it had, not another
@@ -70,7 +73,7 @@ class VllmSampler:
     """Sampler over `servers`. `in_flight` says what a delivery does with completions under way: `finish` allows none,
     `span` lets them go on with the new weights (their tokens then have several versions), `redraw` draws their groups
     again. `failures` is how often a server may be brought back over the run. `dtype` is that of the weights on the
-    wire; `say` hears what a person should know."""
+    wire."""
 
     def __init__(
         self,
@@ -82,10 +85,9 @@ class VllmSampler:
         in_flight: InFlight = "finish",
         failures: int = 3,
         dtype: torch.dtype = torch.bfloat16,
-        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.drawing, self.wire, self.directories = drawing, wire, directories
-        self.in_flight, self.failures, self.dtype, self.say = in_flight, failures, dtype, say
+        self.in_flight, self.failures, self.dtype = in_flight, failures, dtype
         self.run = secrets.token_hex(4)  # so that another run's version 3 is not taken for ours
         self._members = [_Member(server) for server in servers]
         self._queue: deque[_Ticket] = deque()
@@ -397,7 +399,7 @@ class VllmSampler:
                 return
             try:
                 self._spend(error)
-                self.say(f"{member.server}: {error}. It is brought back")
+                logger.info("%s: %s. It is brought back", member.server, error)
                 member.server.revive()
                 self._restore(member)
             except UnreachableError as again:

@@ -8,11 +8,11 @@ weights to it anew.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shlex
 import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from lagrpo.errors import SettingsError, refusing
@@ -20,59 +20,49 @@ from lagrpo.interrupts import interruptible
 from lagrpo.policy.embedded import check_path, resolve_model
 from lagrpo.sampling.vllm.process import Launch, StartedServer, expanded, missing
 from lagrpo.sampling.vllm.server import KEY, Deadlines, SamplerError, UnreachableError
+from lagrpo.settings.serve import ServeSettings
+
+logger = logging.getLogger("lagrpo")
 
 LOOK = 0.2  # seconds between two looks at the server
 
 
-def serve(
-    model: str,
-    *,
-    port: int,
-    python: str,
-    dtype: str,
-    longest: int,
-    rows: int,
-    delivery: str,
-    failures: int,
-    deadline: float,
-    log: Path | None,
-    options: Sequence[str],
-) -> None:
-    """Start a server of `model`, say how to attach to it, and keep it up until a signal comes.
+def serve(asked: ServeSettings) -> None:
+    """Start a server, say how to attach to it, and keep it up until a signal comes.
 
     Raises:
         SettingsError: no such Python, model or log directory, a port in use, numbers that make no sense.
         SamplerError: the server did not get ready within `deadline` seconds, or ended more than `failures` times.
         Interrupted: Ctrl-C or SIGTERM; the server has been ended.
     """
-    check_numbers(longest=longest, rows=rows, failures=failures, deadline=deadline)
-    check_port(port)
-    python = str(Path(python).expanduser().absolute())
+    check_numbers(asked)
+    check_port(asked.port)
+    python = str(Path(asked.python).expanduser().absolute())
     with refusing("--python"):
         if problem := missing(python):
             raise ValueError(problem)
     with refusing("model.path"):
-        check_path(model)
-    log = (log or Path(f"vllm-{port}.log")).absolute()
+        check_path(asked.model)
+    log = (asked.log or Path(f"vllm-{asked.port}.log")).absolute()
     with refusing("--log"):
         log.open("ab").close()
     given = os.environ.get(KEY)
     launch = Launch(
         python=python,
-        model=resolve_model(model),
-        dtype=dtype,
-        longest=longest,
-        rows=rows,
-        wire=delivery,
-        options=expanded(options),
+        model=resolve_model(asked.model),
+        dtype=asked.dtype,
+        longest=asked.max_model_len,
+        rows=asked.rows,
+        wire=asked.delivery,
+        options=expanded(asked.options),
     )
     with interruptible():
-        say(f"starting {model} with {python} (log: {log}) …")
-        server = StartedServer(launch, Deadlines(start=deadline), log, say, port, given)
+        logger.info("starting %s with %s (log: %s) …", asked.model, python, log)
+        server = StartedServer(launch, Deadlines(start=asked.deadline), log, asked.port, given)
         try:
-            server.wait(deadline)
-            print(how_to_attach(server.url, model, delivery, None if given else server.key), flush=True)
-            keep_up(server, failures)
+            server.wait(asked.deadline)
+            print(how_to_attach(server.url, asked.model, asked.delivery, None if given else server.key), flush=True)
+            keep_up(server, asked.failures)
         finally:
             server.close()
 
@@ -87,7 +77,7 @@ def keep_up(server: StartedServer, failures: int) -> None:
     while True:
         while server.running:
             time.sleep(LOOK)
-        say(f"the vLLM server at {server.url} ended.{server.tail()}")
+        logger.info("the vLLM server at %s ended.%s", server.url, server.tail())
         spent += 1
         while not brought_back(server, spent, failures):
             spent += 1
@@ -100,20 +90,24 @@ def brought_back(server: StartedServer, spent: int, failures: int) -> bool:
     try:
         server.revive()
     except UnreachableError as error:
-        say(str(error))
+        logger.info("%s", error)
         return False
-    say(f"{server.url} is up again, with the weights it was started with; trainers deliver theirs anew")
+    logger.info("%s is up again, with the weights it was started with; trainers deliver theirs anew", server.url)
     return True
 
 
-def check_numbers(longest: int, rows: int, failures: int, deadline: float) -> None:
+def check_numbers(asked: ServeSettings) -> None:
     """Raises SettingsError for numbers that make no sense."""
-    least = {"--max-model-len": (longest, 2), "--rows": (rows, 1), "--failures": (failures, 0)}
+    least = {
+        "--max-model-len": (asked.max_model_len, 2),
+        "--rows": (asked.rows, 1),
+        "--failures": (asked.failures, 0),
+    }
     for name, (number, smallest) in least.items():
         if number < smallest:
             raise SettingsError(f"{name} is at least {smallest}, not {number}")
-    if not deadline > 0:
-        raise SettingsError(f"--deadline is more than 0 seconds, not {deadline:g}")
+    if not asked.deadline > 0:
+        raise SettingsError(f"--deadline is more than 0 seconds, not {asked.deadline:g}")
 
 
 def check_port(port: int) -> None:
@@ -143,7 +137,3 @@ def how_to_attach(url: str, model: str, delivery: str, key: str | None) -> str:
     lines = [f"  export {KEY}={key}"] if key else []
     lines += [f"  lagrpo train … --model {shlex.quote(model)} --sampling.sampler vllm --vllm.urls {url}{wire}"]
     return "\n".join([f"lagrpo: {url} is up; Ctrl-C ends it. To attach{whose}:", "", *lines, ""])
-
-
-def say(text: str) -> None:
-    print(f"lagrpo: {text}", flush=True)

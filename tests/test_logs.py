@@ -1,0 +1,59 @@
+"""Where log records go: to standard error for the command line, to a run's display, to the program's own handlers."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from lagrpo import logs
+
+logger = logging.getLogger("lagrpo")
+
+
+@pytest.fixture(autouse=True)
+def _no_handler():
+    """As in a program that has not called the command line."""
+    handlers, level = list(logger.handlers), logger.level
+    logger.handlers, logger.level = [], logging.NOTSET
+    logger.manager._clear_cache()  # type: ignore[attr-defined]
+    yield
+    logger.handlers = handlers
+    logger.setLevel(level)
+
+
+def test_a_library_prints_nothing_of_what_it_reports(capfd):
+    logger.info("compiling")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_command_line_prints_every_record_once(capfd):
+    logs.print_records()
+    logs.print_records()
+    logging.getLogger("lagrpo.below").info("compiling into %s", "x")
+    logger.debug("detail")
+    assert capfd.readouterr() == ("", "lagrpo: compiling into x\n")
+
+
+@pytest.mark.parametrize("printed", [False, True])
+def test_a_display_takes_the_place_of_standard_error(printed, capfd, caplog):
+    if printed:
+        logs.print_records()
+    notes: list[str] = []
+    with logs.shown_by(notes.append):
+        logger.info("fewer threads")
+    logger.info("afterwards")
+    assert notes == ["fewer threads"]
+    assert capfd.readouterr() == ("", "lagrpo: afterwards\n" if printed else "")
+    assert "fewer threads" in caplog.messages  # the program's own handlers get it too
+
+
+def test_a_silent_run_prints_warnings_alone(capfd):
+    logs.print_records()
+    with logs.shown_by(None, logging.WARNING):
+        logger.info("compiling")
+        logger.warning("rows are left out")
+        with logs.shown_by(lambda text: None):
+            logger.info("fewer threads")
+        logger.info("compiling")
+    assert capfd.readouterr() == ("", "lagrpo: rows are left out\n")
