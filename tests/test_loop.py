@@ -12,7 +12,7 @@ from tiny import save_tiny
 
 from lagrpo.policy.learner import Learner
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.parity import DeliveryError
+from lagrpo.sampling.parity import ParityError
 from lagrpo.sampling.prefetch import VersionError
 from lagrpo.settings.toml import load_settings
 from lagrpo.training.build import Parts
@@ -123,7 +123,7 @@ def test_a_sampler_that_does_not_take_the_delivery_stops_the_run(algorithm, monk
         return {}
 
     monkeypatch.setattr(LocalSampler, "deliver", stale)
-    with pytest.raises(DeliveryError, match=r"version 1 on the in-process sampler: .* serves other weights"):
+    with pytest.raises(ParityError, match=r"version 1 on the in-process sampler: .* serves other weights"):
         iterative_grpo(a)
     assert [u.b for u in log(a).used] == [1]
 

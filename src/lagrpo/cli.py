@@ -26,10 +26,8 @@ from pydantic import BaseModel
 
 from lagrpo.errors import SettingsError
 from lagrpo.settings.arguments import parse
-from lagrpo.settings.schema import EvalSettings, SamplingSettings, Settings, VllmSettings
+from lagrpo.settings.schema import EvalSettings, Settings
 from lagrpo.settings.toml import load_settings, to_toml, validated
-
-SAMPLING, VLLM = SamplingSettings(), VllmSettings()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -174,54 +172,18 @@ def verify(
         sys.exit(1)
 
 
-def serve(
-    model: tyro.conf.Positional[str],
-    port: int = 8000,
-    python: str = VLLM.python,
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
-    max_model_len: int = SAMPLING.max_prompt_tokens + SAMPLING.max_tokens + 1,
-    rows: int = SAMPLING.rows,
-    delivery: Literal["directory", "nccl", "ipc"] = VLLM.delivery,
-    failures: int = VLLM.failures,
-    deadline: float = VLLM.start_deadline,
-    log: Path | None = None,
-    options: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
-) -> None:
-    """Start a vLLM server on 127.0.0.1 for trainers to attach to, and keep it up until Ctrl-C.
-
-    It prints the URL, the API key (that of $LAGRPO_VLLM_API_KEY where it is set) and the settings that attach to it.
-    What follows -- goes to vLLM as it is: lagrpo serve MODEL -- --data-parallel-size 7
-
-    Args:
-        model: Hub id or directory of a causal language model, or smollm2.
-        port: Where it listens.
-        python: Python of the environment that has vLLM; `make vllm-env` makes one.
-        dtype: Of its weights and arithmetic.
-        max_model_len: Longest sequence; a run needs sampling.max_prompt_tokens + sampling.max_tokens + 1.
-        rows: Completions decoded at a time.
-        delivery: How weights will travel (vllm.delivery of the run).
-        failures: How often it is started again when it dies.
-        deadline: Seconds for it to get ready.
-        log: File that gets its output; vllm-PORT.log here by default.
-        options: Further options of `vllm serve`: --options="--tensor-parallel-size 2", or behind --.
-    """
+def serve(words: list[str]) -> None:
+    """Keep a vLLM server up for trainers to attach to; what follows -- are options of vLLM."""
     from lagrpo.sampling.vllm.server import SamplerError
+    from lagrpo.sampling.vllm.serving import Serving
     from lagrpo.sampling.vllm.serving import serve as run
+    from lagrpo.terminal.log import show_log
 
+    config = (tyro.conf.PositionalRequiredArgs, tyro.conf.UseAppendAction)
+    serving = tyro.cli(Serving, args=rest_as_options(words), prog="lagrpo serve", config=config)
     try:
-        run(
-            model,
-            port=port,
-            python=python,
-            dtype=dtype,
-            longest=max_model_len,
-            rows=rows,
-            delivery=delivery,
-            failures=failures,
-            deadline=deadline,
-            log=log,
-            options=options,
-        )
+        with show_log():
+            run(serving)
     except SamplerError as error:
         fail(error, 1)
 
@@ -267,6 +229,6 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "eval": evaluate,
     "show": lambda words: tyro.cli(show, args=words, prog="lagrpo show"),
     "verify": lambda words: tyro.cli(verify, args=words, prog="lagrpo verify"),
-    "serve": lambda words: tyro.cli(serve, args=rest_as_options(words), prog="lagrpo serve"),
+    "serve": serve,
     "recipes": lambda words: tyro.cli(recipes, args=words, prog="lagrpo recipes"),
 }

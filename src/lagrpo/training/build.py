@@ -28,7 +28,7 @@ from lagrpo.policy.templates import Templates
 from lagrpo.rng import uniforms
 from lagrpo.sampling.base import Sampler
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.parity import PROBE_PROMPTS, DeliveryError, Parity, Proof
+from lagrpo.sampling.parity import PARITY_PROMPTS, Parity, ParityCheck, ParityError
 from lagrpo.sampling.schedule import Schedule
 from lagrpo.sampling.vllm.connecting import build_vllm, open_servers
 from lagrpo.sampling.vllm.sampler import VllmSampler
@@ -208,12 +208,12 @@ def build_proof(
     """
     if not settings.sampling.prove:
         return _unproven, None
-    probes = source.probes(PROBE_PROMPTS)
+    probes = source.probes(PARITY_PROMPTS)
     if isinstance(sampler, VllmSampler):
-        return Proof(probes, sampler.dtype, settings.vllm.tolerance), None
+        return ParityCheck(probes, sampler.dtype, settings.vllm.tolerance), None
     assert isinstance(sampler, LocalSampler)
-    proof = Proof(probes, policy.dtype)
-    with refusing("model.path", DeliveryError):
+    proof = ParityCheck(probes, policy.dtype)
+    with refusing("model.path", ParityError):
         return proof, proof.start(policy, sampler)
 
 

@@ -23,13 +23,14 @@ from lagrpo.interrupts import Interrupted, interruptible, whole
 from lagrpo.policy.batch import Batch, MicroBatch
 from lagrpo.runs import Run, collect_environment
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.parity import DeliveryError
+from lagrpo.sampling.parity import ParityError
 from lagrpo.sampling.prefetch import Draws, VersionError
 from lagrpo.sampling.vllm.server import SamplerError
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings, to_toml
 from lagrpo.tasks import Task
 from lagrpo.terminal.display import Display, make_display, summary
+from lagrpo.terminal.log import show_log
 from lagrpo.threads import team
 from lagrpo.training.build import Parts, advantage_of, without_progress_bars
 from lagrpo.training.checks import check_settings
@@ -46,7 +47,7 @@ READ_OF_TASK = {"reward_range": "", "system_prompt": " (of questions in offline.
 """What is read of settings.task where the task is an object of the caller's, and for what."""
 STILL = 1e-4  # a delivery that changes a smaller share of the weights is warned of
 FAILURES = (
-    *(VerifierError, DeliveryError, VersionError, SamplerError),
+    *(VerifierError, ParityError, VersionError, SamplerError),
     *(FloatingPointError, torch.OutOfMemoryError, OSError),
 )
 """Errors that end a run without being the program's: what they say is for the user."""
@@ -76,7 +77,7 @@ def train(settings: Settings | Mapping[str, Any] | str | os.PathLike[str], task:
 
     Raises:
         SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
-        DeliveryError, VersionError: the sampler does not draw from the policy that the schedule announced.
+        ParityError, VersionError: the sampler does not draw from the policy that the schedule announced.
         SamplerError: the vLLM servers are gone for good.
         VerifierError: too many completions could not be judged.
         FloatingPointError: a gradient is not finite.
@@ -84,7 +85,7 @@ def train(settings: Settings | Mapping[str, Any] | str | os.PathLike[str], task:
     settings = settings if isinstance(settings, Settings) else load_settings(settings)
     recipe = check_settings(settings, task)
     device = pick_device(settings.model.device)
-    with interruptible(), restored():
+    with interruptible(), restored(), show_log(settings.run.display != "none"):
         if settings.run.display != "none":
             print(f"loading {settings.model.path} on {device} …", flush=True)
         parts = Parts.build(settings, recipe, task)

@@ -1,84 +1,128 @@
-"""`lagrpo serve`: a vLLM server in the foreground, for trainers to attach to; started again when it dies.
+"""`lagrpo serve`: a vLLM server in the foreground, for trainers to attach to; restarted when it dies.
 
-The server is a `StartedServer` (sampling/vllm/process.py): in an environment of its own, on 127.0.0.1, with an API key,
-and with a guard that ends it when we are gone. A trainer that finds it dead waits until it is back, and delivers its
-weights to it anew.
+The server is a `StartedServer` (process.py): in an environment of its own, on 127.0.0.1, with an API key, and with a
+guard that ends it when we are gone. A trainer that finds it dead waits until it is back and syncs its weights to it
+again.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shlex
 import socket
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.interrupts import interruptible
 from lagrpo.policy.embedded import check_path, resolve_model
-from lagrpo.sampling.vllm.process import Launch, StartedServer, expanded, missing
+from lagrpo.sampling.vllm.process import Launch, StartedServer, check_python, split_options
 from lagrpo.sampling.vllm.server import KEY, Deadlines, SamplerError, UnreachableError
+from lagrpo.settings.schema import SamplingSettings, VllmSettings
 
+log = logging.getLogger("lagrpo.vllm")
+SAMPLING, VLLM = SamplingSettings(), VllmSettings()
 LOOK = 0.2  # seconds between two looks at the server
 
 
-def serve(
-    model: str,
-    *,
-    port: int,
-    python: str,
-    dtype: str,
-    longest: int,
-    rows: int,
-    delivery: str,
-    failures: int,
-    deadline: float,
-    log: Path | None,
-    options: Sequence[str],
-) -> None:
-    """Start a server of `model`, say how to attach to it, and keep it up until a signal comes.
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Start a vLLM server on 127.0.0.1 for trainers to attach to, and keep it up until Ctrl-C.
+
+    It prints the URL, the API key (that of $LAGRPO_VLLM_API_KEY if it is set) and the settings that attach to it.
+    What follows -- goes to vLLM as it is: lagrpo serve MODEL -- --data-parallel-size 7"""
+
+    model: str
+    """Hub id or directory of a causal language model, or smollm2."""
+    port: int = 8000
+    """Where it listens."""
+    python: str = VLLM.python
+    """Python of the environment that has vLLM; `make vllm-env` makes one."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of its weights and arithmetic."""
+    max_model_len: int = SAMPLING.max_prompt_tokens + SAMPLING.max_tokens + 1
+    """Longest sequence; a run needs sampling.max_prompt_tokens + sampling.max_tokens + 1."""
+    rows: int = SAMPLING.rows
+    """Completions generated at a time."""
+    delivery: Literal["directory", "nccl", "ipc"] = VLLM.delivery
+    """How weights will travel (vllm.delivery of the run)."""
+    failures: int = VLLM.failures
+    """How often it is restarted when it dies."""
+    deadline: float = VLLM.start_deadline
+    """Seconds for it to get ready."""
+    log: Path | None = None
+    """File that gets its output; vllm-PORT.log here by default."""
+    options: tuple[str, ...] = ()
+    """Further options of `vllm serve`: --options="--tensor-parallel-size 2", or behind --."""
+
+    @property
+    def log_path(self) -> Path:
+        """Where its output goes."""
+        return (self.log or Path(f"vllm-{self.port}.log")).absolute()
+
+    @property
+    def python_path(self) -> str:
+        return str(Path(self.python).expanduser().absolute())
+
+    def check(self) -> None:
+        """Raises SettingsError for no such Python, model or log directory, a port in use, senseless numbers."""
+        self._check_numbers()
+        check_port(self.port)
+        with refusing("--python"):
+            check_python(self.python_path)
+        with refusing("model.path"):
+            check_path(self.model)
+        with refusing("--log"):
+            self.log_path.open("ab").close()
+
+    def _check_numbers(self) -> None:
+        least = {"--max-model-len": (self.max_model_len, 2), "--rows": (self.rows, 1), "--failures": (self.failures, 0)}
+        for name, (number, smallest) in least.items():
+            if number < smallest:
+                raise SettingsError(f"{name} is at least {smallest}, not {number}")
+        if not self.deadline > 0:
+            raise SettingsError(f"--deadline is more than 0 seconds, not {self.deadline:g}")
+
+    def launch(self) -> Launch:
+        """How the server is started."""
+        return Launch(
+            python=self.python_path,
+            model=resolve_model(self.model),
+            dtype=self.dtype,
+            longest=self.max_model_len,
+            max_num_seqs=self.rows,
+            wire=self.delivery,
+            options=split_options(self.options),
+        )
+
+
+def serve(serving: Serving) -> None:
+    """Start a server, print how to attach to it, and keep it up until a signal comes.
 
     Raises:
-        SettingsError: no such Python, model or log directory, a port in use, numbers that make no sense.
+        SettingsError: options that cannot be used.
         SamplerError: the server did not get ready within `deadline` seconds, or ended more than `failures` times.
         Interrupted: Ctrl-C or SIGTERM; the server has been ended.
     """
-    check_numbers(longest=longest, rows=rows, failures=failures, deadline=deadline)
-    check_port(port)
-    python = str(Path(python).expanduser().absolute())
-    with refusing("--python"):
-        if problem := missing(python):
-            raise ValueError(problem)
-    with refusing("model.path"):
-        check_path(model)
-    log = (log or Path(f"vllm-{port}.log")).absolute()
-    with refusing("--log"):
-        log.open("ab").close()
-    given = os.environ.get(KEY)
-    launch = Launch(
-        python=python,
-        model=resolve_model(model),
-        dtype=dtype,
-        longest=longest,
-        rows=rows,
-        wire=delivery,
-        options=expanded(options),
-    )
+    serving.check()
+    key = os.environ.get(KEY)
     with interruptible():
-        say(f"starting {model} with {python} (log: {log}) …")
-        server = StartedServer(launch, Deadlines(start=deadline), log, say, port, given)
+        log.info("starting %s with %s (log: %s) …", serving.model, serving.python_path, serving.log_path)
+        server = StartedServer(serving.launch(), Deadlines(start=serving.deadline), serving.log_path, serving.port, key)
         try:
-            server.wait(deadline)
-            print(how_to_attach(server.url, model, delivery, None if given else server.key), flush=True)
-            keep_up(server, failures)
+            server.wait(serving.deadline)
+            log.info(describe_attaching(server.url, serving.model, serving.delivery, None if key else server.key))
+            keep_up(server, serving.failures)
         finally:
             server.close()
 
 
 def keep_up(server: StartedServer, failures: int) -> None:
-    """Start the server again whenever it has ended, `failures` times; only an error or a signal ends this.
+    """Restart the server whenever it has ended, `failures` times; only an error or a signal ends this.
 
     Raises:
         SamplerError: it ended once more.
@@ -87,33 +131,23 @@ def keep_up(server: StartedServer, failures: int) -> None:
     while True:
         while server.running:
             time.sleep(LOOK)
-        say(f"the vLLM server at {server.url} ended.{server.tail()}")
+        log.info("the vLLM server at %s ended.%s", server.url, server.tail())
         spent += 1
-        while not brought_back(server, spent, failures):
+        while not bring_back(server, spent, failures):
             spent += 1
 
 
-def brought_back(server: StartedServer, spent: int, failures: int) -> bool:
+def bring_back(server: StartedServer, spent: int, failures: int) -> bool:
     """Whether the server got ready again. Raises SamplerError when this was one failure too many."""
     if spent > failures:
         raise SamplerError(f"{server.url}: that was one failure more than --failures {failures} allows")
     try:
         server.revive()
     except UnreachableError as error:
-        say(str(error))
+        log.info("%s", error)
         return False
-    say(f"{server.url} is up again, with the weights it was started with; trainers deliver theirs anew")
+    log.info("%s is up again, with the weights it was started with; trainers sync theirs again", server.url)
     return True
-
-
-def check_numbers(longest: int, rows: int, failures: int, deadline: float) -> None:
-    """Raises SettingsError for numbers that make no sense."""
-    least = {"--max-model-len": (longest, 2), "--rows": (rows, 1), "--failures": (failures, 0)}
-    for name, (number, smallest) in least.items():
-        if number < smallest:
-            raise SettingsError(f"{name} is at least {smallest}, not {number}")
-    if not deadline > 0:
-        raise SettingsError(f"--deadline is more than 0 seconds, not {deadline:g}")
 
 
 def check_port(port: int) -> None:
@@ -125,25 +159,21 @@ def check_port(port: int) -> None:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
+            reason = "is in use" if error.errno == errno.EADDRINUSE else f"is not available ({error.strerror})"
             raise SettingsError(f"--port: {port} on 127.0.0.1 {reason}; name another") from error
 
 
-def how_to_attach(url: str, model: str, delivery: str, key: str | None) -> str:
-    """What is printed when the server is up; `key` is None where the user has set it.
+def describe_attaching(url: str, model: str, wire: str, key: str | None) -> str:
+    """What is printed when the server is up; `key` is None if the user has set it.
 
-    >>> print(how_to_attach("http://127.0.0.1:8000", "smollm2", "directory", None))
-    lagrpo: http://127.0.0.1:8000 is up; Ctrl-C ends it. To attach (the API key is that of $LAGRPO_VLLM_API_KEY):
+    >>> print(describe_attaching("http://127.0.0.1:8000", "smollm2", "directory", None))
+    http://127.0.0.1:8000 is up; Ctrl-C ends it. To attach (the API key is that of $LAGRPO_VLLM_API_KEY):
     <BLANKLINE>
       lagrpo train … --model smollm2 --sampling.sampler vllm --vllm.urls http://127.0.0.1:8000
     <BLANKLINE>
     """
     whose = "" if key else f" (the API key is that of ${KEY})"
-    wire = "" if delivery == "directory" else f" --vllm.delivery {delivery}"
+    by = "" if wire == "directory" else f" --vllm.delivery {wire}"
     lines = [f"  export {KEY}={key}"] if key else []
-    lines += [f"  lagrpo train … --model {shlex.quote(model)} --sampling.sampler vllm --vllm.urls {url}{wire}"]
-    return "\n".join([f"lagrpo: {url} is up; Ctrl-C ends it. To attach{whose}:", "", *lines, ""])
-
-
-def say(text: str) -> None:
-    print(f"lagrpo: {text}", flush=True)
+    lines += [f"  lagrpo train … --model {shlex.quote(model)} --sampling.sampler vllm --vllm.urls {url}{by}"]
+    return "\n".join([f"{url} is up; Ctrl-C ends it. To attach{whose}:", "", *lines, ""])
