@@ -23,15 +23,14 @@ from tiny import save_tiny, tiny_policy
 
 from lagrpo.errors import SettingsError
 from lagrpo.policy.model import Packed
-from lagrpo.sampling.parity import ParityCheck, ParityError
-from lagrpo.sampling.staleness import check_fresh
+from lagrpo.sampling.parity import ParityCheck, ParityError, check_fresh
 from lagrpo.sampling.vllm import connecting, nccl_wire
 from lagrpo.sampling.vllm.directories import FILE, CorruptError, Directories, check_file
 from lagrpo.sampling.vllm.fleet import Fleet
-from lagrpo.sampling.vllm.generation import Generation
+from lagrpo.sampling.vllm.generation import Generated, Generation
 from lagrpo.sampling.vllm.nccl_wire import NcclWire
 from lagrpo.sampling.vllm.sampler import VllmSampler
-from lagrpo.sampling.vllm.server import Deadlines, Generated, RefusedError, SamplerError, Server, UnreachableError
+from lagrpo.sampling.vllm.server import Deadlines, RefusedError, SamplerError, Server, UnreachableError
 from lagrpo.sampling.vllm.weights import WeightSync
 from lagrpo.sampling.vllm.wire import DirectoryWire, IpcWire, Parcel
 from lagrpo.settings.schema import Settings

@@ -2,7 +2,7 @@
 as their arithmetic allows. The tokens are completions that the sampler generated for a few prompts of the task.
 
 If learner and in-process sampler are of the grade exact (noise.py), bits are compared. Otherwise a weight sync has to
-pass four tests, the last two of which compare it with the sync before (staleness.py):
+pass four tests, the last two of which compare it with the sync before:
 
 1. every server reports the version that was synced;
 2. the mean |Δ log-prob| is within the tolerance of the dtype. Once, too, for the log-probs of what the servers
@@ -36,7 +36,6 @@ from lagrpo.sampling.noise import (
     measure_parity,
     score_items,
 )  # fmt: skip
-from lagrpo.sampling.staleness import check_fresh
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Largest mean |Δ log-prob| in nats a token at tau = 1, by the coarser of the two dtypes. SmolLM2-135M in bfloat16
@@ -45,6 +44,12 @@ NOISE = 3.0
 """An in-process sampler may differ by so many times the difference at the start, if that is beyond the tolerance."""
 RENEW = 0.5
 """Nats a token by which the learner's mean log-prob of the tokens may fall before others take their place."""
+ENOUGH = 20
+"""Tokens on which the learner's log-probs must have changed before equal scores of the sampler count against it."""
+CHANCE = 1e-6
+"""The sampler is stale if so many of the telling tokens are nearer to the old log-probs that a fair coin would show it
+with a smaller chance than this; it takes 20 of them. They are counted, not summed: the noise has heavy tails, and a few
+unlikely tokens would decide a sum of squares."""
 SERVER_TOKENS = 32  # at most, of each completion by a vLLM server
 EXACT_PROMPTS, EXACT_TOKENS = 2, 4  # that are compared to the bit after a weight sync
 
@@ -177,3 +182,37 @@ class ParityCheck:
 
 def _score(policy: Policy, sampler: Checkable, items: Sequence[Item]) -> _Scores:
     return _Scores(score_items(policy, items), [flatten(scores) for scores in sampler.scores(items)])
+
+
+def check_fresh(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, where: str) -> int:
+    """Tests 3 and 4 of the parity check: `old_T`, `new_T` are the learner's log-probs before and after, `before_T`,
+    `now_T` the server's. Returns how many tokens tell old from new. Raises ParityError for stale weights.
+
+    >>> old = torch.linspace(-3.0, -0.1, 30)
+    >>> check_fresh(old, old + 0.3, old + 0.01, old + 0.29, "v")
+    30
+    """
+    if int((new_T != old_T).sum()) >= ENOUGH and torch.equal(before_T, now_T):
+        raise ParityError(
+            f"{where}: the sampler's log-probs are exactly those of before the weight sync, though the policy has "
+            "changed: it did not load the new weights"
+        )
+    to_new_T, to_old_T = (now_T - new_T).abs(), (now_T - old_T).abs()
+    noise = torch.minimum(to_new_T, to_old_T).median()
+    telling_T = (new_T - old_T).abs() > 2 * noise
+    telling, older = int(telling_T.sum()), int((telling_T & (to_old_T < to_new_T)).sum())
+    if _tail(older, telling) < CHANCE:
+        raise ParityError(
+            f"{where}: the sampler is still serving stale weights: of the {telling} tokens that tell old from new, "
+            f"{older} have log-probs nearer to those of the version before"
+        )
+    return telling
+
+
+def _tail(successes: int, trials: int) -> float:
+    """The chance that a fair coin shows at least so many.
+
+    >>> _tail(2, 3), _tail(0, 0)
+    (0.5, 1.0)
+    """
+    return sum(math.comb(trials, k) for k in range(successes, trials + 1)) / 2**trials

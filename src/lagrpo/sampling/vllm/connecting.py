@@ -31,7 +31,7 @@ from lagrpo.sampling.vllm.weights import WeightSync
 from lagrpo.sampling.vllm.wire import DirectoryWire, IpcWire, Wire
 from lagrpo.settings.schema import SamplingSettings, Settings, VllmSettings
 
-log = logging.getLogger("lagrpo.vllm")
+logger = logging.getLogger("lagrpo")
 WIRES: dict[str, Callable[[], Wire]] = {"directory": DirectoryWire, "nccl": NcclWire, "ipc": IpcWire}
 OURS = {"--model", "--host", "--port", "--api-key", "--dtype", "--logprobs-mode", "--generation-config"}
 COARSENESS = [torch.float32, torch.float16, torch.bfloat16]
@@ -108,7 +108,7 @@ def start_servers(settings: Settings) -> list[Server]:
         folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log" for _ in range(settings.vllm.servers)]
     for path in paths:
-        log.info("starting a vLLM server, for at most %g s (log: %s)", settings.vllm.start_deadline, path)
+        logger.info("starting a vLLM server, for at most %g s (log: %s)", settings.vllm.start_deadline, path)
     return [StartedServer(launch, deadlines(settings.vllm), path) for path in paths]
 
 

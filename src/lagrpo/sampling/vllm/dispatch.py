@@ -20,13 +20,15 @@ from lagrpo.sampling.vllm.generation import AbortedError
 from lagrpo.sampling.vllm.server import SamplerError, Server, UnreachableError
 from lagrpo.types import Group
 
+_Result = tuple[Request, Group] | BaseException
+
 
 @dataclass(eq=False, slots=True)
 class _Call:
     """One call of `submit`: how many groups have not been taken yet, and those that are ready."""
 
     remaining: int
-    ready: deque[tuple[Request, Group] | BaseException] = field(default_factory=deque)
+    ready: deque[_Result] = field(default_factory=deque)
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +51,7 @@ class Dispatcher:
         self._halted = False
         self._threads = 0  # of each server
         self._regenerated = 0
-        self._busy = _BusyClock()
+        self._busy, self._since = 0.0, 0.0  # seconds with something to generate, up to the last change
         self.open = 0
 
     def submit(self, requests: Sequence[Request], G: int, each: int) -> Iterator[tuple[Request, Group]]:
@@ -85,17 +87,20 @@ class Dispatcher:
 
     def read(self) -> dict[str, float]:
         """Since the last call: groups that were generated again, and seconds with something to generate."""
-        with self._fleet.changed:
-            metrics = {"redrawn": self._regenerated, "seconds_drawing": self._busy.read()}
-            self._regenerated = 0
+        with self._change():
+            metrics = {"redrawn": self._regenerated, "seconds_drawing": self._busy}
+            self._regenerated, self._busy = 0, 0.0
         return metrics
 
     @contextmanager
     def _change(self) -> Iterator[None]:
         """Change the state, and wake up whoever waits for that."""
         with self._fleet.changed:
+            now = time.perf_counter()
+            if self._queue or self._active:
+                self._busy += now - self._since
+            self._since = now
             yield
-            self._busy.set(bool(self._queue) or self._active > 0)
             self._fleet.changed.notify_all()
 
     # The side that asked.
@@ -139,15 +144,15 @@ class Dispatcher:
             try:
                 group = self._generate(member.server, ticket.request, ticket.G)
             except AbortedError:
-                self._put_back(ticket)
+                self._end(ticket, None)
             except UnreachableError as error:
                 self._fleet.mark_down(member, life)
-                self._put_back(ticket)
+                self._end(ticket, None)
                 self._fleet.recover(member, life, error)
             except BaseException as error:  # noqa: BLE001  (it belongs to whoever waits for the group)
-                self._finish(ticket, error)
+                self._end(ticket, error)
             else:
-                self._finish(ticket, (ticket.request, group))
+                self._end(ticket, (ticket.request, group))
 
     def _take(self, member: Member) -> _Ticket | None:
         """The next group for a server, once there is one that may start; None at the end."""
@@ -162,16 +167,15 @@ class Dispatcher:
     def _may_start(self, member: Member) -> bool:
         return bool(self._queue) and member.up and not self._halted and not self._fleet.broken
 
-    def _put_back(self, ticket: _Ticket) -> None:
+    def _end(self, ticket: _Ticket, item: _Result | None) -> None:
+        """Hand over what became of a group; None puts it back into the queue, to the front."""
         with self._change():
             self._active -= 1
-            self._regenerated += 1
-            self._queue.appendleft(ticket)
-
-    def _finish(self, ticket: _Ticket, item: tuple[Request, Group] | BaseException) -> None:
-        with self._change():
-            self._active -= 1
-            ticket.call.ready.append(item)
+            if item is None:
+                self._regenerated += 1
+                self._queue.appendleft(ticket)
+            else:
+                ticket.call.ready.append(item)
 
     def _abort(self) -> None:
         """Break off what is under way, until nothing is: a request may reach a server after the first call to abort."""
@@ -182,23 +186,3 @@ class Dispatcher:
                 self._fleet.changed.wait(0.05)
             if time.monotonic() > end:
                 raise SamplerError("completions under way could not be broken off before the deadline of a weight sync")
-
-
-class _BusyClock:
-    """Seconds during which there was something to generate."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._since: float | None = None
-
-    def set(self, busy: bool) -> None:
-        now = time.perf_counter()
-        if self._since is not None:
-            self._seconds += now - self._since
-        self._since = now if busy else None
-
-    def read(self) -> float:
-        """Since the last call."""
-        self.set(self._since is not None)
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds

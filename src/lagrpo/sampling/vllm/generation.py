@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from lagrpo.rng import generator
 from lagrpo.sampling.base import Request
-from lagrpo.sampling.vllm.served import Served
-from lagrpo.sampling.vllm.server import Generated, SamplerError, Server, UnreachableError
+from lagrpo.sampling.vllm.fleet import Served
+from lagrpo.sampling.vllm.server import SamplerError, Server, UnreachableError
 from lagrpo.types import Completion, Group, Outcome
+
+NO_LOGPROB = -9000.0  # vLLM writes -9999 where a log-prob is -inf
 
 
 class AbortedError(SamplerError):
     """A server broke off a group because it was told to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One completion as the server returned it."""
+
+    token_ids: list[int]
+    logp: list[float]
+    """Of each token, nats; NaN where the server gave none."""
+    spans: list[tuple[str, int, int]]
+    """(label of the weights, first token, end)."""
+    end: str
+    """Why it ended: "stop", "length", "abort" …"""
+
+    @staticmethod
+    def of(choice: Mapping[str, Any]) -> Generated:
+        """From vLLM's JSON."""
+        tokens, content = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
+        given = {n: entry["logprob"] for n, entry in enumerate(content) if entry["token_id"] == tokens[n]}
+        logp = [math.nan if (p := given.get(n)) is None or p < NO_LOGPROB else p for n in range(len(tokens))]
+        spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
+        return Generated(tokens, logp, spans, choice["finish_reason"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +72,8 @@ class Generation:
         """
         ids, max_tokens = request.prompt.token_ids, min(self.max_tokens, longest or self.max_tokens)
         seed = int(generator(self.seed, self.purpose, *request.address).random_raw(1)[0]) >> 2
-        answers = server.generate(ids, G, seed, max_tokens, self.tau, sorted(self.eos_ids), served.label)
+        choices = server.generate(ids, G, seed, max_tokens, self.tau, sorted(self.eos_ids), served.label)
+        answers = [Generated.of(choice) for choice in choices]
         if any(answer.end == "abort" for answer in answers):
             raise AbortedError(f"{server} broke off a group")
         if foreign := {label for answer in answers for label, _, _ in answer.spans if served.version_of(label) < 0}:

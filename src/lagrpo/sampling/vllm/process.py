@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from pathlib import Path
 from lagrpo.sampling.vllm.server import Deadlines, Server, UnreachableError
 from lagrpo.threads import waiting
 
-log = logging.getLogger("lagrpo.vllm")
+logger = logging.getLogger("lagrpo")
 SHOWN = 30  # lines of a server's log that a failure shows
 GUARD = """
 import os, select, signal, subprocess, sys
@@ -109,21 +108,15 @@ class StartedServer(Server):
 
     @property
     def running(self) -> bool:
-        """Whether its process is there."""
         return self.guard is not None and self.guard.poll() is None
 
-    def wait(self, seconds: float) -> None:
-        """Wait until the server is healthy. Raises UnreachableError if it ends, or is not healthy in time."""
-        end = time.monotonic() + seconds
-        while not self.healthy():
-            if not self.running or time.monotonic() > end:
-                what = "did not get ready" if self.running else "ended"
-                raise UnreachableError(f"the vLLM server {what} within {seconds:g} s.{self.tail()}")
-            time.sleep(0.2)
+    def _not_ready(self, seconds: float) -> str:
+        what = "did not get ready" if self.running else "ended"
+        return f"the vLLM server {what} within {seconds:g} s.{self.tail()}"
 
     def revive(self) -> None:
         """End what is left of the server and restart it. Raises UnreachableError if it does not get ready."""
-        log.info("restarting the vLLM server at %s", self.url)
+        logger.info("restarting the vLLM server at %s", self.url)
         self._stop()
         self._start()
         self.wait(self.deadlines.start)

@@ -1,10 +1,4 @@
-"""The Sampler over vLLM servers. Its parts can each be read alone:
-
-generation.py   one group by one server
-dispatch.py     groups spread over the servers
-weights.py      weight sync
-fleet.py        servers that die and are brought back
-"""
+"""The Sampler over vLLM servers, put together from its parts."""
 
 from __future__ import annotations
 

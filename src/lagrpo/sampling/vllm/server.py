@@ -8,7 +8,6 @@ of the weights generated each token).
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import urllib3
 
 GENERATE = "/inference/v1/generate"
 KEY = "LAGRPO_VLLM_API_KEY"  # the environment variable with the API key of servers that run already
-NO_LOGPROB = -9000.0  # vLLM writes -9999 where a log-prob is -inf
 HOW_TO_START = "start it with `lagrpo serve MODEL`, or with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
 WHOLE_DISTRIBUTION = {
     "top_p": 1.0,
@@ -65,19 +63,6 @@ class Deadlines:
             f"{self.start:g} s to start, {self.request:g} s for a group, {self.sync:g} s to load weights, "
             f"{self.control:g} s for anything else"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """One completion as the server returned it."""
-
-    token_ids: list[int]
-    logp: list[float]
-    """Of each token, nats; NaN where the server gave none."""
-    spans: list[tuple[str, int, int]]
-    """(label of the weights, first token, end)."""
-    end: str
-    """Why it ended: "stop", "length", "abort" …"""
 
 
 class Server:
@@ -144,12 +129,20 @@ class Server:
         return True
 
     def wait(self, seconds: float) -> None:
-        """Wait until the server is healthy. Raises UnreachableError after that many seconds."""
+        """Wait until the server is healthy. Raises UnreachableError if it ends, or is not healthy in time."""
         end = time.monotonic() + seconds
         while not self.healthy():
-            if time.monotonic() > end:
-                raise UnreachableError(f"{self.url} was not healthy within {seconds:g} s; is the server running?")
-            time.sleep(min(0.5, seconds / 10))
+            if not self.running or time.monotonic() > end:
+                raise UnreachableError(self._not_ready(seconds))
+            time.sleep(min(0.2, seconds / 10))
+
+    @property
+    def running(self) -> bool:
+        """Whether it can still get healthy."""
+        return True
+
+    def _not_ready(self, seconds: float) -> str:
+        return f"{self.url} was not healthy within {seconds:g} s; is the server running?"
 
     def revive(self) -> None:
         """After a failure: wait until somebody has brought the server back. Raises UnreachableError."""
@@ -209,13 +202,13 @@ class Server:
         tau: float,
         eos_ids: Sequence[int],
         salt: str,
-    ) -> list[Generated]:
-        """n completions of a prompt from the whole distribution, the g-th with the seed `seed + g`. `salt` keeps
-        cached keys and values of a prompt from being used with other weights."""
+    ) -> list[Mapping[str, Any]]:
+        """n completions of a prompt from the whole distribution, the g-th with the seed `seed + g`, as vLLM returns
+        them. `salt` keeps cached keys and values of a prompt from being used with other weights."""
         own = {"n": n, "seed": seed, "temperature": tau, "max_tokens": max_tokens, "stop_token_ids": list(eos_ids)}
         body = {"token_ids": list(prompt_ids), "cache_salt": salt, "sampling_params": WHOLE_DISTRIBUTION | own}
         choices = self.call("POST", GENERATE, body, self.deadlines.request)["choices"]
-        return [_read_choice(choice) for choice in sorted(choices, key=lambda choice: choice["index"])]
+        return sorted(choices, key=lambda choice: choice["index"])
 
     def score(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
         """log-probs of given tokens at temperature 1, whatever the sampling temperature is, in nats."""
@@ -224,14 +217,6 @@ class Server:
         answer = self.call("POST", GENERATE, body, self.deadlines.request)["prompt_logprobs"]
         chosen = zip(token_ids, answer[len(prompt_ids) :], strict=True)
         return [float(place[str(token)]["logprob"]) for token, place in chosen]
-
-
-def _read_choice(choice: Mapping[str, Any]) -> Generated:
-    tokens, content = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
-    given = {n: entry["logprob"] for n, entry in enumerate(content) if entry["token_id"] == tokens[n]}
-    logp = [math.nan if (p := given.get(n)) is None or p < NO_LOGPROB else p for n in range(len(tokens))]
-    spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
-    return Generated(tokens, logp, spans, choice["finish_reason"])
 
 
 def _message(text: str) -> str:

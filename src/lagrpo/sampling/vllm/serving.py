@@ -24,7 +24,7 @@ from lagrpo.sampling.vllm.process import Launch, StartedServer, check_python, sp
 from lagrpo.sampling.vllm.server import KEY, Deadlines, SamplerError, UnreachableError
 from lagrpo.settings.schema import SamplingSettings, VllmSettings
 
-log = logging.getLogger("lagrpo.vllm")
+logger = logging.getLogger("lagrpo")
 SAMPLING, VLLM = SamplingSettings(), VllmSettings()
 LOOK = 0.2  # seconds between two looks at the server
 
@@ -111,11 +111,11 @@ def serve(serving: Serving) -> None:
     serving.check()
     key = os.environ.get(KEY)
     with interruptible():
-        log.info("starting %s with %s (log: %s) …", serving.model, serving.python_path, serving.log_path)
+        logger.info("starting %s with %s (log: %s) …", serving.model, serving.python_path, serving.log_path)
         server = StartedServer(serving.launch(), Deadlines(start=serving.deadline), serving.log_path, serving.port, key)
         try:
             server.wait(serving.deadline)
-            log.info(describe_attaching(server.url, serving.model, serving.delivery, None if key else server.key))
+            logger.info(describe_attaching(server.url, serving.model, serving.delivery, None if key else server.key))
             keep_up(server, serving.failures)
         finally:
             server.close()
@@ -131,7 +131,7 @@ def keep_up(server: StartedServer, failures: int) -> None:
     while True:
         while server.running:
             time.sleep(LOOK)
-        log.info("the vLLM server at %s ended.%s", server.url, server.tail())
+        logger.info("the vLLM server at %s ended.%s", server.url, server.tail())
         spent += 1
         while not bring_back(server, spent, failures):
             spent += 1
@@ -144,9 +144,9 @@ def bring_back(server: StartedServer, spent: int, failures: int) -> bool:
     try:
         server.revive()
     except UnreachableError as error:
-        log.info("%s", error)
+        logger.info("%s", error)
         return False
-    log.info("%s is up again, with the weights it was started with; trainers sync theirs again", server.url)
+    logger.info("%s is up again, with the weights it was started with; trainers sync theirs again", server.url)
     return True
 
 
