@@ -185,7 +185,7 @@ REFUSALS = [
     ),
     (". --python python", "model.path: '.' is no model directory: it has no config.json"),
     ("model --python python --port 0", "--port is a number from 1 to 65535, not 0"),
-    ("model --python python --rows 0", "--rows is at least 1, not 0"),
+    ("model --python python --max-num-seqs 0", "--max-num-seqs is at least 1, not 0"),
     ("model --python python --max-model-len 1", "--max-model-len is at least 2, not 1"),
     ("model --python python --failures -1", "--failures is at least 0, not -1"),
     ("model --python python --deadline 0", "--deadline is more than 0 seconds, not 0"),
@@ -231,7 +231,7 @@ assert not {{"torch", "transformers", "pyarrow"}} & set(sys.modules)
 
 
 def test_what_it_starts_and_says(start, tmp_path):
-    words = ("--dtype", "float32", "--max-model-len", 300, "--rows", 7, "--delivery", "nccl")
+    words = ("--dtype", "float32", "--max-model-len", 300, "--max-num-seqs", 7, "--weight-sync", "nccl")
     serving = start(*words, "--options=--seed 3", "--", "--hf-overrides", '{"a": 1, "b": 2}')
     serving.wait_for("lagrpo train")
     ((command, key),) = starts(tmp_path)
@@ -261,7 +261,7 @@ def test_a_key_of_the_users_is_used_and_not_printed(start, tmp_path, monkeypatch
     serving = start("--log", "elsewhere.log")
     serving.wait_for("lagrpo train")
     assert [key for _, key in starts(tmp_path)] == ["a-key-of-our-own"]
-    assert f"To attach (the API key is that of ${serve.KEY}):" in serving.output
+    assert f"To attach (the API key is in ${serve.KEY}):" in serving.output
     assert "a-key-of-our-own" not in serving.output
     assert (tmp_path / "elsewhere.log").read_text() == "start number 1\n"
 
@@ -384,7 +384,7 @@ def test_the_tolerances_of_the_page_are_those_of_the_check():
 
 
 def real(directory: Path, model: Path, *words: object) -> Serving:
-    given = ("--python", PYTHON, "--dtype", "float32", "--max-model-len", 256, "--rows", 16)
+    given = ("--python", PYTHON, "--dtype", "float32", "--max-model-len", 256, "--max-num-seqs", 16)
     return Serving(directory, model, "--port", find_free_port(), *given, "--deadline", DEADLINES.start, *words)
 
 

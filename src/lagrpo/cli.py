@@ -4,7 +4,7 @@
     lagrpo eval MODEL [--task gsm8k] [--samples 50] …
     lagrpo show RUN [--batch B] [--only right|wrong|rejected] …
     lagrpo verify RUN [--rows N | --all]
-    lagrpo serve MODEL [--port P] [--delivery directory|nccl|ipc] … [-- OPTIONS OF VLLM]
+    lagrpo serve MODEL [--port P] [--weight-sync directory|nccl|ipc] … [-- OPTIONS OF VLLM]
     lagrpo recipes [NAME]
 
 --task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --objective.recipe.

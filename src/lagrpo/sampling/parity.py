@@ -7,8 +7,8 @@ pass four tests, the last two of which compare it with the sync before:
 1. every server reports the version that was synced;
 2. the mean |Δ log-prob| is within the tolerance of the dtype. Once, too, for the log-probs of what the servers
    generated: that finds a server whose log-probs are of another temperature;
-3. the scores are not, to the last bit, those of before, while the learner's have changed on ENOUGH tokens: otherwise
-   nothing was loaded (on fewer tokens, rounding may have swallowed the change on one side);
+3. the scores have changed at all, if the learner's have on ENOUGH tokens; otherwise nothing was loaded (on fewer
+   tokens, rounding may have swallowed the change on one side);
 4. of the tokens that can tell (`probe_telling`: the update moved them by more than twice the noise), no more are nearer
    to the learner's old log-probs than chance allows.
 
@@ -35,7 +35,7 @@ from lagrpo.sampling.noise import (
     flatten,
     measure_parity,
     score_items,
-)  # fmt: skip
+)
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Largest mean |Δ log-prob| in nats a token at tau = 1, by the coarser of the two dtypes. SmolLM2-135M in bfloat16
@@ -63,8 +63,8 @@ class _Scores:
 
 
 class ParityCheck:
-    """Call it after a weight sync. `requests` are the prompts to compare on; `tolerance` replaces that of `dtype`. For
-    an in-process sampler call `start` first, which finds its grade."""
+    """Call it after a weight sync. `requests` are the prompts to compare on; `tolerance` replaces the one for
+    `dtype`. For an in-process sampler call `start` first, which finds its grade."""
 
     def __init__(self, requests: Sequence[Request], dtype: torch.dtype, tolerance: float | None = None) -> None:
         self.requests = list(requests)[:PARITY_PROMPTS]
@@ -194,8 +194,8 @@ def check_fresh(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, w
     """
     if int((new_T != old_T).sum()) >= ENOUGH and torch.equal(before_T, now_T):
         raise ParityError(
-            f"{where}: the sampler's log-probs are exactly those of before the weight sync, though the policy has "
-            "changed: it did not load the new weights"
+            f"{where}: the sampler's log-probs did not change at all with the weight sync, though the policy's did: it "
+            "did not load the new weights"
         )
     to_new_T, to_old_T = (now_T - new_T).abs(), (now_T - old_T).abs()
     noise = torch.minimum(to_new_T, to_old_T).median()
@@ -204,7 +204,7 @@ def check_fresh(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, w
     if _tail(older, telling) < CHANCE:
         raise ParityError(
             f"{where}: the sampler is still serving stale weights: of the {telling} tokens that tell old from new, "
-            f"{older} have log-probs nearer to those of the version before"
+            f"{older} are nearer to the version before"
         )
     return telling
 

@@ -162,9 +162,9 @@ class StartedServer(Server):
 
 def find_free_port() -> int:
     """A port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
 
 
 def check_python(python: str) -> None:
@@ -176,9 +176,9 @@ def check_python(python: str) -> None:
         )
     if not os.access(path, os.X_OK):
         raise ValueError(f"{python} cannot be executed; name the bin/python of an environment with vLLM")
-    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    script = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     elsewhere = path.parent  # a directory `vllm` in our working directory is no package
-    if subprocess.run([str(path), "-c", probe], capture_output=True, check=False, cwd=elsewhere).returncode:
+    if subprocess.run([str(path), "-c", script], capture_output=True, check=False, cwd=elsewhere).returncode:
         raise ValueError(f"{python} has no vllm: `make vllm-env` makes an environment that has it")
 
 

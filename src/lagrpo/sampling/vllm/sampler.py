@@ -39,7 +39,7 @@ class VllmSampler:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the weights on the wire."""
+        """In which the weights are sent."""
         return self.weights.dtype
 
     @property

@@ -85,7 +85,7 @@ class Server:
         again: bool = True,
     ) -> Any:
         """The JSON that the server answers. If the server closed the connection before it answered (it closes idle
-        ones, and those of failed requests), the request is sent once more, unless `again` is False.
+        ones, and after a failed request), the request is sent once more, unless `again` is False.
 
         Raises:
             UnreachableError: see there. RefusedError: 4xx, with what the server said.

@@ -33,7 +33,7 @@ LOOK = 0.2  # seconds between two looks at the server
 class Serving:
     """Start a vLLM server on 127.0.0.1 for trainers to attach to, and keep it up until Ctrl-C.
 
-    It prints the URL, the API key (that of $LAGRPO_VLLM_API_KEY if it is set) and the settings that attach to it.
+    It prints the URL, the API key ($LAGRPO_VLLM_API_KEY if it is set) and the settings that attach to it.
     What follows -- goes to vLLM as it is: lagrpo serve MODEL -- --data-parallel-size 7"""
 
     model: str
@@ -46,9 +46,9 @@ class Serving:
     """Of its weights and arithmetic."""
     max_model_len: int = SAMPLING.max_prompt_tokens + SAMPLING.max_tokens + 1
     """Longest sequence; a run needs sampling.max_prompt_tokens + sampling.max_tokens + 1."""
-    rows: int = SAMPLING.rows
+    max_num_seqs: int = SAMPLING.rows
     """Completions generated at a time."""
-    delivery: Literal["directory", "nccl", "ipc"] = VLLM.delivery
+    weight_sync: Literal["directory", "nccl", "ipc"] = VLLM.delivery
     """How weights will travel (vllm.delivery of the run)."""
     failures: int = VLLM.failures
     """How often it is restarted when it dies."""
@@ -80,10 +80,9 @@ class Serving:
             self.log_path.open("ab").close()
 
     def _check_numbers(self) -> None:
-        least = {"--max-model-len": (self.max_model_len, 2), "--rows": (self.rows, 1), "--failures": (self.failures, 0)}
-        for name, (number, smallest) in least.items():
-            if number < smallest:
-                raise SettingsError(f"{name} is at least {smallest}, not {number}")
+        for name, smallest in {"max_model_len": 2, "max_num_seqs": 1, "failures": 0}.items():
+            if (number := getattr(self, name)) < smallest:
+                raise SettingsError(f"--{name.replace('_', '-')} is at least {smallest}, not {number}")
         if not self.deadline > 0:
             raise SettingsError(f"--deadline is more than 0 seconds, not {self.deadline:g}")
 
@@ -94,8 +93,8 @@ class Serving:
             model=resolve_model(self.model),
             dtype=self.dtype,
             longest=self.max_model_len,
-            max_num_seqs=self.rows,
-            wire=self.delivery,
+            max_num_seqs=self.max_num_seqs,
+            wire=self.weight_sync,
             options=split_options(self.options),
         )
 
@@ -115,7 +114,7 @@ def serve(serving: Serving) -> None:
         server = StartedServer(serving.launch(), Deadlines(start=serving.deadline), serving.log_path, serving.port, key)
         try:
             server.wait(serving.deadline)
-            logger.info(describe_attaching(server.url, serving.model, serving.delivery, None if key else server.key))
+            logger.info(describe_attaching(server.url, serving.model, serving.weight_sync, None if key else server.key))
             keep_up(server, serving.failures)
         finally:
             server.close()
@@ -154,10 +153,10 @@ def check_port(port: int) -> None:
     """Raises SettingsError for a port of 127.0.0.1 that cannot be listened on."""
     if not 1 <= port <= 65535:
         raise SettingsError(f"--port is a number from 1 to 65535, not {port}")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: closing connections are free
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: closing connections are free
         try:
-            probe.bind(("127.0.0.1", port))
+            sock.bind(("127.0.0.1", port))
         except OSError as error:
             reason = "is in use" if error.errno == errno.EADDRINUSE else f"is not available ({error.strerror})"
             raise SettingsError(f"--port: {port} on 127.0.0.1 {reason}; name another") from error
@@ -167,12 +166,12 @@ def describe_attaching(url: str, model: str, wire: str, key: str | None) -> str:
     """What is printed when the server is up; `key` is None if the user has set it.
 
     >>> print(describe_attaching("http://127.0.0.1:8000", "smollm2", "directory", None))
-    http://127.0.0.1:8000 is up; Ctrl-C ends it. To attach (the API key is that of $LAGRPO_VLLM_API_KEY):
+    http://127.0.0.1:8000 is up; Ctrl-C ends it. To attach (the API key is in $LAGRPO_VLLM_API_KEY):
     <BLANKLINE>
       lagrpo train … --model smollm2 --sampling.sampler vllm --vllm.urls http://127.0.0.1:8000
     <BLANKLINE>
     """
-    whose = "" if key else f" (the API key is that of ${KEY})"
+    whose = "" if key else f" (the API key is in ${KEY})"
     by = "" if wire == "directory" else f" --vllm.delivery {wire}"
     lines = [f"  export {KEY}={key}"] if key else []
     lines += [f"  lagrpo train … --model {shlex.quote(model)} --sampling.sampler vllm --vllm.urls {url}{by}"]

@@ -25,7 +25,7 @@ class WeightSync:
         """The weights as they go over the wire, written to disk if they go that way.
 
         Raises:
-            SamplerError: other parameters or shapes than those of the version before. CorruptError: the file does not
+            SamplerError: other parameters or shapes than the version before. CorruptError: the file does not
             hold the weights.
         """
         own = {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in weights.items()}
