@@ -403,7 +403,7 @@ def test_a_stale_server_is_told_by_its_scores_alone():
     """The policy moved by .2 a token, seven times the noise: all 32 tokens tell, and 2^-32 is no chance."""
     new = OLD + 0.2
     assert check_fresh(OLD, new, OLD + NOISE, new - NOISE, "v") == 32
-    with pytest.raises(ParityError, match=r"stale weights: of the 32 tokens that tell old from new, 32 have"):
+    with pytest.raises(ParityError, match=r"stale weights: of the 32 tokens that tell old from new, 32 are nearer"):
         check_fresh(OLD, new, OLD + NOISE, OLD - NOISE, "v")
 
 
