@@ -32,6 +32,7 @@ from lagrpo.sampling.vllm import serving as serve
 from lagrpo.sampling.vllm.process import find_free_port
 from lagrpo.sampling.vllm.server import RefusedError, Server
 from lagrpo.settings.schema import VllmSettings
+from lagrpo.settings.serve import ServeSettings
 
 HERE = Path(__file__).parent
 STAND_IN = """#!{python}
@@ -185,7 +186,7 @@ REFUSALS = [
     ),
     (". --python python", "model.path: '.' is no model directory: it has no config.json"),
     ("model --python python --port 0", "--port is a number from 1 to 65535, not 0"),
-    ("model --python python --max-num-seqs 0", "--max-num-seqs is at least 1, not 0"),
+    ("model --python python --rows 0", "--rows is at least 1, not 0"),
     ("model --python python --max-model-len 1", "--max-model-len is at least 2, not 1"),
     ("model --python python --failures -1", "--failures is at least 0, not -1"),
     ("model --python python --deadline 0", "--deadline is more than 0 seconds, not 0"),
@@ -231,7 +232,7 @@ assert not {{"torch", "transformers", "pyarrow"}} & set(sys.modules)
 
 
 def test_what_it_starts_and_says(start, tmp_path):
-    words = ("--dtype", "float32", "--max-model-len", 300, "--max-num-seqs", 7, "--weight-sync", "nccl")
+    words = ("--dtype", "float32", "--max-model-len", 300, "--rows", 7, "--delivery", "nccl")
     serving = start(*words, "--options=--seed 3", "--", "--hf-overrides", '{"a": 1, "b": 2}')
     serving.wait_for("lagrpo train")
     ((command, key),) = starts(tmp_path)
@@ -354,7 +355,7 @@ def test_the_page_names_settings_that_exist_with_their_defaults():
         for name, field in fields.items()
         if name == "failures" or name.endswith("_deadline")
     }
-    options = serve.Serving("model")
+    options = ServeSettings("model")
     assert defaults["lagrpo serve --deadline"] == f"{options.deadline:g} s"
     assert defaults["lagrpo serve --failures"] == str(options.failures)
 
@@ -384,7 +385,7 @@ def test_the_tolerances_of_the_page_are_those_of_the_check():
 
 
 def real(directory: Path, model: Path, *words: object) -> Serving:
-    given = ("--python", PYTHON, "--dtype", "float32", "--max-model-len", 256, "--max-num-seqs", 16)
+    given = ("--python", PYTHON, "--dtype", "float32", "--max-model-len", 256, "--rows", 16)
     return Serving(directory, model, "--port", find_free_port(), *given, "--deadline", DEADLINES.start, *words)
 
 

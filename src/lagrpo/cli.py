@@ -4,7 +4,7 @@
     lagrpo eval MODEL [--task gsm8k] [--samples 50] …
     lagrpo show RUN [--batch B] [--only right|wrong|rejected] …
     lagrpo verify RUN [--rows N | --all]
-    lagrpo serve MODEL [--port P] [--weight-sync directory|nccl|ipc] … [-- OPTIONS OF VLLM]
+    lagrpo serve MODEL [--port P] [--delivery directory|nccl|ipc] … [-- OPTIONS OF VLLM]
     lagrpo recipes [NAME]
 
 --task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --objective.recipe.
@@ -27,6 +27,7 @@ from pydantic import BaseModel
 from lagrpo.errors import SettingsError
 from lagrpo.settings.arguments import parse
 from lagrpo.settings.schema import EvalSettings, Settings
+from lagrpo.settings.serve import ServeSettings
 from lagrpo.settings.toml import load_settings, to_toml, validated
 
 
@@ -174,16 +175,14 @@ def verify(
 
 def serve(words: list[str]) -> None:
     """Keep a vLLM server up for trainers to attach to; what follows -- are options of vLLM."""
+    settings = tyro.cli(ServeSettings, args=rest_as_options(words), prog="lagrpo serve")
     from lagrpo.sampling.vllm.server import SamplerError
-    from lagrpo.sampling.vllm.serving import Serving
     from lagrpo.sampling.vllm.serving import serve as run
     from lagrpo.terminal.log import show_log
 
-    config = (tyro.conf.PositionalRequiredArgs, tyro.conf.UseAppendAction)
-    serving = tyro.cli(Serving, args=rest_as_options(words), prog="lagrpo serve", config=config)
     try:
         with show_log():
-            run(serving)
+            run(settings)
     except SamplerError as error:
         fail(error, 1)
 

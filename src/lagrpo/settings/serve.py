@@ -1,0 +1,45 @@
+"""The settings of `lagrpo serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tyro.conf import Positional, UseAppendAction
+
+from lagrpo.settings.schema import SamplingSettings, VllmSettings
+
+SAMPLING, VLLM = SamplingSettings(), VllmSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """Start a vLLM server on 127.0.0.1 for trainers to attach to, and keep it up until Ctrl-C.
+
+    It prints the URL, the settings that attach to it, and the API key unless $LAGRPO_VLLM_API_KEY sets it. The words
+    after -- go to vLLM unchanged: lagrpo serve MODEL -- --data-parallel-size 7
+    """
+
+    model: Positional[str]
+    """Hub id or directory of a causal language model, or smollm2."""
+    port: int = 8000
+    """Port that it listens on."""
+    python: str = VLLM.python
+    """Python of the environment with vLLM; `make vllm-env` makes one."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """dtype of its weights and arithmetic."""
+    max_model_len: int = SAMPLING.max_prompt_tokens + SAMPLING.max_tokens + 1
+    """Longest sequence; a run needs sampling.max_prompt_tokens + sampling.max_tokens + 1."""
+    rows: int = SAMPLING.rows
+    """Most completions decoded at a time."""
+    delivery: Literal["directory", "nccl", "ipc"] = VLLM.delivery
+    """How weights will travel (vllm.delivery of the run)."""
+    failures: int = VLLM.failures
+    """How often it is started again when it dies."""
+    deadline: float = VLLM.start_deadline
+    """Seconds until it must be ready."""
+    log: Path | None = None
+    """File for its output; vllm-PORT.log here by default."""
+    options: UseAppendAction[tuple[str, ...]] = ()
+    """Further options of `vllm serve`: --options="--tensor-parallel-size 2", or after --."""
