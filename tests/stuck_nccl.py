@@ -12,13 +12,17 @@ import torch
 from test_vllm_client import generous, stub
 from tiny import tiny_policy
 
-from lagrpo.sampling.vllm import wire
-from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler
+from lagrpo.sampling.vllm import nccl_wire
+from lagrpo.sampling.vllm.directories import Directories
+from lagrpo.sampling.vllm.fleet import Fleet
+from lagrpo.sampling.vllm.generation import Generation
+from lagrpo.sampling.vllm.nccl_wire import NcclWire
+from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import Deadlines, Server
-from lagrpo.sampling.vllm.wire import Directories, NcclWire
+from lagrpo.sampling.vllm.weights import WeightSync
 
 CALLS = ("init_rank", "all_reduce", "broadcast", "synchronize")
-DEADLINES = Deadlines(start=1, request=1, delivery=1, control=5)
+DEADLINES = Deadlines(start=1, request=1, sync=1, control=5)
 
 
 def never(*_: Any, **__: Any) -> None:
@@ -26,13 +30,13 @@ def never(*_: Any, **__: Any) -> None:
 
 
 def deliver(call: str, root: Path, paths: list[str], refusing: bool = False, patch: Any = setattr) -> VllmSampler:
-    """One delivery by NCCL to a server that does what it is asked (or refuses to meet), where `call` never returns.
+    """One weight sync by NCCL to a server that does what it is asked (or refuses to meet), where `call` never returns.
     `paths` gets what the server was asked for."""
     fake_graphs.install(patch)
-    patch(wire, "greeting", lambda: torch.zeros(1))
+    patch(nccl_wire, "greeting", lambda: torch.zeros(1))
     for name in ("unique_id", "init_rank", "all_reduce", "broadcast"):
-        patch(wire.nccl, name, lambda *_, **__: b"i" * 128)
-    patch(torch.cuda.Stream if call == "synchronize" else wire.nccl, call, never)
+        patch(nccl_wire.nccl, name, lambda *_, **__: b"i" * 128)
+    patch(torch.cuda.Stream if call == "synchronize" else nccl_wire.nccl, call, never)
 
     def answer(method: str, path: str, body: Any) -> Any:
         paths.append(path)
@@ -42,9 +46,10 @@ def deliver(call: str, root: Path, paths: list[str], refusing: bool = False, pat
 
     policy = tiny_policy()
     with stub(answer) as url:
-        drawing = Drawing(0, 4, policy.tau, sorted(policy.chat.eos_ids), 8, policy.chat.tokenizer.decode)
-        servers = [Server(url, None, DEADLINES)]
-        sampler = VllmSampler(servers, drawing, NcclWire(), Directories(str(root)), dtype=torch.float32)
+        generation = Generation(0, 4, policy.tau, sorted(policy.chat.eos_ids), 8, policy.chat.decode)
+        fleet = Fleet([Server(url, None, DEADLINES)])
+        weights = WeightSync(fleet, NcclWire(), Directories(str(root)), torch.float32)
+        sampler = VllmSampler(fleet, generation, weights)
         try:
             sampler.deliver(policy.weights, 3)
         finally:

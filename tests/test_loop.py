@@ -13,7 +13,7 @@ from tiny import save_tiny
 
 from lagrpo.policy.learner import Learner
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.parity import DeliveryError
+from lagrpo.sampling.parity import ParityError
 from lagrpo.sampling.prefetch import Draws, VersionError
 from lagrpo.sampling.schedule import LoopState
 from lagrpo.settings.toml import load_settings
@@ -107,7 +107,7 @@ def test_a_sampler_that_does_not_take_the_delivery_stops_the_run(algorithm, monk
 
     monkeypatch.setattr(LocalSampler, "deliver", stale)
     steps: list[Step] = []
-    with pytest.raises(DeliveryError, match=r"version 1 on the in-process sampler: .* serves other weights"):
+    with pytest.raises(ParityError, match=r"version 1 on the in-process sampler: .* serves other weights"):
         steps.extend(iterative_grpo(a, LoopState()))
     assert [u.b for u in steps] == [1]
 
@@ -180,14 +180,14 @@ def test_a_run_stopped_after_any_batch_goes_on_from_its_state(algorithm, monkeyp
     spent = [0.5, 2.0, 0.1, 0.2, 0.3, 1.5, -1.0, 3.0, 0.0]
     monkeypatch.setattr("lagrpo.training.loop.measure_spending", lambda settings, batch, rows: spent[counted[0] - 1])
     monkeypatch.setattr(type(a.verifier), "judge", lambda self, groups: map(judge, groups))
-    counted, initial = [0], {name: w.clone() for name, w in a.learner.policy.weights().items()}
+    counted, initial = [0], {name: w.clone() for name, w in a.learner.policy.weights.items()}
 
     def judge(group: Group) -> Group:
         scored = [replace(c, outcome=Outcome.scored(float(n % 2))) for n, c in enumerate(group.completions)]
         return replace(group, completions=tuple(scored))
 
     def run(stops: set[int]) -> tuple[list[Any], list[LoopState]]:
-        a.learner.policy.load_weights(initial, 0)
+        a.learner.policy.weights.load(initial, 0)
         a.learner.reference.load_weights(initial, 0)
         sampler = FakeSampler()
         parts = replace(a, sampler=sampler, draws=Draws(sampler, a.prompts.batch, a.settings.sampling.G))

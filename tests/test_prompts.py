@@ -14,7 +14,7 @@ from lagrpo.errors import SettingsError
 from lagrpo.policy.chat import Chat
 from lagrpo.runs import load_rollouts
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.parity import PROBE_PROMPTS
+from lagrpo.sampling.parity import PARITY_PROMPTS
 from lagrpo.tasks import RowTask
 from lagrpo.training.run import train
 
@@ -139,7 +139,7 @@ def test_prompts_are_tokenised_once_at_the_start_and_once_in_their_batch(run, mo
     monkeypatch.setattr(Chat, "tokenize", counted)
     monkeypatch.setattr(LocalSampler, "sample", sampling)
     run("load_rarely_right", schedule={"prompts": 4, "batches": 13})
-    assert counts.pop("start") == 1 + 24 + PROBE_PROMPTS + 4
+    assert counts.pop("start") == 1 + 24 + PARITY_PROMPTS + 4
     assert counts == {f"batch {b}": 4 for b in range(2, 14)}
 
 

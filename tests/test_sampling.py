@@ -18,7 +18,7 @@ from lagrpo.policy.replica import replica
 from lagrpo.rng import uniforms
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.parity import DeliveryError, Proof
+from lagrpo.sampling.parity import ParityCheck, ParityError
 from lagrpo.sampling.prefetch import Draws, VersionError
 from lagrpo.sampling.schedule import Schedule, budget, certified, every, lagged, lags
 from lagrpo.types import Group, Prompt
@@ -212,62 +212,66 @@ def test_pairing_rows_with_groups():
     assert place.tolist() == [0, 4, 1, 2, 5]
 
 
-def proven(policy, **changes) -> tuple[LocalSampler, Proof]:
-    """A sampler of the policy, and a proof that has found their grade."""
-    sampler = LocalSampler(replica(policy), 0, 16, 64)
-    proof = Proof([request(key, f"{key}+{key}=", batch=0, policy=policy) for key in range(8)], policy.dtype, **changes)
-    proof.start(policy, sampler)
-    return sampler, proof
+def parity_check(policy) -> ParityCheck:
+    requests = [request(key, f"{key}+{key}=", batch=0, policy=policy) for key in range(8)]
+    return ParityCheck(requests, policy.dtype)
+
+
+def checked(policy) -> tuple[LocalSampler, ParityCheck]:
+    """A sampler of the policy, and a parity check that has found their grade."""
+    sampler, check = LocalSampler(replica(policy), 0, 16, 64), parity_check(policy)
+    check.start(policy, sampler)
+    return sampler, check
 
 
 def test_the_grade_of_the_in_process_sampler():
     """Exact where all products are ours, and compared; else close, with what was measured."""
     policy = tiny_policy(dtype=torch.bfloat16, tau=0.7)
-    sampler, proof = proven(policy)
-    assert proof.parity is not None
-    assert proof.parity.grade == ("exact" if policy.model.exact else "close")
-    assert proof.parity.tokens > 60
-    assert proof(policy, sampler)["probe_mean"] <= proof.parity.mean + 1e-3
-    _, proof = proven(tiny_policy())
-    assert proof.parity is not None
-    assert proof.parity.grade == "close"
-    assert proof.parity.largest < 1e-4
-    assert "products of float32 are PyTorch's here" in str(proof.parity)
+    sampler, check = checked(policy)
+    assert check.parity is not None
+    assert check.parity.grade == ("exact" if policy.model.exact else "close")
+    assert check.parity.tokens > 60
+    assert check(policy, sampler)["probe_mean"] <= check.parity.mean + 1e-3
+    _, check = checked(tiny_policy())
+    assert check.parity is not None
+    assert check.parity.grade == "close"
+    assert check.parity.largest < 1e-4
+    assert "products of float32 are PyTorch's here" in str(check.parity)
 
 
 def test_a_sampler_that_should_agree_to_the_bit_and_does_not_is_close_and_says_so(monkeypatch):
     policy = tiny_policy(dtype=torch.bfloat16, backend="c")
     logits = Model.logits
     monkeypatch.setattr(Model, "logits", lambda self, hidden: logits(self, hidden) * (1 + 2**-7))
-    sampler, proof = proven(policy)
-    assert proof.parity is not None
-    assert proof.parity.grade == "close"
-    assert "please report this processor" in str(proof.parity)
-    assert 0 < proof(policy, sampler)["probe_mean"] < 0.1
+    sampler, check = checked(policy)
+    assert check.parity is not None
+    assert check.parity.grade == "close"
+    assert "please report this processor" in str(check.parity)
+    assert 0 < check(policy, sampler)["probe_mean"] < 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_proof_of_a_delivery_catches_other_weights_and_another_version(dtype):
+def test_the_parity_check_catches_other_weights_and_another_version(dtype):
     policy = tiny_policy(dtype=dtype)
-    sampler, proof = proven(policy)
+    sampler, check = checked(policy)
     for version in (1, 2):
         policy.weights.version = version
-        reports = f"version {version} was delivered, but .* the in-process sampler: {version - 1}"
-        with pytest.raises(DeliveryError, match=reports):
-            proof(policy, sampler)
+        reports = f"version {version} was synced, but .* the in-process sampler: {version - 1}"
+        with pytest.raises(ParityError, match=reports):
+            check(policy, sampler)
         with torch.no_grad():
             policy.model.head.weight.mul_(1.05)
         sampler.deliver(policy.weights, version)
-        assert proof(policy, sampler)["probe_max"] < 0.1
+        assert check(policy, sampler)["probe_max"] < 0.1
     with torch.no_grad():
         policy.model.head.weight.mul_(1.05)
     policy.weights.version = sampler.policy.weights.version = 3  # says so, and has the weights of before
-    with pytest.raises(DeliveryError, match=r"serves other weights|did not load the new weights"):
-        proof(policy, sampler)
+    with pytest.raises(ParityError, match=r"serves other weights|did not load the new weights"):
+        check(policy, sampler)
     with torch.no_grad():
         policy.model.head.weight.fill_(torch.nan)
-    with pytest.raises(DeliveryError, match="it has diverged"):
-        proof(policy, sampler)
+    with pytest.raises(ParityError, match="it has diverged"):
+        check(policy, sampler)
 
 
 def test_an_update_smaller_than_the_noise_passes_and_stale_weights_do_not():
@@ -278,8 +282,8 @@ def test_an_update_smaller_than_the_noise_passes_and_stale_weights_do_not():
     logits, scale = noisy.model.logits, 0.004
     noisy.model.logits = lambda hidden: (x := logits(hidden)) + scale * torch.randn(x.shape, generator=draw).to(x)
     sampler = LocalSampler(noisy, 0, 16, 64)
-    proof = Proof([request(key, f"{key}+{key}=", batch=0, policy=policy) for key in range(8)], policy.dtype)
-    assert "close" in str(proof.start(policy, sampler))
+    check = parity_check(policy)
+    assert "close" in str(check.start(policy, sampler))
     for version in range(1, 6):
         with torch.no_grad():
             for parameter in policy.model.parameters():
@@ -287,10 +291,10 @@ def test_an_update_smaller_than_the_noise_passes_and_stale_weights_do_not():
         policy.weights.version = version
         if version < 5:
             sampler.deliver(policy.weights, version)
-            assert proof(policy, sampler)["probe_mean"] < 0.1
+            assert check(policy, sampler)["probe_mean"] < 0.1
     noisy.weights.version = 5
-    with pytest.raises(DeliveryError, match="It still serves the old weights"):
-        proof(policy, sampler)
+    with pytest.raises(ParityError, match="is still serving stale weights"):
+        check(policy, sampler)
 
 
 def test_draws_hand_out_batch_by_batch_what_was_drawn_together():

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import doctest
-import inspect
 import json
 import os
 import re
@@ -28,8 +27,9 @@ from vllm_servers import DEADLINES, PYTHON, tiny_directory
 from lagrpo import cli
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.sampling.parity import TOLERANCE
+from lagrpo.sampling.vllm import process
 from lagrpo.sampling.vllm import serving as serve
-from lagrpo.sampling.vllm.process import free_port
+from lagrpo.sampling.vllm.process import find_free_port
 from lagrpo.sampling.vllm.server import RefusedError, Server
 from lagrpo.settings.schema import VllmSettings
 from lagrpo.settings.serve import ServeSettings
@@ -153,7 +153,7 @@ def start(tmp_path, stand_in, model):
     begun: list[Serving] = []
 
     def of(*words: object, **behaviour: float) -> Serving:
-        given = ("--port", free_port(), "--python", stand_in(**behaviour), *words)
+        given = ("--port", find_free_port(), "--python", stand_in(**behaviour), *words)
         begun.append(Serving(tmp_path, model, *given))
         return begun[-1]
 
@@ -197,7 +197,7 @@ REFUSALS = [
 @pytest.mark.parametrize(("words", "message"), REFUSALS)
 def test_wrong_input_is_one_line_and_exit_code_2(stand_in, model, tmp_path, words, message):
     stand_in()
-    code, out, err = lagrpo("serve", *words.split(), *([] if "--port" in words else ["--port", free_port()]))
+    code, out, err = lagrpo("serve", *words.split(), *([] if "--port" in words else ["--port", find_free_port()]))
     assert (code, out) == (2, "")
     assert err.startswith(f"lagrpo: {message}")
     assert len(err.splitlines()) == 1
@@ -220,7 +220,7 @@ import sys
 from lagrpo.cli import main
 for words in {[words for words, _ in REFUSALS]!r}:
     try:
-        main(["serve", "--port", "{free_port()}", *words.split()])
+        main(["serve", "--port", "{find_free_port()}", *words.split()])
     except SystemExit as end:
         assert end.code == 2, words
 assert not {{"torch", "transformers", "pyarrow"}} & set(sys.modules)
@@ -262,12 +262,12 @@ def test_a_key_of_the_users_is_used_and_not_printed(start, tmp_path, monkeypatch
     serving = start("--log", "elsewhere.log")
     serving.wait_for("lagrpo train")
     assert [key for _, key in starts(tmp_path)] == ["a-key-of-our-own"]
-    assert f"To attach (the API key is that of ${serve.KEY}):" in serving.output
+    assert f"To attach (the API key is in ${serve.KEY}):" in serving.output
     assert "a-key-of-our-own" not in serving.output
     assert (tmp_path / "elsewhere.log").read_text() == "start number 1\n"
 
 
-@pytest.mark.parametrize("module", [cli, serve])
+@pytest.mark.parametrize("module", [cli, process, serve])
 def test_the_examples(module):
     results = doctest.testmod(module)
     assert results.attempted > 0
@@ -355,9 +355,9 @@ def test_the_page_names_settings_that_exist_with_their_defaults():
         for name, field in fields.items()
         if name == "failures" or name.endswith("_deadline")
     }
-    options = inspect.signature(ServeSettings).parameters
-    assert defaults["lagrpo serve --deadline"] == f"{options['deadline'].default:g} s"
-    assert defaults["lagrpo serve --failures"] == str(options["failures"].default)
+    options = ServeSettings("model")
+    assert defaults["lagrpo serve --deadline"] == f"{options.deadline:g} s"
+    assert defaults["lagrpo serve --failures"] == str(options.failures)
 
 
 def test_the_page_quotes_messages_as_they_are():
@@ -374,8 +374,8 @@ def test_the_page_quotes_messages_as_they_are():
             assert any(part in text for text in texts), part
 
 
-def test_the_tolerances_of_the_page_are_those_of_the_proof():
-    (header, values) = (row for row in table_rows("Its proof") if row[0] in ("float32", "0.001"))
+def test_the_tolerances_of_the_page_are_those_of_the_check():
+    (header, values) = (row for row in table_rows("The parity check") if row[0] in ("float32", "0.001"))
     assert dict(zip(header, map(float, values), strict=True)) == {
         str(dtype).removeprefix("torch."): tolerance for dtype, tolerance in TOLERANCE.items()
     }
@@ -386,13 +386,13 @@ def test_the_tolerances_of_the_page_are_those_of_the_proof():
 
 def real(directory: Path, model: Path, *words: object) -> Serving:
     given = ("--python", PYTHON, "--dtype", "float32", "--max-model-len", 256, "--rows", 16)
-    return Serving(directory, model, "--port", free_port(), *given, "--deadline", DEADLINES.start, *words)
+    return Serving(directory, model, "--port", find_free_port(), *given, "--deadline", DEADLINES.start, *words)
 
 
 @pytest.mark.vllm
 def test_a_run_attaches_as_printed_and_outlives_the_server(tmp_path, monkeypatch):
-    """The server is killed in the middle of the run; it comes back without the run's weights, which are delivered to it
-    anew."""
+    """The server is killed in the middle of the run; it comes back without the run's weights, which are synced to it
+    again."""
     directory = tiny_directory(tmp_path)
     serving = real(tmp_path, directory)
     try:

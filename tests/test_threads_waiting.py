@@ -83,7 +83,7 @@ def test_a_program_with_an_openmp_of_its_own_gets_the_users_choice_alone(users, 
 
 @linux
 def test_a_vllm_server_gets_the_users_choice_alone(monkeypatch):
-    launch = Launch(python="python", model="m", dtype="bfloat16", longest=8, rows=1)
+    launch = Launch(python="python", model="m", dtype="bfloat16", longest=8, max_num_seqs=1)
     monkeypatch.setattr(waiting, "_own", {"GOMP_SPINCOUNT": waiting.SPINS})
     monkeypatch.setenv("GOMP_SPINCOUNT", waiting.SPINS)
     assert "GOMP_SPINCOUNT" not in launch.environment("key")

@@ -20,7 +20,7 @@ from lagrpo.policy.model import Policy
 from lagrpo.runs import Run, load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import rollout_batches
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.parity import DeliveryError
+from lagrpo.sampling.parity import ParityError
 from lagrpo.sampling.schedule import Schedule, lags
 from lagrpo.settings.schema import Settings, TaskSettings
 from lagrpo.settings.toml import load_settings, to_toml
@@ -433,7 +433,7 @@ def test_a_second_signal_while_the_weights_are_written_ends_at_once_and_leaves_n
     ("owner", "name", "error"),
     [
         (Learner, "_update", FloatingPointError("the gradient is not finite")),
-        (LocalSampler, "deliver", DeliveryError("another version")),
+        (LocalSampler, "deliver", ParityError("another version")),
         (Run, "record", OSError(28, "No space left on device")),
         (Learner, "first_step", ZeroDivisionError("a bug")),
     ],

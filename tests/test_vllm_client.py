@@ -23,16 +23,20 @@ from tiny import save_tiny, tiny_policy
 
 from lagrpo.errors import SettingsError
 from lagrpo.policy.model import Packed
-from lagrpo.sampling.parity import DeliveryError, Proof, _not_stale
-from lagrpo.sampling.vllm import connecting as servers
-from lagrpo.sampling.vllm import wire
-from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler
-from lagrpo.sampling.vllm.server import Deadlines, Drawn, RefusedError, SamplerError, Server, UnreachableError
-from lagrpo.sampling.vllm.wire import CorruptError, Directories, DirectoryWire, IpcWire, NcclWire, Parcel
+from lagrpo.sampling.parity import ParityCheck, ParityError, check_fresh
+from lagrpo.sampling.vllm import connecting, nccl_wire
+from lagrpo.sampling.vllm.directories import FILE, CorruptError, Directories, check_file
+from lagrpo.sampling.vllm.fleet import Fleet
+from lagrpo.sampling.vllm.generation import Generated, Generation
+from lagrpo.sampling.vllm.nccl_wire import NcclWire
+from lagrpo.sampling.vllm.sampler import VllmSampler
+from lagrpo.sampling.vllm.server import Deadlines, RefusedError, SamplerError, Server, UnreachableError
+from lagrpo.sampling.vllm.weights import WeightSync
+from lagrpo.sampling.vllm.wire import DirectoryWire, IpcWire, Parcel
 from lagrpo.settings.schema import Settings
 from lagrpo.training import run as training
 
-SHORT = Deadlines(start=0.5, request=0.5, delivery=5.0, control=0.5)
+SHORT = Deadlines(start=0.5, request=0.5, sync=5.0, control=0.5)
 
 
 @contextmanager
@@ -70,14 +74,15 @@ def stub(answer):
         server.server_close()
 
 
-def sampler_at(url, policy, root, **options):
-    drawing = Drawing(0, 4, policy.tau, sorted(policy.chat.eos_ids), 8, policy.chat.tokenizer.decode)
-    server = Server(url, None, SHORT)
-    return VllmSampler([server], drawing, DirectoryWire(), Directories(str(root)), dtype=torch.float32, **options)
+def sampler_at(url, policy, root, failures=3):
+    generation = Generation(0, 4, policy.tau, sorted(policy.chat.eos_ids), 8, policy.chat.decode)
+    fleet = Fleet([Server(url, None, SHORT)], failures)
+    weights = WeightSync(fleet, DirectoryWire(), Directories(str(root)), torch.float32)
+    return VllmSampler(fleet, generation, weights)
 
 
 def generous(method, path, body):
-    """A server that does everything it is asked, and draws two tokens."""
+    """A server that does everything it is asked, and generates two tokens."""
     if path == "/weight_info":
         return 200, {"weight_version": generous.label}
     if path == "/update_weight_version":
@@ -163,19 +168,19 @@ def test_nobody_there():
 
 
 @pytest.mark.parametrize(
-    ("drawn", "reason"),
+    ("answer", "reason"),
     [
-        (Drawn([5, 6], [-1.0, math.nan], [("R:0", 0, 2)], "stop"), "no finite log-prob of token 1"),
-        (Drawn([5, 6], [-1.0, -math.inf], [("R:0", 0, 2)], "stop"), "no finite log-prob of token 1"),
-        (Drawn([], [], [], "stop"), "'stop' after 0 tokens"),
-        (Drawn([5], [-1.0], [("R:0", 0, 1)], "error"), "'error' after 1 tokens"),
-        (Drawn([5, 6], [-1.0, -1.0], [("R:0", 0, 1)], "stop"), "with which weights it drew every token"),
+        (Generated([5, 6], [-1.0, math.nan], [("R:0", 0, 2)], "stop"), "no finite log-prob of token 1"),
+        (Generated([5, 6], [-1.0, -math.inf], [("R:0", 0, 2)], "stop"), "no finite log-prob of token 1"),
+        (Generated([], [], [], "stop"), "'stop' after 0 tokens"),
+        (Generated([5], [-1.0], [("R:0", 0, 1)], "error"), "'error' after 1 tokens"),
+        (Generated([5, 6], [-1.0, -1.0], [("R:0", 0, 1)], "stop"), "which weights generated every token"),
     ],
 )
-def test_completions_that_cannot_be_used_have_failed(tmp_path, drawn, reason):
+def test_completions_that_cannot_be_used_have_failed(tmp_path, answer, reason):
     sampler = sampler_at("http://127.0.0.1:9", tiny_policy(), tmp_path)
-    sampler.run = "R"
-    outcome = sampler._completion(drawn).outcome
+    sampler.fleet.served.run = "R"
+    outcome = sampler.generation.read(answer, sampler.fleet.served).outcome
     assert outcome is not None
     assert outcome.kind == "failed"
     assert reason in outcome.reason
@@ -184,15 +189,16 @@ def test_completions_that_cannot_be_used_have_failed(tmp_path, drawn, reason):
 
 def test_a_completion_keeps_its_spans(tmp_path):
     sampler = sampler_at("http://127.0.0.1:9", tiny_policy(), tmp_path)
-    sampler.run = "R"
-    completion = sampler._completion(Drawn([5, 6, 1], [-1.0] * 3, [("R:3", 0, 2), ("R:4", 2, 3)], "stop"))
+    sampler.fleet.served.run = "R"
+    answer = Generated([5, 6, 1], [-1.0] * 3, [("R:3", 0, 2), ("R:4", 2, 3)], "stop")
+    completion = sampler.generation.read(answer, sampler.fleet.served)
     assert completion.outcome is None
     assert completion.versions.tolist() == [3, 3, 4]
     assert completion.finished
     sampler.close()
 
 
-def test_a_server_that_others_deliver_to_is_one_failure_after_the_other(tmp_path):
+def test_a_server_that_others_sync_to_is_one_failure_after_the_other(tmp_path):
     policy = tiny_policy()
 
     def shared(method, path, body):
@@ -205,7 +211,7 @@ def test_a_server_that_others_deliver_to_is_one_failure_after_the_other(tmp_path
     with stub(shared) as url:
         sampler = sampler_at(url, policy, tmp_path, failures=2)
         sampler.deliver(policy.weights, 0)
-        with pytest.raises(SamplerError, match=r"did not deliver \(labelled other:3\).*one failure more"):
+        with pytest.raises(SamplerError, match=r"are not of this run \(labeled other:3\).*one failure more"):
             list(sampler.sample(requests_for(policy, 2), 1))
         assert sampler.read()["recoveries"] == 3
         sampler.close()
@@ -257,14 +263,14 @@ def test_a_file_that_is_not_what_was_written_is_refused(tmp_path, monkeypatch):
     directories = Directories(str(tmp_path))
     weights = {"a": torch.arange(6.0), "b": torch.tensor([math.nan, 0.0])}
     path = directories.put(weights, 3)
-    wire.check(path / wire.FILE, weights)
+    check_file(path / FILE, weights)
     with pytest.raises(CorruptError, match=r"a differs"):
-        wire.check(path / wire.FILE, weights | {"a": -weights["a"]})  # -0.0 is not 0.0, bit for bit
+        check_file(path / FILE, weights | {"a": -weights["a"]})  # -0.0 is not 0.0, bit for bit
     with pytest.raises(CorruptError, match=r"other parameters"):
-        wire.check(path / wire.FILE, {"a": weights["a"]})
-    (path / wire.FILE).write_bytes((path / wire.FILE).read_bytes()[:-4])
+        check_file(path / FILE, {"a": weights["a"]})
+    (path / FILE).write_bytes((path / FILE).read_bytes()[:-4])
     with pytest.raises(CorruptError, match=r"was not written as it should be"):
-        wire.check(path / wire.FILE, weights)
+        check_file(path / FILE, weights)
     directories.put(weights, 4)
     directories.drop_before(4)
     assert [entry.name for entry in directories.root.iterdir()] == ["v000004"]
@@ -274,8 +280,8 @@ def test_a_file_that_is_not_what_was_written_is_refused(tmp_path, monkeypatch):
 
 def test_counts_among_the_weights_keep_their_type(tmp_path):
     sampler = sampler_at("http://127.0.0.1:9", tiny_policy(), tmp_path)
-    sampler.dtype = torch.bfloat16
-    packed = sampler._pack({"weight": torch.ones(2), "count": torch.tensor(2**20 + 1)}, 1).weights
+    sampler.weights.dtype = torch.bfloat16
+    packed = sampler.weights.pack({"weight": torch.ones(2), "count": torch.tensor(2**20 + 1)}, 1).weights
     assert (packed["weight"].dtype, packed["count"].item()) == (torch.bfloat16, 2**20 + 1)
     sampler.close()
 
@@ -305,9 +311,9 @@ def test_nccl_tells_the_servers_names_in_the_order_of_the_broadcast(monkeypatch)
         "all_reduce": lambda tensors, comms: sent.append("greeting"),
         "broadcast": lambda tensors, root, comms: sent.append((tensors[0].shape, root, comms)),
     }.items():
-        monkeypatch.setattr(wire.nccl, name, fake)
+        monkeypatch.setattr(nccl_wire.nccl, name, fake)
     fake_graphs.install(monkeypatch.setattr)
-    monkeypatch.setattr(wire, "greeting", lambda: torch.zeros(1))
+    monkeypatch.setattr(nccl_wire, "greeting", lambda: torch.zeros(1))
     own, communicator = parcel(), (5, b"i" * 128, 0)
     with stub(answer) as one, stub(answer) as other:
         servers = [Server(url, None, SHORT) for url in (one, other)]
@@ -346,7 +352,7 @@ def test_a_call_of_nccl_that_never_returns_ends_the_process_and_leaves_the_serve
 def test_a_server_that_refuses_to_meet_ends_the_wait_at_once(tmp_path, monkeypatch):
     import stuck_nccl
 
-    monkeypatch.setattr(stuck_nccl, "DEADLINES", Deadlines(start=1, request=1, delivery=600, control=5))
+    monkeypatch.setattr(stuck_nccl, "DEADLINES", Deadlines(start=1, request=1, sync=600, control=5))
     with pytest.raises(SamplerError, match=r"the meeting by NCCL cannot end: .*refused \(400\): no such backend"):
         stuck_nccl.deliver("init_rank", tmp_path, [], refusing=True, patch=monkeypatch.setattr)
 
@@ -396,15 +402,15 @@ OLD = torch.linspace(-3, -0.1, 32)
 def test_a_stale_server_is_told_by_its_scores_alone():
     """The policy moved by .2 a token, seven times the noise: all 32 tokens tell, and 2^-32 is no chance."""
     new = OLD + 0.2
-    assert _not_stale(OLD, new, OLD + NOISE, new - NOISE, "v") == 32
-    with pytest.raises(DeliveryError, match=r"32 of the 32 tokens that can tell .* still serves the old weights"):
-        _not_stale(OLD, new, OLD + NOISE, OLD - NOISE, "v")
+    assert check_fresh(OLD, new, OLD + NOISE, new - NOISE, "v") == 32
+    with pytest.raises(ParityError, match=r"stale weights: of the 32 tokens that tell old from new, 32 are nearer"):
+        check_fresh(OLD, new, OLD + NOISE, OLD - NOISE, "v")
 
 
 def test_what_the_noise_hides_is_not_decided():
     """A move of .001 a token cannot be told from noise of .03: nearer to the old by chance is no error."""
     new = OLD + 0.001
-    assert _not_stale(OLD, new, OLD + NOISE, OLD - NOISE, "v") == 0
+    assert check_fresh(OLD, new, OLD + NOISE, OLD - NOISE, "v") == 0
 
 
 def test_a_few_wild_tokens_decide_nothing():
@@ -412,18 +418,18 @@ def test_a_few_wild_tokens_decide_nothing():
     new, now = OLD + 0.2, OLD + 0.2 - NOISE
     now[:3] = new[:3] - 1.5
     assert float((now - OLD).square().sum()) < float((now - new).square().sum())
-    assert _not_stale(OLD, new, OLD + NOISE, now, "v") == 32
+    assert check_fresh(OLD, new, OLD + NOISE, now, "v") == 32
 
 
 def test_nineteen_tokens_are_too_few_to_say():
     old, new = OLD[:19], OLD[:19] + 0.2
-    assert _not_stale(old, new, old + NOISE[:19], old - NOISE[:19], "v") == 19
+    assert check_fresh(old, new, old + NOISE[:19], old - NOISE[:19], "v") == 19
 
 
 def test_scores_that_did_not_change_at_all_are_stale_whatever_the_noise():
-    with pytest.raises(DeliveryError, match=r"exactly as before the delivery"):
-        _not_stale(OLD, OLD + 1e-6, OLD + NOISE, OLD + NOISE, "v")
-    assert _not_stale(OLD, OLD, OLD + NOISE, OLD + NOISE, "v") == 0.0  # nor did the policy
+    with pytest.raises(ParityError, match=r"did not change at all with the weight sync"):
+        check_fresh(OLD, OLD + 1e-6, OLD + NOISE, OLD + NOISE, "v")
+    assert check_fresh(OLD, OLD, OLD + NOISE, OLD + NOISE, "v") == 0.0  # nor did the policy
 
 
 class Echo:
@@ -433,12 +439,10 @@ class Echo:
         self.policy, self.shift, self.tau = policy, shift, tau or policy.tau
         self.servers, self.version = ["the server"], policy.version
 
-    def drawn_by(self, number, request, max_tokens):
-        from lagrpo.policy.replica import replica
+    def drawn_by(self, number, requests, G, max_tokens):
         from lagrpo.sampling.local import LocalSampler
 
-        ((_, group),) = LocalSampler(replica(self.policy), 0, max_tokens, 8, tau=self.tau).sample([request], 1)
-        return group
+        return LocalSampler(replica(self.policy), 0, max_tokens, 8, tau=self.tau).drawn_by(0, requests, G, max_tokens)
 
     def scores(self, items):
         packed = Packed.build([(ids, [torch.tensor(tokens)]) for ids, tokens in items])
@@ -447,39 +451,39 @@ class Echo:
         return [[[logp.pop(0) for _ in tokens] for _, tokens in items]]
 
 
-def test_the_proof_passes_what_agrees_and_says_by_how_much():
+def test_the_parity_check_passes_what_agrees_and_says_by_how_much():
     policy = tiny_policy(tau=0.7)
-    figures = Proof(requests_for(policy, 3), torch.bfloat16)(policy, Echo(policy, shift=0.05))
+    figures = ParityCheck(requests_for(policy, 3), torch.bfloat16)(policy, Echo(policy, shift=0.05))
     assert figures["probe_mean"] == pytest.approx(0.05, abs=1e-5)
     assert figures["probe_kl"] == pytest.approx(math.expm1(-0.05) + 0.05, abs=1e-5)
     assert policy.tau == 0.7
 
 
-def test_the_probe_is_renewed_when_the_policy_has_moved_away_from_it():
-    """Batch 0's draws have one address: what is drawn again differs because the policy does."""
+def test_the_compared_tokens_are_renewed_when_the_policy_has_moved_away_from_them():
+    """Batch 0's completions have one address: what is generated again differs because the policy does."""
     policy = tiny_policy()
-    proof = Proof(requests_for(policy, 3), torch.float32)
-    proof(policy, Echo(policy))
-    first = proof._items
+    check = ParityCheck(requests_for(policy, 3), torch.float32)
+    check(policy, Echo(policy))
+    first = check._items
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.add_(1e-4 * torch.randn_like(parameter))
-    proof(policy, Echo(policy))
-    assert proof._items is first
+    check(policy, Echo(policy))
+    assert check._items is first
     with torch.no_grad():
         policy.model.head.weight.copy_(-policy.model.head.weight)
-    proof(policy, Echo(policy))
-    assert proof._items is not first
-    assert proof._items != first
+    check(policy, Echo(policy))
+    assert check._items is not first
+    assert check._items != first
 
 
-def test_the_proof_refuses_other_weights_and_log_probs_of_another_temperature():
+def test_the_parity_check_refuses_other_weights_and_log_probs_of_another_temperature():
     policy = tiny_policy(tau=0.7)
-    proof = Proof(requests_for(policy, 3), torch.bfloat16)
-    with pytest.raises(DeliveryError, match=r"more than the tolerance of 0.1"):
-        proof(policy, Echo(policy, shift=0.11))
-    with pytest.raises(DeliveryError, match=r"another temperature"):
-        Proof(requests_for(policy, 3), torch.float32)(policy, Echo(policy, tau=1.0))
+    check = ParityCheck(requests_for(policy, 3), torch.bfloat16)
+    with pytest.raises(ParityError, match=r"more than the tolerance of 0.1"):
+        check(policy, Echo(policy, shift=0.11))
+    with pytest.raises(ParityError, match=r"another temperature"):
+        ParityCheck(requests_for(policy, 3), torch.float32)(policy, Echo(policy, tau=1.0))
 
 
 @pytest.mark.parametrize(
@@ -519,8 +523,8 @@ def test_a_python_without_vllm_is_named_before_anything_is_loaded(tmp_path, monk
 )
 def test_what_cannot_be_started_is_refused_before_anything_is(tmp_path, monkeypatch, vllm, message):
     monkeypatch.setattr(training.Parts, "_build", lambda *_: pytest.fail("a model was loaded"))
-    monkeypatch.setattr(servers, "StartedServer", lambda *_: pytest.fail("a server was started"))
-    monkeypatch.setattr(servers, "missing", lambda python: None)
+    monkeypatch.setattr(connecting, "StartedServer", lambda *_: pytest.fail("a server was started"))
+    monkeypatch.setattr(connecting, "check_python", lambda python: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     settings = tiny_settings(save_tiny(tmp_path / "model"), tmp_path, sampling={"sampler": "vllm"}, vllm=vllm)
     with pytest.raises(SettingsError, match=message):

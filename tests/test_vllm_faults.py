@@ -12,10 +12,10 @@ from test_sampling import requests_for
 from vllm_servers import PYTHON, kill, perturb, policy_of, sampler_over, start, tiny_directory
 
 from lagrpo.runs import load_metrics, load_rollouts
+from lagrpo.sampling.vllm.directories import FILE
 from lagrpo.sampling.vllm.process import StartedServer
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import SamplerError, Server
-from lagrpo.sampling.vllm.wire import FILE
 from lagrpo.training import build
 from lagrpo.training import run as training
 
@@ -58,18 +58,18 @@ def settings_of(model, root, v=1, **vllm):
 
 def during_sampling(monkeypatch, servers):
     """While a group of the second batch is under way, and before another one's request is sent."""
-    calls, original = count(1), Server.draw
+    calls, original = count(1), Server.generate
 
-    def draw(self, prompt_ids, n, *args, **kwargs):
+    def generate(self, prompt_ids, n, *args, **kwargs):
         if n == G and next(calls) == PROMPTS + 2:
             time.sleep(0.02)
             kill(servers[0])
         return original(self, prompt_ids, n, *args, **kwargs)
 
-    monkeypatch.setattr(Server, "draw", draw)
+    monkeypatch.setattr(Server, "generate", generate)
 
 
-def during_a_delivery(monkeypatch, servers):
+def during_a_sync(monkeypatch, servers):
     calls, original = count(1), Server.reload
 
     def reload(self, directory):
@@ -92,7 +92,7 @@ def between(monkeypatch, servers):
 
 
 @pytest.mark.parametrize(
-    ("moment", "v"), [(during_sampling, 1), (during_sampling, 2), (during_a_delivery, 1), (between, 1), (between, 2)]
+    ("moment", "v"), [(during_sampling, 1), (during_sampling, 2), (during_a_sync, 1), (between, 1), (between, 2)]
 )
 def test_a_killed_server_loses_nothing_and_counts_nothing_twice(model, tmp_path, monkeypatch, servers, moment, v):
     moment(monkeypatch, servers)
@@ -106,7 +106,7 @@ def test_a_killed_server_loses_nothing_and_counts_nothing_twice(model, tmp_path,
     for row in rows:
         assert set(row["versions"]) == {alpha[row["batch"] - 1]}
     assert all(line["probe_mean"] < 1e-3 for line in metrics)
-    assert "started again" not in (result.run / "vllm-1.log").read_text()
+    assert "restarting" not in (result.run / "vllm-1.log").read_text()
     assert not list(tmp_path.glob("lagrpo-*"))
 
 
@@ -161,7 +161,7 @@ def test_a_server_that_cannot_start_shows_its_log(model, tmp_path):
         training.train(settings_of(model, tmp_path, options=("--no-such-option",)))
 
 
-def test_two_servers_draw_what_one_draws_and_the_one_that_dies_is_replaced(model, tmp_path, monkeypatch, servers):
+def test_two_servers_generate_what_one_does_and_the_one_that_dies_is_replaced(model, tmp_path, monkeypatch, servers):
     between(monkeypatch, servers)
     result = training.train(settings_of(model, tmp_path, servers=2))
     rows = load_rollouts(result.run)

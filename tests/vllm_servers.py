@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,20 @@ import psutil
 import torch
 from tiny import save_tiny
 
-from lagrpo.policy.loading import load_policy
-from lagrpo.policy.model import Policy
+from lagrpo.policy.model import Policy, load_policy
+from lagrpo.sampling.vllm.directories import Directories
+from lagrpo.sampling.vllm.fleet import Fleet
+from lagrpo.sampling.vllm.generation import Generation
 from lagrpo.sampling.vllm.process import Launch, StartedServer
-from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler
+from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import Deadlines, Server
-from lagrpo.sampling.vllm.wire import Directories, DirectoryWire
+from lagrpo.sampling.vllm.weights import WeightSync
+from lagrpo.sampling.vllm.wire import DirectoryWire
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of each server; the tests run two at a time
 PYTHON = os.environ.get("LAGRPO_VLLM_PYTHON", ".venv-vllm/bin/python")
 SIZES: dict[str, Any] = {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-DEADLINES = Deadlines(start=240, request=120, delivery=60, control=30)
+DEADLINES = Deadlines(start=240, request=120, sync=60, control=30)
 
 
 def tiny_directory(root: Path, **changes: Any) -> Path:
@@ -32,7 +36,7 @@ def tiny_directory(root: Path, **changes: Any) -> Path:
 
 def start(model: Path, log: Path) -> StartedServer:
     """A server of the model in float32, ready."""
-    launch = Launch(PYTHON, str(model), "float32", longest=256, rows=64)
+    launch = Launch(PYTHON, str(model), "float32", longest=256, max_num_seqs=64)
     server = StartedServer(launch, DEADLINES, log)
     server.wait(DEADLINES.start)
     return server
@@ -42,10 +46,12 @@ def policy_of(model: Path, tau: float = 1.0) -> Policy:
     return load_policy(str(model), torch.float32, tau=tau)
 
 
-def sampler_over(servers: list[Server], policy: Policy, root: Path, **options: Any) -> VllmSampler:
+def sampler_over(servers: Sequence[Server], policy: Policy, root: Path) -> VllmSampler:
     """A sampler of seed 0 and up to 12 tokens over the servers, its directory below `root`."""
-    drawing = Drawing(0, 12, policy.tau, sorted(policy.chat.eos_ids), 32, policy.chat.tokenizer.decode)
-    return VllmSampler(servers, drawing, DirectoryWire(), Directories(str(root)), dtype=torch.float32, **options)
+    generation = Generation(0, 12, policy.tau, sorted(policy.chat.eos_ids), 32, policy.chat.decode)
+    fleet = Fleet(servers)
+    weights = WeightSync(fleet, DirectoryWire(), Directories(str(root)), torch.float32)
+    return VllmSampler(fleet, generation, weights)
 
 
 def perturb(policy: Policy, scale: float = 0.02) -> None:

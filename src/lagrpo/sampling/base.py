@@ -1,66 +1,85 @@
-"""The Sampler protocol: what the loop asks of whatever draws the completions."""
+"""What the loop asks of a sampler, and what the log-prob parity check asks of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from lagrpo.types import Group, Prompt
 
+Item = tuple[Sequence[int], Sequence[int]]  # token ids of a prompt, and of a completion
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """G completions of `prompt` (tokenised) for batch `batch`, the prompt coming from epoch `epoch` of its split. A
-    prompt can stand in one batch twice where two epochs meet, so the epoch is part of the address of its draws."""
+    """G completions of a prompt for a batch."""
 
     batch: int
     epoch: int
+    """Pass over the split that the prompt comes from: where two epochs meet, a batch can hold a prompt twice."""
     prompt: Prompt
+    """Tokenized."""
 
     @property
     def address(self) -> tuple[int, int, int]:
-        """Where the draws of this group come from, within a seed and a purpose."""
+        """The address of the group's random numbers, within a seed and a purpose."""
         return self.batch, self.epoch, self.prompt.key
 
 
 class Sampler(Protocol):
-    """Draws completions from the policy that was delivered last, and stamps its version on every token."""
+    """Generates completions with the weights of the last sync, and stamps their version on every token."""
 
     @property
     def version(self) -> int:
-        """The version of the weights that new tokens are drawn from."""
+        """The version of the weights that generate new tokens."""
         ...
 
     @property
     def spans(self) -> bool:
-        """Whether a delivery may come while completions are under way."""
+        """Whether weights may be synced while completions are under way."""
         ...
 
     def deliver(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
-        """Load π_version; what it cost, as figures for the metrics. Raises RuntimeError while completions of the
-        previous version are under way, unless it `spans`."""
+        """Load π_version and return the cost as metrics. Raises RuntimeError while groups are open, unless `spans`."""
         ...
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
-        """One group for each request, each as soon as its last completion has ended (in whatever order). A sampler that
-        works by itself begins at once, another one when the first group is taken."""
-        ...
-
-    def score(self, prompt_ids: Sequence[int], token_ids: Tensor) -> Tensor:
-        """log α(token | …) of given completion tokens int64 [t] under the served weights: float32 [t], nats."""
+        """One group for each request, as they end. Servers start at once, this process when the first is taken."""
         ...
 
     def rest(self) -> None:
-        """The learner is about to compute: give back the memory that only drawing needs."""
+        """Give back the memory that only generating needs: the learner is about to compute."""
         ...
 
     def read(self) -> Mapping[str, float]:
-        """Figures since the last call, for the metrics."""
+        """Metrics since the last call."""
         ...
 
     def close(self) -> None:
         """End whatever the sampler started."""
+        ...
+
+
+class Checkable(Protocol):
+    """What the log-prob parity check asks of a sampler, server by server; an in-process sampler is one server."""
+
+    @property
+    def version(self) -> int:
+        """The version that all servers report; any other number if they disagree."""
+        ...
+
+    @property
+    def servers(self) -> Sequence[Any]:
+        """Each has `version()` and a name, `str(server)`."""
+        ...
+
+    def drawn_by(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
+        """Groups by server `number`, in the order of the requests, of at most `max_tokens` tokens a completion."""
+        ...
+
+    def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
+        """log-probs of given tokens at temperature 1, nats: [server][item][token]."""
         ...

@@ -170,14 +170,11 @@ class LocalSampler:
         """log-probs at temperature 1 of several (prompt, tokens), side by side: [one server][item][token], nats."""
         return [[logp_t.tolist() for logp_t in self._fed(items, 1.0)]]
 
-    def drawn(self, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
-        """Groups for a proof, in the order of the requests; training draws under other addresses."""
+    def drawn_by(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
+        """Groups for the parity check, in the order of the requests; training samples under other addresses."""
         drawn = self._sample(requests, G, max(self.rows, G), max_tokens, "probe")
         groups = {request.prompt.key: group for request, group in drawn}
         return [groups[request.prompt.key] for request in requests]
-
-    def drawn_by(self, number: int, request: Request, max_tokens: int) -> Group:
-        return self.drawn([request], 1, max_tokens)[0]
 
     @torch.no_grad()
     def _fed(self, items: Sequence[tuple[Sequence[int], Sequence[int]]], tau: float) -> list[Tensor]:

@@ -1,22 +1,16 @@
-"""The proof of a delivery: learner and sampler score the same tokens, those of completions that the sampler drew for a
-few prompts of the task, and the scores agree as far as the arithmetic of the two lets them.
+"""The log-prob parity check: after every weight sync learner and sampler score the same tokens, and must agree as far
+as their arithmetic allows. The tokens are completions that the sampler generated for a few prompts of the task.
 
-There are two grades.
+If learner and in-process sampler are of the grade exact (noise.py), bits are compared. Otherwise a weight sync has to
+pass four tests, the last two of which compare it with the sync before:
 
-exact   Learner and sampler are one arithmetic, ours (backends/cpu/kernels.py): bits are equal. That is compared at the
-        start, on the model of the run, and demanded after every delivery.
-close   Somebody else decides in which order sums run (PyTorch's products, a GPU, a vLLM server), so that scores differ
-        by rounding: hundredths of a nat a token in bfloat16, and one update may move the policy by less. The difference
-        is measured at the start, and a delivery has to pass four tests, of which the last two compare it with the
-        delivery before:
-
-1. every server reports the version that was delivered;
-2. the mean |Δ log-prob| is within the tolerance of the dtype (once, too, for what the servers say of their own draws:
-   that tells a server whose log-probs are of another temperature);
-3. the scores are not, to the last bit, those of before, when the learner's have changed on ENOUGH tokens: then nothing
-   was loaded (on fewer, rounding may have swallowed the change on one side);
-4. the scores are not nearer to the learner's of before than to those of now, on more of the tokens that can tell
-   (`probe_telling`: those that the update moved by more than twice the noise) than chance would have.
+1. every server reports the version that was synced;
+2. the mean |Δ log-prob| is within the tolerance of the dtype. Once, too, for the log-probs of what the servers
+   generated: that finds a server whose log-probs are of another temperature;
+3. the scores have changed at all, if the learner's have on ENOUGH tokens; otherwise nothing was loaded (on fewer
+   tokens, rounding may have swallowed the change on one side);
+4. of the tokens that can tell (`probe_telling`: the update moved them by more than twice the noise), no more are nearer
+   to the learner's old log-probs than chance allows.
 
 Rounding never stops a run; other weights always do.
 """
@@ -25,249 +19,124 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lagrpo.policy.loading import check_context
-from lagrpo.policy.model import Packed, Policy
-from lagrpo.sampling.base import Request
-from lagrpo.types import Group
+from lagrpo.policy.model import Policy
+from lagrpo.sampling.base import Checkable, Item, Request
+from lagrpo.sampling.noise import (
+    LOCAL_TOKENS,
+    PARITY_PROMPTS,
+    Parity,
+    ParityError,
+    check_finite,
+    flatten,
+    measure_parity,
+    score_items,
+)
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Largest mean |Δ log-prob| in nats a token at tau = 1, by the coarser of the two dtypes. SmolLM2-135M in bfloat16
 against vLLM 0.32 on a CPU: .04 to .06."""
-TOO_FAR = 0.5
-"""Nats a token, on average, at the start of a run: what differs by more computes something else."""
 NOISE = 3.0
-"""An in-process sampler may differ by so many times what it did at the start, where that is beyond the tolerance."""
-CHANCE = 1e-6
-"""Test 4 decides when so many of the telling tokens are nearer to the old log-probs that a fair coin would show it with
-a smaller chance than this; it takes 20 of them. Counted, not summed: the noise has heavy tails, and a few unlikely
-tokens would decide a sum of squares."""
-ENOUGH = 20
-"""Tokens on which the learner's log-probs must have changed before equal scores of the sampler are held against it."""
+"""An in-process sampler may differ by so many times the difference at the start, if that is beyond the tolerance."""
 RENEW = 0.5
-"""Nats a token by which the learner's mean log-prob of the probe may fall before other completions take its place."""
-PROBE_PROMPTS = 8
-PROBE_TOKENS = 32  # at most, of each prompt, by a vLLM server
-LOCAL_TOKENS = 8  # and by the in-process sampler
-EXACT_PROMPTS, EXACT_TOKENS = 2, 4  # that tell whether bits are equal after a delivery
-LONG_PROMPT = 160  # tokens: longer than any block in which keys are computed or kept
-
-
-_Item = tuple[tuple[int, ...], list[int]]  # token ids of a prompt, and of a completion
-
-
-class DeliveryError(RuntimeError):
-    """The sampler does not serve the policy that was delivered."""
-
-
-class Provable(Protocol):
-    """What the proof needs of a sampler."""
-
-    @property
-    def servers(self) -> Sequence[Any]: ...
-    @property
-    def version(self) -> int: ...
-    def drawn_by(self, number: int, request: Request, max_tokens: int) -> Group: ...
-    def scores(self, items: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]: ...
-
-
-class InProcess(Provable, Protocol):
-    """An in-process sampler can draw groups for a proof, too."""
-
-    def drawn(self, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]: ...
+"""Nats a token by which the learner's mean log-prob of the tokens may fall before others take their place."""
+ENOUGH = 20
+"""Tokens on which the learner's log-probs must have changed before equal scores of the sampler count against it."""
+CHANCE = 1e-6
+"""The sampler is stale if so many of the telling tokens are nearer to the old log-probs that a fair coin would show it
+with a smaller chance than this; it takes 20 of them. They are counted, not summed: the noise has heavy tails, and a few
+unlikely tokens would decide a sum of squares."""
+SERVER_TOKENS = 32  # at most, of each completion by a vLLM server
+EXACT_PROMPTS, EXACT_TOKENS = 2, 4  # that are compared to the bit after a weight sync
 
 
 @dataclass(frozen=True, slots=True)
-class Parity:
-    """How far learner and in-process sampler agreed at the start of a run: mean and largest |Δ log-prob| in nats at the
-    sampling temperature, over how many tokens; `reason`: why the grade is no better."""
-
-    grade: Literal["exact", "close"]
-    mean: float
-    largest: float
-    tokens: int
-    reason: str | None = None
-
-    def __str__(self) -> str:
-        if self.grade == "exact":
-            return f"exact: sampler and learner agree to the bit, compared on {self.tokens} tokens"
-        return (
-            f"close: sampler and learner differ by {self.mean:.2g} nats a token, at most {self.largest:.2g}, over "
-            f"{self.tokens} tokens ({self.reason})"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """The last delivery that passed: log-probs of the probe by the learner [T], and by each server."""
+class _Scores:
+    """Log-probs [T] of the same tokens by the learner, and by each server."""
 
     learner_T: Tensor
     servers: list[Tensor]
 
 
-class Proof:
-    """Calling it proves the delivery that was just made. `requests` are the prompts of the probe, `tolerance` replaces
-    that of the dtype. `start` finds the grade of an in-process sampler; without it the grade is close."""
+class ParityCheck:
+    """Call it after a weight sync. `requests` are the prompts to compare on; `tolerance` replaces the one for
+    `dtype`. For an in-process sampler call `start` first, which finds its grade."""
 
     def __init__(self, requests: Sequence[Request], dtype: torch.dtype, tolerance: float | None = None) -> None:
-        self.requests = list(requests)[:PROBE_PROMPTS]
+        self.requests = list(requests)[:PARITY_PROMPTS]
         self.tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
         self.parity: Parity | None = None
-        self._tokens = PROBE_TOKENS
-        self._items: list[_Item] = []
-        self._seen: _Seen | None = None
-        self._likely = -math.inf  # the highest mean log-prob that the learner has given the tokens of the probe
+        self._tokens = SERVER_TOKENS
+        self._items: list[Item] = []
+        self._before: _Scores | None = None  # at the last sync that passed
+        self._likeliest = -math.inf  # the highest mean log-prob that the learner has given these tokens
 
-    def start(self, policy: Policy, sampler: InProcess) -> Parity:
-        """Compare learner and sampler, who have the same weights, with several numbers of rows, prompts longer than a
-        block, groups of one and of several; what they do from then on is held against it.
+    def start(self, policy: Policy, sampler: Checkable) -> Parity:
+        """Measure how far learner and in-process sampler differ now; later syncs are held against it.
 
         Raises:
-            DeliveryError: they differ by more than TOO_FAR on average, or by no number.
+            ParityError: they compute different things.
         """
         self._tokens = LOCAL_TOKENS
-        alone = sampler.drawn([*self.requests[:1], *self._long(policy)], 1, LOCAL_TOKENS)
-        groups = sampler.drawn(self.requests, max(2, -(-PROBE_PROMPTS // len(self.requests))), LOCAL_TOKENS)
-        self._items = [(g.prompt.token_ids, c.token_ids.tolist()) for g in groups for c in g.completions]
-        groups += alone
-        sampled_T = torch.cat([c.sampled for g in groups for c in g.completions])
-        drawn_T = torch.cat([c.logp_alpha for g in groups for c in g.completions])[sampled_T]
-        with torch.no_grad():
-            together_T = policy.logp(Packed.build([_ids(g) for g in groups], policy.device)).float().cpu()[sampled_T]
-            one_by_one = [policy.logp(Packed.build([_ids(g)], policy.device)).float().cpu() for g in groups]
-        self._finite(together_T, "the initial policy")
-        difference_T = (together_T - drawn_T).abs()
-        fed_T = torch.tensor([p for item in sampler.scores(self._items)[0] for p in item])
-        equal = (
-            torch.equal(together_T, drawn_T)
-            and torch.equal(torch.cat(one_by_one)[sampled_T], drawn_T)
-            and torch.equal(self._learner(policy, self._items, tau=1.0), fed_T)
-        )
-        mean, largest = float(difference_T.mean()), float(difference_T.max())
-        if not mean <= TOO_FAR / policy.tau:
-            raise DeliveryError(
-                f"learner and in-process sampler differ by {mean:.3g} nats a token, with the same weights: this model "
-                "computes something else when it decodes; it is not supported"
-            )
-        reason = None if equal and policy.model.exact else _why_close(policy, equal)
-        self.parity = Parity("close" if reason else "exact", mean, largest, len(drawn_T), reason)
-        self.tolerance = max(self.tolerance, NOISE * mean * policy.tau)
+        self.parity, self._items = measure_parity(policy, sampler, self.requests)
+        self.tolerance = max(self.tolerance, NOISE * self.parity.mean * policy.tau)
         return self.parity
 
-    def __call__(self, policy: Policy, sampler: Provable) -> Mapping[str, float]:
+    def __call__(self, policy: Policy, sampler: Checkable) -> Mapping[str, float]:
         """probe_mean, probe_max: |Δ log-prob| a token, nats; probe_kl: mean of ρ - 1 - ln ρ with ρ = π/α; of the worst
-        server. probe_telling: how many tokens can tell old from new, None after the first delivery and where bits are
-        compared.
+        server. probe_telling: how many tokens tell old from new; not after the first sync, nor if bits are compared.
 
         Raises:
-            DeliveryError: a test failed. SamplerError: a server is gone for good.
+            ParityError: a test failed. SamplerError: a server is gone for good.
         """
         if sampler.version != policy.version:
             found = ", ".join(f"{server}: {server.version()!r}" for server in sampler.servers)
-            raise DeliveryError(
-                f"version {policy.version} was delivered, but the sampler reports other weights: {found}"
-            )
+            raise ParityError(f"version {policy.version} was synced, but the sampler reports other weights: {found}")
         if self.parity is not None and self.parity.grade == "exact":
-            return self._exactly(policy, sampler)
+            return self._check_bits(policy, sampler)
         if not self._items:
-            self._items = self._draw(policy, sampler)
-        seen = self._look(policy, sampler)
-        worst: dict[str, float] = {}
-        for number, server_T in enumerate(seen.servers):
-            where = f"version {policy.version} on {sampler.servers[number]}"
-            figures = self._within(seen.learner_T, server_T, where)
-            if self._seen is not None:
-                before_T = self._seen.servers[number]
-                figures["probe_telling"] = _not_stale(self._seen.learner_T, seen.learner_T, before_T, server_T, where)
-            if not worst or figures["probe_mean"] > worst["probe_mean"]:
-                worst = figures
-        self._seen = self._renewed(policy, sampler, seen)
-        return worst
+            self._items = self._generate(policy, sampler)
+        scores = _score(policy, sampler, self._items)
+        found = [self._check_server(policy, sampler, number, scores) for number in range(len(scores.servers))]
+        self._before = self._renew(policy, sampler, scores)
+        return max(found, key=lambda metrics: metrics["probe_mean"])
 
-    def _long(self, policy: Policy) -> list[Request]:
-        """The prompts one behind the other, LONG_PROMPT tokens, where the model takes so many."""
-        try:
-            check_context(policy, LONG_PROMPT + LOCAL_TOKENS)
-        except ValueError:
-            return []
-        joined = sum((request.prompt.token_ids for request in self.requests), ()) * LONG_PROMPT
-        first = self.requests[0]
-        return [replace(first, prompt=replace(first.prompt, key=-1, token_ids=joined[:LONG_PROMPT]))]
-
-    def _exactly(self, policy: Policy, sampler: Provable) -> Mapping[str, float]:
-        """The grade exact: bits."""
-        items = [(ids, tokens[:EXACT_TOKENS]) for ids, tokens in self._items[:: -(-len(self._items) // EXACT_PROMPTS)]]
-        seen = self._look(policy, sampler, items)
-        server_T = seen.servers[0]
-        self._finite(seen.learner_T, f"version {policy.version}")
-        if not torch.equal(seen.learner_T, server_T):
-            largest = float((seen.learner_T - server_T).abs().max())
-            raise DeliveryError(
-                f"after the delivery of version {policy.version} learner and sampler disagree by {largest:.3g} nats "
-                "about a token of the probe, though their arithmetic is the same to the bit: the sampler serves other "
-                "weights"
+    def _check_bits(self, policy: Policy, sampler: Checkable) -> Mapping[str, float]:
+        """The grade exact."""
+        step = -(-len(self._items) // EXACT_PROMPTS)
+        scores = _score(policy, sampler, [(ids, tokens[:EXACT_TOKENS]) for ids, tokens in self._items[::step]])
+        check_finite(scores.learner_T, f"version {policy.version}")
+        if not torch.equal(scores.learner_T, scores.servers[0]):
+            largest = float((scores.learner_T - scores.servers[0]).abs().max())
+            raise ParityError(
+                f"after the sync of version {policy.version} learner and sampler disagree by {largest:.3g} nats about "
+                "a token, though their arithmetic is the same to the bit: the sampler serves other weights"
             )
         return {"probe_mean": 0.0, "probe_max": 0.0, "probe_kl": 0.0}
 
-    def _look(self, policy: Policy, sampler: Provable, items: Sequence[_Item] | None = None) -> _Seen:
-        """The log-probs of the probe, or of `items`, by all sides."""
-        items = self._items if items is None else items
-        learner_T = self._learner(policy, items, tau=1.0)
-        scores = ([p for item in found for p in item] for found in sampler.scores(items))
-        return _Seen(learner_T, [torch.tensor(found) for found in scores])
+    def _check_server(self, policy: Policy, sampler: Checkable, number: int, scores: _Scores) -> dict[str, float]:
+        """Tests 2 to 4 of one server."""
+        where = f"version {policy.version} on {sampler.servers[number]}"
+        now_T, before = scores.servers[number], self._before
+        metrics = self._check_distance(scores.learner_T, now_T, where)
+        if before is not None:
+            telling = check_fresh(before.learner_T, scores.learner_T, before.servers[number], now_T, where)
+            metrics["probe_telling"] = telling
+        return metrics
 
-    def _renewed(self, policy: Policy, sampler: Provable, seen: _Seen) -> _Seen:
-        """The same, of a new probe where the policy has moved away from the tokens of this one: unlikely tokens are
-        scored less exactly."""
-        likely = float(seen.learner_T.mean())
-        if self._likely - likely > RENEW:
-            self._items = self._draw(policy, sampler)
-            seen = self._look(policy, sampler)
-            self._likely = float(seen.learner_T.mean())
-        else:
-            self._likely = max(self._likely, likely)
-        return seen
-
-    def _draw(self, policy: Policy, sampler: Provable) -> list[_Item]:
-        """The probe: what the first server drew. What every server says of its own draws must be the learner's log-prob
-        at the sampling temperature."""
-        items: list[_Item] = []
-        for number, server in enumerate(sampler.servers):
-            own, said, sampled = [], [], []
-            for request in self.requests:
-                completion = sampler.drawn_by(number, request, self._tokens).completions[0]
-                if completion.outcome is not None:
-                    raise DeliveryError(f"{server}: a completion for the probe failed: {completion.outcome.reason}")
-                own.append((request.prompt.token_ids, completion.token_ids.tolist()))
-                said.append(completion.logp_alpha)
-                sampled.append(completion.sampled)
-            learner_T, said_T = (
-                x[torch.cat(sampled)] for x in (self._learner(policy, own, policy.tau), torch.cat(said))
-            )
-            self._within(learner_T, said_T, f"the draws of {server}", policy.tau)
-            items = items or own
-        return items
-
-    def _learner(self, policy: Policy, items: Sequence[_Item], tau: float) -> Tensor:
-        """log π of the items' tokens at temperature tau, float32 [T] on the CPU."""
-        packed = Packed.build([(ids, [torch.tensor(tokens)]) for ids, tokens in items], policy.device)
-        with torch.no_grad():
-            return policy.model(packed, tau).cpu()
-
-    def _within(self, learner_T: Tensor, server_T: Tensor, where: str, tau: float = 1.0) -> dict[str, float]:
-        """Test 2."""
+    def _check_distance(self, learner_T: Tensor, server_T: Tensor, where: str, tau: float = 1.0) -> dict[str, float]:
+        """Test 2, at temperature tau."""
+        check_finite(learner_T, where)
         difference_T = learner_T - server_T
-        self._finite(learner_T, where)
         mean, tolerance = float(difference_T.abs().mean()), self.tolerance / tau
         if not mean <= tolerance:
-            raise DeliveryError(
-                f"{where}: learner and sampler differ by {mean:.3g} nats a token over {len(difference_T)} tokens of "
-                f"the probe, more than the tolerance of {tolerance:.3g}. {self._causes}"
+            raise ParityError(
+                f"{where}: learner and sampler differ by {mean:.3g} nats a token over {len(difference_T)} tokens, more "
+                f"than the tolerance of {tolerance:.3g}. {self._causes}"
             )
         kl = float((torch.expm1(difference_T) - difference_T).mean())
         return {"probe_mean": mean, "probe_max": float(difference_T.abs().max()), "probe_kl": kl}
@@ -281,35 +150,52 @@ class Proof:
             "log-probs of another temperature (--logprobs-mode)"
         )
 
-    @staticmethod
-    def _finite(learner_T: Tensor, where: str) -> None:
-        if not bool(learner_T.isfinite().all()):
-            raise DeliveryError(f"{where}: the policy's log-probs are not numbers, it has diverged; lower optimizer.lr")
+    def _renew(self, policy: Policy, sampler: Checkable, scores: _Scores) -> _Scores:
+        """The scores; of new tokens if the policy has moved away from these: unlikely tokens are scored less
+        exactly."""
+        likely = float(scores.learner_T.mean())
+        if self._likeliest - likely <= RENEW:
+            self._likeliest = max(self._likeliest, likely)
+            return scores
+        self._items = self._generate(policy, sampler)
+        scores = _score(policy, sampler, self._items)
+        self._likeliest = float(scores.learner_T.mean())
+        return scores
+
+    def _generate(self, policy: Policy, sampler: Checkable) -> list[Item]:
+        """What the first server generates. The log-probs that every server reports with its own completions must be the
+        learner's at the sampling temperature."""
+        found = [self._generate_by(number, policy, sampler) for number in range(len(sampler.servers))]
+        return found[0]
+
+    def _generate_by(self, number: int, policy: Policy, sampler: Checkable) -> list[Item]:
+        server, groups = sampler.servers[number], sampler.drawn_by(number, self.requests, 1, self._tokens)
+        completions = [group.completions[0] for group in groups]
+        if failed := next((c.outcome for c in completions if c.outcome is not None), None):
+            raise ParityError(f"{server}: a completion for the parity check failed: {failed.reason}")
+        items: list[Item] = [(g.prompt.token_ids, g.completions[0].token_ids.tolist()) for g in groups]
+        sampled_T = torch.cat([c.sampled for c in completions])
+        reported_T = torch.cat([c.logp_alpha for c in completions])[sampled_T]
+        learner_T = score_items(policy, items, policy.tau)[sampled_T]
+        self._check_distance(learner_T, reported_T, f"the completions of {server}", policy.tau)
+        return items
 
 
-def _ids(group: Group) -> tuple[tuple[int, ...], list[Tensor]]:
-    return group.prompt.token_ids, [c.token_ids for c in group.completions]
+def _score(policy: Policy, sampler: Checkable, items: Sequence[Item]) -> _Scores:
+    return _Scores(score_items(policy, items), [flatten(scores) for scores in sampler.scores(items)])
 
 
-def _why_close(policy: Policy, equal: bool) -> str:
-    """Why bits are not demanded of an in-process sampler."""
-    if policy.model.exact:
-        return "they should agree to the bit, and do not: please report this processor and compiler"
-    kind = str(policy.dtype).removeprefix("torch.")
-    return f"products of {kind} are PyTorch's here{', which happen to agree' if equal else ''}"
-
-
-def _not_stale(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, where: str) -> int:
-    """Tests 3 and 4: `old_T`, `new_T` are the learner's log-probs, `before_T`, `now_T` the server's. Returns how many
-    tokens can tell. Raises DeliveryError for a server that still has what it had.
+def check_fresh(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, where: str) -> int:
+    """Tests 3 and 4 of the parity check: `old_T`, `new_T` are the learner's log-probs before and after, `before_T`,
+    `now_T` the server's. Returns how many tokens tell old from new. Raises ParityError for stale weights.
 
     >>> old = torch.linspace(-3.0, -0.1, 30)
-    >>> _not_stale(old, old + 0.3, old + 0.01, old + 0.29, "v")
+    >>> check_fresh(old, old + 0.3, old + 0.01, old + 0.29, "v")
     30
     """
     if int((new_T != old_T).sum()) >= ENOUGH and torch.equal(before_T, now_T):
-        raise DeliveryError(
-            f"{where}: the sampler scores the probe exactly as before the delivery, though the policy has changed: it "
+        raise ParityError(
+            f"{where}: the sampler's log-probs did not change at all with the weight sync, though the policy's did: it "
             "did not load the new weights"
         )
     to_new_T, to_old_T = (now_T - new_T).abs(), (now_T - old_T).abs()
@@ -317,9 +203,9 @@ def _not_stale(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, wh
     telling_T = (new_T - old_T).abs() > 2 * noise
     telling, older = int(telling_T.sum()), int((telling_T & (to_old_T < to_new_T)).sum())
     if _tail(older, telling) < CHANCE:
-        raise DeliveryError(
-            f"{where}: the sampler scores the probe as the version delivered before would: {older} of the {telling} "
-            "tokens that can tell are nearer to that. It still serves the old weights"
+        raise ParityError(
+            f"{where}: the sampler is still serving stale weights: of the {telling} tokens that tell old from new, "
+            f"{older} are nearer to the version before"
         )
     return telling
 

@@ -26,7 +26,7 @@ from lagrpo.policy.replica import replica
 from lagrpo.policy.templates import Templates
 from lagrpo.sampling.base import Sampler
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.parity import PROBE_PROMPTS, DeliveryError, Parity, Proof
+from lagrpo.sampling.parity import PARITY_PROMPTS, Parity, ParityCheck, ParityError
 from lagrpo.sampling.prefetch import Draws
 from lagrpo.sampling.schedule import Schedule
 from lagrpo.sampling.vllm.connecting import build_vllm, open_servers
@@ -128,7 +128,7 @@ class Parts:
     """completions of a file"""
     verifier: Verifier
     schedule: Schedule
-    check_parity: Proof | None
+    check_parity: ParityCheck | None
     """raises unless the sampler serves the weights that were synced; None where the run asks for no check"""
 
     @staticmethod
@@ -243,20 +243,20 @@ def build_verifier(settings: Settings | EvalSettings, task: Task) -> Verifier:
         return Verifier(task.judge, workers=v.workers, deadline=v.deadline, max_unscored_share=v.max_unscored)
 
 
-def build_proof(settings: Settings, policy: Policy, source: PromptSource, sampler: Sampler) -> Proof:
+def build_proof(settings: Settings, policy: Policy, source: PromptSource, sampler: Sampler) -> ParityCheck:
     """What is called after every weight sync (see sampling/parity.py).
 
     Raises:
         SettingsError: the in-process sampler computes something else than the learner.
     """
-    probes = source.probes(PROBE_PROMPTS)
+    probes = source.probes(PARITY_PROMPTS)
     if isinstance(sampler, VllmSampler):
-        return Proof(probes, sampler.dtype, settings.vllm.tolerance)
+        return ParityCheck(probes, sampler.dtype, settings.vllm.tolerance)
     assert isinstance(sampler, LocalSampler)
-    proof = Proof(probes, policy.dtype)
-    with refusing("model.path", DeliveryError):
-        proof.start(policy, sampler)
-    return proof
+    check = ParityCheck(probes, policy.dtype)
+    with refusing("model.path", ParityError):
+        check.start(policy, sampler)
+    return check
 
 
 def recorded_prompts(settings: Settings) -> int:

@@ -25,7 +25,7 @@ from lagrpo.runs import Run, collect_environment
 from lagrpo.runs.directory import RunFiles
 from lagrpo.runs.rollouts import rollout_rows
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.parity import DeliveryError
+from lagrpo.sampling.parity import ParityError
 from lagrpo.sampling.prefetch import VersionError
 from lagrpo.sampling.schedule import LoopState
 from lagrpo.sampling.vllm.server import SamplerError
@@ -48,7 +48,7 @@ from lagrpo.verify import VerifierError
 READ_OF_TASK = {"reward_range": "", "system_prompt": " (of questions in offline.data)"}
 """What is read of settings.task where the task is an object of the caller's, and for what."""
 FAILURES = (
-    *(VerifierError, DeliveryError, VersionError, SamplerError),
+    *(VerifierError, ParityError, VersionError, SamplerError),
     *(FloatingPointError, torch.OutOfMemoryError, OSError),
 )
 """Errors that end a run without being the program's: what they say is for the user."""
@@ -82,7 +82,7 @@ def train(
 
     Raises:
         SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
-        DeliveryError, VersionError: the sampler does not draw from the policy that the schedule announced.
+        ParityError, VersionError: the sampler does not draw from the policy that the schedule announced.
         SamplerError: the vLLM servers are gone for good.
         VerifierError: too many completions could not be judged.
         FloatingPointError: a gradient is not finite.

@@ -1,7 +1,7 @@
-"""From settings to vLLM servers: those that run already are looked at, others are started; and the sampler over them.
+"""From settings to vLLM servers, attached or started, and the sampler over them.
 
-What is wrong with a server shows here, before a model is loaded where that is possible: nobody there, a wrong API key,
-a server without the endpoints that deliveries need, another model.
+What is wrong with a server shows here, before a model is loaded if that is possible: nobody there, a wrong API key, a
+server without the endpoints that a weight sync needs, another model.
 """
 
 from __future__ import annotations
@@ -20,42 +20,50 @@ from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.errors import refusing
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.model import Policy
-from lagrpo.sampling.vllm.process import Launch, StartedServer, expanded, missing
-from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler, refuse_mismatch
-from lagrpo.sampling.vllm.server import GENERATE, HOW_TO_START, KEY, Deadlines, SamplerError, Server
-from lagrpo.sampling.vllm.wire import WIRES, Directories
-from lagrpo.settings.schema import Settings, VllmSettings
+from lagrpo.sampling.vllm.directories import Directories
+from lagrpo.sampling.vllm.fleet import Fleet
+from lagrpo.sampling.vllm.generation import Generation
+from lagrpo.sampling.vllm.nccl_wire import NcclWire
+from lagrpo.sampling.vllm.process import Launch, StartedServer, check_python, split_options
+from lagrpo.sampling.vllm.sampler import VllmSampler
+from lagrpo.sampling.vllm.server import GENERATE, HOW_TO_START, KEY, Deadlines, RefusedError, SamplerError, Server
+from lagrpo.sampling.vllm.weights import WeightSync
+from lagrpo.sampling.vllm.wire import DirectoryWire, IpcWire, Wire
+from lagrpo.settings.schema import SamplingSettings, Settings, VllmSettings
 
 logger = logging.getLogger("lagrpo")
-
+WIRES: dict[str, Callable[[], Wire]] = {"directory": DirectoryWire, "nccl": NcclWire, "ipc": IpcWire}
 OURS = {"--model", "--host", "--port", "--api-key", "--dtype", "--logprobs-mode", "--generation-config"}
 COARSENESS = [torch.float32, torch.float16, torch.bfloat16]
+SIZES = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+TEXTS = ("Hello, world 12 + 30 = 42", "def f(x):\n    return x", "Größe, 数学, ∑")  # that tell tokenizers apart
 
 
 def deadlines(settings: VllmSettings) -> Deadlines:
+    """The deadlines of the settings."""
     return Deadlines(
         start=settings.start_deadline,
         request=settings.request_deadline,
-        delivery=settings.delivery_deadline,
+        sync=settings.delivery_deadline,
         control=settings.control_deadline,
     )
 
 
 def open_servers(settings: Settings) -> list[Server]:
-    """The servers of the settings: those that run are reachable, accept our key and have the endpoints; those that are
-    started here are on their way (`build_vllm` waits for them).
+    """The servers of the settings. Servers that run already are reachable, accept our key and have the endpoints;
+    servers that are started here are on their way (`build_vllm` waits for them).
 
     Raises:
         SettingsError: a server that cannot be used, or cannot be started.
     """
     with refusing("vllm", SamplerError):
-        check_delivery(settings.vllm)
+        check_wire(settings.vllm)
         if settings.vllm.urls:
-            return [attached(url, settings) for url in settings.vllm.urls]
-        return started(settings)
+            return [attach_server(url, settings) for url in settings.vllm.urls]
+        return start_servers(settings)
 
 
-def check_delivery(settings: VllmSettings) -> None:
+def check_wire(settings: VllmSettings) -> None:
     """Raises ValueError for a wire that this machine does not have, and a directory that cannot be written to."""
     if settings.delivery != "directory" and not torch.cuda.is_available():
         raise ValueError(
@@ -74,17 +82,16 @@ def check_delivery(settings: VllmSettings) -> None:
             raise ValueError(f"directory = {settings.directory!r} cannot be written to")
 
 
-def attached(url: str, settings: Settings) -> Server:
-    """A server that runs already. Raises SamplerError for one that cannot be used."""
+def attach_server(url: str, settings: Settings) -> Server:
+    """A server that runs already. Raises SamplerError or ValueError for one that cannot be used."""
     server = Server(url, os.environ.get(KEY), deadlines(settings.vllm), settings.sampling.rows)
     server.call("GET", "/health")
     root = server.model()["root"]
     server.version()
-    server.facts()
-    paths = server.call("GET", "/openapi.json")["paths"]
-    if GENERATE not in paths:
+    server.config()
+    if GENERATE not in server.call("GET", "/openapi.json")["paths"]:
         raise ValueError(f"{url} has no {GENERATE}: {HOW_TO_START}")
-    theirs, ours = (_config(path) for path in (root, resolve_model(settings.model.path)))
+    theirs, ours = (_read_sizes(path) for path in (root, resolve_model(settings.model.path)))
     differing = [name for name in theirs if name in ours and theirs[name] != ours[name]]
     if differing:
         raise ValueError(
@@ -94,29 +101,33 @@ def attached(url: str, settings: Settings) -> Server:
     return server
 
 
-def started(settings: Settings) -> list[Server]:
-    """Servers of our own, on their way up. Raises ValueError where they cannot be started."""
+def start_servers(settings: Settings) -> list[Server]:
+    """Servers of our own, on their way up. Raises ValueError if they cannot be started."""
+    launch, folder = _plan_launch(settings), Path(settings.run.directory)
+    with refusing("run.directory"):
+        folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log" for _ in range(settings.vllm.servers)]
+    for path in paths:
+        logger.info("starting a vLLM server, for at most %g s (log: %s)", settings.vllm.start_deadline, path)
+    return [StartedServer(launch, deadlines(settings.vllm), path) for path in paths]
+
+
+def _plan_launch(settings: Settings) -> Launch:
     vllm, sampling = settings.vllm, settings.sampling
-    if problem := missing(vllm.python):
-        raise ValueError(f"python: {problem}")
-    launch = Launch(
+    with refusing("vllm.python"):
+        check_python(vllm.python)
+    options = split_options(vllm.options)
+    if taken := OURS & {word.partition("=")[0] for word in options}:
+        raise ValueError(f"options: {', '.join(sorted(taken))} is set by lagrpo itself")
+    return Launch(
         python=str(Path(vllm.python).expanduser().absolute()),
         model=resolve_model(settings.model.path),
         dtype=pick_dtype(settings.model.dtype, pick_device(settings.model.device))[0],
-        longest=sampling.max_prompt_tokens + sampling.max_tokens + 1,
-        rows=sampling.rows,
+        longest=_longest(sampling),
+        max_num_seqs=sampling.rows,
         wire=vllm.delivery,
-        options=expanded(vllm.options),
+        options=options,
     )
-    if taken := OURS & {word.partition("=")[0] for word in launch.options}:
-        raise ValueError(f"options: {', '.join(sorted(taken))} is set by lagrpo itself")
-    folder = Path(settings.run.directory)
-    with refusing("run.directory"):
-        folder.mkdir(parents=True, exist_ok=True)
-    logs = [folder / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log" for _ in range(vllm.servers)]
-    for log in logs:
-        logger.info("a vLLM server is being started, for at most %g s (log: %s)", vllm.start_deadline, log)
-    return [StartedServer(launch, deadlines(vllm), log) for log in logs]
 
 
 def build_vllm(settings: Settings, policy: Policy, servers: Sequence[Server]) -> VllmSampler:
@@ -125,51 +136,71 @@ def build_vllm(settings: Settings, policy: Policy, servers: Sequence[Server]) ->
     Raises:
         SettingsError: a server did not get ready, or serves another model or shorter sequences.
     """
-    sampling, vllm, tokenizer = settings.sampling, settings.vllm, policy.chat.tokenizer
-    longest = sampling.max_prompt_tokens + sampling.max_tokens + 1
+    vllm, tokenizer = settings.vllm, policy.chat.tokenizer
     with refusing("vllm", SamplerError):
         for server in servers:
             server.wait(vllm.start_deadline)
-            served = server.model()
-            if served["max_model_len"] < longest:
-                raise ValueError(
-                    f"{server} takes sequences of at most {served['max_model_len']} tokens; sampling.max_prompt_tokens "
-                    f"+ sampling.max_tokens + 1 is {longest}: lower them, or start it with a larger --max-model-len"
-                )
-            refuse_mismatch(server, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], served["root"])
-        dtype = max((_dtype(server) for server in servers), key=COARSENESS.index)
+            check_length(server, _longest(settings.sampling))
+            check_tokenizer(server, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
+        dtype = max((read_dtype(server) for server in servers), key=COARSENESS.index)
         directories = Directories(vllm.directory)
-    drawing = Drawing(
+    fleet = Fleet(servers, vllm.failures)
+    weights = WeightSync(fleet, WIRES[vllm.delivery](), directories, dtype)
+    return VllmSampler(fleet, _plan_generation(settings, policy), weights, vllm.in_flight)
+
+
+def _plan_generation(settings: Settings, policy: Policy) -> Generation:
+    return Generation(
         seed=settings.run.seed,
-        max_tokens=sampling.max_tokens,
-        tau=sampling.temperature,
+        max_tokens=settings.sampling.max_tokens,
+        tau=settings.sampling.temperature,
         eos_ids=sorted(policy.chat.eos_ids),
-        rows=sampling.rows,
+        max_num_seqs=settings.sampling.rows,
         decode=policy.chat.decode,
     )
-    return VllmSampler(
-        servers,
-        drawing,
-        WIRES[vllm.delivery](),
-        directories,
-        in_flight=vllm.in_flight,
-        failures=vllm.failures,
-        dtype=dtype,
-    )
 
 
-def _dtype(server: Server) -> torch.dtype:
+def check_length(server: Server, longest: int) -> None:
+    """Raises ValueError for a server that takes shorter sequences than the settings allow."""
+    limit = server.model()["max_model_len"]
+    if limit < longest:
+        raise ValueError(
+            f"{server} takes sequences of at most {limit} tokens; sampling.max_prompt_tokens + sampling.max_tokens + 1 "
+            f"is {longest}: lower them, or start it with a larger --max-model-len"
+        )
+
+
+def check_tokenizer(server: Server, tokenize: Callable[[str], list[int]]) -> None:
+    """Raises RefusedError for a server with another tokenizer, so another model. A server without a tokenizer has
+    nothing to compare."""
+    for text in TEXTS:
+        try:
+            theirs = server.tokenize(text)
+        except RefusedError:
+            return
+        if theirs != tokenize(text):
+            raise RefusedError(
+                f"{server} tokenizes {text!r} otherwise than model.path does: it serves another model "
+                f"({server.model()['root']})"
+            )
+
+
+def read_dtype(server: Server) -> torch.dtype:
     """The dtype that a server computes in. Raises ValueError for one that we do not know."""
-    name = server.facts()["model_config"]["dtype"].removeprefix("torch.")
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in COARSENESS}
-    if name not in known:
-        raise ValueError(f"{server} computes in {name}; lagrpo delivers {', '.join(known)}")
-    return known[name]
+    name = server.config()["model_config"]["dtype"].removeprefix("torch.")
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in COARSENESS}
+    if name not in dtypes:
+        raise ValueError(f"{server} computes in {name}; lagrpo can send weights in {', '.join(dtypes)}")
+    return dtypes[name]
 
 
-def _config(path: str) -> dict[str, Any]:
-    """The sizes in the config.json of a model directory; empty for one that cannot be read from here."""
+def _longest(sampling: SamplingSettings) -> int:
+    """Tokens of the longest sequence; vLLM wants room for one more."""
+    return sampling.max_prompt_tokens + sampling.max_tokens + 1
+
+
+def _read_sizes(path: str) -> dict[str, Any]:
+    """The sizes in the config.json of a model directory; empty if it cannot be read from here."""
     file = Path(path).expanduser() / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
-    names = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    return {name: config[name] for name in names if name in config}
+    return {name: config[name] for name in SIZES if name in config}

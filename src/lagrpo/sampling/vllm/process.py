@@ -1,7 +1,7 @@
 """A vLLM server that this process starts, watches and ends.
 
-It runs in an environment of its own (`make vllm-env`), bound to 127.0.0.1, with a generated API key. Between us and it
-stands a guard: a small process that ends the server with everything it started as soon as we are gone, however we go.
+It runs in an environment of its own (`make vllm-env`), bound to 127.0.0.1, with a generated API key. A guard stands
+between it and us: a small process that ends the server, with everything the server started, as soon as we are gone.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shlex
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ from lagrpo.sampling.vllm.server import Deadlines, Server, UnreachableError
 from lagrpo.threads import waiting
 
 logger = logging.getLogger("lagrpo")
-
 SHOWN = 30  # lines of a server's log that a failure shows
 GUARD = """
 import os, select, signal, subprocess, sys
@@ -44,39 +43,46 @@ sys.exit(server.wait() & 255)
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a server is started: `python` of the environment that has vllm, the model's path or id, its dtype, the
-    longest sequence and the most completions at a time, and further `options` of vllm."""
+    """How a server is started."""
 
     python: str
+    """Of the environment that has vLLM."""
     model: str
+    """Path or id."""
     dtype: str
     longest: int
-    rows: int
+    """Longest sequence, in tokens."""
+    max_num_seqs: int
+    """Most completions at a time."""
     wire: str = "directory"
+    """How weights will reach it."""
     options: tuple[str, ...] = ()
+    """Further options of vLLM."""
 
     def command(self, port: int) -> list[str]:
-        """The command line. Log-probs are those at the sampling temperature; the model's own generation settings, which
-        may cut the distribution, are not used."""
+        """The command line. Log-probs are given at the sampling temperature. The model's own generation settings are
+        not used, as they may truncate the distribution."""
         transfer = [] if self.wire == "directory" else ["--weight-transfer-config", f'{{"backend": "{self.wire}"}}']
-        here = [] if _has_gpu() else ["--enforce-eager", *self._whole_prompts()]
+        on_cpu = [] if _has_gpu() else ["--enforce-eager", *self._whole_prompts()]
         return [
             *(self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--dtype", self.dtype),
             *("--host", "127.0.0.1", "--port", str(port), "--enable-scale-out", "--generation-config", "vllm"),
             *("--logprobs-mode", "processed_logprobs", "--max-model-len", str(self.longest)),
-            *("--max-num-seqs", str(self.rows), *here, *transfer, *self.options),
+            *("--max-num-seqs", str(self.max_num_seqs), *on_cpu, *transfer, *self.options),
         ]
 
     def _whole_prompts(self) -> list[str]:
-        """On CPUs vLLM 0.32 dies when a prompt of a seeded request is computed in two steps: it takes back the draw
-        after the first one by the generator's offset, which CPU generators do not have. So prompts stay whole."""
+        """Options that keep prompts whole. On CPUs vLLM 0.32 dies when it computes the prompt of a seeded request in
+        two steps: after the first one it resets the generator by its offset, which CPU generators do not have."""
         return ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(8192, self.longest))]
 
     def environment(self, key: str) -> dict[str, str]:
-        """Of the server's process: the key (never on the command line, where everybody can read it), development mode
-        for pausing and loading weights, no usage statistics. On CPUs, unless our own environment says otherwise: 2 GiB
-        for keys and values, and all cores to compute with, as the trainer mostly waits while the server draws. How our
-        threads wait for each other is not passed on: its OpenMP is another one."""
+        """Environment variables of the server's process.
+
+        The key is here because everybody can read a command line. Development mode is for pausing and loading weights.
+        On CPUs, unless our own environment says otherwise: 2 GiB for keys and values, and all cores, as the trainer
+        mostly waits while the server generates. How our threads wait is not passed on: the server has another OpenMP.
+        """
         own = {"VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         own |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if self.wire == "ipc" else {}
         ours = ("OMP_NUM_THREADS", "PYTHONPATH")
@@ -86,21 +92,15 @@ class Launch:
 
 
 class StartedServer(Server):
-    """A server of our own. `log` is the file that gets its output. Port and API key are free to choose; by default they
-    are made up."""
+    """A server of our own, whose output goes to the file `log_path`. Port and API key are made up unless given."""
 
     def __init__(
-        self,
-        launch: Launch,
-        deadlines: Deadlines,
-        log: Path,
-        port: int = 0,
-        key: str | None = None,
+        self, launch: Launch, deadlines: Deadlines, log_path: Path, port: int = 0, key: str | None = None
     ) -> None:
         self.key = key or secrets.token_urlsafe(24)
-        self.port = port or free_port()
+        self.port = port or find_free_port()
         super().__init__(f"http://127.0.0.1:{self.port}", self.key, deadlines)
-        self.launch, self.log = launch, log
+        self.launch, self.log_path = launch, log_path
         self.guard: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -110,18 +110,13 @@ class StartedServer(Server):
     def running(self) -> bool:
         return self.guard is not None and self.guard.poll() is None
 
-    def wait(self, seconds: float) -> None:
-        """Until the server is healthy. Raises UnreachableError when it is not within that time, or ends."""
-        end = time.monotonic() + seconds
-        while not self.healthy():
-            if not self.running or time.monotonic() > end:
-                what = "did not get ready" if self.running else "ended"
-                raise UnreachableError(f"the vLLM server {what} within {seconds:g} s.{self.tail()}")
-            time.sleep(0.2)
+    def _not_ready(self, seconds: float) -> str:
+        what = "did not get ready" if self.running else "ended"
+        return f"the vLLM server {what} within {seconds:g} s.{self.tail()}"
 
     def revive(self) -> None:
-        """End what is left of the server and start it again. Raises UnreachableError when it does not get ready."""
-        logger.info("the vLLM server at %s is started again", self.url)
+        """End what is left of the server and restart it. Raises UnreachableError if it does not get ready."""
+        logger.info("restarting the vLLM server at %s", self.url)
         self._stop()
         self._start()
         self.wait(self.deadlines.start)
@@ -133,25 +128,25 @@ class StartedServer(Server):
         super().close()
 
     def keep_log(self, path: Path) -> None:
-        """Give the log its final name; the server goes on writing to it."""
-        if self.log.is_file():
-            self.log = self.log.rename(path)
+        """Move the log to `path`; the server goes on writing to it."""
+        if self.log_path.is_file():
+            self.log_path = self.log_path.rename(path)
 
     def tail(self) -> str:
         """The end of its log, and where the rest is."""
-        lines = _end_of(self.log).splitlines()
+        lines = _end_of(self.log_path).splitlines()
         shown = "\n".join(f"  {line[:300]}" for line in lines[-SHOWN:])
-        return f" The end of its log, {self.log}:\n{shown}" if shown else f" Its log is {self.log}"
+        return f" The end of its log, {self.log_path}:\n{shown}" if shown else f" Its log is {self.log_path}"
 
     def _start(self) -> None:
         with self._lock:
             if self._closed:
                 raise UnreachableError(f"{self.url} was closed")
             command = [sys.executable, "-c", GUARD, *self.launch.command(self.port)]
-            with self.log.open("ab") as log:
-                environment = self.launch.environment(self.key)
+            env = self.launch.environment(self.key)
+            with self.log_path.open("ab") as out:
                 self.guard = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
+                    command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=env, start_new_session=True
                 )
 
     def _stop(self) -> None:
@@ -165,15 +160,39 @@ class StartedServer(Server):
                     self.guard.kill()
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """A port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def check_python(python: str) -> None:
+    """Raises ValueError unless `python` is a Python that has vLLM."""
+    path = Path(python).expanduser().absolute()
+    if not path.is_file():
+        raise ValueError(
+            f"{python}: no such Python. `make vllm-env` makes an environment with vLLM; name its bin/python"
+        )
+    if not os.access(path, os.X_OK):
+        raise ValueError(f"{python} cannot be executed; name the bin/python of an environment with vLLM")
+    script = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    elsewhere = path.parent  # a directory `vllm` in our working directory is no package
+    if subprocess.run([str(path), "-c", script], capture_output=True, check=False, cwd=elsewhere).returncode:
+        raise ValueError(f"{python} has no vllm: `make vllm-env` makes an environment that has it")
+
+
+def split_options(options: Sequence[str]) -> tuple[str, ...]:
+    """Options as a shell would split them, whether they came as one string or as several.
+
+    >>> split_options(["--seed 3", "--dtype=float16"])
+    ('--seed', '3', '--dtype=float16')
+    """
+    return tuple(word for option in options for word in shlex.split(option))
 
 
 def _end_of(path: Path, size: int = 1 << 16) -> str:
-    """The last `size` bytes of a file as text; nothing of one that is not there."""
+    """The last `size` bytes of a file as text; empty if there is no such file."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:
@@ -181,25 +200,5 @@ def _end_of(path: Path, size: int = 1 << 16) -> str:
         return file.read().decode(errors="replace")
 
 
-def missing(python: str) -> str | None:
-    """What is wrong with the Python of the settings; None where it is there and has vllm."""
-    path = Path(python).expanduser().absolute()
-    if not path.is_file():
-        return f"{python}: no such Python. `make vllm-env` makes an environment with vLLM; name its bin/python"
-    if not os.access(path, os.X_OK):
-        return f"{python} cannot be executed; name the bin/python of an environment with vLLM"
-    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    elsewhere = path.parent  # a directory `vllm` where we are is no package
-    done = subprocess.run([str(path), "-c", probe], capture_output=True, check=False, cwd=elsewhere)
-    return f"{python} has no vllm: `make vllm-env` makes an environment that has it" if done.returncode else None
-
-
 def _has_gpu() -> bool:
     return Path("/dev/nvidia0").exists() or bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def expanded(options: Sequence[str]) -> tuple[str, ...]:
-    """Options as a shell would split them, whether they came as one string or as several."""
-    import shlex
-
-    return tuple(word for option in options for word in shlex.split(option))
