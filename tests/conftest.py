@@ -8,11 +8,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import hypothesis
 import jaxtyping
 import pytest
 from running import note_processes
 
 jaxtyping.install_import_hook("lagrpo.core", "beartype.beartype")
+
+hypothesis.settings.register_profile("lagrpo", deadline=None)  # a busy machine is no failure; tests have a time limit
+hypothesis.settings.load_profile("lagrpo")
 
 NEEDS = {
     "gpu": "a GPU (make test-gpu)",
