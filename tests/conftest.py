@@ -73,6 +73,27 @@ def processes_of_other_tests_are_known() -> None:
     note_processes()
 
 
+@pytest.fixture(scope="session")
+def renderer() -> Iterator[Any]:
+    """The process that renders chat templates for all tests that ask for `shared_templates`."""
+    from lagrpo.policy.templates import Templates
+
+    templates = Templates()
+    templates.start()
+    yield templates
+    templates.close()
+
+
+@pytest.fixture
+def shared_templates(renderer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of this test start no process of their own to render prompts, which takes a third of a tiny run. For tests
+    of something else than processes; those are in test_templates.py, test_training.py and test_cli.py."""
+    kind = type(renderer)
+    start, render = kind.start, kind.render
+    monkeypatch.setattr(kind, "start", lambda templates: start(renderer))
+    monkeypatch.setattr(kind, "render", lambda templates, *request: render(renderer, *request))
+
+
 @pytest.fixture
 def unchecked() -> Iterator[None]:
     """As a user runs it, without the run-time checks: for tests of core's own errors about shapes."""

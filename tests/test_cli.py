@@ -53,6 +53,7 @@ def lagrpo(*words: object) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("recipe", PRESETS)
+@pytest.mark.usefixtures("shared_templates")
 def test_every_preset_runs_three_updates_and_leaves_a_complete_run(model, tmp_path, monkeypatch, recipe):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 

@@ -23,6 +23,8 @@ from lagrpo.sampling.base import Request
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.schedule import every, lags
 
+pytestmark = pytest.mark.usefixtures("shared_templates")
+
 BATCHES = 5
 LR = 3e-3
 TASK = sample_task.load()

@@ -20,6 +20,8 @@ from lagrpo.training.checks import check_settings
 from lagrpo.training.loop import Algorithm, Used, iterative_grpo
 from lagrpo.training.run import Training
 
+pytestmark = pytest.mark.usefixtures("shared_templates")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):

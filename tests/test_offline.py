@@ -14,6 +14,8 @@ from lagrpo.errors import SettingsError
 from lagrpo.runs import load_events, load_metrics, load_rollouts
 from lagrpo.settings.toml import load_settings
 
+pytestmark = pytest.mark.usefixtures("shared_templates")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:

@@ -18,6 +18,8 @@ from lagrpo.sampling.parity import PROBE_PROMPTS
 from lagrpo.tasks import RowTask
 from lagrpo.training.run import train
 
+pytestmark = pytest.mark.usefixtures("shared_templates")
+
 
 def source(prompts: int, N: int) -> PromptSource:
     rows = [f"{n}?" for n in range(prompts)]
