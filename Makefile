@@ -26,13 +26,6 @@ PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 .PHONY: help demo test test-gpu test-vllm check-trl conformance portability check-aarch64 bench-trl bench-scaling bench-peak \
 	bench-vllm bench-gpu bench-busy lint format install vllm-env clean
 
-# What `make test` leaves out: $(call deselected,MARKER,what those tests need (how to run them))
-define deselected
-@$(PYTEST) -m $(1) --collect-only -q > .venv/$(1)-tests || [ $$? -eq 5 ] || { cat .venv/$(1)-tests; exit 1; }
-@echo "Deselected, because they need $(2):"
-@sed -n 's/^tests.*::.*/  &/p' .venv/$(1)-tests | grep . || echo "  none"
-endef
-
 help:
 	@echo "make demo       install, then train the embedded 135M model on single-digit addition and show what it learned"
 	@echo "make test       install, then run the tests that need no GPU"
@@ -58,10 +51,7 @@ demo: $(STAMP)
 	$(BIN)/lagrpo train experiments/demo.toml
 
 test: $(STAMP)
-	$(call deselected,gpu,a GPU (make test-gpu))
-	$(call deselected,vllm,vLLM (make test-vllm))
-	$(call deselected,peer,another program (make check-trl))
-	$(PYTEST) -n $(WORKERS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal --durations 15
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu

@@ -1,7 +1,14 @@
-"""Shapes and types of lagrpo.core are checked at run time, in tests only: the hook must stand before the import."""
+"""What holds for all tests: checked shapes, a time limit, signals as in a terminal, and a word about what was left out.
 
-from collections.abc import Iterator
+Shapes and types of lagrpo.core are checked at run time, in tests only: the hook must stand before the import.
+"""
 
+import signal
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import hypothesis
 import jaxtyping
 import pytest
 import tiny
@@ -9,10 +16,83 @@ from running import note_processes
 
 jaxtyping.install_import_hook("lagrpo.core", "beartype.beartype")
 
+hypothesis.settings.register_profile("lagrpo", deadline=None)  # a busy machine is no failure; tests have a time limit
+hypothesis.settings.load_profile("lagrpo")
+
+NEEDS = {
+    "gpu": "a GPU (make test-gpu)",
+    "vllm": "vLLM (make test-vllm)",
+    "peer": "another program (make check-trl)",
+}
+SECONDS_WITH_SERVERS = 900  # for these: they start servers, download or compile
+
+_deselected: defaultdict[str, set[str]] = defaultdict(set)
+
+
+def pytest_configure() -> None:
+    """A shell starts what stands before `&` with SIGINT ignored. Tests of Ctrl-C must not depend on that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        if any(item.get_closest_marker(name) for name in NEEDS) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SECONDS_WITH_SERVERS))
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        for name in NEEDS:
+            if item.get_closest_marker(name):
+                _deselected[name].add(item.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With several test processes each of them collects, and tells the one that reports."""
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["deselected"] = {name: sorted(tests) for name, tests in _deselected.items()}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    for name, tests in getattr(node, "workeroutput", {}).get("deselected", {}).items():
+        _deselected[name].update(tests)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.get_verbosity() < 0:
+        return
+    for name, tests in _deselected.items():
+        terminalreporter.section(f"deselected, because they need {NEEDS[name]}")
+        terminalreporter.write_line("\n".join(f"  {test}" for test in sorted(tests)))
+
 
 @pytest.fixture(autouse=True)
 def processes_of_other_tests_are_known() -> None:
     note_processes()
+
+
+@pytest.fixture(scope="session")
+def renderer() -> Iterator[Any]:
+    """The process that renders chat templates for all tests that ask for `shared_templates`."""
+    from lagrpo.policy.templates import Templates
+
+    templates = Templates()
+    templates.start()
+    yield templates
+    templates.close()
+
+
+@pytest.fixture
+def shared_templates(renderer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of this test start no process of their own to render prompts, which takes a third of a tiny run. For tests
+    of something else than processes; those are in test_templates.py, test_training.py and test_cli.py."""
+    kind = type(renderer)
+    start, render = kind.start, kind.render
+    monkeypatch.setattr(kind, "start", lambda templates: start(renderer))
+    monkeypatch.setattr(kind, "render", lambda templates, *request: render(renderer, *request))
 
 
 @pytest.fixture

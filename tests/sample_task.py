@@ -1,4 +1,4 @@
-"""A task of a user's own, in a light module that worker processes import."""
+"""Tasks of a user's own, in a light module: worker processes import it, and need no PyTorch to judge."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import zlib
 from typing import Any
 
 from lagrpo.tasks import RowTask
+from lagrpo.tasks.base import Judge
 
 
 def spread(text: str, gold: Any) -> float:
@@ -42,3 +43,51 @@ def load_empty(settings: Any, seed: int) -> RowTask:
 
 def load_untested(settings: Any, seed: int) -> RowTask:
     return RowTask("untested", {**load().rows, "test": []}, lambda row: (row, row), spread)
+
+
+def load_rarely_right(settings: Any, seed: int) -> RowTask:
+    """Two dozen prompts; a completion is right by chance, one in four."""
+    rows = {split: [f"{n}?" for n in range(24)] for split in ("train", "test")}
+    return RowTask("rare", rows, lambda row: (row, row), rarely_right)
+
+
+def load_few(settings: Any, seed: int) -> RowTask:
+    """The same with five prompts."""
+    task = load_rarely_right(settings, seed)
+    return RowTask("few", {name: rows[:5] for name, rows in task.rows.items()}, task.ask, rarely_right)
+
+
+def rarely_right(text: str, gold: Any) -> float:
+    return float(zlib.crc32((text + gold).encode()) % 4 == 0)
+
+
+def load_letters(settings: Any, seed: int) -> RowTask:
+    """Rewards differ within nearly every group: how many lower-case letters an answer has."""
+    return _say("letters", "abcdefghij", count_letters)
+
+
+def count_letters(text: str, gold: Any) -> float:
+    return sum(c.islower() for c in text) / 8
+
+
+def load_vowels(settings: Any, seed: int) -> RowTask:
+    """Many groups of equal rewards: whether an answer has a vowel."""
+    return _say("vowels", "abcdefghij", has_vowel)
+
+
+def has_vowel(text: str, gold: Any) -> float:
+    return float(bool(set("aeiou") & set(text)))
+
+
+def load_hopeless(settings: Any, seed: int) -> RowTask:
+    """A task that nobody ever solves."""
+    return _say("hopeless", "abcdef", never_right)
+
+
+def never_right(text: str, gold: Any) -> float:
+    return 0.0
+
+
+def _say(name: str, letters: str, judge: Judge) -> RowTask:
+    rows = {split: list(letters) for split in ("train", "test")}
+    return RowTask(name, rows, lambda row: (f"Say {row}", row), judge)

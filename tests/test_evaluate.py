@@ -14,6 +14,8 @@ from lagrpo.sampling.base import Request
 from lagrpo.training.evaluate import change, evaluate, few_prompts, interval, label
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
+pytestmark = pytest.mark.usefixtures("shared_templates")
+
 REWARDS: dict[int, list[float | None]] = {
     4: [1.0, 0.0, 0.0, 0.0],  # pass@1 1/4, pass@2 1 - C(3,2)/C(4,2) = 1/2, pass@4 1
     9: [0.0, None, 0.0, None],  # two scored: pass@1 0, pass@2 0, no pass@4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 
@@ -423,29 +424,64 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path):
     assert list((tmp_path / "cache" / "kernels").iterdir()) == []
 
 
-def test_they_are_compiled_once_even_by_two_at_a_time(tmp_path):
-    both = f"import subprocess, sys; both = [subprocess.Popen([sys.executable, '-c', {DESCRIBE!r}]) for _ in range(2)]"
-    done = python(f"{both}; [one.wait() for one in both]", LAGRPO_CACHE=str(tmp_path))
-    assert done.stdout.count("C kernels (") == 2
-    assert len(list((tmp_path / "kernels").iterdir())) == 1
-    again = python(DESCRIBE, LAGRPO_CACHE=str(tmp_path))
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A cache with the library as the compiler makes it here."""
+    cache = tmp_path_factory.mktemp("compiled")
+    done = python(DESCRIBE, LAGRPO_CACHE=str(cache))
+    assert done.stdout.startswith("C kernels (")
+    assert "compiling" in done.stderr
+    return cache
+
+
+@pytest.fixture
+def cache(compiled, tmp_path):
+    """A copy of it, and the library in the copy."""
+    shutil.copytree(compiled, tmp_path / "cache")
+    (library,) = (tmp_path / "cache" / "kernels").iterdir()
+    return tmp_path / "cache", library
+
+
+def test_what_is_compiled_is_kept_and_loaded(compiled):
+    again = python(DESCRIBE, LAGRPO_CACHE=str(compiled))
     assert again.stdout.startswith("C kernels (")
     assert "compiling" not in again.stderr
 
 
-def test_a_spoilt_library_is_named(tmp_path):
-    python(DESCRIBE, LAGRPO_CACHE=str(tmp_path))
-    (library,) = (tmp_path / "kernels").iterdir()
+def test_they_are_compiled_once_even_by_two_at_a_time(cache, tmp_path):
+    """By a compiler that takes a second for the same library, and ends when both have called it."""
+    compiler, calls = tmp_path / "cc", tmp_path / "calls"
+    compiler.write_text(
+        f"""#!/bin/sh
+[ "$1" = --version ] && echo patient 1.0 && exit 0
+while [ "$1" != -o ]; do shift; done
+echo call >> {calls}
+for tenth in $(seq 600); do [ $(wc -l < {calls}) -ge 2 ] && break; sleep 0.1; done
+head -c 1000 {cache[1]} > "$2"; sleep 0.5; cp {cache[1]} "$2"
+"""
+    )
+    compiler.chmod(0o755)
+    words = {"LAGRPO_CACHE": str(tmp_path / "new"), "CC": str(compiler)}
+    both = f"import subprocess, sys; both = [subprocess.Popen([sys.executable, '-c', {DESCRIBE!r}]) for _ in range(2)]"
+    done = python(f"{both}; [one.wait() for one in both]", **words)
+    assert done.stdout.count("C kernels (") == 2
+    assert len(list((tmp_path / "new" / "kernels").iterdir())) == 1
+    assert python(DESCRIBE, **words).stdout.startswith("C kernels (")
+    assert calls.read_text().count("call") == 2, "the library that is there is used"
+
+
+def test_a_spoilt_library_is_named(cache):
+    directory, library = cache
     library.write_bytes(b"spoilt")
-    said = python(DESCRIBE, LAGRPO_CACHE=str(tmp_path)).stdout
+    said = python(DESCRIBE, LAGRPO_CACHE=str(directory)).stdout
     assert str(library) in said
     assert "cannot be kept or loaded" in said
 
 
-def test_a_library_that_others_may_write_is_not_loaded(tmp_path):
-    python(DESCRIBE, LAGRPO_CACHE=str(tmp_path))
-    (tmp_path / "kernels").chmod(0o777)
-    assert "others may write to it" in python(DESCRIBE, LAGRPO_CACHE=str(tmp_path)).stdout
+def test_a_library_that_others_may_write_is_not_loaded(cache):
+    directory, _ = cache
+    (directory / "kernels").chmod(0o777)
+    assert "others may write to it" in python(DESCRIBE, LAGRPO_CACHE=str(directory)).stdout
 
 
 def test_a_cache_that_is_no_directory_is_no_crash(tmp_path):

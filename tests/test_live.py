@@ -15,6 +15,8 @@ from lagrpo.policy.batch import assemble, left_out, micro_batches
 from lagrpo.training.lag import KEYS, certified, divergence_figures, lag_figures, sequence_kl, sequence_log_ratio
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
+pytestmark = pytest.mark.usefixtures("shared_templates")
+
 
 def batch_of(rewards_NG, lengths=2, budget=100, recipe=None):
     """Groups of completions of two tokens under α with log-prob -1 each, all in the objective unless a recipe says."""

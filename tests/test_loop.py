@@ -22,6 +22,8 @@ from lagrpo.training.checks import check_settings
 from lagrpo.training.loop import Step, iterative_grpo
 from lagrpo.types import Completion, Group, Outcome
 
+pytestmark = pytest.mark.usefixtures("shared_templates")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):

@@ -15,6 +15,8 @@ from lagrpo.training import explain as meaning
 from lagrpo.training.checks import check_settings
 from lagrpo.training.explain import activation_bytes, expected_memory
 
+pytestmark = pytest.mark.usefixtures("shared_templates")
+
 
 class Shape:
     """A model of two layers, 100 hidden units, an MLP of 300, 4 heads of 25 with keys and values in 2, 1,000 tokens."""

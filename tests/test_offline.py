@@ -14,6 +14,8 @@ from lagrpo.errors import SettingsError
 from lagrpo.runs import load_events, load_metrics, load_rollouts
 from lagrpo.settings.toml import load_settings
 
+pytestmark = pytest.mark.usefixtures("shared_templates")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
@@ -24,7 +26,7 @@ def trained(tmp_path: Path, model: Path, **sections) -> Path:
     settings = {
         "run": {"directory": str(tmp_path), "display": "none", "save_weights": False},
         "model": {"path": str(model), "dtype": "float32", "threads": 1},
-        "task": {"name": "test_offline:letters"},
+        "task": {"name": "sample_task:load_letters"},
         "sampling": {"G": 4, "max_tokens": 8, "max_prompt_tokens": 64, "rows": 32},
         "schedule": {"prompts": 4, "batches": 3},
         "objective": {"recipe": "reinforce"},
@@ -36,26 +38,10 @@ def trained(tmp_path: Path, model: Path, **sections) -> Path:
     return lagrpo.train(settings).run
 
 
-def letters(settings, seed):
-    """A task whose rewards differ within nearly every group: how many lower-case letters an answer has."""
-    from lagrpo.tasks import RowTask
-
-    rows = {split: list("abcdefghij") for split in ("train", "test")}
-    return RowTask("letters", rows, lambda row: (f"Say {row}", row), count_letters)
-
-
-def count_letters(text, gold):
-    return sum(c.islower() for c in text) / 8
-
-
-def never_right(text, gold):
-    return 0.0
-
-
-@pytest.fixture
-def drawn(tmp_path, model) -> Path:
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory, model) -> Path:
     """The rollouts of a run: completions with log-probs."""
-    run = trained(tmp_path / "first", model, schedule={"batches": 1})
+    run = trained(tmp_path_factory.mktemp("first"), model, schedule={"batches": 1})
     return run / "rollouts" / "step-000001.parquet"
 
 
@@ -167,17 +153,9 @@ def test_resampling_fills_a_batch_with_groups_that_have_a_signal(tmp_path, model
 
 
 def test_resampling_is_bounded(tmp_path, model):
-    task = {"name": "test_offline:hopeless"}
+    task = {"name": "sample_task:load_hopeless"}
     run = trained(tmp_path, model, task=task, sampling={"resample": 2}, schedule={"batches": 1})
     assert load_metrics(run)[0]["zero_variance_share"] == 1
-
-
-def hopeless(settings, seed):
-    """A task that nobody ever solves."""
-    from lagrpo.tasks import RowTask
-
-    rows = {split: list("abcdef") for split in ("train", "test")}
-    return RowTask("hopeless", rows, lambda row: (f"Say {row}", row), never_right)
 
 
 def test_scoring_the_update_gives_both_sides_of_the_bounds(tmp_path, model):
@@ -189,22 +167,10 @@ def test_scoring_the_update_gives_both_sides_of_the_bounds(tmp_path, model):
         assert metrics["step_improvement"] != 0
 
 
-def vowels(settings, seed):
-    """A task with many groups of equal rewards: whether an answer has a vowel."""
-    from lagrpo.tasks import RowTask
-
-    rows = {split: list("abcdefghij") for split in ("train", "test")}
-    return RowTask("vowels", rows, lambda row: (f"Say {row}", row), has_vowel)
-
-
-def has_vowel(text, gold):
-    return float(bool(set("aeiou") & set(text)))
-
-
 @pytest.mark.parametrize("recipe", ["unclipped", "grpo_masked", "red_drop"])
 def test_figures_of_the_lag_are_those_of_every_scored_completion(tmp_path, model, recipe):
     """Also of flat groups, which the loss leaves out, and of those that red_drop drops by their rewards."""
-    run = trained(tmp_path, model, task={"name": "test_offline:vowels"}, objective={"recipe": recipe},
+    run = trained(tmp_path, model, task={"name": "sample_task:load_vowels"}, objective={"recipe": recipe},
                   schedule={"v": 9, "batches": 4})  # fmt: skip
     metrics = load_metrics(run)
     assert any(m["zero_variance_share"] > 0 for m in metrics[1:])
@@ -220,7 +186,7 @@ def test_a_budget_is_spent_by_groups_without_a_signal(tmp_path, model):
     schedule = {"kind": "budget", "delta": 1e-4, "v": 50, "batches": 4}
     data = tmp_path / "texts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
-    run = trained(tmp_path, model, task={"name": "test_offline:hopeless"}, schedule=schedule,
+    run = trained(tmp_path, model, task={"name": "sample_task:load_hopeless"}, schedule=schedule,
                   offline={"data": str(data), "share": 0.25})  # fmt: skip
     metrics = load_metrics(run)
     assert metrics[1]["kl_sequence"] > 1e-4  # of 12 completions that are all wrong
@@ -228,7 +194,7 @@ def test_a_budget_is_spent_by_groups_without_a_signal(tmp_path, model):
 
 
 def test_figures_that_would_be_of_a_subset_are_null_where_they_are_not_paid_for(tmp_path, model):
-    run = trained(tmp_path, model, run={"score_lag": False}, task={"name": "test_offline:vowels"},
+    run = trained(tmp_path, model, run={"score_lag": False}, task={"name": "sample_task:load_vowels"},
                   objective={"recipe": "grpo_masked"}, schedule={"v": 9})  # fmt: skip
     for line in load_metrics(run):
         assert line["kl_sequence"] is line["lag_improvement"] is line["tv_sequence"] is None

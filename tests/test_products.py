@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import subprocess
 import sys
@@ -83,6 +84,7 @@ print(str(kernels.products()).replace(" ", "-"), *sums)
 """
 
 
+@functools.cache
 def at_level(level: str, code: str = COMPARED) -> str:
     """What code prints where only instructions of a level are used."""
     environment = {**os.environ, build.ISA: level, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 
 import pytest
@@ -17,6 +16,8 @@ from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import PARITY_PROMPTS
 from lagrpo.tasks import RowTask
 from lagrpo.training.run import train
+
+pytestmark = pytest.mark.usefixtures("shared_templates")
 
 
 def source(prompts: int, N: int) -> PromptSource:
@@ -62,29 +63,13 @@ def test_a_batch_of_all_prompts_can_only_ask_them_again():
     assert Counter(keys(further[:4])) == Counter(range(4))
 
 
-def load_rarely_right(settings, seed):
-    """Two dozen prompts; a completion is right by chance, one in four."""
-    rows = {split: [f"{n}?" for n in range(24)] for split in ("train", "test")}
-    return RowTask("rare", rows, lambda row: (row, row), rarely_right)
-
-
-def load_few(settings, seed):
-    """The same with five prompts."""
-    task = load_rarely_right(settings, seed)
-    return RowTask("few", {name: rows[:5] for name, rows in task.rows.items()}, task.ask, rarely_right)
-
-
-def rarely_right(text, gold):
-    return float(zlib.crc32((text + gold).encode()) % 4 == 0)
-
-
 @pytest.fixture
 def run(tmp_path):
     model = save_tiny(tmp_path / "model")
 
     def of(task: str, **sections):
         base = {
-            "task": {"name": f"test_prompts:{task}"},
+            "task": {"name": f"sample_task:{task}"},
             "schedule": {"prompts": 4, "batches": 2},
             "evaluation": {"before_and_after": False},
         }

@@ -13,6 +13,8 @@ from lagrpo.data.offline import Recorded, RecordedError
 from lagrpo.runs.rollouts import rollout_rows, write_rollouts
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
+pytestmark = pytest.mark.usefixtures("shared_templates")
+
 
 def written(tmp_path, rows, name="data.jsonl"):
     path = tmp_path / name

@@ -25,6 +25,8 @@ from lagrpo.replay.formulas import ADVANTAGES, advantages
 from lagrpo.replay.replays import read_tokens, spans
 from lagrpo.runs import RunNotFoundError, load_events, load_rollouts
 
+pytestmark = pytest.mark.usefixtures("shared_templates")
+
 FIRST = "rollouts/step-000001.parquet"
 
 

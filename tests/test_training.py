@@ -63,6 +63,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     ("kind", "v", "i", "batches"),
     [("every", 1, 1, 4), ("every", 10, 1, 23), ("every", 1, 10, 4), ("every", 3, 2, 11), ("lagged", 2, 1, 8)],
 )
+@pytest.mark.usefixtures("shared_templates")
 def test_the_lag_read_from_the_tokens_is_the_schedules(run, kind, v, i, batches):
     result = run(schedule={"kind": kind, "v": v, "i": i, "batches": batches}, optimizer={"lr": 1e-4})
     expected = lags(Schedule(kind, v), 1, batches, i)
@@ -75,6 +76,7 @@ def test_the_lag_read_from_the_tokens_is_the_schedules(run, kind, v, i, batches)
     assert result.version == i * batches
 
 
+@pytest.mark.usefixtures("shared_templates")
 def test_drawing_ahead_changes_no_record(run):
     ahead, lazy = (run(sampling={"ahead": a, "rows": 8}, schedule={"v": 3, "batches": 7}) for a in (True, False))
     assert load_rollouts(ahead.run) == load_rollouts(lazy.run)
@@ -82,6 +84,7 @@ def test_drawing_ahead_changes_no_record(run):
     assert same(weights(ahead), weights(lazy))
 
 
+@pytest.mark.usefixtures("shared_templates")
 def test_the_seed_decides_everything(run):
     first, again, other = (run(run={"seed": seed}) for seed in (3, 3, 4))
     assert load_rollouts(first.run) == load_rollouts(again.run)
@@ -92,6 +95,7 @@ def test_the_seed_decides_everything(run):
 
 
 @pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.usefixtures("shared_templates")
 def test_a_stage_ends_with_a_new_reference(run, reset):
     """KL(π‖π_ref) starts at 0, grows within a stage, and is 0 again at the first batch of the next one."""
     result = run(
@@ -103,6 +107,7 @@ def test_a_stage_ends_with_a_new_reference(run, reset):
     assert min(kl[1:4] + kl[5:]) > 1e-4
 
 
+@pytest.mark.usefixtures("shared_templates")
 def test_reset_optimizer_forgets_the_moments_between_stages_and_nothing_else(run):
     kept, reset = (run(schedule={"stages": 2, "batches": 2, "reset_optimizer": r}) for r in (False, True))
     columns = ["batch", "token_ids", "logp_alpha"]
@@ -117,6 +122,7 @@ BF16: dict[str, dict[str, Any]] = {"model": {"dtype": "bfloat16"}, "sampling": {
 STANDSTILL = "of the sampler's weights, less than 1 in 10,000"
 
 
+@pytest.mark.usefixtures("shared_templates")
 def test_where_the_masters_start_changes_nothing_before_the_first_update(run):
     plain, dithered = (run(**BF16, optimizer={"lr": 1e-4, "masters": start}) for start in ("plain", "dithered"))
     columns = ["token_ids", "logp_alpha"]
@@ -124,6 +130,7 @@ def test_where_the_masters_start_changes_nothing_before_the_first_update(run):
     assert equal == [True, False]
 
 
+@pytest.mark.usefixtures("shared_templates")
 def test_what_an_update_and_a_delivery_move_is_recorded(run):
     """every(2), i = 2: deliveries before batches 1, 2 and 4, the second one after two updates, the third after four."""
     result = run(**BF16, schedule={"v": 2, "i": 2, "batches": 4}, optimizer={"lr": 1e-5})
@@ -141,6 +148,7 @@ def test_what_an_update_and_a_delivery_move_is_recorded(run):
     [("load", "plain", 1e-9, True), ("load", "plain", 1e-2, False), ("load", "dithered", 1e-4, False),
      ("load_even", "plain", 1e-9, False)],
 )  # fmt: skip
+@pytest.mark.usefixtures("shared_templates")
 def test_a_delivery_that_moves_next_to_nothing_is_told_of_once(settings, capsys, task, masters, lr, warned):
     """Unless no update had a gradient: weights without a signal stand still for a better reason."""
     changes = {"task": {"name": f"sample_task:{task}"}, "optimizer": {"lr": lr, "masters": masters}}
@@ -278,6 +286,7 @@ def test_an_observer_that_fails_ends_the_run_and_is_told_so(settings, tmp_path):
 # Options
 
 
+@pytest.mark.usefixtures("shared_templates")
 def test_evaluations_along_the_way(settings):
     result = train(settings(schedule={"batches": 5}, evaluation={"every": 2, "temperature": 0.01, "samples": 5}))
     evaluations = load_evaluations(result.run)
@@ -295,6 +304,7 @@ def test_evaluations_along_the_way(settings):
     assert all(len({tuple(r["token_ids"]) for r in load_rollouts(result.run)}) > 1 for _ in rows)  # training is not
 
 
+@pytest.mark.usefixtures("shared_templates")
 def test_evaluations_do_not_touch_training(run, settings):
     plain, evaluated = run(), train(settings(evaluation={"every": 1}))
     assert load_rollouts(plain.run) == load_rollouts(evaluated.run)
@@ -306,6 +316,7 @@ def test_no_weights_where_none_are_wanted(run):
     assert not (result.run / "weights").exists()
 
 
+@pytest.mark.usefixtures("shared_templates")
 def test_masked_batches_make_no_update(run):
     result = run(task={"name": "sample_task:load_even"}, objective={"recipe": "dapo"})
     assert [m["version"] for m in load_metrics(result.run)] == [0, 0, 0]
@@ -314,6 +325,7 @@ def test_masked_batches_make_no_update(run):
 
 
 @pytest.mark.parametrize("mode", ["none", "plain", "live"])
+@pytest.mark.usefixtures("shared_templates")
 def test_displays(settings, capfd, mode):
     train(settings(run={"display": mode, "save_every": 1}))
     out, err = capfd.readouterr()
@@ -475,6 +487,7 @@ def test_the_environment_is_recorded(run):
     assert environment["packages"]["torch"] == torch.__version__
 
 
+@pytest.mark.usefixtures("shared_templates")
 def test_weights_along_the_way_are_kept_under_their_version(run, model):
     """i = 2: after batch 2 the policy is version 4, and what is kept of it is what the run then had."""
     result = run(run={"save_every": 2}, schedule={"i": 2, "batches": 3})

@@ -15,7 +15,7 @@ The tables: `python experiments/bandit.py`. The figure: `python experiments/figu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,35 +60,42 @@ def advantage(recipe: Recipe, alpha: Tensor) -> Tensor:
 
 def run(
     recipe: Recipe,
-    sync_every: int | None,
+    syncs: Sequence[int | None],
     steps: int = 4000,
-    alpha: Tensor = ALPHA,
-    start: Tensor = ALPHA,
+    alphas: Sequence[Tensor] = (ALPHA,),
+    starts: Sequence[Tensor] = (ALPHA,),
     lr: float = 1.0,
-) -> list[float]:
-    """J(pi) before the first step and after each. An arm is a completion of one token, weighted by alpha."""
-    logits, completion_T = start.log(), torch.arange(3)
-    J = [float((start * REWARD).sum())]
+) -> list[list[float]]:
+    """J(pi) before the first step and after each, of as many bandits as the longest argument names: the steps between
+    two syncs (None: never), alpha and the first pi of each. They know nothing of each other; side by side they take
+    the time of one. An arm is a completion of one token, weighted by alpha."""
+    count = max(len(syncs), len(alphas), len(starts))
+    syncs = [*syncs] * (count // len(syncs))
+    alpha, start = (torch.stack([*rows] * (count // len(rows))) for rows in (alphas, starts))
+    logits, completion_T = start.log(), torch.arange(alpha.numel())
+    path, due = [logits], True
     for step in range(steps):
-        if sync_every and step % sync_every == 0:
-            alpha = torch.softmax(logits, dim=0)
+        for row, every in enumerate(syncs):
+            if every and step % every == 0:
+                alpha[row], due = torch.softmax(logits[row], dim=0), True
+        if due:
+            log_alpha = alpha.log().flatten()
+            advantage_T, due = torch.cat([advantage(recipe, row) for row in alpha]), False
         logits = logits.detach().requires_grad_()
-        logp = torch.log_softmax(logits, dim=0)
-        terms = Terms(logp, alpha.log(), None, None, completion_T, advantage(recipe, alpha))
-        (gradient,) = torch.autograd.grad((alpha * recipe.value(terms)).sum(), logits)
+        logp_T = torch.log_softmax(logits, dim=1).flatten()
+        terms = Terms(logp_T, log_alpha, None, None, completion_T, advantage_T)
+        (gradient,) = torch.autograd.grad((alpha.flatten() * recipe.value(terms)).sum(), logits)
         logits = logits.detach() + lr * gradient
-        J.append(float((torch.softmax(logits, dim=0) * REWARD).sum()))
-    return J
+        path.append(logits)
+    return (torch.softmax(torch.stack(path), dim=-1) * REWARD).sum(dim=-1).T.tolist()
 
 
 def curves(steps: int = 4000) -> Curves:
     """J over the steps, by schedule and method."""
     recipes = {label: resolve(name, changes) for label, (name, changes) in METHODS.items()}
     schedules = {"never synced": None, "synced every 100": 100}
-    return {
-        schedule: {label: run(recipe, every, steps) for label, recipe in recipes.items()}
-        for schedule, every in schedules.items()
-    }
+    runs = {label: run(recipe, [*schedules.values()], steps) for label, recipe in recipes.items()}
+    return {schedule: {label: J[row] for label, J in runs.items()} for row, schedule in enumerate(schedules)}
 
 
 def table(results: Curves) -> str:
@@ -105,7 +112,7 @@ def masks_table(steps: int = 2000) -> str:
     """J at the end, never synced, of the policy that starts away from alpha."""
     lines = [f"{'':24}" + "".join(f"{label + ' start':>14}" for label in STARTS)]
     for name in MASKS:
-        ends = [run(resolve(name), None, steps, alpha, start)[-1] for alpha, start in STARTS.values()]
+        ends = [J[-1] for J in run(resolve(name), [None], steps, *zip(*STARTS.values(), strict=True))]
         lines.append(f"{name:24}" + "".join(f"{J:14.3f}" for J in ends))
     start = [float((start * REWARD).sum()) for _, start in STARTS.values()]
     return "\n".join([*lines, f"{'(J at the start)':24}" + "".join(f"{J:14.3f}" for J in start)])

@@ -54,12 +54,12 @@ def fixed_points(p_ref: float, beta: float, eps_std: float, cells: int = 10_000)
     def excess(p: float) -> float:
         return amplified(p, p_ref, beta, eps_std) - p
 
-    grid = [cell / cells for cell in range(cells + 1)]
+    grid = [(p, excess(p)) for p in (cell / cells for cell in range(cells + 1))]
     found = []
-    for low, high in pairwise(grid):
-        if excess(low) * excess(high) < 0:
+    for (low, at_low), (high, at_high) in pairwise(grid):
+        if at_low * at_high < 0:
             found.append(_bisect(excess, low, high))
-        elif excess(high) == 0:
+        elif at_high == 0:
             found.append(high)
     return [(p, abs(slope(p, p_ref, beta, eps_std)) < 1) for p in found]
 

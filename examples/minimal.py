@@ -1,0 +1,147 @@
+"""GRPO in one file, on-policy and lagged, on the pieces of lagrpo: the first thing to read.
+
+    python examples/minimal.py               # on-policy: the sampler has the newest weights for every batch
+    python examples/minimal.py --v 4         # lagged: it gets new weights every 4 batches, so its samples grow stale
+
+SmolLM2-135M learns to add one-digit numbers in a few minutes on two cores. `train` is Algorithm 1 of Mroueh et al.
+(arXiv 2505.22257) with one update per batch; the numbers in its comments are the paper's lines. `lagrpo train` runs the
+same algorithm with what a real run needs: micro-batches, bfloat16 weights with float32 masters, judges in worker
+processes, a check of every weight sync, files, and some 40 objectives.
+
+A policy has a version: `policy.version` counts its optimizer updates. The sampler stamps the version of its weights on
+each token, so `lag` is read from the samples, not computed from `v`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import lagrpo  # noqa: F401  before torch: it says how OpenMP's threads wait
+
+# isort: split
+import torch
+from torch import Tensor
+
+from lagrpo.core.advantages import whitened
+from lagrpo.core.objectives import clipped
+from lagrpo.core.ratios import token_ratio
+from lagrpo.data.prompts import PromptSource
+from lagrpo.policy.embedded import resolve_model
+from lagrpo.policy.model import Packed, Policy, load_policy
+from lagrpo.sampling.base import Request
+from lagrpo.sampling.local import LocalSampler
+from lagrpo.tasks.arithmetic import judge
+from lagrpo.tasks.base import RowTask, Task
+from lagrpo.types import Group, Outcome
+
+SEED = 0
+N, G = 8, 16  # prompts per batch, completions per prompt (a group)
+MAX_TOKENS = 16  # of a completion
+EPSILON = 0.2  # ratios are clipped to 1 - EPSILON .. 1 + EPSILON
+EPS_STD = 1e-4  # variance floor of the advantage
+
+
+def ask(problem: tuple[int, int]) -> tuple[str, str]:
+    """The question of a problem and its right answer."""
+    a, b = problem
+    return f"What is {a} + {b}? Answer with just the number.", str(a + b)
+
+
+def sums() -> RowTask:
+    """The 100 sums of two digits; the multiples of 5 are held out. The reward is 1 if the last number is right."""
+    problems = [(a, b) for a in range(10) for b in range(10)]
+    rows = {"train": [p for p in problems if sum(p) % 5], "test": [p for p in problems if sum(p) % 5 == 0]}
+    return RowTask("sums", rows, ask, judge)
+
+
+def grpo_loss(policy: Policy, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
+    """Minus the GRPO objective of a batch (Eq. 7 without its KL term, clipped around 1), and ρ = π/α of each token [T].
+
+        loss = - mean over completions of the mean over tokens of min(ρ A, clip(ρ, 1 - ε, 1 + ε) A)
+
+    Tokens are flat, without padding. Each prompt stands once in the packed row; the completions of its group attend to
+    it.
+    """
+    completions = [completion for group in groups for completion in group.completions]
+    lengths_C = torch.tensor([len(completion.token_ids) for completion in completions])
+    advantage_C = torch.cat([whitened(torch.tensor(group.rewards), EPS_STD) for group in groups])  # A_α, Eq. 2
+    packed = Packed.build([(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups])
+    logp_T = policy.logp(packed)  # log π: the only term with a gradient
+    logp_alpha_T = torch.cat([completion.logp_alpha for completion in completions])  # recorded by the sampler
+    ratio_T = token_ratio(logp_T, logp_alpha_T)
+    value_T = clipped(ratio_T, advantage_C.repeat_interleave(lengths_C), EPSILON, EPSILON)
+    weight_T = (1 / (len(completions) * lengths_C)).repeat_interleave(lengths_C)
+    return -(weight_T * value_T).sum(), ratio_T.detach()
+
+
+@dataclass(frozen=True)
+class Step:
+    """Batch k: its lag in updates, mean reward and loss, and the largest |ln ρ| of its tokens, nats."""
+
+    k: int
+    lag: int
+    reward: float
+    loss: float
+    log_ratio: float
+
+
+def train(policy: Policy, task: Task, v: int, batches: int, lr: float = 2e-5) -> Iterator[Step]:
+    """GRPO with α ← π every `v` batches; v = 1 is on-policy. Yields after each update of `policy`."""
+    prompts = PromptSource(task, policy, SEED, N, max_prompt_tokens=128)
+    sampler = LocalSampler(policy.twin(), SEED, MAX_TOKENS, rows=N * G)  # α: a copy with storage of its own
+    parameters = list(policy.model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr, weight_decay=0.0)
+    for k in range(1, batches + 1):  # 6
+        requests = prompts.batch(k)  # 7   D_b, a function of (seed, k)
+        if k % v == 0:  # 8
+            sampler.deliver(policy.weights(), policy.version)  # 9   α <- π
+        groups = sample(sampler, requests, task)  # 10, 11   y ~ α with log α, and r(x, y)
+        oldest = min(int(c.versions.min()) for group in groups for c in group.completions)
+        loss, ratio_T = grpo_loss(policy, groups)  # 12, 13
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()  # 14, 15
+        optimizer.zero_grad()
+        yield Step(k, policy.version - oldest, mean_reward(groups), loss.item(), ratio_T.log().abs().max().item())
+        policy.version += 1
+
+
+def sample(sampler: LocalSampler, requests: Sequence[Request], task: Task) -> list[Group]:
+    """A judged group for each request. `lagrpo.verify` judges in processes with deadlines."""
+    groups = []
+    for _, group in sampler.sample(requests, G):  # each as soon as its last completion ends
+        outcomes = [Outcome.scored(task.judge(c.text, group.prompt.gold)) for c in group.completions]
+        scored = [replace(c, outcome=o) for c, o in zip(group.completions, outcomes, strict=True)]
+        groups.append(replace(group, completions=tuple(scored)))
+    return groups
+
+
+def mean_reward(groups: Sequence[Group]) -> float:
+    return sum(sum(group.rewards) for group in groups) / sum(len(group.rewards) for group in groups)
+
+
+def pass_at_1(policy: Policy, task: Task) -> float:
+    """The share of right answers to the held-out prompts; the random numbers are the same at every call."""
+    sampler = LocalSampler(policy, SEED, MAX_TOKENS, rows=N * G, purpose="evaluate")
+    return mean_reward(sample(sampler, PromptSource(task, policy, SEED, N, max_prompt_tokens=128).held_out(20), task))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="GRPO on one-digit sums, on-policy or lagged.")
+    parser.add_argument("--v", type=int, default=1, help="batches per weight sync; 1 is on-policy")
+    parser.add_argument("--model", default="smollm2", help="smollm2, or a Hugging Face directory or hub id")
+    parser.add_argument("--batches", type=int, default=20)
+    options = parser.parse_args()
+    if options.v < 1:
+        parser.error("--v counts batches: it is at least 1")
+    policy, task = load_policy(resolve_model(options.model), torch.float32), sums()
+    before = pass_at_1(policy, task)
+    for step in train(policy, task, options.v, options.batches):
+        print(f"batch {step.k:3}  lag {step.lag:2}  reward {step.reward:.3f}  max |ln pi/alpha| {step.log_ratio:.4f}")
+    print(f"pass@1 before {before:.3f}, after {pass_at_1(policy, task):.3f}")
+
+
+if __name__ == "__main__":
+    main()

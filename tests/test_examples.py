@@ -1,0 +1,154 @@
+"""examples/minimal.py is what it says: GRPO with a lag that is read from the samples, and the library's own numbers."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import minimal
+import pytest
+import sample_task
+import torch
+from running import tiny_settings
+from tiny import save_tiny, tiny_policy
+from torch.testing import assert_close
+
+import lagrpo
+from lagrpo.objective.recipes import resolve
+from lagrpo.policy.batch import assemble, micro_batches
+from lagrpo.runs import load_metrics
+from lagrpo.sampling.base import Request
+from lagrpo.sampling.local import LocalSampler
+from lagrpo.sampling.schedule import every, lags
+
+pytestmark = pytest.mark.usefixtures("shared_templates")
+
+BATCHES = 5
+LR = 3e-3
+TASK = sample_task.load()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_it_is_short():
+    source = Path(minimal.__file__).read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("v", [1, 3])
+def test_the_lag_is_what_the_schedule_announces_and_the_ratio_shows_it(v):
+    policy = tiny_policy()
+    steps = list(minimal.train(policy, TASK, v, BATCHES, LR))
+    assert [step.lag for step in steps] == lags(every(v), 1, BATCHES, 1)
+    assert policy.version == BATCHES
+    for step in steps:
+        assert (step.log_ratio < 1e-4) == (step.lag == 0), step
+    assert any(step.lag for step in steps) == (v > 1)
+
+
+def test_every_update_moves_the_weights():
+    policy = tiny_policy()
+    before = {name: tensor.clone() for name, tensor in policy.weights().items()}
+    for _ in minimal.train(policy, TASK, 2, BATCHES, LR):
+        after = {name: tensor.clone() for name, tensor in policy.weights().items()}
+        still = [name for name in after if torch.equal(before[name], after[name])]
+        assert still == []
+        before = after
+
+
+@pytest.fixture
+def stale():
+    """A policy, and a judged batch that an older version of it drew."""
+    policy = tiny_policy()
+    sampler = LocalSampler(policy.twin(), 7, minimal.MAX_TOKENS, rows=64)
+    list(minimal.train(policy, TASK, 1, 2, LR))
+    prompts = [policy.tokenize(TASK.prompt("train", index)) for index in range(3)]
+    return policy, minimal.sample(sampler, [Request(1, 0, prompt) for prompt in prompts], TASK)
+
+
+def test_the_loss_and_its_gradient_are_those_of_the_recipe(stale):
+    policy, groups = stale
+    model, recipe = policy.model, resolve("grpo", {"beta": 0.0})
+    loss, ratio_T = minimal.grpo_loss(policy, groups)
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    no_draws = torch.zeros(minimal.G, dtype=torch.float64)
+    batch = assemble(groups, lambda rewards_G, lengths_G, g: recipe.advantage(rewards_G, no_draws), weights(recipe))
+    total = 0.0
+    for micro in micro_batches(batch, tokens=256):
+        logp_T = policy.logp(micro.packed)
+        theirs, _ = recipe.loss(
+            logp_T, micro.logp_alpha_T, logp_T.detach(), None,
+            micro.advantage_C, micro.completion_T, micro.weight_C, micro.group_C,
+        )  # fmt: skip
+        theirs.backward()
+        total += theirs.item()
+    assert total == pytest.approx(loss.item(), rel=1e-5)
+    assert abs(total) > 1e-3, "a loss of 0 would compare nothing"
+    assert (ratio_T - 1).abs().max() > minimal.EPSILON, "some ratio must be clipped"
+    for name, p in model.named_parameters():
+        assert_close(p.grad, found[name], rtol=1e-3, atol=1e-6)
+
+
+def weights(recipe):
+    return lambda lengths_C, flat_C: recipe.weights(lengths_C, flat_C, minimal.MAX_TOKENS)
+
+
+@pytest.mark.parametrize("v", [1, 3])
+def test_it_learns_what_a_run_of_the_library_learns(model, tmp_path, v):
+    settings = tiny_settings(
+        model, tmp_path,
+        run={"seed": minimal.SEED, "name": "run"},
+        sampling={"G": minimal.G, "max_tokens": minimal.MAX_TOKENS, "max_prompt_tokens": 128},
+        schedule={"prompts": minimal.N, "batches": BATCHES, "v": v},
+        objective={"recipe": "grpo", "beta": 0.0},
+        optimizer={"lr": LR},
+    )  # fmt: skip
+    lagrpo.train(settings)
+    policy = minimal.load_policy(str(model), torch.float32)
+    steps = list(minimal.train(policy, TASK, v, BATCHES, LR))
+    metrics = load_metrics(tmp_path / "run")
+    assert [step.reward for step in steps] == pytest.approx([m["reward_mean"] for m in metrics], abs=1e-6)
+    assert [step.loss for step in steps] == pytest.approx([m["loss"] for m in metrics], abs=1e-4)
+
+
+def test_the_command(model, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["minimal.py", "--v", "2", "--model", str(model), "--batches", "3"])
+    minimal.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1:4] for line in lines[:-1]] == [["1", "lag", "0"], ["2", "lag", "0"], ["3", "lag", "1"]]
+    assert all(re.search(r"reward \d\.\d{3} ", line) for line in lines[:-1])
+    assert re.fullmatch(r"pass@1 before \d\.\d{3}, after \d\.\d{3}", lines[-1])
+
+
+def test_the_task_of_the_example():
+    task = minimal.sums()
+    assert (task.size("train"), task.size("test")) == (80, 20)
+    assert not {tuple(sorted(p)) for p in task.rows["train"]} & {tuple(sorted(p)) for p in task.rows["test"]}
+    prompt = task.prompt("train", 0)
+    assert task.judge(f"It is {prompt.gold}.", prompt.gold) == 1.0
+    assert task.judge(f"It is 1{prompt.gold}.", prompt.gold) == 0.0
+
+
+def test_a_right_answer_is_counted(monkeypatch):
+    """pass@1 of a judge that likes every text that ends in time."""
+    policy = tiny_policy()
+    finished = replace(TASK, judge=lambda text, gold: float(len(text) < minimal.MAX_TOKENS))
+    share = minimal.pass_at_1(policy, finished)
+    assert 0 < share < 1
+    assert share == minimal.pass_at_1(policy, finished), "the same random numbers at every call"
+
+
+@pytest.mark.parametrize("v", ["0", "-1"])
+def test_a_lag_of_no_batches_is_refused(monkeypatch, capsys, v):
+    monkeypatch.setattr(sys, "argv", ["minimal.py", "--v", v])
+    with pytest.raises(SystemExit):
+        minimal.main()
+    assert "at least 1" in capsys.readouterr().err
