@@ -23,7 +23,7 @@ from wire import Wire
 from work import SEED, read_prompts
 
 from lagrpo.policy.model import Packed, Policy
-from lagrpo.policy.replica import replica
+from lagrpo.policy.replica import Replica, replica
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.settings.schema import ModelSettings
@@ -36,7 +36,7 @@ def never_ending(policy: Policy) -> Policy:
     return replace(policy, chat=replace(policy.chat, eos_ids=frozenset()))
 
 
-def sample(policy: Policy, max_tokens: int, prompts: list[Prompt], G: int) -> dict[str, Any]:
+def sample(policy: Replica, max_tokens: int, prompts: list[Prompt], G: int) -> dict[str, Any]:
     """G completions of each prompt, all at a time."""
     sampler = LocalSampler(policy, SEED, max_tokens, len(prompts) * G)
     started = time.perf_counter()

@@ -95,6 +95,7 @@ def test_an_adapter_in_the_place_of_a_linear_layer_computes():
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     assert (theirs - tiny_policy().logp(packed())).abs().max() > 0.05
     ours.sum().backward()
+    assert adapted.a.grad is not None
     assert adapted.a.grad.abs().max() > 1e-3
 
 

@@ -17,7 +17,7 @@ from lagrpo.training.run import train
 
 
 @pytest.fixture(autouse=True)
-def _kernels_and_threads():
+def _kernels_and_threads(with_kernels):
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

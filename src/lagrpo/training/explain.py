@@ -37,7 +37,7 @@ def meaning(
     settings: Settings,
     recipe: Recipe,
     policy: Policy | None = None,
-    sampled: Replica | None = None,
+    sampled: Policy | Replica | None = None,
     parity: Parity | None = None,
 ) -> list[str]:
     """One line for each thing that people get wrong about a run. Without a policy the model's sizes are read from its
