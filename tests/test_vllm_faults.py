@@ -16,7 +16,6 @@ from lagrpo.sampling.vllm.directories import FILE
 from lagrpo.sampling.vllm.process import StartedServer
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import SamplerError, Server
-from lagrpo.sampling.vllm.wire import FILE
 from lagrpo.training import build
 from lagrpo.training import run as training
 

@@ -54,13 +54,13 @@ class Launch(Popen):
     def _launch(self, process_obj: Any) -> None:
         task = _pickle_task(self, process_obj)
         (theirs, ours), (self.sentinel, alive) = os.pipe(), os.pipe()
-        self.finalizer = util.Finalize(self, util.close_fds, (ours, self.sentinel))
+        self.finalizer = util.Finalize(self, util.close_fds, (ours, self.sentinel))  # type: ignore[attr-defined]
         flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
         command = [sys.executable, *flags, "-m", "lagrpo.workers", "--multiprocessing-fork", str(theirs)]
         try:
             # In the package's directory, so that the module is found whatever the parent did to sys.path; the process
             # changes to the parent's directory and takes over its sys.path as soon as it has read them.
-            self._child = subprocess.Popen(command, cwd=_ROOT, pass_fds=[*self._fds, theirs, alive])
+            self._child = subprocess.Popen(command, cwd=_ROOT, pass_fds=[*self._fds, theirs, alive])  # type: ignore[attr-defined]
         finally:
             os.close(theirs)
             os.close(alive)

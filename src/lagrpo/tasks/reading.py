@@ -116,9 +116,9 @@ def merge_fractions(text: str, found: list[Numeral]) -> list[Numeral]:
     merged: list[Numeral] = []
     for numeral in found:
         left = merged[-1] if merged and merged[-1] in found else None
-        over = left and _cut_between(text, left, numeral).strip() in ("/", "⁄")
-        if over and left.value is not None and numeral.value:
-            merged[-1] = Numeral(left.value / numeral.value, left.start, numeral.end)
+        readable = left is not None and left.value is not None and numeral.value
+        if left and readable and _cut_between(text, left, numeral).strip() in ("/", "⁄"):
+            merged[-1] = Numeral(left.value / numeral.value, left.start, numeral.end)  # type: ignore[operator]
         else:
             merged.append(numeral)
     return merged
