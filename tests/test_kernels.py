@@ -254,15 +254,15 @@ FUSED = [
 def test_the_fused_decoder_gives_the_gradient_of_transformers_modules(kind, changes, checkpointing):
     groups = [([5, 6, 7, 8, 9], [torch.tensor([4, 9, 11, 30]), torch.tensor([8, 1])])]
     gradients = {}
-    for choice in ("c", "torch"):
-        kernels.select(choice)
+    for computation in ("c", "torch"):
+        kernels.select(computation)
         policy = tiny_policy(kind, **changes)
         assert policy.fused is not None
         if checkpointing:
             policy.model.gradient_checkpointing_enable({"use_reentrant": False})
             policy.model.train()
         policy.logp(Packed.build(groups)).sum().backward()
-        gradients[choice] = {n: p.grad for n, p in policy.model.named_parameters()}
+        gradients[computation] = {n: p.grad for n, p in policy.model.named_parameters()}
     for name, theirs in gradients["torch"].items():
         torch.testing.assert_close(gradients["c"][name], theirs, rtol=1e-4, atol=2e-5, msg=name)
 
