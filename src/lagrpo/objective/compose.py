@@ -20,6 +20,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+ALIASES = {  # other names of pieces, which settings and recipes accept -> the name in the tables of core.pieces
+    "whitened": "normalized",
+    "whitened_unbiased": "normalized_unbiased",
+    "centred": "centered",
+    "length_normalised": "length_normalized",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Composition:
@@ -178,7 +185,7 @@ def compose(name: str, source: str, formula: str, base: Composition, overrides: 
 
     for key in overrides:
         known("setting", key, [field.name for field in fields(Composition)])
-    made = replace(base, **overrides)
+    made = replace(base, **{key: _table_name(key, value) for key, value in overrides.items()})
     pieces = _Pieces(made)
     surrogate, clip = (pieces.bound(function, "surrogate") for function in pieces.named("surrogate"))
     advantage, correction, reduction = (pieces.read(table) for table in ("advantage", "correction", "reduction"))
@@ -227,6 +234,13 @@ class _Pieces:
             return self.bound(self.named(knob, reader), knob)
         self.readers[knob].add(reader)
         return getattr(self.made, knob)
+
+
+def _table_name(table: str, name: Any) -> Any:
+    """The name of a piece in its table, from an alias."""
+    from lagrpo.core.pieces import TABLES
+
+    return ALIASES.get(name, name) if name not in TABLES.get(table, ()) else name
 
 
 def known(kind: str, name: str, names: Iterable[str]) -> str:
