@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lagrpo.backends import hardware
-from lagrpo.backends.cpu.kernels import build
+from lagrpo.backends.cpu import build
 from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.errors import SettingsError
 

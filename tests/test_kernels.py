@@ -13,9 +13,8 @@ from tiny import tiny_policy
 from torch import Tensor
 
 from lagrpo.backends import logprobs
-from lagrpo.backends.cpu import kernels
+from lagrpo.backends.cpu import build, kernels
 from lagrpo.backends.cpu.fused import rotary
-from lagrpo.backends.cpu.kernels import build
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import token_logp
 from lagrpo.policy.model import Packed
@@ -385,8 +384,8 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-DESCRIBE = "from lagrpo import kernels; print(kernels.describe())"
-INSIST = "from lagrpo import kernels; kernels.select('c')"
+DESCRIBE = "from lagrpo.backends.cpu import kernels; print(kernels.describe())"
+INSIST = "from lagrpo.backends.cpu import kernels; kernels.select('c')"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag that takes them away is of x86")

@@ -10,10 +10,10 @@ from tiny import save_tiny
 
 from lagrpo.errors import SettingsError
 from lagrpo.settings.schema import Settings
+from lagrpo.training import evaluate
+from lagrpo.training import explain as meaning
 from lagrpo.training.checks import check_settings
 from lagrpo.training.explain import activation_bytes, expected_memory
-from lagrpo.training.run import evaluate
-from lagrpo.training.run import explain as meaning
 
 
 class Shape:

@@ -12,8 +12,7 @@ import torch
 from tiny import tiny_policy
 from torch import Tensor, nn
 
-from lagrpo.backends.cpu import kernels
-from lagrpo.backends.cpu.kernels import build
+from lagrpo.backends.cpu import build, kernels
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import Replica, replica
 

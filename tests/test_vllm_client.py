@@ -30,7 +30,7 @@ from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler
 from lagrpo.sampling.vllm.server import Deadlines, Drawn, RefusedError, SamplerError, Server, UnreachableError
 from lagrpo.sampling.vllm.wire import CorruptError, Directories, DirectoryWire, IpcWire, NcclWire, Parcel
 from lagrpo.settings.schema import Settings
-from lagrpo.training.run import run as training
+from lagrpo.training import run as training
 
 SHORT = Deadlines(start=0.5, request=0.5, delivery=5.0, control=0.5)
 

@@ -16,8 +16,8 @@ from lagrpo.sampling.vllm.process import StartedServer
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import SamplerError, Server
 from lagrpo.sampling.vllm.wire import FILE
-from lagrpo.training.run import build
-from lagrpo.training.run import run as training
+from lagrpo.training import build
+from lagrpo.training import run as training
 
 pytestmark = pytest.mark.vllm
 

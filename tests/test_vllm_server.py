@@ -23,7 +23,7 @@ from lagrpo.sampling.vllm.connecting import KEY
 from lagrpo.sampling.vllm.server import SamplerError, Server
 from lagrpo.sampling.vllm.wire import CorruptError
 from lagrpo.settings import schema as config
-from lagrpo.training.run import run as training
+from lagrpo.training import run as training
 
 pytestmark = pytest.mark.vllm
 
