@@ -29,7 +29,8 @@ from lagrpo.core.objectives import clipped
 from lagrpo.core.ratios import token_ratio
 from lagrpo.data.prompts import PromptSource
 from lagrpo.policy.embedded import resolve_model
-from lagrpo.policy.model import Packed, Policy, load_policy
+from lagrpo.policy.loading import load_policy
+from lagrpo.policy.model import Packed, Policy
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.tasks.arithmetic import judge

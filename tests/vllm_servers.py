@@ -13,7 +13,8 @@ import psutil
 import torch
 from tiny import save_tiny
 
-from lagrpo.policy.model import Policy, load_policy
+from lagrpo.policy.loading import load_policy
+from lagrpo.policy.model import Policy
 from lagrpo.sampling.vllm.directories import Directories
 from lagrpo.sampling.vllm.fleet import Fleet
 from lagrpo.sampling.vllm.generation import Generation

@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 
     from lagrpo.core.loss import Terms
 
+ALIASES = {  # other names of pieces, which settings and recipes accept -> the name in the tables of core.pieces
+    "whitened": "normalized",
+    "whitened_unbiased": "normalized_unbiased",
+    "centred": "centered",
+    "length_normalised": "length_normalized",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -104,7 +111,7 @@ def compose(name: str, source: str, formula: str, base: Composition, overrides: 
 
     for key in overrides:
         check_known("setting", key, [field.name for field in fields(Composition)])
-    made = replace(base, **overrides)
+    made = replace(base, **{key: _table_name(key, value) for key, value in overrides.items()})
     pieces = _Pieces(made)
     surrogate, clip = (pieces.bind(function, "surrogate") for function in pieces.find("surrogate"))
     advantage, correction, reduction = (pieces.read(table) for table in ("advantage", "correction", "reduction"))
@@ -154,6 +161,13 @@ class _Pieces:
             return self.bind(self.find(knob, reader), knob)
         self.readers[knob].add(reader)
         return getattr(self.made, knob)
+
+
+def _table_name(table: str, name: Any) -> Any:
+    """The name of a piece in its table, from an alias."""
+    from lagrpo.core.pieces import TABLES
+
+    return ALIASES.get(name, name) if name not in TABLES.get(table, ()) else name
 
 
 def _find_needs(objective: Callable[[Any], Any]) -> frozenset[str]:
