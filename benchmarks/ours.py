@@ -31,7 +31,7 @@ from lagrpo.training.run import Training
 
 
 class Stepped(Training):
-    """A run that makes one batch per request, from the delivery to the line in its metrics."""
+    """A run that makes one batch per request, from the weight sync to the line in its metrics."""
 
     def __init__(self, *arguments: Any, gate: Gate) -> None:
         super().__init__(*arguments)
@@ -43,11 +43,11 @@ class Stepped(Training):
 
     def batch(self, used: Used) -> None:
         super().batch(used)
-        self.gate.done(**figures(used, self.parts.policy))
+        self.gate.done(**measurements(used, self.parts.policy))
         self.gate.wait()
 
 
-def figures(used: Used, policy: Policy) -> dict[str, Any]:
+def measurements(used: Used, policy: Policy) -> dict[str, Any]:
     """What a batch cost and what was done in it."""
     groups = used.batch.groups
     return {

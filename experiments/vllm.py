@@ -1,4 +1,4 @@
-"""Single-digit addition through a real vLLM server: what v, asking ahead and a second server buy.
+"""Single-digit addition through a real vLLM server: what v, prefetching and a second server buy.
 
     python experiments/vllm.py             train what is missing (5 runs of 12 batches), then the table and the figure
     python experiments/vllm.py --report    the table and the figure of what is there
@@ -26,12 +26,12 @@ RUNS = {
     "v = 1, two servers": {"v": 1, "servers": 2},
     "v = 4": {"v": 4},
     "v = 10": {"v": 10},
-    "v = 10, not ahead": {"v": 10, "ahead": False},
+    "v = 10, not ahead": {"v": 10, "prefetch": False},
 }
 SECONDS = {
-    "drawing": "seconds_drawing",
+    "generating": "seconds_generating",
     "waiting": "seconds_sampling",
-    "delivery": "seconds_delivery",
+    "weight sync": "seconds_sync",
     "learning": "seconds_learning",
     "in all": "seconds_total",
 }
@@ -52,7 +52,7 @@ def command(run: str, python: str) -> list[str]:
         "schedule.v": knobs["v"],
         "schedule.batches": 12,
         "sampling.sampler": "vllm",
-        "sampling.ahead": knobs.get("ahead", True),
+        "sampling.prefetch": knobs.get("prefetch", True),
         "vllm.python": python,
         "vllm.servers": knobs.get("servers", 1),
     }
@@ -74,14 +74,14 @@ def row(run: str) -> str:
         return f"| {run} |" + " – |" * (len(SECONDS) + 4)
     after = json.loads((ROOT / name_of(run) / "evaluations" / "after.json").read_text())
     per_batch = {label: sum(line[key] for line in lines) / len(lines) for label, key in SECONDS.items()}
-    deliveries = [line for line in lines if line["delivered"]]
+    syncs = [line for line in lines if line["synced"]]
     cells = [
         f"{after['pass_at_1']:.1%}",
         *(f"{seconds:.2f}" for seconds in per_batch.values()),
-        f"{len(deliveries)} x {median(line['seconds_delivery'] for line in deliveries):.2f} s, "
-        f"paused {median(line['seconds_paused'] for line in deliveries):.2f} s",
-        f"{median(line['probe_mean'] for line in deliveries):.3f}",
-        f"{median(line['probe_telling'] for line in deliveries[1:]):.0f}" if deliveries[1:] else "–",
+        f"{len(syncs)} x {median(line['seconds_sync'] for line in syncs):.2f} s, "
+        f"paused {median(line['seconds_paused'] for line in syncs):.2f} s",
+        f"{median(line['parity_mean'] for line in syncs):.3f}",
+        f"{median(line['parity_telling'] for line in syncs[1:]):.0f}" if syncs[1:] else "–",
     ]
     return f"| {run} | " + " | ".join(cells) + " |"
 
@@ -89,7 +89,7 @@ def row(run: str) -> str:
 def table() -> str:
     """One row per run; seconds are means per batch."""
     head = ["run", "pass@1 after", *(f"{label}, s" for label in SECONDS)]
-    head += ["deliveries", "probe, nats a token", "tokens that tell, median"]
+    head += ["weight syncs", "parity, nats a token", "tokens that tell, median"]
     return "\n".join(["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *(row(run) for run in RUNS)])
 
 

@@ -13,20 +13,20 @@ from test_vllm_client import generous, stub
 from tiny import tiny_policy
 
 from lagrpo.sampling.vllm import wire
-from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler
+from lagrpo.sampling.vllm.sampler import Generation, VllmSampler
 from lagrpo.sampling.vllm.server import Deadlines, Server
 from lagrpo.sampling.vllm.wire import Directories, NcclWire
 
 CALLS = ("init_rank", "all_reduce", "broadcast", "synchronize")
-DEADLINES = Deadlines(start=1, request=1, delivery=1, control=5)
+DEADLINES = Deadlines(start=1, request=1, sync=1, control=5)
 
 
 def never(*_: Any, **__: Any) -> None:
     threading.Event().wait()
 
 
-def deliver(call: str, root: Path, paths: list[str], refusing: bool = False, patch: Any = setattr) -> VllmSampler:
-    """One delivery by NCCL to a server that does what it is asked (or refuses to meet), where `call` never returns.
+def sync_weights(call: str, root: Path, paths: list[str], refusing: bool = False, patch: Any = setattr) -> VllmSampler:
+    """One weight sync by NCCL to a server that does what it is asked (or refuses to meet), where `call` never returns.
     `paths` gets what the server was asked for."""
     fake_graphs.install(patch)
     patch(wire, "greeting", lambda: torch.zeros(1))
@@ -42,15 +42,15 @@ def deliver(call: str, root: Path, paths: list[str], refusing: bool = False, pat
 
     policy = tiny_policy()
     with stub(answer) as url:
-        drawing = Drawing(0, 4, policy.tau, sorted(policy.eos_ids), 8, policy.tokenizer.decode)
+        generation = Generation(0, 4, policy.tau, sorted(policy.eos_ids), 8, policy.tokenizer.decode)
         servers = [Server(url, None, DEADLINES)]
-        sampler = VllmSampler(servers, drawing, NcclWire(), Directories(str(root)), dtype=torch.float32)
+        sampler = VllmSampler(servers, generation, NcclWire(), Directories(str(root)), dtype=torch.float32)
         try:
-            sampler.deliver(policy.weights(), 3)
+            sampler.sync_weights(policy.weights(), 3)
         finally:
             sampler.close()
     return sampler
 
 
 if __name__ == "__main__":
-    deliver(sys.argv[1], Path(sys.argv[2]), [])
+    sync_weights(sys.argv[1], Path(sys.argv[2]), [])

@@ -1,4 +1,4 @@
-"""Group attention on one packed row computes what transformers computes on whole sequences, one by one."""
+"""Shared-prefix attention on one packed row computes what transformers computes on whole sequences, one by one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tiny import SHAPES, tiny_model, tiny_policy
 
 from lagrpo.backends import layout as layout_module
 from lagrpo.backends.layout import PackedLayout
-from lagrpo.policy.model import Packed, Policy, check_context, prove_attention, refuse
+from lagrpo.policy.model import Packed, Policy, check_attention, check_context, check_supported
 
 pytestmark = pytest.mark.usefixtures("either_computation")
 GROUPS = ((7, (3, 9, 1)), (20, (1,)), (1, (4, 4, 30)), (5, ()))
 
 
 def random_groups(shape, vocabulary=103, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    ids = lambda n: torch.randint(vocabulary, (n,), generator=draw)  # noqa: E731
+    rng = torch.Generator().manual_seed(seed)
+    ids = lambda n: torch.randint(vocabulary, (n,), generator=rng)  # noqa: E731
     return [(ids(p).tolist(), [ids(c) for c in lengths]) for p, lengths in shape]
 
 
@@ -31,7 +31,7 @@ def reference_logp(policy: Policy, groups) -> torch.Tensor:
             ids = torch.cat([torch.tensor(prompt, dtype=torch.long), completion])
             logp = (policy.model(input_ids=ids[None], use_cache=False).logits[0] / policy.tau).log_softmax(-1)
             rows.append(logp[len(prompt) - 1 : -1].gather(1, completion[:, None]).squeeze(1))
-    policy.model.set_attn_implementation("lagrpo_group")
+    policy.model.set_attn_implementation("lagrpo_shared_prefix")
     return torch.cat(rows)
 
 
@@ -104,12 +104,12 @@ def test_activation_checkpointing_gives_the_same_gradient():
         torch.testing.assert_close(gradient, plain[name], rtol=0, atol=1e-6, msg=name)
 
 
-def test_the_load_time_proof_catches_an_attention_that_computes_something_else(monkeypatch):
+def test_the_check_at_load_time_catches_an_attention_that_computes_something_else(monkeypatch):
     policy = tiny_policy(spread=2.0)
-    assert prove_attention(policy) < 1e-4
+    assert check_attention(policy) < 1e-4
     monkeypatch.setattr(PackedLayout, "attend", lambda self, layer, q, k, v, s: q * 0.5)
     with pytest.raises(ValueError, match="differ from transformers"):
-        prove_attention(policy)
+        check_attention(policy)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_models_that_are_not_reproduced_are_refused_by_name(kind, changes, reaso
     from transformers import AutoConfig
 
     with pytest.raises(ValueError, match=rf"{kind}.*{reason}"):
-        refuse(AutoConfig.for_model(kind, **changes))
+        check_supported(AutoConfig.for_model(kind, **changes))
 
 
 def test_a_sliding_window_is_refused_only_where_a_sequence_leaves_it():
@@ -154,5 +154,5 @@ def test_empty_prompts_and_completions_are_refused():
 
 
 def test_a_model_call_without_a_layout_is_an_error():
-    with pytest.raises(ValueError, match="group_layout"):
+    with pytest.raises(ValueError, match="layout"):
         tiny_model()(input_ids=torch.tensor([[3, 4, 5]]))

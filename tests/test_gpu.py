@@ -53,9 +53,9 @@ def plain():
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(6, 2, 64), (4, 4, 32)])
 def test_flex_attention_and_its_gradient_are_those_of_the_tiles(plain, heads, kv_heads, d):
     layout = PackedLayout.build([(7, (3, 9, 1)), (300, (1, 200, 77)), (1, (4, 4, 30)), (5, ())], "cuda")
-    draw = torch.Generator("cuda").manual_seed(0)
+    rng = torch.Generator("cuda").manual_seed(0)
     q, k, v, weight = (
-        torch.randn(layout.rows, h, d, generator=draw, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(layout.rows, h, d, generator=rng, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for h in (heads, kv_heads, kv_heads, heads)
     )
     assert flex.attends(q, k)
@@ -68,18 +68,18 @@ def test_flex_attention_and_its_gradient_are_those_of_the_tiles(plain, heads, kv
         assert (ours.float() - theirs.float()).abs().max() <= 0.03 * theirs.float().abs().max()
 
 
-def test_recorded_steps_draw_what_plain_steps_draw(plain):
+def test_recorded_steps_sample_what_plain_steps_sample(plain):
     policy = tiny_policy(dtype=torch.float32)
     policy.model.to("cuda")
-    drawn = []
+    generated = []
     for _ in range(2):
         sampler = LocalSampler(policy, 0, 60, 20)
-        drawn.append({r.prompt.key: g for r, g in sampler.sample(requests_for(policy, 7), 5)})
+        generated.append({r.prompt.key: g for r, g in sampler.sample(requests_for(policy, 7), 5)})
         plain()
     same = [
         torch.equal(a.token_ids, b.token_ids)
-        for key in drawn[0]
-        for a, b in zip(drawn[0][key].completions, drawn[1][key].completions, strict=True)
+        for key in generated[0]
+        for a, b in zip(generated[0][key].completions, generated[1][key].completions, strict=True)
     ]
     assert sum(same) >= 0.9 * len(same)  # rounding may turn a draw
 

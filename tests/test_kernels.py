@@ -20,7 +20,7 @@ from lagrpo.backends.logprobs import token_logp
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import Replica, replica
 from lagrpo.sampling.decode import DecodeState
-from lagrpo.sampling.local import draw
+from lagrpo.sampling.local import sample_tokens
 
 WIDTHS = [1, 15, 16, 33, 576]  # below, at and beyond one vector
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
@@ -179,20 +179,20 @@ def test_entropy_on_request(choice, tau):
     torch.testing.assert_close(two, torch.tensor([0.6931472, 0.0]))
 
 
-def test_a_token_s_log_prob_is_the_same_whether_it_is_drawn_or_scored(dtype):
+def test_a_token_s_log_prob_is_the_same_whether_it_is_sampled_or_scored(dtype):
     logits = random(40, 1001, dtype=dtype) * 5
-    tokens, logp = kernels.draw(logits, 0.9, torch.rand(40, dtype=torch.float64))
+    tokens, logp = kernels.sample_tokens(logits, 0.9, torch.rand(40, dtype=torch.float64))
     assert torch.equal(logp, kernels.token_logp(logits, tokens, 0.9)[0])
 
 
-def test_kernels_and_pytorch_draw_the_same_tokens():
+def test_kernels_and_pytorch_sample_the_same_tokens():
     logits, uniform = (
         random(500, 1001) * 3,
         torch.rand(500, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
     )
-    ours, logp = draw(logits, 0.8, uniform)
+    ours, logp = sample_tokens(logits, 0.8, uniform)
     kernels.select("torch")
-    theirs, reference = draw(logits, 0.8, uniform)
+    theirs, reference = sample_tokens(logits, 0.8, uniform)
     assert (ours != theirs).sum().item() <= 1  # a number within 1e-7 of an interval's end may fall on either side
     torch.testing.assert_close(logp[ours == theirs], reference[ours == theirs], rtol=0, atol=5e-6)
 
@@ -296,7 +296,7 @@ def test_other_defaults_of_pytorch_do_no_harm():
 
 @pytest.mark.parametrize(("kind", "changes"), FUSED)
 def test_a_replica_computes_to_the_bit_what_its_policy_computes(kind, changes):
-    """Also after a delivery; and it keeps no second copy of what it has packed."""
+    """Also after a weight sync; and it keeps no second copy of what it has packed."""
     policy = tiny_policy(kind, dtype=torch.bfloat16, **changes)
     copy = replica(policy)
     assert isinstance(copy, Replica)
@@ -365,7 +365,7 @@ def test_attention_that_the_kernels_do_not_take_is_said():
     assert said.endswith("attention by PyTorch (heads of 8 numbers, no multiple of 16)")
 
 
-def test_how_tokens_are_drawn_is_said(monkeypatch):
+def test_how_tokens_are_sampled_is_said(monkeypatch):
     policy, name = tiny_policy(dtype=torch.bfloat16), kernels.products()
     assert replica(policy).decoding == policy.decoding == f"one call through all layers, products by {name}"
     assert f"forward products by {name}" in policy.computation

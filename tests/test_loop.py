@@ -12,7 +12,7 @@ from tiny import save_tiny
 
 from lagrpo.policy.learner import Learner
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.parity import DeliveryError
+from lagrpo.sampling.parity import ParityError
 from lagrpo.sampling.prefetch import VersionError
 from lagrpo.settings.toml import load_settings
 from lagrpo.training.build import Parts
@@ -72,20 +72,21 @@ def watch(monkeypatch, owner: type, name: str, events: list, note: Callable[...,
 
 
 def test_the_lines_of_the_algorithm_in_their_order(algorithm, monkeypatch):
-    """every(2), i = 2, M = 3, S = 2: k = 2 of each stage delivers; what lies between deliveries is drawn at once."""
+    """every(2), i = 2, M = 3, S = 2: k = 2 of each stage syncs weights; what lies between weight syncs is generated at
+    once."""
     a = algorithm(schedule={"v": 2, "i": 2, "batches": 3, "stages": 2}, objective={"recipe": "grpo"})
     events: list[tuple[Any, ...]] = []
-    watch(monkeypatch, LocalSampler, "deliver", events, lambda self, weights, version: ("deliver", version))
-    watch(monkeypatch, LocalSampler, "sample", events, lambda self, rs, G: ("draw", *sorted({r.batch for r in rs})))
+    watch(monkeypatch, LocalSampler, "sync_weights", events, lambda self, weights, version: ("sync_weights", version))
+    watch(monkeypatch, LocalSampler, "sample", events, lambda self, rs, G: ("generate", *sorted({r.batch for r in rs})))
     watch(monkeypatch, Learner, "step", events, lambda self, *rest: ("step", self.policy.version))
     watch(monkeypatch, Learner, "end_stage", events, lambda self, *rest: ("end", self.policy.version))
     iterative_grpo(a)
     assert events == [
-        *[("deliver", 0), ("draw", 1), ("step", 0), ("step", 1)],
-        *[("deliver", 2), ("draw", 2, 3, 4), ("step", 2), ("step", 3)],
+        *[("sync_weights", 0), ("generate", 1), ("step", 0), ("step", 1)],
+        *[("sync_weights", 2), ("generate", 2, 3, 4), ("step", 2), ("step", 3)],
         *[("step", 4), ("step", 5), ("end", 6)],
         *[("step", 6), ("step", 7)],
-        *[("deliver", 8), ("draw", 5, 6), ("step", 8), ("step", 9)],
+        *[("sync_weights", 8), ("generate", 5, 6), ("step", 8), ("step", 9)],
         *[("step", 10), ("step", 11), ("end", 12)],
     ]
     assert a.learner.reference is not None
@@ -100,7 +101,7 @@ def test_the_lines_of_the_algorithm_in_their_order(algorithm, monkeypatch):
     ]
     assert [bool(u.reason) for u in log(a).used[1:]] == [True, False, False, True, False]
     assert [len(u.updates) for u in log(a).used] == [2] * 6
-    assert log(a).phases[:3] == ["delivery", "sampling", "learning"]
+    assert log(a).phases[:3] == ["sync", "sampling", "learning"]
 
 
 def test_what_the_listener_gets_adds_up(algorithm):
@@ -114,16 +115,16 @@ def test_what_the_listener_gets_adds_up(algorithm):
         assert sum(spent.values()) <= used.clock.total
 
 
-def test_a_sampler_that_does_not_take_the_delivery_stops_the_run(algorithm, monkeypatch):
+def test_a_sampler_that_serves_stale_weights_stops_the_run(algorithm, monkeypatch):
     a = algorithm(schedule={"batches": 3})
-    original = LocalSampler.deliver
+    original = LocalSampler.sync_weights
 
     def stale(self, weights, version):
         original(self, weights, version) if version == 0 else setattr(self.policy, "version", version)
         return {}
 
-    monkeypatch.setattr(LocalSampler, "deliver", stale)
-    with pytest.raises(DeliveryError, match=r"version 1 on the in-process sampler: .* serves other weights"):
+    monkeypatch.setattr(LocalSampler, "sync_weights", stale)
+    with pytest.raises(ParityError, match=r"version 1 on the in-process sampler: .* serves other weights"):
         iterative_grpo(a)
     assert [u.b for u in log(a).used] == [1]
 
@@ -132,13 +133,15 @@ def test_a_token_of_another_version_stops_the_run(algorithm, monkeypatch):
     a = algorithm(schedule={"batches": 3})
     original = LocalSampler._close
 
-    def mislabelled(self, row):
+    def mislabeled(self, row):
         group = original(self, row)
         if row.group.request.batch == 2:
             group.done[row.index] = replace(group.done[row.index], versions=group.done[row.index].versions - 1)
         return group
 
-    monkeypatch.setattr(LocalSampler, "_close", mislabelled)
-    with pytest.raises(VersionError, match=r"batch 2, prompt \d: a token was drawn by version 0, but the .* version 1"):
+    monkeypatch.setattr(LocalSampler, "_close", mislabeled)
+    with pytest.raises(
+        VersionError, match=r"batch 2, prompt \d: a token was sampled by version 0, but the .* version 1"
+    ):
         iterative_grpo(a)
     assert [u.b for u in log(a).used] == [1]

@@ -1,4 +1,4 @@
-"""The in-process sampler draws exactly from α, and says exactly how likely it was."""
+"""The in-process sampler samples exactly from α, and says exactly how likely it was."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lagrpo.policy.replica import replica
 from lagrpo.rng import uniforms
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.decode import pair_rows_with_groups
-from lagrpo.sampling.local import CDF_BLOCK, LocalSampler, draw
-from lagrpo.sampling.parity import DeliveryError, Proof
-from lagrpo.sampling.prefetch import Draws, VersionError
+from lagrpo.sampling.local import CDF_BLOCK, LocalSampler, sample_tokens
+from lagrpo.sampling.parity import ParityCheck, ParityError
+from lagrpo.sampling.prefetch import Prefetcher, VersionError
 from lagrpo.sampling.schedule import Schedule, budget, certified, every, lagged, lags
 from lagrpo.types import Group, Prompt
 
@@ -51,7 +51,7 @@ def log_ratio(policy, groups) -> torch.Tensor:
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 0.1), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("tau", [1.0, 0.1])
-def test_right_after_a_delivery_the_ratio_is_one(kind, dtype, rounding, tau):
+def test_right_after_a_weight_sync_the_ratio_is_one(kind, dtype, rounding, tau):
     policy = tiny_policy(kind, dtype, tau)
     tolerance = 0.0 if policy.own_products else rounding
     groups = list(sampled(policy, requests_for(policy, 5)).values())
@@ -60,7 +60,7 @@ def test_right_after_a_delivery_the_ratio_is_one(kind, dtype, rounding, tau):
 
 
 @pytest.mark.parametrize("rows", [6, 7, 13, 64])
-def test_a_completion_does_not_depend_on_what_is_drawn_beside_it(rows):
+def test_a_completion_does_not_depend_on_what_is_sampled_beside_it(rows):
     """The same groups in narrow waves, in one wide batch, in another order and alone."""
     policy = tiny_policy(dtype=torch.bfloat16)
     requests = requests_for(policy, 5)
@@ -77,7 +77,8 @@ def test_a_completion_does_not_depend_on_what_is_drawn_beside_it(rows):
 
 
 def test_addresses_give_different_completions():
-    """Completions of a group, the same prompt in two batches, in two epochs, under two seeds: never the same draws."""
+    """Completions of a group, the same prompt in two batches, in two epochs, under two seeds: never the same random
+    numbers."""
     policy = tiny_policy()
     base = sampled(policy, [request(0, policy=policy)])[0]
     texts = [tuple(c.token_ids.tolist()) for c in base.completions]
@@ -92,7 +93,9 @@ def test_frequencies_match_the_softmax():
     policy = tiny_policy(spread=1.5)
     logits = torch.randn(103, generator=torch.Generator().manual_seed(3)) * 2
     count = 20_000
-    tokens, logp = draw(logits.expand(count, -1).contiguous(), 1.0, torch.from_numpy(uniforms(count, "chi-square")))
+    tokens, logp = sample_tokens(
+        logits.expand(count, -1).contiguous(), 1.0, torch.from_numpy(uniforms(count, "chi-square"))
+    )
     expected = logits.double().softmax(-1) * count
     observed = torch.bincount(tokens, minlength=103).double()
     likely = expected >= 5
@@ -129,15 +132,15 @@ def test_a_uniform_number_picks_the_token_whose_interval_holds_it(position):
     u = torch.tensor(
         [(position + 0.5) / 1001, (position + 1e-4) / 1001, (position + 1 - 1e-4) / 1001], dtype=torch.float64
     )
-    tokens, logp = draw(scaled, 1.0, u)
+    tokens, logp = sample_tokens(scaled, 1.0, u)
     assert tokens.tolist() == [position] * 3
     torch.testing.assert_close(logp, torch.full((3,), -math.log(1001)))
 
 
-def test_a_token_of_probability_zero_is_never_drawn():
+def test_a_token_of_probability_zero_is_never_sampled():
     scaled = torch.full((2, 600), -torch.inf)
     scaled[:, 300] = 0.0
-    tokens, logp = draw(scaled, 1.0, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+    tokens, logp = sample_tokens(scaled, 1.0, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
     assert tokens.tolist() == [300, 300]
     assert logp.tolist() == [0.0, 0.0]
 
@@ -157,7 +160,7 @@ def test_every_end_of_sequence_id_ends_a_completion_and_the_limit_cuts_it():
 
 
 def test_alpha_has_weights_of_its_own():
-    """After a step of π without a delivery, the sampler still draws, and scores, with the old policy."""
+    """After a step of π without a weight sync, the sampler still samples, and scores, with the old policy."""
     policy = tiny_policy()
     sampler = LocalSampler(replica(policy), 0, 16, 64)
     before = [g for _, g in sampler.sample(requests_for(policy, 2), 4)]
@@ -169,7 +172,7 @@ def test_alpha_has_weights_of_its_own():
     for x, y in zip(before, after, strict=True):
         assert [c.token_ids.tolist() for c in x.completions] == [c.token_ids.tolist() for c in y.completions]
     assert log_ratio(policy, after).abs().max() > 0.1
-    sampler.deliver(policy.weights(), 1)
+    sampler.sync_weights(policy.weights(), 1)
     fresh = [g for _, g in sampler.sample(requests_for(policy, 2), 4)]
     assert all((c.versions == 1).all() for g in fresh for c in g.completions)
     assert log_ratio(policy, fresh).abs().max() <= 1e-4
@@ -184,18 +187,18 @@ def test_score_equals_the_recorded_log_probs():
         torch.testing.assert_close(scored, completion.logp_alpha, rtol=0, atol=1e-5)
 
 
-def test_a_delivery_between_open_groups_is_refused():
+def test_a_weight_sync_between_open_groups_is_refused():
     policy = tiny_policy()
     sampler = LocalSampler(replica(policy), 0, 8, 4)
     stream = sampler.sample(requests_for(policy, 3), 4)
     next(stream)
     with pytest.raises(RuntimeError, match="2 groups of version 0 are open"):
-        sampler.deliver(policy.weights(), 1)
+        sampler.sync_weights(policy.weights(), 1)
 
 
 def test_a_group_wider_than_the_rows_is_refused():
     policy = tiny_policy()
-    with pytest.raises(ValueError, match=r"G = 6.*sampling.rows = 4"):
+    with pytest.raises(ValueError, match=r"G = 6.*sampling.max_num_seqs = 4"):
         list(LocalSampler(replica(policy), 0, 8, 4).sample(requests_for(policy, 1), 6))
 
 
@@ -205,27 +208,29 @@ def test_pairing_rows_with_groups():
     assert place.tolist() == [0, 4, 1, 2, 5]
 
 
-def proven(policy, **changes) -> tuple[LocalSampler, Proof]:
-    """A sampler of the policy, and a proof that has found their grade."""
+def make_parity_check(policy, **changes) -> tuple[LocalSampler, ParityCheck]:
+    """A sampler of the policy, and a parity check that has found their grade."""
     sampler = LocalSampler(replica(policy), 0, 16, 64)
-    proof = Proof([request(key, f"{key}+{key}=", batch=0, policy=policy) for key in range(8)], policy.dtype, **changes)
-    proof.start(policy, sampler)
-    return sampler, proof
+    parity_check = ParityCheck(
+        [request(key, f"{key}+{key}=", batch=0, policy=policy) for key in range(8)], policy.dtype, **changes
+    )
+    parity_check.start(policy, sampler)
+    return sampler, parity_check
 
 
 def test_the_grade_of_the_in_process_sampler():
     """Exact where all products are ours, and compared; else close, with what was measured."""
     policy = tiny_policy(dtype=torch.bfloat16, tau=0.7)
-    sampler, proof = proven(policy)
-    assert proof.parity is not None
-    assert proof.parity.grade == ("exact" if policy.own_products else "close")
-    assert proof.parity.tokens > 60
-    assert proof(policy, sampler)["probe_mean"] <= proof.parity.mean + 1e-3
-    _, proof = proven(tiny_policy())
-    assert proof.parity is not None
-    assert proof.parity.grade == "close"
-    assert proof.parity.largest < 1e-4
-    assert "products of float32 are PyTorch's here" in str(proof.parity)
+    sampler, parity_check = make_parity_check(policy)
+    assert parity_check.parity is not None
+    assert parity_check.parity.grade == ("exact" if policy.own_products else "close")
+    assert parity_check.parity.tokens > 60
+    assert parity_check(policy, sampler)["parity_mean"] <= parity_check.parity.mean + 1e-3
+    _, parity_check = make_parity_check(tiny_policy())
+    assert parity_check.parity is not None
+    assert parity_check.parity.grade == "close"
+    assert parity_check.parity.largest < 1e-4
+    assert "products of float32 are PyTorch's here" in str(parity_check.parity)
 
 
 def test_a_sampler_that_should_agree_to_the_bit_and_does_not_is_close_and_says_so(monkeypatch):
@@ -233,82 +238,85 @@ def test_a_sampler_that_should_agree_to_the_bit_and_does_not_is_close_and_says_s
     policy = tiny_policy(dtype=torch.bfloat16)
     logits = Policy.logits
     monkeypatch.setattr(Policy, "logits", lambda self, hidden: logits(self, hidden) * (1 + 2**-7))
-    sampler, proof = proven(policy)
-    assert proof.parity is not None
-    assert proof.parity.grade == "close"
-    assert "please report this processor" in str(proof.parity)
-    assert 0 < proof(policy, sampler)["probe_mean"] < 0.1
+    sampler, parity_check = make_parity_check(policy)
+    assert parity_check.parity is not None
+    assert parity_check.parity.grade == "close"
+    assert "please report this processor" in str(parity_check.parity)
+    assert 0 < parity_check(policy, sampler)["parity_mean"] < 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_proof_of_a_delivery_catches_other_weights_and_another_version(dtype):
+def test_the_parity_check_of_a_weight_sync_catches_other_weights_and_another_version(dtype):
     policy = tiny_policy(dtype=dtype)
-    sampler, proof = proven(policy)
+    sampler, parity_check = make_parity_check(policy)
     for version in (1, 2):
         policy.version = version
-        reports = f"version {version} was delivered, but .* the in-process sampler: {version - 1}"
-        with pytest.raises(DeliveryError, match=reports):
-            proof(policy, sampler)
+        reports = f"version {version} was synced, but .* the in-process sampler: {version - 1}"
+        with pytest.raises(ParityError, match=reports):
+            parity_check(policy, sampler)
         with torch.no_grad():
             policy.head.weight.mul_(1.05)
-        sampler.deliver(policy.weights(), version)
-        assert proof(policy, sampler)["probe_max"] < 0.1
+        sampler.sync_weights(policy.weights(), version)
+        assert parity_check(policy, sampler)["parity_max"] < 0.1
     with torch.no_grad():
         policy.head.weight.mul_(1.05)
     policy.version = sampler.policy.version = 3  # says so, and has the weights of before
-    with pytest.raises(DeliveryError, match=r"serves other weights|did not load the new weights"):
-        proof(policy, sampler)
+    with pytest.raises(ParityError, match=r"serves other weights|did not load the new weights"):
+        parity_check(policy, sampler)
     with torch.no_grad():
         policy.head.weight.fill_(torch.nan)
-    with pytest.raises(DeliveryError, match="it has diverged"):
-        proof(policy, sampler)
+    with pytest.raises(ParityError, match="it has diverged"):
+        parity_check(policy, sampler)
 
 
 def test_an_update_smaller_than_the_noise_passes_and_stale_weights_do_not():
-    """The grade close, with the noise of coarse logits: a delivery that was made passes, one that was not is told."""
+    """The grade close, with the noise of coarse logits: a weight sync that was made passes, one that was not is
+    told."""
     policy = tiny_policy(dtype=torch.bfloat16)
     kernels.select("torch")
     noisy = replica(policy)
-    draw = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     logits, scale = noisy.logits, 0.004
-    noisy.logits = lambda hidden: (x := logits(hidden)) + scale * torch.randn(x.shape, generator=draw).to(x)
+    noisy.logits = lambda hidden: (x := logits(hidden)) + scale * torch.randn(x.shape, generator=rng).to(x)
     sampler = LocalSampler(noisy, 0, 16, 64)
-    proof = Proof([request(key, f"{key}+{key}=", batch=0, policy=policy) for key in range(8)], policy.dtype)
-    assert "close" in str(proof.start(policy, sampler))
+    parity_check = ParityCheck(
+        [request(key, f"{key}+{key}=", batch=0, policy=policy) for key in range(8)], policy.dtype
+    )
+    assert "close" in str(parity_check.start(policy, sampler))
     for version in range(1, 6):
         with torch.no_grad():
             for parameter in policy.model.parameters():
-                parameter.add_(0.005 * torch.randn(parameter.shape, generator=draw).to(parameter))
+                parameter.add_(0.005 * torch.randn(parameter.shape, generator=rng).to(parameter))
         policy.version = version
         if version < 5:
-            sampler.deliver(policy.weights(), version)
-            assert proof(policy, sampler)["probe_mean"] < 0.1
+            sampler.sync_weights(policy.weights(), version)
+            assert parity_check(policy, sampler)["parity_mean"] < 0.1
     noisy.version = 5
-    with pytest.raises(DeliveryError, match="It still serves the old weights"):
-        proof(policy, sampler)
+    with pytest.raises(ParityError, match="It still serves the old weights"):
+        parity_check(policy, sampler)
 
 
-def test_draws_hand_out_batch_by_batch_what_was_drawn_together():
+def test_the_prefetcher_hands_out_batch_by_batch_what_was_generated_together():
     policy = tiny_policy()
     sampler = LocalSampler(replica(policy), 0, 12, 8)
     source = {b: requests_for(policy, 3, batch=b) for b in (1, 2, 3)}
-    together, apart = Draws(sampler, source.__getitem__, 4), Draws(sampler, source.__getitem__, 4)
+    together, apart = Prefetcher(sampler, source.__getitem__, 4), Prefetcher(sampler, source.__getitem__, 4)
     together.ask(range(1, 4), 0)
     for b in (1, 2, 3):
         apart.ask(range(b, b + 1), 0)
-        ahead, lazy = ({g.prompt.key: g for g in d.take(b)} for d in (together, apart))
-        assert ahead.keys() == lazy.keys() == {0, 1, 2}
-        for key in ahead:
-            for x, y in zip(ahead[key].completions, lazy[key].completions, strict=True):
+        prefetch, lazy = ({g.prompt.key: g for g in d.take(b)} for d in (together, apart))
+        assert prefetch.keys() == lazy.keys() == {0, 1, 2}
+        for key in prefetch:
+            for x, y in zip(prefetch[key].completions, lazy[key].completions, strict=True):
                 assert torch.equal(x.token_ids, y.token_ids)
 
 
 def test_a_token_of_another_version_stops_the_run():
     policy = tiny_policy()
-    draws = Draws(LocalSampler(replica(policy), 0, 12, 8), lambda b: requests_for(policy, 1), 4)
-    draws.ask(range(1, 2), 7)
-    with pytest.raises(VersionError, match="drawn by version 0, but the schedule announced version 7"):
-        list(draws.take(1))
+    prefetcher = Prefetcher(LocalSampler(replica(policy), 0, 12, 8), lambda b: requests_for(policy, 1), 4)
+    prefetcher.ask(range(1, 2), 7)
+    with pytest.raises(VersionError, match="generated by version 0, but the schedule announced version 7"):
+        list(prefetcher.take(1))
 
 
 @pytest.mark.parametrize(
@@ -327,28 +335,28 @@ def test_the_lag_table(schedule, i, expected):
 
 
 def test_k_starts_again_in_every_stage():
-    """Algorithm 1 counts k inside a stage: with M = 6 and v = 4 the first batches of stage 2 are drawn by k = 4."""
+    """Algorithm 1 counts k inside a stage: with M = 6 and v = 4 the first batches of stage 2 are generated by k = 4."""
     assert lags(every(4), 2, 6, 1) == [0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1, 2]
 
 
 @pytest.mark.parametrize("schedule", [every(1), every(4), lagged(3)])
-@pytest.mark.parametrize("ahead", [True, False])
-def test_every_batch_is_drawn_once_and_not_after_it_is_needed(schedule, ahead):
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_every_batch_is_generated_once_and_not_after_it_is_needed(schedule, prefetch):
     asked = []
-    for due in schedule.plan(2, 7, ahead):
-        asked += list(due.draws)
+    for due in schedule.plan(2, 7, prefetch):
+        asked += list(due.to_generate)
         assert due.batch in asked
     assert asked == list(range(1, 15))
 
 
-def test_schedules_that_never_deliver_are_refused():
+def test_schedules_that_never_sync_are_refused():
     with pytest.raises(ValueError, match=r"every\(v\) needs v of at least 1"):
         Schedule("every", 0)
     with pytest.raises(ValueError, match=r"lagged\(v\) needs v of at least 0"):
         Schedule("lagged", -1)
 
 
-def test_a_budget_delivers_when_it_is_spent_and_at_the_cap():
+def test_a_budget_syncs_when_it_is_spent_and_at_the_cap():
     estimates = iter([0.0, 0.1, 0.3, 0.0, 0.1, 0.15, 0.2])
     plan = budget(0.25, 4).plan(1, 8, latest=lambda: next(estimates))
     assert [(due.batch, due.reason) for due in plan if due.reason] == [(4, "budget"), (8, "cap")]
@@ -360,7 +368,7 @@ def test_an_unspent_budget_is_a_cap_and_the_budget_zero_is_on_policy():
     assert [due.reason for due in plan] == ["", "budget", "budget", "budget", "budget"]
 
 
-def test_certified_delivers_on_a_certificate_and_at_the_cap():
+def test_certified_syncs_on_a_certificate_and_at_the_cap():
     bounds = iter([-0.2, -0.01, 0.02, 0.0, -1.0, -1.0, -0.5])
     plan = certified(4).plan(1, 8, latest=lambda: next(bounds))
     assert [(due.batch, due.reason) for due in plan if due.reason] == [(4, "certified"), (8, "cap")]

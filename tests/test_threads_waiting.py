@@ -83,7 +83,7 @@ def test_a_program_with_an_openmp_of_its_own_gets_the_users_choice_alone(users, 
 
 @linux
 def test_a_vllm_server_gets_the_users_choice_alone(monkeypatch):
-    launch = Launch(python="python", model="m", dtype="bfloat16", longest=8, rows=1)
+    launch = Launch(python="python", model="m", dtype="bfloat16", longest=8, max_num_seqs=1)
     monkeypatch.setattr(waiting, "_own", {"GOMP_SPINCOUNT": waiting.SPINS})
     monkeypatch.setenv("GOMP_SPINCOUNT", waiting.SPINS)
     assert "GOMP_SPINCOUNT" not in launch.environment("key")
@@ -94,7 +94,7 @@ def test_a_vllm_server_gets_the_users_choice_alone(monkeypatch):
 @pytest.mark.parametrize(("users", "seen"), [({}, "false"), ({"TOKENIZERS_PARALLELISM": "true"}, "true")])
 def test_tokenizers_start_no_threads_of_their_own_unless_the_user_says_so(monkeypatch, users, seen):
     monkeypatch.setattr(waiting, "_own", {})
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "")  # so that it is put back afterwards
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "")  # so that it is put back afterward
     monkeypatch.delenv("TOKENIZERS_PARALLELISM")
     for name, value in users.items():
         monkeypatch.setenv(name, value)

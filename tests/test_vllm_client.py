@@ -23,16 +23,16 @@ from tiny import save_tiny, tiny_policy
 
 from lagrpo.errors import SettingsError
 from lagrpo.policy.model import Packed
-from lagrpo.sampling.parity import DeliveryError, Proof, _not_stale
+from lagrpo.sampling.parity import ParityCheck, ParityError, _not_stale
 from lagrpo.sampling.vllm import connecting as servers
 from lagrpo.sampling.vllm import wire
-from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler
-from lagrpo.sampling.vllm.server import Deadlines, Drawn, RefusedError, SamplerError, Server, UnreachableError
+from lagrpo.sampling.vllm.sampler import Generation, VllmSampler
+from lagrpo.sampling.vllm.server import Deadlines, Generated, RefusedError, SamplerError, Server, UnreachableError
 from lagrpo.sampling.vllm.wire import CorruptError, Directories, DirectoryWire, IpcWire, NcclWire, Parcel
 from lagrpo.settings.schema import Settings
 from lagrpo.training import run as training
 
-SHORT = Deadlines(start=0.5, request=0.5, delivery=5.0, control=0.5)
+SHORT = Deadlines(start=0.5, request=0.5, sync=5.0, control=0.5)
 
 
 @contextmanager
@@ -71,13 +71,13 @@ def stub(answer):
 
 
 def sampler_at(url, policy, root, **options):
-    drawing = Drawing(0, 4, policy.tau, sorted(policy.eos_ids), 8, policy.tokenizer.decode)
+    generation = Generation(0, 4, policy.tau, sorted(policy.eos_ids), 8, policy.tokenizer.decode)
     server = Server(url, None, SHORT)
-    return VllmSampler([server], drawing, DirectoryWire(), Directories(str(root)), dtype=torch.float32, **options)
+    return VllmSampler([server], generation, DirectoryWire(), Directories(str(root)), dtype=torch.float32, **options)
 
 
 def generous(method, path, body):
-    """A server that does everything it is asked, and draws two tokens."""
+    """A server that does everything it is asked, and generates two tokens."""
     if path == "/weight_info":
         return 200, {"weight_version": generous.label}
     if path == "/update_weight_version":
@@ -110,7 +110,7 @@ def test_a_server_that_accepts_and_never_answers_trips_the_deadline(tmp_path):
 
     with stub(silent) as url:
         sampler = sampler_at(url, policy, tmp_path, failures=1)
-        sampler.deliver(policy.weights(), 0)
+        sampler.sync_weights(policy.weights(), 0)
         with pytest.raises(SamplerError, match=r"did not answer within 0\.5 s.*one failure more"):
             list(sampler.sample(requests_for(policy, 3), 2))
         with pytest.raises(SamplerError, match=r"one failure more"):
@@ -163,19 +163,19 @@ def test_nobody_there():
 
 
 @pytest.mark.parametrize(
-    ("drawn", "reason"),
+    ("generated", "reason"),
     [
-        (Drawn([5, 6], [-1.0, math.nan], [("R:0", 0, 2)], "stop"), "no finite log-prob of token 1"),
-        (Drawn([5, 6], [-1.0, -math.inf], [("R:0", 0, 2)], "stop"), "no finite log-prob of token 1"),
-        (Drawn([], [], [], "stop"), "'stop' after 0 tokens"),
-        (Drawn([5], [-1.0], [("R:0", 0, 1)], "error"), "'error' after 1 tokens"),
-        (Drawn([5, 6], [-1.0, -1.0], [("R:0", 0, 1)], "stop"), "with which weights it drew every token"),
+        (Generated([5, 6], [-1.0, math.nan], [("R:0", 0, 2)], "stop"), "no finite log-prob of token 1"),
+        (Generated([5, 6], [-1.0, -math.inf], [("R:0", 0, 2)], "stop"), "no finite log-prob of token 1"),
+        (Generated([], [], [], "stop"), "'stop' after 0 tokens"),
+        (Generated([5], [-1.0], [("R:0", 0, 1)], "error"), "'error' after 1 tokens"),
+        (Generated([5, 6], [-1.0, -1.0], [("R:0", 0, 1)], "stop"), "with which weights it sampled every token"),
     ],
 )
-def test_completions_that_cannot_be_used_have_failed(tmp_path, drawn, reason):
+def test_completions_that_cannot_be_used_have_failed(tmp_path, generated, reason):
     sampler = sampler_at("http://127.0.0.1:9", tiny_policy(), tmp_path)
     sampler.run = "R"
-    outcome = sampler._completion(drawn).outcome
+    outcome = sampler._completion(generated).outcome
     assert outcome is not None
     assert outcome.kind == "failed"
     assert reason in outcome.reason
@@ -185,14 +185,14 @@ def test_completions_that_cannot_be_used_have_failed(tmp_path, drawn, reason):
 def test_a_completion_keeps_its_spans(tmp_path):
     sampler = sampler_at("http://127.0.0.1:9", tiny_policy(), tmp_path)
     sampler.run = "R"
-    completion = sampler._completion(Drawn([5, 6, 1], [-1.0] * 3, [("R:3", 0, 2), ("R:4", 2, 3)], "stop"))
+    completion = sampler._completion(Generated([5, 6, 1], [-1.0] * 3, [("R:3", 0, 2), ("R:4", 2, 3)], "stop"))
     assert completion.outcome is None
     assert completion.versions.tolist() == [3, 3, 4]
     assert completion.finished
     sampler.close()
 
 
-def test_a_server_that_others_deliver_to_is_one_failure_after_the_other(tmp_path):
+def test_a_server_that_others_sync_to_is_one_failure_after_the_other(tmp_path):
     policy = tiny_policy()
 
     def shared(method, path, body):
@@ -204,8 +204,8 @@ def test_a_server_that_others_deliver_to_is_one_failure_after_the_other(tmp_path
 
     with stub(shared) as url:
         sampler = sampler_at(url, policy, tmp_path, failures=2)
-        sampler.deliver(policy.weights(), 0)
-        with pytest.raises(SamplerError, match=r"did not deliver \(labelled other:3\).*one failure more"):
+        sampler.sync_weights(policy.weights(), 0)
+        with pytest.raises(SamplerError, match=r"did not sync \(labeled other:3\).*one failure more"):
             list(sampler.sample(requests_for(policy, 2), 1))
         assert sampler.read()["recoveries"] == 3
         sampler.close()
@@ -223,7 +223,7 @@ def test_a_missing_log_prob_is_a_failure_and_none_of_zero(tmp_path):
 
     with stub(odd) as url:
         sampler = sampler_at(url, policy, tmp_path)
-        sampler.deliver(policy.weights(), 0)
+        sampler.sync_weights(policy.weights(), 0)
         ((_, group),) = sampler.sample(requests_for(policy, 1), 2)
         assert [c.outcome.kind for c in group.completions if c.outcome] == ["failed", "failed"]
         assert all(math.isnan(c.logp_alpha[1]) for c in group.completions)
@@ -241,7 +241,7 @@ def test_seeds_are_those_of_the_address_and_the_salt_is_the_version(tmp_path):
     with stub(recording) as url:
         for _ in range(2):
             sampler = sampler_at(url, policy, tmp_path)
-            sampler.deliver(policy.weights(), 0)
+            sampler.sync_weights(policy.weights(), 0)
             list(sampler.sample(requests_for(policy, 3), 2))
             sampler.close()
     seeds = [body["sampling_params"]["seed"] for body in asked]
@@ -329,16 +329,16 @@ def test_nccl_tells_the_servers_names_in_the_order_of_the_broadcast(monkeypatch)
 
 @pytest.mark.parametrize("call", ["init_rank", "all_reduce", "broadcast", "synchronize"])
 def test_a_call_of_nccl_that_never_returns_ends_the_process_and_leaves_the_servers_paused(call, tmp_path, monkeypatch):
-    from stuck_nccl import deliver
+    from stuck_nccl import sync_weights
 
     paths: list[str] = []
     phase = "the update" if call == "broadcast" else "the meeting"  # which waits for its first sum
     with pytest.raises(SamplerError) as raised:
-        deliver(call, tmp_path, paths, patch=monkeypatch.setattr)
+        sync_weights(call, tmp_path, paths, patch=monkeypatch.setattr)
     said = str(raised.value)
     assert said.startswith(f"version 3 did not get to the servers: {phase} by NCCL did not end within 1 s")
     assert "They are left paused" in said
-    assert "vllm.delivery_deadline" in said
+    assert "vllm.sync_deadline" in said
     assert "/pause?mode=keep" in paths
     assert "/resume" not in paths
 
@@ -346,9 +346,9 @@ def test_a_call_of_nccl_that_never_returns_ends_the_process_and_leaves_the_serve
 def test_a_server_that_refuses_to_meet_ends_the_wait_at_once(tmp_path, monkeypatch):
     import stuck_nccl
 
-    monkeypatch.setattr(stuck_nccl, "DEADLINES", Deadlines(start=1, request=1, delivery=600, control=5))
+    monkeypatch.setattr(stuck_nccl, "DEADLINES", Deadlines(start=1, request=1, sync=600, control=5))
     with pytest.raises(SamplerError, match=r"the meeting by NCCL cannot end: .*refused \(400\): no such backend"):
-        stuck_nccl.deliver("init_rank", tmp_path, [], refusing=True, patch=monkeypatch.setattr)
+        stuck_nccl.sync_weights("init_rank", tmp_path, [], refusing=True, patch=monkeypatch.setattr)
 
 
 @pytest.mark.parametrize("call", ["init_rank", "broadcast"])
@@ -397,7 +397,7 @@ def test_a_stale_server_is_told_by_its_scores_alone():
     """The policy moved by .2 a token, seven times the noise: all 32 tokens tell, and 2^-32 is no chance."""
     new = OLD + 0.2
     assert _not_stale(OLD, new, OLD + NOISE, new - NOISE, "v") == 32
-    with pytest.raises(DeliveryError, match=r"32 of the 32 tokens that can tell .* still serves the old weights"):
+    with pytest.raises(ParityError, match=r"32 of the 32 tokens that can tell .* still serves the old weights"):
         _not_stale(OLD, new, OLD + NOISE, OLD - NOISE, "v")
 
 
@@ -408,7 +408,7 @@ def test_what_the_noise_hides_is_not_decided():
 
 
 def test_a_few_wild_tokens_decide_nothing():
-    """Three tokens that became unlikely are scored far off, towards the old: by squares the old would be nearer."""
+    """Three tokens that became unlikely are scored far off, toward the old: by squares the old would be nearer."""
     new, now = OLD + 0.2, OLD + 0.2 - NOISE
     now[:3] = new[:3] - 1.5
     assert float((now - OLD).square().sum()) < float((now - new).square().sum())
@@ -421,7 +421,7 @@ def test_nineteen_tokens_are_too_few_to_say():
 
 
 def test_scores_that_did_not_change_at_all_are_stale_whatever_the_noise():
-    with pytest.raises(DeliveryError, match=r"exactly as before the delivery"):
+    with pytest.raises(ParityError, match=r"exactly as before the weight sync"):
         _not_stale(OLD, OLD + 1e-6, OLD + NOISE, OLD + NOISE, "v")
     assert _not_stale(OLD, OLD, OLD + NOISE, OLD + NOISE, "v") == 0.0  # nor did the policy
 
@@ -433,7 +433,7 @@ class Echo:
         self.policy, self.shift, self.tau = policy, shift, tau or policy.tau
         self.servers, self.version = ["the server"], policy.version
 
-    def drawn_by(self, number, request, max_tokens):
+    def generate_on_server(self, number, request, max_tokens):
         from lagrpo.sampling.local import LocalSampler
 
         ((_, group),) = LocalSampler(self.policy.twin(), 0, max_tokens, 8, tau=self.tau).sample([request], 1)
@@ -448,39 +448,39 @@ class Echo:
         return [[[logp.pop(0) for _ in tokens] for _, tokens in items]]
 
 
-def test_the_proof_passes_what_agrees_and_says_by_how_much():
+def test_the_parity_check_passes_what_agrees_and_says_by_how_much():
     policy = tiny_policy(tau=0.7)
-    figures = Proof(requests_for(policy, 3), torch.bfloat16)(policy, Echo(policy, shift=0.05))
-    assert figures["probe_mean"] == pytest.approx(0.05, abs=1e-5)
-    assert figures["probe_kl"] == pytest.approx(math.expm1(-0.05) + 0.05, abs=1e-5)
+    metrics = ParityCheck(requests_for(policy, 3), torch.bfloat16)(policy, Echo(policy, shift=0.05))
+    assert metrics["parity_mean"] == pytest.approx(0.05, abs=1e-5)
+    assert metrics["parity_kl"] == pytest.approx(math.expm1(-0.05) + 0.05, abs=1e-5)
     assert policy.tau == 0.7
 
 
-def test_the_probe_is_renewed_when_the_policy_has_moved_away_from_it():
-    """Batch 0's draws have one address: what is drawn again differs because the policy does."""
+def test_the_parity_prompts_are_renewed_when_the_policy_has_moved_away_from_them():
+    """Batch 0's samples have one address: what is generated again differs because the policy does."""
     policy = tiny_policy()
-    proof = Proof(requests_for(policy, 3), torch.float32)
-    proof(policy, Echo(policy))
-    first = proof._items
+    parity_check = ParityCheck(requests_for(policy, 3), torch.float32)
+    parity_check(policy, Echo(policy))
+    first = parity_check._items
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.add_(1e-4 * torch.randn_like(parameter))
-    proof(policy, Echo(policy))
-    assert proof._items is first
+    parity_check(policy, Echo(policy))
+    assert parity_check._items is first
     with torch.no_grad():
         policy.head.weight.copy_(-policy.head.weight)
-    proof(policy, Echo(policy))
-    assert proof._items is not first
-    assert proof._items != first
+    parity_check(policy, Echo(policy))
+    assert parity_check._items is not first
+    assert parity_check._items != first
 
 
-def test_the_proof_refuses_other_weights_and_log_probs_of_another_temperature():
+def test_the_parity_check_refuses_other_weights_and_log_probs_of_another_temperature():
     policy = tiny_policy(tau=0.7)
-    proof = Proof(requests_for(policy, 3), torch.bfloat16)
-    with pytest.raises(DeliveryError, match=r"more than the tolerance of 0.1"):
-        proof(policy, Echo(policy, shift=0.11))
-    with pytest.raises(DeliveryError, match=r"another temperature"):
-        Proof(requests_for(policy, 3), torch.float32)(policy, Echo(policy, tau=1.0))
+    parity_check = ParityCheck(requests_for(policy, 3), torch.bfloat16)
+    with pytest.raises(ParityError, match=r"more than the tolerance of 0.1"):
+        parity_check(policy, Echo(policy, shift=0.11))
+    with pytest.raises(ParityError, match=r"another temperature"):
+        ParityCheck(requests_for(policy, 3), torch.float32)(policy, Echo(policy, tau=1.0))
 
 
 @pytest.mark.parametrize(
@@ -515,7 +515,7 @@ def test_a_python_without_vllm_is_named_before_anything_is_loaded(tmp_path, monk
         ({"options": ["--port 9000"]}, r"^vllm: options: --port is set by lagrpo itself"),
         ({"options": ["--dtype=float16", "--x"]}, r"^vllm: options: --dtype is set by lagrpo itself"),
         ({"directory": "/proc/none"}, r"^vllm: directory = '/proc/none' is no directory, and cannot be made"),
-        ({"delivery": "nccl"}, r"^vllm: delivery = 'nccl' sends weights from the memory of a GPU"),
+        ({"weight_sync": "nccl"}, r"^vllm: weight_sync = 'nccl' sends weights from the memory of a GPU"),
     ],
 )
 def test_what_cannot_be_started_is_refused_before_anything_is(tmp_path, monkeypatch, vllm, message):

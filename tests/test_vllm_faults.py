@@ -58,18 +58,18 @@ def settings_of(model, root, v=1, **vllm):
 
 def during_sampling(monkeypatch, servers):
     """While a group of the second batch is under way, and before another one's request is sent."""
-    calls, original = count(1), Server.draw
+    calls, original = count(1), Server.generate
 
-    def draw(self, prompt_ids, n, *args, **kwargs):
+    def generate(self, prompt_ids, n, *args, **kwargs):
         if n == G and next(calls) == PROMPTS + 2:
             time.sleep(0.02)
             kill(servers[0])
         return original(self, prompt_ids, n, *args, **kwargs)
 
-    monkeypatch.setattr(Server, "draw", draw)
+    monkeypatch.setattr(Server, "generate", generate)
 
 
-def during_a_delivery(monkeypatch, servers):
+def during_a_weight_sync(monkeypatch, servers):
     calls, original = count(1), Server.reload
 
     def reload(self, directory):
@@ -92,7 +92,7 @@ def between(monkeypatch, servers):
 
 
 @pytest.mark.parametrize(
-    ("moment", "v"), [(during_sampling, 1), (during_sampling, 2), (during_a_delivery, 1), (between, 1), (between, 2)]
+    ("moment", "v"), [(during_sampling, 1), (during_sampling, 2), (during_a_weight_sync, 1), (between, 1), (between, 2)]
 )
 def test_a_killed_server_loses_nothing_and_counts_nothing_twice(model, tmp_path, monkeypatch, servers, moment, v):
     moment(monkeypatch, servers)
@@ -105,7 +105,7 @@ def test_a_killed_server_loses_nothing_and_counts_nothing_twice(model, tmp_path,
     alpha = [0, 1, 2, 3] if v == 1 else [0, 1, 1, 3]
     for row in rows:
         assert set(row["versions"]) == {alpha[row["batch"] - 1]}
-    assert all(line["probe_mean"] < 1e-3 for line in metrics)
+    assert all(line["parity_mean"] < 1e-3 for line in metrics)
     assert "started again" not in (result.run / "vllm-1.log").read_text()
     assert not list(tmp_path.glob("lagrpo-*"))
 
@@ -114,7 +114,7 @@ def test_what_the_server_cannot_load_is_refused_and_the_old_version_goes_on_serv
     """The file is damaged after we have checked it, so that vLLM fails in the middle of loading."""
     policy, server = policy_of(model), start(model, tmp_path / "vllm.log")
     sampler = sampler_over([server], policy, tmp_path)
-    sampler.deliver(policy.weights(), 0)
+    sampler.sync_weights(policy.weights(), 0)
     prompt_ids = requests_for(policy, 1)[0].prompt.token_ids
     ((before,),) = sampler.scores([(prompt_ids, [10, 11, 12])])
     original = server.reload
@@ -128,7 +128,7 @@ def test_what_the_server_cannot_load_is_refused_and_the_old_version_goes_on_serv
     server.reload = reload
     perturb(policy)
     with pytest.raises(SamplerError, match=r"version 1 was refused: .*go on with the version they had"):
-        sampler.deliver(policy.weights(), 1)
+        sampler.sync_weights(policy.weights(), 1)
     assert sampler.version == 0
     assert sampler.scores([(prompt_ids, [10, 11, 12])]) == [[before]]
     ((_, group),) = sampler.sample(requests_for(policy, 1), 2)
@@ -161,7 +161,9 @@ def test_a_server_that_cannot_start_shows_its_log(model, tmp_path):
         training.train(settings_of(model, tmp_path, options=("--no-such-option",)))
 
 
-def test_two_servers_draw_what_one_draws_and_the_one_that_dies_is_replaced(model, tmp_path, monkeypatch, servers):
+def test_two_servers_generate_what_one_generates_and_the_one_that_dies_is_replaced(
+    model, tmp_path, monkeypatch, servers
+):
     between(monkeypatch, servers)
     result = training.train(settings_of(model, tmp_path, servers=2))
     rows = load_rollouts(result.run)

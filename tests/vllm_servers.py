@@ -14,14 +14,14 @@ from tiny import save_tiny
 
 from lagrpo.policy.model import Policy, load_policy
 from lagrpo.sampling.vllm.process import Launch, StartedServer
-from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler
+from lagrpo.sampling.vllm.sampler import Generation, VllmSampler
 from lagrpo.sampling.vllm.server import Deadlines, Server
 from lagrpo.sampling.vllm.wire import Directories, DirectoryWire
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of each server; the tests run two at a time
 PYTHON = os.environ.get("LAGRPO_VLLM_PYTHON", ".venv-vllm/bin/python")
 SIZES: dict[str, Any] = {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-DEADLINES = Deadlines(start=240, request=120, delivery=60, control=30)
+DEADLINES = Deadlines(start=240, request=120, sync=60, control=30)
 
 
 def tiny_directory(root: Path, **changes: Any) -> Path:
@@ -31,7 +31,7 @@ def tiny_directory(root: Path, **changes: Any) -> Path:
 
 def start(model: Path, log: Path) -> StartedServer:
     """A server of the model in float32, ready."""
-    launch = Launch(PYTHON, str(model), "float32", longest=256, rows=64)
+    launch = Launch(PYTHON, str(model), "float32", longest=256, max_num_seqs=64)
     server = StartedServer(launch, DEADLINES, log, say=print)
     server.wait(DEADLINES.start)
     return server
@@ -43,9 +43,9 @@ def policy_of(model: Path, tau: float = 1.0) -> Policy:
 
 def sampler_over(servers: list[Server], policy: Policy, root: Path, **options: Any) -> VllmSampler:
     """A sampler of seed 0 and up to 12 tokens over the servers, its directory below `root`."""
-    drawing = Drawing(0, 12, policy.tau, sorted(policy.eos_ids), 32, policy.tokenizer.decode)
+    generation = Generation(0, 12, policy.tau, sorted(policy.eos_ids), 32, policy.tokenizer.decode)
     return VllmSampler(
-        servers, drawing, DirectoryWire(), Directories(str(root)), dtype=torch.float32, say=print, **options
+        servers, generation, DirectoryWire(), Directories(str(root)), dtype=torch.float32, say=print, **options
     )
 
 

@@ -2,9 +2,9 @@
 
     lagrpo train [SETTINGS.toml] [--dry-run] [--section.name VALUE …]
     lagrpo eval MODEL [--task gsm8k] [--samples 50] …
-    lagrpo show RUN [--batch B] [--only right|wrong|rejected] …
+    lagrpo show RUN [--batch B] [--only right|wrong|unscored] …
     lagrpo verify RUN [--rows N | --all]
-    lagrpo serve MODEL [--port P] [--delivery directory|nccl|ipc] … [-- OPTIONS OF VLLM]
+    lagrpo serve MODEL [--port P] [--weight-sync directory|nccl|ipc] … [-- OPTIONS OF VLLM]
     lagrpo recipes [NAME]
 
 --task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --objective.recipe.
@@ -126,7 +126,7 @@ def show(
     batch: int | None = None,
     count: int = 8,
     prompt: int | None = None,
-    only: Literal["all", "right", "wrong", "rejected"] = "all",
+    only: Literal["all", "right", "wrong", "unscored"] = "all",
 ) -> None:
     """Print completions of a run with their rewards, versions and lag.
 
@@ -148,14 +148,14 @@ def verify(
     everything: Annotated[bool, tyro.conf.arg(name="all")] = False,
     seed: int = 0,
 ) -> None:
-    """Replay a run from its files with plain transformers: draws, log-probs, rewards, advantages, metrics.
+    """Replay a run from its files with plain transformers: samples, log-probs, rewards, advantages, metrics.
 
     Prints what was checked, what differs (with file, row and value) and what could not be checked. The exit code is 0
     if nothing differs, 1 if something does, 2 where the run cannot be read.
 
     Args:
         run: Directory of the run.
-        rows: Completions whose draws and log-probs are recomputed, spread over the versions on disk.
+        rows: Completions whose samples and log-probs are recomputed, spread over the versions on disk.
         everything: Recompute those of all completions.
         seed: Of the choice of these completions.
     """
@@ -180,8 +180,8 @@ def serve(
     python: str = VLLM.python,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     max_model_len: int = SAMPLING.max_prompt_tokens + SAMPLING.max_tokens + 1,
-    rows: int = SAMPLING.rows,
-    delivery: Literal["directory", "nccl", "ipc"] = VLLM.delivery,
+    max_num_seqs: int = SAMPLING.max_num_seqs,
+    weight_sync: Literal["directory", "nccl", "ipc"] = VLLM.weight_sync,
     failures: int = VLLM.failures,
     deadline: float = VLLM.start_deadline,
     log: Path | None = None,
@@ -198,8 +198,8 @@ def serve(
         python: Python of the environment that has vLLM; `make vllm-env` makes one.
         dtype: Of its weights and arithmetic.
         max_model_len: Longest sequence; a run needs sampling.max_prompt_tokens + sampling.max_tokens + 1.
-        rows: Completions decoded at a time.
-        delivery: How weights will travel (vllm.delivery of the run).
+        max_num_seqs: Completions decoded at a time.
+        weight_sync: How weights will travel (vllm.weight_sync of the run).
         failures: How often it is started again when it dies.
         deadline: Seconds for it to get ready.
         log: File that gets its output; vllm-PORT.log here by default.
@@ -215,8 +215,8 @@ def serve(
             python=python,
             dtype=dtype,
             longest=max_model_len,
-            rows=rows,
-            delivery=delivery,
+            max_num_seqs=max_num_seqs,
+            weight_sync=weight_sync,
             failures=failures,
             deadline=deadline,
             log=log,

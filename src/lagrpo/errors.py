@@ -24,7 +24,7 @@ def refusing(what: str = "", *further: type[Exception]) -> Iterator[None]:
 
 def visible(text: str) -> str:
     """Text of a model that is safe to print: control characters other than newline and tab, with which it could move
-    the cursor or recolour the terminal, become their pictures (ESC is ␛).
+    the cursor or recolor the terminal, become their pictures (ESC is ␛).
 
     >>> visible("a\\x1b[31mb")
     'a␛[31mb'

@@ -16,7 +16,7 @@ void transpose(i64, i64, i64, const uint32_t *, uint32_t *, i64);
 void pair_rows(i64, i64, const uint16_t *, uint32_t *);
 void attention(i64, const i64 *, i64, i64, i64, const void *, const float *, i64, const float *, float, void *, float *, int);
 void token_logp(i64, i64, const void *, const i64 *, float, float *, float *, float *, int);
-void draw(i64, i64, const void *, float, const double *, double *, i64 *, float *, int);
+void sample_tokens(i64, i64, const void *, float, const double *, double *, i64 *, float *, int);
 i64 products_by(i64);
 i64 panel_width(void);
 i64 pack_bytes(i64, i64);
@@ -147,19 +147,19 @@ static void check_softmax(int half) {
     void *x = numbers(N * V, half);
     const i64 tokens[N] = {0, 350, 699};
     const double uniforms[N] = {0.0, 0.5, 0.999};
-    float lse[N], logp[N], entropy[N], drawn_logp[N];
+    float lse[N], logp[N], entropy[N], sampled_logp[N];
     double ends[N * 3], exact[N];
-    i64 drawn[N];
+    i64 sampled[N];
     token_logp(N, V, x, tokens, 2.0f, lse, logp, entropy, half);
-    draw(N, V, x, 2.0f, uniforms, ends, drawn, drawn_logp, half);
+    sample_tokens(N, V, x, 2.0f, uniforms, ends, sampled, sampled_logp, half);
     for (int n = 0; n < N; n++) {
         double total = 0, before = 0;
         for (int i = 0; i < V; i++) total += exp(2 * number(x, n * V + i, half));
         exact[n] = 2 * number(x, n * V + tokens[n], half) - log(total);
-        for (int i = 0; i < drawn[n]; i++) before += exp(2 * number(x, n * V + i, half)) / total;
-        double end = before + exp(2 * number(x, n * V + drawn[n], half)) / total;
+        for (int i = 0; i < sampled[n]; i++) before += exp(2 * number(x, n * V + i, half)) / total;
+        double end = before + exp(2 * number(x, n * V + sampled[n], half)) / total;
         if (uniforms[n] < before - 1e-5 || uniforms[n] > end + 1e-5) {
-            printf("draw: token %lld holds %g .. %g, not %g\n", (long long)drawn[n], before, end, uniforms[n]);
+            printf("sample_tokens: token %lld holds %g .. %g, not %g\n", (long long)sampled[n], before, end, uniforms[n]);
             wrong = 1;
         }
     }

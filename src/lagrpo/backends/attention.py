@@ -1,7 +1,7 @@
-"""Group attention: a prompt appears once, its G completions attend to it and to themselves.
+"""Shared-prefix attention: a prompt appears once, its G completions attend to it and to themselves.
 
 One attention function serves every decoder model of transformers that takes its attention from the registry. The model
-is called on one packed row of tokens with an extra keyword, `group_layout`, that says who attends to whom; the layout
+is called on one packed row of tokens with an extra keyword, `layout`, that says who attends to whom; the layout
 does the attending: `PackedLayout` (learning, prefill: see layout.py) or the sampler's decoding layout.
 
 Attention over (prompt ++ own tokens) is computed in two *parts* that are merged by their log-sum-exps:
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-NAME = "lagrpo_group"
+NAME = "lagrpo_shared_prefix"
 MIN_KEYS = 16  # below one vector register of float32 the order of the softmax's sum would depend on the padding
 
 
@@ -61,14 +61,14 @@ class Layout(Protocol):
 
 
 def register() -> None:
-    """Make `attn_implementation="lagrpo_group"` known to transformers. It makes no masks for an attention that has not
-    registered any: the layout is the mask."""
+    """Make `attn_implementation="lagrpo_shared_prefix"` known to transformers. It makes no masks for an attention that
+    has not registered any: the layout is the mask."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, group_attention)
+    AttentionInterface.register(NAME, shared_prefix_attention)
 
 
-def group_attention(
+def shared_prefix_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -76,7 +76,7 @@ def group_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    group_layout: Layout | None = None,
+    layout: Layout | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -89,17 +89,19 @@ def group_attention(
         ValueError: no layout came with the model call, or the model asks for something this attention does not do
             (a sliding window shorter than the longest sequence, soft-capping, attention sinks).
     """
-    if group_layout is None:
+    if layout is None:
         raise ValueError(
-            f"{type(module).__name__} was called without group_layout: with attention {NAME!r} the model must be "
+            f"{type(module).__name__} was called without layout: with attention {NAME!r} the model must be "
             "called through lagrpo.policy (or load it with attn_implementation='sdpa' for other uses)"
         )
     if softcap is not None or s_aux is not None:
-        raise ValueError(f"{type(module).__name__} uses soft-capping or attention sinks, which group attention lacks")
-    check_window(module, group_layout, sliding_window)
+        raise ValueError(
+            f"{type(module).__name__} uses soft-capping or attention sinks, which shared-prefix attention lacks"
+        )
+    check_window(module, layout, sliding_window)
     rows = [t.squeeze(0).transpose(0, 1) for t in (query, key, value)]
     scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return group_layout.attend(module.layer_idx, *rows, scaling).unsqueeze(0), None  # type: ignore[arg-type]
+    return layout.attend(module.layer_idx, *rows, scaling).unsqueeze(0), None  # type: ignore[arg-type]
 
 
 def check_window(module: nn.Module, layout: Layout, sliding_window: int | None) -> None:

@@ -1,4 +1,5 @@
-"""Group attention on a GPU: PyTorch's flex attention, one compiled kernel for every packed row, forward and backward.
+"""Shared-prefix attention on a GPU: PyTorch's flex attention, one compiled kernel for every packed row, forward and
+backward.
 
 A row attends to those before it in its own segment and in the prompt of its group. Which blocks of keys each block of
 queries reads follows from the segments, so nothing of the size [T, T] is made, and what no query sees costs nothing.
@@ -53,7 +54,7 @@ def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
                 attend(layout, query, key, value, 1.0).sum().backward()
     except Exception as error:  # noqa: BLE001  # whatever a compiler may raise
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        print(f"flex attention cannot be had here, PyTorch's tiles attend: {reason}", file=sys.stderr, flush=True)
+        print(f"FlexAttention is unavailable ({reason}); falling back to PyTorch", file=sys.stderr, flush=True)
         return reason
     return None
 

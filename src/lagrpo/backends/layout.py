@@ -185,9 +185,9 @@ def _own_tiles(segments: list[range]) -> list[Tile]:
         step = max(1, min(longest, TILE_SCORES // (len(batch) * longest)))
         for first in range(0, longest, step):
             stop = min(first + step, longest)
-            live = [s for s in batch if len(s) > first]
-            queries = [s[first:stop] for s in live]
-            keys = [s[:stop] for s in live]
+            active = [s for s in batch if len(s) > first]
+            queries = [s[first:stop] for s in active]
+            keys = [s[:stop] for s in active]
             k = max(MIN_KEYS, stop)
             hidden = torch.arange(k)[None, :] > torch.arange(first, stop)[:, None]
             tiles.append(_tile(queries, keys, hidden[None, None]))

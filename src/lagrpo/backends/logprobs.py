@@ -1,8 +1,9 @@
 """Log-probs of given tokens from hidden states, in bounded memory however many tokens there are.
 
-The sampler draws from softmax(logits / tau) and the learner differentiates it: both take the same sum of exponentials
-of the same rounded logits, so right after a delivery the ratio π/α is 1 up to rounding in float32. On a CPU the kernels
-(lagrpo.backends.cpu.kernels) read the logits as they are; elsewhere float32 copies are made, a chunk at a time.
+The sampler takes tokens from softmax(logits / tau) and the learner differentiates it: both take the same sum of
+exponentials of the same rounded logits, so right after a weight sync the ratio π/α is 1 up to rounding in float32. On a
+CPU the kernels (lagrpo.backends.cpu.kernels) read the logits as they are; elsewhere float32 copies are made, a chunk at
+a time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ KEPT_LOGITS = 1 << 27  # at most so many wait there for the backward pass (256 M
 Product = Callable[[Tensor, Tensor], Tensor]  # (rows [n, H], where the result goes [n, V])
 
 
-def log_normaliser(scaled: Tensor) -> Tensor:
+def log_normalizer(scaled: Tensor) -> Tensor:
     """log Σ_v exp(x_v) of float32 logits already divided by tau: [rows, V] -> [rows]."""
     return exponentials(scaled)[1]
 
@@ -54,7 +55,7 @@ def logp_from_logits(logits: Tensor, token_ids_T: Tensor, tau: float) -> Tensor:
     if kernels.run_on(logits):
         return kernels.token_logp(logits, token_ids_T, tau)[0]
     x = scaled(logits, tau)
-    return x.gather(1, token_ids_T.unsqueeze(1)).squeeze(1) - log_normaliser(x)
+    return x.gather(1, token_ids_T.unsqueeze(1)).squeeze(1) - log_normalizer(x)
 
 
 def token_logp(
@@ -195,7 +196,7 @@ class _TokenLogp(torch.autograd.Function):
         for rows in _chunks(0, len(token_ids), weight.shape[0], CHUNK_LOGITS):
             x = scaled_logits(hidden[rows], weight, bias, asked.tau)
             chosen = x.gather(1, token_ids[rows].unsqueeze(1)).squeeze(1)
-            lse[rows] = log_normaliser(x)
+            lse[rows] = log_normalizer(x)
             logp[rows] = chosen - lse[rows]
             if asked.entropy is not None:
                 asked.entropy[rows] = torch.special.entr(x.sub_(lse[rows].unsqueeze(1)).exp_()).sum(1)

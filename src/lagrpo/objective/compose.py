@@ -32,28 +32,28 @@ ALIASES = {  # other names of pieces, which settings and recipes accept -> the n
 class Composition:
     """The names of the pieces and the numbers they read."""
 
-    advantage: str = "whitened"
-    """whitened | whitened_unbiased (deviation over G - 1, as TRL has it) | centred | leave_one_out | red_drop |
+    advantage: str = "normalized"
+    """normalized | normalized_unbiased (deviation over G - 1, as TRL has it) | centered | leave_one_out | red_drop |
     log_mean_exp"""
     surrogate: str = "clipped"
-    """clipped (centre 1) | clipped_exact (centre pi_k/alpha) | clipped_proportional (that, by a factor) | unclipped |
+    """clipped (center 1) | clipped_exact (center pi_k/alpha) | clipped_proportional (that, by a factor) | unclipped |
     reinforce (M W A logp) | opmd_kimi | opmd_pairwise"""
     ratio: str = "token"
-    """token | sequence | length_normalised: the level at which pi/alpha (or pi/pi_k) is taken"""
+    """token | sequence | length_normalized: the level at which pi/alpha (or pi/pi_k) is taken"""
     denominator: str = "alpha"
     """alpha | pi_k: the policy under the ratio; with pi_k a clip measures how far pi has moved from it"""
     mask: str = "none"
     """M of reinforce, which tokens count: none | one_side | two_side | ring"""
     weight: str = "one"
     """W of reinforce: one | ratio | capped_ratio (CISPO) | tapered_ratio (TOPR) | exp_advantage (RED-Weight)"""
-    regulariser: str = "none"
+    regularizer: str = "none"
     """what is subtracted in reinforce: none | asymre | opmd"""
     anchor: str = "alpha"
     """the policy that OPMD stays near: alpha | pi_k | pi_ref"""
     correction: str = "none"
     """weight pi_k/alpha of the surrogate's value, where its ratio is not over alpha: none | truncated | masked"""
     correction_level: str = "token"
-    """level at which the correction's pi_k/alpha is taken: token | sequence | length_normalised"""
+    """level at which the correction's pi_k/alpha is taken: token | sequence | length_normalized"""
     reduction: str = "token_mean"
     """token_mean | sequence_mean | sequence_sum | constant_length"""
     kl: str = "k3"
@@ -78,9 +78,9 @@ class Composition:
     correction_cap: float = 2.0
     """greatest pi_k/alpha: truncated lowers higher ones to it, masked drops them"""
     eps_std: float = 1e-4
-    """variance floor of the whitened advantage: sigma = sqrt(s0^2 + eps_std)"""
+    """variance floor of the normalized advantage: sigma = sqrt(s0^2 + eps_std)"""
     std_offset: float = 1e-4
-    """added to the deviation of whitened_unbiased: A = (r - mu)/(s1 + std_offset)"""
+    """added to the deviation of normalized_unbiased: A = (r - mu)/(s1 + std_offset)"""
     kl_bound: float = 10.0
     """greatest value of k3_clamped, steepest slope of k3_linear"""
     strength: float = 0.1
@@ -92,7 +92,7 @@ class Composition:
     mask_zero_variance: bool = False
     """leave groups whose rewards are all equal out of surrogate and KL (Eq. 8)"""
     masked_count: bool = False
-    """count the completions of masked groups in the normaliser"""
+    """count the completions of masked groups in the normalizer"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Recipe:
 
     @property
     def needs_logp_alpha(self) -> bool:
-        """Whether data must come with the log-probs of the policy that drew it."""
+        """Whether data must come with the log-probs of the policy that sampled it."""
         return "logp_alpha" in self.needs
 
     @property
@@ -184,7 +184,7 @@ def compose(name: str, source: str, formula: str, base: Composition, overrides: 
     from lagrpo.core.loss import no_kl
 
     for key in overrides:
-        known("setting", key, [field.name for field in fields(Composition)])
+        check_known("setting", key, [field.name for field in fields(Composition)])
     made = replace(base, **{key: _table_name(key, value) for key, value in overrides.items()})
     pieces = _Pieces(made)
     surrogate, clip = (pieces.bound(function, "surrogate") for function in pieces.named("surrogate"))
@@ -221,7 +221,7 @@ class _Pieces:
     def named(self, table: str, reader: str = "") -> Any:
         """What the composition names in a table, not yet bound: a function, or the two of a surrogate."""
         self.readers[table].add(reader)
-        return self.tables[table][known(table, getattr(self.made, table), self.tables[table])]
+        return self.tables[table][check_known(table, getattr(self.made, table), self.tables[table])]
 
     def bound(self, function: Callable[..., Any], table: str) -> Callable[..., Any]:
         """A function of a table with its keyword-only parameters: the settings of those names."""
@@ -243,7 +243,7 @@ def _table_name(table: str, name: Any) -> Any:
     return ALIASES.get(name, name) if name not in TABLES.get(table, ()) else name
 
 
-def known(kind: str, name: str, names: Iterable[str]) -> str:
+def check_known(kind: str, name: str, names: Iterable[str]) -> str:
     """`name`, if it is one of `names`. Raises ValueError with the nearest one otherwise."""
     names = list(names)
     if name in names:
@@ -323,12 +323,12 @@ def _refuse_contradictions(made: Composition, overrides: Mapping[str, Any], read
         if knob not in readers.keys() | always_read:
             raise ValueError(
                 f"{knob} was set, but nothing reads it: surrogate {made.surrogate!r} with mask {made.mask!r}, weight "
-                f"{made.weight!r}, regulariser {made.regulariser!r}, correction {made.correction!r}, and advantage "
+                f"{made.weight!r}, regularizer {made.regularizer!r}, correction {made.correction!r}, and advantage "
                 f"{made.advantage!r}"
             )
     if made.surrogate in ("clipped_exact", "clipped_proportional") and made.denominator == "pi_k":
         raise ValueError(
-            f"surrogate {made.surrogate!r} centres its range on pi_k/alpha; over denominator 'pi_k' that centre is 1, "
+            f"surrogate {made.surrogate!r} centers its range on pi_k/alpha; over denominator 'pi_k' that center is 1, "
             "which is surrogate 'clipped'"
         )
     weighs = readers.get("ratio", set()) - {
@@ -343,7 +343,7 @@ def _refuse_contradictions(made: Composition, overrides: Mapping[str, Any], read
     if made.correction != "none" and made.surrogate == "opmd_pairwise":
         raise ValueError(
             "a correction weighs completions one by one, but 'opmd_pairwise' compares those of a group; it needs none: "
-            "its argument holds whoever drew the group"
+            "its argument holds whoever sampled the group"
         )
     if made.kl_importance and made.kl == "k3_bias_corrected":
         raise ValueError(

@@ -1,1 +1,1 @@
-"""The policy π: loading, group attention, log-probs of completion tokens, and the learner's step."""
+"""The policy π: loading, shared-prefix attention, log-probs of completion tokens, and the learner's step."""

@@ -1,7 +1,7 @@
 """From judged groups to what the learner steps on: advantages, weights, micro-batches.
 
 Only scored completions take part. A masked group (its rewards all equal, where the recipe masks those) leaves the
-whole objective before any forward pass. Weights carry the normaliser of the whole batch, so the split into
+whole objective before any forward pass. Weights carry the normalizer of the whole batch, so the split into
 micro-batches, made to a budget of tokens, cannot change the gradient.
 """
 
@@ -75,8 +75,8 @@ def assemble(
 class MicroBatch:
     """Whole completions packed into one row, with what the objective reads. Flat [T] and per completion [C];
     `group_C` numbers the groups, `members` their places among the completions of the batch. `logp_k_T` is filled by the
-    first of the i updates, `logp_ref_T` before them where the recipe needs it; `logp_alpha_T` is None where somebody
-    else drew them and did not say how likely they were."""
+    first of the i updates, `logp_ref_T` before them where the recipe needs it; `logp_alpha_T` is None for offline
+    data without log-probs."""
 
     packed: Packed
     members: tuple[int, ...]
@@ -109,7 +109,7 @@ def left_out(
     batch: Batch, rows: Sequence[MicroBatch], tokens: int, device: torch.device | str = "cpu"
 ) -> list[MicroBatch]:
     """The scored completions with a known log α that are in none of `rows`, packed in the same way: what the loss does
-    not compute, and an unbiased figure of the lag needs."""
+    not compute, and an unbiased metric of the lag needs."""
     wanted_C = torch.tensor([knows_alpha(batch, [c]) for c in range(len(batch.member_C))], dtype=torch.bool)
     wanted_C[[c for micro in rows for c in micro.members]] = False
     return _rows(batch, wanted_C, tokens, device)
@@ -146,7 +146,7 @@ def balanced(costs: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def knows_alpha(batch: Batch, piece: list[int]) -> bool:
-    """Whether whoever drew these completions said how likely they were."""
+    """Whether whoever sampled these completions said how likely they were."""
     return not any(bool(batch.completion(c).logp_alpha.isnan().any()) for c in piece)
 
 

@@ -11,7 +11,7 @@ Only the file of that distribution is used; its code, which wants llama-cpp-pyth
 Two deliberate choices:
 
 * The converted weights are stored in bfloat16, the type SmolLM2 was trained and published in. Rounding the
-  dequantised values changes four of five of them, by at most 2^-8 of their size; measured on a thousand tokens of
+  dequantized values changes four of five of them, by at most 2^-8 of their size; measured on a thousand tokens of
   English that is a KL divergence of 6e-5 nats per token, a twentieth of what bfloat16 arithmetic itself adds. In return
   a float32 and a bfloat16 copy of the stored model hold the same numbers, and the file and its loading time halve.
 * The pre-tokenizer is set here: the file asks for `smollm` (every digit by itself, and apart from the space before
@@ -128,11 +128,11 @@ def _convert(source: Path, target: Path, say: Callable[[str], None]) -> None:
 
     tokenizer = _tokenizer(source)
     tokenizer.save_pretrained(target)
-    say("smollm2: tokenizer written; dequantising the weights")
-    quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-    # A model of its own: the loaded one carries a quantisation config, which `from_pretrained` would act on.
-    model = AutoModelForCausalLM.from_config(_plain_config(quantised.config), dtype=torch.bfloat16)
-    model.load_state_dict(quantised.state_dict())
+    say("smollm2: tokenizer written; dequantizing the weights")
+    quantized = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    # A model of its own: the loaded one carries a quantization config, which `from_pretrained` would act on.
+    model = AutoModelForCausalLM.from_config(_plain_config(quantized.config), dtype=torch.bfloat16)
+    model.load_state_dict(quantized.state_dict())
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,  # <|im_end|>: the end of a chat turn
@@ -153,10 +153,10 @@ def _tokenizer(source: Path) -> Any:
     return tokenizer
 
 
-def _plain_config(quantised: Any) -> Any:
+def _plain_config(quantized: Any) -> Any:
     from transformers import LlamaConfig
 
-    kept = quantised.to_dict()
+    kept = quantized.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype", "architectures"):
         kept.pop(key, None)
     kept["rms_norm_eps"] = 1e-5  # the file holds its float32 image, 9.99999974738e-06

@@ -18,12 +18,12 @@ from torch import Tensor
 from lagrpo.core.loss import InfiniteGradientError
 from lagrpo.interrupts import whole
 from lagrpo.policy.batch import MicroBatch
-from lagrpo.policy.masters import Delivered, Masters, Start
+from lagrpo.policy.masters import Masters, Start, SyncedWeights
 from lagrpo.policy.model import Policy
 
 
 @dataclass(frozen=True, slots=True)
-class Optimisation:
+class Optimization:
     """The numbers of AdamW and of its learning-rate schedule; `updates` is how many the run makes in all. `masters`
     says where the float32 masters of bfloat16 weights start, by draws of `seed`."""
 
@@ -58,26 +58,26 @@ class Learner:
         self,
         policy: Policy,
         recipe: Any,
-        optimisation: Optimisation,
+        optimization: Optimization,
         reference: Policy | None = None,
         activation_checkpointing: bool = False,
         entropy: bool = False,
     ) -> None:
         if recipe.needs_pi_ref and reference is None:
             raise ValueError(f"recipe {recipe.name!r} has a KL term (beta > 0): the learner needs a reference policy")
-        self.policy, self.recipe, self.optimisation, self.reference = policy, recipe, optimisation, reference
+        self.policy, self.recipe, self.optimization, self.reference = policy, recipe, optimization, reference
         self.entropy = entropy
         if activation_checkpointing:
             policy.model.gradient_checkpointing_enable({"use_reentrant": False})
             policy.model.train()  # transformers checkpoints in training mode only; dropout is off
-        self._masters = Masters(policy.model, optimisation.masters, optimisation.seed)
-        self._delivered = Delivered()
+        self._masters = Masters(policy.model, optimization.masters, optimization.seed)
+        self._synced_weights = SyncedWeights()
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
         """A fresh AdamW: moments at zero. The masters stay where they are. Weights of matrices decay; scales of norms
         and biases, which have one dimension, do not."""
-        o, masters = self.optimisation, self._masters.parameters
+        o, masters = self.optimization, self._masters.parameters
         matrices, others = [p for p in masters if p.ndim > 1], [p for p in masters if p.ndim <= 1]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(
@@ -104,7 +104,7 @@ class Learner:
         return [self.policy.logp(micro.packed) for micro in micro_batches]
 
     def step(self, micro_batches: list[MicroBatch], in_objective: bool = True) -> dict[str, float]:
-        """Lines 14-15 of Algorithm 1: one optimiser update on a batch; returns its sums and figures.
+        """Lines 14-15 of Algorithm 1: one optimizer update on a batch; returns its sums and metrics.
 
         The first update on a batch starts at π = π_k, so its log-probs are π_k's and need no forward pass of their own.
         A batch with nothing `in_objective` (every group masked) makes no update. One whose gradient is known to be 0
@@ -155,7 +155,7 @@ class Learner:
         masters = self._masters.parameters
         for master in masters:
             master.grad = torch.zeros_like(master) if master.grad is None else master.grad
-        limit = self.optimisation.max_grad_norm or math.inf
+        limit = self.optimization.max_grad_norm or math.inf
         total = torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
         norm = total.item()
         if not math.isfinite(norm):
@@ -166,7 +166,7 @@ class Learner:
             )
         if norm > limit:
             torch.nn.utils.clip_grads_with_norm_(masters, limit, total)
-        rate = self.optimisation.rate(self.policy.version)
+        rate = self.optimization.rate(self.policy.version)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         with whole():
@@ -179,8 +179,8 @@ class Learner:
     def _round_masters(self) -> float | None:
         return self._masters.round()
 
-    def delivered(self) -> dict[str, float]:
-        """Called at every delivery: the share of the working weights that it changes, as `moved_delivered`; nothing at
+    def on_sync(self) -> dict[str, float]:
+        """Called at every weight sync: the share of the working weights that it changes, as `moved_synced`; nothing at
         the first one."""
-        share = self._delivered.share(self.policy.weights())
-        return {} if share is None else {"moved_delivered": share}
+        share = self._synced_weights.share(self.policy.weights())
+        return {} if share is None else {"moved_synced": share}

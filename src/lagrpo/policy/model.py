@@ -1,8 +1,8 @@
 """Policy: a causal language model of transformers, called on packed rows.
 
-Loads a model with group attention, refuses by name what that attention does not reproduce, and proves on a small
-input that it computes what transformers computes. Gives hidden states and log-probs of completion tokens only: the LM
-head never runs on prompt positions.
+Loads a model with shared-prefix attention, refuses by name what that attention does not reproduce, and checks on a
+small input that it computes what transformers computes. Gives hidden states and log-probs of completion tokens only:
+the LM head never runs on prompt positions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lagrpo.types import Prompt
 OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 """What a forward pass returns, whatever config.json says: it may be a tuple, or carry what nobody reads."""
 
-PROOF_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}  # mean |Δ log-prob|, nats
+ATTENTION_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}  # mean |Δ log-prob|, nats
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Packed:
 
 
 class Policy:
-    """A model, its tokenizer, and the version of the weights in it (how many optimiser updates they have had)."""
+    """A model, its tokenizer, and the version of the weights in it (how many optimizer updates they have had)."""
 
     def __init__(
         self, model: Any, tokenizer: Any, tau: float = 1.0, version: int = 0, templates: Templates | None = None
@@ -121,7 +121,7 @@ class Policy:
 
     @property
     def decoding(self) -> str:
-        """How tokens are drawn from this policy, in words."""
+        """How tokens are sampled from this policy, in words."""
         if self.device.type != "cpu" and kernels.chosen() != "torch":
             return "steps recorded as CUDA graphs"
         packs = self.packs()
@@ -185,7 +185,7 @@ class Policy:
             input_ids=input_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
             use_cache=False,
-            group_layout=layout,
+            layout=layout,
         )
         return out.last_hidden_state.squeeze(0)
 
@@ -255,12 +255,12 @@ def load_policy(
     chat_template: str | None = None,
     templates: Templates | None = None,
 ) -> Policy:
-    """A policy from a hub id or a directory, with group attention. `templates` renders its prompts; whoever gives it
-    closes it.
+    """A policy from a hub id or a directory, with shared-prefix attention. `templates` renders its prompts; whoever
+    gives it closes it.
 
     Raises:
         ValueError: files that are damaged or do not fit together, by file and field (policy/checkpoint.py); a model
-            that group attention does not reproduce (named, with the reason).
+            that shared-prefix attention does not reproduce (named, with the reason).
         OSError: nothing that transformers can load is at `path`.
     """
     from transformers import AutoModelForCausalLM
@@ -280,7 +280,7 @@ def load_policy(
     model.to(device)
     switch_off_dropout(model)
     policy = Policy(model, tokenizer, tau, templates=templates)
-    prove_attention(policy)
+    check_attention(policy)
     return policy
 
 
@@ -293,19 +293,19 @@ def check_finite(model: nn.Module) -> None:
 
 
 def check_files(path: str) -> Any:
-    """The tokenizer of a model whose files fit together and that group attention reproduces; no weight is read.
+    """The tokenizer of a model whose files fit together and that shared-prefix attention reproduces; no weight is read.
 
     Raises:
         ValueError, OSError: as `load_policy`.
     """
     config = read_config(path)
-    refuse(config)
+    check_supported(config)
     tokenizer = read_tokenizer(path, config)
     match_weights(config, read_headers(path, config))
     return tokenizer
 
 
-def refuse(config: Any) -> None:
+def check_supported(config: Any) -> None:
     """Raise for a model whose forward pass this package does not reproduce, by name and with the reason."""
     text = config.get_text_config()
     name = text.model_type
@@ -324,7 +324,7 @@ def refuse(config: Any) -> None:
     for reason, present in reasons.items():
         if present:
             raise ValueError(
-                f"models of type {name!r} have {reason}, which lagrpo's group attention does not reproduce; "
+                f"models of type {name!r} have {reason}, which lagrpo's shared-prefix attention does not reproduce; "
                 "Llama, Qwen2, Qwen3, Mistral, Gemma (1) and their relatives are supported"
             )
 
@@ -360,15 +360,15 @@ def switch_off_dropout(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def prove_attention(policy: Policy) -> float:
+def check_attention(policy: Policy) -> float:
     """Compare log-probs on a packed row with transformers' own attention on whole sequences; returns mean |Δ|, nats.
 
     Raises:
-        ValueError: a difference beyond PROOF_TOLERANCE of the dtype: this model does something else than attend.
+        ValueError: a difference beyond ATTENTION_TOLERANCE of the dtype: this model does something else than attend.
     """
     vocabulary = policy.head.weight.shape[0]
-    draw = torch.Generator().manual_seed(0)
-    ids = lambda n: torch.randint(vocabulary, (n,), generator=draw)  # noqa: E731
+    rng = torch.Generator().manual_seed(0)
+    ids = lambda n: torch.randint(vocabulary, (n,), generator=rng)  # noqa: E731
     prompt, completions = ids(9), [ids(5), ids(12)]
     tau, policy.tau = policy.tau, 1.0
     ours = policy.logp(Packed.build([(prompt.tolist(), completions)], policy.device)).cpu()
@@ -382,9 +382,10 @@ def prove_attention(policy: Policy) -> float:
         theirs.append(logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, row[len(prompt) :, None]).squeeze(1).cpu())
     model.set_attn_implementation(attention.NAME)
     difference = (ours - torch.cat(theirs)).abs().mean().item()
-    if not difference <= PROOF_TOLERANCE[policy.dtype]:
+    if not difference <= ATTENTION_TOLERANCE[policy.dtype]:
         raise ValueError(
-            f"{type(model).__name__}: log-probs with group attention differ from transformers' by {difference:.3g} on "
-            f"average (tolerance {PROOF_TOLERANCE[policy.dtype]} in {policy.dtype}); this model is not supported"
+            f"{type(model).__name__}: log-probs with shared-prefix attention differ from transformers' by "
+            f"{difference:.3g} on average (tolerance {ATTENTION_TOLERANCE[policy.dtype]} in {policy.dtype}); this "
+            "model is not supported"
         )
     return difference

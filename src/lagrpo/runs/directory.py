@@ -3,7 +3,7 @@
     runs/arithmetic-grpo-v10-i1-20261120-054512/
         config.toml                     the settings as resolved          environment.json   versions, machine, commit
         metrics.jsonl                   one line of numbers per batch     reward.png         the reward curve
-        events.jsonl                    deliveries and why, warnings
+        events.jsonl                    weight syncs and why, warnings
         rollouts/step-000120.parquet    one row per completion
         evaluations/NAME.json, .parquet the summary, and one row per prompt
         weights/final, weights/v000120  Hugging Face model directories

@@ -1,4 +1,4 @@
-"""The Sampler protocol: what the loop asks of whatever draws the completions."""
+"""The Sampler protocol: what the loop asks of whatever generates the completions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from lagrpo.types import Group, Prompt
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """G completions of `prompt` (tokenised) for batch `batch`, the prompt coming from epoch `epoch` of its split. A
-    prompt can stand in one batch twice where two epochs meet, so the epoch is part of the address of its draws."""
+    """G completions of `prompt` (tokenized) for batch `batch`, the prompt coming from epoch `epoch` of its split. A
+    prompt can stand in one batch twice where two epochs meet, so the epoch is part of the address of its random
+    numbers."""
 
     batch: int
     epoch: int
@@ -22,25 +23,25 @@ class Request:
 
     @property
     def address(self) -> tuple[int, int, int]:
-        """Where the draws of this group come from, within a seed and a purpose."""
+        """Where the samples of this group come from, within a seed and a purpose."""
         return self.batch, self.epoch, self.prompt.key
 
 
 class Sampler(Protocol):
-    """Draws completions from the policy that was delivered last, and stamps its version on every token."""
+    """Generates completions from the policy that was synced last, and stamps its version on every token."""
 
     @property
     def version(self) -> int:
-        """The version of the weights that new tokens are drawn from."""
+        """The version of the weights that new tokens are sampled from."""
         ...
 
     @property
     def spans(self) -> bool:
-        """Whether a delivery may come while completions are under way."""
+        """Whether a weight sync may come while completions are under way."""
         ...
 
-    def deliver(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
-        """Load π_version; what it cost, as figures for the metrics. Raises RuntimeError while completions of the
+    def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
+        """Load π_version; what it cost, as metrics. Raises RuntimeError while completions of the
         previous version are under way, unless it `spans`."""
         ...
 
@@ -54,11 +55,11 @@ class Sampler(Protocol):
         ...
 
     def rest(self) -> None:
-        """The learner is about to compute: give back the memory that only drawing needs."""
+        """The learner is about to compute: give back the memory that only sampling needs."""
         ...
 
     def read(self) -> Mapping[str, float]:
-        """Figures since the last call, for the metrics."""
+        """Metrics since the last call."""
         ...
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""Decoding with group attention: prompt keys and values once per group, completions' in one growing block.
+"""Decoding with shared-prefix attention: prompt keys and values once per group, completions' in one growing block.
 
-`DecodeState` holds what a set of live completions (*rows*) needs: for each group its prompt's keys and values, for each
-row the keys and values of its own tokens. Live rows are always rows 0 .. R-1: when one ends, the last one moves into
-its place. One step takes one token per row and returns the final hidden states, by the same attention as the learner:
-that of the kernels, or the two parts of backends/attention.py.
+`DecodeState` holds what a set of active completions (*rows*) needs: for each group its prompt's keys and values, for
+each row the keys and values of its own tokens. Active rows are always rows 0 .. R-1: when one ends, the last one moves
+into its place. One step takes one token per row and returns the final hidden states, by the same attention as the
+learner: that of the kernels, or the two parts of backends/attention.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIN_ROWS = 2  # PyTorch's product with one row takes another kernel, with anothe
 class Cache:
     """Keys [layers, batch, Hkv, D, tokens], their tokens side by side, and values [layers, batch, Hkv, tokens, D]; the
     batch is rows, or groups. Where the kernels attend, `lanes` is how many numbers one float32 holds: with 2 (bfloat16)
-    neighbours along D of a key, and along the tokens of a value, are one, and these dimensions half as long. Elsewhere
+    neighbors along D of a key, and along the tokens of a value, are one, and these dimensions half as long. Elsewhere
     it is 0."""
 
     keys: Tensor
@@ -83,7 +83,7 @@ class Room:
 
 
 class DecodeState:
-    """Keys and values of the live rows, `own`, and of the prompts of their groups, `prefix`; who belongs to whom. A
+    """Keys and values of the active rows, `own`, and of the prompts of their groups, `prefix`; who belongs to whom. A
     group has a place in `prefix` until its last row has ended; the next group that comes takes it.
 
     Room grows with what comes. Where steps are recorded, each growth is the end of the recordings: a state that is to
@@ -118,8 +118,8 @@ class DecodeState:
 
     @torch.no_grad()
     def admit(self, prompts: Sequence[Sequence[int]], G: int) -> Tensor:
-        """Prefill new groups of G rows each, behind the live ones; returns hidden [prompts, H] of the last prompt
-        tokens, from which the first token of every row is drawn."""
+        """Prefill new groups of G rows each, behind the active ones; returns hidden [prompts, H] of the last prompt
+        tokens, from which the first token of every row is sampled."""
         lengths = [*map(len, prompts)]
         places = self._places(lengths)
         layout = PackedLayout.build([(length, ()) for length in lengths], self.policy.device)
@@ -144,7 +144,7 @@ class DecodeState:
 
     @torch.no_grad()
     def step(self, token_ids: Tensor) -> Tensor:
-        """One token per live row, int64 [R] -> final hidden states [R, H]. Where steps are recorded, the next one
+        """One token per active row, int64 [R] -> final hidden states [R, H]. Where steps are recorded, the next one
         overwrites them."""
         team.look()
         longest = int(self.lengths.max()) + 1
@@ -168,12 +168,12 @@ class DecodeState:
         return token_ids[copies].to(self.policy.device), positions.to(self.policy.device)
 
     def retire(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Drop ended rows; returns the moves (from row, to row) that keep the live ones at 0 .. R-1. A group whose
+        """Drop ended rows; returns the moves (from row, to row) that keep the active ones at 0 .. R-1. A group whose
         last row has ended gives its prompt's place back."""
         ended = set(rows)
-        live = self.rows - len(ended)
-        holes = sorted(r for r in ended if r < live)
-        movers = [r for r in range(live, self.rows) if r not in ended]
+        active = self.rows - len(ended)
+        holes = sorted(r for r in ended if r < active)
+        movers = [r for r in range(active, self.rows) if r not in ended]
         if holes:
             to, source = torch.tensor(holes), torch.tensor(movers)
             used = int(self.lengths[source].max())
@@ -181,7 +181,7 @@ class DecodeState:
             used = -(-used // max(1, self.own.lanes))
             self.own.values[:, to, :, :used] = self.own.values[:, source, :, :used]
             self.group_of_row[to], self.lengths[to] = self.group_of_row[source], self.lengths[source]
-        self.group_of_row, self.lengths = self.group_of_row[:live], self.lengths[:live]
+        self.group_of_row, self.lengths = self.group_of_row[:active], self.lengths[:active]
         self.prompt_lengths[torch.bincount(self.group_of_row, minlength=self.prefix.batch) == 0] = 0
         return list(zip(movers, holes, strict=True))
 
@@ -207,24 +207,24 @@ def decoding(state: DecodeState, group_of_row: Tensor, lengths: Tensor) -> Layou
 
 
 class _KernelDecode:
-    """One token per live row, by the kernels: attention, or all layers at once (policy/replica.py)."""
+    """One token per active row, by the kernels: attention, or all layers at once (policy/replica.py)."""
 
     def __init__(self, state: DecodeState, group_of_row: Tensor, lengths: Tensor) -> None:
         self.longest = int((state.prompt_lengths[group_of_row] + lengths).max()) + 1
         counts = torch.bincount(group_of_row, minlength=state.prefix.batch)
         groups = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
-        self.live = kernels.Live(
+        self.active = kernels.Active(
             groups, torch.argsort(group_of_row, stable=True), state.prompt_lengths, lengths,
             state.own.keys, state.own.values, state.prefix.keys, state.prefix.values,
         )  # fmt: skip
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        return kernels.decode(self.live, layer, query, key, value, scaling)
+        return kernels.decode(self.active, layer, query, key, value, scaling)
 
 
 class _Decode:
-    """One token per live row: its key and value go into the own cache, its query to both parts. With `padded` shapes
-    depend on nothing but the caches' and that number of rows, of which those behind the live ones are of no use."""
+    """One token per active row: its key and value go into the own cache, its query to both parts. With `padded` shapes
+    depend on nothing but the caches' and that number of rows, of which those behind the active ones are of no use."""
 
     def __init__(self, state: DecodeState, group_of_row: Tensor, lengths: Tensor, padded: int = 0) -> None:
         device = state.policy.device

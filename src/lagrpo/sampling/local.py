@@ -1,7 +1,7 @@
-"""The in-process sampler: α's own copy of the weights, exact draws, exact log-probs.
+"""The in-process sampler: α's own copy of the weights, exact sampling, exact log-probs.
 
-Tokens are drawn by inverting the cumulative distribution at a uniform number whose address is (seed, "sample", batch,
-epoch, prompt, completion, position): the same completion whatever else is being drawn. No top-k, no top-p: what is
+Tokens are sampled by inverting the cumulative distribution at a uniform number whose address is (seed, "sample", batch,
+epoch, prompt, completion, position): the same completion whatever else is being generated. No top-k, no top-p: what is
 sampled is what the learner differentiates. `logp_alpha` is float32 at the sampling temperature.
 """
 
@@ -27,14 +27,14 @@ from lagrpo.types import Completion, Group
 CDF_BLOCK = 256  # the cumulative distribution is searched first over blocks of this many tokens
 
 
-def draw(logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens drawn from softmax(logits / tau) by inverse CDF, and their log-probs: int64 [R], float32 [R] (nats).
+def sample_tokens(logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens sampled from softmax(logits / tau) by inverse CDF, and their log-probs: int64 [R], float32 [R] (nats).
     uniform_R float64 in [0, 1).
 
     Two levels: sums of blocks in float64, then the cumulative sum inside the chosen block, so a token's interval of
     uniform numbers is exact to about 1e-7 of its probability, wherever it lies in the vocabulary."""
     if kernels.run_on(logits_RV):
-        return kernels.draw(logits_RV, tau, uniform_R)
+        return kernels.sample_tokens(logits_RV, tau, uniform_R)
     scaled_RV = scaled(logits_RV, tau)
     rows, vocabulary = scaled_RV.shape
     weights, log_sum = exponentials(scaled_RV)
@@ -79,7 +79,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Open:
-    """A group, its ended completions, the address of its draws and the most tokens of each."""
+    """A group, its ended completions, the address of its random numbers and the most tokens of each."""
 
     request: Request
     address: tuple[int | str, ...]
@@ -88,15 +88,21 @@ class _Open:
 
 
 class LocalSampler:
-    """Sampler over a policy of its own (a copy of the one that learns): at most `rows` completions at a time, each of
-    at most `max_tokens` tokens, at temperature `tau` (the policy's unless given). `purpose` is part of the address of
-    every draw, so that an evaluation does not repeat the draws of training."""
+    """Sampler over a policy of its own (a copy of the one that learns): at most `max_num_seqs` completions at a time,
+    each of at most `max_tokens` tokens, at temperature `tau` (the policy's unless given). `purpose` is part of the
+    address of every random number, so that an evaluation does not repeat the random numbers of training."""
 
     def __init__(
-        self, policy: Policy, seed: int, max_tokens: int, rows: int, tau: float | None = None, purpose: str = "sample"
+        self,
+        policy: Policy,
+        seed: int,
+        max_tokens: int,
+        max_num_seqs: int,
+        tau: float | None = None,
+        purpose: str = "sample",
     ) -> None:
         self.policy = policy
-        self.seed, self.max_tokens, self.rows, self.purpose = seed, max_tokens, rows, purpose
+        self.seed, self.max_tokens, self.max_num_seqs, self.purpose = seed, max_tokens, max_num_seqs, purpose
         self.tau = policy.tau if tau is None else tau
         self._under_way = 0
         self._kept: DecodeState | None = None
@@ -114,10 +120,10 @@ class LocalSampler:
     def spans(self) -> bool:
         return False
 
-    def deliver(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
+    def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
         if self._under_way:
             raise RuntimeError(
-                f"version {version} was delivered while {self._under_way} groups of version {self.version} are open"
+                f"version {version} was synced while {self._under_way} groups of version {self.version} are open"
             )
         self.policy.load_weights(weights, version)
         return {}
@@ -135,22 +141,22 @@ class LocalSampler:
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         """Groups as they end. Rows that have ended make room for the next group in the order of the requests."""
-        if self.rows < G:
-            raise ValueError(f"a group of G = {G} completions does not fit sampling.rows = {self.rows}")
-        yield from self._sample(requests, G, self.rows, self.max_tokens, self.purpose)
+        if self.max_num_seqs < G:
+            raise ValueError(f"a group of G = {G} completions does not fit sampling.max_num_seqs = {self.max_num_seqs}")
+        yield from self._sample(requests, G, self.max_num_seqs, self.max_tokens, self.purpose)
 
     def _sample(
         self, requests: Sequence[Request], G: int, rows: int, max_tokens: int, purpose: str
     ) -> Iterator[tuple[Request, Group]]:
         waiting = deque(_Open(request, (self.seed, purpose, *request.address), max_tokens) for request in requests)
         state = self._state(min(rows, G * len(waiting)), max_tokens)
-        live: list[_Row] = []
+        active: list[_Row] = []
         tokens = torch.empty(0, dtype=torch.long)
         self._under_way = len(waiting)
         try:
-            while waiting or live:
-                tokens, full = self._step(state, waiting, live, tokens, G)
-                if not waiting and not live:
+            while waiting or active:
+                tokens, full = self._step(state, waiting, active, tokens, G)
+                if not waiting and not active:
                     del state  # nobody may ever ask for what comes behind the last group
                 for group in full:
                     self._under_way -= 1
@@ -160,18 +166,18 @@ class LocalSampler:
             self._under_way = 0
 
     def _step(
-        self, state: DecodeState, waiting: deque[_Open], live: list[_Row], tokens: Tensor, G: int
+        self, state: DecodeState, waiting: deque[_Open], active: list[_Row], tokens: Tensor, G: int
     ) -> tuple[Tensor, list[_Open]]:
-        """One token more for every live row, and the first ones of groups that there is room for: the last token of
-        each row that is live now, and the groups that are complete."""
-        hidden = state.step(tokens) if live else None
-        admitted = self._admit(waiting, state, live, G)
-        tokens = self._draw(torch.cat([h for h in (hidden, admitted) if h is not None]), live)
-        ended = [r for r, row in enumerate(live) if self._ended(row)]
+        """One token more for every active row, and the first ones of groups that there is room for: the last token of
+        each row that is active now, and the groups that are complete."""
+        hidden = state.step(tokens) if active else None
+        admitted = self._admit(waiting, state, active, G)
+        tokens = self._sample_tokens(torch.cat([h for h in (hidden, admitted) if h is not None]), active)
+        ended = [r for r, row in enumerate(active) if self._ended(row)]
         if not ended:
             return tokens, []
-        full = [group for r in ended if len((group := self._close(live[r])).done) == G]
-        return self._compact(state, live, tokens, ended), full
+        full = [group for r in ended if len((group := self._close(active[r])).done) == G]
+        return self._compact(state, active, tokens, ended), full
 
     def _state(self, rows: int, tokens: int) -> DecodeState:
         """An empty state for so many rows: the last one where it holds recorded steps, which are worth keeping."""
@@ -193,18 +199,18 @@ class LocalSampler:
         """log-probs at temperature 1 of several (prompt, tokens), side by side: [one server][item][token], nats."""
         return [[logp_t.tolist() for logp_t in self._fed(items, 1.0)]]
 
-    def drawn(self, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
-        """Groups for a proof, in the order of the requests; training draws under other addresses."""
-        drawn = self._sample(requests, G, max(self.rows, G), max_tokens, "probe")
-        groups = {request.prompt.key: group for request, group in drawn}
+    def generate_groups(self, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
+        """Groups for a parity check, in the order of the requests; training samples under other addresses."""
+        generated = self._sample(requests, G, max(self.max_num_seqs, G), max_tokens, "probe")
+        groups = {request.prompt.key: group for request, group in generated}
         return [groups[request.prompt.key] for request in requests]
 
-    def drawn_by(self, number: int, request: Request, max_tokens: int) -> Group:
-        return self.drawn([request], 1, max_tokens)[0]
+    def generate_on_server(self, number: int, request: Request, max_tokens: int) -> Group:
+        return self.generate_groups([request], 1, max_tokens)[0]
 
     @torch.no_grad()
     def _fed(self, items: Sequence[tuple[Sequence[int], Sequence[int]]], tau: float) -> list[Tensor]:
-        """By the decoding path, fed with the given tokens, and the head that tokens are drawn by: float32 [t] of each
+        """By the decoding path, fed with the given tokens, and the head that tokens are sampled by: float32 [t] of each
         item. Those that have ended are fed with their last token again."""
         longest = max(len(tokens) for _, tokens in items)
         fed = torch.tensor([[tokens[min(t, len(tokens) - 1)] for _, tokens in items] for t in range(longest)])
@@ -219,22 +225,22 @@ class LocalSampler:
         logp = torch.stack(found, 1)
         return [row[: len(tokens)] for row, (_, tokens) in zip(logp, items, strict=True)]
 
-    def _admit(self, waiting: deque[_Open], state: DecodeState, live: list[_Row], G: int) -> Tensor | None:
+    def _admit(self, waiting: deque[_Open], state: DecodeState, active: list[_Row], G: int) -> Tensor | None:
         """Open as many waiting groups as there is room for; hidden states [new rows, H] for their first tokens."""
-        count = min(len(waiting), (state.max_rows - len(live)) // G)
+        count = min(len(waiting), (state.max_rows - len(active)) // G)
         if count == 0:
             return None
         groups = [waiting.popleft() for _ in range(count)]
         for group in groups:
-            live += [_Row(group, g, uniforms(group.max_tokens, *group.address, g)) for g in range(G)]
+            active += [_Row(group, g, uniforms(group.max_tokens, *group.address, g)) for g in range(G)]
         hidden = state.admit([group.request.prompt.token_ids for group in groups], G)
         return hidden.repeat_interleave(G, 0)
 
-    def _draw(self, hidden: Tensor, live: list[_Row]) -> Tensor:
-        uniform = torch.tensor([row.uniform[len(row.tokens)] for row in live], dtype=torch.float64).to(hidden.device)
+    def _sample_tokens(self, hidden: Tensor, active: list[_Row]) -> Tensor:
+        uniform = torch.tensor([row.uniform[len(row.tokens)] for row in active], dtype=torch.float64).to(hidden.device)
         with torch.no_grad():
-            tokens, logp = draw(self.policy.logits(hidden), self.tau, uniform)
-        for row, token, value in zip(live, tokens.tolist(), logp.tolist(), strict=True):
+            tokens, logp = sample_tokens(self.policy.logits(hidden), self.tau, uniform)
+        for row, token, value in zip(active, tokens.tolist(), logp.tolist(), strict=True):
             row.tokens.append(token)
             row.logp.append(value)
         return tokens.cpu()
@@ -252,9 +258,9 @@ class LocalSampler:
         )
         return row.group
 
-    def _compact(self, state: DecodeState, live: list[_Row], tokens: Tensor, ended: list[int]) -> Tensor:
-        """Live rows to the front, in the state, the list and the tokens alike."""
+    def _compact(self, state: DecodeState, active: list[_Row], tokens: Tensor, ended: list[int]) -> Tensor:
+        """Active rows to the front, in the state, the list and the tokens alike."""
         for source, to in state.retire(ended):
-            live[to], tokens[to] = live[source], tokens[source]
-        del live[state.rows :]
+            active[to], tokens[to] = active[source], tokens[source]
+        del active[state.rows :]
         return tokens[: state.rows]

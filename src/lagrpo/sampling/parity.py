@@ -1,22 +1,22 @@
-"""The proof of a delivery: learner and sampler score the same tokens, those of completions that the sampler drew for a
-few prompts of the task, and the scores agree as far as the arithmetic of the two lets them.
+"""The parity check of a weight sync: learner and sampler score the same tokens, those of completions that the sampler
+generated for a few prompts of the task, and the scores agree as far as the arithmetic of the two lets them.
 
 There are two grades.
 
 exact   Learner and sampler are one arithmetic, ours (backends/cpu/kernels.py): bits are equal. That is compared at the
-        start, on the model of the run, and demanded after every delivery.
+        start, on the model of the run, and demanded after every weight sync.
 close   Somebody else decides in which order sums run (PyTorch's products, a GPU, a vLLM server), so that scores differ
         by rounding: hundredths of a nat a token in bfloat16, and one update may move the policy by less. The difference
-        is measured at the start, and a delivery has to pass four tests, of which the last two compare it with the
-        delivery before:
+        is measured at the start, and a weight sync has to pass four tests, of which the last two compare it with the
+        weight sync before:
 
-1. every server reports the version that was delivered;
-2. the mean |Δ log-prob| is within the tolerance of the dtype (once, too, for what the servers say of their own draws:
+1. every server reports the version that was synced;
+2. the mean |Δ log-prob| is within the tolerance of the dtype (once, too, for what the servers say of their own samples:
    that tells a server whose log-probs are of another temperature);
 3. the scores are not, to the last bit, those of before, when the learner's have changed on ENOUGH tokens: then nothing
    was loaded (on fewer, rounding may have swallowed the change on one side);
 4. the scores are not nearer to the learner's of before than to those of now, on more of the tokens that can tell
-   (`probe_telling`: those that the update moved by more than twice the noise) than chance would have.
+   (`parity_telling`: those that the update moved by more than twice the noise) than chance would have.
 
 Rounding never stops a run; other weights always do.
 """
@@ -49,36 +49,37 @@ tokens would decide a sum of squares."""
 ENOUGH = 20
 """Tokens on which the learner's log-probs must have changed before equal scores of the sampler are held against it."""
 RENEW = 0.5
-"""Nats a token by which the learner's mean log-prob of the probe may fall before other completions take its place."""
-PROBE_PROMPTS = 8
-PROBE_TOKENS = 32  # at most, of each prompt, by a vLLM server
+"""Nats a token by which the learner's mean log-prob of the parity prompts may fall before other completions take its
+place."""
+PARITY_PROMPTS = 8
+PARITY_TOKENS = 32  # at most, of each prompt, by a vLLM server
 LOCAL_TOKENS = 8  # and by the in-process sampler
-EXACT_PROMPTS, EXACT_TOKENS = 2, 4  # that tell whether bits are equal after a delivery
+EXACT_PROMPTS, EXACT_TOKENS = 2, 4  # that tell whether bits are equal after a weight sync
 LONG_PROMPT = 160  # tokens: longer than any block in which keys are computed or kept
 
 
 _Item = tuple[tuple[int, ...], list[int]]  # token ids of a prompt, and of a completion
 
 
-class DeliveryError(RuntimeError):
-    """The sampler does not serve the policy that was delivered."""
+class ParityError(RuntimeError):
+    """The sampler does not serve the policy that was synced."""
 
 
-class Provable(Protocol):
-    """What the proof needs of a sampler."""
+class Scorer(Protocol):
+    """What the parity check needs of a sampler."""
 
     @property
     def servers(self) -> Sequence[Any]: ...
     @property
     def version(self) -> int: ...
-    def drawn_by(self, number: int, request: Request, max_tokens: int) -> Group: ...
+    def generate_on_server(self, number: int, request: Request, max_tokens: int) -> Group: ...
     def scores(self, items: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]: ...
 
 
-class InProcess(Provable, Protocol):
-    """An in-process sampler can draw groups for a proof, too."""
+class InProcess(Scorer, Protocol):
+    """An in-process sampler can generate groups for a parity check, too."""
 
-    def drawn(self, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]: ...
+    def generate_groups(self, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,87 +104,86 @@ class Parity:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The last delivery that passed: log-probs of the probe by the learner [T], and by each server."""
+    """The last weight sync that passed: log-probs of the parity prompts by the learner [T], and by each server."""
 
     learner_T: Tensor
     servers: list[Tensor]
 
 
-class Proof:
-    """Calling it proves the delivery that was just made. `requests` are the prompts of the probe, `tolerance` replaces
+class ParityCheck:
+    """Calling it checks the weight sync that was just made. `requests` are the parity prompts, `tolerance` replaces
     that of the dtype. `start` finds the grade of an in-process sampler; without it the grade is close."""
 
     def __init__(self, requests: Sequence[Request], dtype: torch.dtype, tolerance: float | None = None) -> None:
-        self.requests = list(requests)[:PROBE_PROMPTS]
+        self.requests = list(requests)[:PARITY_PROMPTS]
         self.tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
         self.parity: Parity | None = None
-        self._tokens = PROBE_TOKENS
+        self._tokens = PARITY_TOKENS
         self._items: list[_Item] = []
         self._seen: _Seen | None = None
-        self._likely = -math.inf  # the highest mean log-prob that the learner has given the tokens of the probe
+        # the highest mean log-prob that the learner has given the tokens of the parity prompts
+        self._likely = -math.inf
 
     def start(self, policy: Policy, sampler: InProcess) -> Parity:
         """Compare learner and sampler, who have the same weights, with several numbers of rows, prompts longer than a
         block, groups of one and of several; what they do from then on is held against it.
 
         Raises:
-            DeliveryError: they differ by more than TOO_FAR on average, or by no number.
+            ParityError: they differ by more than TOO_FAR on average, or by no number.
         """
         self._tokens = LOCAL_TOKENS
-        alone = sampler.drawn([*self.requests[:1], *self._long(policy)], 1, LOCAL_TOKENS)
-        groups = sampler.drawn(self.requests, max(2, -(-PROBE_PROMPTS // len(self.requests))), LOCAL_TOKENS)
+        alone = sampler.generate_groups([*self.requests[:1], *self._long(policy)], 1, LOCAL_TOKENS)
+        groups = sampler.generate_groups(self.requests, max(2, -(-PARITY_PROMPTS // len(self.requests))), LOCAL_TOKENS)
         self._items = [(g.prompt.token_ids, c.token_ids.tolist()) for g in groups for c in g.completions]
         groups += alone
-        drawn_T = torch.cat([c.logp_alpha for g in groups for c in g.completions])
+        generated_T = torch.cat([c.logp_alpha for g in groups for c in g.completions])
         with torch.no_grad():
             together_T = policy.logp(Packed.build([_ids(g) for g in groups], policy.device)).float().cpu()
             one_by_one = [policy.logp(Packed.build([_ids(g)], policy.device)).float().cpu() for g in groups]
         self._finite(together_T, "the initial policy")
-        difference_T = (together_T - drawn_T).abs()
+        difference_T = (together_T - generated_T).abs()
         fed_T = torch.tensor([p for item in sampler.scores(self._items)[0] for p in item])
         equal = (
-            torch.equal(together_T, drawn_T)
-            and torch.equal(torch.cat(one_by_one), drawn_T)
+            torch.equal(together_T, generated_T)
+            and torch.equal(torch.cat(one_by_one), generated_T)
             and torch.equal(self._learner(policy, self._items, tau=1.0), fed_T)
         )
         mean, largest = float(difference_T.mean()), float(difference_T.max())
         if not mean <= TOO_FAR / policy.tau:
-            raise DeliveryError(
+            raise ParityError(
                 f"learner and in-process sampler differ by {mean:.3g} nats a token, with the same weights: this model "
                 "computes something else when it decodes; it is not supported"
             )
         reason = None if equal and policy.own_products else _why_close(policy, equal)
-        self.parity = Parity("close" if reason else "exact", mean, largest, len(drawn_T), reason)
+        self.parity = Parity("close" if reason else "exact", mean, largest, len(generated_T), reason)
         self.tolerance = max(self.tolerance, NOISE * mean * policy.tau)
         return self.parity
 
-    def __call__(self, policy: Policy, sampler: Provable) -> Mapping[str, float]:
-        """probe_mean, probe_max: |Δ log-prob| a token, nats; probe_kl: mean of ρ - 1 - ln ρ with ρ = π/α; of the worst
-        server. probe_telling: how many tokens can tell old from new, None after the first delivery and where bits are
-        compared.
+    def __call__(self, policy: Policy, sampler: Scorer) -> Mapping[str, float]:
+        """parity_mean, parity_max: |Δ log-prob| a token, nats; parity_kl: mean of ρ - 1 - ln ρ with ρ = π/α; of the
+        worst server. parity_telling: how many tokens can tell old from new, None after the first weight sync and where
+        bits are compared.
 
         Raises:
-            DeliveryError: a test failed. SamplerError: a server is gone for good.
+            ParityError: a test failed. SamplerError: a server is gone for good.
         """
         if sampler.version != policy.version:
             found = ", ".join(f"{server}: {server.version()!r}" for server in sampler.servers)
-            raise DeliveryError(
-                f"version {policy.version} was delivered, but the sampler reports other weights: {found}"
-            )
+            raise ParityError(f"version {policy.version} was synced, but the sampler reports other weights: {found}")
         if self.parity is not None and self.parity.grade == "exact":
             return self._exactly(policy, sampler)
         if not self._items:
-            self._items = self._draw(policy, sampler)
+            self._items = self._generate(policy, sampler)
         seen = self._look(policy, sampler)
         worst: dict[str, float] = {}
         for number, server_T in enumerate(seen.servers):
             where = f"version {policy.version} on {sampler.servers[number]}"
-            figures = self._within(seen.learner_T, server_T, where)
+            metrics = self._within(seen.learner_T, server_T, where)
             if self._seen is not None:
                 before_T = self._seen.servers[number]
-                figures["probe_telling"] = _not_stale(self._seen.learner_T, seen.learner_T, before_T, server_T, where)
-            if not worst or figures["probe_mean"] > worst["probe_mean"]:
-                worst = figures
+                metrics["parity_telling"] = _not_stale(self._seen.learner_T, seen.learner_T, before_T, server_T, where)
+            if not worst or metrics["parity_mean"] > worst["parity_mean"]:
+                worst = metrics
         self._seen = self._renewed(policy, sampler, seen)
         return worst
 
@@ -197,7 +197,7 @@ class Proof:
         first = self.requests[0]
         return [replace(first, prompt=replace(first.prompt, key=-1, token_ids=joined[:LONG_PROMPT]))]
 
-    def _exactly(self, policy: Policy, sampler: Provable) -> Mapping[str, float]:
+    def _exactly(self, policy: Policy, sampler: Scorer) -> Mapping[str, float]:
         """The grade exact: bits."""
         items = [(ids, tokens[:EXACT_TOKENS]) for ids, tokens in self._items[:: -(-len(self._items) // EXACT_PROMPTS)]]
         seen = self._look(policy, sampler, items)
@@ -205,45 +205,49 @@ class Proof:
         self._finite(seen.learner_T, f"version {policy.version}")
         if not torch.equal(seen.learner_T, server_T):
             largest = float((seen.learner_T - server_T).abs().max())
-            raise DeliveryError(
-                f"after the delivery of version {policy.version} learner and sampler disagree by {largest:.3g} nats "
-                "about a token of the probe, though their arithmetic is the same to the bit: the sampler serves other "
-                "weights"
+            raise ParityError(
+                f"after the weight sync of version {policy.version} learner and sampler disagree by {largest:.3g} nats "
+                "about a token of the parity prompts, though their arithmetic is the same to the bit: the sampler "
+                "serves other weights"
             )
-        return {"probe_mean": 0.0, "probe_max": 0.0, "probe_kl": 0.0}
+        return {"parity_mean": 0.0, "parity_max": 0.0, "parity_kl": 0.0}
 
-    def _look(self, policy: Policy, sampler: Provable, items: Sequence[_Item] | None = None) -> _Seen:
-        """The log-probs of the probe, or of `items`, by all sides."""
+    def _look(self, policy: Policy, sampler: Scorer, items: Sequence[_Item] | None = None) -> _Seen:
+        """The log-probs of the parity prompts, or of `items`, by all sides."""
         items = self._items if items is None else items
         learner_T = self._learner(policy, items, tau=1.0)
         scores = ([p for item in found for p in item] for found in sampler.scores(items))
         return _Seen(learner_T, [torch.tensor(found) for found in scores])
 
-    def _renewed(self, policy: Policy, sampler: Provable, seen: _Seen) -> _Seen:
-        """The same, of a new probe where the policy has moved away from the tokens of this one: unlikely tokens are
-        scored less exactly."""
+    def _renewed(self, policy: Policy, sampler: Scorer, seen: _Seen) -> _Seen:
+        """The same, of new parity prompts where the policy has moved away from the tokens of the present ones: unlikely
+        tokens are scored less exactly."""
         likely = float(seen.learner_T.mean())
         if self._likely - likely > RENEW:
-            self._items = self._draw(policy, sampler)
+            self._items = self._generate(policy, sampler)
             seen = self._look(policy, sampler)
             self._likely = float(seen.learner_T.mean())
         else:
             self._likely = max(self._likely, likely)
         return seen
 
-    def _draw(self, policy: Policy, sampler: Provable) -> list[_Item]:
-        """The probe: what the first server drew. What every server says of its own draws must be the learner's log-prob
-        at the sampling temperature."""
+    def _generate(self, policy: Policy, sampler: Scorer) -> list[_Item]:
+        """The parity prompts: what the first server generated. What every server says of its own samples must be the
+        learner's log-prob at the sampling temperature."""
         items: list[_Item] = []
         for number, server in enumerate(sampler.servers):
             own, said = [], []
             for request in self.requests:
-                completion = sampler.drawn_by(number, request, self._tokens).completions[0]
+                completion = sampler.generate_on_server(number, request, self._tokens).completions[0]
                 if completion.outcome is not None:
-                    raise DeliveryError(f"{server}: a completion for the probe failed: {completion.outcome.reason}")
+                    raise ParityError(
+                        f"{server}: a completion for the parity prompts failed: {completion.outcome.reason}"
+                    )
                 own.append((request.prompt.token_ids, completion.token_ids.tolist()))
                 said.append(completion.logp_alpha)
-            self._within(self._learner(policy, own, policy.tau), torch.cat(said), f"the draws of {server}", policy.tau)
+            self._within(
+                self._learner(policy, own, policy.tau), torch.cat(said), f"the samples of {server}", policy.tau
+            )
             items = items or own
         return items
 
@@ -263,12 +267,12 @@ class Proof:
         self._finite(learner_T, where)
         mean, tolerance = float(difference_T.abs().mean()), self.tolerance / tau
         if not mean <= tolerance:
-            raise DeliveryError(
+            raise ParityError(
                 f"{where}: learner and sampler differ by {mean:.3g} nats a token over {len(difference_T)} tokens of "
-                f"the probe, more than the tolerance of {tolerance:.3g}. {self._causes}"
+                f"the parity prompts, more than the tolerance of {tolerance:.3g}. {self._causes}"
             )
         kl = float((torch.expm1(difference_T) - difference_T).mean())
-        return {"probe_mean": mean, "probe_max": float(difference_T.abs().max()), "probe_kl": kl}
+        return {"parity_mean": mean, "parity_max": float(difference_T.abs().max()), "parity_kl": kl}
 
     @property
     def _causes(self) -> str:
@@ -282,7 +286,7 @@ class Proof:
     @staticmethod
     def _finite(learner_T: Tensor, where: str) -> None:
         if not bool(learner_T.isfinite().all()):
-            raise DeliveryError(f"{where}: the policy's log-probs are not numbers, it has diverged; lower optimizer.lr")
+            raise ParityError(f"{where}: the policy's log-probs are not numbers, it has diverged; lower optimizer.lr")
 
 
 def _ids(group: Group) -> tuple[tuple[int, ...], list[Tensor]]:
@@ -299,25 +303,25 @@ def _why_close(policy: Policy, equal: bool) -> str:
 
 def _not_stale(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, where: str) -> int:
     """Tests 3 and 4: `old_T`, `new_T` are the learner's log-probs, `before_T`, `now_T` the server's. Returns how many
-    tokens can tell. Raises DeliveryError for a server that still has what it had.
+    tokens can tell. Raises ParityError for a server that still has what it had.
 
     >>> old = torch.linspace(-3.0, -0.1, 30)
     >>> _not_stale(old, old + 0.3, old + 0.01, old + 0.29, "v")
     30
     """
     if int((new_T != old_T).sum()) >= ENOUGH and torch.equal(before_T, now_T):
-        raise DeliveryError(
-            f"{where}: the sampler scores the probe exactly as before the delivery, though the policy has changed: it "
-            "did not load the new weights"
+        raise ParityError(
+            f"{where}: the sampler scores the parity prompts exactly as before the weight sync, though the policy has "
+            "changed: it did not load the new weights"
         )
     to_new_T, to_old_T = (now_T - new_T).abs(), (now_T - old_T).abs()
     noise = torch.minimum(to_new_T, to_old_T).median()
     telling_T = (new_T - old_T).abs() > 2 * noise
     telling, older = int(telling_T.sum()), int((telling_T & (to_old_T < to_new_T)).sum())
     if _tail(older, telling) < CHANCE:
-        raise DeliveryError(
-            f"{where}: the sampler scores the probe as the version delivered before would: {older} of the {telling} "
-            "tokens that can tell are nearer to that. It still serves the old weights"
+        raise ParityError(
+            f"{where}: the sampler scores the parity prompts as the version synced before would: {older} of the "
+            f"{telling} tokens that can tell are nearer to that. It still serves the old weights"
         )
     return telling
 

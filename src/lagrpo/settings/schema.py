@@ -24,7 +24,7 @@ class RunSettings(_Settings):
     directory: str = "runs"
     """Where runs are kept."""
     seed: int = 0
-    """Every random draw is a function of this seed and its own address."""
+    """Every random number is a function of this seed and its own address."""
     display: Literal["auto", "live", "plain", "none"] = "auto"
     """Live table (a terminal), one line per batch (anything else), or nothing."""
     save_weights: bool = True
@@ -33,7 +33,7 @@ class RunSettings(_Settings):
     """Also write the policy every so many batches, under its version; 0: only at the end."""
     score_lag: bool = True
     """Where alpha lags, also score the completions that the loss leaves out (groups of equal rewards, dropped ones),
-    for figures of the lag over all of them: a forward pass of those alone. Off: those figures are null, unless the
+    for lag metrics over all of them: a forward pass of those alone. Off: those metrics are null, unless the
     recipe leaves nothing out. budget and certified need it."""
     score_update: bool = False
     """Score each batch once more after its updates, for the two sides of the bounds on the step (a forward pass)."""
@@ -98,7 +98,7 @@ class TaskSettings(_Settings):
 
 class SamplingSettings(_Settings):
     sampler: Literal["local", "vllm"] = "local"
-    """Who draws: this process, or vLLM servers (section vllm)."""
+    """Who samples: this process, or vLLM servers (section vllm)."""
     G: int = Field(default=16, ge=1)
     """Completions per prompt: a group."""
     temperature: float = Field(default=1.0, gt=0)
@@ -107,14 +107,14 @@ class SamplingSettings(_Settings):
     """Longest completion; a longer one is cut."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longest prompt, chat template included; a longer one is an error."""
-    rows: int = Field(default=128, ge=1)
+    max_num_seqs: int = Field(default=128, ge=1)
     """Completions decoded at a time (at each server)."""
-    ahead: bool = True
-    """With v > 1, draw the batches up to the next delivery together; the records are the same either way. Completions
-    under way then keep their memory in this process while the policy learns."""
-    prove: bool = True
-    """After every delivery, prove that sampler and learner compute the same. Off: nobody notices stale weights."""
-    resample: int = Field(default=0, ge=0)
+    prefetch: bool = True
+    """With v > 1, generate the batches up to the next weight sync together; the records are the same either way.
+    Completions under way then keep their memory in this process while the policy learns."""
+    parity_check: bool = True
+    """After every weight sync, check that sampler and learner compute the same. Off: nobody notices stale weights."""
+    dynamic_sampling: int = Field(default=0, ge=0)
     """Times that groups of equal rewards make way for groups of further prompts (DAPO's dynamic sampling)."""
 
 
@@ -128,13 +128,13 @@ class VllmSettings(_Settings):
     """Python of the environment that has vLLM, to start servers with; `make vllm-env` makes one."""
     options: tuple[str, ...] = ()
     """Further options of `vllm serve` for the servers that are started."""
-    delivery: Literal["directory", "nccl", "ipc"] = "directory"
+    weight_sync: Literal["directory", "nccl", "ipc"] = "directory"
     """How weights travel: through a directory that both sides see, by NCCL between GPUs, by CUDA IPC on one GPU."""
     directory: str | None = None
     """Where the directory is made; /dev/shm by default. Servers on other hosts need a shared file system."""
-    in_flight: Literal["finish", "span", "redraw"] = "finish"
-    """Completions under way at a delivery (schedule lagged): waited for, continued with the new weights so that they
-    span versions, or drawn again."""
+    in_flight: Literal["finish", "span", "regenerate"] = "finish"
+    """Completions under way at a weight sync (schedule lagged): waited for, continued with the new weights so that they
+    span versions, or generated again."""
     tolerance: float | None = Field(default=None, gt=0)
     """Largest mean |log-prob of learner - of server|, nats a token at temperature 1; by default that of the dtype."""
     failures: int = Field(default=3, ge=0)
@@ -143,7 +143,7 @@ class VllmSettings(_Settings):
     """Seconds for a server to get ready."""
     request_deadline: float = Field(default=600.0, gt=0)
     """Seconds for the completions of one group."""
-    delivery_deadline: float = Field(default=300.0, gt=0)
+    sync_deadline: float = Field(default=300.0, gt=0)
     """Seconds for a server to load weights."""
     control_deadline: float = Field(default=30.0, gt=0)
     """Seconds for any other answer."""
@@ -166,9 +166,9 @@ class VllmSettings(_Settings):
 
 class OfflineSettings(_Settings):
     data: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """Completions that somebody else drew: files (JSONL or Parquet), globs, directories of runs, one or several."""
+    """Pre-generated (offline) completions: files (JSONL or Parquet), globs, directories of runs, one or several."""
     share: float = Field(default=1.0, gt=0, le=1)
-    """Share of each batch's prompts that come from it; the others are drawn fresh."""
+    """Share of each batch's prompts that come from it; the others are generated fresh."""
 
     @field_validator("data", mode="before")
     @classmethod
@@ -178,18 +178,18 @@ class OfflineSettings(_Settings):
 
 class ScheduleSettings(_Settings):
     kind: Literal["every", "lagged", "budget", "certified"] = "every"
-    """every(v): deliver before batch k when k mod v = 0 (Algorithm 1). lagged(v): alpha is always v batches behind.
-    budget(delta, v): deliver when the estimated KL(alpha || pi_k) of a completion passes delta, at the latest after
-    v batches. certified(v): deliver when a batch certifies J(pi_k) > J(alpha), at the latest after v batches."""
+    """every(v): sync weights before batch k when k mod v = 0 (Algorithm 1). lagged(v): alpha is always v batches
+    behind. budget(delta, v): sync when the estimated KL(alpha || pi_k) of a completion passes delta, at the latest
+    after v batches. certified(v): sync when a batch certifies J(pi_k) > J(alpha), at the latest after v batches."""
     v: int = Field(default=1, ge=0)
     """The sampler gets new weights every v batches (every, at the latest: budget, certified), or lags v batches
     (lagged)."""
     delta: float | None = Field(default=None, ge=0)
-    """Nats per completion that budget spends before a delivery."""
+    """Nats per completion that budget spends before a weight sync."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Of the lower bound on J(pi_k) - J(alpha) (metric lag_certified); certified shares it over its v batches."""
     i: int = Field(default=1, ge=1)
-    """Optimiser updates on each batch."""
+    """Optimizer updates on each batch."""
     prompts: int = Field(default=8, ge=1)
     """N: prompts per batch."""
     batches: int = Field(default=100, ge=1)
@@ -197,24 +197,27 @@ class ScheduleSettings(_Settings):
     stages: int = Field(default=1, ge=1)
     """S: at the end of each stage pi_ref <- pi."""
     reset_optimizer: bool = False
-    """Start every stage with a fresh optimiser state."""
+    """Start every stage with a fresh optimizer state."""
 
     @model_validator(mode="after")
     def _v_fits_kind(self) -> ScheduleSettings:
         if self.kind != "lagged" and self.v < 1:
-            raise ValueError("v = 0 never delivers: use v of at least 1, or kind = 'lagged' with v = 0 for on-policy")
+            raise ValueError(
+                "v = 0 never syncs weights: use v of at least 1, or kind = 'lagged' with v = 0 for on-policy"
+            )
         if (self.kind == "budget") != (self.delta is not None):
             raise ValueError(f"delta is what kind = 'budget' spends: set both or neither (kind = {self.kind!r})")
         return self
 
     @property
     def watches(self) -> bool:
-        """Whether deliveries depend on what the batches say."""
+        """Whether weight syncs depend on what the batches say."""
         return self.kind in ("budget", "certified")
 
     @property
     def doubt(self) -> float:
-        """Chance that the certificate of a batch is wrong. `certified` looks at up to v of them before a delivery."""
+        """Chance that the certificate of a batch is wrong. `certified` looks at up to v of them before a weight
+        sync."""
         return (1 - self.confidence) / (self.v if self.kind == "certified" else 1)
 
 
@@ -222,26 +225,26 @@ class ObjectiveSettings(_Settings):
     recipe: str = "grpo"
     """Row of the table of recipes; the settings below replace pieces of it. `lagrpo recipes` lists them."""
     advantage: str | None = None
-    """whitened, whitened_unbiased (TRL's), centred, leave_one_out, red_drop or log_mean_exp."""
+    """normalized, normalized_unbiased (TRL's), centered, leave_one_out, red_drop or log_mean_exp."""
     surrogate: str | None = None
     """clipped (around 1), clipped_exact (around pi_k/alpha), clipped_proportional (around it, by a factor), unclipped,
     reinforce (M W A logp), opmd_kimi or opmd_pairwise."""
     ratio: str | None = None
-    """Level at which pi/alpha (or pi/pi_k) is taken: token, sequence or length_normalised."""
+    """Level at which pi/alpha (or pi/pi_k) is taken: token, sequence or length_normalized."""
     denominator: str | None = None
     """The policy under that ratio: alpha, or pi_k, whose log-probs the learner computes."""
     mask: str | None = None
     """M of reinforce, which tokens count: none, one_side, two_side or ring."""
     weight: str | None = None
     """W of reinforce: one, ratio, capped_ratio (CISPO), tapered_ratio (TOPR) or exp_advantage (RED-Weight)."""
-    regulariser: str | None = None
+    regularizer: str | None = None
     """What reinforce subtracts: none, asymre or opmd."""
     anchor: str | None = None
     """The policy that OPMD stays near: alpha, pi_k or pi_ref."""
     correction: str | None = None
     """For a ratio over pi_k: weigh the surrogate by pi_k/alpha, truncated (TIS) or masked (MIS, IcePop), or none."""
     correction_level: str | None = None
-    """Level at which the correction's pi_k/alpha is taken: token, sequence or length_normalised."""
+    """Level at which the correction's pi_k/alpha is taken: token, sequence or length_normalized."""
     reduction: str | None = None
     """From tokens to the loss: token_mean, sequence_mean, sequence_sum or constant_length."""
     kl: str | None = None
@@ -265,9 +268,9 @@ class ObjectiveSettings(_Settings):
     correction_cap: float | None = Field(default=None, ge=1)
     """Greatest pi_k/alpha of a correction: truncated lowers higher ones to it, masked drops them."""
     eps_std: float | None = Field(default=None, ge=0)
-    """Variance floor under the root of sigma, in the whitened advantage."""
+    """Variance floor under the root of sigma, in the normalized advantage."""
     std_offset: float | None = Field(default=None, ge=0)
-    """Added to the deviation in the advantage whitened_unbiased."""
+    """Added to the deviation in the advantage normalized_unbiased."""
     kl_bound: float | None = Field(default=None, ge=0)
     """Greatest value of k3_clamped, steepest slope of k3_linear."""
     strength: float | None = Field(default=None, ge=0)
@@ -279,7 +282,7 @@ class ObjectiveSettings(_Settings):
     mask_zero_variance: bool | None = None
     """Leave groups whose rewards are all equal out of the objective (Eq. 8)."""
     masked_count: bool | None = None
-    """Count the completions of masked groups in the normaliser."""
+    """Count the completions of masked groups in the normalizer."""
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -306,7 +309,7 @@ class OptimizerSettings(_Settings):
     """Where the float32 masters of bfloat16 weights start: at a draw inside the rounding cell of the weight, so that
     the weights move from the first update on, or plain at the weight, so that they stand still until the sum of their
     steps passes half a spacing (docs/precision.md). The policy starts the same. No effect with float32."""
-    tokens: int = Field(default=4096, ge=1)
+    micro_batch_tokens: int = Field(default=4096, ge=1)
     """Tokens in a micro-batch; sets the memory, cannot change the gradient."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
@@ -316,9 +319,9 @@ class VerifierSettings(_Settings):
     workers: int = Field(default=1, ge=1)
     """Processes that judge completions."""
     deadline: float = Field(default=5.0, gt=0)
-    """Seconds for each verdict; after that the completion is rejected and the worker replaced."""
-    max_unscored: float = Field(default=0.5, ge=0, le=1)
-    """The run stops when a larger share of a batch is rejected or failed."""
+    """Seconds for each verdict; after that the completion is unscored and the worker replaced."""
+    max_without_reward: float = Field(default=0.5, ge=0, le=1)
+    """The run stops when a larger share of a batch is unscored or failed."""
 
 
 class EvaluationSettings(_Settings):
@@ -360,15 +363,15 @@ class Settings(_Settings):
                 f"run.score_lag = false leaves out completions that schedule.kind = {self.schedule.kind!r} decides by: "
                 "set it to true"
             )
-        if self.schedule.kind == "certified" and self.sampling.resample:
+        if self.schedule.kind == "certified" and self.sampling.dynamic_sampling:
             raise ValueError(
-                "sampling.resample replaces groups because of their rewards, and what is left certifies nothing about "
-                "alpha: set it to 0 with schedule.kind = 'certified'"
+                "sampling.dynamic_sampling replaces groups because of their rewards, and what is left certifies "
+                "nothing about alpha: set it to 0 with schedule.kind = 'certified'"
             )
         sampling, evaluation, buffer = self.sampling, self.evaluation, self.objective.overlong_buffer or 0
-        _fits("sampling.G", sampling.G, "sampling.rows", sampling.rows)
+        _fits("sampling.G", sampling.G, "sampling.max_num_seqs", sampling.max_num_seqs)
         if evaluation.before_and_after or evaluation.every:
-            _fits("evaluation.samples", evaluation.samples, "sampling.rows", sampling.rows)
+            _fits("evaluation.samples", evaluation.samples, "sampling.max_num_seqs", sampling.max_num_seqs)
         if buffer > sampling.max_tokens:
             raise ValueError(
                 f"objective.overlong_buffer = {buffer} is more than sampling.max_tokens = {sampling.max_tokens}: it "
@@ -392,10 +395,10 @@ class EvalSettings(_Settings):
     """Longest completion."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longest prompt."""
-    rows: int = Field(default=128, ge=1)
+    max_num_seqs: int = Field(default=128, ge=1)
     """Completions decoded at a time."""
     seed: int = 0
-    """Of every random draw."""
+    """Of every random number."""
     verifier: VerifierSettings = VerifierSettings()
     output: str | None = None
     """Directory for the summary (JSON) and the per-prompt records (Parquet); one that has an evaluation with other
@@ -403,7 +406,7 @@ class EvalSettings(_Settings):
 
     @model_validator(mode="after")
     def _samples_fit_rows(self) -> EvalSettings:
-        _fits("samples", self.samples, "rows", self.rows)
+        _fits("samples", self.samples, "max_num_seqs", self.max_num_seqs)
         return self
 
 

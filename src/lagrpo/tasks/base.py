@@ -22,7 +22,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class Unjudgeable(Exception):  # noqa: N818 - not an error of the program: it is one of a completion's three outcomes
-    """The answer cannot be judged, for example because the gold answer cannot be read. The completion is *rejected*:
+    """The answer cannot be scored, for example because the gold answer cannot be read. The completion is *unscored*:
     it has no reward, which is not a reward of 0."""
 
 

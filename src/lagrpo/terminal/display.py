@@ -194,7 +194,7 @@ def summary(
 
     `before` and `after` are the summaries of evaluations (`pass_at_1`, `pass_at_1_low`, `pass_at_1_high`, and if known
     `prompts`, `samples` and the paired `pass_at_1_change`), None where there was none. A sample has `prompt`, `text`
-    and `right` (None where it could not be judged); the two lists are of the same prompts in the same order.
+    and `right` (None where it could not be scored); the two lists are of the same prompts in the same order.
     """
     console = console or Console()
     console.print(Text(f"\n{headline}", style="bold"))

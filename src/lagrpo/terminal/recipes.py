@@ -10,19 +10,19 @@ from rich.table import Table
 from rich.text import Text
 
 from lagrpo.errors import refusing
-from lagrpo.objective.compose import Composition, known
+from lagrpo.objective.compose import Composition, check_known
 from lagrpo.objective.recipes import PRESETS
 
 
 def show_recipes(console: Console | None = None) -> None:
-    """Every preset: its name, what is maximised, and who says so."""
+    """Every preset: its name, what is maximized, and who says so."""
     console = console or Console()
     table = Table("name", "formula", "source", box=SIMPLE, header_style="dim", padding=(0, 1, 1, 0))
     table.columns[0].no_wrap = True
     for name, preset in PRESETS.items():
         table.add_row(Text(name, "bold"), Text(preset.formula), Text(preset.source, "dim"))
     console.print(table)
-    console.print(Text("rho = pi/alpha of a token, s of a sequence; A whitened = (r - mu)/sigma, centred = r - mu"))
+    console.print(Text("rho = pi/alpha of a token, s of a sequence; A normalized = (r - mu)/sigma, centered = r - mu"))
     console.print(Text("lagrpo recipes NAME: one of them in full     lagrpo train --recipe NAME: train with it"))
 
 
@@ -34,7 +34,7 @@ def show_recipe(name: str, console: Console | None = None) -> None:
     """
     console = console or Console()
     with refusing():
-        preset = PRESETS[known("recipe", name, PRESETS)]
+        preset = PRESETS[check_known("recipe", name, PRESETS)]
     head = Table.grid(padding=(0, 2, 0, 0))
     for label, text in (("recipe", Text(name, "bold")), ("formula", preset.formula), ("source", preset.source)):
         head.add_row(Text(label, "dim"), text)
@@ -44,7 +44,7 @@ def show_recipe(name: str, console: Console | None = None) -> None:
         value = getattr(preset.composition, field.name)
         differs = value != field.default
         style = "bold" if differs else "dim"
-        cells = ("*" if differs else "", f"objective.{field.name}", _said(value), _said(field.default))
+        cells = ("*" if differs else "", f"objective.{field.name}", _say(value), _say(field.default))
         table.add_row(*(Text(cell, style if n < 3 else "dim") for n, cell in enumerate(cells)))
     console.print(table)
     console.print(
@@ -53,6 +53,6 @@ def show_recipe(name: str, console: Console | None = None) -> None:
     console.print(Text("  nothing in the composition would read is refused."))
 
 
-def _said(value: object) -> str:
+def _say(value: object) -> str:
     """A value as a settings file says it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

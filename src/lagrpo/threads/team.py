@@ -54,7 +54,7 @@ class Team:
             why = "other programs keep cores busy" if fewer else "cores are free again"
             say(f"{why}: computing with {threads} of {self.most} threads (model.threads fixes the number)")
 
-    def figures(self) -> dict[str, float | None]:
+    def metrics(self) -> dict[str, float | None]:
         """Since the last call: the fewest threads, and the seconds for which threads were ready and had no core."""
         before, self._noted, fewest = self._noted, self._read(), self._fewest
         self._fewest = self.threads
@@ -118,9 +118,9 @@ def tell(say: Say) -> None:
     _say = say
 
 
-def figures() -> dict[str, float | None]:
-    """Of the metrics: see `Team.figures`."""
-    return _team.figures() if _team is not None else {"threads": torch.get_num_threads(), "seconds_waiting": None}
+def metrics() -> dict[str, float | None]:
+    """Of the metrics: see `Team.metrics`."""
+    return _team.metrics() if _team is not None else {"threads": torch.get_num_threads(), "seconds_waiting": None}
 
 
 def describe() -> str:

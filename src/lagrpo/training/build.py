@@ -16,19 +16,19 @@ from torch import Tensor
 from lagrpo.backends.cpu import kernels
 from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.backends.memory import keep_freed_memory
-from lagrpo.data.offline import Recorded
+from lagrpo.data.offline import OfflineData
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.embedded import resolve_model
-from lagrpo.policy.learner import Learner, Optimisation
+from lagrpo.policy.learner import Learner, Optimization
 from lagrpo.policy.model import Policy, check_context, check_files, load_policy
 from lagrpo.policy.replica import replica
 from lagrpo.policy.templates import Templates
 from lagrpo.rng import uniforms
 from lagrpo.sampling.base import Sampler
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.parity import PROBE_PROMPTS, DeliveryError, Parity, Proof
+from lagrpo.sampling.parity import PARITY_PROMPTS, Parity, ParityCheck, ParityError
 from lagrpo.sampling.schedule import Schedule
 from lagrpo.sampling.vllm.connecting import build_vllm, open_servers
 from lagrpo.sampling.vllm.sampler import VllmSampler
@@ -114,7 +114,7 @@ def without_progress_bars() -> Iterator[None]:
 class Parts:
     """What the settings of a run stand for; `own_task`: the task is an object of the caller's, not of the settings;
     `parity`: how far learner and in-process sampler agree, None where that was not asked or the sampler is vLLM;
-    `offline`: what was read of completions that somebody else drew, in words."""
+    `offline`: what was read of pre-generated (offline) completions, in words."""
 
     task: Task
     own_task: bool
@@ -122,12 +122,12 @@ class Parts:
     policy: Policy
     learner: Learner
     sampler: Sampler
-    prove: Callable[[Policy, Any], Mapping[str, float]]
+    check_parity: Callable[[Policy, Any], Mapping[str, float]]
     parity: Parity | None
     evaluator: LocalSampler
     prompts: PromptSource
     schedule: Schedule
-    recorded: Callable[[int], Sequence[Group]]
+    offline_groups: Callable[[int], Sequence[Group]]
     offline: str | None
 
     @staticmethod
@@ -156,34 +156,34 @@ class Parts:
         settings: Settings, recipe: Recipe, task: Task | None, servers: Sequence[Server], templates: Templates
     ) -> Parts:
         seed, sampling, offline = settings.run.seed, settings.sampling, settings.offline
-        from_file = recorded_prompts(settings)
+        from_file = offline_prompts(settings)
         own_task = task is not None
         task = task if task is not None else build_task(settings.task, seed)
         longest = sampling.max_prompt_tokens + sampling.max_tokens
         policy = build_policy(settings.model, sampling.temperature, longest, templates)
         fresh = settings.schedule.prompts - from_file
         source = PromptSource(task, policy, seed, fresh, sampling.max_prompt_tokens)
-        source.tokenised("train", 0)  # a chat template that cannot be rendered shows here, before the run is made
+        source.tokenized("train", 0)  # a chat template that cannot be rendered shows here, before the run is made
         with refusing("task"):
             source.check(settings.schedule.stages * settings.schedule.batches)
-        recorded = build_recorded(settings, recipe, policy) if offline.data else None
+        offline_data = build_offline(settings, recipe, policy) if offline.data else None
         reference = replica(policy) if recipe.needs_pi_ref else None
         checkpointing = settings.optimizer.activation_checkpointing
-        learner = Learner(policy, recipe, optimisation(settings), reference, checkpointing, settings.run.entropy)
+        learner = Learner(policy, recipe, optimization(settings), reference, checkpointing, settings.run.entropy)
         sampler = (
             build_vllm(settings, policy, servers)
             if servers
-            else LocalSampler(replica(policy), seed, sampling.max_tokens, sampling.rows)
+            else LocalSampler(replica(policy), seed, sampling.max_tokens, sampling.max_num_seqs)
         )
-        prove, parity = build_proof(settings, policy, source, sampler)
+        check_parity, parity = build_parity_check(settings, policy, source, sampler)
         evaluator = LocalSampler(
-            policy, seed, sampling.max_tokens, sampling.rows, settings.evaluation.temperature, "evaluate"
+            policy, seed, sampling.max_tokens, sampling.max_num_seqs, settings.evaluation.temperature, "evaluate"
         )
         schedule = Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.delta)
-        given = partial(recorded.batch, count=from_file) if recorded else _nothing
+        given = partial(offline_data.batch, count=from_file) if offline_data else _nothing
         return Parts(
-            task, own_task, recipe, policy, learner, sampler, prove, parity, evaluator, source, schedule, given,
-            str(recorded) if recorded else None,
+            task, own_task, recipe, policy, learner, sampler, check_parity, parity, evaluator, source, schedule, given,
+            str(offline_data) if offline_data else None,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -198,26 +198,26 @@ class Parts:
                 server.keep_log(run / f"vllm-{number}.log")
 
 
-def build_proof(
+def build_parity_check(
     settings: Settings, policy: Policy, source: PromptSource, sampler: Sampler
 ) -> tuple[Callable[[Policy, Any], Mapping[str, float]], Parity | None]:
-    """What is called after every delivery (see sampling/parity.py), and how far an in-process sampler agrees now.
+    """What is called after every weight sync (see sampling/parity.py), and how far an in-process sampler agrees now.
 
     Raises:
         SettingsError: the in-process sampler computes something else than the learner.
     """
-    if not settings.sampling.prove:
-        return _unproven, None
-    probes = source.probes(PROBE_PROMPTS)
+    if not settings.sampling.parity_check:
+        return _skip_parity_check, None
+    parity_prompts = source.parity_prompts(PARITY_PROMPTS)
     if isinstance(sampler, VllmSampler):
-        return Proof(probes, sampler.dtype, settings.vllm.tolerance), None
+        return ParityCheck(parity_prompts, sampler.dtype, settings.vllm.tolerance), None
     assert isinstance(sampler, LocalSampler)
-    proof = Proof(probes, policy.dtype)
-    with refusing("model.path", DeliveryError):
-        return proof, proof.start(policy, sampler)
+    parity_check = ParityCheck(parity_prompts, policy.dtype)
+    with refusing("model.path", ParityError):
+        return parity_check, parity_check.start(policy, sampler)
 
 
-def _unproven(policy: Policy, sampler: Any) -> Mapping[str, float]:
+def _skip_parity_check(policy: Policy, sampler: Any) -> Mapping[str, float]:
     return {}
 
 
@@ -225,14 +225,14 @@ def _nothing(b: int) -> Sequence[Group]:
     return ()
 
 
-def recorded_prompts(settings: Settings) -> int:
+def offline_prompts(settings: Settings) -> int:
     """How many prompts of each batch come from a file of completions: the share of N, at least one."""
     if settings.offline.data is None:
         return 0
     return max(1, round(settings.offline.share * settings.schedule.prompts))
 
 
-def build_recorded(settings: Settings, recipe: Recipe, policy: Policy) -> Recorded:
+def build_offline(settings: Settings, recipe: Recipe, policy: Policy) -> OfflineData:
     """The completions of settings.offline.data.
 
     Raises:
@@ -241,7 +241,7 @@ def build_recorded(settings: Settings, recipe: Recipe, policy: Policy) -> Record
     sampling = settings.sampling
     with refusing("offline.data"):
         assert settings.offline.data is not None
-        recorded = Recorded(
+        offline_data = OfflineData(
             settings.offline.data,
             policy,
             sampling.G,
@@ -250,23 +250,24 @@ def build_recorded(settings: Settings, recipe: Recipe, policy: Policy) -> Record
             max_prompt_tokens=sampling.max_prompt_tokens,
             reads_logp=recipe.needs_logp_alpha,
         )
-    if recipe.needs_logp_alpha and not recorded.has_logp:
+    if recipe.needs_logp_alpha and not offline_data.has_logp:
         raise SettingsError(
             f"offline.data = {', '.join(settings.offline.data)} does not say how likely its completions were "
             f"(logp_alpha), and recipe {recipe.name!r} reads that; use one that does not, such as reinforce, asymre, "
             "red_drop, red_weight"
         )
-    if recorded.longest > sampling.max_tokens:
+    if offline_data.longest > sampling.max_tokens:
         raise SettingsError(
-            f"offline.data has a completion of {recorded.longest} tokens; sampling.max_tokens is {sampling.max_tokens}"
+            f"offline.data has a completion of {offline_data.longest} tokens; sampling.max_tokens is "
+            f"{sampling.max_tokens}"
         )
-    return recorded
+    return offline_data
 
 
-def optimisation(settings: Settings) -> Optimisation:
+def optimization(settings: Settings) -> Optimization:
     """AdamW and its schedule over all S·M·i updates."""
     o, s = settings.optimizer, settings.schedule
-    return Optimisation(
+    return Optimization(
         lr=o.lr,
         betas=(o.beta1, o.beta2),
         weight_decay=o.weight_decay,
@@ -280,7 +281,7 @@ def optimisation(settings: Settings) -> Optimisation:
 
 
 def advantage_of(recipe: Recipe, seed: int, max_tokens: int):
-    """advantage(b)(rewards_G, lengths_G, g): the recipe's, with random draws addressed by batch and group."""
+    """advantage(b)(rewards_G, lengths_G, g): the recipe's, with random numbers addressed by batch and group."""
 
     def of_batch(b: int):
         def advantage(rewards_G: Tensor, lengths_G: Tensor, g: int) -> Tensor:

@@ -17,7 +17,7 @@ from lagrpo.policy.batch import Batch, MicroBatch, assemble, is_flat, left_out, 
 from lagrpo.policy.learner import Learner
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.base import Request, Sampler
-from lagrpo.sampling.prefetch import Draws
+from lagrpo.sampling.prefetch import Prefetcher
 from lagrpo.sampling.schedule import Schedule
 from lagrpo.training.metrics import Clock
 from lagrpo.types import Group
@@ -27,9 +27,9 @@ from lagrpo.verify import Verifier
 @dataclass(frozen=True, slots=True)
 class Used:
     """A batch that has been used. `version` is that of π_k, `alpha` that of the sampler's weights, `reason` why they
-    were delivered just before ("" when they were not), `delivery` the figures of the last delivery and its proof,
-    `sampling` those of the sampler since the batch before. `rows` are those of the objective and then, where the run
-    asks for figures of the lag, those that it leaves out. `updates` has one dict of figures for each of the i updates;
+    were synced just before ("" when they were not), `weight_sync` the metrics of the last weight sync and its parity
+    check, `sampling` those of the sampler since the batch before. `rows` are those of the objective and then, where the
+    run asks for lag metrics, those that it leaves out. `updates` has one dict of metrics for each of the i updates;
     `after_T` the log-probs of the rows under π after them, where the run asks for that."""
 
     stage: int
@@ -37,7 +37,7 @@ class Used:
     version: int
     alpha: int
     reason: str
-    delivery: Mapping[str, float]
+    weight_sync: Mapping[str, float]
     sampling: Mapping[str, float]
     batch: Batch
     rows: Sequence[MicroBatch]
@@ -62,32 +62,32 @@ class Listener(Protocol):
 class Algorithm:
     """The parts of Algorithm 1.
 
-    `advantage(b)(rewards_G, lengths_G, g)` gives A_α of group g of batch b, `weights` the normaliser (policy/batch.py);
-    the rest of the objective is the recipe that the learner holds. `prove(policy, sampler)` raises unless the sampler
-    serves what was delivered, and gives figures of how well the two agree. `recorded(b)` are groups that somebody else
-    drew, `extra(b, taken, count)` further prompts, after `taken` ones, in place of groups whose rewards are all equal,
-    in at most `resample` rounds. `score_lag`: log π_k of the completions that the objective leaves out is known too,
+    `advantage(b)(rewards_G, lengths_G, g)` gives A_α of group g of batch b, `weights` the normalizer (policy/batch.py);
+    the rest of the objective is the recipe that the learner holds. `check_parity(policy, sampler)` raises unless the
+    sampler serves what was synced, and gives metrics of how well the two agree. `offline_groups(b)` are offline groups,
+    `extra(b, taken, count)` further prompts, after `taken` ones, in place of groups whose rewards are all equal, in at
+    most `dynamic_sampling` rounds. `score_lag`: log π_k of the completions that the objective leaves out is known too,
     see `scored_rest`; `one_program`: the sampler's arithmetic is the learner's, up to rounding. `spends(batch, rows)`
-    is the number by which budget and certified decide about the next delivery, None where the batch does not tell.
+    is the number by which budget and certified decide about the next weight sync, None where the batch does not tell.
     """
 
     learner: Learner
     sampler: Sampler
-    draws: Draws
+    prefetcher: Prefetcher
     verifier: Verifier
     schedule: Schedule
-    prove: Callable[[Policy, Any], Mapping[str, float]]
+    check_parity: Callable[[Policy, Any], Mapping[str, float]]
     listener: Listener
     advantage: Callable[[int], Callable[[Tensor, Tensor, int], Tensor]]
     weights: Callable[[Tensor, Tensor], Tensor]
-    recorded: Callable[[int], Sequence[Group]]
+    offline_groups: Callable[[int], Sequence[Group]]
     extra: Callable[[int, int, int], Sequence[Request]]
     S: int
     M: int
     i: int
-    ahead: bool
+    prefetch: bool
     tokens: int
-    resample: int
+    dynamic_sampling: int
     score_lag: bool
     one_program: bool
     score_update: bool
@@ -96,19 +96,19 @@ class Algorithm:
 
 
 def iterative_grpo(a: Algorithm) -> None:
-    """Lines 5-17. The initial policy is delivered before the first batch: the paper leaves α undefined for k < v."""
+    """Lines 5-17. The initial policy is synced before the first batch: the paper leaves α undefined for k < v."""
     learner, policy, recipe = a.learner, a.learner.policy, a.learner.recipe
-    alpha, delivery, spent = policy.version, {}, [0.0]  # what the schedule decides by, since the delivery
-    plan = a.schedule.plan(a.S, a.M, a.ahead and not a.resample, lambda: spent[-1])
+    alpha, weight_sync, spent = policy.version, {}, [0.0]  # what the schedule decides by, since the weight sync
+    plan = a.schedule.plan(a.S, a.M, a.prefetch and not a.dynamic_sampling, lambda: spent[-1])
     for s in range(1, a.S + 1):  # 5
         for k in range(1, a.M + 1):  # 6
             b, clock, due = (s - 1) * a.M + k, Clock(), next(plan)
             reason = due.reason if b > 1 else "start"
             if reason:  # 8
-                alpha, delivery, spent = *deliver(a, clock), [0.0]  # 9   α <- π_θ
-            a.draws.ask(due.draws, alpha)  # 7, 10   prompts of D_b, y ~ α
-            groups = judged(a, clock, chain(a.recorded(b), a.draws.take(b)))  # 11   r(x, y)
-            groups = resampled(a, b, alpha, clock, a.draws.in_order(b, groups))
+                alpha, weight_sync, spent = *sync_weights(a, clock), [0.0]  # 9   α <- π_θ
+            a.prefetcher.ask(due.to_generate, alpha)  # 7, 10   prompts of D_b, y ~ α
+            groups = judge_groups(a, clock, chain(a.offline_groups(b), a.prefetcher.take(b)))  # 11   r(x, y)
+            groups = resample_groups(a, b, alpha, clock, a.prefetcher.in_order(b, groups))
             a.listener.phase("learning")
             a.sampler.rest()
             with clock("learning"):
@@ -123,43 +123,44 @@ def iterative_grpo(a: Algorithm) -> None:
             with clock("scoring"):
                 after_T = learner.score(scored) if a.score_update else None
             spent.append(value if (value := a.spends(batch, scored)) is not None else spent[-1])
-            figures = delivery, a.sampler.read()
-            a.listener.batch(Used(s, b, version, alpha, reason, *figures, batch, scored, updates, after_T, clock))
+            metrics = weight_sync, a.sampler.read()
+            a.listener.batch(Used(s, b, version, alpha, reason, *metrics, batch, scored, updates, after_T, clock))
         learner.end_stage(a.reset_optimizer)  # 16   π_ref <- π_θ
 
 
-def deliver(a: Algorithm, clock: Clock) -> tuple[int, Mapping[str, float]]:
-    """α <- π_θ, proven; returns the version and the figures of delivery and proof."""
+def sync_weights(a: Algorithm, clock: Clock) -> tuple[int, Mapping[str, float]]:
+    """α <- π_θ, checked; returns the version and the metrics of weight sync and parity check."""
     policy = a.learner.policy
-    a.listener.phase("delivery")
+    a.listener.phase("sync")
     with clock("sampling"):
-        a.draws.before_delivery()
-    clock.drawn += a.draws.read()[1]
-    with clock("delivery"):
-        cost = a.sampler.deliver(policy.weights(), policy.version)
-        a.draws.delivered(policy.version)
-        return policy.version, {**cost, **a.learner.delivered(), **a.prove(policy, a.sampler)}
+        a.prefetcher.before_sync()
+    clock.generated += a.prefetcher.read()[1]
+    with clock("sync"):
+        cost = a.sampler.sync_weights(policy.weights(), policy.version)
+        a.prefetcher.on_sync(policy.version)
+        return policy.version, {**cost, **a.learner.on_sync(), **a.check_parity(policy, a.sampler)}
 
 
-def judged(a: Algorithm, clock: Clock, groups: Iterator[Group]) -> list[Group]:
-    """The groups with their outcomes; judging goes on while they are being drawn."""
+def judge_groups(a: Algorithm, clock: Clock, groups: Iterator[Group]) -> list[Group]:
+    """The groups with their outcomes; judging goes on while they are being generated."""
     a.listener.phase("sampling")
     with clock("judging"):
         done = list(a.verifier.judge(groups))
-    seconds, tokens = a.draws.read()
+    seconds, tokens = a.prefetcher.read()
     clock.move("judging", "sampling", seconds)
-    clock.drawn += tokens
+    clock.generated += tokens
     return done
 
 
 def scored_rest(a: Algorithm, batch: Batch, rows: Sequence[MicroBatch]) -> list[MicroBatch]:
     """The completions that the objective leaves out, with log π_k: a forward pass without gradient. Where π_k itself
-    drew them, and by the same program, log π_k is log α up to the rounding that the proof measures, and costs nothing.
+    sampled them, and by the same program, log π_k is log α up to the rounding that the parity check measures, and costs
+    nothing.
     """
     learner = a.learner
     rest = left_out(batch, rows, a.tokens, learner.policy.device)
-    drawn_by = {v for micro in rest for c in micro.members for v in batch.completion(c).versions.tolist()}
-    if a.one_program and drawn_by <= {learner.policy.version}:
+    generated_by = {v for micro in rest for c in micro.members for v in batch.completion(c).versions.tolist()}
+    if a.one_program and generated_by <= {learner.policy.version}:
         scores = [micro.logp_alpha_T for micro in rest]
     else:
         scores = learner.score(rest)
@@ -168,14 +169,14 @@ def scored_rest(a: Algorithm, batch: Batch, rows: Sequence[MicroBatch]) -> list[
     return rest
 
 
-def resampled(a: Algorithm, b: int, alpha: int, clock: Clock, groups: list[Group]) -> list[Group]:
+def resample_groups(a: Algorithm, b: int, alpha: int, clock: Clock, groups: list[Group]) -> list[Group]:
     """DAPO's dynamic sampling, bounded: groups without a signal make way for groups of further prompts with one."""
     taken = 0
-    for _ in range(a.resample):
+    for _ in range(a.dynamic_sampling):
         flat = [n for n, group in enumerate(groups) if group.source == "sampler" and is_flat(group)]
         if not flat:
             break
-        more = judged(a, clock, a.draws.more(a.extra(b, taken, len(flat)), alpha))
+        more = judge_groups(a, clock, a.prefetcher.more(a.extra(b, taken, len(flat)), alpha))
         taken += len(flat)
         for n, group in zip(flat, (group for group in more if not is_flat(group)), strict=False):
             groups[n] = group

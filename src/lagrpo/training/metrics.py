@@ -1,4 +1,4 @@
-"""The figures of a batch: one flat dict, for metrics.jsonl, the display and every tracker alike. Every line of every
+"""The metrics of a batch: one flat dict, for metrics.jsonl, the display and every tracker alike. Every line of every
 run has the same keys, and its values are numbers or None."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from lagrpo.policy.batch import Batch
 from lagrpo.types import Completion
 
-AT_ONCE = 1e-3  # seconds: what took less to come was drawn before
+AT_ONCE = 1e-3  # seconds: what took less to come was sampled before
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.drawn = 0  # tokens that came from the sampler meanwhile, for this batch or a later one
+        self.generated = 0  # tokens that came from the sampler meanwhile, for this batch or a later one
         self._started = time.perf_counter()
 
     @contextmanager
@@ -44,11 +44,11 @@ class Clock:
 
 
 def batch_metrics(
-    stage: int, b: int, version: int, batch: Batch, updates: Sequence[dict[str, float]], clock: Clock, delivered: bool
+    stage: int, b: int, version: int, batch: Batch, updates: Sequence[dict[str, float]], clock: Clock, synced: bool
 ) -> dict[str, Any]:
     """Everything that is recorded about batch b, where π_k has `version`. docs/run-directory.md says what each is.
 
-    Figures of the objective are those of the first update on the batch, where π = π_k; grad_norm, lr, moved, loss and
+    Metrics of the objective are those of the first update on the batch, where π = π_k; grad_norm, lr, moved, loss and
     the clip shares that end in _last those of the last one."""
     first, last = (updates[0], updates[-1]) if updates else ({}, {})
     completions = [c for group in batch.groups for c in group.completions]
@@ -57,11 +57,11 @@ def batch_metrics(
         "stage": stage,
         "batch": b,
         "version": version,
-        "delivered": int(delivered),
+        "synced": int(synced),
         **_lag(completions, version),
         **_outcomes(completions),
         "zero_variance_share": sum(flat) / len(flat) if flat else None,
-        **_objective_figures(first),
+        **_objective_metrics(first),
         **_clip_shares(first),
         **{f"{name}_last": share for name, share in _clip_shares(last).items()},
         "loss": last.get("loss"),
@@ -72,22 +72,22 @@ def batch_metrics(
     }
 
 
-SAMPLER_FIGURES = (
-    "moved_delivered",
-    *("probe_mean", "probe_max", "probe_kl", "probe_telling"),
-    *("delivery_bytes", "seconds_writing", "seconds_paused", "seconds_drawing", "recoveries", "redrawn"),
+SAMPLER_METRICS = (
+    "moved_synced",
+    *("parity_mean", "parity_max", "parity_kl", "parity_telling"),
+    *("sync_bytes", "seconds_writing", "seconds_paused", "seconds_generating", "recoveries", "regenerated"),
 )
 
 
-def sampler_figures(delivery: Mapping[str, float], sampling: Mapping[str, float]) -> dict[str, float | None]:
-    """What the last delivery cost and proved, and what happened to the sampler since the batch before: the same keys
-    whichever sampler it is, None where there is no such figure."""
-    known = {**delivery, **sampling}
-    return {name: known.get(name) for name in SAMPLER_FIGURES}
+def sampler_metrics(weight_sync: Mapping[str, float], sampling: Mapping[str, float]) -> dict[str, float | None]:
+    """What the last weight sync cost and checked, and what happened to the sampler since the batch before: the same
+    keys whichever sampler it is, None where there is no such metric."""
+    known = {**weight_sync, **sampling}
+    return {name: known.get(name) for name in SAMPLER_METRICS}
 
 
 def _lag(completions: Sequence[Completion], version: int) -> dict[str, float | None]:
-    """Over all tokens whose drawer is known: completions that somebody else drew may have no versions (-1)."""
+    """Over all tokens whose sampler is known: pre-generated (offline) completions may have no versions (-1)."""
     versions = torch.cat([torch.empty(0, dtype=torch.long), *(c.versions for c in completions)])
     lag_T = version - versions[versions >= 0]
     if not len(lag_T):
@@ -101,7 +101,7 @@ def _outcomes(completions: Sequence[Completion]) -> dict[str, float | None]:
     count = len(completions)
     return {
         "completions": count,
-        "rejected": kinds["rejected"],
+        "unscored": kinds["unscored"],
         "failed": kinds["failed"],
         "reward_mean": float(rewards.mean()) if len(rewards) else None,
         "reward_std": float(rewards.std(correction=0)) if len(rewards) else None,
@@ -111,18 +111,18 @@ def _outcomes(completions: Sequence[Completion]) -> dict[str, float | None]:
 
 
 def _pace(clock: Clock, sampled: int, learned: float) -> dict[str, float | None]:
-    seconds = {phase: clock.seconds[phase] for phase in ("sampling", "judging", "learning", "scoring", "delivery")}
+    seconds = {phase: clock.seconds[phase] for phase in ("sampling", "judging", "learning", "scoring", "sync")}
     return {
         **{f"seconds_{phase}": spent for phase, spent in seconds.items()},
         "seconds_total": clock.total,
         "tokens_sampled": sampled,
         "tokens_learned": learned,
-        "tokens_per_s_sampling": clock.drawn / seconds["sampling"] if seconds["sampling"] > AT_ONCE else None,
+        "tokens_per_s_sampling": clock.generated / seconds["sampling"] if seconds["sampling"] > AT_ONCE else None,
         "tokens_per_s_learning": learned / seconds["learning"] if seconds["learning"] else None,
     }
 
 
-def _objective_figures(sums: dict[str, float]) -> dict[str, float | None]:
+def _objective_metrics(sums: dict[str, float]) -> dict[str, float | None]:
     """Means over the tokens of the objective, from the sums of core.loss.diagnostics."""
     tokens, known = sums.get("tokens"), sums.get("tokens_alpha")
 

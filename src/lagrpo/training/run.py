@@ -23,8 +23,8 @@ from lagrpo.interrupts import Interrupted, interruptible, whole
 from lagrpo.policy.batch import Batch, MicroBatch
 from lagrpo.runs import Run, collect_environment
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.parity import DeliveryError
-from lagrpo.sampling.prefetch import Draws, VersionError
+from lagrpo.sampling.parity import ParityError
+from lagrpo.sampling.prefetch import Prefetcher, VersionError
 from lagrpo.sampling.vllm.server import SamplerError
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings, to_toml
@@ -35,18 +35,18 @@ from lagrpo.training.build import Parts, advantage_of, without_progress_bars
 from lagrpo.training.checks import check_settings
 from lagrpo.training.evaluate import Evaluation, change, evaluate, few_prompts, interval
 from lagrpo.training.explain import count_of, meaning, no_certificate, standstill
-from lagrpo.training.lag import certified, completion_columns, lag_figures, spent
+from lagrpo.training.lag import certified, completion_columns, lag_metrics, spent
 from lagrpo.training.loop import Algorithm, Used, iterative_grpo
-from lagrpo.training.metrics import batch_metrics, sampler_figures
+from lagrpo.training.metrics import batch_metrics, sampler_metrics
 from lagrpo.types import is_right
 from lagrpo.verify import Verifier, VerifierError
 
 SHOWN = 3  # completions shown before and after
 READ_OF_TASK = {"reward_range": "", "system_prompt": " (of questions in offline.data)"}
 """What is read of settings.task where the task is an object of the caller's, and for what."""
-STILL = 1e-4  # a delivery that changes a smaller share of the weights is warned of
+STILL = 1e-4  # a weight sync that changes a smaller share of the weights is warned of
 FAILURES = (
-    *(VerifierError, DeliveryError, VersionError, SamplerError),
+    *(VerifierError, ParityError, VersionError, SamplerError),
     *(FloatingPointError, torch.OutOfMemoryError, OSError),
 )
 """Errors that end a run without being the program's: what they say is for the user."""
@@ -76,9 +76,9 @@ def train(settings: Settings | Mapping[str, Any] | str | os.PathLike[str], task:
 
     Raises:
         SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
-        DeliveryError, VersionError: the sampler does not draw from the policy that the schedule announced.
+        ParityError, VersionError: the sampler does not sample from the policy that the schedule announced.
         SamplerError: the vLLM servers are gone for good.
-        VerifierError: too many completions could not be judged.
+        VerifierError: too many completions could not be scored.
         FloatingPointError: a gradient is not finite.
     """
     settings = settings if isinstance(settings, Settings) else load_settings(settings)
@@ -110,7 +110,7 @@ class Training:
         environment["offline"] = parts.offline
         with refusing("task", TypeError):
             self.verifier = Verifier(
-                parts.task.judge, workers=v.workers, deadline=v.deadline, max_unscored_share=v.max_unscored
+                parts.task.judge, workers=v.workers, deadline=v.deadline, max_without_reward=v.max_without_reward
             )
         try:
             self.store = Run.create(Path(run.directory), run.name, named, self.config(), environment)
@@ -122,7 +122,7 @@ class Training:
         self.display: Display = make_display(self.total, self.store.path.name, run.display)
         self.evaluations: dict[str, Evaluation] = {}
         self.batches = 0
-        self.pushed, self.warned = False, False  # an update had a gradient since the delivery; it was said that …
+        self.pushed, self.warned = False, False  # an update had a gradient since the weight sync; it was said that …
         self.before: Mapping[str, float | None] = {}  # the metrics of the batch before
         self.uncertified = False  # it was said that nothing is certified
         self.repeated = False  # and that a batch had a prompt twice
@@ -151,7 +151,7 @@ class Training:
                 if self.parts.policy.version:
                     self.rescue(error)
                 raise
-        self.summarise(interrupted)
+        self.summarize(interrupted)
         before, after = (e.summary if (e := self.evaluations.get(name)) else None for name in ("before", "after"))
         version = self.parts.policy.version
         return Result(self.store.path, before, after, weights, version, self.batches, interrupted)
@@ -199,21 +199,21 @@ class Training:
         return Algorithm(
             learner=p.learner,
             sampler=p.sampler,
-            draws=Draws(p.sampler, p.prompts.batch, s.sampling.G),
+            prefetcher=Prefetcher(p.sampler, p.prompts.batch, s.sampling.G),
             verifier=self.verifier,
             schedule=p.schedule,
-            prove=p.prove,
+            check_parity=p.check_parity,
             listener=self,
             advantage=advantage_of(p.recipe, s.run.seed, max_tokens),
             weights=lambda lengths_C, zero_variance_C: p.recipe.weights(lengths_C, zero_variance_C, max_tokens),
             S=s.schedule.stages,
             M=s.schedule.batches,
             i=s.schedule.i,
-            ahead=s.sampling.ahead,
-            tokens=s.optimizer.tokens,
-            recorded=p.recorded,
+            prefetch=s.sampling.prefetch,
+            tokens=s.optimizer.micro_batch_tokens,
+            offline_groups=p.offline_groups,
             extra=p.prompts.extra,
-            resample=s.sampling.resample,
+            dynamic_sampling=s.sampling.dynamic_sampling,
             score_lag=s.run.score_lag,
             one_program=self.sampled is not None,
             score_update=s.run.score_update and self.lag_is_complete,
@@ -234,13 +234,13 @@ class Training:
     def batch(self, used: Used) -> None:
         """Record a batch: rollouts, then its line of metrics, then the display; then evaluate where it is time."""
         stage, b, version, batch = used.stage, used.b, used.version, used.batch
-        metrics = batch_metrics(stage, b, version, batch, used.updates, used.clock, delivered=bool(used.reason))
-        metrics |= sampler_figures(used.delivery, used.sampling) | self.lag_figures(used) | team.figures()
+        metrics = batch_metrics(stage, b, version, batch, used.updates, used.clock, synced=bool(used.reason))
+        metrics |= sampler_metrics(used.weight_sync, used.sampling) | self.lag_metrics(used) | team.metrics()
         columns = completion_columns(batch, used.rows, self.parts.recipe.composition.eps_std)
         with whole():
             self.store.record_rollouts(batch.groups, columns, batch=b, stage=stage, pi_k_version=version)
             if used.reason:
-                self.store.record_event("delivery", b, reason=used.reason, version=used.alpha)
+                self.store.record_event("weight_sync", b, reason=used.reason, version=used.alpha)
             self.store.record(metrics)
             self.batches = b
         self.display.batch(metrics)
@@ -253,16 +253,16 @@ class Training:
         if every and b % every == 0 and b < self.total:
             self.evaluate(f"batch-{b:06d}")
 
-    def lag_figures(self, used: Used) -> dict[str, float | None]:
-        """The figures of the lag; null where the run leaves out completions that they would need."""
+    def lag_metrics(self, used: Used) -> dict[str, float | None]:
+        """The lag metrics; null where the run leaves out completions that they would need."""
         s, eps_std = self.settings, self.parts.recipe.composition.eps_std
         rows, after_T = (used.rows, used.after_T) if self.lag_is_complete else ((), None)
-        delta = None if s.sampling.resample else s.schedule.doubt
-        return lag_figures(used.batch, rows, eps_std, s.task.reward_range, after_T, delta)
+        delta = None if s.sampling.dynamic_sampling else s.schedule.doubt
+        return lag_metrics(used.batch, rows, eps_std, s.task.reward_range, after_T, delta)
 
     @property
     def lag_is_complete(self) -> bool:
-        """Whether every scored completion is computed, so that figures of the lag are those of all of them."""
+        """Whether every scored completion is computed, so that lag metrics are those of all of them."""
         recipe = self.parts.recipe
         return self.settings.run.score_lag or not (recipe.silent or recipe.mask_zero_variance)
 
@@ -272,7 +272,7 @@ class Training:
         self.display.note(text)
 
     def warn_of_no_certificate(self, used: Used, metrics: Mapping[str, float | None]) -> None:
-        """Say it, once, when schedule certified delivers only because its v batches are over."""
+        """Say it, once, when schedule certified syncs weights only because its v batches are over."""
         if self.settings.schedule.kind == "certified" and used.reason == "cap" and not self.uncertified:
             self.warn(used.b, no_certificate(self.settings, self.before))
             self.uncertified = True
@@ -280,7 +280,7 @@ class Training:
 
     def warn_of_standstill(self, used: Used) -> None:
         """Say it, once, when updates that had a gradient leave the sampler's weights as they were."""
-        share = used.delivery.get("moved_delivered")
+        share = used.weight_sync.get("moved_synced")
         if used.reason and self.pushed and not self.warned and share is not None and share < STILL:
             dtype = str(self.parts.policy.dtype).removeprefix("torch.")
             self.warn(used.b, standstill(self.settings, dtype, used.alpha, share))
@@ -330,7 +330,7 @@ class Training:
         with without_progress_bars():
             return self.store.record_weights(self.parts.policy.save, version)
 
-    def summarise(self, interrupted: signal.Signals | None) -> None:
+    def summarize(self, interrupted: signal.Signals | None) -> None:
         """The end of the run as a person sees it."""
         if self.settings.run.display == "none":
             return

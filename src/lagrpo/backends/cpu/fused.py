@@ -4,8 +4,8 @@ transformers computes norms, rotary embedding and gated activation in several pa
 (lagrpo.backends.cpu.kernels), with the same roundings, forward and backward. With packed weights
 (backends/cpu/packs.py) the matrix products of the forward pass are ours too, and a decoding step is one call; the
 backward pass multiplies by PyTorch, as it need not agree with anything to the bit. Models of other families, and GPUs,
-keep transformers' own modules. What is taken here is proven on a small input against transformers when a policy is
-loaded (`prove_attention`).
+keep transformers' own modules. What is taken here is checked on a small input against transformers when a policy is
+loaded (`check_attention`).
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class FusedDecoder:
     def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, packs: Packs | None = None) -> Tensor:
         """input_ids and position_ids [rows] -> [rows, H]. With `packs`, by these in place of the plain weights; the
         gradient goes to the plain ones."""
-        live: kernels.Live | None = getattr(layout, "live", None)
-        stack = self.stack(packs) if live is not None and packs is not None else None
+        active: kernels.Active | None = getattr(layout, "active", None)
+        stack = self.stack(packs) if active is not None and packs is not None else None
         x, cosine, sine = self.embedded(input_ids, position_ids)
-        if stack is not None and live is not None:
+        if stack is not None and active is not None:
             for layer in self.decoder.layers:
                 check_layer(layer, layout)
-            return add_norm(*kernels.decode_step(stack, live, x, cosine, sine), self.decoder.norm)[1]
+            return add_norm(*kernels.decode_step(stack, active, x, cosine, sine), self.decoder.norm)[1]
         delta: Tensor | None = None
         for number, layer in enumerate(self.decoder.layers):
             panels = packs.layers[number] if packs is not None else None

@@ -1,5 +1,5 @@
 /* The arithmetic between the matrix products of a decoder model, on a CPU: norms, rotary embedding, the gated
- * activation, group attention, and the softmax over the vocabulary; and whole decoding steps, made of these and of the
+ * activation, shared-prefix attention, and the softmax over the vocabulary; and whole decoding steps, made of these and of the
  * products of products.c.
  *
  * What comes out for a row does not depend on the rows around it, on the number of threads or on how the work is cut:
@@ -489,7 +489,7 @@ EXPORT void attention_backward(i64 n_groups, const i64 *groups, const Segment *s
                                scaling, grad_q, grad_k, grad_v, 0);
 }
 
-/* ---- one token of each live row against its prompt and its own tokens ---- */
+/* ---- one token of each active row against its prompt and its own tokens ---- */
 
 /* Puts the new keys and values in their caches and attends. Rows of group g are members[groups[g]] ..; q, out [rows,
  * heads, d]; k, v [rows, kv_heads, d], rows of v `v_stride` numbers apart. Caches in lanes: own keys [rows, kv_heads, d,
@@ -700,7 +700,7 @@ EXPORT void token_logp_backward(i64 n, i64 width, void *x, const i64 *tokens, fl
 
 /* A token of each row by inverting the cumulative distribution at uniform[row] in [0, 1): first over the sums of blocks
  * of BLOCK tokens, then inside one; both in float64. `ends` [n, blocks] is room for the first. */
-INLINE void draw_any(i64 n, i64 width, const void *x, float over_tau, const double *uniform, double *ends, i64 *tokens,
+INLINE void sample_any(i64 n, i64 width, const void *x, float over_tau, const double *uniform, double *ends, i64 *tokens,
                      float *logp, int half) {
     i64 blocks = (width + BLOCK - 1) / BLOCK;
 #pragma omp parallel for schedule(static)
@@ -730,8 +730,8 @@ INLINE void draw_any(i64 n, i64 width, const void *x, float over_tau, const doub
     }
 }
 
-EXPORT void draw(i64 n, i64 width, const void *x, float over_tau, const double *uniform, double *ends, i64 *tokens,
+EXPORT void sample_tokens(i64 n, i64 width, const void *x, float over_tau, const double *uniform, double *ends, i64 *tokens,
                  float *logp, int half) {
-    if (half) draw_any(n, width, x, over_tau, uniform, ends, tokens, logp, 1);
-    else draw_any(n, width, x, over_tau, uniform, ends, tokens, logp, 0);
+    if (half) sample_any(n, width, x, over_tau, uniform, ends, tokens, logp, 1);
+    else sample_any(n, width, x, over_tau, uniform, ends, tokens, logp, 0);
 }

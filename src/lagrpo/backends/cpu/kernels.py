@@ -167,7 +167,7 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tenso
 
 
 def numbers_in_a_lane(dtype: torch.dtype) -> int:
-    """A lane is 32 bits: one float32, or a pair of bfloat16 that are neighbours in a sum."""
+    """A lane is 32 bits: one float32, or a pair of bfloat16 that are neighbors in a sum."""
     return 4 // dtype.itemsize
 
 
@@ -190,8 +190,8 @@ def paired(x: Tensor) -> Tensor:
 
 
 def attention(segments: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Group attention of a packed row: out [rows, Hq, D] and log-sum-exps float32 [rows, Hq]. segments int64 [S, 4]:
-    first row, length, first row of the prefix, its length. D a multiple of VECTOR. All contiguous."""
+    """Shared-prefix attention of a packed row: out [rows, Hq, D] and log-sum-exps float32 [rows, Hq]. segments int64
+    [S, 4]: first row, length, first row of the prefix, its length. D a multiple of VECTOR. All contiguous."""
     rows, heads, d = query.shape
     out, lse, turned = torch.empty_like(query), floats(rows, heads), transposed(key)
     _call(
@@ -218,7 +218,7 @@ def attention_backward(
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class Active:
     """The rows of a decoding step: who belongs to whom, and caches. groups int64 [N + 1] counts members, int64 [rows];
     prompts [N] and lengths [rows] in tokens. In lanes (see `numbers_in_a_lane`), for rows (own) or groups (prompt):
     keys [layers, ., Hkv, D or half of it, room] and values [layers, ., Hkv, room or half of it, D]; the room, in
@@ -234,7 +234,7 @@ class Live:
     prompt_values: Tensor
 
 
-def decode(live: Live, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def decode(active: Active, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """One query per row, [rows, Hq, D], over the prompt of its group and its own tokens, the new one included, which is
     put in the caches."""
     query, key = query.contiguous(), key.contiguous()
@@ -242,9 +242,9 @@ def decode(live: Live, layer: int, query: Tensor, key: Tensor, value: Tensor, sc
     value = value if value.stride()[1:] == (d, 1) else value.contiguous()
     out = torch.empty_like(query)
     _call(
-        "decode", _half(query), len(live.prompts), live.groups, live.members, live.prompts, live.lengths, heads,
-        key.shape[1], d, query, key, value, value.stride(0), live.own_keys[layer], live.own_values[layer],
-        live.own_keys.shape[4], live.prompt_keys[layer], live.prompt_values[layer], live.prompt_keys.shape[4],
+        "decode", _half(query), len(active.prompts), active.groups, active.members, active.prompts, active.lengths,
+        heads, key.shape[1], d, query, key, value, value.stride(0), active.own_keys[layer], active.own_values[layer],
+        active.own_keys.shape[4], active.prompt_keys[layer], active.prompt_values[layer], active.prompt_keys.shape[4],
         float(scaling), out,
     )  # fmt: skip
     return out
@@ -261,14 +261,15 @@ class Stack:
         self.sizes, self.scaling, self.eps = torch.tensor(sizes), float(scaling), float(eps)
 
 
-def decode_step(stack: Stack, live: Live, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+def decode_step(stack: Stack, active: Active, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
     """One token per row through all layers: its embedding x [rows, H] -> the residual stream before the last addition
     (in x's place), and what is to be added. bfloat16; cosine and sine [rows, D] contiguous."""
     delta = torch.empty_like(x)
     _call_only(
-        "decode_step", stack.sizes, stack.addresses, len(x), len(live.prompts), live.groups, live.members, live.prompts,
-        live.lengths, live.own_keys, live.own_values, live.own_keys.shape[1], live.own_keys.shape[4], live.prompt_keys,
-        live.prompt_values, live.prompt_keys.shape[4], stack.scaling, stack.eps, cosine, sine, x, delta,
+        "decode_step", stack.sizes, stack.addresses, len(x), len(active.prompts), active.groups, active.members,
+        active.prompts, active.lengths, active.own_keys, active.own_values, active.own_keys.shape[1],
+        active.own_keys.shape[4], active.prompt_keys, active.prompt_values, active.prompt_keys.shape[4], stack.scaling,
+        stack.eps, cosine, sine, x, delta,
     )  # fmt: skip
     return x, delta
 
@@ -364,11 +365,11 @@ def token_logp_backward(logits: Tensor, token_ids: Tensor, tau: float, lse: Tens
     return logits
 
 
-def draw(logits: Tensor, tau: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [rows] drawn from softmax(logits / tau) by inverting its cumulative distribution at uniform float64
-    [rows], and their log-probs float32 [rows], those of `token_logp`."""
+def sample_tokens(logits: Tensor, tau: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [rows] sampled from softmax(logits / tau) by inverting its cumulative distribution at uniform
+    float64 [rows], and their log-probs float32 [rows], those of `token_logp`."""
     rows, vocabulary = logits.shape
     tokens, logp = torch.empty(rows, dtype=torch.long, device="cpu"), floats(rows)
     ends = torch.empty(rows, -(-vocabulary // 256), dtype=torch.float64, device="cpu")
-    _call("draw", _half(logits), rows, vocabulary, logits, 1.0 / tau, uniform, ends, tokens, logp)
+    _call("sample_tokens", _half(logits), rows, vocabulary, logits, 1.0 / tau, uniform, ends, tokens, logp)
     return tokens, logp

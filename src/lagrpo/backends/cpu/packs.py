@@ -3,7 +3,7 @@
 On a CPU in bfloat16 the forward products of the learner, of the sampler and of π_ref are all ours
 (lagrpo.backends.cpu.kernels): one order of sums, whatever lies beside a row. They read packed weights. `Packing` keeps
 the packs of one policy: packs them again when the policy's weights have changed, and lends them to policies that hold
-the same version, so that right after a delivery one packed copy serves π and α.
+the same version, so that right after a weight sync one packed copy serves π and α.
 """
 
 from __future__ import annotations

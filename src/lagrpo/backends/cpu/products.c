@@ -54,7 +54,7 @@ static int granted(int way) {
 }
 
 /* From now on products are computed by vectors (1) or tiles (2); whether that is possible here. Packs made before are of
- * no use afterwards. */
+ * no use afterward. */
 EXPORT i64 products_by(i64 way) {
     if (!granted((int)way)) return 0;
     by = (int)way;

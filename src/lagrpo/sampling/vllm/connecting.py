@@ -1,7 +1,7 @@
 """From settings to vLLM servers: those that run already are looked at, others are started; and the sampler over them.
 
 What is wrong with a server shows here, before a model is loaded where that is possible: nobody there, a wrong API key,
-a server without the endpoints that deliveries need, another model.
+a server without the endpoints that weight syncs need, another model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lagrpo.errors import refusing
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.vllm.process import Launch, StartedServer, expanded, missing
-from lagrpo.sampling.vllm.sampler import Drawing, VllmSampler, refuse_mismatch
+from lagrpo.sampling.vllm.sampler import Generation, VllmSampler, refuse_mismatch
 from lagrpo.sampling.vllm.server import GENERATE, HOW_TO_START, KEY, Deadlines, SamplerError, Server
 from lagrpo.sampling.vllm.wire import WIRES, Directories
 from lagrpo.settings.schema import Settings, VllmSettings
@@ -33,7 +33,7 @@ def deadlines(settings: VllmSettings) -> Deadlines:
     return Deadlines(
         start=settings.start_deadline,
         request=settings.request_deadline,
-        delivery=settings.delivery_deadline,
+        sync=settings.sync_deadline,
         control=settings.control_deadline,
     )
 
@@ -46,18 +46,18 @@ def open_servers(settings: Settings) -> list[Server]:
         SettingsError: a server that cannot be used, or cannot be started.
     """
     with refusing("vllm", SamplerError):
-        check_delivery(settings.vllm)
+        check_weight_sync(settings.vllm)
         if settings.vllm.urls:
-            return [attached(url, settings) for url in settings.vllm.urls]
-        return started(settings)
+            return [attach_server(url, settings) for url in settings.vllm.urls]
+        return start_servers(settings)
 
 
-def check_delivery(settings: VllmSettings) -> None:
+def check_weight_sync(settings: VllmSettings) -> None:
     """Raises ValueError for a wire that this machine does not have, and a directory that cannot be written to."""
-    if settings.delivery != "directory" and not torch.cuda.is_available():
+    if settings.weight_sync != "directory" and not torch.cuda.is_available():
         raise ValueError(
-            f"delivery = {settings.delivery!r} sends weights from the memory of a GPU, and PyTorch sees none here; use "
-            "'directory'"
+            f"weight_sync = {settings.weight_sync!r} sends weights from the memory of a GPU, and PyTorch sees none "
+            "here; use 'directory'"
         )
     if settings.directory is not None:
         path = Path(settings.directory).expanduser()
@@ -71,9 +71,9 @@ def check_delivery(settings: VllmSettings) -> None:
             raise ValueError(f"directory = {settings.directory!r} cannot be written to")
 
 
-def attached(url: str, settings: Settings) -> Server:
+def attach_server(url: str, settings: Settings) -> Server:
     """A server that runs already. Raises SamplerError for one that cannot be used."""
-    server = Server(url, os.environ.get(KEY), deadlines(settings.vllm), settings.sampling.rows)
+    server = Server(url, os.environ.get(KEY), deadlines(settings.vllm), settings.sampling.max_num_seqs)
     server.call("GET", "/health")
     root = server.model()["root"]
     server.version()
@@ -91,7 +91,7 @@ def attached(url: str, settings: Settings) -> Server:
     return server
 
 
-def started(settings: Settings) -> list[Server]:
+def start_servers(settings: Settings) -> list[Server]:
     """Servers of our own, on their way up. Raises ValueError where they cannot be started."""
     vllm, sampling = settings.vllm, settings.sampling
     if problem := missing(vllm.python):
@@ -101,13 +101,13 @@ def started(settings: Settings) -> list[Server]:
         model=resolve_model(settings.model.path),
         dtype=pick_dtype(settings.model.dtype, pick_device(settings.model.device))[0],
         longest=sampling.max_prompt_tokens + sampling.max_tokens + 1,
-        rows=sampling.rows,
-        wire=vllm.delivery,
+        max_num_seqs=sampling.max_num_seqs,
+        wire=vllm.weight_sync,
         options=expanded(vllm.options),
     )
     if taken := OURS & {word.partition("=")[0] for word in launch.options}:
         raise ValueError(f"options: {', '.join(sorted(taken))} is set by lagrpo itself")
-    folder, say = Path(settings.run.directory), said(settings)
+    folder, say = Path(settings.run.directory), choose_say(settings)
     with refusing("run.directory"):
         folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log" for _ in range(vllm.servers)]
@@ -136,27 +136,27 @@ def build_vllm(settings: Settings, policy: Policy, servers: Sequence[Server]) ->
             refuse_mismatch(server, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], served["root"])
         dtype = max((_dtype(server) for server in servers), key=COARSENESS.index)
         directories = Directories(vllm.directory)
-    drawing = Drawing(
+    generation = Generation(
         seed=settings.run.seed,
         max_tokens=sampling.max_tokens,
         tau=sampling.temperature,
         eos_ids=sorted(policy.eos_ids),
-        rows=sampling.rows,
+        max_num_seqs=sampling.max_num_seqs,
         decode=lambda ids: policy.tokenizer.decode(ids, skip_special_tokens=True),
     )
     return VllmSampler(
         servers,
-        drawing,
-        WIRES[vllm.delivery](),
+        generation,
+        WIRES[vllm.weight_sync](),
         directories,
         in_flight=vllm.in_flight,
         failures=vllm.failures,
         dtype=dtype,
-        say=said(settings),
+        say=choose_say(settings),
     )
 
 
-def said(settings: Settings) -> Callable[[str], None]:
+def choose_say(settings: Settings) -> Callable[[str], None]:
     """Prints what happens to the servers, unless the run is to be silent."""
     silent = settings.run.display == "none"
     return (lambda text: None) if silent else (lambda text: print(f"lagrpo: {text}", flush=True))
@@ -167,7 +167,7 @@ def _dtype(server: Server) -> torch.dtype:
     name = server.facts()["model_config"]["dtype"].removeprefix("torch.")
     known = {str(dtype).removeprefix("torch."): dtype for dtype in COARSENESS}
     if name not in known:
-        raise ValueError(f"{server} computes in {name}; lagrpo delivers {', '.join(known)}")
+        raise ValueError(f"{server} computes in {name}; lagrpo syncs {', '.join(known)}")
     return known[name]
 
 

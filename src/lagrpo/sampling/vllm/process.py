@@ -48,7 +48,7 @@ class Launch:
     model: str
     dtype: str
     longest: int
-    rows: int
+    max_num_seqs: int
     wire: str = "directory"
     options: tuple[str, ...] = ()
 
@@ -61,7 +61,7 @@ class Launch:
             *(self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--dtype", self.dtype),
             *("--host", "127.0.0.1", "--port", str(port), "--enable-scale-out", "--generation-config", "vllm"),
             *("--logprobs-mode", "processed_logprobs", "--max-model-len", str(self.longest)),
-            *("--max-num-seqs", str(self.rows), *here, *transfer, *self.options),
+            *("--max-num-seqs", str(self.max_num_seqs), *here, *transfer, *self.options),
         ]
 
     def _whole_prompts(self) -> list[str]:
@@ -72,8 +72,8 @@ class Launch:
     def environment(self, key: str) -> dict[str, str]:
         """Of the server's process: the key (never on the command line, where everybody can read it), development mode
         for pausing and loading weights, no usage statistics. On CPUs, unless our own environment says otherwise: 2 GiB
-        for keys and values, and all cores to compute with, as the trainer mostly waits while the server draws. How our
-        threads wait for each other is not passed on: its OpenMP is another one."""
+        for keys and values, and all cores to compute with, as the trainer mostly waits while the server generates. How
+        our threads wait for each other is not passed on: its OpenMP is another one."""
         own = {"VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         own |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if self.wire == "ipc" else {}
         ours = ("OMP_NUM_THREADS", "PYTHONPATH")

@@ -1,9 +1,10 @@
-"""The Sampler over vLLM servers: groups spread over them, deliveries to all of them, and what happens when one dies.
+"""The Sampler over vLLM servers: groups spread over them, weight syncs to all of them, and what happens when one dies.
 
-A group is one request; as many are under way at each server as `rows` completions make. Which server draws a group is
-whoever is free: the seed of a completion is a function of its address, so it does not matter (up to the rounding of
-other batch shapes; docs/vllm.md). A group that a dying server did not give back goes to the front of the queue, and is
-drawn again with the same seeds, by the same version: the server gets that version again before it draws anything.
+A group is one request; as many are under way at each server as `max_num_seqs` completions make. Which server generates
+a group is whoever is free: the seed of a completion is a function of its address, so it does not matter (up to the
+rounding of other batch shapes; docs/vllm.md). A group that a dying server did not give back goes to the front of the
+queue, and is generated again with the same seeds, by the same version: the server gets that version again before it
+generates anything.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from torch import Tensor
 
 from lagrpo.rng import generator
 from lagrpo.sampling.base import Request
-from lagrpo.sampling.vllm.server import Drawn, RefusedError, SamplerError, Server, UnreachableError
+from lagrpo.sampling.vllm.server import Generated, RefusedError, SamplerError, Server, UnreachableError
 from lagrpo.sampling.vllm.wire import Directories, DirectoryWire, Parcel, StuckError, Wire
 from lagrpo.types import Completion, Group, Outcome
 
-InFlight = Literal["finish", "span", "redraw"]
+InFlight = Literal["finish", "span", "regenerate"]
 SCORE_TOLERANCE = 0.5  # nats, mean: a server that was brought back serves the version it had, not another
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class Generation:
     """What is asked of the servers beside a prompt: `seed` and `purpose` of the addresses, the longest completion, the
     temperature, the ids that end one, completions under way at each server, how token ids become text."""
 
@@ -40,14 +41,14 @@ class Drawing:
     max_tokens: int
     tau: float
     eos_ids: Sequence[int]
-    rows: int
+    max_num_seqs: int
     decode: Callable[[Sequence[int]], str]
     purpose: str = "sample"
 
 
 @dataclass(eq=False, slots=True)
 class _Ticket:
-    """A group to be drawn, and where it goes when it is."""
+    """A group to be generated, and where it goes when it is."""
 
     request: Request
     G: int
@@ -67,15 +68,15 @@ class _Member:
 
 
 class VllmSampler:
-    """Sampler over `servers`. `in_flight` says what a delivery does with completions under way: `finish` allows none,
-    `span` lets them go on with the new weights (their tokens then have several versions), `redraw` draws their groups
-    again. `failures` is how often a server may be brought back over the run. `dtype` is that of the weights on the
-    wire; `say` hears what a person should know."""
+    """Sampler over `servers`. `in_flight` says what a weight sync does with completions under way: `finish` allows
+    none, `span` lets them go on with the new weights (their tokens then have several versions), `regenerate` generates
+    their groups again. `failures` is how often a server may be brought back over the run. `dtype` is that of the
+    weights on the wire; `say` hears what a person should know."""
 
     def __init__(
         self,
         servers: Sequence[Server],
-        drawing: Drawing,
+        generation: Generation,
         wire: Wire,
         directories: Directories,
         *,
@@ -84,20 +85,20 @@ class VllmSampler:
         dtype: torch.dtype = torch.bfloat16,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.drawing, self.wire, self.directories = drawing, wire, directories
+        self.generation, self.wire, self.directories = generation, wire, directories
         self.in_flight, self.failures, self.dtype, self.say = in_flight, failures, dtype, say
         self.run = secrets.token_hex(4)  # so that another run's version 3 is not taken for ours
         self._members = [_Member(server) for server in servers]
         self._queue: deque[_Ticket] = deque()
         self._ready = threading.Condition()
         self._open = 0  # groups asked for and not handed out
-        self._under_way = 0  # groups that a server is drawing
+        self._under_way = 0  # groups that a server is generating
         self._gate = True  # whether groups may be taken from the queue
         self._broken: SamplerError | None = None
         self._closed = False
         self._parcel: Parcel | None = None
-        self._proven: list[tuple[Sequence[int], Sequence[int], list[float]]] = []
-        self._figures: dict[str, float] = {"recoveries": 0, "redrawn": 0}
+        self._parity_scores: list[tuple[Sequence[int], Sequence[int], list[float]]] = []
+        self._metrics: dict[str, float] = {"recoveries": 0, "regenerated": 0}
         self._busy_since, self._busy = 0.0, 0.0
 
     # What the loop asks for.
@@ -108,7 +109,7 @@ class VllmSampler:
 
     @property
     def spans(self) -> bool:
-        """Whether a delivery may come while completions are under way."""
+        """Whether a weight sync may come while completions are under way."""
         return self.in_flight != "finish"
 
     @property
@@ -117,7 +118,7 @@ class VllmSampler:
         versions = {self._number(member.server.version()) for member in self._members}
         return versions.pop() if len(versions) == 1 else -1
 
-    def deliver(self, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
+    def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
         """π_version into all servers; what it cost: bytes, seconds of writing and of having the servers paused.
 
         Raises:
@@ -125,10 +126,10 @@ class VllmSampler:
             CorruptError: what was written is not what was to be; the servers go on with the version they had.
             SamplerError: the weights are not those of the same model, or a server refused them (then, too, they go on
                 with the version they had), or a server is gone for good, or the transfer is stuck: then the servers
-                are left paused, and draw nothing.
+                are left paused, and generate nothing.
         """
         if self._open and not self.spans:
-            raise RuntimeError(f"version {version} was delivered while {self._open} groups are open")
+            raise RuntimeError(f"version {version} was synced while {self._open} groups are open")
         started = time.perf_counter()
         parcel = self._pack(weights, version)
         if self._parcel is not None and parcel.shapes != self._parcel.shapes:
@@ -138,15 +139,15 @@ class VllmSampler:
         written = time.perf_counter()
         with _Stopped(self):
             paused = time.perf_counter()
-            before, self._parcel, self._proven = self._parcel, parcel, []
+            before, self._parcel, self._parity_scores = self._parcel, parcel, []
             try:
                 self._load(parcel, before)
             except StuckError as error:
-                self._give_up(stuck := _left_paused(version, error))  # and so they do not go on drawing
+                self._give_up(stuck := _left_paused(version, error))  # and so they do not go on generating
                 raise stuck from error
         done = time.perf_counter()
         self.directories.drop_before(version)
-        return {"delivery_bytes": parcel.size, "seconds_writing": written - started, "seconds_paused": done - paused}
+        return {"sync_bytes": parcel.size, "seconds_writing": written - started, "seconds_paused": done - paused}
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         """One group for each request, as they end. The servers are asked at once, not when the first one is taken."""
@@ -159,7 +160,7 @@ class VllmSampler:
             self._queue.extend(_Ticket(request, G, out) for request in requests)
             self._open += len(requests)
             self._ready.notify_all()
-        self._start_threads(max(1, self.drawing.rows // G))
+        self._start_threads(max(1, self.generation.max_num_seqs // G))
         return self._handed_out(out, len(requests))
 
     def score(self, prompt_ids: Sequence[int], token_ids: Tensor) -> Tensor:
@@ -170,27 +171,27 @@ class VllmSampler:
         """The same for several (prompt, tokens), by every server: [server][item][token]. They are kept: a server that
         is brought back has to give them again."""
         found = [self._scored(member, items) for member in self._members]
-        self._proven = [(p, t, scores) for (p, t), scores in zip(items, found[0], strict=True)]
+        self._parity_scores = [(p, t, scores) for (p, t), scores in zip(items, found[0], strict=True)]
         return found
 
-    def drawn_by(self, number: int, request: Request, max_tokens: int) -> Group:
-        """One completion by one server, at once: for a proof of what it draws."""
+    def generate_on_server(self, number: int, request: Request, max_tokens: int) -> Group:
+        """One completion by one server, at once: for a parity check of what it generates."""
         member = self._members[number]
-        return self._persistently(member, lambda: self._draw(member.server, request, 1, max_tokens))
+        return self._persistently(member, lambda: self._generate(member.server, request, 1, max_tokens))
 
     def rest(self) -> None:
         """The servers have memory of their own."""
 
     def read(self) -> dict[str, float]:
-        """Since the last call: how often a server was brought back, how many groups were drawn again, and for how many
-        seconds there was something to draw."""
+        """Since the last call: how often a server was brought back, how many groups were generated again, and for how
+        many seconds there was something to generate."""
         with self._ready:
             now = time.perf_counter()
             busy = self._busy + (now - self._busy_since if self._pending else 0.0)
             self._busy, self._busy_since = 0.0, now
-            figures = {**self._figures, "seconds_drawing": busy}
-            self._figures = dict.fromkeys(self._figures, 0)
-        return figures
+            metrics = {**self._metrics, "seconds_generating": busy}
+            self._metrics = dict.fromkeys(self._metrics, 0)
+        return metrics
 
     def close(self) -> None:
         """End the threads, the servers that are ours, and what lies in the shared directory."""
@@ -201,7 +202,7 @@ class VllmSampler:
             member.server.close()
         self.directories.close()
 
-    # Drawing: threads that take groups from the queue.
+    # Generating: threads that take groups from the queue.
 
     def _start_threads(self, each: int) -> None:
         for member in self._members:
@@ -236,11 +237,11 @@ class VllmSampler:
         return len(self._queue) + self._under_way
 
     def _work(self, member: _Member) -> None:
-        """One thread of a server: take a group, draw it, hand it out."""
+        """One thread of a server: take a group, generate it, hand it out."""
         while (ticket := self._take(member)) is not None:
             life = member.life
             try:
-                group = self._draw(member.server, ticket.request, ticket.G)
+                group = self._generate(member.server, ticket.request, ticket.G)
             except UnreachableError as error:
                 with self._ready:
                     member.up = member.life != life
@@ -271,7 +272,7 @@ class VllmSampler:
                 ticket.out.put(self._broken)
             else:
                 self._queue.appendleft(ticket)
-                self._figures["redrawn"] += 1
+                self._metrics["regenerated"] += 1
             self._done()
 
     def _done(self) -> None:
@@ -281,38 +282,40 @@ class VllmSampler:
                 self._busy += time.perf_counter() - self._busy_since
             self._ready.notify_all()
 
-    def _draw(self, server: Server, request: Request, G: int, max_tokens: int | None = None) -> Group | None:
-        """The group of a request, None when it was broken off to be drawn by the next version."""
-        d, ids = self.drawing, request.prompt.token_ids
+    def _generate(self, server: Server, request: Request, G: int, max_tokens: int | None = None) -> Group | None:
+        """The group of a request, None when it was broken off to be generated by the next version."""
+        d, ids = self.generation, request.prompt.token_ids
         longest = min(d.max_tokens, max_tokens or d.max_tokens)
         seed = int(generator(d.seed, d.purpose, *request.address).random_raw(1)[0]) >> 2
         label = self._parcel.label if self._parcel else ""
-        drawn = server.draw(ids, G, seed, longest, d.tau, sorted(d.eos_ids), label)
-        if any(one.end == "abort" for one in drawn):
+        generated = server.generate(ids, G, seed, longest, d.tau, sorted(d.eos_ids), label)
+        if any(one.end == "abort" for one in generated):
             return None
-        if strange := {name for one in drawn for name, _, _ in one.spans if self._number(name) < 0}:
+        if strange := {name for one in generated for name, _, _ in one.spans if self._number(name) < 0}:
             raise UnreachableError(
-                f"{server} drew with weights that this run did not deliver (labelled {', '.join(sorted(strange))}): it "
-                "was started again, or another run delivers to it"
+                f"{server} sampled with weights that this run did not sync (labeled {', '.join(sorted(strange))}): it "
+                "was started again, or another run syncs to it"
             )
-        return Group(request.prompt, tuple(self._completion(one) for one in drawn), request.epoch)
+        return Group(request.prompt, tuple(self._completion(one) for one in generated), request.epoch)
 
-    def _completion(self, drawn: Drawn) -> Completion:
-        versions = torch.full((len(drawn.token_ids),), -1)
-        for label, start, end in drawn.spans:
+    def _completion(self, generated: Generated) -> Completion:
+        versions = torch.full((len(generated.token_ids),), -1)
+        for label, start, end in generated.spans:
             versions[start:end] = self._number(label)
-        bad = next((n for n, p in enumerate(drawn.logp) if not math.isfinite(p)), None)
+        bad = next((n for n, p in enumerate(generated.logp) if not math.isfinite(p)), None)
         outcome = Outcome.failed(f"the server gave no finite log-prob of token {bad}") if bad is not None else None
-        if not drawn.token_ids or drawn.end not in ("stop", "length"):
-            outcome = Outcome.failed(f"the server ended it with {drawn.end!r} after {len(drawn.token_ids)} tokens")
+        if not generated.token_ids or generated.end not in ("stop", "length"):
+            outcome = Outcome.failed(
+                f"the server ended it with {generated.end!r} after {len(generated.token_ids)} tokens"
+            )
         elif bool((versions < 0).any()):
-            outcome = Outcome.failed("the server did not say with which weights it drew every token")
+            outcome = Outcome.failed("the server did not say with which weights it sampled every token")
         return Completion(
-            token_ids=torch.tensor(drawn.token_ids, dtype=torch.long),
-            logp_alpha=torch.tensor(drawn.logp, dtype=torch.float32),
+            token_ids=torch.tensor(generated.token_ids, dtype=torch.long),
+            logp_alpha=torch.tensor(generated.logp, dtype=torch.float32),
             versions=versions,
-            finished=bool(drawn.token_ids) and drawn.token_ids[-1] in self.drawing.eos_ids,
-            text=self.drawing.decode(drawn.token_ids),
+            finished=bool(generated.token_ids) and generated.token_ids[-1] in self.generation.eos_ids,
+            text=self.generation.decode(generated.token_ids),
             outcome=outcome,
         )
 
@@ -350,7 +353,8 @@ class VllmSampler:
             )
 
     def _came_back(self, member: _Member, failure: BaseException) -> bool:
-        """Whether a server whose delivery failed was dead and now has the version; one that is well has refused it."""
+        """Whether a server whose weight sync failed was dead and now has the version; one that is well has refused
+        it."""
         if not isinstance(failure, UnreachableError) or member.server.healthy():
             return False
         self._recover(member, member.life, failure)
@@ -412,7 +416,7 @@ class VllmSampler:
 
     def _spend(self, error: UnreachableError) -> None:
         with self._ready:
-            self._figures["recoveries"] += 1
+            self._metrics["recoveries"] += 1
             self.failures -= 1
         if self.failures < 0:
             raise SamplerError(f"{error}. That was one failure more than vllm.failures allows") from error
@@ -426,12 +430,13 @@ class VllmSampler:
         server.reload(self._parcel.write())
         server.label(self._parcel.label)
         server.resume()
-        for prompt_ids, token_ids, before in self._proven:
+        for prompt_ids, token_ids, before in self._parity_scores:
             now = server.score(prompt_ids, token_ids)
             difference = sum(abs(a - b) for a, b in zip(now, before, strict=True)) / len(before)
             if not difference <= SCORE_TOLERANCE:
                 raise SamplerError(
-                    f"{server} came back, but scores the probe otherwise than before (by {difference:.3g} nats a token)"
+                    f"{server} came back, but scores the parity prompts otherwise than before (by {difference:.3g} "
+                    "nats a token)"
                 )
 
     def _give_up(self, error: SamplerError) -> None:
@@ -455,14 +460,14 @@ class VllmSampler:
 def _left_paused(version: int, error: StuckError) -> SamplerError:
     return SamplerError(
         f"version {version} did not get to the servers: {error}. They are left paused and may have half of it: start "
-        "again those that are still up (the ones this run started are ended). vllm.delivery_deadline says how long is "
-        "waited; vllm.delivery = 'directory' waits for nobody else"
+        "again those that are still up (the ones this run started are ended). vllm.sync_deadline says how long is "
+        "waited; vllm.weight_sync = 'directory' waits for nobody else"
     )
 
 
 class _Stopped:
-    """The time in which no server draws: the gate shut, what is under way broken off (`redraw`) or frozen, and all
-    servers paused; afterwards they go on."""
+    """The time in which no server generates: the gate shut, what is under way broken off (`regenerate`) or frozen, and
+    all servers paused; afterward they go on."""
 
     def __init__(self, sampler: VllmSampler) -> None:
         self._s = sampler
@@ -471,7 +476,7 @@ class _Stopped:
         s = self._s
         with s._ready:
             s._gate = False
-        if s.in_flight == "redraw":
+        if s.in_flight == "regenerate":
             self._break_off()
         for member in s._members:
             s._persistently(member, member.server.pause)
@@ -490,14 +495,14 @@ class _Stopped:
     def _break_off(self) -> None:
         """Until nothing is under way: a request may reach a server after the first call to abort."""
         s = self._s
-        end = time.monotonic() + s.servers[0].deadlines.delivery
+        end = time.monotonic() + s.servers[0].deadlines.sync
         while s._under_way:
             for member in s._members:
                 s._persistently(member, member.server.abort)
             with s._ready:
                 s._ready.wait(0.05)
             if time.monotonic() > end:
-                raise SamplerError("completions under way could not be broken off before the deadline of a delivery")
+                raise SamplerError("completions under way could not be broken off before the deadline of a weight sync")
 
 
 def refuse_mismatch(server: Server, tokenize: Callable[[str], list[int]], root: str | None) -> None:

@@ -1,7 +1,8 @@
 """One vLLM server over HTTP: token ids in, token ids out, a deadline on every answer.
 
 Written for vLLM 0.32 and later, started with VLLM_SERVER_DEV_MODE=1 (pausing, weights) and --enable-scale-out (the
-endpoint /inference/v1/generate, which takes and gives token ids and says which version of the weights drew each token).
+endpoint /inference/v1/generate, which takes and gives token ids and says which version of the weights sampled each
+token).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ HOW_TO_START = "start it with `lagrpo serve MODEL`, or with VLLM_SERVER_DEV_MODE
 
 
 class SamplerError(RuntimeError):
-    """The servers cannot go on drawing; the message says which, why, and what to do."""
+    """The servers cannot go on generating; the message says which, why, and what to do."""
 
 
 class UnreachableError(SamplerError):
@@ -37,23 +38,23 @@ class RefusedError(SamplerError):
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds to wait: `start` until a server is healthy, `request` for the completions of a group, `delivery` until a
+    """Seconds to wait: `start` until a server is healthy, `request` for the completions of a group, `sync` until a
     server has loaded weights, `control` for everything that should take no time."""
 
     start: float = 600.0
     request: float = 600.0
-    delivery: float = 300.0
+    sync: float = 300.0
     control: float = 30.0
 
     def __str__(self) -> str:
         return (
-            f"{self.start:g} s to start, {self.request:g} s for a group, {self.delivery:g} s to load weights, "
+            f"{self.start:g} s to start, {self.request:g} s for a group, {self.sync:g} s to load weights, "
             f"{self.control:g} s for anything else"
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class Generated:
     """One completion as the server gave it: token ids, log-probs, (version label, first token, end) of each span,
     why it ended ("stop", "length", "abort" …)."""
 
@@ -160,7 +161,7 @@ class Server:
         return self.call("GET", "/weight_info")["weight_version"]
 
     def pause(self) -> None:
-        """Stop drawing; what is under way is kept as it is until `resume`."""
+        """Stop generating; what is under way is kept as it is until `resume`."""
         self.call("POST", "/pause?mode=keep", {})
 
     def resume(self) -> None:
@@ -177,9 +178,9 @@ class Server:
     def reload(self, directory: str) -> None:
         """Load the safetensors of a directory that the server can read."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
-        self.call("POST", "/collective_rpc", body, self.deadlines.delivery)
+        self.call("POST", "/collective_rpc", body, self.deadlines.sync)
 
-    def draw(
+    def generate(
         self,
         prompt_ids: Sequence[int],
         n: int,
@@ -188,7 +189,7 @@ class Server:
         tau: float,
         eos_ids: Sequence[int],
         salt: str,
-    ) -> list[Drawn]:
+    ) -> list[Generated]:
         """n completions of a prompt, the g-th from the seed `seed + g`. Nothing is cut off the distribution. `salt`
         keeps what is cached of a prompt from being used with other weights."""
         body = {
@@ -212,7 +213,7 @@ class Server:
             },
         }
         choices = self.call("POST", GENERATE, body, self.deadlines.request)["choices"]
-        return [_drawn(choice) for choice in sorted(choices, key=lambda choice: choice["index"])]
+        return [_generated(choice) for choice in sorted(choices, key=lambda choice: choice["index"])]
 
     def score(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
         """log-probs of given tokens at temperature 1, whatever the sampling temperature is, in nats."""
@@ -223,12 +224,14 @@ class Server:
         return [float(place[str(token)]["logprob"]) for token, place in chosen]
 
 
-def _drawn(choice: Mapping[str, Any]) -> Drawn:
+def _generated(choice: Mapping[str, Any]) -> Generated:
     tokens, content = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
     known = {n: entry["logprob"] for n, entry in enumerate(content) if entry["token_id"] == tokens[n]}
     logp = [known.get(n) for n in range(len(tokens))]
     spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
-    return Drawn(tokens, [math.nan if p is None or p < NO_LOGPROB else p for p in logp], spans, choice["finish_reason"])
+    return Generated(
+        tokens, [math.nan if p is None or p < NO_LOGPROB else p for p in logp], spans, choice["finish_reason"]
+    )
 
 
 def _message(text: str) -> str:

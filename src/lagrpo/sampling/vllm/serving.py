@@ -1,7 +1,7 @@
 """`lagrpo serve`: a vLLM server in the foreground, for trainers to attach to; started again when it dies.
 
 The server is a `StartedServer` (sampling/vllm/process.py): in an environment of its own, on 127.0.0.1, with an API key,
-and with a guard that ends it when we are gone. A trainer that finds it dead waits until it is back, and delivers its
+and with a guard that ends it when we are gone. A trainer that finds it dead waits until it is back, and syncs its
 weights to it anew.
 """
 
@@ -31,8 +31,8 @@ def serve(
     python: str,
     dtype: str,
     longest: int,
-    rows: int,
-    delivery: str,
+    max_num_seqs: int,
+    weight_sync: str,
     failures: int,
     deadline: float,
     log: Path | None,
@@ -45,7 +45,7 @@ def serve(
         SamplerError: the server did not get ready within `deadline` seconds, or ended more than `failures` times.
         Interrupted: Ctrl-C or SIGTERM; the server has been ended.
     """
-    check_numbers(longest=longest, rows=rows, failures=failures, deadline=deadline)
+    check_numbers(longest=longest, max_num_seqs=max_num_seqs, failures=failures, deadline=deadline)
     check_port(port)
     python = str(Path(python).expanduser().absolute())
     with refusing("--python"):
@@ -62,8 +62,8 @@ def serve(
         model=resolve_model(model),
         dtype=dtype,
         longest=longest,
-        rows=rows,
-        wire=delivery,
+        max_num_seqs=max_num_seqs,
+        wire=weight_sync,
         options=expanded(options),
     )
     with interruptible():
@@ -71,7 +71,7 @@ def serve(
         server = StartedServer(launch, Deadlines(start=deadline), log, say, port, given)
         try:
             server.wait(deadline)
-            print(how_to_attach(server.url, model, delivery, None if given else server.key), flush=True)
+            print(how_to_attach(server.url, model, weight_sync, None if given else server.key), flush=True)
             keep_up(server, failures)
         finally:
             server.close()
@@ -102,13 +102,13 @@ def brought_back(server: StartedServer, spent: int, failures: int) -> bool:
     except UnreachableError as error:
         say(str(error))
         return False
-    say(f"{server.url} is up again, with the weights it was started with; trainers deliver theirs anew")
+    say(f"{server.url} is up again, with the weights it was started with; trainers sync theirs anew")
     return True
 
 
-def check_numbers(longest: int, rows: int, failures: int, deadline: float) -> None:
+def check_numbers(longest: int, max_num_seqs: int, failures: int, deadline: float) -> None:
     """Raises SettingsError for numbers that make no sense."""
-    least = {"--max-model-len": (longest, 2), "--rows": (rows, 1), "--failures": (failures, 0)}
+    least = {"--max-model-len": (longest, 2), "--max-num-seqs": (max_num_seqs, 1), "--failures": (failures, 0)}
     for name, (number, smallest) in least.items():
         if number < smallest:
             raise SettingsError(f"{name} is at least {smallest}, not {number}")
@@ -129,7 +129,7 @@ def check_port(port: int) -> None:
             raise SettingsError(f"--port: {port} on 127.0.0.1 {reason}; name another") from error
 
 
-def how_to_attach(url: str, model: str, delivery: str, key: str | None) -> str:
+def how_to_attach(url: str, model: str, weight_sync: str, key: str | None) -> str:
     """What is printed when the server is up; `key` is None where the user has set it.
 
     >>> print(how_to_attach("http://127.0.0.1:8000", "smollm2", "directory", None))
@@ -139,7 +139,7 @@ def how_to_attach(url: str, model: str, delivery: str, key: str | None) -> str:
     <BLANKLINE>
     """
     whose = "" if key else f" (the API key is that of ${KEY})"
-    wire = "" if delivery == "directory" else f" --vllm.delivery {delivery}"
+    wire = "" if weight_sync == "directory" else f" --vllm.weight_sync {weight_sync}"
     lines = [f"  export {KEY}={key}"] if key else []
     lines += [f"  lagrpo train … --model {shlex.quote(model)} --sampling.sampler vllm --vllm.urls {url}{wire}"]
     return "\n".join([f"lagrpo: {url} is up; Ctrl-C ends it. To attach{whose}:", "", *lines, ""])

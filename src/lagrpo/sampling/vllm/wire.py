@@ -169,11 +169,11 @@ class TransferWire:
                 ("/update_weights", {"update_info": info}),
                 ("/finish_weight_update", {"weight_version": parcel.label}),
             ):
-                server.call("POST", path, body, server.deadlines.delivery, again=False)
+                server.call("POST", path, body, server.deadlines.sync, again=False)
 
         with ThreadPoolExecutor(len(servers)) as pool:
             waiting = [pool.submit(_failure, lambda server=server: update(server)) for server in servers]
-            self.transfer(parcel, servers[0].deadlines.delivery, waiting)
+            self.transfer(parcel, servers[0].deadlines.sync, waiting)
             failures = [one.result() for one in waiting]
         if any(failures):
             self.disconnect()
@@ -215,7 +215,7 @@ class NcclWire(TransferWire):
             info = {"rank_offset": offset, "world_size": world, "packed": False}
             info["nccl_unique_id_b64"] = base64.b64encode(identity).decode()
             body = {"init_info": info}
-            server.call("POST", "/init_weight_transfer_engine", body, server.deadlines.delivery)
+            server.call("POST", "/init_weight_transfer_engine", body, server.deadlines.sync)
 
         def join() -> Any:
             with beside(device):
@@ -226,7 +226,7 @@ class NcclWire(TransferWire):
         with ThreadPoolExecutor(len(servers)) as pool:
             pairs = zip(servers, offsets, strict=True)
             waiting = [pool.submit(_failure, partial(meet, server, offset)) for server, offset in pairs]
-            deadline = servers[0].deadlines.delivery
+            deadline = servers[0].deadlines.sync
             self._communicator = within(deadline, "the meeting by NCCL", join, waiting)
             failures = [one.result() for one in waiting]
         if failure := next(filter(None, failures), None):
@@ -261,7 +261,7 @@ class IpcWire(TransferWire):
         for server in servers:
             if server.url not in self._met:
                 body = {"init_info": {"packed": False}}
-                server.call("POST", "/init_weight_transfer_engine", body, server.deadlines.delivery)
+                server.call("POST", "/init_weight_transfer_engine", body, server.deadlines.sync)
                 self._met.add(server.url)
 
     def disconnect(self) -> None:
