@@ -17,7 +17,7 @@ from typing import Any
 
 from measuring import Load, Report, machine, median, ratio, spread
 from processes import Program, Side
-from sides import Figures, start_ours, values
+from sides import Measurements, start_ours, values
 from work import SHORT, asked_for, common_options
 
 OPENMPS_OWN = {"GOMP_SPINCOUNT": "300000"}  # what GNU's OpenMP takes where nobody says how often to spin
@@ -49,9 +49,9 @@ def ways(threads: int, spins: list[int]) -> dict[str, Way]:
 class Taken:
     """The updates of one way: counted ones without and with the other process, and the first ones after it came."""
 
-    idle: Figures = field(default_factory=list)
-    busy: Figures = field(default_factory=list)
-    first: Figures = field(default_factory=list)
+    idle: Measurements = field(default_factory=list)
+    busy: Measurements = field(default_factory=list)
+    first: Measurements = field(default_factory=list)
 
 
 def options() -> argparse.Namespace:
@@ -68,7 +68,7 @@ def main() -> None:
     chosen = {name: way for name, way in ways(asked.threads, asked.spins).items() if name in (asked.only or [name])}
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
         sides = {
-            name: running.enter_context(started(f"{n}", way, work, Path(scratch), asked.threads))
+            name: running.enter_context(start_side(f"{n}", way, work, Path(scratch), asked.threads))
             for n, (name, way) in enumerate(chosen.items())
         }
         for side in sides.values():
@@ -89,7 +89,7 @@ def main() -> None:
     report.write(machine(asked.threads, load))
 
 
-def started(name: str, way: Way, work: Any, scratch: Path, threads: int) -> Side:
+def start_side(name: str, way: Way, work: Any, scratch: Path, threads: int) -> Side:
     """A run of ours that makes one batch per request."""
     model = {"path": work.model, "device": "cpu", "dtype": "bfloat16", "threads": way.fixed}
     return start_ours(name, work, scratch, threads, variables=way.environment, model=model)
@@ -113,8 +113,8 @@ def measured(
 
 
 def row(name: str, taken: Taken) -> dict[str, str]:
-    idle, busy, first = (values(figures, "seconds") for figures in (taken.idle, taken.busy, taken.first))
-    threads = [sorted(set(values(figures, "threads"))) for figures in (taken.idle, taken.busy)]
+    idle, busy, first = (values(measurements, "seconds") for measurements in (taken.idle, taken.busy, taken.first))
+    threads = [sorted(set(values(measurements, "threads"))) for measurements in (taken.idle, taken.busy)]
     return {
         "": name,
         "idle": spread(idle),

@@ -27,7 +27,7 @@ from lagrpo.backends.choose import Choice, choose_backend
 from lagrpo.objective.recipes import resolve
 from lagrpo.policy.batch import assemble
 from lagrpo.policy.embedded import resolve_model
-from lagrpo.policy.learner import Learner, Optimisation
+from lagrpo.policy.learner import Learner, Optimization
 from lagrpo.policy.loading import load_policy
 from lagrpo.policy.model import Model, Policy
 from lagrpo.policy.replica import replica
@@ -93,7 +93,7 @@ def measure(asked: argparse.Namespace, name: str, context: int, peak: float, rep
         way: dataclasses.replace(policy, model=Model(policy.model.lm, choose_backend(way, policy.device, policy.dtype)))
         for way in ways
     }
-    learner = Learner(policy, resolve("grpo", {"beta": 0.0}), Optimisation(lr=1e-6))
+    learner = Learner(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-6))
     length = context - context // 4
     taken: dict[str, list[dict[str, float]]] = {"auto": [], "torch": []}
     samplers: dict[str, LocalSampler] = {}
@@ -105,19 +105,21 @@ def measure(asked: argparse.Namespace, name: str, context: int, peak: float, rep
             samplers.setdefault(way, LocalSampler(replica(policy), SEED, length, asked.prompts * asked.completions))
             taken[way].append(once(asked, policy, learner, samplers[way], context, turn))
             print(f"  {name}, {context}, {way}: {taken[way][-1]}", flush=True)
-    taken = {way: figures[1:] for way, figures in taken.items()}
+    taken = {way: measurements[1:] for way, measurements in taken.items()}
     report.raw[f"{name}, {context}"] = taken
-    column = lambda figure, way: [figures[figure] for figures in taken[way]]  # noqa: E731
+    column = lambda measurement, way: [measurements[measurement] for measurements in taken[way]]  # noqa: E731
     rows = []
-    for figure in ("sampling", "learning"):
-        each = {way: spread(column(figure, way), " tokens/s", 4) for way in taken}
-        rows.append({"": figure, **each, "ratio": ratio(column(figure, "auto"), column(figure, "torch"))})
+    for measurement in ("sampling", "learning"):
+        each = {way: spread(column(measurement, way), " tokens/s", 4) for way in taken}
+        rows.append(
+            {"": measurement, **each, "ratio": ratio(column(measurement, "auto"), column(measurement, "torch"))}
+        )
     shares = {way: f"{median(column('flops', way)) / peak:.0%}" for way in taken}
     rows.append({"": "learning, share of the peak", **shares})
-    for figure in ("memory of sampling", "memory of learning") if asked.device.startswith("cuda") else ():
-        most = {way: max(column(figure, way)) for way in taken}
+    for measurement in ("memory of sampling", "memory of learning") if asked.device.startswith("cuda") else ():
+        most = {way: max(column(measurement, way)) for way in taken}
         sizes = {way: gigabytes(size) for way, size in most.items()}
-        rows.append({"": figure, **sizes, "ratio": f"{most['torch'] / most['auto']:.2f}"})
+        rows.append({"": measurement, **sizes, "ratio": f"{most['torch'] / most['auto']:.2f}"})
     report.table(
         f"{name}: {asked.prompts} prompts of {context // 4} tokens × {asked.completions} completions × ≤ {length} "
         f"tokens; {asked.tokens} tokens in a micro-batch",
@@ -135,9 +137,11 @@ def once(
     for key in range(asked.prompts):
         ids = (uniforms(context // 4, SEED, "prompt", turn, key) * vocabulary).astype("int64")
         requests.append(Request(turn, 0, Prompt(key, (), None, tuple(ids.tolist()))))
-    sampler.deliver(policy.weights, policy.version)
-    drawn, sampling, sampling_memory = timed(asked.device, lambda: list(sampler.sample(requests, asked.completions)))
-    groups = [rewarded(group, turn) for _, group in drawn]
+    sampler.sync_weights(policy.weights, policy.version)
+    generated, sampling, sampling_memory = timed(
+        asked.device, lambda: list(sampler.sample(requests, asked.completions))
+    )
+    groups = [rewarded(group, turn) for _, group in generated]
     batch = assemble(groups, learner.recipe, context - context // 4, SEED, turn)
     rows = learner.pack(batch, asked.tokens)
     _, learning, learning_memory = timed(asked.device, lambda: learner.first_step(rows, batch.in_objective))

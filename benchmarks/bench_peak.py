@@ -85,7 +85,7 @@ def memory(asked: argparse.Namespace, work: Work, report: Report, load: Load) ->
             with tempfile.TemporaryDirectory() as scratch:
                 place = (work, Path(scratch), asked.threads)
                 tokens = budget(work, count, Path(scratch))
-                own = {"lr": 1e-5, "tokens": tokens, "activation_checkpointing": checkpointing}
+                own = {"lr": 1e-5, "micro_batch_tokens": tokens, "activation_checkpointing": checkpointing}
                 with start_ours("ours", *place, optimizer=own) as side:
                     ours = [side.update() for _ in range(2)]
                     load.add(side)
@@ -94,7 +94,7 @@ def memory(asked: argparse.Namespace, work: Work, report: Report, load: Load) ->
                     load.add(side)
                     versions = side.facts["versions"]
             require_same_work(ours, theirs)
-            peaks = [max(values(figures, "peak_bytes")) for figures in (ours, theirs)]
+            peaks = [max(values(measurements, "peak_bytes")) for measurements in (ours, theirs)]
             report.raw[f"memory, {work.name}, {described(trl)}"] = {"ours": ours, "trl": theirs, "tokens": tokens}
             rows.append({
                 "completions in a micro-batch": count,

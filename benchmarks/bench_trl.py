@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring import Load, Report, gigabytes, machine, median, ratio, spread
-from sides import Figures, interleaved, per_token, phases, require_same_work, start_ours, start_trl, values
+from sides import Measurements, interleaved, per_token, phases, require_same_work, start_ours, start_trl, values
 from work import HASHED, LONG, WORKS, Work, asked_for, common_options, require_peer
 
 DEFAULT: dict[str, Any] = {"per_device": 32}
@@ -77,7 +77,7 @@ def main() -> None:
 
 def compared(
     asked: argparse.Namespace, work: Work, settings: dict[str, Any], reward: str, updates: int, load: Load
-) -> tuple[Figures, Figures, dict[str, str]]:
+) -> tuple[Measurements, Measurements, dict[str, str]]:
     """Both sides in turn on the same prompts; and TRL's versions."""
     with tempfile.TemporaryDirectory() as scratch:
         place = (work, Path(scratch), asked.threads)
@@ -91,7 +91,7 @@ def compared(
     return own, theirs, trl.facts["versions"]
 
 
-def rows(ours: Figures, trl: Figures) -> list[dict[str, Any]]:
+def rows(ours: Measurements, trl: Measurements) -> list[dict[str, Any]]:
     """The lines of a comparison."""
     lines: list[tuple[str, ...]] = [
         (
@@ -122,17 +122,17 @@ def scan(asked: argparse.Namespace, work: Work) -> None:
     for variants in SCANNED.values():
         for settings in (best | variant for variant in variants):
             if described(settings) not in tried and work.completions % settings["per_device"] == 0:
-                figures, versions = alone(asked, work, settings, load)
-                tried[described(settings)] = settings, figures
+                measurements, versions = alone(asked, work, settings, load)
+                tried[described(settings)] = settings, measurements
         masters = [t for t in tried.values() if t[1][-1]["weights"] == "torch.float32"]
         best, _ = min(masters, key=lambda t: median(values(t[1], "seconds")))
     report.raw["best"] = best
     report.raw["tried"] = list(tried.values())
     report.table(work.title, [
-        {"TRL's settings": name, "seconds per update": spread(values(figures, "seconds")),
-         "weights": figures[-1]["weights"].removeprefix("torch."),
-         "most memory resident": gigabytes(max(values(figures, "peak_bytes")))}
-        for name, (_, figures) in tried.items()
+        {"TRL's settings": name, "seconds per update": spread(values(measurements, "seconds")),
+         "weights": measurements[-1]["weights"].removeprefix("torch."),
+         "most memory resident": gigabytes(max(values(measurements, "peak_bytes")))}
+        for name, (_, measurements) in tried.items()
     ])  # fmt: skip
     report.text(f"Taken: {described(best)}.")
     report.write(machine(asked.threads, load, versions))
@@ -140,16 +140,16 @@ def scan(asked: argparse.Namespace, work: Work) -> None:
 
 def alone(
     asked: argparse.Namespace, work: Work, settings: dict[str, Any], load: Load
-) -> tuple[Figures, dict[str, str]]:
+) -> tuple[Measurements, dict[str, str]]:
     """Updates of TRL; and its versions."""
     print(f"  {described(settings)}", flush=True)
     with (
         tempfile.TemporaryDirectory() as scratch,
         start_trl("trl", work, Path(scratch), asked.threads, asked.peer, settings) as trl,
     ):
-        figures = interleaved([trl], asked.warmup, asked.scan_updates)[0]
+        measurements = interleaved([trl], asked.warmup, asked.scan_updates)[0]
         load.add(trl)
-        return figures, trl.facts["versions"]
+        return measurements, trl.facts["versions"]
 
 
 def fitting(work: Work, settings: dict[str, Any]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Server(Program):
             "max_tokens": max_tokens,
             "temperature": 1.0,
             "ignore_eos": True,
-            "logprobs": 0,  # of the token that was drawn: what a trainer needs, and what our sampler gives
+            "logprobs": 0,  # of the token that was sampled: what a trainer needs, and what our sampler gives
             "return_token_ids": True,
         }
         request = urllib.request.Request(
@@ -162,7 +162,7 @@ def agreement(ours: Side, servers: list[Server]) -> str:
 
 def compared(ours: Side, servers: list[Server], rows: int, tokens: int, batches: int) -> dict[str, list[float]]:
     """Seconds of each side for the same prompts, in turn; every batch has prompts of its own. One before them is not
-    counted. Raises RuntimeError where a side drew another number of tokens."""
+    counted. Raises RuntimeError where a side generated another number of tokens."""
     G = rows // PROMPTS
     taken: dict[str, list[float]] = {side.name: [] for side in (ours, *servers)}
     for batch in range(batches + 1):
@@ -170,12 +170,12 @@ def compared(ours: Side, servers: list[Server], rows: int, tokens: int, batches:
         for side in (ours, *servers) if batch % 2 == 0 else (*servers, ours):
             if isinstance(side, Server):
                 seconds, completions = side.sample(ours.facts["prompt_ids"][first : first + PROMPTS], G, tokens)
-                drawn = sum(len(c["token_ids"]) for c in completions)
+                generated = sum(len(c["token_ids"]) for c in completions)
             else:
                 answer = side.ask("sample", first=first, prompts=PROMPTS, G=G)
-                seconds, drawn = answer["seconds"], answer["sampled"]
-            if drawn != rows * tokens:
-                raise RuntimeError(f"{side.name} drew {drawn} tokens, not {rows * tokens}")
+                seconds, generated = answer["seconds"], answer["sampled"]
+            if generated != rows * tokens:
+                raise RuntimeError(f"{side.name} generated {generated} tokens, not {rows * tokens}")
             taken[side.name].append(seconds)
             print(f"  {side.name}, {rows} rows, batch {batch + 1}: {seconds:.2f} s", flush=True)
     return {name: seconds[1:] for name, seconds in taken.items()}

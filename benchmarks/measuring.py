@@ -90,8 +90,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 class Report:
-    """A Markdown page and the raw figures beside it, written under `directory` as NAME.md and NAME.json; may be written
-    again when there is more."""
+    """A Markdown page and the raw measurements beside it, written under `directory` as NAME.md and NAME.json; may be
+    written again when there is more."""
 
     def __init__(self, name: str, title: str, directory: Path) -> None:
         self.name, self.directory = name, directory

@@ -41,11 +41,11 @@ class Stepped(Observer):
         self.gate.wait()
 
     def batch(self, step: Step, metrics: Any, rollouts: Any) -> None:
-        self.gate.done(**figures(step, self.policy))
+        self.gate.done(**measurements(step, self.policy))
         self.gate.wait()
 
 
-def figures(used: Step, policy: Policy) -> dict[str, Any]:
+def measurements(used: Step, policy: Policy) -> dict[str, Any]:
     """What a batch cost and what was done in it."""
     groups = used.batch.groups
     return {

@@ -1,4 +1,5 @@
-"""The real model at every level of instructions that this machine can be lowered to: two updates and a delivery each.
+"""The real model at every level of instructions that this machine can be lowered to: two updates and a weight sync
+each.
 
     make portability                                     # everything that makes sense here
     python benchmarks/portability.py --quick             # what takes under five minutes
@@ -112,10 +113,10 @@ def run(case: Case, scratch: Path, threads: int | None) -> dict[str, Any]:
         "dtype": environment["dtype"] if case.dtype != "auto" else f"auto: {environment['dtype']}",
         "grade": parity["grade"],
         "difference at the start, nats (mean, largest)": f"{parity['mean']:.1e}, {parity['largest']:.1e}",
-        "after the delivery (largest)": f"{metrics[-1]['probe_max']:.1e}",
+        "after the weight sync (largest)": f"{metrics[-1]['parity_max']:.1e}",
         "seconds of the second batch": f"{metrics[-1]['seconds_total']:.1f}",
         "seconds in all": f"{time.monotonic() - started:.0f}",
-        "ok": metrics[-1]["version"] == 1 and metrics[-1]["delivered"] == 1,
+        "ok": metrics[-1]["version"] == 1 and metrics[-1]["synced"] == 1,
     }
 
 

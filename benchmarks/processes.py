@@ -100,7 +100,7 @@ class Side(Program):
             return self._reply()
 
     def update(self) -> dict[str, Any]:
-        """The figures of one update, and the peak of the memory so far."""
+        """The metrics of one update, and the peak of the memory so far."""
         return {**self.ask("update"), "peak_bytes": self.peak_bytes()}
 
     def _reply(self) -> dict[str, Any]:

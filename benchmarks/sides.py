@@ -13,7 +13,7 @@ from work import HASHED, Work, ours, trl, write_prompts
 
 from lagrpo.policy.embedded import resolve_model
 
-Figures = list[dict[str, Any]]
+Measurements = list[dict[str, Any]]
 
 
 def start_ours(
@@ -52,40 +52,40 @@ def _start(
     return Side(name, [*command, path], place, environment(threads) | dict(variables or {}))
 
 
-def interleaved(sides: Sequence[Side], warmup: int, updates: int) -> list[Figures]:
-    """The figures of `updates` updates of each side, after `warmup` that are not counted. They are taken in turn, first
+def interleaved(sides: Sequence[Side], warmup: int, updates: int) -> list[Measurements]:
+    """The metrics of `updates` updates of each side, after `warmup` that are not counted. They are taken in turn, first
     to last, then last to first, and so on: a slow change of the machine meets all sides alike."""
-    taken: list[Figures] = [[] for _ in sides]
+    taken: list[Measurements] = [[] for _ in sides]
     for turn in range(warmup + updates):
         order = range(len(sides)) if turn % 2 == 0 else reversed(range(len(sides)))
         for n in order:
             taken[n].append(sides[n].update())
             print(f"  {sides[n].name}, update {turn + 1}: {taken[n][-1]['seconds']:.2f} s", flush=True)
-    return [figures[warmup:] for figures in taken]
+    return [measurements[warmup:] for measurements in taken]
 
 
-def require_same_work(ours: Figures, peers: Figures) -> None:
+def require_same_work(ours: Measurements, peers: Measurements) -> None:
     """Raises RuntimeError unless both sides were asked the same prompts, in the same tokens, as often."""
     for name in ("prompts", "prompt_tokens", "completions"):
-        one, other = ([figures[name] for figures in side] for side in (ours, peers))
+        one, other = ([measurements[name] for measurements in side] for side in (ours, peers))
         if one != other:
             raise RuntimeError(f"the sides differ in their {name}: {one} and {other}")
 
 
-def values(figures: Figures, name: str) -> list[float]:
-    return [update[name] for update in figures]
+def values(measurements: Measurements, name: str) -> list[float]:
+    return [update[name] for update in measurements]
 
 
-def per_token(figures: Figures) -> list[float]:
+def per_token(measurements: Measurements) -> list[float]:
     """Seconds per completion token of each update."""
-    return [update["seconds"] / update["sampled"] for update in figures]
+    return [update["seconds"] / update["sampled"] for update in measurements]
 
 
-def phases(figures: Figures) -> str:
+def phases(measurements: Measurements) -> str:
     """The median seconds of each phase that a side names, and of the rest."""
     from measuring import median
 
-    names = sorted({name for update in figures for name in update["phases"]})
-    named = {name: median(update["phases"].get(name, 0.0) for update in figures) for name in names}
-    rest = median(update["seconds"] - sum(update["phases"].values()) for update in figures)
+    names = sorted({name for update in measurements for name in update["phases"]})
+    named = {name: median(update["phases"].get(name, 0.0) for update in measurements) for name in names}
+    rest = median(update["seconds"] - sum(update["phases"].values()) for update in measurements)
     return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in {**named, "the rest": rest}.items())

@@ -3,10 +3,10 @@
     python benchmarks/trl_loss.py REQUEST.json LOSS.json GRADIENT.safetensors
 
 It is `GRPOTrainer.train` itself that makes one update: given token ids come in through its `rollout_func`, given
-rewards through a reward function, and what its own pipeline does with them (advantages, micro-batches, normalisers,
+rewards through a reward function, and what its own pipeline does with them (advantages, micro-batches, normalizers,
 `_compute_loss`, backward) is left alone. Two things are read out on the way: the loss of every micro-batch, and the
-gradient just before the optimizer's step. One is put in: the log-probs of the policy that drew (`old_per_token_logps`),
-for which TRL has no way in other than vLLM.
+gradient just before the optimizer's step. One is put in: the log-probs of the policy that generated the samples
+(`old_per_token_logps`), for which TRL has no way in other than vLLM.
 
 The request: `model` (directory), `config` (arguments of GRPOConfig), and `groups`, each with `prompt` (token ids) and
 `completions` [{`token_ids`, `logp_alpha`, `reward`}].

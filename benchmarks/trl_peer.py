@@ -25,7 +25,7 @@ from wire import Gate, Wire, imported
 class Measured(GRPOTrainer):
     """A GRPOTrainer that notes what its rollouts cost and how many tokens they have."""
 
-    figures: dict[str, Any]
+    measurements: dict[str, Any]
     rewards: list[float]  # of the batch under way
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ class Measured(GRPOTrainer):
         batch = super()._generate_and_score_completions(inputs)
         tokens = int(batch["completion_mask"].sum())
         groups = batch["advantages"].view(-1, self.num_generations)
-        self.figures = {
+        self.measurements = {
             "phases": {"sampling and judging": time.perf_counter() - started},
             "prompts": sorted({row["key"] for row in inputs}),
             "prompt_tokens": int(batch["prompt_mask"].sum()) // self.num_generations,
@@ -60,7 +60,7 @@ class Stepping(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         assert self.trainer is not None
-        self.gate.done(**self.trainer.figures)
+        self.gate.done(**self.trainer.measurements)
         self.gate.wait()
 
 

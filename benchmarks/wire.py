@@ -21,8 +21,8 @@ class Wire:
         self._replies = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
-    def reply(self, **figures: Any) -> None:
-        print(json.dumps(figures), file=self._replies, flush=True)
+    def reply(self, **measurements: Any) -> None:
+        print(json.dumps(measurements), file=self._replies, flush=True)
 
     def request(self) -> dict[str, Any]:
         """The next request; the program ends where the driver has."""
@@ -35,7 +35,7 @@ class Wire:
 class Gate:
     """Lets a training loop make one update per request, and times it from the request to the reply.
 
-    `others` answers the requests that are not for an update: name -> function(**arguments) -> figures."""
+    `others` answers the requests that are not for an update: name -> function(**arguments) -> measurements."""
 
     def __init__(self, wire: Wire, others: dict[str, Callable[..., dict[str, Any]]] | None = None) -> None:
         self._wire, self._others = wire, others or {}
@@ -48,9 +48,9 @@ class Gate:
             self._wire.reply(**self._others[name](**request))
         self._started = time.perf_counter()
 
-    def done(self, **figures: Any) -> None:
+    def done(self, **measurements: Any) -> None:
         """The update is made."""
-        self._wire.reply(seconds=time.perf_counter() - self._started, **figures)
+        self._wire.reply(seconds=time.perf_counter() - self._started, **measurements)
 
 
 def imported(reference: str) -> Any:

@@ -128,7 +128,7 @@ def ours(work: Work, scratch: Path, **sections: Mapping[str, Any]) -> dict[str, 
     base: dict[str, dict[str, Any]] = {
         "run": {"directory": str(scratch / "runs"), "seed": SEED, "display": "none", "save_weights": False},
         "model": {"path": work.model, "device": "cpu", "dtype": "bfloat16"},
-        "sampling": {"G": work.G, "max_tokens": work.max_tokens, "rows": max(128, work.G)},
+        "sampling": {"G": work.G, "max_tokens": work.max_tokens, "max_num_seqs": max(128, work.G)},
         "schedule": {"prompts": work.N, "batches": 100_000},
         "objective": {"recipe": "grpo", "beta": 0.0},
         "optimizer": {"lr": 1e-5},

@@ -26,17 +26,17 @@ class Case:
 
     @staticmethod
     def draw(seed: int) -> Case:
-        draw = torch.Generator().manual_seed(seed)
-        lengths = torch.randint(1, LONGEST + 1, (G * GROUPS,), generator=draw)
-        rewards = torch.randint(VALUES, (G * GROUPS,), generator=draw).double() / (VALUES - 1)
+        rng = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(1, LONGEST + 1, (G * GROUPS,), generator=rng)
+        rewards = torch.randint(VALUES, (G * GROUPS,), generator=rng).double() / (VALUES - 1)
         rewards[:G] = rewards[0] if seed % 2 else rewards[:G]
         T = int(lengths.sum())
 
         def normal() -> Tensor:
-            return torch.randn(T, generator=draw, dtype=torch.float64)
+            return torch.randn(T, generator=rng, dtype=torch.float64)
 
         logp = -normal().abs() * 2 - 0.01
-        wide = torch.where(torch.rand(T, generator=draw) < 0.1, 1.6, 0.4).double()
+        wide = torch.where(torch.rand(T, generator=rng) < 0.1, 1.6, 0.4).double()
         near = [logp + wide * normal() for _ in range(3)]
         return Case(lengths, rewards, logp, *near)
 

@@ -103,7 +103,7 @@ OF_TRINITY = [
         "OPMDPolicyLossFn",
         options=", tau = 0",
         kind={"tau": 0.0},
-        note="its loss is ours / (1 + tau); the regulariser is in the factor",
+        note="its loss is ours / (1 + tau); the regularizer is in the factor",
     ),
     advantage(
         "Trinity-RFT",

@@ -24,13 +24,14 @@ import lagrpo  # noqa: F401  before torch: it says how OpenMP's threads wait
 import torch
 from torch import Tensor
 
-from lagrpo.core.advantages import whitened
+from lagrpo.core.advantages import normalized
 from lagrpo.core.objectives import clipped
 from lagrpo.core.ratios import token_ratio
 from lagrpo.data.prompts import PromptSource
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.loading import load_policy
 from lagrpo.policy.model import Packed, Policy
+from lagrpo.policy.replica import replica
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.tasks.arithmetic import judge
@@ -67,7 +68,7 @@ def grpo_loss(policy: Policy, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths_C = torch.tensor([len(completion.token_ids) for completion in completions])
-    advantage_C = torch.cat([whitened(torch.tensor(group.rewards), EPS_STD) for group in groups])  # A_α, Eq. 2
+    advantage_C = torch.cat([normalized(torch.tensor(group.rewards), EPS_STD) for group in groups])  # A_α, Eq. 2
     packed = Packed.build([(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups])
     logp_T = policy.logp(packed)  # log π: the only term with a gradient
     logp_alpha_T = torch.cat([completion.logp_alpha for completion in completions])  # recorded by the sampler
@@ -91,13 +92,13 @@ class Step:
 def train(policy: Policy, task: Task, v: int, batches: int, lr: float = 2e-5) -> Iterator[Step]:
     """GRPO with α ← π every `v` batches; v = 1 is on-policy. Yields after each update of `policy`."""
     prompts = PromptSource(task, policy, SEED, N, max_prompt_tokens=128)
-    sampler = LocalSampler(policy.twin(), SEED, MAX_TOKENS, rows=N * G)  # α: a copy with storage of its own
+    sampler = LocalSampler(replica(policy), SEED, MAX_TOKENS, max_num_seqs=N * G)  # α: a copy with storage of its own
     parameters = list(policy.model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr, weight_decay=0.0)
     for k in range(1, batches + 1):  # 6
         requests = prompts.batch(k)  # 7   D_b, a function of (seed, k)
         if k % v == 0:  # 8
-            sampler.deliver(policy.weights(), policy.version)  # 9   α <- π
+            sampler.sync_weights(policy.weights, policy.version)  # 9   α <- π
         groups = sample(sampler, requests, task)  # 10, 11   y ~ α with log α, and r(x, y)
         oldest = min(int(c.versions.min()) for group in groups for c in group.completions)
         loss, ratio_T = grpo_loss(policy, groups)  # 12, 13
@@ -106,7 +107,7 @@ def train(policy: Policy, task: Task, v: int, batches: int, lr: float = 2e-5) ->
         optimizer.step()  # 14, 15
         optimizer.zero_grad()
         yield Step(k, policy.version - oldest, mean_reward(groups), loss.item(), ratio_T.log().abs().max().item())
-        policy.version += 1
+        policy.weights.version += 1
 
 
 def sample(sampler: LocalSampler, requests: Sequence[Request], task: Task) -> list[Group]:
@@ -125,7 +126,7 @@ def mean_reward(groups: Sequence[Group]) -> float:
 
 def pass_at_1(policy: Policy, task: Task) -> float:
     """The share of right answers to the held-out prompts; the random numbers are the same at every call."""
-    sampler = LocalSampler(policy, SEED, MAX_TOKENS, rows=N * G, purpose="evaluate")
+    sampler = LocalSampler(policy, SEED, MAX_TOKENS, max_num_seqs=N * G, purpose="evaluate")
     return mean_reward(sample(sampler, PromptSource(task, policy, SEED, N, max_prompt_tokens=128).held_out(20), task))
 
 

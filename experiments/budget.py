@@ -1,10 +1,10 @@
-"""What a divergence budget saves: deliveries at equal reward, against fixed v, on the embedded model.
+"""What a divergence budget saves: weight syncs at equal reward, against fixed v, on the embedded model.
 
     python experiments/budget.py             train what is missing, then the table
     python experiments/budget.py --report    the table of what is there
 
 Each run is that of comparison.py with GRPO (8 prompts x 8 completions, 25 batches, two seeds), under every(v) for
-v = 1, 2, 4, 10 and budget(δ, v = 10) for δ = 0.1, 0.3, 1 nats per completion. Deliveries are those after batch 1.
+v = 1, 2, 4, 10 and budget(δ, v = 10) for δ = 0.1, 0.3, 1 nats per completion. Weight syncs are those after batch 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run_command(schedule: str, seed: int) -> list[str]:
 
 
 def row(schedule: str) -> str:
-    """pass@1 after, mean reward over the run, deliveries and largest lag, for both seeds."""
+    """pass@1 after, mean reward over the run, weight syncs and largest lag, for both seeds."""
     cells = []
     for seed in SEEDS:
         run = ROOT / name_of(schedule, seed)
@@ -45,8 +45,8 @@ def row(schedule: str) -> str:
         after = json.loads((run / "evaluations" / "after.json").read_text())["pass_at_1"]
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         reward = sum(line["reward_mean"] for line in lines) / len(lines)
-        delivered = sum(line["delivered"] for line in lines[1:])
-        cells.append((f"{after:.1%}", f"{reward:.3f}", str(delivered), str(max(line["lag_max"] for line in lines))))
+        synced = sum(line["synced"] for line in lines[1:])
+        cells.append((f"{after:.1%}", f"{reward:.3f}", str(synced), str(max(line["lag_max"] for line in lines))))
     return f"| {schedule} | " + " | ".join(" / ".join(column) for column in zip(*cells, strict=True)) + " |"
 
 
@@ -59,7 +59,7 @@ def main() -> None:
         cases = [(schedule, seed) for seed in options.seeds for schedule in SCHEDULES]
         missing = [case for case in cases if not (ROOT / name_of(*case) / "evaluations" / "after.json").is_file()]
         in_parallel([run_command(*case) for case in missing])
-    print("| schedule | pass@1 after | mean reward over the run | deliveries | largest lag |\n|---|---|---|---|---|")
+    print("| schedule | pass@1 after | mean reward over the run | weight syncs | largest lag |\n|---|---|---|---|---|")
     print("\n".join(row(schedule) for schedule in SCHEDULES))
 
 

@@ -6,7 +6,7 @@
     python experiments/precision.py --trl .venv-trl/bin/python     TRL's curves, where `make check-trl` installed it
 
 The embedded model on the task of experiments/demo.toml: 8 prompts x 16 completions per update. A cell is a learning
-rate, a mode and a seed, such as 5e-6/dithered/seed0; each is one run of `lagrpo train`, and its figures go to a JSON
+rate, a mode and a seed, such as 5e-6/dithered/seed0; each is one run of `lagrpo train`, and its metrics go to a JSON
 file of their own in RESULTS/cells when it ends. A cell that is there is not repeated, so the script can be ended at any
 time. Three seeds take some hours on one core. The figure goes to docs/images/precision.png.
 """
@@ -57,15 +57,15 @@ def result_path(results: Path, cell: Cell) -> Path:
 
 
 def read(results: Path) -> list[dict[str, Any]]:
-    """The figures of every cell that is there."""
+    """The metrics of every cell that is there."""
     return [json.loads(path.read_text()) for path in sorted((results / "cells").glob("*.json"))]
 
 
-def write(path: Path, figures: dict[str, Any]) -> None:
+def write(path: Path, metrics: dict[str, Any]) -> None:
     """Under a temporary name, then renamed: a file that is there is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(without_paths(json.dumps(figures, indent=1)) + "\n")
+    temporary.write_text(without_paths(json.dumps(metrics, indent=1)) + "\n")
     os.replace(temporary, path)
 
 
@@ -88,7 +88,7 @@ def command(cell: Cell, runs: Path, threads: int) -> list[str]:
 
 
 def train(cell: Cell, results: Path, threads: int) -> None:
-    """Make the cell's run, in place of what an ended script left of it, and keep its figures."""
+    """Make the cell's run, in place of what an ended script left of it, and keep its metrics."""
     lr, mode, seed = cell
     words = command(cell, results / "runs", threads)
     run = results / "runs" / words[words.index("--run.name") + 1]
@@ -100,7 +100,7 @@ def train(cell: Cell, results: Path, threads: int) -> None:
     before, after = (json.loads((run / "evaluations" / f"{when}.json").read_text()) for when in ("before", "after"))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = {
-        "rewards": "reward_mean", "moved": "moved", "moved_delivered": "moved_delivered", "grad_norm": "grad_norm",
+        "rewards": "reward_mean", "moved": "moved", "moved_synced": "moved_synced", "grad_norm": "grad_norm",
         "kl_alpha": "kl_alpha", "seconds": "seconds_total",
     }  # fmt: skip
     write(result_path(results, cell), {

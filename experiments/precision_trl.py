@@ -49,8 +49,8 @@ def train_trl(python: Path, results: Path, seeds: Sequence[int], threads: int) -
             if updates_in(result_path(results, cell)) < UPDATES[lr]:
                 print(name_of(cell), flush=True)
                 with tempfile.TemporaryDirectory() as scratch:
-                    for figures in curve(python, lr, seed, threads, Path(scratch)):
-                        write(result_path(results, cell), figures)
+                    for metrics in curve(python, lr, seed, threads, Path(scratch)):
+                        write(result_path(results, cell), metrics)
 
 
 def updates_in(path: Path) -> int:
@@ -59,7 +59,7 @@ def updates_in(path: Path) -> int:
 
 
 def curve(python: Path, lr: str, seed: int, threads: int, scratch: Path) -> Iterator[dict[str, Any]]:
-    """The figures of one run of TRL so far, after each update."""
+    """The metrics of one run of TRL so far, after each update."""
     updates = UPDATES[lr]
     rows, request = scratch / "prompts.jsonl", scratch / "request.json"
     rows.write_text("".join(json.dumps(row) + "\n" for row in prompts(seed, updates + 1)))  # TRL may look ahead

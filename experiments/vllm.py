@@ -26,12 +26,12 @@ RUNS = {
     "v = 1, two servers": {"v": 1, "servers": 2},
     "v = 4": {"v": 4},
     "v = 10": {"v": 10},
-    "v = 10, no prefetch": {"v": 10, "ahead": False},
+    "v = 10, no prefetch": {"v": 10, "prefetch": False},
 }
 SECONDS = {
-    "generating": "seconds_drawing",
+    "generating": "seconds_generating",
     "waiting": "seconds_sampling",
-    "weight sync": "seconds_delivery",
+    "weight sync": "seconds_sync",
     "learning": "seconds_learning",
     "in all": "seconds_total",
 }
@@ -52,7 +52,7 @@ def command(run: str, python: str) -> list[str]:
         "schedule.v": knobs["v"],
         "schedule.batches": 12,
         "sampling.sampler": "vllm",
-        "sampling.ahead": knobs.get("ahead", True),
+        "sampling.prefetch": knobs.get("prefetch", True),
         "vllm.python": python,
         "vllm.servers": knobs.get("servers", 1),
     }
@@ -74,14 +74,14 @@ def row(run: str) -> str:
         return f"| {run} |" + " – |" * (len(SECONDS) + 4)
     after = json.loads((ROOT / name_of(run) / "evaluations" / "after.json").read_text())
     per_batch = {label: sum(line[key] for line in lines) / len(lines) for label, key in SECONDS.items()}
-    syncs = [line for line in lines if line["delivered"]]
+    syncs = [line for line in lines if line["synced"]]
     cells = [
         f"{after['pass_at_1']:.1%}",
         *(f"{seconds:.2f}" for seconds in per_batch.values()),
-        f"{len(syncs)} x {median(line['seconds_delivery'] for line in syncs):.2f} s, "
+        f"{len(syncs)} x {median(line['seconds_sync'] for line in syncs):.2f} s, "
         f"paused {median(line['seconds_paused'] for line in syncs):.2f} s",
-        f"{median(line['probe_mean'] for line in syncs):.3f}",
-        f"{median(line['probe_telling'] for line in syncs[1:]):.0f}" if syncs[1:] else "–",
+        f"{median(line['parity_mean'] for line in syncs):.3f}",
+        f"{median(line['parity_telling'] for line in syncs[1:]):.0f}" if syncs[1:] else "–",
     ]
     return f"| {run} | " + " | ".join(cells) + " |"
 

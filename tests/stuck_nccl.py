@@ -29,7 +29,7 @@ def never(*_: Any, **__: Any) -> None:
     threading.Event().wait()
 
 
-def deliver(call: str, root: Path, paths: list[str], refusing: bool = False, patch: Any = setattr) -> VllmSampler:
+def sync_weights(call: str, root: Path, paths: list[str], refusing: bool = False, patch: Any = setattr) -> VllmSampler:
     """One weight sync by NCCL to a server that does what it is asked (or refuses to meet), where `call` never returns.
     `paths` gets what the server was asked for."""
     fake_graphs.install(patch)
@@ -51,11 +51,11 @@ def deliver(call: str, root: Path, paths: list[str], refusing: bool = False, pat
         weights = WeightSync(fleet, NcclWire(), Directories(str(root)), torch.float32)
         sampler = VllmSampler(fleet, generation, weights)
         try:
-            sampler.deliver(policy.weights, 3)
+            sampler.sync_weights(policy.weights, 3)
         finally:
             sampler.close()
     return sampler
 
 
 if __name__ == "__main__":
-    deliver(sys.argv[1], Path(sys.argv[2]), [])
+    sync_weights(sys.argv[1], Path(sys.argv[2]), [])

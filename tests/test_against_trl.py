@@ -5,8 +5,8 @@ Here the rollouts become a batch, micro-batches and a loss as they do in a run. 
 drew and rewards are the same; the model is a random Llama in float32, and neither micro-batches nor groups are aligned
 with each other.
 
-Three settings say the same as TRL's: the advantage `whitened_unbiased` divides by the sample deviation (of G - 1) plus
-1e-4; `masked_count` counts the tokens of groups with equal rewards; and TRL's `dr_grpo` centres when
+Three settings say the same as TRL's: the advantage `normalized_unbiased` divides by the sample deviation (of G - 1)
+plus 1e-4; `masked_count` counts the tokens of groups with equal rewards; and TRL's `dr_grpo` centers when
 `scale_rewards = "none"`.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_learner import drawn, gradient, judged
+from test_learner import generate_groups, gradient, judge_groups
 from tiny import save_tiny, tiny_policy
 
 from lagrpo.objective.recipes import resolve
@@ -47,7 +47,7 @@ class Case:
     overrides: dict[str, Any] = field(default_factory=dict)
 
 
-AS_TRL = {"advantage": "whitened_unbiased"}
+AS_TRL = {"advantage": "normalized_unbiased"}
 CASES = [
     Case("grpo_trl", {}),
     Case("grpo", {"loss_type": "grpo"}, AS_TRL | {"beta": 0.0}),
@@ -74,16 +74,16 @@ def policy() -> Policy:
 def groups(policy: Policy) -> list[Group]:
     """Four groups with rewards of four values, but for the second, whose rewards are equal; α is another policy than π,
     so that ratios lie on both sides of the clip range."""
-    draw = torch.Generator().manual_seed(7)
-    rewards = torch.randint(4, (4, G), generator=draw) / 3.0
+    rng = torch.Generator().manual_seed(7)
+    rewards = torch.randint(4, (4, G), generator=rng) / 3.0
     rewards[1] = 0.5
-    judged_groups = judged(drawn(policy, 4, G=G), lambda g, j, c: rewards[g, j].item())
+    groups = judge_groups(generate_groups(policy, 4, G=G), lambda g, j, c: rewards[g, j].item())
     return [
         replace(group, completions=tuple(
-            replace(c, logp_alpha=c.logp_alpha + 0.3 * torch.randn(len(c.token_ids), generator=draw))
+            replace(c, logp_alpha=c.logp_alpha + 0.3 * torch.randn(len(c.token_ids), generator=rng))
             for c in group.completions
         ))
-        for group in judged_groups
+        for group in groups
     ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from tiny import SHAPES, tiny_model, tiny_policy
 from lagrpo.backends import parts
 from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.layout import PackedLayout
-from lagrpo.policy.loading import check_context, prove_attention, refuse
+from lagrpo.policy.loading import check_attention, check_context, check_supported
 from lagrpo.policy.model import Packed, Policy
 
 pytestmark = pytest.mark.usefixtures("either_computation")
@@ -21,8 +21,8 @@ GROUPS = ((7, (3, 9, 1)), (20, (1,)), (1, (4, 4, 30)), (5, ()))
 
 
 def random_groups(shape, vocabulary=103, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    ids = lambda n: torch.randint(vocabulary, (n,), generator=draw)  # noqa: E731
+    rng = torch.Generator().manual_seed(seed)
+    ids = lambda n: torch.randint(vocabulary, (n,), generator=rng)  # noqa: E731
     return [(ids(p).tolist(), [ids(c) for c in lengths]) for p, lengths in shape]
 
 
@@ -143,12 +143,12 @@ def test_activation_checkpointing_gives_the_same_gradient():
         torch.testing.assert_close(gradient, plain[name], rtol=0, atol=1e-6, msg=name)
 
 
-def test_the_load_time_proof_catches_an_attention_that_computes_something_else(monkeypatch):
+def test_the_check_at_load_time_catches_an_attention_that_computes_something_else(monkeypatch):
     policy = tiny_policy(spread=2.0)
-    assert prove_attention(policy) < 1e-4
+    assert check_attention(policy) < 1e-4
     monkeypatch.setattr(type(policy.model.backend), "attend", lambda backend, layout, q, k, v, scaling: q * 0.5)
     with pytest.raises(ValueError, match="differ from transformers"):
-        prove_attention(policy)
+        check_attention(policy)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_models_that_are_not_reproduced_are_refused_by_name(kind, changes, reaso
     from transformers import AutoConfig
 
     with pytest.raises(ValueError, match=rf"{kind}.*{reason}"):
-        refuse(AutoConfig.for_model(kind, **changes))
+        check_supported(AutoConfig.for_model(kind, **changes))
 
 
 def test_a_sliding_window_is_refused_only_where_a_sequence_leaves_it():

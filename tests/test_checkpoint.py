@@ -16,7 +16,7 @@ from tiny import save_tiny
 
 from lagrpo.cli import main
 from lagrpo.errors import SettingsError
-from lagrpo.policy.loading import load_policy, prove_attention
+from lagrpo.policy.loading import check_attention, load_policy
 from lagrpo.training.run import train
 
 Damage = Callable[[Path], object]
@@ -231,7 +231,7 @@ def test_what_is_odd_but_sound_loads(model, sound, change):
 def test_a_gpt2_is_no_stranger(tmp_path):
     """It takes its attention from the registry, and shared-prefix attention reproduces it."""
     save_tiny(tmp_path / "gpt2", "gpt2")
-    assert prove_attention(load_policy(str(tmp_path / "gpt2"), torch.float32)) < 1e-4
+    assert check_attention(load_policy(str(tmp_path / "gpt2"), torch.float32)) < 1e-4
 
 
 def test_tied_weights_are_not_missing(tmp_path):

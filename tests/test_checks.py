@@ -69,7 +69,7 @@ def test_models_that_may_be_there(model, tmp_path, monkeypatch):
             r"objective: weight 'exp_advantage' is e\^\(A / 0.01\), .* A may reach 1: above 80 .* to 0.0125 or more",
         ),
         (
-            {"objective": {"recipe": "red_weight", "advantage": "whitened", "weight_temperature": 0.02}},
+            {"objective": {"recipe": "red_weight", "advantage": "normalized", "weight_temperature": 0.02}},
             r"objective: .* with sampling.G = 16 A may reach 3.87",
         ),
         (
@@ -88,7 +88,7 @@ def test_what_is_refused(sections, message):
     [
         {"objective": {"recipe": "red_weight"}},
         {"objective": {"recipe": "red_weight", "weight_temperature": 2.0}, "task": {"reward_range": (0, 100)}},
-        {"objective": {"recipe": "red_weight", "advantage": "whitened"}, "task": {"reward_range": (0, 100)}},
+        {"objective": {"recipe": "red_weight", "advantage": "normalized"}, "task": {"reward_range": (0, 100)}},
         {"objective": {"recipe": "reinforce"}, "task": {"reward_range": (0, 100)}},
     ],
 )

@@ -115,7 +115,7 @@ def test_a_dry_run_prints_a_settings_file_wherever_the_flag_stands(model, tmp_pa
     (tmp_path / "resolved.toml").write_text(out)
     assert load_settings(tmp_path / "resolved.toml") == load_settings(path, {"schedule": {"prompts": 4}})
     assert "4 prompts x 16 completions = 64 samples, used for 3 updates (i = 3)" in out
-    assert "every(10): new weights every 10 batches, 30 updates per delivery; largest possible lag 27 updates" in out
+    assert "every(10): new weights every 10 batches, 30 updates per weight sync; largest possible lag 27 updates" in out
     assert "2 stages x 30 batches = 180 updates, 3,840 samples" in out
     assert not (tmp_path / "runs").exists()
 
@@ -193,11 +193,11 @@ def test_the_weights_of_a_run_evaluate_to_what_the_run_said(model, tmp_path):
     alone = json.loads((tmp_path / "evaluations" / "one-final-spread" / "summary.json").read_text())
     after = load_evaluations(run)[-1]
     assert after["name"] == "after"
-    figures = [name for name in after if name.startswith(("pass_at_", "reward_mean")) and "_change" not in name]
+    metrics = [name for name in after if name.startswith(("pass_at_", "reward_mean")) and "_change" not in name]
     before = load_evaluations(run)[0]
     assert after["pass_at_1_change"] == pytest.approx(after["pass_at_1"] - before["pass_at_1"])
-    assert len(figures) == 12  # the mean reward, pass@1, 2 and 3, each with its interval
-    assert {name: alone[name] for name in figures} == {name: after[name] for name in figures}
+    assert len(metrics) == 12  # the mean reward, pass@1, 2 and 3, each with its interval
+    assert {name: alone[name] for name in metrics} == {name: after[name] for name in metrics}
     assert alone["settings"]["samples"] == 3
 
 
@@ -213,13 +213,13 @@ def test_the_weights_of_a_run_evaluate_to_what_the_run_said(model, tmp_path):
         ("eval smollm2 --schedule.v 3", "command line: unknown setting 'schedule'; did you mean "),
         ("eval ./nosuch", "model.path: model directory './nosuch' does not exist"),
         ("eval smollm2 --task gsm", "task.name: there is no task 'gsm'"),
-        ("eval smollm2 --samples 500", "command line: rows = 128 is less than samples = 500"),
+        ("eval smollm2 --samples 500", "command line: max_num_seqs = 128 is less than samples = 500"),
         ("show nowhere", "there is no run at nowhere"),
         ("recipes grpoo", "unknown recipe 'grpoo'; the nearest is 'grpo'"),
         ("train nosuch.toml", "nosuch.toml: no such settings file"),
         ("train .", ".: cannot be read as a settings file: Is a directory"),
         ("train a.toml b.toml", "one settings file, not 2: a.toml b.toml"),
-        ("train --schedule.v 0", "command line: schedule: v = 0 never delivers: use v of at least 1"),
+        ("train --schedule.v 0", "command line: schedule: v = 0 never syncs weights: use v of at least 1"),
         ("train --optimizer.lr x --dry-run", "command line: optimizer.lr = 'x': Input should be a valid number"),
         ("train --objective.recipe grop", "objective: unknown recipe 'grop'; the nearest is 'grpo'"),
         ("train --model a/b/c", "model.path: there is no directory 'a/b/c'"),

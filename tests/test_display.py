@@ -31,10 +31,10 @@ from lagrpo.terminal.display import (
 
 METRICS = {
     "stage": 2, "batch": 12, "version": 12, "lag_min": 0, "lag_max": 9, "lag_mean": 4.5, "reward_mean": 0.25,
-    "reward_std": 0.4, "zero_variance_share": 0.375, "rejected": 3, "failed": 0, "completions": 128,
+    "reward_std": 0.4, "zero_variance_share": 0.375, "unscored": 3, "failed": 0, "completions": 128,
     "tokens_mean": 9.4, "finished_share": 1.0, "kl_alpha": 0.00123, "clip_low_share_last": 0.01,
     "clip_high_share_last": 0.025, "lag_improvement": 0.1, "lag_reliable": 1,
-    "tokens_per_s_sampling": 1340.4, "tokens_per_s_learning": 2750.0, "seconds_total": 5.04, "delivered": 1,
+    "tokens_per_s_sampling": 1340.4, "tokens_per_s_learning": 2750.0, "seconds_total": 5.04, "synced": 1,
 }  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def test_a_terminal_gets_the_live_display_and_everything_else_plain_lines(monkey
     assert isinstance(make_display(console=Console(file=Terminal())), LiveDisplay)
     assert isinstance(make_display(console=console()), PlainDisplay)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert isinstance(make_display(console=Console(file=StringIO())), PlainDisplay), "a log with colours"
+    assert isinstance(make_display(console=Console(file=StringIO())), PlainDisplay), "a log with colors"
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(make_display(console=Console(file=Terminal())), PlainDisplay)
 
@@ -112,7 +112,7 @@ def test_plain_lines_have_every_metric_under_its_heading():
     assert cells == {
         "batch": "12", "reward": "0.250", "no signal": "38%", "lag": "0..9", "KL to α": "1.2e-03", "clipped": "3.5%",
         "sampled/s": "1,340", "learned/s": "2,750", "seconds": "5.0", "TV": "–", "gained": "+0.100", "new α": "yes",
-        "rejected": "3",
+        "unscored": "3",
     }  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def _cells(line: str) -> list[str]:
 def test_every_plain_line_is_narrower_than_120_columns():
     to = console()
     with started(make_display(console=to)) as display:
-        large = {"batch": 999_999, "reward_mean": -99.999, "kl_alpha": -1.2e-10, "rejected": 99_999, "lag_max": 9999}
+        large = {"batch": 999_999, "reward_mean": -99.999, "kl_alpha": -1.2e-10, "unscored": 99_999, "lag_max": 9999}
         rates = {"tokens_per_s_sampling": 999_999.0, "tokens_per_s_learning": 999_999.0, "seconds_total": 86_400.0}
         display.batch(None, METRICS | large | rates, [])
     assert max(map(len, written(to).splitlines())) < 120

@@ -1,4 +1,4 @@
-"""pass@k of a policy, by hand: what is drawn and judged is given, the numbers are worked out."""
+"""pass@k of a policy, by hand: what is generated and judged is given, the numbers are worked out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REWARDS: dict[int, list[float | None]] = {
 
 
 class Given:
-    """A sampler and a verifier of given rewards by prompt; None is a completion that cannot be judged. Groups end in
+    """A sampler and a verifier of given rewards by prompt; None is a completion that cannot be scored. Groups end in
     the opposite order."""
 
     def __init__(self, rewards: dict[int, list[float | None]]) -> None:
@@ -41,7 +41,7 @@ class Given:
     def judge(self, groups: Iterable[Group]) -> Iterator[Group]:
         for group in groups:
             outcomes = [
-                Outcome.rejected("no") if r is None else Outcome.scored(r) for r in self.rewards[group.prompt.key]
+                Outcome.unscored("no") if r is None else Outcome.scored(r) for r in self.rewards[group.prompt.key]
             ]
             judged = zip(group.completions, outcomes, strict=True)
             yield replace(group, completions=tuple(replace(c, outcome=o) for c, o in judged))
@@ -60,7 +60,7 @@ def evaluated(
 
 def test_the_numbers_by_hand():
     summary = evaluated(REWARDS).summary
-    assert (summary["prompts"], summary["samples"], summary["unscored"]) == (2, 4, 2)
+    assert (summary["prompts"], summary["samples"], summary["without_reward"]) == (2, 4, 2)
     assert summary["pass_at_1"] == (1 / 4 + 0) / 2
     assert summary["pass_at_2"] == (1 / 2 + 0) / 2
     assert summary["pass_at_4"] == 1.0
@@ -78,7 +78,7 @@ def test_the_greatest_k_is_the_number_of_samples():
     assert summary["pass_at_4"] == pytest.approx(14 / 15)
 
 
-def test_every_figure_has_an_interval_around_it():
+def test_every_metric_has_an_interval_around_it():
     rewards: dict[int, list[float | None]] = {k: [float(k % 3 == 0), float(k % 2 == 0)] for k in range(30)}
     summary = evaluated(rewards).summary
     for name in ("reward_mean", "pass_at_1", "pass_at_2"):
@@ -128,9 +128,9 @@ def test_few_prompts_are_warned_of():
 
 def test_a_prompt_without_any_score_does_not_count():
     summary = evaluated({1: [None, None], 2: [1.0, 0.0]}).summary
-    assert (summary["pass_at_1"], summary["unscored"], summary["prompts"]) == (0.5, 2, 2)
+    assert (summary["pass_at_1"], summary["without_reward"], summary["prompts"]) == (0.5, 2, 2)
     nothing = evaluated({1: [None, None]}).summary
-    assert nothing == {"prompts": 1, "samples": 2, "unscored": 2}
+    assert nothing == {"prompts": 1, "samples": 2, "without_reward": 2}
 
 
 def test_the_records_are_in_the_order_of_the_prompts():
@@ -153,7 +153,7 @@ def test_nothing_to_evaluate_on_is_an_error():
         evaluate(given, given, [], 4, 0)
 
 
-def test_a_figure_in_words():
+def test_a_metric_in_words():
     summary = {"pass_at_1": 0.123, "pass_at_1_low": 0.1, "pass_at_1_high": 1.0, "reward_mean": -0.5}
     assert interval(summary, "pass_at_1") == "pass@1       12.3%   95 % interval 10.0% to 100.0%"
     assert label("some/dir/model") == "model"

@@ -18,6 +18,7 @@ from torch.testing import assert_close
 import lagrpo
 from lagrpo.objective.recipes import resolve
 from lagrpo.policy.batch import assemble, micro_batches
+from lagrpo.policy.replica import replica
 from lagrpo.runs import load_metrics
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.local import LocalSampler
@@ -53,9 +54,9 @@ def test_the_lag_is_what_the_schedule_announces_and_the_ratio_shows_it(v):
 
 def test_every_update_moves_the_weights():
     policy = tiny_policy()
-    before = {name: tensor.clone() for name, tensor in policy.weights().items()}
+    before = {name: tensor.clone() for name, tensor in policy.weights.items()}
     for _ in minimal.train(policy, TASK, 2, BATCHES, LR):
-        after = {name: tensor.clone() for name, tensor in policy.weights().items()}
+        after = {name: tensor.clone() for name, tensor in policy.weights.items()}
         still = [name for name in after if torch.equal(before[name], after[name])]
         assert still == []
         before = after
@@ -65,9 +66,9 @@ def test_every_update_moves_the_weights():
 def stale():
     """A policy, and a judged batch that an older version of it drew."""
     policy = tiny_policy()
-    sampler = LocalSampler(policy.twin(), 7, minimal.MAX_TOKENS, rows=64)
+    sampler = LocalSampler(replica(policy), 7, minimal.MAX_TOKENS, max_num_seqs=64)
     list(minimal.train(policy, TASK, 1, 2, LR))
-    prompts = [policy.tokenize(TASK.prompt("train", index)) for index in range(3)]
+    prompts = [policy.chat.tokenize(TASK.prompt("train", index)) for index in range(3)]
     return policy, minimal.sample(sampler, [Request(1, 0, prompt) for prompt in prompts], TASK)
 
 

@@ -38,8 +38,8 @@ def test_the_blocks_that_are_read_are_those_in_which_something_is_seen(shape):
 def test_it_is_asked_for_shared_prefix_attention(monkeypatch):
     monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
     layout = PackedLayout.build([(7, (3, 9, 1)), (130, (1, 60)), (1, (4, 4, 30)), (5, ())])
-    draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(layout.rows, heads, 32, generator=draw) for heads in (6, 2, 2))
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(layout.rows, heads, 32, generator=rng) for heads in (6, 2, 2))
     expected, _ = dense_attention(layout, q, k, v, 0.2)
     torch.testing.assert_close(flex.attend(layout, q, k, v, 0.2), expected, rtol=0, atol=2e-6)
 

@@ -41,9 +41,9 @@ def test_sampler_and_learner_agree_on_cuda(dtype, tolerance):
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(6, 2, 64), (4, 4, 32)])
 def test_flex_attention_and_its_gradient_equal_pytorchs(heads, kv_heads, d):
     layout = PackedLayout.build([(7, (3, 9, 1)), (300, (1, 200, 77)), (1, (4, 4, 30)), (5, ())], "cuda")
-    draw = torch.Generator("cuda").manual_seed(0)
+    rng = torch.Generator("cuda").manual_seed(0)
     q, k, v, weight = (
-        torch.randn(layout.rows, h, d, generator=draw, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(layout.rows, h, d, generator=rng, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for h in (heads, kv_heads, kv_heads, heads)
     )
     assert flex.attends(q, k)
@@ -55,16 +55,16 @@ def test_flex_attention_and_its_gradient_equal_pytorchs(heads, kv_heads, d):
         assert (ours.float() - theirs.float()).abs().max() <= 0.03 * theirs.float().abs().max()
 
 
-def test_recorded_steps_draw_what_plain_steps_draw():
+def test_recorded_steps_sample_what_plain_steps_sample():
     policy = tiny_policy(dtype=torch.float32, device="cuda")
-    drawn = []
+    generated = []
     for either in (policy, computed_by(policy, "torch")):
         sampler = LocalSampler(either, 0, 60, 20)
-        drawn.append({r.prompt.key: g for r, g in sampler.sample(requests_for(policy, 7), 5)})
+        generated.append({r.prompt.key: g for r, g in sampler.sample(requests_for(policy, 7), 5)})
     same = [
         torch.equal(a.token_ids, b.token_ids)
-        for key in drawn[0]
-        for a, b in zip(drawn[0][key].completions, drawn[1][key].completions, strict=True)
+        for key in generated[0]
+        for a, b in zip(generated[0][key].completions, generated[1][key].completions, strict=True)
     ]
     assert sum(same) >= 0.9 * len(same)  # rounding may turn a draw
 

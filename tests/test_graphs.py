@@ -35,17 +35,17 @@ def sample(sampler, policy, batch, count=7, G=5):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recorded_steps_draw_what_steps_of_any_shape_draw(recordings, dtype):
+def test_recorded_steps_sample_what_steps_of_any_shape_sample(recordings, dtype):
     """Rows end, others take their place, caches grow, and a second batch goes on with the steps of the first."""
     policy = tiny_policy(dtype=dtype)
-    recorded = LocalSampler(policy, 0, max_tokens=90, rows=20)
-    drawn = [sample(recorded, policy, batch) for batch in (1, 2)]
+    recorded = LocalSampler(policy, 0, max_tokens=90, max_num_seqs=20)
+    generated = [sample(recorded, policy, batch) for batch in (1, 2)]
     assert sum(graph.replays for graph in recordings) > 10 * len(recordings)  # shapes repeat
     first = len(recordings)
-    drawn.append(sample(recorded, policy, 3))
+    generated.append(sample(recorded, policy, 3))
     assert len(recordings) <= first + 1  # and from batch to batch
-    plain = LocalSampler(computed_by(policy, "torch"), 0, max_tokens=90, rows=20)
-    for batch, groups in enumerate(drawn, start=1):
+    plain = LocalSampler(computed_by(policy, "torch"), 0, max_tokens=90, max_num_seqs=20)
+    for batch, groups in enumerate(generated, start=1):
         expected = sample(plain, policy, batch)
         assert len({len(c.token_ids) for g in expected.values() for c in g.completions}) > 5
         for key, group in groups.items():
@@ -57,7 +57,7 @@ def test_recorded_steps_draw_what_steps_of_any_shape_draw(recordings, dtype):
 
 def test_a_sampling_that_was_left_does_not_spoil_the_next(recordings):
     policy = tiny_policy()
-    sampler = LocalSampler(policy, 0, max_tokens=30, rows=20)
+    sampler = LocalSampler(policy, 0, max_tokens=30, max_num_seqs=20)
     groups = sampler.sample(requests_for(policy, 7), 5)
     next(groups)
     assert isinstance(groups, Generator)
@@ -70,11 +70,11 @@ def test_a_sampling_that_was_left_does_not_spoil_the_next(recordings):
 def test_given_tokens_have_the_scores_of_steps_of_any_shape(recordings, kind):
     """Also when several are scored side by side, and some end before the others."""
     policy = tiny_policy(kind)
-    sampler = LocalSampler(policy, 0, max_tokens=30, rows=20)
+    sampler = LocalSampler(policy, 0, max_tokens=30, max_num_seqs=20)
     items = [(r.prompt.token_ids, list(range(5, 6 + 4 * n))) for n, r in enumerate(requests_for(policy, 5))]
     (recorded,) = sampler.scores(items)
     assert sum(graph.replays for graph in recordings) == 16  # a token less than the longest has
-    (plain,) = LocalSampler(computed_by(policy, "torch"), 0, max_tokens=30, rows=20).scores(items)
+    (plain,) = LocalSampler(computed_by(policy, "torch"), 0, max_tokens=30, max_num_seqs=20).scores(items)
     for ours, theirs in zip(recorded, plain, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
 
@@ -125,9 +125,9 @@ def test_caches_and_recordings_are_gone_while_the_policy_learns(run, alive):
 
 
 def test_completions_under_way_keep_their_caches_while_the_policy_learns(run, alive):
-    """Drawn ahead: some of a later batch are unfinished when the batch is complete."""
-    run(schedule={"prompts": 2, "batches": 4, "v": 4}, sampling={"rows": 4, "G": 4, "max_tokens": 6})
-    assert alive.states == [1, 1, 0, 0]  # batches 1 to 3 are drawn together, batch 4 alone
+    """Prefetched: some of a later batch are unfinished when the batch is complete."""
+    run(schedule={"prompts": 2, "batches": 4, "v": 4}, sampling={"max_num_seqs": 4, "G": 4, "max_tokens": 6})
+    assert alive.states == [1, 1, 0, 0]  # batches 1 to 3 are generated together, batch 4 alone
 
 
 def test_caches_are_gone_on_a_cpu_too(run, alive, monkeypatch):
@@ -136,12 +136,12 @@ def test_caches_are_gone_on_a_cpu_too(run, alive, monkeypatch):
     assert alive.states == [0, 0, 0]
 
 
-def test_proofs_use_the_recordings_of_the_draws(run, alive):
-    """From the second batch on: the first proof comes before anybody knows how much room the draws need."""
+def test_parity_checks_use_the_recordings_of_the_sampling(run, alive):
+    """From the second batch on: the first parity check comes before anybody knows how much room the samples need."""
     added = {}
-    for prove in (True, False):
+    for check_parity in (True, False):
         alive.recorded.clear()
-        run(sampling={"prove": prove, "G": 4, "max_tokens": 6}, schedule={"prompts": 4, "batches": 4},
+        run(sampling={"parity_check": check_parity, "G": 4, "max_tokens": 6}, schedule={"prompts": 4, "batches": 4},
             evaluation={"before_and_after": False})  # fmt: skip
-        added[prove] = [after - before for before, after in pairwise(alive.recorded)]
+        added[check_parity] = [after - before for before, after in pairwise(alive.recorded)]
     assert added[True] == added[False]

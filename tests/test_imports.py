@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "workers": {"interrupts"},
     "objective": {"core", "errors"},
     "tasks": {*SMALL},
-    "verify": {*SMALL, "tasks", "threads", "workers"},  # tasks say what an answer that cannot be judged is
+    "verify": {*SMALL, "tasks", "threads", "workers"},  # tasks say what an answer that cannot be scored is
     "runs": {*SMALL, "threads"},
     "backends": {*LEAVES},
     "policy": {*LEAVES, "backends", "objective", "workers"},

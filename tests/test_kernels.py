@@ -183,13 +183,13 @@ def test_entropy_on_request(choice, tau):
     torch.testing.assert_close(two, torch.tensor([0.6931472, 0.0]))
 
 
-def test_a_token_s_log_prob_is_the_same_whether_it_is_drawn_or_scored(dtype):
+def test_a_token_s_log_prob_is_the_same_whether_it_is_sampled_or_scored(dtype):
     logits = random(40, 1001, dtype=dtype) * 5
-    tokens, logp = kernels.draw(logits, 0.9, torch.rand(40, dtype=torch.float64))
+    tokens, logp = kernels.sample_tokens(logits, 0.9, torch.rand(40, dtype=torch.float64))
     assert torch.equal(logp, kernels.token_logp(logits, tokens, 0.9)[0])
 
 
-def test_kernels_and_pytorch_draw_the_same_tokens():
+def test_kernels_and_pytorch_sample_the_same_tokens():
     logits, uniform = (
         random(500, 1001) * 3,
         torch.rand(500, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
@@ -299,7 +299,7 @@ def test_other_defaults_of_pytorch_do_no_harm():
 
 @pytest.mark.parametrize(("kind", "changes"), FUSED)
 def test_a_replica_computes_to_the_bit_what_its_policy_computes(kind, changes):
-    """Also after a delivery; and it keeps no second copy of what it has packed."""
+    """Also after a weight sync; and it keeps no second copy of what it has packed."""
     policy = tiny_policy(kind, dtype=torch.bfloat16, **changes)
     copy = replica(policy)
     assert isinstance(copy.weights, PackedWeights)
@@ -366,7 +366,7 @@ def test_attention_that_the_kernels_do_not_take_is_said():
     assert said.endswith("attention by PyTorch (heads of 8 numbers, no multiple of 16)")
 
 
-def test_how_tokens_are_drawn_is_said(monkeypatch):
+def test_how_tokens_are_sampled_is_said(monkeypatch):
     policy, name = tiny_policy(dtype=torch.bfloat16), kernels.products()
     assert replica(policy).model.decoding == policy.model.decoding == f"one call through all layers, products by {name}"
     assert f"forward products by {name}" in policy.model.computation

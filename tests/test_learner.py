@@ -14,7 +14,7 @@ from tiny import tiny_policy
 
 from lagrpo.objective.recipes import resolve
 from lagrpo.policy.batch import assemble, balanced, micro_batches
-from lagrpo.policy.learner import Learner, Optimisation
+from lagrpo.policy.learner import Learner, Optimization
 from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import replica
 from lagrpo.sampling.local import LocalSampler
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("either_computation")
 MAX_TOKENS = 12
 
 
-def judged(groups: list[Group], rule=lambda g, j, c: float(len(c.token_ids) % 3 == 0)) -> list[Group]:
+def judge_groups(groups: list[Group], rule=lambda g, j, c: float(len(c.token_ids) % 3 == 0)) -> list[Group]:
     """Groups with rewards by a rule of (group, index, completion)."""
     return [
         Group(
@@ -35,7 +35,7 @@ def judged(groups: list[Group], rule=lambda g, j, c: float(len(c.token_ids) % 3 
     ]
 
 
-def drawn(policy: Policy, count: int = 4, batch: int = 1, G: int = 6) -> list[Group]:
+def generate_groups(policy: Policy, count: int = 4, batch: int = 1, G: int = 6) -> list[Group]:
     sampler = LocalSampler(replica(policy), 0, MAX_TOKENS, 64)
     groups = {r.prompt.key: g for r, g in sampler.sample(requests_for(policy, count, batch), G)}
     return [groups[key] for key in sorted(groups)]
@@ -55,14 +55,14 @@ def gradient(policy: Policy, recipe, rows) -> torch.Tensor:
 
 
 def learner(policy: Policy, recipe, **changes) -> Learner:
-    return Learner(policy, recipe, Optimisation(**({"lr": 1e-3, "updates": 10} | changes)))
+    return Learner(policy, recipe, Optimization(**({"lr": 1e-3, "updates": 10} | changes)))
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "rloo", "off_policy_grpo_exact"])
 @pytest.mark.parametrize("tokens", [1, 20, 55])
 def test_the_split_into_micro_batches_cannot_change_the_gradient(name, tokens):
     policy, recipe = tiny_policy(dtype=torch.float64), resolve(name, {"beta": 0.0})
-    batch = assembled(recipe, judged(drawn(policy)))
+    batch = assembled(recipe, judge_groups(generate_groups(policy)))
     whole = gradient(policy, recipe, [*micro_batches(batch, 10_000)])
     rows = micro_batches(batch, tokens)
     assert len(rows) > 2
@@ -72,7 +72,7 @@ def test_the_split_into_micro_batches_cannot_change_the_gradient(name, tokens):
 
 def test_micro_batches_keep_to_the_budget_and_lose_nothing():
     policy, recipe = tiny_policy(), resolve("dr_grpo")
-    batch = assembled(recipe, judged(drawn(policy, count=6)))
+    batch = assembled(recipe, judge_groups(generate_groups(policy, count=6)))
     rows = micro_batches(batch, 60)
     assert sum(len(m.weight_C) for m in rows) == len(batch.member_C) == 36
     assert sum(len(m.completion_T) for m in rows) == int(batch.lengths_C.sum())
@@ -96,8 +96,8 @@ def test_rows_of_equal_items_hold_equally_many():
 
 def test_entropy_is_that_of_the_first_update_on_the_batch():
     policy, recipe = tiny_policy(), resolve("grpo", {"beta": 0.0})
-    rows = micro_batches(assembled(recipe, judged(drawn(policy))), 60)
-    measuring = Learner(policy, recipe, Optimisation(lr=1e-3), entropy=True)
+    rows = micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), 60)
+    measuring = Learner(policy, recipe, Optimization(lr=1e-3), entropy=True)
     expected = [torch.empty(len(m.completion_T)) for m in rows]
     with torch.no_grad():
         for micro, entropy_T in zip(rows, expected, strict=True):
@@ -110,20 +110,20 @@ def test_entropy_is_that_of_the_first_update_on_the_batch():
 
 def test_the_order_of_completions_and_groups_cannot_change_the_gradient():
     policy, recipe = tiny_policy(dtype=torch.float64), resolve("grpo", {"beta": 0.0})
-    groups = judged(drawn(policy))
+    groups = judge_groups(generate_groups(policy))
     turned = [Group(g.prompt, g.completions[::-1]) for g in groups[::-1]]
     one, other = (gradient(policy, recipe, micro_batches(assembled(recipe, x), 999)) for x in (groups, turned))
     torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("masked_count", [False, True])
-def test_masked_groups_leave_gradient_and_normaliser_as_documented(masked_count):
+def test_masked_groups_leave_gradient_and_normalizer_as_documented(masked_count):
     """Group 0 has equal rewards. Masked, it costs no forward pass; the others' gradient is that of a batch without it,
     times 1 (masked tokens do not count) or times tokens kept / all tokens (they count). Log-probs are float32."""
     policy = tiny_policy(dtype=torch.float64)
     overrides = {"beta": 0.0, "mask_zero_variance": True, "masked_count": masked_count, "reduction": "token_mean"}
     recipe = resolve("grpo", overrides)
-    groups = judged(drawn(policy), lambda g, j, c: 1.0 if g == 0 else float(j % 2))
+    groups = judge_groups(generate_groups(policy), lambda g, j, c: 1.0 if g == 0 else float(j % 2))
     batch, without = assembled(recipe, groups), assembled(recipe, groups[1:])
     rows = micro_batches(batch, 999)
     assert sum(len(micro.packed.token_ids) for micro in rows) == int(without.lengths_C.sum())
@@ -136,7 +136,7 @@ def test_masked_groups_leave_gradient_and_normaliser_as_documented(masked_count)
 
 def test_a_batch_with_every_group_masked_makes_no_update():
     policy, recipe = tiny_policy(), resolve("grpo_masked", {"beta": 0.0})
-    batch = assembled(recipe, judged(drawn(policy), lambda g, j, c: 1.0))
+    batch = assembled(recipe, judge_groups(generate_groups(policy), lambda g, j, c: 1.0))
     before = {name: w.clone() for name, w in policy.weights.items()}
     assert micro_batches(batch, 999) == []
     assert not batch.in_objective
@@ -164,8 +164,8 @@ def test_groups_without_a_signal_are_computed_only_where_they_have_a_gradient(na
     assert recipe.silent == silent
     if recipe.needs_pi_ref:
         return
-    groups = judged(drawn(policy), lambda g, j, c: 1.0 if g < 2 else float(j % 2))
-    for group in groups:  # as if an older policy had drawn them
+    groups = judge_groups(generate_groups(policy), lambda g, j, c: 1.0 if g < 2 else float(j % 2))
+    for group in groups:  # as if an older policy had sampled them
         for c in group.completions:
             c.logp_alpha.sub_(0.3)
     batch = assembled(recipe, groups)
@@ -182,8 +182,8 @@ def test_a_gradient_known_to_be_zero_is_still_an_update():
     for silent in (True, False):
         policy, recipe = tiny_policy(), resolve("dr_grpo")
         stepping = learner(policy, recipe)
-        stepping.first_step(micro_batches(assembled(recipe, judged(drawn(policy))), 999))
-        flat = assembled(recipe, judged(drawn(policy), lambda g, j, c: 1.0), b=2)
+        stepping.first_step(micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), 999))
+        flat = assembled(recipe, judge_groups(generate_groups(policy), lambda g, j, c: 1.0), b=2)
         rows = micro_batches(flat, 999, silent=silent)
         assert bool(rows) != silent
         stepping.first_step(rows, flat.in_objective)
@@ -194,9 +194,9 @@ def test_a_gradient_known_to_be_zero_is_still_an_update():
 
 def test_only_scored_completions_enter_statistics_and_loss():
     policy, recipe = tiny_policy(), resolve("dr_grpo")
-    groups = judged(drawn(policy, count=2))
+    groups = judge_groups(generate_groups(policy, count=2))
     mixed = list(groups[0].completions)
-    mixed[1] = replace(mixed[1], outcome=Outcome.rejected("no verdict"))
+    mixed[1] = replace(mixed[1], outcome=Outcome.unscored("no verdict"))
     mixed[4] = replace(mixed[4], outcome=Outcome.failed("server died"))
     batch = assembled(recipe, [Group(groups[0].prompt, tuple(mixed)), groups[1]])
     assert [m for m in batch.member_C if m[0] == 0] == [(0, 0), (0, 2), (0, 3), (0, 5)]
@@ -206,7 +206,7 @@ def test_only_scored_completions_enter_statistics_and_loss():
 
 
 def test_v_batches_from_one_alpha_equal_v_mini_batches_of_one_larger_batch():
-    """(v, i = 1) against one batch of v times the prompts, drawn at once by the same α and stepped in v parts."""
+    """(v, i = 1) against one batch of v times the prompts, generated at once by the same α and stepped in v parts."""
     v = 3
     runs = []
     for together in (False, True):
@@ -221,7 +221,7 @@ def test_v_batches_from_one_alpha_equal_v_mini_batches_of_one_larger_batch():
         for b, requests in wanted.items():
             if not together:
                 parts = {b: sorted((g for _, g in sampler.sample(requests, 5)), key=lambda g: g.prompt.key)}
-            stepping.first_step(micro_batches(assembled(recipe, judged(parts[b]), b), 999))
+            stepping.first_step(micro_batches(assembled(recipe, judge_groups(parts[b]), b), 999))
         assert policy.version == v
         runs.append(torch.cat([w.flatten() for w in policy.weights.values()]))
     assert (runs[0] - runs[1]).abs().max() <= 1e-6
@@ -230,7 +230,7 @@ def test_v_batches_from_one_alpha_equal_v_mini_batches_of_one_larger_batch():
 def test_masters_keep_what_bfloat16_would_round_away():
     """Twenty steps, each too small to change a bfloat16 weight, together do: they are added up in float32."""
     policy, recipe = tiny_policy(dtype=torch.bfloat16), resolve("dr_grpo")
-    rows = micro_batches(assembled(recipe, judged(drawn(policy))), 999)
+    rows = micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), 999)
     before = policy.model.head.weight.detach().clone()
     stepping = learner(policy, recipe, lr=2e-5)
     scored, _ = stepping.first_step(rows)
@@ -249,7 +249,7 @@ def test_bfloat16_gradients_agree_with_float32_ones():
     rounded, exact = tiny_policy(dtype=torch.bfloat16), tiny_policy()
     exact.weights.load({name: w.float() for name, w in rounded.weights.items()}, 0)
     recipe = resolve("dr_grpo")
-    groups = judged(drawn(exact))
+    groups = judge_groups(generate_groups(exact))
     one, other = (
         gradient(policy, recipe, micro_batches(assembled(recipe, groups), 999)).float() for policy in (rounded, exact)
     )
@@ -257,9 +257,9 @@ def test_bfloat16_gradients_agree_with_float32_ones():
 
 
 def test_the_first_of_i_updates_starts_at_pi_k():
-    """With clipped_exact the centre is π_k/α: at the first update logp_k is logp, and the second one is given it."""
+    """With clipped_exact the center is π_k/α: at the first update logp_k is logp, and the second one is given it."""
     policy, recipe = tiny_policy(), resolve("off_policy_grpo_exact", {"beta": 0.0})
-    rows = micro_batches(assembled(recipe, judged(drawn(policy))), 999)
+    rows = micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), 999)
     stepping = learner(policy, recipe, lr=1e-2)
     pi_k = stepping.score(rows)
     scored, first = stepping.first_step(rows)
@@ -273,7 +273,7 @@ def test_a_sampler_with_other_arithmetic_is_corrected_for_and_not_clipped_for():
     """As if another program had reported every log-prob .3 nats too low: pi_k/alpha = e^.3 = 1.35 at each token, beyond
     the clip range of .2. Over alpha the clip then cuts what has A > 0 before any update; over pi_k it cuts nothing."""
     policy = tiny_policy(dtype=torch.float64)
-    groups = judged(drawn(policy))
+    groups = judge_groups(generate_groups(policy))
     for group in groups:
         for c in group.completions:
             c.logp_alpha.sub_(0.3)
@@ -295,7 +295,7 @@ def test_a_sampler_with_other_arithmetic_is_corrected_for_and_not_clipped_for():
 
 def test_a_token_whose_gradient_is_infinite_is_named_and_nothing_changes():
     policy, recipe = tiny_policy(), resolve("grpo", {"beta": 0.0})
-    rows = micro_batches(assembled(recipe, judged(drawn(policy))), 40)
+    rows = micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), 40)
     row, c = next((row, c) for row in rows[1:] for c in range(len(row.members)) if row.advantage_C[c] < 0)
     own_T, logp_alpha_T = (row.completion_T == c).nonzero().flatten(), row.logp_alpha_T
     assert logp_alpha_T is not None
@@ -313,18 +313,18 @@ def test_a_token_whose_gradient_is_infinite_is_named_and_nothing_changes():
 
 def test_a_token_that_the_clip_cuts_does_not_end_the_run_however_large_its_ratio():
     policy, recipe = tiny_policy(), resolve("grpo", {"beta": 0.0})
-    rows = micro_batches(assembled(recipe, judged(drawn(policy))), 999)
+    rows = micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), 999)
     positive_T = (rows[0].advantage_C[rows[0].completion_T] > 0).nonzero().flatten()
     assert rows[0].logp_alpha_T is not None
     rows[0].logp_alpha_T[positive_T[0]] -= 150
-    _, figures = learner(policy, recipe).first_step(rows)
-    assert figures["clipped_positive"] == 1.0
-    assert 0 < figures["grad_norm"] < 100
+    _, metrics = learner(policy, recipe).first_step(rows)
+    assert metrics["clipped_positive"] == 1.0
+    assert 0 < metrics["grad_norm"] < 100
 
 
 def test_an_infinite_gradient_stops_before_anything_changes():
     policy, recipe = tiny_policy(), resolve("dr_grpo")
-    rows = micro_batches(assembled(recipe, judged(drawn(policy))), 999)
+    rows = micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), 999)
     rows[0].advantage_C[0] = torch.inf
     before = policy.model.head.weight.detach().clone()
     with pytest.raises(FloatingPointError, match=r"update 1 is not finite.*still version 0"):
@@ -335,8 +335,8 @@ def test_an_infinite_gradient_stops_before_anything_changes():
 def test_the_reference_is_swapped_at_the_end_of_a_stage_and_only_then():
     policy = tiny_policy()
     recipe = resolve("grpo", {"beta": 0.5})
-    stepping = Learner(policy, recipe, Optimisation(lr=1e-2), reference=replica(policy))
-    batch = assembled(recipe, judged(drawn(policy)))
+    stepping = Learner(policy, recipe, Optimization(lr=1e-2), reference=replica(policy))
+    batch = assembled(recipe, judge_groups(generate_groups(policy)))
     for expected_zero in (True, False):
         _, sums = stepping.first_step(stepping.pack(batch, 999))
         assert (sums["kl_ref"] == pytest.approx(0, abs=1e-6)) == expected_zero
@@ -352,7 +352,7 @@ def test_a_recipe_with_a_kl_term_needs_a_reference():
 
 
 def test_learning_rate_schedules():
-    constant = Optimisation(lr=1.0, warmup=3, updates=14)
+    constant = Optimization(lr=1.0, warmup=3, updates=14)
     assert [constant.rate(u) for u in (0, 1, 2, 3, 13)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     linear = replace(constant, schedule="linear")
     assert [linear.rate(u) for u in (3, 8, 13)] == [1.0, 0.5, 0.0]
@@ -363,7 +363,7 @@ def test_learning_rate_schedules():
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 @pytest.mark.parametrize(("warmup", "updates"), [(0, 2), (0, 7), (3, 5), (1, 100)])
 def test_the_last_update_of_a_falling_schedule_is_at_the_rate_zero(schedule, warmup, updates):
-    o = Optimisation(lr=1.0, warmup=warmup, updates=updates, schedule=schedule)
+    o = Optimization(lr=1.0, warmup=warmup, updates=updates, schedule=schedule)
     rates = [o.rate(u) for u in range(warmup, updates)]
     assert (rates[0], rates[-1]) == (1.0, 0.0)
     assert rates == sorted(rates, reverse=True)
@@ -372,7 +372,7 @@ def test_the_last_update_of_a_falling_schedule_is_at_the_rate_zero(schedule, war
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_a_single_update_is_at_the_full_rate(schedule):
-    assert Optimisation(lr=1.0, updates=1, schedule=schedule).rate(0) == 1.0
+    assert Optimization(lr=1.0, updates=1, schedule=schedule).rate(0) == 1.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -381,7 +381,7 @@ def test_weight_decay_leaves_norms_and_biases_alone(dtype):
     policy, recipe = tiny_policy("qwen2", dtype=dtype), resolve("dr_grpo")  # queries, keys and values with a bias
     before = {name: w.float().clone() for name, w in policy.weights.items()}
     stepping = learner(policy, recipe, lr=0.5, weight_decay=0.5)
-    flat = assembled(recipe, judged(drawn(policy), lambda g, j, c: 1.0))
+    flat = assembled(recipe, judge_groups(generate_groups(policy), lambda g, j, c: 1.0))
     stepping.first_step(micro_batches(flat, 999, silent=True), flat.in_objective)
     kinds = {name.split(".")[-2] + "." + name.split(".")[-1] for name in before}
     assert {"q_proj.bias", "input_layernorm.weight", "norm.weight"} <= kinds
@@ -407,6 +407,6 @@ def test_the_weights_of_a_version_have_the_buffers_that_a_checkpoint_has(dtype):
     with pytest.raises(ValueError, match=r"1 names differ, e\.g\. model\.kept"):
         copy.load({n: w for n, w in policy.weights.items() if n != "model.kept"}, 2)
     stepping = learner(policy, resolve("dr_grpo"))
-    stepping.delivered()
+    stepping.on_sync()
     policy.model.decoder.get_buffer("kept").fill_(8)
-    assert 0 < stepping.delivered()["moved_delivered"] < 1e-3
+    assert 0 < stepping.on_sync()["moved_synced"] < 1e-3

@@ -22,7 +22,7 @@ PARAMETERS = 8
 
 # Signatures that are not ours to choose.
 IMPOSED = {
-    "backends/attention.py:group_attention": "transformers calls it: the attention function of its registry",
+    "backends/attention.py:shared_prefix_attention": "transformers calls it: the attention function of its registry",
     "cli.py:serve": "each parameter is an option of `lagrpo serve`: tyro reads the command line from the signature",
 }
 

@@ -42,9 +42,9 @@ def test_a_display_takes_the_place_of_standard_error(printed, capfd, caplog):
     notes: list[str] = []
     with logs.shown_by(notes.append):
         logger.info("fewer threads")
-    logger.info("afterwards")
+    logger.info("afterward")
     assert notes == ["fewer threads"]
-    assert capfd.readouterr() == ("", "lagrpo: afterwards\n" if printed else "")
+    assert capfd.readouterr() == ("", "lagrpo: afterward\n" if printed else "")
     assert "fewer threads" in caplog.messages  # the program's own handlers get it too
 
 

@@ -14,7 +14,7 @@ from tiny import save_tiny
 from lagrpo.policy.learner import Learner
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import ParityError
-from lagrpo.sampling.prefetch import Draws, VersionError
+from lagrpo.sampling.prefetch import Prefetcher, VersionError
 from lagrpo.sampling.schedule import LoopState
 from lagrpo.settings.toml import load_settings
 from lagrpo.training.build import Parts
@@ -56,22 +56,23 @@ def watch(monkeypatch, owner: type, name: str, events: list, note: Callable[...,
 
 
 def test_the_lines_of_the_algorithm_in_their_order(algorithm, monkeypatch):
-    """every(2), i = 2, M = 3, S = 2: k = 2 of each stage delivers; what lies between deliveries is drawn at once."""
+    """every(2), i = 2, M = 3, S = 2: k = 2 of each stage syncs weights; what lies between weight syncs is generated at
+    once."""
     a = algorithm(schedule={"v": 2, "i": 2, "batches": 3, "stages": 2}, objective={"recipe": "grpo"})
     events: list[tuple[Any, ...]] = []
-    watch(monkeypatch, LocalSampler, "deliver", events, lambda self, weights, version: ("deliver", version))
-    watch(monkeypatch, LocalSampler, "sample", events, lambda self, rs, G: ("draw", *sorted({r.batch for r in rs})))
+    watch(monkeypatch, LocalSampler, "sync_weights", events, lambda self, weights, version: ("sync_weights", version))
+    watch(monkeypatch, LocalSampler, "sample", events, lambda self, rs, G: ("generate", *sorted({r.batch for r in rs})))
     for name in ("first_step", "step"):
         watch(monkeypatch, Learner, name, events, lambda self, *rest: ("step", self.policy.version))
     watch(monkeypatch, Learner, "end_stage", events, lambda self, *rest: ("end", self.policy.version))
     phases: list[str] = []
     steps = list(iterative_grpo(a, LoopState(), phases.append))
     assert events == [
-        *[("deliver", 0), ("draw", 1), ("step", 0), ("step", 1)],
-        *[("deliver", 2), ("draw", 2, 3, 4), ("step", 2), ("step", 3)],
+        *[("sync_weights", 0), ("generate", 1), ("step", 0), ("step", 1)],
+        *[("sync_weights", 2), ("generate", 2, 3, 4), ("step", 2), ("step", 3)],
         *[("step", 4), ("step", 5), ("end", 6)],
         *[("step", 6), ("step", 7)],
-        *[("deliver", 8), ("draw", 5, 6), ("step", 8), ("step", 9)],
+        *[("sync_weights", 8), ("generate", 5, 6), ("step", 8), ("step", 9)],
         *[("step", 10), ("step", 11), ("end", 12)],
     ]
     assert a.learner.reference is not None
@@ -86,7 +87,7 @@ def test_the_lines_of_the_algorithm_in_their_order(algorithm, monkeypatch):
     ]
     assert [bool(u.reason) for u in steps[1:]] == [True, False, False, True, False]
     assert [len(u.updates) for u in steps] == [2] * 6
-    assert phases[:3] == ["delivery", "sampling", "learning"]
+    assert phases[:3] == ["sync", "sampling", "learning"]
 
 
 def test_what_a_step_says_adds_up(algorithm):
@@ -99,15 +100,15 @@ def test_what_a_step_says_adds_up(algorithm):
         assert sum(spent.values()) <= used.clock.total
 
 
-def test_a_sampler_that_does_not_take_the_delivery_stops_the_run(algorithm, monkeypatch):
+def test_a_sampler_that_serves_stale_weights_stops_the_run(algorithm, monkeypatch):
     a = algorithm(schedule={"batches": 3})
-    original = LocalSampler.deliver
+    original = LocalSampler.sync_weights
 
     def stale(self, weights, version):
         original(self, weights, version) if version == 0 else setattr(self.policy.weights, "version", version)
         return {}
 
-    monkeypatch.setattr(LocalSampler, "deliver", stale)
+    monkeypatch.setattr(LocalSampler, "sync_weights", stale)
     steps: list[Step] = []
     with pytest.raises(ParityError, match=r"version 1 on the in-process sampler: .* serves other weights"):
         steps.extend(iterative_grpo(a, LoopState()))
@@ -118,15 +119,17 @@ def test_a_token_of_another_version_stops_the_run(algorithm, monkeypatch):
     a = algorithm(schedule={"batches": 3})
     original = LocalSampler._close
 
-    def mislabelled(self, row):
+    def mislabeled(self, row):
         group = original(self, row)
         if row.group.request.batch == 2:
             group.done[row.index] = replace(group.done[row.index], versions=group.done[row.index].versions - 1)
         return group
 
-    monkeypatch.setattr(LocalSampler, "_close", mislabelled)
+    monkeypatch.setattr(LocalSampler, "_close", mislabeled)
     steps: list[Step] = []
-    with pytest.raises(VersionError, match=r"batch 2, prompt \d: a token was drawn by version 0, but the .* version 1"):
+    with pytest.raises(
+        VersionError, match=r"batch 2, prompt \d: a token was sampled by version 0, but the .* version 1"
+    ):
         steps.extend(iterative_grpo(a, LoopState()))
     assert [u.b for u in steps] == [1]
 
@@ -143,7 +146,7 @@ class FakeSampler:
     def __init__(self) -> None:
         self.version, self.calls = -1, []
 
-    def deliver(self, weights, version):
+    def sync_weights(self, weights, version):
         self.version = version
         self.calls.append(("sync", version))
         return {}
@@ -177,7 +180,7 @@ SCHEDULES: list[dict[str, Any]] = [
 def test_a_run_stopped_after_any_batch_goes_on_from_its_state(algorithm, monkeypatch, schedule):
     """With the same parts: the same requests, the same weight syncs and the same states, wherever it is stopped."""
     a = algorithm(
-        schedule={"batches": 9} | schedule, sampling={"prove": False}, objective={"recipe": "grpo", "beta": 0.1}
+        schedule={"batches": 9} | schedule, sampling={"parity_check": False}, objective={"recipe": "grpo", "beta": 0.1}
     )
     spent = [0.5, 2.0, 0.1, 0.2, 0.3, 1.5, -1.0, 3.0, 0.0]
     monkeypatch.setattr("lagrpo.training.loop.measure_spending", lambda settings, batch, rows: spent[counted[0] - 1])
@@ -190,9 +193,9 @@ def test_a_run_stopped_after_any_batch_goes_on_from_its_state(algorithm, monkeyp
 
     def run(stops: set[int]) -> tuple[list[Any], list[LoopState]]:
         a.learner.policy.weights.load(initial, 0)
-        a.learner.reference.load_weights(initial, 0)
+        a.learner.reference.load(initial, 0)
         sampler = FakeSampler()
-        parts = replace(a, sampler=sampler, draws=Draws(sampler, a.prompts.batch, a.settings.sampling.G))
+        parts = replace(a, sampler=sampler, prefetcher=Prefetcher(sampler, a.prompts.batch, a.settings.sampling.G))
         state, states = LoopState(), []
         while state.batch < 9:
             for step in iterative_grpo(parts, state):

@@ -11,8 +11,8 @@ import torch
 from tiny import tiny_policy
 from torch import nn
 
-from lagrpo.policy.learner import Learner, Optimisation
-from lagrpo.policy.masters import CHUNK, Delivered, Masters, differing, dither_
+from lagrpo.policy.learner import Learner, Optimization
+from lagrpo.policy.masters import CHUNK, Masters, SyncedWeights, differing, dither_
 from lagrpo.rng import generator, signed16
 
 ALL = torch.arange(-(2**15), 2**15).to(torch.int16)  # every pattern of 16 bits
@@ -91,8 +91,8 @@ def test_the_policy_starts_the_same(kind):
     """The weights to the bit, of every name and whatever the order of the parameters; masters alone differ."""
     policy = tiny_policy(kind, torch.bfloat16)
     before = {name: w.clone() for name, w in policy.weights.items()}
-    optimisation = Optimisation(lr=1e-3, seed=4)
-    masters = Learner(policy, _recipe(), optimisation)._masters
+    optimization = Optimization(lr=1e-3, seed=4)
+    masters = Learner(policy, _recipe(), optimization)._masters
     assert masters.round() == 0
     for (name, weight), master in zip(policy.weights.items(), masters.parameters, strict=True):
         assert torch.equal(bits(weight), bits(before[name])), name
@@ -215,8 +215,8 @@ class Bandit:
     def __init__(self, dtype: torch.dtype, masters: Any, weight_decay: float) -> None:
         self.parameters: Any = nn.ParameterDict({"logits": LOGITS.to(dtype).repeat(COPIES, 1)})
         self.model, self.weights = SimpleNamespace(lm=self.parameters), SimpleNamespace(version=0)
-        optimisation = Optimisation(1e-4, weight_decay=weight_decay, max_grad_norm=None, masters=masters, seed=7)
-        self.learner = Learner(self, SimpleNamespace(needs_pi_ref=False), optimisation)  # type: ignore[arg-type]
+        optimization = Optimization(1e-4, weight_decay=weight_decay, max_grad_norm=None, masters=masters, seed=7)
+        self.learner = Learner(self, SimpleNamespace(needs_pi_ref=False), optimization)  # type: ignore[arg-type]
 
     @property
     def version(self) -> int:
@@ -297,25 +297,25 @@ def test_moved_is_the_share_of_the_weights_whose_bits_changed():
     assert weights[2].signbit()
 
 
-def test_what_a_delivery_moved_is_against_the_delivery_before():
+def test_what_a_weight_sync_moved_is_against_the_weight_sync_before():
     """Whatever lies between: here there and back again, then one weight of ten thousand and three."""
-    delivered, weights = Delivered(), {"a": torch.ones(10_000).bfloat16(), "b": torch.ones(3).bfloat16()}
-    assert delivered.share(weights) is None
+    synced, weights = SyncedWeights(), {"a": torch.ones(10_000).bfloat16(), "b": torch.ones(3).bfloat16()}
+    assert synced.share(weights) is None
     weights["a"] += 1
     weights["a"] -= 1
-    assert delivered.share(weights) == 0
+    assert synced.share(weights) == 0
     weights["a"][77] = 2
-    assert delivered.share(weights) == 1 / 10_003
-    assert delivered.share(weights) == 0
+    assert synced.share(weights) == 1 / 10_003
+    assert synced.share(weights) == 0
 
 
 def test_of_a_large_model_a_sample_tells(monkeypatch):
     monkeypatch.setattr("lagrpo.policy.masters.SAMPLE", 1000)
-    delivered, weights = Delivered(), {"a": torch.zeros(300, 200).bfloat16(), "b": torch.zeros(40_000)}
-    delivered.share(weights)
-    assert 900 < sum(map(len, delivered._last)) < 1100
+    synced, weights = SyncedWeights(), {"a": torch.zeros(300, 200).bfloat16(), "b": torch.zeros(40_000)}
+    synced.share(weights)
+    assert 900 < sum(map(len, synced._last)) < 1100
     weights["a"][:, ::5] = 1
-    assert delivered.share(weights) == pytest.approx(0.12, abs=0.03)
+    assert synced.share(weights) == pytest.approx(0.12, abs=0.03)
 
 
 def test_differing_compares_bits():
@@ -325,15 +325,15 @@ def test_differing_compares_bits():
         assert differing(one, torch.tensor([-0.0, 1.0, float("nan"), 4.0], dtype=dtype)) == 2
 
 
-def test_moved_and_moved_delivered_agree_where_a_delivery_brings_one_update():
+def test_moved_and_moved_synced_agree_where_a_weight_sync_brings_one_update():
     policy = tiny_policy(dtype=torch.bfloat16)
-    learner = Learner(policy, _recipe(), Optimisation(lr=1e-4))
-    assert learner.delivered() == {}
+    learner = Learner(policy, _recipe(), Optimization(lr=1e-4))
+    assert learner.on_sync() == {}
     for master in learner._masters.parameters:
         master.grad = torch.randn_like(master)
-    figures = learner._update()
-    assert 0.01 < figures["moved"] < 1
-    assert learner.delivered() == {"moved_delivered": figures["moved"]}
+    metrics = learner._update()
+    assert 0.01 < metrics["moved"] < 1
+    assert learner.on_sync() == {"moved_synced": metrics["moved"]}
 
 
 def _recipe() -> Any:

@@ -1,4 +1,4 @@
-"""Runs on completions that somebody else drew, on a divergence budget, and with resampling."""
+"""Runs on pre-generated (offline) completions, on a divergence budget, and with dynamic sampling."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def trained(tmp_path: Path, model: Path, **sections) -> Path:
         "run": {"directory": str(tmp_path), "display": "none", "save_weights": False},
         "model": {"path": str(model), "dtype": "float32", "threads": 1},
         "task": {"name": "sample_task:load_letters"},
-        "sampling": {"G": 4, "max_tokens": 8, "max_prompt_tokens": 64, "rows": 32},
+        "sampling": {"G": 4, "max_tokens": 8, "max_prompt_tokens": 64, "max_num_seqs": 32},
         "schedule": {"prompts": 4, "batches": 3},
         "objective": {"recipe": "reinforce"},
         "optimizer": {"lr": 1e-2},
@@ -39,15 +39,15 @@ def trained(tmp_path: Path, model: Path, **sections) -> Path:
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory, model) -> Path:
+def generated(tmp_path_factory, model) -> Path:
     """The rollouts of a run: completions with log-probs."""
     run = trained(tmp_path_factory.mktemp("first"), model, schedule={"batches": 1})
     return run / "rollouts" / "step-000001.parquet"
 
 
-def test_training_on_a_file_alone_draws_nothing(tmp_path, model, drawn):
-    run = trained(tmp_path, model, offline={"data": str(drawn)}, objective={"recipe": "asymre"})
-    old, new = load_rollouts(drawn.parent.parent), load_rollouts(run)
+def test_training_on_a_file_alone_generates_nothing(tmp_path, model, generated):
+    run = trained(tmp_path, model, offline={"data": str(generated)}, objective={"recipe": "asymre"})
+    old, new = load_rollouts(generated.parent.parent), load_rollouts(run)
     assert {tuple(r["token_ids"]) for r in new} == {tuple(r["token_ids"]) for r in old}
     assert len(new) == 3 * 4 * 4
     assert [m["version"] for m in load_metrics(run)] == [0, 1, 2]
@@ -55,9 +55,9 @@ def test_training_on_a_file_alone_draws_nothing(tmp_path, model, drawn):
     assert {(r["source"], r["lag"], r["versions"][0]) for r in new} == {("file", None, -1)}
 
 
-def test_a_share_of_each_batch_comes_from_the_file(tmp_path, model, drawn):
-    run = trained(tmp_path, model, offline={"data": str(drawn), "share": 0.5})
-    old = {tuple(r["token_ids"]) for r in load_rollouts(drawn.parent.parent)}
+def test_a_share_of_each_batch_comes_from_the_file(tmp_path, model, generated):
+    run = trained(tmp_path, model, offline={"data": str(generated), "share": 0.5})
+    old = {tuple(r["token_ids"]) for r in load_rollouts(generated.parent.parent)}
     for batch in (1, 2, 3):
         rows = load_rollouts(run, [batch])
         assert len(rows) == 16
@@ -87,16 +87,16 @@ def test_methods_that_read_alpha_refuse_texts_without_log_probs(tmp_path, model,
         trained(tmp_path, model, offline={"data": str(data)}, objective={"recipe": recipe})
 
 
-def test_training_on_the_directory_of_a_run(tmp_path, model, drawn, capsys):
+def test_training_on_the_directory_of_a_run(tmp_path, model, generated, capsys):
     """And on a list, given as a list; the run says what it reads."""
-    old = drawn.parent.parent
+    old = generated.parent.parent
     run = trained(tmp_path, model, offline={"data": str(old)}, run={"display": "plain"})
     assert {tuple(r["token_ids"]) for r in load_rollouts(run)} == {tuple(r["token_ids"]) for r in load_rollouts(old)}
     said = "16 completions of 4 groups in 1 file"
     assert f"offline     {said}" in capsys.readouterr().out
     assert json.loads((run / "environment.json").read_text())["offline"] == said
     assert load_settings(run / "config.toml").offline.data == (str(old),)
-    again = trained(tmp_path / "again", model, offline={"data": [str(drawn), str(old)]})
+    again = trained(tmp_path / "again", model, offline={"data": [str(generated), str(old)]})
     assert [r["token_ids"] for r in load_rollouts(again)] == [r["token_ids"] for r in load_rollouts(run)]
 
 
@@ -109,28 +109,28 @@ def test_a_prompt_of_a_file_that_is_too_long_is_refused(tmp_path, model):
         trained(tmp_path, model, offline={"data": str(data)})
 
 
-def test_a_file_that_is_not_there_or_too_long_is_refused(tmp_path, model, drawn):
+def test_a_file_that_is_not_there_or_too_long_is_refused(tmp_path, model, generated):
     with pytest.raises(SettingsError, match=r"offline\.data: .*no such file"):
         trained(tmp_path, model, offline={"data": "nowhere.jsonl"})
     with pytest.raises(SettingsError, match=r"offline\.data = \(\): .*at least 1 item"):
         trained(tmp_path, model, offline={"data": ()})
     with pytest.raises(SettingsError, match=r"sampling\.max_tokens is 2"):
-        trained(tmp_path, model, offline={"data": str(drawn)}, sampling={"max_tokens": 2})
+        trained(tmp_path, model, offline={"data": str(generated)}, sampling={"max_tokens": 2})
 
 
 def reasons_of(run: Path) -> dict[int, str]:
     """Why the sampler got new weights, by the batch before which it did."""
-    return {e["batch"]: e["reason"] for e in load_events(run) if e["event"] == "delivery"}
+    return {e["batch"]: e["reason"] for e in load_events(run) if e["event"] == "weight_sync"}
 
 
-def test_a_budget_delivers_when_the_divergence_passes_it(tmp_path, model):
+def test_a_budget_syncs_when_the_divergence_passes_it(tmp_path, model):
     schedule = {"kind": "budget", "delta": 0.05, "v": 5, "batches": 12}
     run = trained(tmp_path, model, schedule=schedule, optimizer={"lr": 3e-3})
     metrics, reasons = load_metrics(run), reasons_of(run)
     assert "budget" in reasons.values()
     since = 0
     for before, now in pairwise(metrics):
-        since = 1 if before["delivered"] else since + 1
+        since = 1 if before["synced"] else since + 1
         expected = "budget" if before["kl_sequence"] > 0.05 else "cap" if since >= 5 else ""
         assert reasons.get(now["batch"], "") == expected
         assert (now["lag_max"] == 0) == bool(expected)
@@ -140,21 +140,21 @@ def test_a_budget_that_is_never_spent_is_its_cap(tmp_path, model):
     schedule = {"kind": "budget", "delta": 1e9, "v": 2, "batches": 5}
     run = trained(tmp_path / "a", model, schedule=schedule)
     assert reasons_of(run) == {1: "start", 3: "cap", 5: "cap"}
-    assert [m["delivered"] for m in load_metrics(run)] == [1, 0, 1, 0, 1]
+    assert [m["synced"] for m in load_metrics(run)] == [1, 0, 1, 0, 1]
 
 
-def test_resampling_fills_a_batch_with_groups_that_have_a_signal(tmp_path, model):
+def test_dynamic_sampling_fills_a_batch_with_groups_that_have_a_signal(tmp_path, model):
     """Greedy sampling makes most groups flat; attempts replace them by further prompts, and stop at the bound."""
     cold = {"temperature": 0.1, "G": 3}
     without = load_metrics(trained(tmp_path / "a", model, sampling=cold, schedule={"batches": 1, "prompts": 6}))
-    run = trained(tmp_path / "b", model, sampling=cold | {"resample": 6}, schedule={"batches": 1, "prompts": 6})
+    run = trained(tmp_path / "b", model, sampling=cold | {"dynamic_sampling": 6}, schedule={"batches": 1, "prompts": 6})
     assert without[0]["zero_variance_share"] > load_metrics(run)[0]["zero_variance_share"]
     assert len(load_rollouts(run)) == 6 * 3
 
 
-def test_resampling_is_bounded(tmp_path, model):
+def test_dynamic_sampling_is_bounded(tmp_path, model):
     task = {"name": "sample_task:load_hopeless"}
-    run = trained(tmp_path, model, task=task, sampling={"resample": 2}, schedule={"batches": 1})
+    run = trained(tmp_path, model, task=task, sampling={"dynamic_sampling": 2}, schedule={"batches": 1})
     assert load_metrics(run)[0]["zero_variance_share"] == 1
 
 
@@ -168,7 +168,7 @@ def test_scoring_the_update_gives_both_sides_of_the_bounds(tmp_path, model):
 
 
 @pytest.mark.parametrize("recipe", ["unclipped", "grpo_masked", "red_drop"])
-def test_figures_of_the_lag_are_those_of_every_scored_completion(tmp_path, model, recipe):
+def test_lag_metrics_are_over_every_scored_completion(tmp_path, model, recipe):
     """Also of flat groups, which the loss leaves out, and of those that red_drop drops by their rewards."""
     run = trained(tmp_path, model, task={"name": "sample_task:load_vowels"}, objective={"recipe": recipe},
                   schedule={"v": 9, "batches": 4})  # fmt: skip
@@ -190,10 +190,10 @@ def test_a_budget_is_spent_by_groups_without_a_signal(tmp_path, model):
                   offline={"data": str(data), "share": 0.25})  # fmt: skip
     metrics = load_metrics(run)
     assert metrics[1]["kl_sequence"] > 1e-4  # of 12 completions that are all wrong
-    assert bool(metrics[2]["delivered"])
+    assert bool(metrics[2]["synced"])
 
 
-def test_figures_that_would_be_of_a_subset_are_null_where_they_are_not_paid_for(tmp_path, model):
+def test_metrics_that_would_be_of_a_subset_are_null_where_they_are_not_paid_for(tmp_path, model):
     run = trained(tmp_path, model, run={"score_lag": False}, task={"name": "sample_task:load_vowels"},
                   objective={"recipe": "grpo_masked"}, schedule={"v": 9})  # fmt: skip
     for line in load_metrics(run):
@@ -203,7 +203,7 @@ def test_figures_that_would_be_of_a_subset_are_null_where_they_are_not_paid_for(
         trained(tmp_path, model, run={"score_lag": False}, schedule={"kind": "budget", "delta": 1.0, "v": 9})
 
 
-def test_certified_delivers_at_the_latest_where_nothing_is_certified_and_says_so(tmp_path, model):
+def test_certified_syncs_at_the_latest_where_nothing_is_certified_and_says_so(tmp_path, model):
     run = trained(tmp_path, model, schedule={"kind": "certified", "v": 2, "batches": 5})
     assert reasons_of(run) == {1: "start", 3: "cap", 5: "cap"}
     assert all(m["lag_certified"] == -1 for m in load_metrics(run))  # 16 completions say nothing
@@ -213,13 +213,13 @@ def test_certified_delivers_at_the_latest_where_nothing_is_certified_and_says_so
     assert "asks a prompt more than once" in warnings[1]["text"]
 
 
-def test_certified_delivers_on_a_certificate(tmp_path, model, monkeypatch):
+def test_certified_syncs_on_a_certificate(tmp_path, model, monkeypatch):
     bounds = iter([-1.0, 0.01, -0.01, -0.2, 0.3])
     monkeypatch.setattr("lagrpo.training.loop.measure_spending", lambda *rest: next(bounds))
     run = trained(tmp_path, model, schedule={"kind": "certified", "v": 9, "batches": 5})
     assert reasons_of(run) == {1: "start", 3: "certified"}
     with pytest.raises(SettingsError, match=r"resample.*certifies nothing"):
-        trained(tmp_path, model, schedule={"kind": "certified", "v": 9}, sampling={"resample": 1})
+        trained(tmp_path, model, schedule={"kind": "certified", "v": 9}, sampling={"dynamic_sampling": 1})
 
 
 def test_a_budget_is_spent_by_the_fresh_completions_of_a_mixed_batch(tmp_path, model):
@@ -232,20 +232,20 @@ def test_a_budget_is_spent_by_the_fresh_completions_of_a_mixed_batch(tmp_path, m
     assert "budget" in reasons_of(run).values()
 
 
-def test_resampling_leaves_recorded_groups_alone(tmp_path, model):
+def test_dynamic_sampling_leaves_offline_groups_alone(tmp_path, model):
     data = tmp_path / "flat.jsonl"
     data.write_text("".join(json.dumps(row | {"reward": 1.0}) + "\n" for row in TEXTS))
-    run = trained(tmp_path, model, offline={"data": str(data), "share": 0.5}, sampling={"resample": 3})
+    run = trained(tmp_path, model, offline={"data": str(data), "share": 0.5}, sampling={"dynamic_sampling": 3})
     assert all(sum(r["source"] == "file" for r in load_rollouts(run, [b])) == 4 for b in (1, 2, 3))
 
 
 @pytest.mark.parametrize("recipe", ["red_drop", "reinforce"])
-def test_drawing_ahead_leaves_the_same_records(tmp_path, model, recipe):
+def test_prefetching_leaves_the_same_records(tmp_path, model, recipe):
     """Also where the advantage is random: groups stand in the order of the batch, whichever ended first."""
     runs = []
-    for ahead in (True, False):
-        sampling = {"ahead": ahead, "rows": 8}
-        run = trained(tmp_path / str(ahead), model, sampling=sampling, schedule={"v": 4, "batches": 5},
+    for prefetch in (True, False):
+        sampling = {"prefetch": prefetch, "max_num_seqs": 8}
+        run = trained(tmp_path / str(prefetch), model, sampling=sampling, schedule={"v": 4, "batches": 5},
                       objective={"recipe": recipe})  # fmt: skip
         runs.append(load_rollouts(run))
     for one, other in zip(*runs, strict=True):

@@ -32,10 +32,10 @@ class Adapted(nn.Module):
 
     def __init__(self, linear: nn.Linear, rank: int = 3) -> None:
         super().__init__()
-        draw = torch.Generator().manual_seed(1)
+        rng = torch.Generator().manual_seed(1)
         self.linear = linear
         self.a, self.b = (
-            nn.Parameter(torch.randn(*shape, generator=draw).to(linear.weight) / 2)
+            nn.Parameter(torch.randn(*shape, generator=rng).to(linear.weight) / 2)
             for shape in ((linear.in_features, rank), (rank, linear.out_features))
         )
 

@@ -111,7 +111,7 @@ print(within, count(9))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_freed_memory_goes_back_to_the_system_again():
-    """Counted in page faults: none for three blocks within. Of nine blocks afterwards some find room where the three
+    """Counted in page faults: none for three blocks within. Of nine blocks afterward some find room where the three
     were, in the heap; the others come from the system, page by page, at each use."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     done = subprocess.run([sys.executable, "-c", FAULTS], env=clean, capture_output=True, text=True, check=True)

@@ -75,8 +75,8 @@ assert ((y.double() - exact).abs() / exact.abs().max()).max() < 2**-8
 for rows in (1, 16, 31, 32, 33, 130):
     assert torch.equal(kernels.Panels([layer])(x[:rows]), y[:rows])
 layout = PackedLayout.build([(7, (3, 9, 2)), (130, (70, 3))])
-draw = torch.Generator().manual_seed(0)
-q, k, v, g = (torch.randn(layout.rows, heads, 64, generator=draw).bfloat16() for heads in (9, 3, 3, 9))
+rng = torch.Generator().manual_seed(0)
+q, k, v, g = (torch.randn(layout.rows, heads, 64, generator=rng).bfloat16() for heads in (9, 3, 3, 9))
 out, lse = kernels.attention(layout.segments, q, k, v, 0.125)
 grads = kernels.attention_backward(layout.groups, kernels.Attended(layout.segments, q, k, v, out, lse, 0.125), g)
 sums = [t.double().mul(torch.arange(t.numel()).view(t.shape)).sum().item() for t in (y, out, lse, *grads)]
@@ -130,7 +130,7 @@ print(policy.model.decoding)
 """
 
 
-def test_steps_through_all_layers_by_tiles_draw_what_the_learner_computes():
+def test_steps_through_all_layers_by_tiles_sample_what_the_learner_computes():
     assert at_level("emulated_tiles", DECODED) == "one call through all layers, products by AMX emulated in C"
 
 
@@ -200,8 +200,8 @@ def test_an_odd_number_of_inputs_takes_pytorchs_products():
     assert "products by" not in policy.model.computation
 
 
-def test_an_interrupted_delivery_takes_nothing_from_others(monkeypatch):
-    """π_ref keeps its packs, however often a delivery to α was cut off and made again."""
+def test_an_interrupted_weight_sync_takes_nothing_from_others(monkeypatch):
+    """π_ref keeps its packs, however often a weight sync to α was cut off and made again."""
     policy, packed = tiny_policy(dtype=torch.bfloat16), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
     alpha, reference = replica(policy), replica(policy)
     with torch.no_grad():
@@ -234,7 +234,7 @@ def test_one_packed_copy_serves_learner_and_sampler_of_one_version():
     alpha = replica(policy)
     assert isinstance(alpha.weights, PackedWeights)
     first = packs(policy)
-    for version in (1, 2):  # v = 1, i = 1: an update, a delivery, no forward pass between
+    for version in (1, 2):  # v = 1, i = 1: an update, a weight sync, no forward pass between
         changed(policy)
         alpha.load(policy.weights, version)
         assert packs(alpha) is packs(policy) is first

@@ -1,4 +1,4 @@
-"""Which prompts a batch asks: none twice, and how often they are tokenised."""
+"""Which prompts a batch asks: none twice, and how often they are tokenized."""
 
 from __future__ import annotations
 
@@ -84,15 +84,16 @@ def asked(run) -> list[list[int]]:
     return [[r["prompt_key"] for r in rows if r["batch"] == b and r["completion"] == 0] for b in (1, 2)]
 
 
-def test_no_prompt_is_in_a_resampled_batch_twice(run):
-    directory = run("load_rarely_right", sampling={"G": 2, "max_tokens": 6, "resample": 5})
+def test_no_prompt_is_in_a_dynamically_sampled_batch_twice(run):
+    directory = run("load_rarely_right", sampling={"G": 2, "max_tokens": 6, "dynamic_sampling": 5})
     assert all(len(set(keys)) == len(keys) == 4 for keys in asked(directory))
     assert min(row["epoch"] for row in load_rollouts(directory)) == -1
 
 
-def test_what_is_resampled_does_not_depend_on_what_ends_first(run):
+def test_dynamic_sampling_does_not_depend_on_what_ends_first(run):
     narrow, wide = (
-        run("load_rarely_right", sampling={"G": 2, "max_tokens": 40, "resample": 5, "rows": rows}) for rows in (2, 32)
+        run("load_rarely_right", sampling={"G": 2, "max_tokens": 40, "dynamic_sampling": 5, "max_num_seqs": rows})
+        for rows in (2, 32)
     )
     assert asked(narrow) == asked(wide)
 
@@ -107,8 +108,9 @@ def test_prompts_that_come_twice_in_a_batch_are_told_of_once(run, capsys):
     assert "more than once" not in capsys.readouterr().out
 
 
-def test_prompts_are_tokenised_once_at_the_start_and_once_in_their_batch(run, monkeypatch):
-    """24 prompts, all of them visited. Before the first batch also those of the proof, and one for the template."""
+def test_prompts_are_tokenized_once_at_the_start_and_once_in_their_batch(run, monkeypatch):
+    """24 prompts, all of them visited. Before the first batch also those of the parity check, and one for the
+    template."""
     counts: Counter[str] = Counter()
     phase = {"now": "start"}
     tokenize, sample = Chat.tokenize, LocalSampler.sample
@@ -133,7 +135,7 @@ def test_every_prompt_that_a_run_asks_is_checked_before_it_starts(monkeypatch):
     prompts = source(prompts=10, N=4)
     for batches, count in ((3, 10), (2, 8)):
         checked: list[int] = []
-        monkeypatch.setattr(prompts, "tokenised", lambda split, index, checked=checked: checked.append(index))
+        monkeypatch.setattr(prompts, "tokenized", lambda split, index, checked=checked: checked.append(index))
         prompts.check(batches)
         assert len(checked) == len(set(checked)) == count
         assert set(checked) == {index for b in range(1, batches + 1) for _, index in prompts._of_batch(b)}
@@ -150,4 +152,4 @@ def test_every_prompt_that_a_run_asks_is_checked_before_it_starts(monkeypatch):
 def test_a_prompt_that_cannot_be_asked_is_named(question, message):
     task = RowTask("odd", {"train": [question]}, lambda row: (row, ""), lambda text, gold: 0.0, "Be brief.")
     with pytest.raises(SettingsError, match=f"prompt 0 of the train split of 'odd': .*{message}"):
-        PromptSource(task, tiny_policy(), 5, 1, 64).tokenised("train", 0)
+        PromptSource(task, tiny_policy(), 5, 1, 64).tokenized("train", 0)

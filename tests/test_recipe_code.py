@@ -22,12 +22,12 @@ SIZES = (4, 1, 5, 3)  # completions of a group: one alone, one whose rewards are
 
 def inputs(seed: int) -> dict[str, Any]:
     """Four groups with ratios on both sides of every clip range."""
-    draw = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     group = torch.arange(len(SIZES)).repeat_interleave(torch.tensor(SIZES))
-    lengths = torch.randint(1, MAX_LENGTH + 1, (len(group),), generator=draw)
+    lengths = torch.randint(1, MAX_LENGTH + 1, (len(group),), generator=rng)
     completion = torch.arange(len(group)).repeat_interleave(lengths)
-    alpha, *noise = torch.randn(4, len(completion), generator=draw, dtype=torch.float64)
-    rewards = torch.randint(3, (len(group),), generator=draw).double() / 2
+    alpha, *noise = torch.randn(4, len(completion), generator=rng, dtype=torch.float64)
+    rewards = torch.randint(3, (len(group),), generator=rng).double() / 2
     rewards[group == 3] = 0.5
     return {
         "logp": (alpha - 1 + 0.4 * noise[0]).requires_grad_(),
@@ -37,7 +37,7 @@ def inputs(seed: int) -> dict[str, Any]:
         "completion": completion,
         "rewards": rewards,
         "group": group,
-        "uniform": torch.rand(len(group), generator=draw, dtype=torch.float64),
+        "uniform": torch.rand(len(group), generator=rng, dtype=torch.float64),
         "max_length": MAX_LENGTH,
     }
 
@@ -109,7 +109,7 @@ def test_every_piece_has_its_code():
     tables = {
         "advantage": code.ADVANTAGES, "surrogate": {**code.SURROGATES, **code.RANGES, "reinforce": ""},
         "ratio": code.LEVELS, "denominator": code.POLICIES, "mask": code.MASKS | none,
-        "weight": code.WEIGHTS | {"one": ""}, "regulariser": code.REGULARISERS | none, "anchor": code.POLICIES,
+        "weight": code.WEIGHTS | {"one": ""}, "regularizer": code.REGULARIZERS | none, "anchor": code.POLICIES,
         "correction": code.CORRECTIONS | none, "correction_level": code.LEVELS, "kl": code.KLS,
         "reduction": code.REDUCTIONS,
     }  # fmt: skip

@@ -30,7 +30,7 @@ def test_every_row_resolves_and_says_what_and_whence(name):
         ("grpo_masked", Composition(beta=0.1, reduction="sequence_mean", mask_zero_variance=True)),
         ("off_policy_grpo", Composition(beta=0.1, reduction="sequence_mean")),
         ("off_policy_grpo_exact", Composition(beta=0.1, reduction="sequence_mean", surrogate="clipped_exact")),
-        ("dr_grpo", Composition(advantage="centred", reduction="constant_length", beta=0.0)),
+        ("dr_grpo", Composition(advantage="centered", reduction="constant_length", beta=0.0)),
         ("dapo", Composition(epsilon_high=0.28, mask_zero_variance=True, beta=0.0)),
         ("grpo_recomputed", Composition(beta=0.0, reduction="sequence_mean", denominator="pi_k")),
         (
@@ -52,9 +52,9 @@ def test_the_advantages_of_the_rows():
 
 def test_what_a_row_needs():
     rows = {name: resolve(name) for name in PRESETS}
-    centred_on_pi_k = {"off_policy_grpo_exact", "clipped_proportional", "geppo"}
+    centered_on_pi_k = {"off_policy_grpo_exact", "clipped_proportional", "geppo"}
     over_pi_k = {"grpo_recomputed", "grpo_tis", "grpo_tis_sequence", "grpo_mis_sequence", "grpo_icepop"}
-    assert {name for name, row in rows.items() if row.needs_pi_k} == centred_on_pi_k | over_pi_k | {"opmd_pairwise"}
+    assert {name for name, row in rows.items() if row.needs_pi_k} == centered_on_pi_k | over_pi_k | {"opmd_pairwise"}
     with_kl = {"grpo", "grpo_masked", "off_policy_grpo", "off_policy_grpo_exact", "grpo_two_sided"}
     assert {name for name, row in rows.items() if row.needs_pi_ref} == with_kl | {"opmd_kimi"}
     assert {name for name, row in rows.items() if row.needs_whole_groups} == {"opmd_pairwise"}
@@ -104,7 +104,7 @@ def test_an_importance_weighted_kl_weighs_each_token_by_rho():
         ("grop", {}, r"unknown recipe 'grop'; the nearest is 'grpo' \(all: grpo, grpo_masked"),
         ("grpo", {"epsilon_hihg": 0.3}, "unknown setting 'epsilon_hihg'; the nearest is 'epsilon_high'"),
         ("grpo", {"surrogate": "cliped"}, "unknown surrogate 'cliped'; the nearest is 'clipped'"),
-        ("grpo", {"advantage": "whiten"}, "the nearest is 'whitened'"),
+        ("grpo", {"advantage": "normalize"}, "the nearest is 'normalized'"),
         ("grpo", {"ratio": "sequences"}, "the nearest is 'sequence'"),
         ("grpo", {"reduction": "mean_token"}, "the nearest is 'token_mean'"),
         ("grpo", {"kl": "k4"}, "unknown kl 'k4'"),
@@ -115,7 +115,7 @@ def test_an_importance_weighted_kl_weighs_each_token_by_rho():
             {"surrogate": "unclipped", "epsilon_low": 0.1},
             "epsilon_low was set, but nothing reads it: .* 'unclipped'",
         ),
-        ("dr_grpo", {"eps_std": 0.1}, "eps_std was set, but nothing reads it: .* advantage 'centred'"),
+        ("dr_grpo", {"eps_std": 0.1}, "eps_std was set, but nothing reads it: .* advantage 'centered'"),
         ("rloo", {"ratio": "sequence"}, "ratio was set, but nothing reads it: .* weight 'one'"),
         ("rec_ring_is", {"mask": "rings"}, "unknown mask 'rings'; the nearest is 'ring'"),
         ("grpo", {"mask": "ring"}, "mask was set, but nothing reads it: surrogate 'clipped'"),
@@ -134,9 +134,9 @@ def test_an_importance_weighted_kl_weighs_each_token_by_rho():
         ("off_policy_grpo_exact", {"correction": "truncated"}, "pi/alpha in the surrogate already holds"),
         ("cispo", {"correction": "truncated"}, "pi/alpha in the weight already holds.* set denominator = 'pi_k'"),
         ("rec_ring_is", {"correction": "masked"}, "pi/alpha in the weight already holds"),
-        ("geppo", {"denominator": "pi_k"}, "over denominator 'pi_k' that centre is 1, which is surrogate 'clipped'"),
-        ("clipped_proportional", {"denominator": "pi_k", "correction": "truncated"}, "that centre is 1"),
-        ("opmd_pairwise", {"correction": "truncated"}, "it needs none: its argument holds whoever drew the group"),
+        ("geppo", {"denominator": "pi_k"}, "over denominator 'pi_k' that center is 1, which is surrogate 'clipped'"),
+        ("clipped_proportional", {"denominator": "pi_k", "correction": "truncated"}, "that center is 1"),
+        ("opmd_pairwise", {"correction": "truncated"}, "it needs none: its argument holds whoever sampled the group"),
         ("grpo_tis", {"correction_cap": 0.9}, r"correction_cap be at least 1, .* but they are 0\.0 and 0\.9"),
         ("grpo_tis", {"correction_floor": float("nan")}, r"correction_floor must lie in \[0, 1\]"),
         ("grpo", {"masked_count": True}, "mask_zero_variance is off"),
@@ -147,7 +147,7 @@ def test_an_importance_weighted_kl_weighs_each_token_by_rho():
         ("grpo", {"kl_bound": 3.0}, "kl_bound was set, but nothing reads it"),
         ("grpo", {"dual_clip": 1.1}, r"dual_clip is .*: at least 1 \+ epsilon_high = 1\.2, but is 1\.1"),
         ("cispo", {"dual_clip": 6.0}, "dual_clip was set, but nothing reads it"),
-        ("grpo", {"std_offset": 0.1}, "std_offset was set, but nothing reads it: .* advantage 'whitened'"),
+        ("grpo", {"std_offset": 0.1}, "std_offset was set, but nothing reads it: .* advantage 'normalized'"),
     ],
 )
 def test_what_is_refused_and_why(name, overrides, message):

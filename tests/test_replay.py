@@ -81,20 +81,20 @@ def test_a_run_that_was_not_touched_agrees_with_its_replay(either):
     rows = load_rollouts(either)
     tokens = sum(len(row["token_ids"]) for row in rows)
     done = compared(report)
-    assert done["draws"] == done["log α, version 0"] + done["log α, version 1"] == tokens
+    assert done["samples"] == done["log α, version 0"] + done["log α, version 1"] == tokens
     assert done["advantages"] == done["rewards"] == len(rows) == 24
     assert done["log π_k - log α"] == 2 * len(rows)  # log_ratio and kl_alpha
     assert {why for _, why in report.skipped} == {
         "their token ids are not recorded",
-        "not recomputed (clocks, gradients, probes, other policies, intervals, Theorem 1)",
+        "not recomputed (clocks, gradients, parity checks, other policies, intervals, Theorem 1)",
     }
 
 
-def test_draws_are_decided_in_float32_and_random_numbers_of_other_addresses_would_not_do(untouched):
-    draws = next(check for check in verify_run(untouched, everything=True).checks if check.name == "draws")
-    assert draws.undecided == 0
-    assert draws.agree == draws.compared > 100
-    caught = int(draws.note.rpartition(" addresses ")[2].partition("%")[0])
+def test_samples_are_decided_in_float32_and_random_numbers_of_other_addresses_would_not_do(untouched):
+    samples = next(check for check in verify_run(untouched, everything=True).checks if check.name == "samples")
+    assert samples.undecided == 0
+    assert samples.agree == samples.compared > 100
+    caught = int(samples.note.rpartition(" addresses ")[2].partition("%")[0])
     assert caught > 80
 
 
@@ -236,39 +236,39 @@ def test_a_batch_without_rows_and_completions_that_are_numbered_wrong_are_found(
     assert (found.recorded, found.replayed) == (0, 2)
 
 
-def test_a_delivery_that_the_schedule_does_not_have_is_found(run):
+def test_a_weight_sync_that_the_schedule_does_not_have_is_found(run):
     """At v = 2 versions 0, 1 and 1 draw; the files are made to agree on 0, 1 and 2."""
     lines = of_metrics(run)
-    lines[2].update(delivered=1, lag_min=0, lag_mean=0.0, lag_max=0)
+    lines[2].update(synced=1, lag_min=0, lag_mean=0.0, lag_max=0)
     with_metrics(run, lines)
-    (found,) = named(verify_run(run, rows=1), "metrics.jsonl", "delivered")
+    (found,) = named(verify_run(run, rows=1), "metrics.jsonl", "synced")
     assert (found.place, found.recorded, found.replayed) == ("line 3 (batch 3)", 1, 0)
 
 
-def test_an_event_of_a_delivery_that_is_gone_is_found(run):
+def test_an_event_of_a_weight_sync_that_is_gone_is_found(run):
     (run / "events.jsonl").write_text("")
-    found = named(verify_run(run, rows=1), "events.jsonl", "delivery")
+    found = named(verify_run(run, rows=1), "events.jsonl", "weight_sync")
     assert [d.place for d in found] == ["batch 1", "batch 2"]
     assert found[1].replayed == {"reason": "schedule", "version": 1}
 
 
 @pytest.mark.parametrize(
-    ("schedule", "figure", "reason"),
+    ("schedule", "metric", "reason"),
     [
         ({"kind": "budget", "v": 3, "delta": 1e-9}, "kl_sequence", "budget"),
         ({"kind": "budget", "v": 2, "delta": 1e9}, "kl_sequence", "cap"),
         ({"kind": "certified", "v": 2}, "lag_certified", "cap"),
     ],
 )
-def test_what_a_batch_says_decides_about_the_delivery_before_the_next(model, tmp_path, schedule, figure, reason):
+def test_what_a_batch_says_decides_about_the_weight_sync_before_the_next(model, tmp_path, schedule, metric, reason):
     run = trained(model, tmp_path, schedule={**schedule, "batches": 5})
-    delivered = [(e["batch"], e["reason"]) for e in load_events(run) if e["event"] == "delivery"]
-    assert delivered == [(1, "start"), (3, reason), (5, reason)]
+    synced = [(e["batch"], e["reason"]) for e in load_events(run) if e["event"] == "weight_sync"]
+    assert synced == [(1, "start"), (3, reason), (5, reason)]
     assert verify_run(run, rows=1).differences == []
     lines = of_metrics(run)
-    lines[3][figure] = 0.0 if reason == "budget" else 1e10
+    lines[3][metric] = 0.0 if reason == "budget" else 1e10
     with_metrics(run, lines)
-    assert [d.place for d in named(verify_run(run, rows=1), "events.jsonl", "delivery")] == ["batch 5"]
+    assert [d.place for d in named(verify_run(run, rows=1), "events.jsonl", "weight_sync")] == ["batch 5"]
 
 
 def test_completions_that_are_said_to_come_from_a_file_are_found(run):
@@ -277,12 +277,12 @@ def test_completions_that_are_said_to_come_from_a_file_are_found(run):
             row["source"] = "file"
 
     rewrite(run, change)
-    (found,) = named(verify_run(run, rows=1), FIRST, "number of groups that the sampler drew")
+    (found,) = named(verify_run(run, rows=1), FIRST, "number of groups that the sampler generated")
     assert (found.recorded, found.replayed) == (1, 2)
 
 
 def test_a_changed_divergence_is_found(run):
-    file = "rollouts/step-000003.parquet"  # drawn by version 1, learned by version 2
+    file = "rollouts/step-000003.parquet"  # generated by version 1, learned by version 2
     (row, recorded), *_ = ((n, r["kl_alpha"]) for n, r in enumerate(load_rollouts(run, [3])) if r["kl_alpha"])
     rewrite(run, lambda rows: rows[row].__setitem__("kl_alpha", recorded + 0.01), file)
     report = verify_run(run, everything=True)
@@ -330,8 +330,8 @@ def test_another_prompt_in_an_evaluation_is_found(run, column):
     assert named(verify_run(run, rows=1), "evaluations/after.parquet", name)
 
 
-@pytest.mark.parametrize("name", ["batch", "version", "samples", "prompts", "unscored", "pass_at_1", "pass_at_2"])
-def test_a_changed_or_missing_figure_of_an_evaluation_is_found(run, name):
+@pytest.mark.parametrize("name", ["batch", "version", "samples", "prompts", "without_reward", "pass_at_1", "pass_at_2"])
+def test_a_changed_or_missing_metric_of_an_evaluation_is_found(run, name):
     file = run / "evaluations/before.json"
     summary = json.loads(file.read_text())
     for changed in (summary | {name: summary[name] + 1}, {k: v for k, v in summary.items() if k != name}):
@@ -350,14 +350,15 @@ def test_what_could_not_be_checked_is_said_with_the_setting_that_would_allow_it(
     assert report.differences == []
     assert compared(report).keys() & {"log α, version 0", "log α, version 1"} == {"log α, version 0"}
     why = "no weights on disk of version 1: set run.save_every = 1 to keep the weights of every version"
-    assert report.skipped["draws and log-probs: completions", why] == 16
+    assert report.skipped["samples and log-probs: completions", why] == 16
 
 
 def test_a_subset_is_spread_over_the_versions(untouched):
     report = verify_run(untouched, rows=2)
     assert {"log α, version 0", "log α, version 1"} <= compared(report).keys()
     assert (
-        report.skipped["draws and log-probs: completions", "not in the subset: take more with --rows N, or --all"] == 22
+        report.skipped["samples and log-probs: completions", "not in the subset: take more with --rows N, or --all"]
+        == 22
     )
 
 
@@ -365,7 +366,10 @@ def test_a_subset_is_spread_over_the_versions(untouched):
     "sections",
     [
         {"objective": {"recipe": "red_drop"}, "schedule": {"kind": "lagged", "v": 1}},
-        {"objective": {"recipe": "dapo", "overlong_buffer": 4}, "sampling": {"resample": 2, "temperature": 0.7}},
+        {
+            "objective": {"recipe": "dapo", "overlong_buffer": 4},
+            "sampling": {"dynamic_sampling": 2, "temperature": 0.7},
+        },
         {"objective": {"recipe": "rloo"}, "schedule": {"kind": "budget", "delta": 0.01, "i": 2}},
         {"objective": {"recipe": "off_policy_grpo_exact"}, "schedule": {"stages": 2, "prompts": 5}},
         {"objective": {"recipe": "grpo_masked"}, "task": {"name": "sample_task:load_even"}},
@@ -382,8 +386,8 @@ def test_completions_that_somebody_else_drew_are_left_out(untouched, model, tmp_
     offline = {"data": str(untouched / FIRST), "share": 0.5}
     report = verify_run(trained(model, tmp_path, offline=offline, objective={"recipe": "asymre"}))
     assert report.differences == []
-    assert report.skipped["draws and log-probs: completions", "somebody else drew them"] == 12
-    assert compared(report)["draws"] > 0
+    assert report.skipped["samples and log-probs: completions", "offline data"] == 12
+    assert compared(report)["samples"] > 0
 
 
 def test_a_task_of_the_caller_s_own_is_asked_for(model, tmp_path):
@@ -468,14 +472,14 @@ def test_every_advantage_has_a_written_formula():
 def test_the_written_formulas_are_those_of_core(name):
     from lagrpo.core.pieces import ADVANTAGES as PIECES
 
-    draw = torch.Generator().manual_seed(3)
+    rng = torch.Generator().manual_seed(3)
     made = Composition(advantage=name)
-    reads = {"whitened": "eps_std", "whitened_unbiased": "std_offset", "log_mean_exp": "strength"}
+    reads = {"normalized": "eps_std", "normalized_unbiased": "std_offset", "log_mean_exp": "strength"}
     knobs = {knob: getattr(made, knob) for knob in [reads.get(name)] if knob}
     for G in (1, 2, 5, 8):
         for _ in range(20):
-            rewards = torch.randint(3, (G,), generator=draw).double() / 2
-            uniform = torch.rand(G, generator=draw, dtype=torch.float64)
+            rewards = torch.randint(3, (G,), generator=rng).double() / 2
+            uniform = torch.rand(G, generator=rng, dtype=torch.float64)
             written = advantages(rewards.tolist(), made, uniform.tolist())
             assert written == pytest.approx(PIECES[name](rewards, uniform, **knobs).tolist(), abs=1e-12)
 
@@ -488,7 +492,7 @@ def test_a_token_s_part_of_the_distribution_by_hand():
     torch.testing.assert_close(read["logp"].exp(), torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64))
     torch.testing.assert_close(read["low"].sigmoid(), torch.tensor([0.0, 0.5, 0.75], dtype=torch.float64))
     torch.testing.assert_close(read["high"].sigmoid(), torch.tensor([0.5, 0.75, 1.0], dtype=torch.float64))
-    assert read["drawn"].tolist() == [1, 1, 2]
+    assert read["expected"].tolist() == [1, 1, 2]
 
 
 def test_spans():

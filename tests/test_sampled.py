@@ -16,10 +16,10 @@ from tiny import save_tiny, tiny_policy
 from torch import Tensor, tensor
 
 import lagrpo
-from lagrpo.data.offline import Recorded, RecordedError
+from lagrpo.data.offline import OfflineData, OfflineDataError
 from lagrpo.objective.recipes import resolve
 from lagrpo.policy.batch import Batch, assemble, left_out, micro_batches
-from lagrpo.policy.learner import Learner, Optimisation
+from lagrpo.policy.learner import Learner, Optimization
 from lagrpo.policy.model import Packed, Policy
 from lagrpo.policy.replica import replica
 from lagrpo.replay import verify_run
@@ -120,7 +120,7 @@ def used() -> tuple[Batch, list[Any], list[dict[str, float]], list[Tensor]]:
     policy, recipe = tiny_policy(), resolve("dapo")
     each = [alone(policy, group, c).detach() for group in groups() for c in group.completions]
     batch = assemble(groups(), recipe, MAX_TOKENS, seed=0, b=1)
-    learner = Learner(policy, recipe, Optimisation(lr=1e-3))
+    learner = Learner(policy, recipe, Optimization(lr=1e-3))
     rows, sums = learner.first_step(learner.pack(batch, 1000), batch.in_objective)
     assert left_out(batch, rows, 1000) == []  # log α of every sampled token is known
     return batch, rows, [sums], each
@@ -169,11 +169,11 @@ def written(path: Path, **columns: Any) -> Path:
 def test_offline_data_may_say_which_tokens_were_sampled(tmp_path):
     policy = tiny_policy()
     given = written(tmp_path / "given.parquet", sampled=[True, True, False, True])
-    data = Recorded(given, policy, 4, 0, reads_logp=True)
+    data = OfflineData(given, policy, 4, 0, reads_logp=True)
     (c,) = data.batch(1, 1)[0].completions
     assert c.sampled.tolist() == [True, True, False, True]
     assert (data.has_logp, data.longest) == (True, 3)
-    silent = Recorded(written(tmp_path / "silent.parquet"), policy, 4, 0)
+    silent = OfflineData(written(tmp_path / "silent.parquet"), policy, 4, 0)
     assert (silent.batch(1, 1)[0].completions[0].length, silent.has_logp) == (4, False)
 
 
@@ -182,8 +182,8 @@ def test_offline_data_may_say_which_tokens_were_sampled(tmp_path):
     [([True], "for each of the 4 tokens"), ([False] * 4, "none of its tokens was sampled"), ("yes", "not a list")],
 )
 def test_a_mask_that_cannot_be_one_is_refused(tmp_path, sampled, message):
-    with pytest.raises(RecordedError, match=message):
-        Recorded(written(tmp_path / "bad.parquet", sampled=sampled), tiny_policy(), 4, 0)
+    with pytest.raises(OfflineDataError, match=message):
+        OfflineData(written(tmp_path / "bad.parquet", sampled=sampled), tiny_policy(), 4, 0)
 
 
 def test_a_run_with_unsampled_tokens_agrees_with_its_replay(tmp_path, monkeypatch):
@@ -211,7 +211,7 @@ def test_a_run_with_unsampled_tokens_agrees_with_its_replay(tmp_path, monkeypatc
     report = verify_run(run, everything=True)
     assert report.differences == []
     done = {check.name: check.compared for check in report.checks}
-    assert done["draws"] == done["log α, version 0"] + done["log α, version 1"] == sum(sampled)
+    assert done["samples"] == done["log α, version 0"] + done["log α, version 1"] == sum(sampled)
     assert done["log π_k - log α"] == 2 * len(rows)
 
 

@@ -1,4 +1,4 @@
-"""The in-process sampler draws exactly from α, and says exactly how likely it was."""
+"""The in-process sampler samples exactly from α, and says exactly how likely it was."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lagrpo.rng import uniforms
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import ParityCheck, ParityError
-from lagrpo.sampling.prefetch import Draws, VersionError
+from lagrpo.sampling.prefetch import Prefetcher, VersionError
 from lagrpo.sampling.schedule import Schedule, budget, certified, every, lagged, lags
 from lagrpo.types import Group, Prompt
 
 pytestmark = pytest.mark.usefixtures("either_computation")
 
 
-def draw(logits, tau: float, uniform):
+def sample_tokens(logits, tau: float, uniform):
     """By the backend of this run of the test."""
     return choose_backend(tiny.BACKEND, "cpu", torch.float32).sample(logits, tau, uniform)
 
@@ -58,7 +58,7 @@ def log_ratio(policy, groups) -> torch.Tensor:
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 0.1), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("tau", [1.0, 0.1])
-def test_right_after_a_delivery_the_ratio_is_one(kind, dtype, rounding, tau):
+def test_right_after_a_weight_sync_the_ratio_is_one(kind, dtype, rounding, tau):
     policy = tiny_policy(kind, dtype, tau)
     tolerance = 0.0 if policy.model.exact else rounding
     groups = list(sampled(policy, requests_for(policy, 5)).values())
@@ -67,7 +67,7 @@ def test_right_after_a_delivery_the_ratio_is_one(kind, dtype, rounding, tau):
 
 
 @pytest.mark.parametrize("rows", [6, 7, 13, 64])
-def test_a_completion_does_not_depend_on_what_is_drawn_beside_it(rows):
+def test_a_completion_does_not_depend_on_what_is_sampled_beside_it(rows):
     """The same groups in narrow waves, in one wide batch, in another order and alone."""
     policy = tiny_policy(dtype=torch.bfloat16)
     requests = requests_for(policy, 5)
@@ -84,7 +84,8 @@ def test_a_completion_does_not_depend_on_what_is_drawn_beside_it(rows):
 
 
 def test_addresses_give_different_completions():
-    """Completions of a group, the same prompt in two batches, in two epochs, under two seeds: never the same draws."""
+    """Completions of a group, the same prompt in two batches, in two epochs, under two seeds: never the same random
+    numbers."""
     policy = tiny_policy()
     base = sampled(policy, [request(0, policy=policy)])[0]
     texts = [tuple(c.token_ids.tolist()) for c in base.completions]
@@ -99,7 +100,9 @@ def test_frequencies_match_the_softmax():
     policy = tiny_policy(spread=1.5)
     logits = torch.randn(103, generator=torch.Generator().manual_seed(3)) * 2
     count = 20_000
-    tokens, logp = draw(logits.expand(count, -1).contiguous(), 1.0, torch.from_numpy(uniforms(count, "chi-square")))
+    tokens, logp = sample_tokens(
+        logits.expand(count, -1).contiguous(), 1.0, torch.from_numpy(uniforms(count, "chi-square"))
+    )
     expected = logits.double().softmax(-1) * count
     observed = torch.bincount(tokens, minlength=103).double()
     likely = expected >= 5
@@ -136,15 +139,15 @@ def test_a_uniform_number_picks_the_token_whose_interval_holds_it(position):
     u = torch.tensor(
         [(position + 0.5) / 1001, (position + 1e-4) / 1001, (position + 1 - 1e-4) / 1001], dtype=torch.float64
     )
-    tokens, logp = draw(scaled, 1.0, u)
+    tokens, logp = sample_tokens(scaled, 1.0, u)
     assert tokens.tolist() == [position] * 3
     torch.testing.assert_close(logp, torch.full((3,), -math.log(1001)))
 
 
-def test_a_token_of_probability_zero_is_never_drawn():
+def test_a_token_of_probability_zero_is_never_sampled():
     scaled = torch.full((2, 600), -torch.inf)
     scaled[:, 300] = 0.0
-    tokens, logp = draw(scaled, 1.0, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+    tokens, logp = sample_tokens(scaled, 1.0, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
     assert tokens.tolist() == [300, 300]
     assert logp.tolist() == [0.0, 0.0]
 
@@ -164,7 +167,7 @@ def test_every_end_of_sequence_id_ends_a_completion_and_the_limit_cuts_it():
 
 
 def test_alpha_has_weights_of_its_own():
-    """After a step of π without a delivery, the sampler still draws, and scores, with the old policy."""
+    """After a step of π without a weight sync, the sampler still samples, and scores, with the old policy."""
     policy = tiny_policy()
     sampler = LocalSampler(replica(policy), 0, 16, 64)
     before = [g for _, g in sampler.sample(requests_for(policy, 2), 4)]
@@ -176,7 +179,7 @@ def test_alpha_has_weights_of_its_own():
     for x, y in zip(before, after, strict=True):
         assert [c.token_ids.tolist() for c in x.completions] == [c.token_ids.tolist() for c in y.completions]
     assert log_ratio(policy, after).abs().max() > 0.1
-    sampler.deliver(policy.weights, 1)
+    sampler.sync_weights(policy.weights, 1)
     fresh = [g for _, g in sampler.sample(requests_for(policy, 2), 4)]
     assert all((c.versions == 1).all() for g in fresh for c in g.completions)
     assert log_ratio(policy, fresh).abs().max() <= 1e-4
@@ -191,18 +194,18 @@ def test_score_equals_the_recorded_log_probs():
         torch.testing.assert_close(scored, completion.logp_alpha, rtol=0, atol=1e-5)
 
 
-def test_a_delivery_between_open_groups_is_refused():
+def test_a_weight_sync_between_open_groups_is_refused():
     policy = tiny_policy()
     sampler = LocalSampler(replica(policy), 0, 8, 4)
     stream = sampler.sample(requests_for(policy, 3), 4)
     next(stream)
     with pytest.raises(RuntimeError, match="2 groups of version 0 are open"):
-        sampler.deliver(policy.weights, 1)
+        sampler.sync_weights(policy.weights, 1)
 
 
 def test_a_group_wider_than_the_rows_is_refused():
     policy = tiny_policy()
-    with pytest.raises(ValueError, match=r"G = 6.*sampling.rows = 4"):
+    with pytest.raises(ValueError, match=r"G = 6.*sampling.max_num_seqs = 4"):
         list(LocalSampler(replica(policy), 0, 8, 4).sample(requests_for(policy, 1), 6))
 
 
@@ -231,7 +234,7 @@ def test_the_grade_of_the_in_process_sampler():
     assert check.parity is not None
     assert check.parity.grade == ("exact" if policy.model.exact else "close")
     assert check.parity.tokens > 60
-    assert check(policy, sampler)["probe_mean"] <= check.parity.mean + 1e-3
+    assert check(policy, sampler)["parity_mean"] <= check.parity.mean + 1e-3
     _, check = checked(tiny_policy())
     assert check.parity is not None
     assert check.parity.grade == "close"
@@ -247,7 +250,7 @@ def test_a_sampler_that_should_agree_to_the_bit_and_does_not_is_close_and_says_s
     assert check.parity is not None
     assert check.parity.grade == "close"
     assert "please report this processor" in str(check.parity)
-    assert 0 < check(policy, sampler)["probe_mean"] < 0.1
+    assert 0 < check(policy, sampler)["parity_mean"] < 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -261,8 +264,8 @@ def test_the_parity_check_catches_other_weights_and_another_version(dtype):
             check(policy, sampler)
         with torch.no_grad():
             policy.model.head.weight.mul_(1.05)
-        sampler.deliver(policy.weights, version)
-        assert check(policy, sampler)["probe_max"] < 0.1
+        sampler.sync_weights(policy.weights, version)
+        assert check(policy, sampler)["parity_max"] < 0.1
     with torch.no_grad():
         policy.model.head.weight.mul_(1.05)
     policy.weights.version = sampler.policy.weights.version = 3  # says so, and has the weights of before
@@ -275,49 +278,50 @@ def test_the_parity_check_catches_other_weights_and_another_version(dtype):
 
 
 def test_an_update_smaller_than_the_noise_passes_and_stale_weights_do_not():
-    """The grade close, with the noise of coarse logits: a delivery that was made passes, one that was not is told."""
+    """The grade close, with the noise of coarse logits: a weight sync that was made passes, one that was not is
+    told."""
     policy = tiny_policy(dtype=torch.bfloat16, backend="torch")
     noisy = replica(policy)
-    draw = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     logits, scale = noisy.model.logits, 0.004
-    noisy.model.logits = lambda hidden: (x := logits(hidden)) + scale * torch.randn(x.shape, generator=draw).to(x)
+    noisy.model.logits = lambda hidden: (x := logits(hidden)) + scale * torch.randn(x.shape, generator=rng).to(x)
     sampler = LocalSampler(noisy, 0, 16, 64)
     check = parity_check(policy)
     assert "close" in str(check.start(policy, sampler))
     for version in range(1, 6):
         with torch.no_grad():
             for parameter in policy.model.parameters():
-                parameter.add_(0.005 * torch.randn(parameter.shape, generator=draw).to(parameter))
+                parameter.add_(0.005 * torch.randn(parameter.shape, generator=rng).to(parameter))
         policy.weights.version = version
         if version < 5:
-            sampler.deliver(policy.weights, version)
-            assert check(policy, sampler)["probe_mean"] < 0.1
+            sampler.sync_weights(policy.weights, version)
+            assert check(policy, sampler)["parity_mean"] < 0.1
     noisy.weights.version = 5
     with pytest.raises(ParityError, match="is still serving stale weights"):
         check(policy, sampler)
 
 
-def test_draws_hand_out_batch_by_batch_what_was_drawn_together():
+def test_the_prefetcher_hands_out_batch_by_batch_what_was_generated_together():
     policy = tiny_policy()
     sampler = LocalSampler(replica(policy), 0, 12, 8)
     source = {b: requests_for(policy, 3, batch=b) for b in (1, 2, 3)}
-    together, apart = Draws(sampler, source.__getitem__, 4), Draws(sampler, source.__getitem__, 4)
+    together, apart = Prefetcher(sampler, source.__getitem__, 4), Prefetcher(sampler, source.__getitem__, 4)
     together.ask(range(1, 4), 0)
     for b in (1, 2, 3):
         apart.ask(range(b, b + 1), 0)
-        ahead, lazy = ({g.prompt.key: g for g in d.take(b)} for d in (together, apart))
-        assert ahead.keys() == lazy.keys() == {0, 1, 2}
-        for key in ahead:
-            for x, y in zip(ahead[key].completions, lazy[key].completions, strict=True):
+        prefetch, lazy = ({g.prompt.key: g for g in d.take(b)} for d in (together, apart))
+        assert prefetch.keys() == lazy.keys() == {0, 1, 2}
+        for key in prefetch:
+            for x, y in zip(prefetch[key].completions, lazy[key].completions, strict=True):
                 assert torch.equal(x.token_ids, y.token_ids)
 
 
 def test_a_token_of_another_version_stops_the_run():
     policy = tiny_policy()
-    draws = Draws(LocalSampler(replica(policy), 0, 12, 8), lambda b: requests_for(policy, 1), 4)
-    draws.ask(range(1, 2), 7)
-    with pytest.raises(VersionError, match="drawn by version 0, but the schedule announced version 7"):
-        list(draws.take(1))
+    prefetcher = Prefetcher(LocalSampler(replica(policy), 0, 12, 8), lambda b: requests_for(policy, 1), 4)
+    prefetcher.ask(range(1, 2), 7)
+    with pytest.raises(VersionError, match="generated by version 0, but the schedule announced version 7"):
+        list(prefetcher.take(1))
 
 
 @pytest.mark.parametrize(
@@ -336,28 +340,28 @@ def test_the_lag_table(schedule, i, expected):
 
 
 def test_k_starts_again_in_every_stage():
-    """Algorithm 1 counts k inside a stage: with M = 6 and v = 4 the first batches of stage 2 are drawn by k = 4."""
+    """Algorithm 1 counts k inside a stage: with M = 6 and v = 4 the first batches of stage 2 are generated by k = 4."""
     assert lags(every(4), 2, 6, 1) == [0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1, 2]
 
 
 @pytest.mark.parametrize("schedule", [every(1), every(4), lagged(3)])
-@pytest.mark.parametrize("ahead", [True, False])
-def test_every_batch_is_drawn_once_and_not_after_it_is_needed(schedule, ahead):
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_every_batch_is_generated_once_and_not_after_it_is_needed(schedule, prefetch):
     asked = []
-    for due in schedule.plan(2, 7, ahead):
-        asked += list(due.draws)
+    for due in schedule.plan(2, 7, prefetch):
+        asked += list(due.to_generate)
         assert due.batch in asked
     assert asked == list(range(1, 15))
 
 
-def test_schedules_that_never_deliver_are_refused():
+def test_schedules_that_never_sync_are_refused():
     with pytest.raises(ValueError, match=r"every\(v\) needs v of at least 1"):
         Schedule("every", 0)
     with pytest.raises(ValueError, match=r"lagged\(v\) needs v of at least 0"):
         Schedule("lagged", -1)
 
 
-def test_a_budget_delivers_when_it_is_spent_and_at_the_cap():
+def test_a_budget_syncs_when_it_is_spent_and_at_the_cap():
     estimates = iter([0.0, 0.1, 0.3, 0.0, 0.1, 0.15, 0.2])
     plan = budget(0.25, 4).plan(1, 8, latest=lambda: next(estimates))
     assert [(due.batch, due.reason) for due in plan if due.reason] == [(4, "budget"), (8, "cap")]
@@ -369,7 +373,7 @@ def test_an_unspent_budget_is_a_cap_and_the_budget_zero_is_on_policy():
     assert [due.reason for due in plan] == ["", "budget", "budget", "budget", "budget"]
 
 
-def test_certified_delivers_on_a_certificate_and_at_the_cap():
+def test_certified_syncs_on_a_certificate_and_at_the_cap():
     bounds = iter([-0.2, -0.01, 0.02, 0.0, -1.0, -1.0, -0.5])
     plan = certified(4).plan(1, 8, latest=lambda: next(bounds))
     assert [(due.batch, due.reason) for due in plan if due.reason] == [(4, "certified"), (8, "cap")]

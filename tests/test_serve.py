@@ -152,8 +152,8 @@ def start(tmp_path, stand_in, model):
     """Starts `lagrpo serve` over a stand-in."""
     begun: list[Serving] = []
 
-    def of(*words: object, **behaviour: float) -> Serving:
-        given = ("--port", find_free_port(), "--python", stand_in(**behaviour), *words)
+    def of(*words: object, **behavior: float) -> Serving:
+        given = ("--port", find_free_port(), "--python", stand_in(**behavior), *words)
         begun.append(Serving(tmp_path, model, *given))
         return begun[-1]
 
@@ -186,7 +186,7 @@ REFUSALS = [
     ),
     (". --python python", "model.path: '.' is no model directory: it has no config.json"),
     ("model --python python --port 0", "--port is a number from 1 to 65535, not 0"),
-    ("model --python python --rows 0", "--rows is at least 1, not 0"),
+    ("model --python python --max-num-seqs 0", "--max-num-seqs is at least 1, not 0"),
     ("model --python python --max-model-len 1", "--max-model-len is at least 2, not 1"),
     ("model --python python --failures -1", "--failures is at least 0, not -1"),
     ("model --python python --deadline 0", "--deadline is more than 0 seconds, not 0"),
@@ -232,7 +232,7 @@ assert not {{"torch", "transformers", "pyarrow"}} & set(sys.modules)
 
 
 def test_what_it_starts_and_says(start, tmp_path):
-    words = ("--dtype", "float32", "--max-model-len", 300, "--rows", 7, "--delivery", "nccl")
+    words = ("--dtype", "float32", "--max-model-len", 300, "--max-num-seqs", 7, "--weight-sync", "nccl")
     serving = start(*words, "--options=--seed 3", "--", "--hf-overrides", '{"a": 1, "b": 2}')
     serving.wait_for("lagrpo train")
     ((command, key),) = starts(tmp_path)
@@ -249,7 +249,8 @@ def test_what_it_starts_and_says(start, tmp_path):
     assert lines[0] == f"lagrpo: starting {tmp_path / 'model'} with {tmp_path / 'python'} (log: {log}) …"
     assert lines[1] == f"lagrpo: {url} is up; Ctrl-C ends it. To attach:"
     assert lines[4] == (
-        f"  lagrpo train … --model {tmp_path / 'model'} --sampling.sampler vllm --vllm.urls {url} --vllm.delivery nccl"
+        f"  lagrpo train … --model {tmp_path / 'model'} --sampling.sampler vllm --vllm.urls {url} --vllm.weight_sync "
+        "nccl"
     )
     assert exported(serving.output) == key
     assert len(key) >= 32
@@ -385,7 +386,7 @@ def test_the_tolerances_of_the_page_are_those_of_the_check():
 
 
 def real(directory: Path, model: Path, *words: object) -> Serving:
-    given = ("--python", PYTHON, "--dtype", "float32", "--max-model-len", 256, "--rows", 16)
+    given = ("--python", PYTHON, "--dtype", "float32", "--max-model-len", 256, "--max-num-seqs", 16)
     return Serving(directory, model, "--port", find_free_port(), *given, "--deadline", DEADLINES.start, *words)
 
 

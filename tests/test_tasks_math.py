@@ -74,7 +74,7 @@ def test_without_math_verify_loading_says_what_to_install(data, monkeypatch):
             load_task(settings, seed=0)
 
 
-def test_answers_that_take_for_ever_are_rejected_and_the_others_judged():
+def test_answers_that_take_for_ever_are_unscored_and_the_others_judged():
     answers = {
         "\\boxed{72}": 1.0,
         "\\boxed{9^{9^{9^{9}}}}": None,
@@ -84,7 +84,7 @@ def test_answers_that_take_for_ever_are_rejected_and_the_others_judged():
     }
     empty = torch.empty(0)
     group = Group(Prompt(0, (), "72"), tuple(Completion(empty, empty, empty, True, text) for text in answers))
-    with Verifier(judge, workers=2, deadline=2.0, max_unscored_share=1.0) as verifier:
+    with Verifier(judge, workers=2, deadline=2.0, max_without_reward=1.0) as verifier:
         (judged,) = verifier.judge([group])
     assert [completion.reward for completion in judged.completions] == list(answers.values())
     reasons = {completion.outcome.reason for completion in judged.completions if completion.outcome}

@@ -94,7 +94,7 @@ def test_while_the_others_stay_no_thread_is_added():
 
 
 def test_waiting_for_something_else_is_not_room():
-    """A server draws with all cores but one; our one thread waits for it, and does not compute."""
+    """A server generates with all cores but one; our one thread waits for it, and does not compute."""
     adaptation = Adaptation(4)
     for _ in range(IN_A_ROW):
         adaptation.look(Window(0.5, used=0.6, waited=1.4, free=0.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from running import tiny_settings, without_timings
-from test_learner import assembled, drawn, gradient, judged
+from test_learner import assembled, generate_groups, gradient, judge_groups
 from tiny import save_tiny, tiny_policy
 
 from lagrpo.backends.cpu import kernels
@@ -47,7 +47,7 @@ def test_a_norms_gradient_is_a_sum_over_the_same_slices(rows, dtype):
 def test_the_learners_gradient_to_the_bit():
     """In bfloat16: our kernels, PyTorch's products and reductions."""
     policy, recipe = tiny_policy(dtype=torch.bfloat16), resolve("grpo", {"beta": 0.0})
-    rows = micro_batches(assembled(recipe, judged(drawn(policy))), 10_000)
+    rows = micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), 10_000)
     one, two = (with_threads(n, lambda: gradient(policy, recipe, rows)) for n in (1, 2))
     assert one.abs().max() > 0
     assert torch.equal(one, two)

@@ -82,18 +82,18 @@ def test_a_system_that_says_nothing_is_said_so_and_nothing_changes():
     blind = team.Team(2, adapt=True, reading=lambda: None, number=effects.append)
     assert set(looks(blind, 100)) == {2}
     assert effects == []
-    assert blind.figures() == {"threads": 2, "seconds_waiting": None}
+    assert blind.metrics() == {"threads": 2, "seconds_waiting": None}
     assert "does not report" in blind.describe()
 
 
-def test_the_figures_of_a_batch_are_the_fewest_threads_and_what_they_waited():
+def test_the_metrics_of_a_batch_are_the_fewest_threads_and_what_they_waited():
     two = team.Team(2, adapt=True, reading=crowded_then_free(), number=lambda n: None)
     looks(two, 5)
-    assert two.figures() == {"threads": 1, "seconds_waiting": 3.0}  # five looks and this one
+    assert two.metrics() == {"threads": 1, "seconds_waiting": 3.0}  # five looks and this one
     looks(two, 40)
     assert two.threads == 2
-    assert two.figures()["threads"] == 1
-    assert two.figures() == {"threads": 2, "seconds_waiting": 0.0}
+    assert two.metrics()["threads"] == 1
+    assert two.metrics() == {"threads": 2, "seconds_waiting": 0.0}
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -94,7 +94,7 @@ def test_a_vllm_server_gets_the_users_choice_alone(monkeypatch):
 @pytest.mark.parametrize(("users", "seen"), [({}, "false"), ({"TOKENIZERS_PARALLELISM": "true"}, "true")])
 def test_tokenizers_start_no_threads_of_their_own_unless_the_user_says_so(monkeypatch, users, seen):
     monkeypatch.setattr(waiting, "_own", {})
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "")  # so that it is put back afterwards
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "")  # so that it is put back afterward
     monkeypatch.delenv("TOKENIZERS_PARALLELISM")
     for name, value in users.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""A run as a whole: what it records is what was drawn and learned, however it is scheduled and however it ends."""
+"""A run as a whole: what it records is what was sampled and learned, however it is scheduled and however it ends."""
 
 from __future__ import annotations
 
@@ -77,11 +77,13 @@ def test_the_lag_read_from_the_tokens_is_the_schedules(run, kind, v, i, batches)
 
 
 @pytest.mark.usefixtures("shared_templates")
-def test_drawing_ahead_changes_no_record(run):
-    ahead, lazy = (run(sampling={"ahead": a, "rows": 8}, schedule={"v": 3, "batches": 7}) for a in (True, False))
-    assert load_rollouts(ahead.run) == load_rollouts(lazy.run)
-    assert without_timings(load_metrics(ahead.run)) == without_timings(load_metrics(lazy.run))
-    assert same(weights(ahead), weights(lazy))
+def test_prefetching_changes_no_record(run):
+    prefetch, lazy = (
+        run(sampling={"prefetch": a, "max_num_seqs": 8}, schedule={"v": 3, "batches": 7}) for a in (True, False)
+    )
+    assert load_rollouts(prefetch.run) == load_rollouts(lazy.run)
+    assert without_timings(load_metrics(prefetch.run)) == without_timings(load_metrics(lazy.run))
+    assert same(weights(prefetch), weights(lazy))
 
 
 @pytest.mark.usefixtures("shared_templates")
@@ -118,7 +120,7 @@ def test_reset_optimizer_forgets_the_moments_between_stages_and_nothing_else(run
     assert equal == [True, True, True, False]  # batch 3 is drawn before the first update of the second stage
 
 
-BF16: dict[str, dict[str, Any]] = {"model": {"dtype": "bfloat16"}, "sampling": {"prove": False}}
+BF16: dict[str, dict[str, Any]] = {"model": {"dtype": "bfloat16"}, "sampling": {"parity_check": False}}
 STANDSTILL = "of the sampler's weights, less than 1 in 10,000"
 
 
@@ -131,16 +133,17 @@ def test_where_the_masters_start_changes_nothing_before_the_first_update(run):
 
 
 @pytest.mark.usefixtures("shared_templates")
-def test_what_an_update_and_a_delivery_move_is_recorded(run):
-    """every(2), i = 2: deliveries before batches 1, 2 and 4, the second one after two updates, the third after four."""
+def test_what_an_update_and_a_weight_sync_move_is_recorded(run):
+    """every(2), i = 2: weight syncs before batches 1, 2 and 4, the second one after two updates, the third after
+    four."""
     result = run(**BF16, schedule={"v": 2, "i": 2, "batches": 4}, optimizer={"lr": 1e-5})
     metrics = load_metrics(result.run)
-    assert [m["delivered"] for m in metrics] == [True, True, False, True]
-    delivered = [m["moved_delivered"] for m in metrics]
-    assert delivered[0] is None
-    assert delivered[1] == delivered[2]
-    assert all(0 < m["moved"] < delivered[1] < delivered[3] < 1 for m in metrics)
-    assert all(m["moved"] is None and m["moved_delivered"] != 0 for m in load_metrics(run().run))
+    assert [m["synced"] for m in metrics] == [True, True, False, True]
+    synced = [m["moved_synced"] for m in metrics]
+    assert synced[0] is None
+    assert synced[1] == synced[2]
+    assert all(0 < m["moved"] < synced[1] < synced[3] < 1 for m in metrics)
+    assert all(m["moved"] is None and m["moved_synced"] != 0 for m in load_metrics(run().run))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +152,7 @@ def test_what_an_update_and_a_delivery_move_is_recorded(run):
      ("load_even", "plain", 1e-9, False)],
 )  # fmt: skip
 @pytest.mark.usefixtures("shared_templates")
-def test_a_delivery_that_moves_next_to_nothing_is_told_of_once(settings, capsys, task, masters, lr, warned):
+def test_a_weight_sync_that_moves_next_to_nothing_is_told_of_once(settings, capsys, task, masters, lr, warned):
     """Unless no update had a gradient: weights without a signal stand still for a better reason."""
     changes = {"task": {"name": f"sample_task:{task}"}, "optimizer": {"lr": lr, "masters": masters}}
     train(settings(**BF16, **changes, run={"display": "plain"}))
@@ -173,7 +176,7 @@ def test_a_task_of_ones_own_and_settings_of_three_kinds(settings, tmp_path):
     assert first.weights == first.run / "weights" / "final"
     assert first.before is not None
     assert first.after is not None
-    assert set(first.before) >= {"prompts", "samples", "unscored", "reward_mean", "pass_at_1", "pass_at_1_low"}
+    assert set(first.before) >= {"prompts", "samples", "without_reward", "reward_mean", "pass_at_1", "pass_at_1_low"}
     assert first.before["prompts"] == 4
     assert load_settings(first.run / "config.toml") == load_settings(mapping)
     assert [load_rollouts(r.run) for r in results[1:]] == [load_rollouts(first.run)] * 2
@@ -377,12 +380,12 @@ def check_whole(result: Result, batches: int) -> None:
         (
             signal.SIGINT,
             LocalSampler,
-            "_draw",
+            "_sample_tokens",
             18,
             0,
             0,
-        ),  # behind the 16 of the proof, in the evaluation before batch 1
-        (signal.SIGTERM, LocalSampler, "deliver", 2, 1, 1),  # at the second batch's delivery
+        ),  # behind the 16 of the parity check, in the evaluation before batch 1
+        (signal.SIGTERM, LocalSampler, "sync_weights", 2, 1, 1),  # at the second batch's weight sync
         (signal.SIGINT, Learner, "first_step", 2, 1, 1),  # in the second batch's learning
         (signal.SIGTERM, Learner, "_round_masters", 2, 1, 2),  # in the middle of the second update, which is finished
         (signal.SIGINT, Run, "record_rollouts", 2, 2, 2),  # in the middle of recording, which is finished
@@ -445,7 +448,7 @@ def test_a_second_signal_while_the_weights_are_written_ends_at_once_and_leaves_n
     ("owner", "name", "error"),
     [
         (Learner, "_update", FloatingPointError("the gradient is not finite")),
-        (LocalSampler, "deliver", ParityError("another version")),
+        (LocalSampler, "sync_weights", ParityError("another version")),
         (Run, "record", OSError(28, "No space left on device")),
         (Learner, "first_step", ZeroDivisionError("a bug")),
     ],

@@ -30,7 +30,7 @@ def outcomes(judged: Group) -> list[tuple[str, float | None, str]]:
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[Verifier]:
-    with Verifier(verify_judges.by_name, workers=2, deadline=1.0, max_unscored_share=1.0) as shared:
+    with Verifier(verify_judges.by_name, workers=2, deadline=1.0, max_without_reward=1.0) as shared:
         yield shared
 
 
@@ -66,7 +66,7 @@ def test_whatever_goes_wrong_rejects_that_completion_alone(verifier, text, reaso
     (judged,) = verifier.judge([group("7", text, "8", "7")])
     assert outcomes(judged) == [
         ("scored", 1.0, ""),
-        ("rejected", None, reason),
+        ("unscored", None, reason),
         ("scored", 0.0, ""),
         ("scored", 1.0, ""),
     ]
@@ -188,7 +188,7 @@ def test_a_judge_that_the_workers_cannot_load_stops_the_run(tmp_path, monkeypatc
 
 
 def test_more_rejections_than_allowed_stop_the_run_after_every_group_was_yielded():
-    with Verifier(verify_judges.by_name, workers=1, max_unscored_share=0.5) as strict:
+    with Verifier(verify_judges.by_name, workers=1, max_without_reward=0.5) as strict:
         assert len(list(strict.judge([group("7", "raise bad"), group("8", "raise bad")]))) == 2
         iterator = strict.judge([group("7", "raise bad", "raise worse"), group("raise bad", gold="12")])
         assert next(iterator).rewards == (1.0,)
@@ -197,8 +197,8 @@ def test_more_rejections_than_allowed_stop_the_run_after_every_group_was_yielded
             next(iterator)
     message = str(stopped.value)
     assert "3 of 4 completions have no reward, which is more than the allowed share of 0.5" in message
-    assert "2 x rejected: the judge raised ValueError: bad" in message
-    assert message.index("2 x rejected") < message.index("1 x rejected: the judge raised ValueError: worse")
+    assert "2 x unscored: the judge raised ValueError: bad" in message
+    assert message.index("2 x unscored") < message.index("1 x unscored: the judge raised ValueError: worse")
     assert "'raise bad', judged against '7'" in message
 
 
@@ -211,7 +211,7 @@ def test_a_judge_that_rejects_everything_stops_the_run_before_the_batch_is_over(
             time.sleep(0.01)
             yield group(*["raise bad"] * 8, key=key)
 
-    with Verifier(verify_judges.by_name, workers=1, max_unscored_share=0.5) as strict:
+    with Verifier(verify_judges.by_name, workers=1, max_without_reward=0.5) as strict:
         with pytest.raises(VerifierError, match="of 64 completions have no reward"):
             list(strict.judge(sampled()))
         assert len(seen) < 100
@@ -229,7 +229,7 @@ def test_a_judge_that_rejects_everything_stops_the_run_before_the_batch_is_over(
     ],
 )
 def test_when_too_many_have_no_reward(completions, unscored, share, stops):
-    tally = Tally(completions, Counter({"rejected: x": unscored}) if unscored else Counter())
+    tally = Tally(completions, Counter({"unscored: x": unscored}) if unscored else Counter())
     assert (describe_excess(tally, share) is not None) == stops
 
 

@@ -156,7 +156,7 @@ def test_what_a_judge_leaks_is_gone_when_its_worker_ends_and_nobody_complains(tm
                 time.sleep(0.05)
 
         here = Group(Prompt(0, (), "{mark}"), group("hang", "7").completions)
-        with Verifier(verify_judges.leaking, workers=1, deadline=1.0, max_unscored_share=1.0) as verifier:
+        with Verifier(verify_judges.leaking, workers=1, deadline=1.0, max_without_reward=1.0) as verifier:
             (judged,) = verifier.judge([here])
             wait_until_gone("hang")
             print(*(completion.reward for completion in judged.completions), len(left()))
@@ -180,7 +180,7 @@ def test_shared_memory_of_the_parent_outlives_the_workers_that_open_it(tmp_path)
         table.buf[0] = 5
         here = Group(Prompt(0, (), table.name), group("hang", "7", "7").completions)
         for _ in range(2):
-            with Verifier(verify_judges.opening, workers=1, deadline=1.0, max_unscored_share=1.0) as verifier:
+            with Verifier(verify_judges.opening, workers=1, deadline=1.0, max_without_reward=1.0) as verifier:
                 (judged,) = verifier.judge([here])
                 print(*(completion.reward for completion in judged.completions))
         table.close()

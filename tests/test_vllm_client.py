@@ -115,7 +115,7 @@ def test_a_server_that_accepts_and_never_answers_trips_the_deadline(tmp_path):
 
     with stub(silent) as url:
         sampler = sampler_at(url, policy, tmp_path, failures=1)
-        sampler.deliver(policy.weights, 0)
+        sampler.sync_weights(policy.weights, 0)
         with pytest.raises(SamplerError, match=r"did not answer within 0\.5 s.*one failure more"):
             list(sampler.sample(requests_for(policy, 3), 2))
         with pytest.raises(SamplerError, match=r"one failure more"):
@@ -210,7 +210,7 @@ def test_a_server_that_others_sync_to_is_one_failure_after_the_other(tmp_path):
 
     with stub(shared) as url:
         sampler = sampler_at(url, policy, tmp_path, failures=2)
-        sampler.deliver(policy.weights, 0)
+        sampler.sync_weights(policy.weights, 0)
         with pytest.raises(SamplerError, match=r"are not of this run \(labeled other:3\).*one failure more"):
             list(sampler.sample(requests_for(policy, 2), 1))
         assert sampler.read()["recoveries"] == 3
@@ -229,7 +229,7 @@ def test_a_missing_log_prob_is_a_failure_and_none_of_zero(tmp_path):
 
     with stub(odd) as url:
         sampler = sampler_at(url, policy, tmp_path)
-        sampler.deliver(policy.weights, 0)
+        sampler.sync_weights(policy.weights, 0)
         ((_, group),) = sampler.sample(requests_for(policy, 1), 2)
         assert [c.outcome.kind for c in group.completions if c.outcome] == ["failed", "failed"]
         assert all(math.isnan(c.logp_alpha[1]) for c in group.completions)
@@ -247,7 +247,7 @@ def test_seeds_are_those_of_the_address_and_the_salt_is_the_version(tmp_path):
     with stub(recording) as url:
         for _ in range(2):
             sampler = sampler_at(url, policy, tmp_path)
-            sampler.deliver(policy.weights, 0)
+            sampler.sync_weights(policy.weights, 0)
             list(sampler.sample(requests_for(policy, 3), 2))
             sampler.close()
     seeds = [body["sampling_params"]["seed"] for body in asked]
@@ -335,16 +335,16 @@ def test_nccl_tells_the_servers_names_in_the_order_of_the_broadcast(monkeypatch)
 
 @pytest.mark.parametrize("call", ["init_rank", "all_reduce", "broadcast", "synchronize"])
 def test_a_call_of_nccl_that_never_returns_ends_the_process_and_leaves_the_servers_paused(call, tmp_path, monkeypatch):
-    from stuck_nccl import deliver
+    from stuck_nccl import sync_weights
 
     paths: list[str] = []
     phase = "the update" if call == "broadcast" else "the meeting"  # which waits for its first sum
     with pytest.raises(SamplerError) as raised:
-        deliver(call, tmp_path, paths, patch=monkeypatch.setattr)
+        sync_weights(call, tmp_path, paths, patch=monkeypatch.setattr)
     said = str(raised.value)
     assert said.startswith(f"version 3 did not get to the servers: {phase} by NCCL did not end within 1 s")
     assert "They are left paused" in said
-    assert "vllm.delivery_deadline" in said
+    assert "vllm.sync_deadline" in said
     assert "/pause?mode=keep" in paths
     assert "/resume" not in paths
 
@@ -354,7 +354,7 @@ def test_a_server_that_refuses_to_meet_ends_the_wait_at_once(tmp_path, monkeypat
 
     monkeypatch.setattr(stuck_nccl, "DEADLINES", Deadlines(start=1, request=1, sync=600, control=5))
     with pytest.raises(SamplerError, match=r"the meeting by NCCL cannot end: .*refused \(400\): no such backend"):
-        stuck_nccl.deliver("init_rank", tmp_path, [], refusing=True, patch=monkeypatch.setattr)
+        stuck_nccl.sync_weights("init_rank", tmp_path, [], refusing=True, patch=monkeypatch.setattr)
 
 
 @pytest.mark.parametrize("call", ["init_rank", "broadcast"])
@@ -414,7 +414,7 @@ def test_what_the_noise_hides_is_not_decided():
 
 
 def test_a_few_wild_tokens_decide_nothing():
-    """Three tokens that became unlikely are scored far off, towards the old: by squares the old would be nearer."""
+    """Three tokens that became unlikely are scored far off, toward the old: by squares the old would be nearer."""
     new, now = OLD + 0.2, OLD + 0.2 - NOISE
     now[:3] = new[:3] - 1.5
     assert float((now - OLD).square().sum()) < float((now - new).square().sum())
@@ -439,10 +439,12 @@ class Echo:
         self.policy, self.shift, self.tau = policy, shift, tau or policy.tau
         self.servers, self.version = ["the server"], policy.version
 
-    def drawn_by(self, number, requests, G, max_tokens):
+    def generate_on_server(self, number, requests, G, max_tokens):
         from lagrpo.sampling.local import LocalSampler
 
-        return LocalSampler(replica(self.policy), 0, max_tokens, 8, tau=self.tau).drawn_by(0, requests, G, max_tokens)
+        return LocalSampler(replica(self.policy), 0, max_tokens, 8, tau=self.tau).generate_on_server(
+            0, requests, G, max_tokens
+        )
 
     def scores(self, items):
         packed = Packed.build([(ids, [torch.tensor(tokens)]) for ids, tokens in items])
@@ -453,9 +455,9 @@ class Echo:
 
 def test_the_parity_check_passes_what_agrees_and_says_by_how_much():
     policy = tiny_policy(tau=0.7)
-    figures = ParityCheck(requests_for(policy, 3), torch.bfloat16)(policy, Echo(policy, shift=0.05))
-    assert figures["probe_mean"] == pytest.approx(0.05, abs=1e-5)
-    assert figures["probe_kl"] == pytest.approx(math.expm1(-0.05) + 0.05, abs=1e-5)
+    metrics = ParityCheck(requests_for(policy, 3), torch.bfloat16)(policy, Echo(policy, shift=0.05))
+    assert metrics["parity_mean"] == pytest.approx(0.05, abs=1e-5)
+    assert metrics["parity_kl"] == pytest.approx(math.expm1(-0.05) + 0.05, abs=1e-5)
     assert policy.tau == 0.7
 
 
@@ -518,7 +520,7 @@ def test_a_python_without_vllm_is_named_before_anything_is_loaded(tmp_path, monk
         ({"options": ["--port 9000"]}, r"^vllm: options: --port is set by lagrpo itself"),
         ({"options": ["--dtype=float16", "--x"]}, r"^vllm: options: --dtype is set by lagrpo itself"),
         ({"directory": "/proc/none"}, r"^vllm: directory = '/proc/none' is no directory, and cannot be made"),
-        ({"delivery": "nccl"}, r"^vllm: delivery = 'nccl' sends weights from the memory of a GPU"),
+        ({"weight_sync": "nccl"}, r"^vllm: weight_sync = 'nccl' sends weights from the memory of a GPU"),
     ],
 )
 def test_what_cannot_be_started_is_refused_before_anything_is(tmp_path, monkeypatch, vllm, message):

@@ -105,7 +105,7 @@ def test_a_killed_server_loses_nothing_and_counts_nothing_twice(model, tmp_path,
     alpha = [0, 1, 2, 3] if v == 1 else [0, 1, 1, 3]
     for row in rows:
         assert set(row["versions"]) == {alpha[row["batch"] - 1]}
-    assert all(line["probe_mean"] < 1e-3 for line in metrics)
+    assert all(line["parity_mean"] < 1e-3 for line in metrics)
     assert "restarting" not in (result.run / "vllm-1.log").read_text()
     assert not list(tmp_path.glob("lagrpo-*"))
 
@@ -114,7 +114,7 @@ def test_what_the_server_cannot_load_is_refused_and_the_old_version_goes_on_serv
     """The file is damaged after we have checked it, so that vLLM fails in the middle of loading."""
     policy, server = policy_of(model), start(model, tmp_path / "vllm.log")
     sampler = sampler_over([server], policy, tmp_path)
-    sampler.deliver(policy.weights, 0)
+    sampler.sync_weights(policy.weights, 0)
     prompt_ids = requests_for(policy, 1)[0].prompt.token_ids
     ((before,),) = sampler.scores([(prompt_ids, [10, 11, 12])])
     original = server.reload
@@ -128,7 +128,7 @@ def test_what_the_server_cannot_load_is_refused_and_the_old_version_goes_on_serv
     server.reload = reload
     perturb(policy)
     with pytest.raises(SamplerError, match=r"version 1 was refused: .*go on with the version they had"):
-        sampler.deliver(policy.weights, 1)
+        sampler.sync_weights(policy.weights, 1)
     assert sampler.version == 0
     assert sampler.scores([(prompt_ids, [10, 11, 12])]) == [[before]]
     ((_, group),) = sampler.sample(requests_for(policy, 1), 2)

@@ -65,14 +65,14 @@ def test_learner_and_server_agree_after_each_of_five_syncs(attached, model, tmp_
     sampler = sampler_over([attached], policy, tmp_path)
     check = ParityCheck(requests_for(policy, 4), torch.float32)
     for version in range(5):
-        assert sampler.deliver(policy.weights, version)["delivery_bytes"] == sum(
+        assert sampler.sync_weights(policy.weights, version)["sync_bytes"] == sum(
             tensor.numel() * 4 for tensor in policy.weights.values()
         )
-        figures = check(policy, sampler)
-        assert figures["probe_mean"] < 1e-4
-        assert figures["probe_max"] < 1e-3
+        metrics = check(policy, sampler)
+        assert metrics["parity_mean"] < 1e-4
+        assert metrics["parity_max"] < 1e-3
         if version:
-            assert figures["probe_telling"] > 5
+            assert metrics["parity_telling"] > 5
         for _, group in sampler.sample(requests_for(policy, 3, batch=version), 4):
             for completion in group.completions:
                 assert completion.versions.tolist() == [version] * len(completion.token_ids)
@@ -106,11 +106,11 @@ def test_a_withheld_sync_is_caught(attached, policy, server, tmp_path):
     withheld = Withheld(server.url, server.key, DEADLINES)
     sampler = sampler_over([withheld], policy, tmp_path)
     check = ParityCheck(requests_for(policy, 4), torch.float32)
-    sampler.deliver(policy.weights, 0)
+    sampler.sync_weights(policy.weights, 0)
     check(policy, sampler)
     perturb(policy, 1e-4)  # far below the tolerance: only the comparison with the sync before can tell
     withheld.withhold = True
-    sampler.deliver(policy.weights, 1)
+    sampler.sync_weights(policy.weights, 1)
     assert sampler.version == 1
     with pytest.raises(ParityError, match=r"did not change at all with the weight sync.* did not load the new weights"):
         check(policy, sampler)
@@ -122,14 +122,14 @@ def test_weights_of_the_sync_before_are_caught(policy, server, tmp_path):
     sampler = sampler_over([outdated], policy, tmp_path)
     sampler.weights.directories.drop_before = lambda version: None
     check = ParityCheck(requests_for(policy, 4), torch.float32, tolerance=10.0)
-    sampler.deliver(policy.weights, 0)
+    sampler.sync_weights(policy.weights, 0)
     check(policy, sampler)
     outdated.before = None
     perturb(policy)
-    sampler.deliver(policy.weights, 1)
+    sampler.sync_weights(policy.weights, 1)
     check(policy, sampler)
     perturb(policy)
-    sampler.deliver(policy.weights, 2)  # loads version 1 again
+    sampler.sync_weights(policy.weights, 2)  # loads version 1 again
     with pytest.raises(ParityError, match=r"did not change at all"):
         check(policy, sampler)
     sampler.close()
@@ -137,14 +137,14 @@ def test_weights_of_the_sync_before_are_caught(policy, server, tmp_path):
 
 def test_the_weights_of_another_run_are_not_taken_for_ours_and_ours_are_synced_again(attached, policy, tmp_path):
     ours, theirs = (sampler_over([attached], policy, tmp_path / name) for name in ("ours", "theirs"))
-    ours.deliver(policy.weights, 3)
-    theirs.deliver(policy.weights, 3)
+    ours.sync_weights(policy.weights, 3)
+    theirs.sync_weights(policy.weights, 3)
     assert (ours.version, theirs.version) == (-1, 3)
     ((_, group),) = ours.sample(requests_for(policy, 1), 2)
     assert {int(v) for c in group.completions for v in c.versions} == {3}
     assert (ours.version, theirs.version) == (3, -1)
-    figures = ours.read()
-    assert (figures["recoveries"], figures["redrawn"]) == (1, 1)
+    metrics = ours.read()
+    assert (metrics["recoveries"], metrics["regenerated"]) == (1, 1)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped"])
@@ -152,7 +152,7 @@ def test_a_corrupted_file_is_refused_and_the_old_version_goes_on_serving(
     attached, policy, tmp_path, monkeypatch, damage
 ):
     sampler = sampler_over([attached], policy, tmp_path)
-    sampler.deliver(policy.weights, 0)
+    sampler.sync_weights(policy.weights, 0)
     items = [(request(0, policy=policy).prompt.token_ids, list(range(10, 20)))]
     before = sampler.scores(items)
     original = directories.check_file
@@ -165,7 +165,7 @@ def test_a_corrupted_file_is_refused_and_the_old_version_goes_on_serving(
     monkeypatch.setattr(directories, "check_file", damaged)
     perturb(policy)
     with pytest.raises(CorruptError, match=r"was not written as it should be"):
-        sampler.deliver(policy.weights, 1)
+        sampler.sync_weights(policy.weights, 1)
     assert sampler.version == 0
     assert sampler.scores(items) == before
     (_, group), *_ = sampler.sample(requests_for(policy, 1), 2)
@@ -175,12 +175,12 @@ def test_a_corrupted_file_is_refused_and_the_old_version_goes_on_serving(
 
 def test_weights_of_another_shape_are_not_sent(attached, policy, tmp_path):
     sampler = sampler_over([attached], policy, tmp_path)
-    sampler.deliver(policy.weights, 0)
+    sampler.sync_weights(policy.weights, 0)
     items = [(request(0, policy=policy).prompt.token_ids, list(range(10, 20)))]
     before = sampler.scores(items)
     wrong = {name: tensor[: len(tensor) // 2] for name, tensor in policy.weights.items()}
     with pytest.raises(SamplerError, match=r"version 1 has other parameters or shapes"):
-        sampler.deliver(wrong, 1)
+        sampler.sync_weights(wrong, 1)
     assert sampler.version == 0
     assert sampler.scores(items) == before
     sampler.close()
@@ -188,10 +188,10 @@ def test_weights_of_another_shape_are_not_sent(attached, policy, tmp_path):
 
 def test_a_sync_waits_for_completions_under_way(attached, policy, tmp_path):
     sampler = sampler_over([attached], policy, tmp_path)
-    sampler.deliver(policy.weights, 0)
+    sampler.sync_weights(policy.weights, 0)
     groups = sampler.sample(requests_for(policy, 3), 4)
     with pytest.raises(RuntimeError, match=r"version 1 was to be synced while 3 groups are open"):
-        sampler.deliver(policy.weights, 1)
+        sampler.sync_weights(policy.weights, 1)
     assert len(list(groups)) == 3
     sampler.close()
 
@@ -201,7 +201,7 @@ def test_local_and_vllm_samplers_sample_the_same_distribution(attached, model, t
     power of the test: against temperature .6 in place of .4 the statistic is far outside."""
     policy = policy_of(model, tau=0.4)
     sampler = sampler_over([attached], policy, tmp_path)
-    sampler.deliver(policy.weights, 0)
+    sampler.sync_weights(policy.weights, 0)
     sampler.generation = replace(sampler.generation, max_tokens=2, max_num_seqs=64)
     requests = [request(0, batch=b, policy=policy) for b in range(64)]
     vllm = list(sampler.sample(requests, 64))
@@ -239,22 +239,22 @@ def run(model, root, server, **sections):
 def test_the_lag_table_is_read_from_the_tokens(attached, model, tmp_path, v, lags):
     metrics = load_metrics(run(model, tmp_path, attached, schedule={"v": v, "batches": 6}))
     assert [(line["lag_min"], line["lag_max"]) for line in metrics] == [(lag, lag) for lag in lags]
-    assert [line["delivered"] for line in metrics] == [lag == 0 for lag in lags]
+    assert [line["synced"] for line in metrics] == [lag == 0 for lag in lags]
     assert all(line["failed"] == 0 and line["mismatch_max"] is not None for line in metrics)
 
 
 def test_prefetching_changes_no_record(attached, model, tmp_path):
     records = []
-    for name, ahead in (("ahead", True), ("apart", False)):
+    for name, prefetch in (("prefetch", True), ("apart", False)):
         directory = run(
-            model, tmp_path / name, attached, schedule={"v": 4, "batches": 7}, sampling={"ahead": ahead, "G": 4}
+            model, tmp_path / name, attached, schedule={"v": 4, "batches": 7}, sampling={"prefetch": prefetch, "G": 4}
         )
         rows = load_rollouts(directory)
         records.append([(r["batch"], r["prompt_key"], r["completion"], r["token_ids"], r["versions"]) for r in rows])
     assert records[0] == records[1]
 
 
-@pytest.mark.parametrize("in_flight", ["finish", "span", "redraw"])
+@pytest.mark.parametrize("in_flight", ["finish", "span", "regenerate"])
 def test_completions_under_way_at_a_sync(attached, model, tmp_path, in_flight):
     """A pipeline of one batch ahead: completions may span two versions, or are generated again; the lag is 0 or 1."""
     directory = run(

@@ -45,7 +45,7 @@ def figure(name: str, output: Path | None = None) -> Path:
 
 def _save(drawn: Figure, path: Path, kind: str) -> None:
     drawn.savefig(path, format=kind, dpi=130)
-    if kind == "png":  # a few lines in a few colours: with a palette a third of the size
+    if kind == "png":  # a few lines in a few colors: with a palette a third of the size
         from PIL import Image
 
         with Image.open(path) as image:

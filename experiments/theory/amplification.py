@@ -1,5 +1,6 @@
 """Success amplification (Mroueh, arXiv 2503.06639): what becomes of the success probability when each iteration solves
-max E[A] - beta KL(pi || pi_ref) exactly, with A whitened by the policy before it: p_n = h(p_{n-1}), see core.dynamics.
+max E[A] - beta KL(pi || pi_ref) exactly, with A normalized by the policy before it: p_n = h(p_{n-1}), see
+core.dynamics.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 EPS_STD = 1e-4
-PATHS = {  # (beta, p_ref): colour
+PATHS = {  # (beta, p_ref): color
     (1.0, 0.05): VERMILLION,
     (2.0, 0.05): ORANGE,
     (2.0, 0.2): GREEN,
@@ -50,14 +51,14 @@ def _draw_paths(axes: Axes) -> None:
     from lagrpo.core.dynamics import trajectory
 
     ends = []
-    for (beta, p_ref), colour in PATHS.items():
+    for (beta, p_ref), color in PATHS.items():
         path = trajectory(p_ref, beta, EPS_STD, ITERATIONS)
-        axes.plot(path, ".-", color=colour, linewidth=1.6, markersize=7)
+        axes.plot(path, ".-", color=color, linewidth=1.6, markersize=7)
         ends.append(_fixed_points(beta, p_ref)[0][0])
-    for ((beta, p_ref), colour), end, at in zip(PATHS.items(), ends, apart(ends, 0.062), strict=True):
+    for ((beta, p_ref), color), end, at in zip(PATHS.items(), ends, apart(ends, 0.062), strict=True):
         label = rf"$\beta = {beta:g}$, $p_\mathrm{{ref}} = {p_ref:g}$:  $p^* = {end:.4f}$"
-        axes.plot([ITERATIONS, ITERATIONS + 0.6], [end, at], color=colour, linewidth=1, linestyle=":")
-        axes.text(ITERATIONS + 0.7, at, label, color=colour, fontsize=9.5, va="center")
+        axes.plot([ITERATIONS, ITERATIONS + 0.6], [end, at], color=color, linewidth=1, linestyle=":")
+        axes.text(ITERATIONS + 0.7, at, label, color=color, fontsize=9.5, va="center")
     axes.set(xlim=(-0.2, ITERATIONS + 5.1), ylim=(0, 0.92), xticks=range(0, ITERATIONS + 1, 2))
     plain(axes, "Every fixed point beats the reference; the way there need not rise", "", r"success probability $p_n$")
     axes.set_xlabel("iteration $n$", x=(ITERATIONS / 2) / (ITERATIONS + 5.1), color=INK)
@@ -84,7 +85,7 @@ def _draw_map(axes: Axes, beta: float, p_ref: float, what: str) -> float:
     return found[0][0]
 
 
-def _draw_path(axes: Axes, beta: float, p_ref: float, start: float, colour: str, label: str) -> None:
+def _draw_path(axes: Axes, beta: float, p_ref: float, start: float, color: str, label: str) -> None:
     """The cobweb of 400 iterations from `start`."""
     from lagrpo.core.dynamics import amplified
 
@@ -95,4 +96,4 @@ def _draw_path(axes: Axes, beta: float, p_ref: float, start: float, colour: str,
     for before, after in pairwise(path):
         x += [before, after]
         y += [after, after]
-    axes.plot(x, y, color=colour, linewidth=0.9, alpha=0.85, label=label)
+    axes.plot(x, y, color=color, linewidth=0.9, alpha=0.85, label=label)

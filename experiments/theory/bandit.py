@@ -1,7 +1,7 @@
 """Bandits that tell the variants apart: three arms, the best of them rarely drawn.
 
-The set-up of the first is that of Yao et al. (arXiv 2509.24203): rewards (0, .8, 1), a behaviour policy
-alpha = (.3, .6, .1) that favours the second-best arm, a softmax policy that starts at alpha, the exact expected
+The set-up of the first is that of Yao et al. (arXiv 2509.24203): rewards (0, .8, 1), a behavior policy
+alpha = (.3, .6, .1) that favors the second-best arm, a softmax policy that starts at alpha, the exact expected
 gradient at learning rate 1. Either alpha never changes, or it becomes pi every 100 steps. What to expect: without a
 sync REINFORCE ends on arm 2 (J = .8) and a clip stops near alpha; a wide clip, OPMD, AsymRE and RED-Weight go further;
 with syncs all but REINFORCE find arm 3.
@@ -52,10 +52,10 @@ MASKS = ["reinforce"] + [
 
 
 def advantage(recipe: Recipe, alpha: Tensor) -> Tensor:
-    """A of each arm by the exact statistics of alpha: r - J(alpha), over the standard deviation where whitened."""
-    centred = REWARD - (alpha * REWARD).sum()
-    whitened = recipe.composition.advantage == "whitened"
-    return centred / sigma(alpha, REWARD, recipe.composition.eps_std) if whitened else centred
+    """A of each arm by the exact statistics of alpha: r - J(alpha), over the standard deviation where normalized."""
+    centered = REWARD - (alpha * REWARD).sum()
+    normalized = recipe.composition.advantage == "normalized"
+    return centered / sigma(alpha, REWARD, recipe.composition.eps_std) if normalized else centered
 
 
 def run(

@@ -97,8 +97,8 @@ def _draw_synced(axes: Axes, synced: dict[str, list[float]]) -> None:
 
 
 def _line(axes: Axes, label: str, steps: range, J: list[float]) -> None:
-    colour, dashes = STYLES[label]
-    axes.plot(steps, J, color=colour, linestyle=dashes, linewidth=1.8, label=label)
+    color, dashes = STYLES[label]
+    axes.plot(steps, J, color=color, linestyle=dashes, linewidth=1.8, label=label)
 
 
 def _draw_arms(axes: Axes) -> None:

@@ -44,8 +44,8 @@ def _draw_whole(axes: Axes) -> None:
     import torch
 
     p = torch.linspace(0, 1, 2001, dtype=torch.float64)
-    for eps_std, colour in FLOORS.items():
-        axes.plot(p, cost(p, eps_std), color=colour, linewidth=2, linestyle=_dashes(eps_std), label=_floor(eps_std))
+    for eps_std, color in FLOORS.items():
+        axes.plot(p, cost(p, eps_std), color=color, linewidth=2, linestyle=_dashes(eps_std), label=_floor(eps_std))
     share = torch.arange(1, GROUP, dtype=torch.float64) / GROUP
     seen = cost(share, 0.0)
     axes.plot(share, seen, "o", color=INK, markersize=4.5, markerfacecolor="white", zorder=5)
@@ -61,15 +61,15 @@ def _draw_corner(axes: Axes) -> None:
     import torch
 
     p = torch.logspace(-6, -0.30103, 400, dtype=torch.float64)
-    for eps_std, colour in FLOORS.items():
+    for eps_std, color in FLOORS.items():
         values = cost(p, eps_std)
-        axes.loglog(p, values, color=colour, linewidth=2, linestyle=_dashes(eps_std))
+        axes.loglog(p, values, color=color, linewidth=2, linestyle=_dashes(eps_std))
         text, at = f"{_floor(eps_std)}: {float(values[0]):.3g}", 0
         if eps_std == 0:
             text, at = rf"{_floor(eps_std)}: like $1/\sqrt{{p}}$", 70
         where = float(p[at]), float(values[at])
         offset = (6 if at else 2, -12 if eps_std == LOWEST else 4)  # the line of the groups is just above the lowest
-        axes.annotate(text, where, offset, textcoords="offset points", color=colour, fontsize=9)
+        axes.annotate(text, where, offset, textcoords="offset points", color=color, fontsize=9)
     _draw_finite_group(axes, p)
     axes.axhline(1, color=FAINT, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     text = r"1: the least without a floor, at $p = 1/2$"
@@ -79,7 +79,7 @@ def _draw_corner(axes: Axes) -> None:
 
 
 def _draw_finite_group(axes: Axes, p: Tensor) -> None:
-    """w_G - 1, what 1/sigma - 1 becomes where each group is whitened by itself."""
+    """w_G - 1, what 1/sigma - 1 becomes where each group is normalized by itself."""
     from lagrpo.core.dynamics import group_weight
 
     values = [group_weight(float(at), GROUP) - 1 for at in p]

@@ -1,4 +1,4 @@
-"""How the figures look: colours, axes, labels that do not lie on each other."""
+"""How the figures look: colors, axes, labels that do not lie on each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# After Okabe and Ito: distinct with any colour vision, and in grey.
+# After Okabe and Ito: distinct with any color vision, and in gray.
 BLUE, SKY, GREEN, ORANGE, VERMILLION = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00"
 PURPLE, MAUVE = "#8E4585", "#CC79A7"
 INK, FAINT, GRID = "#222222", "#9a9a9a", "#ececec"
@@ -40,24 +40,24 @@ def plain(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def apart(positions: Sequence[float], gap: float) -> list[float]:
-    """The positions moved as little as need be, in their order, until neighbours are at least `gap` apart: runs that
+    """The positions moved as little as need be, in their order, until neighbors are at least `gap` apart: runs that
     are too close become rows around their mean.
 
     >>> apart([0.0, 0.1, 5.0], 1.0)
     [-0.45, 0.55, 5.0]
     """
     order = sorted(range(len(positions)), key=lambda at: positions[at])
-    rows: list[tuple[float, list[int]]] = []  # the centre of a row, and what stands in it
+    rows: list[tuple[float, list[int]]] = []  # the center of a row, and what stands in it
     for at in order:
-        centre, members = positions[at], [at]
-        while rows and centre - rows[-1][0] < gap * (len(members) + len(rows[-1][1])) / 2:
+        center, members = positions[at], [at]
+        while rows and center - rows[-1][0] < gap * (len(members) + len(rows[-1][1])) / 2:
             earlier, others = rows.pop()
             total = len(members) + len(others)
-            centre = (centre * len(members) + earlier * len(others)) / total
+            center = (center * len(members) + earlier * len(others)) / total
             members = others + members
-        rows.append((centre, members))
+        rows.append((center, members))
     moved = [0.0] * len(positions)
-    for centre, members in rows:
+    for center, members in rows:
         for place, at in enumerate(members):
-            moved[at] = centre + gap * (place - (len(members) - 1) / 2)
+            moved[at] = center + gap * (place - (len(members) - 1) / 2)
     return moved

@@ -2,9 +2,9 @@
 
     lagrpo train [SETTINGS.toml] [--dry-run] [--section.name VALUE …]
     lagrpo eval MODEL [--task gsm8k] [--samples 50] …
-    lagrpo show RUN [--batch B] [--only right|wrong|rejected] …
+    lagrpo show RUN [--batch B] [--only right|wrong|unscored] …
     lagrpo verify RUN [--rows N | --all]
-    lagrpo serve MODEL [--port P] [--delivery directory|nccl|ipc] … [-- OPTIONS OF VLLM]
+    lagrpo serve MODEL [--port P] [--weight-sync directory|nccl|ipc] … [-- OPTIONS OF VLLM]
     lagrpo recipes [NAME [--code]]
 
 --task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --objective.recipe.
@@ -126,7 +126,7 @@ def show(
     batch: int | None = None,
     count: int = 8,
     prompt: int | None = None,
-    only: Literal["all", "right", "wrong", "rejected"] = "all",
+    only: Literal["all", "right", "wrong", "unscored"] = "all",
 ) -> None:
     """Print completions of a run with their rewards, versions and lag.
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:  # annotations only: the verifier's worker processes import th
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a task. `key` is its index in its split and the address of its random draws;
-    `messages` is what the chat template gets; `gold` is what a completion is judged against (JSON-serialisable);
+    """One prompt of a task. `key` is its index in its split and the address of its random numbers;
+    `messages` is what the chat template gets; `gold` is what a completion is judged against (JSON-serializable);
     `token_ids` is the templated prompt, filled in once a tokenizer is at hand."""
 
     key: int
@@ -48,12 +48,12 @@ class Prompt:
     token_ids: tuple[int, ...] = ()
 
 
-Kind = Literal["scored", "rejected", "failed"]
+Kind = Literal["scored", "unscored", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a completion: *scored* (it has a reward), *rejected* (its answer could not be judged: unparsable
+    """What became of a completion: *scored* (it has a reward), *unscored* (its answer could not be scored: unparsable
     gold, an error in the judge, its deadline) or *failed* (infrastructure: the sampler died). Only scored ones enter
     group statistics and the loss; a failure is never a reward of 0."""
 
@@ -66,8 +66,8 @@ class Outcome:
         return Outcome("scored", reward=reward)
 
     @staticmethod
-    def rejected(reason: str) -> Outcome:
-        return Outcome("rejected", reason=reason)
+    def unscored(reason: str) -> Outcome:
+        return Outcome("unscored", reason=reason)
 
     @staticmethod
     def failed(reason: str) -> Outcome:
@@ -126,8 +126,8 @@ class Completion:
 @dataclass(frozen=True, slots=True)
 class Group:
     """A prompt and its G completions, all drawn for the same batch. `epoch` is the pass over the prompts that this one
-    comes from (negative: a prompt drawn in place of another); `source` says who drew: the run's sampler, or somebody
-    else, whose completions a file brought."""
+    comes from (negative: a prompt generated in place of another); `source` says who generated it: the run's sampler, or
+    somebody else, whose completions a file brought."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]

@@ -132,20 +132,20 @@ static void check_softmax(int half) {
     void *x = numbers(N * V, half);
     const i64 tokens[N] = {0, 350, 699};
     const double uniforms[N] = {0.0, 0.5, 0.999};
-    float lse[N], logp[N], entropy[N], drawn_logp[N];
+    float lse[N], logp[N], entropy[N], sampled_logp[N];
     double ends[N * 3], exact[N];
-    i64 drawn[N];
+    i64 sampled[N];
     Logits logits = {N, V, x, 2.0f, half};
     token_logp(&logits, tokens, lse, logp, entropy);
-    draw(&logits, uniforms, ends, drawn, drawn_logp);
+    sample_tokens(&logits, uniforms, ends, sampled, sampled_logp);
     for (int n = 0; n < N; n++) {
         double total = 0, before = 0;
         for (int i = 0; i < V; i++) total += exp(2 * number(x, n * V + i, half));
         exact[n] = 2 * number(x, n * V + tokens[n], half) - log(total);
-        for (int i = 0; i < drawn[n]; i++) before += exp(2 * number(x, n * V + i, half)) / total;
-        double end = before + exp(2 * number(x, n * V + drawn[n], half)) / total;
+        for (int i = 0; i < sampled[n]; i++) before += exp(2 * number(x, n * V + i, half)) / total;
+        double end = before + exp(2 * number(x, n * V + sampled[n], half)) / total;
         if (uniforms[n] < before - 1e-5 || uniforms[n] > end + 1e-5) {
-            printf("draw: token %lld holds %g .. %g, not %g\n", (long long)drawn[n], before, end, uniforms[n]);
+            printf("sample_tokens: token %lld holds %g .. %g, not %g\n", (long long)sampled[n], before, end, uniforms[n]);
             wrong = 1;
         }
     }

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
 
-from lagrpo.core.advantages import centred, leave_one_out, sigma, whitened, whitened_unbiased, zero_variance
+from lagrpo.core.advantages import centered, leave_one_out, normalized, normalized_unbiased, sigma, zero_variance
 
 rewards_of_a_group = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=9).map(torch.tensor)
 
@@ -14,20 +14,20 @@ def test_one_success_in_four():
     rewards_G = tensor([1.0, 0.0, 0.0, 0.0])  # mu = 1/4, s0^2 = (9 + 1 + 1 + 1)/64 = 3/16
     assert_close(sigma(rewards_G, 0.0), tensor(3.0).sqrt() / 4)
     assert_close(sigma(rewards_G, 1 / 16), tensor(0.5))
-    assert_close(centred(rewards_G), tensor([0.75, -0.25, -0.25, -0.25]))
-    assert_close(whitened(rewards_G, 1 / 16), tensor([1.5, -0.5, -0.5, -0.5]))
-    assert_close(whitened(rewards_G, 0.0), tensor([3.0, -1.0, -1.0, -1.0]) / tensor(3.0).sqrt())
+    assert_close(centered(rewards_G), tensor([0.75, -0.25, -0.25, -0.25]))
+    assert_close(normalized(rewards_G, 1 / 16), tensor([1.5, -0.5, -0.5, -0.5]))
+    assert_close(normalized(rewards_G, 0.0), tensor([3.0, -1.0, -1.0, -1.0]) / tensor(3.0).sqrt())
     assert_close(leave_one_out(rewards_G), tensor([1.0, -1 / 3, -1 / 3, -1 / 3]))
 
 
-def test_whitening_by_the_sample_deviation_is_that_of_trl():
+def test_normalizing_by_the_sample_deviation_is_as_in_trl():
     """(r - mean) / (std + 1e-4) with torch's own std, which divides by G - 1."""
     rewards_NG = torch.rand(50, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     differences = rewards_NG - rewards_NG.mean(dim=1, keepdim=True)
-    assert_close(whitened_unbiased(rewards_NG, 1e-4), differences / (rewards_NG.std(dim=1, keepdim=True) + 1e-4))
-    assert_close(whitened_unbiased(tensor([0.0, 1.0]), 0.0), tensor([-1.0, 1.0]) / tensor(2.0).sqrt())
-    assert whitened_unbiased(torch.full((3,), 0.1), 0.0).tolist() == [0.0, 0.0, 0.0]
-    assert_close(whitened_unbiased(tensor([0.7]), 1e-4), tensor([0.7]))
+    assert_close(normalized_unbiased(rewards_NG, 1e-4), differences / (rewards_NG.std(dim=1, keepdim=True) + 1e-4))
+    assert_close(normalized_unbiased(tensor([0.0, 1.0]), 0.0), tensor([-1.0, 1.0]) / tensor(2.0).sqrt())
+    assert normalized_unbiased(torch.full((3,), 0.1), 0.0).tolist() == [0.0, 0.0, 0.0]
+    assert_close(normalized_unbiased(tensor([0.7]), 1e-4), tensor([0.7]))
 
 
 def test_the_standard_deviation_is_the_biased_one():
@@ -41,9 +41,9 @@ def test_equal_rewards_have_zero_variance_and_advantages_of_exactly_zero(value, 
     assert bool(zero_variance(rewards_G))
     assert float(sigma(rewards_G, 0.0)) == 0.0
     for advantage_G in (
-        whitened(rewards_G, 0.0),
-        whitened(rewards_G, 1e-4),
-        centred(rewards_G),
+        normalized(rewards_G, 0.0),
+        normalized(rewards_G, 1e-4),
+        centered(rewards_G),
         leave_one_out(rewards_G),
     ):
         assert advantage_G.tolist() == [0.0] * G
@@ -58,9 +58,9 @@ def test_a_single_completion_keeps_its_reward_and_has_zero_variance():
     rewards_G = tensor([0.7])
     assert bool(zero_variance(rewards_G))
     for advantage_G in (
-        whitened(rewards_G, 1e-4),
-        whitened(rewards_G, 0.0),
-        centred(rewards_G),
+        normalized(rewards_G, 1e-4),
+        normalized(rewards_G, 0.0),
+        centered(rewards_G),
         leave_one_out(rewards_G),
     ):
         assert_close(advantage_G, rewards_G)
@@ -69,7 +69,7 @@ def test_a_single_completion_keeps_its_reward_and_has_zero_variance():
 def test_groups_of_one_size_are_treated_each_on_its_own():
     rewards_NG = tensor([[1.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, 1.0, 2.0, 5.0]])
     assert zero_variance(rewards_NG).tolist() == [False, True, False]
-    for function in (centred, leave_one_out, lambda rewards: whitened(rewards, 0.01)):
+    for function in (centered, leave_one_out, lambda rewards: normalized(rewards, 0.01)):
         assert_close(function(rewards_NG), torch.stack([function(row) for row in rewards_NG]))
 
 
@@ -77,7 +77,7 @@ def test_groups_of_one_size_are_treated_each_on_its_own():
 def test_baselines_balance_and_leave_one_out_is_the_mean_of_the_others(rewards_G):
     G = rewards_G.shape[0]
     if G > 1:
-        assert abs(float(centred(rewards_G).double().sum())) <= 1e-4 * (1 + float(rewards_G.abs().max())) * G
+        assert abs(float(centered(rewards_G).double().sum())) <= 1e-4 * (1 + float(rewards_G.abs().max())) * G
         others = torch.stack([torch.cat([rewards_G[:i], rewards_G[i + 1 :]]).mean() for i in range(G)])
         assert_close(leave_one_out(rewards_G), rewards_G - others, atol=1e-3, rtol=1e-4)
 
@@ -86,11 +86,11 @@ def test_baselines_balance_and_leave_one_out_is_the_mean_of_the_others(rewards_G
 def test_the_order_of_completions_does_not_matter(rewards_G, random):
     order = list(range(rewards_G.shape[0]))
     random.shuffle(order)
-    for function in (centred, leave_one_out, lambda rewards: whitened(rewards, 0.5)):
+    for function in (centered, leave_one_out, lambda rewards: normalized(rewards, 0.5)):
         assert_close(function(rewards_G)[order], function(rewards_G[order]), atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("function", [centred, leave_one_out, zero_variance, lambda rewards: whitened(rewards, 0.1)])
+@pytest.mark.parametrize("function", [centered, leave_one_out, zero_variance, lambda rewards: normalized(rewards, 0.1)])
 def test_an_empty_group_and_an_unscored_reward_are_refused(function, unchecked):
     with pytest.raises(ValueError, match="G >= 1"):
         function(torch.zeros(3, 0))
@@ -100,14 +100,14 @@ def test_an_empty_group_and_an_unscored_reward_are_refused(function, unchecked):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("part", [1e-3, 0.1, 0.4, 0.7, 0.99])
-def test_rewards_whose_squares_overflow_are_whitened_like_small_ones(dtype, part):
+def test_rewards_whose_squares_overflow_are_normalized_like_small_ones(dtype, part):
     largest = torch.finfo(dtype).max ** part
     rewards_G = tensor([1.0, 0.0, 0.0, 0.0], dtype=dtype)
-    assert_close(whitened(largest * rewards_G, 0.0), whitened(rewards_G, 0.0))
-    assert_close(whitened(-largest * rewards_G, 1e-4), whitened(-rewards_G, 1e-4 / largest / largest))
+    assert_close(normalized(largest * rewards_G, 0.0), normalized(rewards_G, 0.0))
+    assert_close(normalized(-largest * rewards_G, 1e-4), normalized(-rewards_G, 1e-4 / largest / largest))
     assert_close(sigma(largest * rewards_G, 0.0) / largest, sigma(rewards_G, 0.0))
 
 
 def test_a_negative_variance_floor_is_refused():
     with pytest.raises(ValueError, match=r"eps_std must be at least 0, but is -0.1"):
-        whitened(tensor([0.0, 1.0]), -0.1)
+        normalized(tensor([0.0, 1.0]), -0.1)

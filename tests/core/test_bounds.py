@@ -238,7 +238,7 @@ def test_completions_that_share_a_prompt_are_not_independent_samples_of_the_prom
 
 
 def test_a_policy_that_has_seen_the_samples_is_certified_for_nothing():
-    """Rewards are coins, so no policy can gain; one that moves towards the very samples that were rewarded, out of a
+    """Rewards are coins, so no policy can gain; one that moves toward the very samples that were rewarded, out of a
     hundred thousand, is promised a gain every time, one fitted to other samples never."""
     generator = torch.Generator().manual_seed(2)
     outcomes, tilt = 100_000, 0.5

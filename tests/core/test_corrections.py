@@ -69,7 +69,7 @@ SURROGATE_T = tensor([1.2, 1.0, -1.6])  # min(1.5, 1.2), 1, -2 max(.5, .8)
         ("grpo_tis", {"correction_cap": 10.0, "correction_floor": 0.4}, [4.0, 0.5, 0.4], [True, False, True]),
         ("grpo_tis_sequence", {}, [2.0, 2.0, 0.25], [True, False, True]),
         ("grpo_tis_sequence", {"correction_cap": 1.5}, [1.5, 1.5, 0.25], [True, False, True]),
-        ("grpo_tis_sequence", {"correction_level": "length_normalised"}, [2**0.5, 2**0.5, 0.25], [True, False, True]),
+        ("grpo_tis_sequence", {"correction_level": "length_normalized"}, [2**0.5, 2**0.5, 0.25], [True, False, True]),
         ("grpo_mis_sequence", {}, [2.0, 2.0, 0.25], [True, False, True]),
         ("grpo_mis_sequence", {"correction_cap": 1.9}, [0.0, 0.0, 0.25], [True, True, True]),
         ("grpo_icepop", {}, [4.0, 0.5, 0.0], [True, False, True]),
@@ -90,7 +90,7 @@ def test_the_recipes_by_hand(name, changes, weight, cut):
 
 
 RANGES = {"epsilon_low": 0.2, "epsilon_high": 0.28, "beta": 0.0}
-LEVELS = ["token", "sequence", "length_normalised"]
+LEVELS = ["token", "sequence", "length_normalized"]
 
 
 def of_every_token(recipe, whole):
@@ -154,5 +154,5 @@ def test_no_gradient_flows_through_the_weight_and_reinforce_may_carry_it_too(cor
     assert through_T is None
     d_T, index_T = (whole["logp_k_T"] - whole["logp_alpha_T"]).detach(), whole["completion_T"]
     sums_C = torch.stack([d_T[index_T == c].sum() for c in range(7)])
-    log_w_T = {"token": d_T, "sequence": sums_C[index_T], "length_normalised": (sums_C / index_T.bincount())[index_T]}
+    log_w_T = {"token": d_T, "sequence": sums_C[index_T], "length_normalized": (sums_C / index_T.bincount())[index_T]}
     assert_close(gradient_T, -(log_w_T[level].exp() * whole["advantage_C"][index_T]))

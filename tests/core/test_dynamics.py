@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
 
-from lagrpo.core.advantages import centred
+from lagrpo.core.advantages import centered
 from lagrpo.core.dynamics import amplified, fixed_points, slope, tilted, trajectory
 
 EPS = 1e-4
@@ -90,8 +90,8 @@ def test_h_is_the_success_of_an_explicit_exponential_tilt(p, p_ref, beta):
     assert float(success) == pytest.approx(amplified(p, p_ref, beta, EPS), rel=1e-9)
 
 
-def test_the_tilt_is_the_maximiser():
-    p, advantage, beta = tensor([0.2, 0.5, 0.3]).double(), centred(tensor([1.0, 0.0, 0.4]).double()), 0.7
+def test_the_tilt_is_the_maximizer():
+    p, advantage, beta = tensor([0.2, 0.5, 0.3]).double(), centered(tensor([1.0, 0.0, 0.4]).double()), 0.7
     best = tilted(p, advantage, beta)
 
     def objective(pi):

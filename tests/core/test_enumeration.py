@@ -58,7 +58,7 @@ def gradient(function, theta: Tensor) -> Tensor:
 
 
 SIGMA = float((p(ALPHA) * (REWARD - mean_reward(ALPHA)).square()).sum().sqrt())
-CENTRED = REWARD - mean_reward(ALPHA)
+CENTERED = REWARD - mean_reward(ALPHA)
 
 
 def surrogate(name: str, advantage_C: Tensor, pi_k: Tensor = ALPHA, **overrides):
@@ -102,35 +102,35 @@ OTHERWISE = {"red_weight", "opmd_kimi", "opmd_pairwise"}
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - OTHERWISE))
 def test_at_pi_equal_pi_k_equal_alpha_the_gradient_is_that_of_the_mean_reward(name):
     """With any constant baseline, AsymRE's among them: E_alpha[(A + c) grad log pi] = grad J."""
-    found = gradient(surrogate(name, CENTRED), ALPHA)
+    found = gradient(surrogate(name, CENTERED), ALPHA)
     assert_close(found, TIMES_GRAD_J.get(name, 1.0) * gradient(mean_reward, ALPHA))
 
 
-def test_at_alpha_whitening_divides_by_sigma():
-    assert_close(gradient(surrogate("grpo", CENTRED / SIGMA), ALPHA), gradient(mean_reward, ALPHA) / SIGMA)
+def test_at_alpha_normalizing_divides_by_sigma():
+    assert_close(gradient(surrogate("grpo", CENTERED / SIGMA), ALPHA), gradient(mean_reward, ALPHA) / SIGMA)
 
 
 def test_at_alpha_red_weight_follows_a_reward_of_its_own():
-    tilted = CENTRED.exp() * CENTRED
+    tilted = CENTERED.exp() * CENTERED
 
     def mean_tilted(theta: Tensor) -> Tensor:
         return (p(theta) * tilted).sum()
 
-    assert_close(gradient(surrogate("red_weight", CENTRED), ALPHA), gradient(mean_tilted, ALPHA))
-    assert error(gradient(surrogate("red_weight", CENTRED), ALPHA), gradient(mean_reward, ALPHA)) == pytest.approx(
+    assert_close(gradient(surrogate("red_weight", CENTERED), ALPHA), gradient(mean_tilted, ALPHA))
+    assert error(gradient(surrogate("red_weight", CENTERED), ALPHA), gradient(mean_reward, ALPHA)) == pytest.approx(
         0.2609, abs=5e-5
     )
 
 
 def test_off_policy_the_sequence_ratio_is_unbiased_and_nothing_else_is():
     """E_alpha[s A] = (J(pi) - J(alpha)) / sigma in value and gradient; the others: relative error and cosine."""
-    exact, advantage = gradient(mean_reward, PI) / SIGMA, CENTRED / SIGMA
+    exact, advantage = gradient(mean_reward, PI) / SIGMA, CENTERED / SIGMA
     assert_close(surrogate("unclipped", advantage)(PI) / 2, (mean_reward(PI) - mean_reward(ALPHA)) / SIGMA)
     assert_close(gradient(surrogate("unclipped", advantage), PI) / 2, exact)
     biased = {
         "token ratio": (gradient(surrogate("unclipped", advantage, ratio="token"), PI), 0.4824, 0.9202),
-        "length-normalised ratio": (
-            gradient(surrogate("unclipped", advantage, ratio="length_normalised"), PI),
+        "length-normalized ratio": (
+            gradient(surrogate("unclipped", advantage, ratio="length_normalized"), PI),
             0.2530,
             0.9772,
         ),
@@ -152,7 +152,7 @@ def per_completion(name: str, theta: Tensor, **overrides) -> Tensor:
 
     def values(theta: Tensor) -> Tensor:
         logp_T = (token_logp(theta), token_logp(ALPHA), token_logp(PI_K), token_logp(PI_REF))
-        value_T = recipe.value(Terms(*logp_T, COMPLETION_T, CENTRED))
+        value_T = recipe.value(Terms(*logp_T, COMPLETION_T, CENTERED))
         return torch.zeros(9, dtype=torch.float64).index_add(0, COMPLETION_T, value_T)
 
     return torch.func.jacrev(values)(theta)
@@ -170,7 +170,7 @@ def per_completion(name: str, theta: Tensor, **overrides) -> Tensor:
         ("grpo_tis_sequence", INFINITE, 0.0, 1.0, 0.2624),
         ("grpo_tis_sequence", {"correction_cap": 1.5}, 0.0511, 0.9989, 0.2314),
         ("grpo_tis_sequence", {"correction_cap": 1.2}, 0.0935, 0.9964, 0.2069),
-        ("grpo_tis_sequence", INFINITE | {"correction_level": "length_normalised"}, 0.1048, 0.9954, 0.2377),
+        ("grpo_tis_sequence", INFINITE | {"correction_level": "length_normalized"}, 0.1048, 0.9954, 0.2377),
         ("grpo_mis_sequence", {"correction_cap": 1.5}, 0.2733, 0.9743, 0.1606),
         ("grpo_icepop", {"correction_floor": 2 / 3, "correction_cap": 1.5}, 0.3145, 0.9632, 0.1682),
     ],
@@ -182,7 +182,7 @@ def test_at_pi_k_untruncated_weights_of_completions_are_unbiased_and_nothing_els
     (the trace of its covariance; of grad log pi_k A on completions of pi_k itself it is .2427)."""
     exact, samples = gradient(mean_reward, PI_K), per_completion(name, PI_K, **changes)
     found = (p(ALPHA)[:, None] * samples).sum(dim=0)
-    assert_close(found, gradient(surrogate(name, CENTRED, pi_k=PI_K, **changes), PI_K))
+    assert_close(found, gradient(surrogate(name, CENTERED, pi_k=PI_K, **changes), PI_K))
     assert error(found, exact) == pytest.approx(relative, abs=5e-5)
     assert cosine(found, exact) == pytest.approx(angle, abs=5e-5)
     trace = (p(ALPHA)[:, None] * (samples - found).square()).sum()
@@ -194,7 +194,7 @@ def test_the_numbers_of_the_mismatch_are_of_these_ratios():
     assert [float(tokens.min()), float(tokens.max())] == pytest.approx([0.5187, 1.6084], abs=5e-5)
     completions = p(PI_K) / p(ALPHA)
     assert [float(completions.min()), float(completions.max())] == pytest.approx([0.3794, 1.8454], abs=5e-5)
-    samples = torch.autograd.functional.jacobian(logp, PI_K) * CENTRED[:, None]
+    samples = torch.autograd.functional.jacobian(logp, PI_K) * CENTERED[:, None]
     exact = (p(PI_K)[:, None] * samples).sum(dim=0)
     assert_close(exact, gradient(mean_reward, PI_K))
     assert float((p(PI_K)[:, None] * (samples - exact).square()).sum()) == pytest.approx(0.2427, abs=5e-5)
@@ -204,33 +204,33 @@ def test_weights_and_ratios_of_completions_together_are_unbiased_wherever_pi_is(
     """(pi_k/alpha)(pi/pi_k) = pi/alpha: with tokens' ratios the first factor corrects alpha, not what pi did since."""
     exact, of_completions = gradient(mean_reward, PI), INFINITE | {"correction_level": "sequence"}
     parts = {"denominator": "pi_k", "correction": "truncated"} | of_completions
-    found = gradient(surrogate("unclipped", CENTRED, pi_k=PI_K, **parts), PI)
+    found = gradient(surrogate("unclipped", CENTERED, pi_k=PI_K, **parts), PI)
     assert_close(found, 2 * exact)  # the ratio stands at each of two tokens
-    of_tokens = gradient(surrogate("unclipped", CENTRED, pi_k=PI_K, ratio="token", **parts), PI)
+    of_tokens = gradient(surrogate("unclipped", CENTERED, pi_k=PI_K, ratio="token", **parts), PI)
     assert error(of_tokens, exact) == pytest.approx(0.2459, abs=5e-5)
 
 
 def test_the_exact_clip_in_expectation_is_the_case_distinction_under_equation_6():
-    found = surrogate("off_policy_grpo_exact", CENTRED, pi_k=PI_K, ratio="sequence")(PI) / 2
+    found = surrogate("off_policy_grpo_exact", CENTERED, pi_k=PI_K, ratio="sequence")(PI) / 2
     s, c = p(PI) / p(ALPHA), p(PI_K) / p(ALPHA)
-    good = CENTRED * torch.minimum(s, c + 0.2)
-    bad = CENTRED * torch.maximum(s, (c - 0.2).clamp(min=0))
-    assert_close(found, (p(ALPHA) * torch.where(CENTRED >= 0, good, bad)).sum())
+    good = CENTERED * torch.minimum(s, c + 0.2)
+    bad = CENTERED * torch.maximum(s, (c - 0.2).clamp(min=0))
+    assert_close(found, (p(ALPHA) * torch.where(CENTERED >= 0, good, bad)).sum())
 
 
-@pytest.mark.parametrize(("ratio", "times"), [("token", 1.0), ("sequence", 2.0), ("length_normalised", 1.0)])
+@pytest.mark.parametrize(("ratio", "times"), [("token", 1.0), ("sequence", 2.0), ("length_normalized", 1.0)])
 def test_one_side_with_importance_weights_is_the_gradient_of_the_clip(ratio, times):
-    """A sequence ratio stands at both tokens and depends on both: hence 2. The normalised one depends half on each."""
-    clip, masked = (surrogate(name, CENTRED, ratio=ratio) for name in ("grpo", "rec_grpo"))
+    """A sequence ratio stands at both tokens and depends on both: hence 2. The normalized one depends half on each."""
+    clip, masked = (surrogate(name, CENTERED, ratio=ratio) for name in ("grpo", "rec_grpo"))
     assert_close(gradient(clip, PI), times * gradient(masked, PI))
 
 
 def test_the_clip_bounds_the_unclipped_objective_from_below():
     s = p(PI) / p(ALPHA)
-    clipped = f_eps(s, torch.ones(9, dtype=torch.float64), CENTRED, 0.2, 0.2)
-    assert bool((clipped <= s * CENTRED).all())
+    clipped = f_eps(s, torch.ones(9, dtype=torch.float64), CENTERED, 0.2, 0.2)
+    assert bool((clipped <= s * CENTERED).all())
     assert float((p(ALPHA) * clipped).sum()) == pytest.approx(-0.0478, abs=5e-5)
-    assert float((p(ALPHA) * s * CENTRED).sum()) == pytest.approx(float(mean_reward(PI) - mean_reward(ALPHA)))
+    assert float((p(ALPHA) * s * CENTERED).sum()) == pytest.approx(float(mean_reward(PI) - mean_reward(ALPHA)))
 
 
 def group_of(*completions: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,19 +239,19 @@ def group_of(*completions: int) -> tuple[Tensor, Tensor, Tensor]:
     return token_T, torch.arange(len(completions)).repeat_interleave(2), torch.zeros(len(completions)).long()
 
 
-def test_pairwise_opmd_at_pi_t_is_reinforce_whoever_drew_the_group():
-    drawn = [0, 2, 2, 4, 8]  # no policy drew these
-    token_T, completion_T, group_C = group_of(*drawn)
-    r = REWARD[drawn]
+def test_pairwise_opmd_at_pi_t_is_reinforce_whoever_sampled_the_group():
+    generated = [0, 2, 2, 4, 8]  # no policy sampled these
+    token_T, completion_T, group_C = group_of(*generated)
+    r = REWARD[generated]
 
     def loss(theta: Tensor) -> Tensor:
         value_T = opmd_pairwise(
             token_logp(theta)[token_T], token_logp(PI)[token_T], r, completion_T, group_C, strength=0.3
         )
-        return -value_T.sum() / len(drawn)
+        return -value_T.sum() / len(generated)
 
     def reinforce(theta: Tensor) -> Tensor:
-        return -2 * 0.3 * ((r - r.mean()) * logp(theta)[drawn]).mean()
+        return -2 * 0.3 * ((r - r.mean()) * logp(theta)[generated]).mean()
 
     assert_close(gradient(loss, PI), gradient(reinforce, PI))
 
@@ -263,7 +263,7 @@ def tilted_theta(strength: float) -> Tensor:
     return torch.cat([b, (p.log() - b[None, :]).reshape(9)])
 
 
-def test_the_minimiser_of_pairwise_opmd_and_of_kimi_is_the_exponential_tilt():
+def test_the_minimizer_of_pairwise_opmd_and_of_kimi_is_the_exponential_tilt():
     theta, anchor = tilted_theta(0.3), token_logp(PI)
     assert_close(p(theta), torch.softmax(logp(PI) + REWARD / 0.3, dim=0))
     everything = (COMPLETION_T, torch.zeros(9).long())
@@ -272,7 +272,7 @@ def test_the_minimiser_of_pairwise_opmd_and_of_kimi_is_the_exponential_tilt():
     assert float(opmd_kimi(token_logp(theta), anchor, REWARD - log_Z, COMPLETION_T, strength=0.3).abs().max()) < 1e-20
 
 
-def test_the_minimiser_is_where_gradient_descent_on_pairwise_opmd_goes():
+def test_the_minimizer_is_where_gradient_descent_on_pairwise_opmd_goes():
     theta = PI.clone().requires_grad_()
     descent = torch.optim.LBFGS([theta], max_iter=500, line_search_fn="strong_wolfe", tolerance_grad=1e-12)
 
@@ -292,7 +292,7 @@ def test_the_minimiser_is_where_gradient_descent_on_pairwise_opmd_goes():
 def test_asymre_stands_still_at_its_fixed_point():
     """Where w = alpha (r - mu + strength) is positive throughout, pi = w / strength."""
     strength = 0.6
-    w = p(ALPHA) * (CENTRED + strength)
+    w = p(ALPHA) * (CENTERED + strength)
     assert bool((w > 0).all())
     target = (w / strength).view(3, 3)
     b = target.sum(dim=1).log()
@@ -300,7 +300,7 @@ def test_asymre_stands_still_at_its_fixed_point():
     recipe = resolve("asymre", {"strength": strength})
 
     def objective(theta: Tensor) -> Tensor:
-        terms = Terms(token_logp(theta), None, None, None, COMPLETION_T, CENTRED)
+        terms = Terms(token_logp(theta), None, None, None, COMPLETION_T, CENTERED)
         return (p(ALPHA)[COMPLETION_T] * recipe.value(terms)).sum()
 
     found = gradient(objective, theta)
@@ -381,7 +381,7 @@ def kl_of_alpha_to(theta: Tensor) -> Tensor:
 
 def test_monte_carlo_tends_to_the_enumerated_gradient_at_the_rate_of_one_over_root_n():
     """The mean squared error of the mean of n samples is trace(Cov) / n: at n = 100 and at n = 10,000."""
-    weights_C = (p(PI) / p(ALPHA)) * CENTRED
+    weights_C = (p(PI) / p(ALPHA)) * CENTERED
     scores = torch.autograd.functional.jacobian(logp, PI)
     samples = weights_C[:, None] * scores  # one gradient per completion, [9, 12]
     exact = (p(ALPHA)[:, None] * samples).sum(dim=0)
@@ -389,14 +389,14 @@ def test_monte_carlo_tends_to_the_enumerated_gradient_at_the_rate_of_one_over_ro
     trace = (p(ALPHA)[:, None] * (samples - exact).square()).sum()
     generator = torch.Generator().manual_seed(0)
     for n, repeats in ((100, 4000), (10_000, 400)):
-        drawn = torch.multinomial(p(ALPHA), repeats * n, replacement=True, generator=generator).view(repeats, n)
-        counts = torch.nn.functional.one_hot(drawn, 9).sum(dim=1).double()
+        generated = torch.multinomial(p(ALPHA), repeats * n, replacement=True, generator=generator).view(repeats, n)
+        counts = torch.nn.functional.one_hot(generated, 9).sum(dim=1).double()
         mean_square = (counts @ samples / n - exact).square().sum(dim=1).mean()
         assert float(mean_square * n / trace) == pytest.approx(1.0, abs=0.12)
 
 
 def test_groups_estimate_the_gradient_up_to_their_baseline():
-    """A centred group of G loses 1/G of the gradient, as its baseline holds the completion itself; leave-one-out none.
+    """A centered group of G loses 1/G of the gradient, as its baseline holds the completion itself; leave-one-out none.
     Exactly, over all 81 groups of two."""
     scores, found = torch.autograd.functional.jacobian(logp, ALPHA), {}
     for name in ("dr_grpo", "rloo"):
@@ -421,5 +421,5 @@ def test_groups_estimate_the_gradient_up_to_their_baseline():
 )
 def test_one_side_two_side_and_ring_go_different_ways(name, ranges, gain):
     """Off policy: the gain in J per unit of step, grad J . gradient. The step of each is its own."""
-    found = gradient(surrogate(name, CENTRED, **ranges), PI)
+    found = gradient(surrogate(name, CENTERED, **ranges), PI)
     assert float(found @ gradient(mean_reward, PI)) == pytest.approx(gain, abs=5e-5)

@@ -18,7 +18,7 @@ from lagrpo.objective.recipes import PRESETS, resolve
 
 LOG_RATIOS = (-200.0, -100.0, -20.0, -0.1, 0.0, 0.1, 20.0, 80.0, 100.0, 200.0)
 LARGEST = torch.finfo(torch.float32).max
-LEVELS = ("token", "sequence", "length_normalised")
+LEVELS = ("token", "sequence", "length_normalized")
 Case = tuple[float, float, str, str, float]
 CASES: list[Case] = list(product(LOG_RATIOS, (-1.0, 0.0, 1.0), ("alpha", "pi"), ("alpha", "pi"), (1.0, 0.0)))
 

@@ -22,7 +22,7 @@ def success(theta: Tensor) -> Tensor:
 
 
 def expected_gradient(advantage, G: int) -> Tensor:
-    """E of mean_i A_i grad log pi(y_i) over all 4^G groups drawn by pi itself."""
+    """E of mean_i A_i grad log pi(y_i) over all 4^G groups sampled by pi itself."""
     groups = torch.cartesian_prod(*[torch.arange(4)] * G).view(-1, G)
     weight = torch.softmax(THETA, dim=0)[groups].prod(dim=1)
     theta = THETA.clone().requires_grad_()
@@ -33,15 +33,15 @@ def expected_gradient(advantage, G: int) -> Tensor:
 
 @pytest.mark.parametrize("G", [2, 3, 5])
 @pytest.mark.parametrize("eps_std", [0.0, 1e-4, 0.3])
-def test_the_gradient_of_a_whitened_group_is_w_times_that_of_the_success_probability(G, eps_std):
+def test_the_gradient_of_a_normalized_group_is_w_times_that_of_the_success_probability(G, eps_std):
     theta = THETA.clone().requires_grad_()
     p = success(theta)
     (grad_p,) = torch.autograd.grad(p, theta)
     found = expected_gradient(resolve("grpo", {"eps_std": eps_std}).advantage, G)
     assert_close(found, group_weight(float(p), G, eps_std) * grad_p)
-    centred = expected_gradient(resolve("dr_grpo").advantage, G)  # and without whitening, as it has always been
-    assert_close(centred, (1 - 1 / G) * grad_p)
-    of_trl = expected_gradient(resolve("grpo", {"advantage": "whitened_unbiased", "std_offset": 0.0}).advantage, G)
+    centered = expected_gradient(resolve("dr_grpo").advantage, G)  # and without normalization, as it has always been
+    assert_close(centered, (1 - 1 / G) * grad_p)
+    of_trl = expected_gradient(resolve("grpo", {"advantage": "normalized_unbiased", "std_offset": 0.0}).advantage, G)
     assert_close(of_trl, sqrt((G - 1) / G) * group_weight(float(p), G) * grad_p)
 
 
@@ -69,11 +69,11 @@ def test_groups_of_two_and_three_have_one_weight_for_every_prompt():
         assert group_weight(p, 3) == pytest.approx(sqrt(2))
 
 
-def test_larger_groups_favour_hard_prompts_more():
+def test_larger_groups_favor_hard_prompts_more():
     """The weight of a prompt of p = .01 against one of p = .5."""
-    favours = [group_weight(0.01, G) / group_weight(0.5, G) for G in (2, 4, 8, 16, 64)]
-    assert favours == pytest.approx([1.0, 1.069, 1.406, 1.930, 3.395], abs=5e-4)
-    assert all(after > before for before, after in pairwise(favours))
+    favors = [group_weight(0.01, G) / group_weight(0.5, G) for G in (2, 4, 8, 16, 64)]
+    assert favors == pytest.approx([1.0, 1.069, 1.406, 1.930, 3.395], abs=5e-4)
+    assert all(after > before for before, after in pairwise(favors))
     assert group_weight(0.01, 16, 1e-4) == pytest.approx(3.7300, abs=5e-5)  # the usual floor changes nothing here
     assert group_weight(0.01, 16, 0.1) / group_weight(0.5, 16, 0.1) == pytest.approx(1.4286, abs=5e-5)
 
@@ -89,7 +89,7 @@ def test_what_the_recipe_unclipped_estimates_is_w_times_the_gain_and_not_the_sur
         chance = comb(G, k) * 0.2**k * 0.8 ** (G - k)
         expected += chance * float((rho_G * resolve("unclipped", {"eps_std": 0.0}).advantage(rewards_G)).mean())
         unbiased += chance * float((rho_G * of_others.advantage(rewards_G)).mean())
-    assert recipe.composition.advantage == "whitened"
+    assert recipe.composition.advantage == "normalized"
     assert expected == pytest.approx(group_weight(0.2, G) * 0.1)
     assert expected / (0.1 / 0.4) == pytest.approx(share, abs=0.005)
     assert unbiased == pytest.approx(0.1)  # s L_alpha = J(pi) - J(alpha)

@@ -33,11 +33,11 @@ def gradient(function) -> Tensor:
 
 def cosine(name: str, **overrides) -> float:
     """Of the recipe's expected gradient at alpha, its reduction included, to grad J."""
-    recipe, drawn = resolve(name, overrides), token_logp(ALPHA)
+    recipe, generated = resolve(name, overrides), token_logp(ALPHA)
 
     def expectation(theta: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
-        for logp_T, alpha_T, r in zip(token_logp(theta), drawn, REWARD, strict=True):
+        for logp_T, alpha_T, r in zip(token_logp(theta), generated, REWARD, strict=True):
             index, advantage = torch.zeros(1).long(), (r - mean_reward(ALPHA))[None]
             terms = Terms(logp_T, alpha_T, alpha_T, alpha_T, index.expand(len(logp_T)), advantage, index)
             weight = recipe.weights(tensor([len(logp_T)]), tensor([False]), 2).double()

@@ -121,7 +121,7 @@ def test_a_weight_of_zero_takes_surrogate_and_kl_of_a_completion_out():
     assert_close(alone, loss)
 
 
-def test_masked_groups_counted_or_not_differ_by_the_normaliser_only():
+def test_masked_groups_counted_or_not_differ_by_the_normalizer_only():
     lengths_C, masked_C = tensor([2, 3, 5]), tensor([False, False, True])
     not_counted = resolve("dapo").weights(lengths_C, masked_C, max_length=9)
     counted = resolve("dapo", {"masked_count": True}).weights(lengths_C, masked_C, max_length=9)

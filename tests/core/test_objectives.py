@@ -23,12 +23,12 @@ from lagrpo.objective.recipes import resolve
 LOW, HIGH = 0.2, 0.3  # asymmetric on purpose
 
 
-def f_eps_cut(ratio_T, centre_T, advantage_T, epsilon_low, epsilon_high):
-    return cut_between(ratio_T, *clip_range(centre_T, epsilon_low, epsilon_high), advantage_T)
+def f_eps_cut(ratio_T, center_T, advantage_T, epsilon_low, epsilon_high):
+    return cut_between(ratio_T, *clip_range(center_T, epsilon_low, epsilon_high), advantage_T)
 
 
 @pytest.mark.parametrize(
-    ("ratio", "centre", "advantage", "value", "cut"),
+    ("ratio", "center", "advantage", "value", "cut"),
     [
         # A >= 0: A min(r, c + HIGH)
         (1.0, 1.0, 2.0, 2.0, False),
@@ -47,8 +47,8 @@ def f_eps_cut(ratio_T, centre_T, advantage_T, epsilon_low, epsilon_high):
         (0.5, 1.0, 0.0, 0.0, False),
     ],
 )
-def test_the_case_table_of_f_eps(ratio, centre, advantage, value, cut):
-    arguments = (tensor([ratio]), tensor([centre]), tensor([advantage]), LOW, HIGH)
+def test_the_case_table_of_f_eps(ratio, center, advantage, value, cut):
+    arguments = (tensor([ratio]), tensor([center]), tensor([advantage]), LOW, HIGH)
     assert_close(f_eps(*arguments), tensor([value]))
     assert f_eps_cut(*arguments).tolist() == [cut]
 
@@ -57,22 +57,22 @@ numbers = st.floats(0.0, 4.0, allow_subnormal=False)
 
 
 @given(numbers, numbers, st.floats(-3, 3), st.floats(0, 1), st.floats(0, 1))
-def test_f_eps_is_the_case_distinction_of_the_paper(ratio, centre, advantage, low, high):
-    value = f_eps(tensor([ratio]), tensor([centre]), tensor([advantage]), low, high)
-    above = advantage * min(ratio, centre + high)
-    below = advantage * max(ratio, max(centre - low, 0.0))
+def test_f_eps_is_the_case_distinction_of_the_paper(ratio, center, advantage, low, high):
+    value = f_eps(tensor([ratio]), tensor([center]), tensor([advantage]), low, high)
+    above = advantage * min(ratio, center + high)
+    below = advantage * max(ratio, max(center - low, 0.0))
     assert_close(value, tensor([above if advantage >= 0 else below]), atol=1e-5, rtol=1e-5)
 
 
 # not so small that its products with a ratio underflow: there two different ratios would tie
 @given(numbers, numbers, st.floats(1e-100, 3) | st.floats(-3, -1e-100))
-def test_cut_is_exactly_where_the_gradient_is_cut(ratio, centre, advantage):
+def test_cut_is_exactly_where_the_gradient_is_cut(ratio, center, advantage):
     ratio_T = tensor([ratio], dtype=torch.float64, requires_grad=True)
-    rest = (tensor([centre], dtype=torch.float64), tensor([advantage], dtype=torch.float64), LOW, HIGH)
+    rest = (tensor([center], dtype=torch.float64), tensor([advantage], dtype=torch.float64), LOW, HIGH)
     gradient = torch.autograd.grad(f_eps(ratio_T, *rest).sum(), ratio_T)[0]
-    at_the_edge = min(abs(ratio - centre - HIGH), abs(ratio - max(centre - LOW, 0))) < 1e-12
+    at_the_edge = min(abs(ratio - center - HIGH), abs(ratio - max(center - LOW, 0))) < 1e-12
     if not at_the_edge:
-        assert (float(gradient) == 0) == bool(f_eps_cut(ratio_T, *rest)), (ratio, centre, advantage)
+        assert (float(gradient) == 0) == bool(f_eps_cut(ratio_T, *rest)), (ratio, center, advantage)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_dual_clip_ends_how_hard_a_bad_token_is_pushed_down(ratio, advantage
     assert_close(gradient, tensor([0.0 if cut else ratio * advantage]))
 
 
-def test_a_dual_clip_around_any_centre_is_the_smaller_push():
+def test_a_dual_clip_around_any_center_is_the_smaller_push():
     """A ratio inside the range of pi_k, far above 4: the dual clip holds there as well."""
     ratio_T, advantage_T = tensor([9.0, 9.0]), tensor([-1.0, 1.0])
     value_T = f_eps(ratio_T, ratio_T, advantage_T, LOW, HIGH)
@@ -125,23 +125,23 @@ def test_a_dual_clip_around_any_centre_is_the_smaller_push():
     assert torch.equal(dual_clipped(value_T, advantage_T, float("inf")), value_T)
 
 
-def test_the_centre_carries_no_gradient():
-    centre_T = tensor([0.5]).requires_grad_()
+def test_the_center_carries_no_gradient():
+    center_T = tensor([0.5]).requires_grad_()
     ratio_T = tensor([2.0]).requires_grad_()
-    value = clipped_exact(ratio_T, centre_T, tensor([1.0]), LOW, HIGH).sum()  # f_eps itself gives 1 in centre_T
-    gradients = torch.autograd.grad(value, (ratio_T, centre_T), allow_unused=True)
+    value = clipped_exact(ratio_T, center_T, tensor([1.0]), LOW, HIGH).sum()  # f_eps itself gives 1 in center_T
+    gradients = torch.autograd.grad(value, (ratio_T, center_T), allow_unused=True)
     assert [None if gradient is None else float(gradient) for gradient in gradients] == [0.0, None]
 
 
 def test_the_maximum_with_zero_in_the_lower_end_changes_nothing_so_geppo_is_f_eps():
-    ratio_T, centre_T, advantage_T = torch.rand(3, 10_000, generator=torch.Generator().manual_seed(0))
+    ratio_T, center_T, advantage_T = torch.rand(3, 10_000, generator=torch.Generator().manual_seed(0))
     advantage_T = advantage_T - 0.5
-    without_max = clipped_between(ratio_T, centre_T - LOW, centre_T + HIGH, advantage_T)
-    assert_close(without_max, f_eps(ratio_T, centre_T, advantage_T, LOW, HIGH))
-    assert int((centre_T < LOW).sum()) > 1000  # the case is there
+    without_max = clipped_between(ratio_T, center_T - LOW, center_T + HIGH, advantage_T)
+    assert_close(without_max, f_eps(ratio_T, center_T, advantage_T, LOW, HIGH))
+    assert int((center_T < LOW).sum()) > 1000  # the case is there
 
 
-def test_the_proportional_range_scales_with_its_centre():
+def test_the_proportional_range_scales_with_its_center():
     low_T, high_T = proportional_range(tensor([1.0, 0.1, 4.0]), LOW, HIGH)
     assert_close(low_T, tensor([0.8, 0.08, 3.2]))
     assert_close(high_T, tensor([1.3, 0.13, 5.2]))

@@ -68,7 +68,7 @@ def test_the_weights_by_hand():
     assert_close(tapered_ratio(RATIO_T, 0 * DOWN_T), tensor([0.3, 0.7, 0.9, 1.0, 1.0, 1.0]))
 
 
-def test_the_regularisers_by_hand():
+def test_the_regularizers_by_hand():
     assert_close(asymre(tensor([-1.0, -3.0]), 0.1), tensor([0.1, 0.3]))
     assert_close(opmd(tensor([-1.0, -3.0]), tensor([-1.5, -1.0]), 0.1), tensor([0.025, 0.4]))
 

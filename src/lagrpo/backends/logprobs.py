@@ -22,7 +22,7 @@ CDF_BLOCK = 256  # the cumulative distribution is searched first over blocks of 
 Product = Callable[[Tensor, Tensor], Tensor]  # (rows [n, H], where the result goes [n, V])
 
 
-def log_normaliser(scaled: Tensor) -> Tensor:
+def log_normalizer(scaled: Tensor) -> Tensor:
     """log Σ_v exp(x_v) of float32 logits already divided by tau: [rows, V] -> [rows]."""
     return exponentials(scaled)[1]
 
@@ -48,7 +48,7 @@ def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, tau: floa
 def logp_from_logits(logits: Tensor, token_ids_T: Tensor, tau: float) -> Tensor:
     """log softmax(logits / tau)[token] of logits [T, V] in the model's dtype: float32 [T], differentiable."""
     x = scaled(logits, tau)
-    return x.gather(1, token_ids_T.unsqueeze(1)).squeeze(1) - log_normaliser(x)
+    return x.gather(1, token_ids_T.unsqueeze(1)).squeeze(1) - log_normalizer(x)
 
 
 def sample_tokens(logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,7 @@ class _TokenLogp(torch.autograd.Function):
         for rows in chunks(0, len(token_ids), weight.shape[0], CHUNK_LOGITS):
             x = scaled_logits(hidden[rows], weight, bias, tau)
             chosen = x.gather(1, token_ids[rows].unsqueeze(1)).squeeze(1)
-            lse[rows] = log_normaliser(x)
+            lse[rows] = log_normalizer(x)
             logp[rows] = chosen - lse[rows]
             if entropy is not None:
                 entropy[rows] = torch.special.entr(x.sub_(lse[rows].unsqueeze(1)).exp_()).sum(1)

@@ -11,7 +11,7 @@ from lagrpo.threads import team
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Inside, a policy may be built (lagrpo.training.build), which sets all of these; afterwards they are as they were.
+    """Inside, a policy may be built (lagrpo.training.build), which sets all of these; afterward they are as they were.
     glibc's own adaptation of its allocator to the program does not come back: it stays at the sizes that glibc starts
     with."""
     try:

@@ -1,8 +1,8 @@
 """Advantages: from the rewards of a group to one number per completion.
 
 A group is the last dimension, G. Leading dimensions are groups that share a size; groups of different sizes are
-separate calls. Statistics are those of the group as drawn by alpha; s0 is the *biased* standard deviation (over G), s1
-the one over G - 1.
+separate calls. Statistics are those of the group as sampled by alpha; s0 is the *biased* standard deviation (over G),
+s1 the one over G - 1.
 
 Two conventions hold in every function here:
 - a group of one completion is legal: its baseline is 0, so its advantage is its reward, and it has zero variance;
@@ -48,7 +48,7 @@ def _unit(rewards: Float[Tensor, "*N G"]) -> Float[Tensor, "*N"]:
     return torch.where(squares_fit, torch.ones_like(largest), torch.ldexp(torch.ones_like(largest), exponent - 1))
 
 
-def centred(rewards: Float[Tensor, "*N G"]) -> Float[Tensor, "*N G"]:
+def centered(rewards: Float[Tensor, "*N G"]) -> Float[Tensor, "*N G"]:
     """A_i = r_i - mu (Dr. GRPO, Liu et al., arXiv 2503.20783). Raises ValueError as `zero_variance` does."""
     require_group(rewards)
     if rewards.shape[-1] == 1:
@@ -57,7 +57,7 @@ def centred(rewards: Float[Tensor, "*N G"]) -> Float[Tensor, "*N G"]:
     return torch.where(zero_variance(rewards)[..., None], torch.zeros_like(rewards), differences)
 
 
-def whitened(rewards: Float[Tensor, "*N G"], eps_std: float) -> Float[Tensor, "*N G"]:
+def normalized(rewards: Float[Tensor, "*N G"], eps_std: float) -> Float[Tensor, "*N G"]:
     """A_i = (r_i - mu) / sqrt(s0^2 + eps_std), Eq. 2 (Mroueh et al., arXiv 2505.22257).
 
     All zero where s0 = 0, also at eps_std = 0: there is no 0/0. A single completion keeps its reward unscaled, as it
@@ -65,20 +65,20 @@ def whitened(rewards: Float[Tensor, "*N G"], eps_std: float) -> Float[Tensor, "*
     scale = sigma(rewards, eps_std)[..., None]
     if rewards.shape[-1] == 1:
         return rewards.clone()
-    return torch.where(scale > 0, centred(rewards) / scale, torch.zeros_like(rewards))
+    return torch.where(scale > 0, centered(rewards) / scale, torch.zeros_like(rewards))
 
 
-def whitened_unbiased(rewards: Float[Tensor, "*N G"], std_offset: float) -> Float[Tensor, "*N G"]:
-    """A_i = (r_i - mu) / (s1 + std_offset), s1^2 = sum_i (r_i - mu)^2 / (G - 1): TRL whitens so, its offset is 1e-4.
+def normalized_unbiased(rewards: Float[Tensor, "*N G"], std_offset: float) -> Float[Tensor, "*N G"]:
+    """A_i = (r_i - mu) / (s1 + std_offset), s1^2 = sum_i (r_i - mu)^2 / (G - 1): TRL normalizes so, its offset is 1e-4.
 
-    Equal rewards and a single completion are treated as in `whitened`. Raises ValueError as `sigma` does."""
+    Equal rewards and a single completion are treated as in `normalized`. Raises ValueError as `sigma` does."""
     require_group(rewards)
     require_at_least(0.0, std_offset=std_offset)
     G = rewards.shape[-1]
     if G == 1:
         return rewards.clone()
     scale = (sigma(rewards, 0.0) * sqrt(G / (G - 1)) + std_offset)[..., None]
-    return torch.where(scale > 0, centred(rewards) / scale, torch.zeros_like(rewards))
+    return torch.where(scale > 0, centered(rewards) / scale, torch.zeros_like(rewards))
 
 
 def leave_one_out(rewards: Float[Tensor, "*N G"]) -> Float[Tensor, "*N G"]:
@@ -87,20 +87,20 @@ def leave_one_out(rewards: Float[Tensor, "*N G"]) -> Float[Tensor, "*N G"]:
     With G = 1 there are no others and the baseline is 0. Raises ValueError as `zero_variance` does."""
     require_group(rewards)
     G = rewards.shape[-1]
-    return centred(rewards) * (G / max(G - 1, 1))
+    return centered(rewards) * (G / max(G - 1, 1))
 
 
 def red_drop(rewards_G: Float[Tensor, "G"], uniform_G: Float[Tensor, "G"]) -> Float[Tensor, "G"]:
     """RED-Drop (Yao et al., arXiv 2509.24203): where completions below the mean outnumber the others, so many of them
     as are too many, chosen at random, get advantage 0; the rest get r - mean of the rest.
 
-    The dropped ones stay in the batch, and so in the denominator of a token mean. The draws are an argument: those of
-    the completions below the mean with the smallest `uniform_G` are dropped. [1, 0 x 7] keeps one of each: +-0.5.
-    Raises ValueError for an empty group, a reward that is not finite, and unequal shapes."""
+    The dropped ones stay in the batch, and so in the denominator of a token mean. The random numbers are an argument:
+    those of the completions below the mean with the smallest `uniform_G` are dropped. [1, 0 x 7] keeps one of each:
+    +-0.5. Raises ValueError for an empty group, a reward that is not finite, and unequal shapes."""
     require_group(rewards_G)
     require_vector(rewards_G=rewards_G, uniform_G=uniform_G)
     if bool(zero_variance(rewards_G)):
-        return centred(rewards_G)
+        return centered(rewards_G)
     below_G = rewards_G.double() < rewards_G.double().mean()  # a tie with the mean is not below it
     too_many = max(int(below_G.sum()) - int((~below_G).sum()), 0)
     order = torch.where(below_G, uniform_G, torch.full_like(uniform_G, 2.0)).argsort(stable=True)

@@ -130,7 +130,7 @@ def sampled(
     bounded: bool = False,
     bounded_k: bool = False,
 ) -> Sampled:
-    """The bounds from groups of completions drawn by alpha: their rewards in [0, 1], and the log-ratios of whole
+    """The bounds from groups of completions sampled by alpha: their rewards in [0, 1], and the log-ratios of whole
     completions log pi(y)/alpha(y) and log pi_k(y)/alpha(y). `bounded` and `bounded_k` choose the estimates of TV(pi,
     alpha) and TV(pi_k, alpha), see `divergences.prefers_bounded`.
 
@@ -142,7 +142,7 @@ def sampled(
     _in_unit_interval(rewards)
     rho = log_ratio.exp()
     s = advantages.sigma(rewards, eps_std)
-    value = (rho * advantages.whitened(rewards, eps_std)).mean(dim=-1)
+    value = (rho * advantages.normalized(rewards, eps_std)).mean(dim=-1)
     gain = (rho * advantages.leave_one_out(rewards)).mean(dim=-1)
     tv_pi, tv_k = sampled_tv(log_ratio, bounded), sampled_tv(log_ratio_k, bounded_k)
     bound = value - 2 * (times(penalty(s), tv_pi) + tv_k)
@@ -166,7 +166,7 @@ def certified_improvement(
     prompts: Literal["fixed", "drawn"] = "fixed",
 ) -> Float[Tensor, ""]:
     """A number that is at most J(pi) - J(alpha) with probability 1 - delta or more, from N groups of G completions
-    drawn by alpha: rewards in [0, 1] and the log-ratios of whole completions log pi(y)/alpha(y).
+    sampled by alpha: rewards in [0, 1] and the log-ratios of whole completions log pi(y)/alpha(y).
 
     With n independent terms z in [-1, C - 1], C = `cap`, of sample variance V (over n - 1), empirical Bernstein
     (Maurer & Pontil, arXiv 0907.3740; the terms need not be identically distributed):
@@ -192,7 +192,7 @@ def certified_improvement(
     if not 0 < delta < 1:
         raise ValueError(f"delta must lie between 0 and 1, but is {delta:g}: it is the chance of a false certificate")
     if not bool(log_ratio.isfinite().all()):
-        raise ValueError("log_ratio must be finite: a completion drawn by alpha has a probability under pi and alpha")
+        raise ValueError("log_ratio must be finite: a completion sampled by alpha has a probability under pi and alpha")
     ratio = log_ratio.double().clamp(max=log(cap)).exp()
     terms = (ratio - 1) * _in_unit_interval(rewards).double()
     terms = terms.flatten() if prompts == "fixed" else terms.mean(dim=-1)

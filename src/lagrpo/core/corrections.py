@@ -27,7 +27,7 @@ def truncated(ratio_T: FloatT, floor: float, cap: float) -> FloatT:
 
 def masked(ratio_T: FloatT, floor: float, cap: float) -> FloatT:
     """r where floor <= r <= cap, else 0: a token or completion too far from what the learner computes is dropped, not
-    weighed down; it still counts in the normaliser. Tokens: IcePop (Ring-1T, arXiv 2510.18855); completions, with a
+    weighed down; it still counts in the normalizer. Tokens: IcePop (Ring-1T, arXiv 2510.18855); completions, with a
     floor of 0: masked importance sampling (Liu, Li et al., "When speed kills stability", 2025). Raises as `truncated`
     does."""
     _check(ratio_T, floor, cap)

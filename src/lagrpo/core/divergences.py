@@ -1,14 +1,14 @@
 """Divergences: estimates from the log-probs of sampled tokens, and exact values for discrete distributions.
 
 The three estimators are J. Schulman's ("Approximating KL Divergence", 2020), with d = logp - logp_ref. Their values on
-tokens drawn by pi: k1 and k3 are unbiased for KL(pi || pi_ref), summed over a completion for that of completions. As
-penalties, what counts is the expected gradient on tokens drawn by pi, each given what precedes it:
+tokens sampled by pi: k1 and k3 are unbiased for KL(pi || pi_ref), summed over a completion for that of completions. As
+penalties, what counts is the expected gradient on tokens sampled by pi, each given what precedes it:
 
     k1: E[grad logp] = 0                                 no penalty at all
     k2: E[d grad logp] = grad KL(pi || pi_ref)           the exact gradient of the token's KL
     k3: E[(1 - e^-d) grad logp] = grad KL(pi_ref || pi)  the gradient of the *other* KL (alike near d = 0)
 
-What an early token does to the KL of later ones is in none of them. On tokens drawn by another policy alpha all are
+What an early token does to the KL of later ones is in none of them. On tokens sampled by another policy alpha all are
 biased, and k1 then pushes pi away from the samples; `importance_weighted` with the ratio of a token restores the above
 for each token given what precedes it, with the ratio of the sequence in full. tests/core/test_enumeration.py has the
 numbers.
@@ -70,8 +70,8 @@ def bias_corrected(estimate_T: FloatT, ratio_T: FloatT) -> FloatT:
 
 
 def importance_weighted(estimate_T: FloatT, ratio_T: FloatT) -> FloatT:
-    """sg(rho) times the estimate: the weight of tokens drawn by alpha that are to stand for tokens drawn by pi. rho, of
-    the token or of the sequence, carries no gradient. Raises ValueError on shapes."""
+    """sg(rho) times the estimate: the weight of tokens sampled by alpha that are to stand for tokens sampled by pi.
+    rho, of the token or of the sequence, carries no gradient. Raises ValueError on shapes."""
     require_vector(estimate_T=estimate_T, ratio_T=ratio_T)
     return times(_where_it_counts(ratio_T.detach(), estimate_T), estimate_T)
 
@@ -118,7 +118,7 @@ CALM = 0.8
 
 def prefers_bounded(log_ratio: Float[Tensor, "n"]) -> bool:
     """Whether `tv_terms` of these samples should be the bounded ones: where their ESS is below CALM of their number.
-    Decided on all samples together; to decide per group would favour whichever estimate came out smaller.
+    Decided on all samples together; to decide per group would favor whichever estimate came out smaller.
     Raises ValueError for no samples."""
     _require_samples(log_ratio)
     return float(ess((log_ratio - log_ratio.max()).exp())) < CALM * log_ratio.shape[-1]

@@ -1,6 +1,6 @@
 """Success amplification: what GRPO with a binary reward does to the probability of success (Mroueh, arXiv 2503.06639).
 
-Without clip, each iteration maximises E_pi[A] - beta KL(pi || pi_ref), where A is whitened by the statistics of the
+Without clip, each iteration maximizes E_pi[A] - beta KL(pi || pi_ref), where A is normalized by the statistics of the
 policy before. Its exact solution is the exponential tilt pi_ref e^(A / beta) / Z, whose probability of success is
 p_n = h(p_{n-1}), with
 
@@ -8,7 +8,7 @@ p_n = h(p_{n-1}), with
 
 The sequence need not be monotone; what holds is p* > p_ref at every fixed point p* = h(p*).
 
-GRPO as it is run whitens by the statistics of a finite group; what that does to the gradient is `group_weight`.
+GRPO as it is run normalizes by the statistics of a finite group; what that does to the gradient is `group_weight`.
 """
 
 from itertools import pairwise
@@ -65,7 +65,7 @@ def fixed_points(p_ref: float, beta: float, eps_std: float, cells: int = 10_000)
 
 
 def group_weight(p: float, G: int, eps_std: float = 0.0) -> float:
-    """w_G(p): at pi = alpha the expected gradient of a group of G binary rewards, whitened by the group itself, is
+    """w_G(p): at pi = alpha the expected gradient of a group of G binary rewards, normalized by the group itself, is
     w_G(p) grad p. With k ~ Bin(G, p) successes and m = k/G,
 
         w_G(p) = E[m (1-m) / sqrt(m (1-m) + eps_std)] / (p (1-p)),    0 where m is 0 or 1
@@ -85,7 +85,7 @@ def group_weight(p: float, G: int, eps_std: float = 0.0) -> float:
 
 
 def tilted(p: Float[Tensor, "*N K"], advantage: Float[Tensor, "*N K"], beta: float) -> Float[Tensor, "*N K"]:
-    """p e^(A / beta) / Z: the maximiser over pi of E_pi[A] - beta KL(pi || p). Raises ValueError unless p is a
+    """p e^(A / beta) / Z: the maximizer over pi of E_pi[A] - beta KL(pi || p). Raises ValueError unless p is a
     distribution of A's shape and beta > 0."""
     require_distributions(p=p)
     require_same_shape(p=p, advantage=advantage)

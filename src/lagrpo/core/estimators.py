@@ -98,10 +98,10 @@ def paired_interval(
 
 def _wilson(p: float, trials: float, z: float) -> tuple[float, float]:
     spread = z * z / trials
-    centre = (p + spread / 2) / (1 + spread)
+    center = (p + spread / 2) / (1 + spread)
     half = z * sqrt(p * (1 - p) / trials + spread / (4 * trials)) / (1 + spread)
-    low = 0.0 if p == 0 else centre - half  # both ends are exact, up to rounding
-    high = 1.0 if p == 1 else centre + half
+    low = 0.0 if p == 0 else center - half  # both ends are exact, up to rounding
+    high = 1.0 if p == 1 else center + half
     return low, high
 
 

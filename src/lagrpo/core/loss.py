@@ -1,6 +1,6 @@
 """The loss of a micro-batch, composed from functions. No name and no flag is looked at here.
 
-Everything is a sum over tokens: the loss because its normaliser is already in `weight_C`, the diagnostics so that those
+Everything is a sum over tokens: the loss because its normalizer is already in `weight_C`, the diagnostics so that those
 of the micro-batches add up to those of the batch.
 """
 
@@ -60,7 +60,7 @@ class Terms:
 
     @property
     def alpha(self) -> FloatT:
-        return _given(self.logp_alpha, "logp_alpha", "the log-probs of the policy that drew the samples")
+        return _given(self.logp_alpha, "logp_alpha", "the log-probs of the policy that generated the samples")
 
     @property
     def pi_k(self) -> FloatT:

@@ -1,6 +1,6 @@
-"""Surrogates: the value of the objective at each token [T], to be *maximised*, not yet reduced.
+"""Surrogates: the value of the objective at each token [T], to be *maximized*, not yet reduced.
 
-`ratio_T` is pi/alpha, `centre_T` is pi_k/alpha (its gradient is stopped), `advantage_T` that of the token's completion.
+`ratio_T` is pi/alpha, `center_T` is pi_k/alpha (its gradient is stopped), `advantage_T` that of the token's completion.
 Sources: [P1] Mroueh et al., arXiv 2505.22257; [P2] Yao et al., arXiv 2509.24203.
 
 Each clip comes with the mask of the tokens whose gradient it cuts. Which those are depends on the sign of the
@@ -22,17 +22,17 @@ def unclipped(ratio_T: FloatT, advantage_T: FloatT) -> FloatT:
 
 def reinforce(logp_T: FloatT, advantage_T: FloatT, mask_T: BoolT, weight_T: FloatT) -> FloatT:
     """M W A logp, the one formula of the REC and RED methods [P2]; M, W and A carry no gradient (see core.reinforce).
-    Where M and W are 1 it is REINFORCE, whoever drew the samples."""
+    Where M and W are 1 it is REINFORCE, whoever generated the samples."""
     require_vector(logp_T=logp_T, advantage_T=advantage_T, mask_T=mask_T, weight_T=weight_T)
     return times(times(times(mask_T.to(weight_T.dtype), weight_T), advantage_T).detach(), logp_T)
 
 
-def f_eps(ratio_T: FloatT, centre_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_high: float) -> FloatT:
+def f_eps(ratio_T: FloatT, center_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_high: float) -> FloatT:
     """f_eps(r, c, A) = min(r A, clip(r, max(c - epsilon_low, 0), c + epsilon_high) A), [P1] above Eq. 6.
 
     A >= 0: A min(r, c + epsilon_high);  A < 0: A max(r, max(c - epsilon_low, 0)).
     Raises ValueError also for a negative epsilon."""
-    return clipped_between(ratio_T, *clip_range(centre_T, epsilon_low, epsilon_high), advantage_T)
+    return clipped_between(ratio_T, *clip_range(center_T, epsilon_low, epsilon_high), advantage_T)
 
 
 def clipped(ratio_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_high: float) -> FloatT:
@@ -42,27 +42,27 @@ def clipped(ratio_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_hi
 
 
 def clipped_exact(
-    ratio_T: FloatT, centre_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_high: float
+    ratio_T: FloatT, center_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_high: float
 ) -> FloatT:
     """f_eps(pi/alpha, pi_k/alpha, A), the clip of Eq. 6 of [P1]: its range follows pi_k, wherever alpha is. Eq. 6 has
     the ratios of completions; any level will do here."""
-    return f_eps(ratio_T, centre_T, advantage_T, epsilon_low, epsilon_high)
+    return f_eps(ratio_T, center_T, advantage_T, epsilon_low, epsilon_high)
 
 
-def clip_range(centre_T: FloatT, epsilon_low: float, epsilon_high: float) -> tuple[FloatT, FloatT]:
+def clip_range(center_T: FloatT, epsilon_low: float, epsilon_high: float) -> tuple[FloatT, FloatT]:
     """The ends max(c - epsilon_low, 0) and c + epsilon_high of f_eps. Raises ValueError for a negative epsilon.
 
     The max changes nothing, as no ratio is negative: without it (GePPO, Queeney et al., arXiv 2111.00072) the
     objective is the same function."""
     require_at_least(0.0, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-    return (centre_T.detach() - epsilon_low).clamp(min=0.0), centre_T.detach() + epsilon_high
+    return (center_T.detach() - epsilon_low).clamp(min=0.0), center_T.detach() + epsilon_high
 
 
-def proportional_range(centre_T: FloatT, epsilon_low: float, epsilon_high: float) -> tuple[FloatT, FloatT]:
+def proportional_range(center_T: FloatT, epsilon_low: float, epsilon_high: float) -> tuple[FloatT, FloatT]:
     """The ends c (1 - epsilon_low) and c (1 + epsilon_high): pi may leave pi_k by a factor, wherever alpha is
     (off-policy PPO, Meng et al. 2023). Raises ValueError for a negative epsilon."""
     require_at_least(0.0, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-    return centre_T.detach() * (1 - epsilon_low), centre_T.detach() * (1 + epsilon_high)
+    return center_T.detach() * (1 - epsilon_low), center_T.detach() * (1 + epsilon_high)
 
 
 def clipped_between(ratio_T: FloatT, low_T: FloatT, high_T: FloatT, advantage_T: FloatT) -> FloatT:

@@ -6,7 +6,7 @@ Nothing else of the settings reaches it.
     surrogate                   (Terms) -> value [T], and the mask of the tokens whose gradient it cuts
     ratio                       (Terms, logp_T) -> the ratio of these log-probs to those of the denominator [T]
     denominator                 (Terms) -> log-probs of the policy under the ratio [T]
-    mask, weight, regulariser   (Terms) -> M, W, R in M W A logp - R [T]
+    mask, weight, regularizer   (Terms) -> M, W, R in M W A logp - R [T]
     anchor                      (Terms) -> log-probs of the policy that OPMD stays near [T]
     correction                  (Terms) -> the weight of each value, 0 where it is dropped [T]
     correction_level            (Terms) -> pi_k/alpha [T]
@@ -32,16 +32,16 @@ def _nowhere(t):
     return torch.zeros_like(t.logp, dtype=torch.bool)
 
 
-def _clip(ends: Callable[..., tuple[Tensor, Tensor]], centre: Piece) -> tuple[Piece, Piece]:
-    """A clipped surrogate and what it cuts, from the ends of its range around a centre."""
+def _clip(ends: Callable[..., tuple[Tensor, Tensor]], center: Piece) -> tuple[Piece, Piece]:
+    """A clipped surrogate and what it cuts, from the ends of its range around a center."""
 
     def value(t, *, ratio, epsilon_low, epsilon_high, dual_clip):
-        low_T, high_T = ends(centre(t, ratio), epsilon_low, epsilon_high)
+        low_T, high_T = ends(center(t, ratio), epsilon_low, epsilon_high)
         value_T = objectives.clipped_between(ratio(t, t.logp), low_T, high_T, t.advantage)
         return objectives.dual_clipped(value_T, t.advantage, dual_clip)
 
     def cut(t, *, ratio, epsilon_low, epsilon_high, dual_clip):
-        low_T, high_T = ends(centre(t, ratio), epsilon_low, epsilon_high)
+        low_T, high_T = ends(center(t, ratio), epsilon_low, epsilon_high)
         ratio_T = ratio(t, t.logp)
         cut_T = objectives.cut_between(ratio_T, low_T, high_T, t.advantage)
         return cut_T | objectives.cut_by_dual_clip(ratio_T, t.advantage, dual_clip)
@@ -66,9 +66,9 @@ def _mismatch(level: Piece) -> Piece:
 
 
 ADVANTAGES: dict[str, Piece] = {
-    "whitened": lambda r, u=None, *, eps_std: advantages.whitened(r, eps_std),
-    "whitened_unbiased": lambda r, u=None, *, std_offset: advantages.whitened_unbiased(r, std_offset),
-    "centred": lambda r, u=None: advantages.centred(r),
+    "normalized": lambda r, u=None, *, eps_std: advantages.normalized(r, eps_std),
+    "normalized_unbiased": lambda r, u=None, *, std_offset: advantages.normalized_unbiased(r, std_offset),
+    "centered": lambda r, u=None: advantages.centered(r),
     "leave_one_out": lambda r, u=None: advantages.leave_one_out(r),
     "red_drop": lambda r, u: advantages.red_drop(r, u),
     "log_mean_exp": lambda r, u=None, *, strength: advantages.log_mean_exp(r, strength),
@@ -80,8 +80,8 @@ SURROGATES: dict[str, tuple[Piece, Piece]] = {
     "clipped_exact": _clip(objectives.clip_range, _pi_k_over_alpha),
     "clipped_proportional": _clip(objectives.proportional_range, _pi_k_over_alpha),
     "reinforce": (
-        lambda t, *, mask, weight, regulariser: (
-            objectives.reinforce(t.logp, t.advantage, mask(t), weight(t)) - regulariser(t)
+        lambda t, *, mask, weight, regularizer: (
+            objectives.reinforce(t.logp, t.advantage, mask(t), weight(t)) - regularizer(t)
         ),
         lambda t, *, mask: ~mask(t),
     ),
@@ -100,7 +100,7 @@ SURROGATES: dict[str, tuple[Piece, Piece]] = {
 LEVELS: dict[str, Piece] = {
     "token": lambda t, logp_T, below_T: ratios.token_ratio(logp_T, below_T),
     "sequence": lambda t, logp_T, below_T: ratios.sequence_ratio(logp_T, below_T, t.completion, t.C),
-    "length_normalised": lambda t, logp_T, below_T: ratios.length_normalised_ratio(logp_T, below_T, t.completion, t.C),
+    "length_normalized": lambda t, logp_T, below_T: ratios.length_normalized_ratio(logp_T, below_T, t.completion, t.C),
 }
 
 RATIOS: dict[str, Piece] = {name: _ratio(level) for name, level in LEVELS.items()}
@@ -128,7 +128,7 @@ WEIGHTS: dict[str, Piece] = {
     "exp_advantage": lambda t, *, weight_temperature: reinforce.exp_advantage(t.advantage, weight_temperature),
 }
 
-REGULARISERS: dict[str, Piece] = {
+REGULARIZERS: dict[str, Piece] = {
     "none": lambda t: torch.zeros_like(t.logp),
     "asymre": lambda t, *, strength: reinforce.asymre(t.logp, strength),
     "opmd": lambda t, *, anchor, strength: reinforce.opmd(t.logp, anchor(t), strength),
@@ -173,7 +173,7 @@ TABLES = {
     "denominator": DENOMINATORS,
     "mask": MASKS,
     "weight": WEIGHTS,
-    "regulariser": REGULARISERS,
+    "regularizer": REGULARIZERS,
     "anchor": ANCHORS,
     "correction": CORRECTIONS,
     "correction_level": CORRECTION_LEVELS,

@@ -26,7 +26,7 @@ def sequence_ratio(logp_T: FloatT, logp_alpha_T: FloatT, completion_T: IntT, C: 
     return exp(per_index(logp_T - logp_alpha_T, completion_T, C))[completion_T]
 
 
-def length_normalised_ratio(logp_T: FloatT, logp_alpha_T: FloatT, completion_T: IntT, C: int) -> FloatT:
+def length_normalized_ratio(logp_T: FloatT, logp_alpha_T: FloatT, completion_T: IntT, C: int) -> FloatT:
     """(pi(y|x)/alpha(y|x))^(1/|y|) = exp(mean over the completion of logp - logp_alpha), GSPO (Zheng et al., arXiv
     2507.18071, Eq. 7), at every token of the completion.
 

@@ -2,11 +2,11 @@
 
     loss = - sum over tokens t of  weight_C[completion_T[t]] * value_T[t].
 
-The normaliser is in the weights and belongs to the whole optimiser step, so a split into micro-batches is a split of a
+The normalizer is in the weights and belongs to the whole optimizer step, so a split into micro-batches is a split of a
 sum: it cannot change the gradient.
 
 `lengths_C` counts completion tokens. `kept_C` says which completions are in the objective; the others have weight 0.
-`counted_C` says which completions enter the normaliser: `kept_C` itself (masked tokens do not count, the default of
+`counted_C` says which completions enter the normalizer: `kept_C` itself (masked tokens do not count, the default of
 every recipe) or all of them (masked tokens count). Whatever is kept must be counted. With nothing to count all weights
 are 0.
 """
@@ -59,4 +59,4 @@ def _check(lengths_C: Tensor, kept_C: Tensor, counted_C: Tensor) -> None:
     if bool((lengths_C < 1).any()):
         raise ValueError("every completion has at least one token, but lengths_C has one below 1")
     if bool((kept_C & ~counted_C).any()):
-        raise ValueError("a completion that is kept in the objective must be counted in its normaliser")
+        raise ValueError("a completion that is kept in the objective must be counted in its normalizer")

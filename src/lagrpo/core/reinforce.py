@@ -1,8 +1,8 @@
-"""The pieces around REINFORCE: which tokens count (M), how much (W), and what holds pi near alpha (the regulariser).
+"""The pieces around REINFORCE: which tokens count (M), how much (W), and what holds pi near alpha (the regularizer).
 
-    objective at a token = M W A logp - regulariser
+    objective at a token = M W A logp - regularizer
 
-M and W carry no gradient, and M does not touch the regulariser. Source, unless said: [P2] Yao et al., arXiv 2509.24203.
+M and W carry no gradient, and M does not touch the regularizer. Source, unless said: [P2] Yao et al., arXiv 2509.24203.
 A clip is a mask that also weighs: `one_side` with the ratio as weight has exactly the gradient of f_eps around 1.
 """
 
@@ -56,7 +56,7 @@ def ring(
 
 
 def exp_advantage(advantage_T: FloatT, temperature: float) -> FloatT:
-    """exp(A / temperature), RED-Weight: better completions weigh more; not normalised. Raises for temperature <= 0."""
+    """exp(A / temperature), RED-Weight: better completions weigh more; not normalized. Raises for temperature <= 0."""
     require_vector(advantage_T=advantage_T)
     require_above(0.0, temperature=temperature)
     return (advantage_T / temperature).exp()
@@ -78,7 +78,7 @@ def tapered_ratio(ratio_T: FloatT, advantage_T: FloatT) -> FloatT:
 
 
 def asymre(logp_T: FloatT, strength: float) -> FloatT:
-    """- strength logp, AsymRE (Arnal et al., arXiv 2506.20520) as a regulariser: A + strength in place of A, so the
+    """- strength logp, AsymRE (Arnal et al., arXiv 2506.20520) as a regularizer: A + strength in place of A, so the
     baseline is mu - strength. If all w = alpha (r - mu + strength) are positive, the optimum is pi = w / strength."""
     require_vector(logp_T=logp_T)
     require_at_least(0.0, strength=strength)
@@ -117,9 +117,9 @@ def opmd_pairwise(
     sum_{i<j} (a_i - a_j)^2 / G^2 is the biased variance of a in its group. Any advantage that differs from the reward
     by a constant of the group serves as r.
 
-    At pi = pi_t its gradient is 2 strength mean_i (r_i - mu) grad log pi(y_i), whoever drew the samples; its optimum is
-    pi_t e^(r / strength) / Z. Spread over tokens as in `opmd_kimi`. All completions of a group must be in one call.
-    Raises ValueError on shapes."""
+    At pi = pi_t its gradient is 2 strength mean_i (r_i - mu) grad log pi(y_i), whoever generated the samples; its
+    optimum is pi_t e^(r / strength) / Z. Spread over tokens as in `opmd_kimi`. All completions of a group must be in
+    one call. Raises ValueError on shapes."""
     require_vector(logp_T=logp_T, logp_anchor_T=logp_anchor_T, completion_T=completion_T)
     require_vector(advantage_C=advantage_C, group_C=group_C)
     require_above(0.0, strength=strength)

@@ -4,10 +4,10 @@ One row per completion. Columns:
 
     prompt             a question or a list of chat messages, put through the chat template;
                        or prompt_token_ids, used as they are
-    completion         its text, tokenised here and ended with the end-of-sequence token where `finished` is true;
+    completion         its text, tokenized here and ended with the end-of-sequence token where `finished` is true;
                        or token_ids, used as they are
     reward             a finite number; null or absent: the task's judge decides, against `gold`
-    logp_alpha         log-probs of token_ids under the policy that drew them, nats (optional; null: unknown)
+    logp_alpha         log-probs of token_ids under the policy that generated them, nats (optional; null: unknown)
     sampled            for each of token_ids whether a policy sampled it; the others are context (optional; all were)
     finished, gold     optional
 
@@ -41,17 +41,17 @@ UNKNOWN_VERSION = -1
 ROUNDING = 1e-3  # nats above 0 at which a log-prob is still taken: some samplers round probabilities up to 1
 
 
-class RecordedError(ValueError):
+class OfflineDataError(ValueError):
     """A file of completions that cannot be used, with the row and what is wrong with it."""
 
 
-class Recorded:
+class OfflineData:
     """The groups of files, visited epoch after epoch in an order that is a function of (seed, epoch). `data` names the
     files (see `runs.reading.completion_files`); `reads_logp`: the recipe reads log α. `left_out` is how many rows are
     not in the groups, by reason.
 
     Raises:
-        RecordedError: a file or row that cannot be used, a prompt of more than `max_prompt_tokens`, no completions.
+        OfflineDataError: a file or row that cannot be used, a prompt of more than `max_prompt_tokens`, no completions.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class Recorded:
         try:
             self.files = completion_files(names)
         except FileNotFoundError as error:
-            raise RecordedError(str(error)) from error
+            raise OfflineDataError(str(error)) from error
         rows = [row for file in self.files for row in _completions(file, policy, system_prompt, max_prompt_tokens)]
         rows = self._without(rows, "failed", lambda row: row.completion is None)
         if reads_logp and any(row.known for row in rows):
             rows = self._without(rows, "without log-probs", lambda row: not row.known)
         self._groups = _grouped(rows, G)
         if not self._groups:
-            raise RecordedError(f"{', '.join(map(str, names))}: no completions in it{self._left_out(' ({})')}")
+            raise OfflineDataError(f"{', '.join(map(str, names))}: no completions in it{self._left_out(' ({})')}")
 
     def _without(self, rows: list[_Row], reason: str, unfit: Callable[[_Row], bool]) -> list[_Row]:
         kept = [row for row in rows if not unfit(row)]
@@ -101,7 +101,7 @@ class Recorded:
 
     @property
     def has_logp(self) -> bool:
-        """Whether every completion carries the log-probs of the policy that drew it."""
+        """Whether every completion carries the log-probs of the policy that sampled it."""
         completions = (c for group in self._groups for c in group.completions)
         return all(map(_knows_alpha, completions))
 
@@ -121,17 +121,17 @@ class Recorded:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl or .parquet file. Raises RecordedError where it is neither."""
+    """The rows of a .jsonl or .parquet file. Raises OfflineDataError where it is neither."""
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
 
         return pq.read_table(path).to_pylist()
     if path.suffix not in (".jsonl", ".json"):
-        raise RecordedError(f"{path}: completions are read from .jsonl or .parquet files")
+        raise OfflineDataError(f"{path}: completions are read from .jsonl or .parquet files")
     try:
         return read_jsonl(path)
     except ValueError as error:
-        raise RecordedError(str(error)) from error
+        raise OfflineDataError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def _completions(
             batch = (path, row.get("epoch")) if "prompt_text" in row else ()
             yield _Row(prompt, None if failed else _completion(row, policy), (*batch, prompt.token_ids))
         except (ValueError, TypeError, KeyError) as error:
-            raise RecordedError(f"{path}, row {number}: {error}") from error
+            raise OfflineDataError(f"{path}, row {number}: {error}") from error
 
 
 def _prompt(row: Mapping[str, Any], policy: Policy, system_prompt: str | None) -> Prompt:
@@ -197,7 +197,7 @@ def _completion(row: Mapping[str, Any], policy: Policy) -> Completion:
     logp = row.get("logp_alpha")
     for column in ("logp_alpha", "sampled"):
         if row.get(column) is not None and row.get("token_ids") is None:
-            raise ValueError(f"{column} needs token_ids: the text may be tokenised otherwise than it was drawn")
+            raise ValueError(f"{column} needs token_ids: the text may be tokenized otherwise than it was sampled")
     return Completion(
         token_ids=torch.tensor(ids, dtype=torch.long),
         logp_alpha=_logp_alpha(logp, len(ids)),
@@ -240,8 +240,8 @@ def _logp_alpha(values: Any, count: int) -> torch.Tensor:
         if value is not None and not (number and (math.isnan(value) or -math.inf < value <= ROUNDING)):
             said = f"{value:g}" if number else repr(value)
             raise ValueError(
-                f"logp_alpha[{n}] is {said}: the log-prob of a token that was drawn is a number of at most 0, or null "
-                "where nobody knows it"
+                f"logp_alpha[{n}] is {said}: the log-prob of a token that was sampled is a number of at most 0, or "
+                "null where nobody knows it"
             )
     return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64).float()
 

@@ -16,7 +16,7 @@ from lagrpo.types import Prompt
 
 
 class PromptSource:
-    """The requests of training batches and of evaluations, tokenised. Raises SettingsError for a task without training
+    """The requests of training batches and of evaluations, tokenized. Raises SettingsError for a task without training
     prompts."""
 
     def __init__(self, task: Task, policy: Policy, seed: int, N: int, max_prompt_tokens: int) -> None:
@@ -28,7 +28,7 @@ class PromptSource:
 
     def batch(self, b: int) -> list[Request]:
         """The N requests of batch b = 1, 2, …"""
-        return [Request(b, epoch, self.tokenised("train", index)) for epoch, index in self._of_batch(b)]
+        return [Request(b, epoch, self.tokenized("train", index)) for epoch, index in self._of_batch(b)]
 
     def _of_batch(self, b: int) -> list[tuple[int, int]]:
         """Epoch and index of the prompts of batch b."""
@@ -36,14 +36,15 @@ class PromptSource:
         return [(epoch, self._order(epoch)[position]) for epoch, position in places]
 
     def check(self, batches: int) -> None:
-        """Tokenise every prompt that batches 1 .. `batches` visit, so that none of them ends the run later on. Raises
+        """Tokenize every prompt that batches 1 .. `batches` visit, so that none of them ends the run later on. Raises
         ValueError for one that cannot be asked, or is too long."""
         for index in self._order(0)[: batches * self.N]:  # later epochs have no other prompts
-            self.tokenised("train", index)
+            self.tokenized("train", index)
 
-    def probes(self, count: int) -> list[Request]:
-        """Up to `count` training prompts for proofs, under the address of batch 0, which no training batch has."""
-        return [Request(0, 0, self.tokenised("train", index)) for index in range(min(count, self._size))]
+    def parity_prompts(self, count: int) -> list[Request]:
+        """Up to `count` training prompts for parity checks, under the address of batch 0, which no training batch
+        has."""
+        return [Request(0, 0, self.tokenized("train", index)) for index in range(min(count, self._size))]
 
     def extra(self, b: int, taken: int, count: int) -> list[Request]:
         """`count` further prompts for batch b, which had `taken` of them before: an endless sequence that is a function
@@ -54,7 +55,7 @@ class PromptSource:
         order = order_prompts(self.seed, -1 - b, self._size)
         order = [index for index in order if index not in own] or order
         places = (divmod(place, len(order)) for place in range(taken, taken + count))
-        return [Request(b, -1 - again, self.tokenised("train", order[position])) for again, position in places]
+        return [Request(b, -1 - again, self.tokenized("train", order[position])) for again, position in places]
 
     def held_out(self, count: int) -> list[Request]:
         """Up to `count` test prompts, the same ones whenever it is asked: the first of a fixed random order. Raises
@@ -63,9 +64,9 @@ class PromptSource:
         if size < 1:
             raise SettingsError(f"task {self.task.name!r} has no test prompts to evaluate on")
         order = order_prompts(self.seed, -1, size)
-        return [Request(0, 0, self.tokenised("test", index)) for index in order[:count]]
+        return [Request(0, 0, self.tokenized("test", index)) for index in order[:count]]
 
-    def tokenised(self, split: str, index: int) -> Prompt:
+    def tokenized(self, split: str, index: int) -> Prompt:
         """A prompt with its token ids. Raises SettingsError when the task has none that can be asked there, it is
         longer than max_prompt_tokens, the chat template refuses it (some know no system message), or the model lacks
         one of its tokens."""

@@ -16,12 +16,12 @@ from lagrpo.objective.composition import Composition
 LEVELS = {
     "token": "({0}).exp()",
     "sequence": "total({0}).exp()",
-    "length_normalised": "(total({0}) / length).exp()",
+    "length_normalized": "(total({0}) / length).exp()",
 }
 ADVANTAGES = {
-    "whitened": "(r - r.mean()) / (r.var(correction=0) + {eps_std}).sqrt()",
-    "whitened_unbiased": "(r - r.mean()) / (r.std() + {std_offset})",
-    "centred": "r - r.mean()",
+    "normalized": "(r - r.mean()) / (r.var(correction=0) + {eps_std}).sqrt()",
+    "normalized_unbiased": "(r - r.mean()) / (r.std() + {std_offset})",
+    "centered": "r - r.mean()",
     "leave_one_out": "r - (r.sum() - r) / (len(r) - 1)",
     "red_drop": "torch.where(kept, r - r[kept].mean(), 0.0)",
     "log_mean_exp": "r - {strength} * ((r / {strength}).exp().mean()).log()",
@@ -66,7 +66,7 @@ WEIGHTS = {
     "tapered_ratio": "torch.where(A > 0, 1.0, ratio.clamp(max=1.0))",
     "exp_advantage": "(A / {weight_temperature}).exp()",
 }
-REGULARISERS = {"asymre": "(-{strength} * logp)", "opmd": "{strength} * (logp - {anchor}).square()"}
+REGULARIZERS = {"asymre": "(-{strength} * logp)", "opmd": "{strength} * (logp - {anchor}).square()"}
 POLICIES = {"alpha": "logp_alpha", "pi_k": "logp_k", "pi_ref": "logp_ref"}
 CORRECTIONS = {
     "truncated": "w = w.clamp({correction_floor}, {correction_cap})",
@@ -176,7 +176,7 @@ def _reinforce(made: Composition) -> str:
     lines = [f"M = {MASKS[made.mask]}"] if made.mask != "none" else []
     lines += [f"W = {WEIGHTS[made.weight]}"] if made.weight != "one" else []
     factors = " * ".join([*(line[0] for line in lines), "A"])
-    less = f" - {REGULARISERS[made.regulariser]}" if made.regulariser != "none" else ""
+    less = f" - {REGULARIZERS[made.regularizer]}" if made.regularizer != "none" else ""
     lines.append(f"value = {f'({factors}).detach()' if lines else 'A'} * logp{less}")
     lines.append("cut = torch.zeros_like(A, dtype=torch.bool)" if made.mask == "none" else "cut = ~M")
     return "\n".join(lines)

@@ -23,14 +23,14 @@ class Composition:
     """The pieces of an objective by name, and the numbers that they read. core/pieces.py has the tables of names."""
 
     advantage: str = knob(
-        "whitened", "whitened, whitened_unbiased (TRL's), centred, leave_one_out, red_drop or log_mean_exp."
+        "normalized", "normalized, normalized_unbiased (TRL's), centered, leave_one_out, red_drop or log_mean_exp."
     )
     surrogate: str = knob(
         "clipped",
         "clipped (around 1), clipped_exact (around pi_k/alpha), clipped_proportional (around it, by a factor), "
         "unclipped, reinforce (M W A logp), opmd_kimi or opmd_pairwise.",
     )
-    ratio: str = knob("token", "Level at which pi/alpha (or pi/pi_k) is taken: token, sequence or length_normalised.")
+    ratio: str = knob("token", "Level at which pi/alpha (or pi/pi_k) is taken: token, sequence or length_normalized.")
     denominator: str = knob(
         "alpha", "The policy under that ratio: alpha, or pi_k (the learner computes its log-probs)."
     )
@@ -38,14 +38,14 @@ class Composition:
     weight: str = knob(
         "one", "W of reinforce: one, ratio, capped_ratio (CISPO), tapered_ratio (TOPR) or exp_advantage (RED-Weight)."
     )
-    regulariser: str = knob("none", "What reinforce subtracts: none, asymre or opmd.")
+    regularizer: str = knob("none", "What reinforce subtracts: none, asymre or opmd.")
     anchor: str = knob("alpha", "The policy that OPMD stays near: alpha, pi_k or pi_ref.")
     correction: str = knob(
         "none",
         "For a ratio over pi_k: weigh the surrogate by pi_k/alpha, truncated (TIS) or masked (MIS, IcePop), or none.",
     )
     correction_level: str = knob(
-        "token", "Level at which the correction's pi_k/alpha is taken: token, sequence or length_normalised."
+        "token", "Level at which the correction's pi_k/alpha is taken: token, sequence or length_normalized."
     )
     reduction: str = knob(
         "token_mean", "From tokens to the loss: token_mean, sequence_mean, sequence_sum or constant_length."
@@ -67,8 +67,8 @@ class Composition:
     correction_cap: float = knob(
         2.0, "Greatest pi_k/alpha of a correction: truncated lowers higher ones to it, masked drops them.", ge=1
     )
-    eps_std: float = knob(1e-4, "Variance floor under the root of sigma, in the whitened advantage.", ge=0)
-    std_offset: float = knob(1e-4, "Added to the deviation in the advantage whitened_unbiased.", ge=0)
+    eps_std: float = knob(1e-4, "Variance floor under the root of sigma, in the normalized advantage.", ge=0)
+    std_offset: float = knob(1e-4, "Added to the deviation in the advantage normalized_unbiased.", ge=0)
     kl_bound: float = knob(10.0, "Greatest value of k3_clamped, steepest slope of k3_linear.", ge=0)
     strength: float = knob(
         0.1, "Strength of asymre and opmd, and the temperature of log_mean_exp (the papers' tau).", ge=0
@@ -78,7 +78,7 @@ class Composition:
         0, "Tokens before the limit over which DAPO's penalty for length falls from 0 to -1; 0: no penalty.", ge=0
     )
     mask_zero_variance: bool = knob(False, "Leave groups whose rewards are all equal out of the objective (Eq. 8).")
-    masked_count: bool = knob(False, "Count the completions of masked groups in the normaliser.")
+    masked_count: bool = knob(False, "Count the completions of masked groups in the normalizer.")
 
 
 def check_known(kind: str, name: str, names: Iterable[str]) -> str:
@@ -121,7 +121,7 @@ def check_overrides(made: Composition, overrides: Mapping[str, Any], readers: Ma
         if name not in readers.keys() | always_read:
             raise ValueError(
                 f"{name} was set, but nothing reads it: surrogate {made.surrogate!r} with mask {made.mask!r}, weight "
-                f"{made.weight!r}, regulariser {made.regulariser!r}, correction {made.correction!r}, and advantage "
+                f"{made.weight!r}, regularizer {made.regularizer!r}, correction {made.correction!r}, and advantage "
                 f"{made.advantage!r}"
             )
 
@@ -140,7 +140,7 @@ def _contradictions(made: Composition, weighing: str) -> list[tuple[bool, str]]:
     return [
         (
             made.surrogate in ("clipped_exact", "clipped_proportional") and made.denominator == "pi_k",
-            f"surrogate {made.surrogate!r} centres its range on pi_k/alpha; over denominator 'pi_k' that centre is 1, "
+            f"surrogate {made.surrogate!r} centers its range on pi_k/alpha; over denominator 'pi_k' that center is 1, "
             "which is surrogate 'clipped'",
         ),
         (
@@ -151,7 +151,7 @@ def _contradictions(made: Composition, weighing: str) -> list[tuple[bool, str]]:
         (
             corrected and made.surrogate == "opmd_pairwise",
             "a correction weighs completions one by one, but 'opmd_pairwise' compares those of a group; it needs none: "
-            "its argument holds whoever drew the group",
+            "its argument holds whoever sampled the group",
         ),
         (
             made.kl_importance and made.kl == "k3_bias_corrected",

@@ -177,10 +177,10 @@ def _dtype(name: str, value: Any) -> None:
         raise ValueError(f"{CONFIG}: {name} = {value!r:.80} is not one of {', '.join(DTYPES)}")
 
 
-def _quantised(name: str, value: Any) -> None:
+def _quantized(name: str, value: Any) -> None:
     method = value.get("quant_method") if isinstance(value, Mapping) else value
     raise ValueError(
-        f"{CONFIG}: {name} (quant_method {method!r:.40}): quantised weights cannot be trained here; use the checkpoint "
+        f"{CONFIG}: {name} (quant_method {method!r:.40}): quantized weights cannot be trained here; use the checkpoint "
         "that they were made from"
     )
 
@@ -200,5 +200,5 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     **dict.fromkeys(ACTIVATIONS, _activation),
     **dict.fromkeys(("torch_dtype", "dtype"), _dtype),
     **dict.fromkeys((*ROPES, "text_config"), _object),
-    **dict.fromkeys(("quantization_config", "compression_config"), _quantised),
+    **dict.fromkeys(("quantization_config", "compression_config"), _quantized),
 }

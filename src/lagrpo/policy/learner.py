@@ -20,13 +20,13 @@ from lagrpo.core.loss import InfiniteGradientError
 from lagrpo.interrupts import whole
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
-from lagrpo.policy.masters import Delivered, Masters, Start
+from lagrpo.policy.masters import Masters, Start, SyncedWeights
 from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import Replica
 
 
 @dataclass(frozen=True, slots=True)
-class Optimisation:
+class Optimization:
     """The numbers of AdamW and of its learning-rate schedule; `updates` is how many the run makes in all. `masters`
     says where the float32 masters of bfloat16 weights start, by draws of `seed`."""
 
@@ -61,26 +61,26 @@ class Learner:
         self,
         policy: Policy,
         recipe: Recipe,
-        optimisation: Optimisation,
+        optimization: Optimization,
         reference: Replica | None = None,
         activation_checkpointing: bool = False,
         entropy: bool = False,
     ) -> None:
         if recipe.needs_pi_ref and reference is None:
             raise ValueError(f"recipe {recipe.name!r} has a KL term (beta > 0): the learner needs a reference policy")
-        self.policy, self.recipe, self.optimisation, self.reference = policy, recipe, optimisation, reference
+        self.policy, self.recipe, self.optimization, self.reference = policy, recipe, optimization, reference
         self.entropy = entropy
         if activation_checkpointing:
             policy.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
             policy.model.lm.train()  # transformers checkpoints in training mode only; dropout is off
-        self._masters = Masters(policy.model.lm, optimisation.masters, optimisation.seed)
-        self._delivered = Delivered()
+        self._masters = Masters(policy.model.lm, optimization.masters, optimization.seed)
+        self._synced_weights = SyncedWeights()
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
         """A fresh AdamW: moments at zero. The masters stay where they are. Weights of matrices decay; scales of norms
         and biases, which have one dimension, do not."""
-        o, masters = self.optimisation, self._masters.parameters
+        o, masters = self.optimization, self._masters.parameters
         matrices, others = [p for p in masters if p.ndim > 1], [p for p in masters if p.ndim <= 1]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(
@@ -170,7 +170,7 @@ class Learner:
         masters = self._masters.parameters
         for master in masters:
             master.grad = torch.zeros_like(master) if master.grad is None else master.grad
-        limit = self.optimisation.max_grad_norm or math.inf
+        limit = self.optimization.max_grad_norm or math.inf
         total = torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
         norm = total.item()
         if not math.isfinite(norm):
@@ -181,7 +181,7 @@ class Learner:
             )
         if norm > limit:
             torch.nn.utils.clip_grads_with_norm_(masters, limit, total)
-        rate = self.optimisation.rate(self.policy.version)
+        rate = self.optimization.rate(self.policy.version)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         with whole():
@@ -194,8 +194,8 @@ class Learner:
     def _round_masters(self) -> float | None:
         return self._masters.round()
 
-    def delivered(self) -> dict[str, float]:
-        """Called at every delivery: the share of the working weights that it changes, as `moved_delivered`; nothing at
+    def on_sync(self) -> dict[str, float]:
+        """Called at every weight sync: the share of the working weights that it changes, as `moved_synced`; nothing at
         the first one."""
-        share = self._delivered.share(self.policy.weights)
-        return {} if share is None else {"moved_delivered": share}
+        share = self._synced_weights.share(self.policy.weights)
+        return {} if share is None else {"moved_synced": share}

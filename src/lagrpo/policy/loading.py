@@ -19,7 +19,7 @@ from lagrpo.policy.templates import Templates
 OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 """What a forward pass returns, whatever config.json says: it may be a tuple, or carry what nobody reads."""
 
-PROOF_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}  # mean |Δ log-prob|, nats
+ATTENTION_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}  # mean |Δ log-prob|, nats
 
 
 def load_policy(
@@ -56,7 +56,7 @@ def load_policy(
     lm.to(device)
     switch_off_dropout(lm)
     policy = Policy.of(lm, tokenizer, tau, backend=backend, templates=templates)
-    prove_attention(policy)
+    check_attention(policy)
     return policy
 
 
@@ -75,13 +75,13 @@ def check_files(path: str) -> Any:
         ValueError, OSError: as `load_policy`.
     """
     config = read_config(path)
-    refuse(config)
+    check_supported(config)
     tokenizer = read_tokenizer(path, config)
     match_weights(config, read_headers(path, config))
     return tokenizer
 
 
-def refuse(config: Any) -> None:
+def check_supported(config: Any) -> None:
     """Raise for a model whose forward pass this package does not reproduce, by name and with the reason."""
     text = config.get_text_config()
     name = text.model_type
@@ -136,15 +136,15 @@ def switch_off_dropout(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def prove_attention(policy: Policy) -> float:
+def check_attention(policy: Policy) -> float:
     """Compare log-probs on a packed row with transformers' own attention on whole sequences; returns mean |Δ|, nats.
 
     Raises:
-        ValueError: a difference beyond PROOF_TOLERANCE of the dtype: this model does something else than attend.
+        ValueError: a difference beyond ATTENTION_TOLERANCE of the dtype: this model does something else than attend.
     """
     vocabulary = policy.chat.vocabulary
-    draw = torch.Generator().manual_seed(0)
-    ids = lambda n: torch.randint(vocabulary, (n,), generator=draw)  # noqa: E731
+    rng = torch.Generator().manual_seed(0)
+    ids = lambda n: torch.randint(vocabulary, (n,), generator=rng)  # noqa: E731
     prompt, completions = ids(9), [ids(5), ids(12)]
     ours = policy.model(Packed.build([(prompt.tolist(), completions)], policy.device), tau=1.0).cpu()
     model = policy.model.lm
@@ -156,10 +156,10 @@ def prove_attention(policy: Policy) -> float:
         theirs.append(logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, row[len(prompt) :, None]).squeeze(1).cpu())
     model.set_attn_implementation(attention.NAME)
     difference = (ours - torch.cat(theirs)).abs().mean().item()
-    if not difference <= PROOF_TOLERANCE[policy.dtype]:
+    if not difference <= ATTENTION_TOLERANCE[policy.dtype]:
         raise ValueError(
             f"{type(model).__name__}: log-probs with shared-prefix attention differ from transformers' by "
-            f"{difference:.3g} on average (tolerance {PROOF_TOLERANCE[policy.dtype]} in {policy.dtype}); this model is "
-            "not supported"
+            f"{difference:.3g} on average (tolerance {ATTENTION_TOLERANCE[policy.dtype]} in {policy.dtype}); this "
+            "model is not supported"
         )
     return difference

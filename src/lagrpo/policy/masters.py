@@ -19,7 +19,7 @@ from lagrpo.rng import signed16
 
 Start = Literal["dithered", "plain"]
 CHUNK = 2**20  # numbers rounded and compared at a time: what lies between stays in the cache
-SAMPLE = 2**20  # about so many weights tell how many a delivery moves
+SAMPLE = 2**20  # about so many weights tell how many a weight sync moves
 
 
 class Masters:
@@ -79,10 +79,10 @@ def differing(one: Tensor, other: Tensor) -> int | Tensor:
     return int(np.count_nonzero(unequal.numpy())) if unequal.device.type == "cpu" else unequal.sum()
 
 
-class Delivered:
-    """How much of the weights each delivery changes, by a sample of the weights: every n-th of each parameter, about a
-    million in all, so that no further copy of the weights has to be kept. All of them in a small model; in a large one
-    the share p has a standard error of about √(p / 10⁶)."""
+class SyncedWeights:
+    """How much of the weights each weight sync changes, by a sample of the weights: every n-th of each parameter, about
+    a million in all, so that no further copy of the weights has to be kept. All of them in a small model; in a large
+    one the share p has a standard error of about √(p / 10⁶)."""
 
     def __init__(self) -> None:
         self._last: list[Tensor] = []

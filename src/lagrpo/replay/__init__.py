@@ -5,11 +5,11 @@ formulas written out here. Nothing of the sampler, the packed rows or the kernel
 defines the run: its settings, the addresses of its random numbers (rng.py), the task and its judge.
 
 source.py     a run's files, refused where they are not whole            weights.py    versions on disk, as models
-replays.py    log-probs and distributions of a subset of completions     tokens.py     draws, log-probs, divergences
+replays.py    log-probs and distributions of a subset of completions     tokens.py     samples, log-probs, divergences
 data/prompts.py    prompts, ends and texts                                    groups.py     versions, masks, advantages
-judging.py    rewards, evaluations                                       figures.py    metrics that follow from rows
+judging.py    rewards, evaluations                                       metrics.py    metrics that follow from rows
 formulas.py   advantages, written plainly                                report.py     all of it, for people
-deliveries.py when the sampler got new weights       lag.py        figures of the lag, from log-ratios and rewards
+syncs.py      when the sampler got new weights       lag.py        lag metrics, from log-ratios and rewards
 findings.py   what was compared, what differs, what could not be checked
 
 `verify_run` is all of it at once; docs/verify.md says what each check can see and what it cannot.
@@ -29,15 +29,15 @@ ROWS = 128
 def verify_run(
     run: Path | str, rows: int = ROWS, everything: bool = False, seed: int = 0, task: Task | None = None
 ) -> Report:
-    """Replays a run. Draws and log-probs are recomputed for `rows` completions, a subset drawn by `seed` that is spread
-    over the versions on disk (`everything`: for all of them); the other checks read every row. `task` stands in for
-    that of the settings where the run was given an object of its own.
+    """Replays a run. Samples and log-probs are recomputed for `rows` completions, a subset chosen by `seed` that is
+    spread over the versions on disk (`everything`: for all of them); the other checks read every row. `task` stands in
+    for that of the settings where the run was given an object of its own.
 
     Raises:
         RunNotFoundError: there is no run, or none of its batches is finished.
         UnreadableError: a file of the run is broken or of another format.
     """
-    from lagrpo.replay import deliveries, figures, groups, judging, prompts, tokens
+    from lagrpo.replay import groups, judging, metrics, prompts, syncs, tokens
     from lagrpo.replay.source import Source
     from lagrpo.replay.weights import Weights
 
@@ -48,8 +48,8 @@ def verify_run(
     task = judging.task_of(source, task, report)
     prompts.check(source, weights, task, whole, report)
     tokens.check(source, weights, whole, None if everything else rows, seed, report)
-    deliveries.check(source, report)
+    syncs.check(source, report)
     groups.check(source, whole, report)
     judging.check(source, task, whole, report)
-    figures.check(source, whole, report)
+    metrics.check(source, whole, report)
     return report

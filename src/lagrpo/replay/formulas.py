@@ -27,18 +27,18 @@ def sigma(r: Rewards, eps_std: float) -> float:
     return sqrt(variance(r) + eps_std)
 
 
-def whitened(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
+def normalized(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
     """(r - mu) / sqrt(s0^2 + eps_std), Eq. 2."""
-    return [d / sigma(r, made.eps_std) if d else 0.0 for d in centred(r, made, uniform)]
+    return [d / sigma(r, made.eps_std) if d else 0.0 for d in centered(r, made, uniform)]
 
 
-def whitened_unbiased(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
+def normalized_unbiased(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
     """(r - mu) / (s1 + std_offset), s1^2 = sum (r - mu)^2 / (G - 1): TRL's."""
     s1 = sqrt(variance(r) * len(r) / (len(r) - 1))
-    return [d / (s1 + made.std_offset) if d else 0.0 for d in centred(r, made, uniform)]
+    return [d / (s1 + made.std_offset) if d else 0.0 for d in centered(r, made, uniform)]
 
 
-def centred(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
+def centered(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
     """r - mu."""
     mu = sum(r) / len(r)
     return [0.0 if len(set(r)) == 1 else x - mu for x in r]
@@ -50,7 +50,7 @@ def leave_one_out(r: Rewards, made: Composition, uniform: Rewards) -> list[float
 
 
 def red_drop(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
-    """As many of those below the mean as are too many are dropped, those with the least uniforms; the rest are centred
+    """As many of those below the mean as are too many are dropped, those with the least uniforms; the rest are centered
     among themselves."""
     if len(set(r)) == 1:
         return [0.0] * len(r)
@@ -68,9 +68,9 @@ def log_mean_exp(r: Rewards, made: Composition, uniform: Rewards) -> list[float]
 
 
 ADVANTAGES: dict[str, Callable[[Rewards, Composition, Rewards], list[float]]] = {
-    "whitened": whitened,
-    "whitened_unbiased": whitened_unbiased,
-    "centred": centred,
+    "normalized": normalized,
+    "normalized_unbiased": normalized_unbiased,
+    "centered": centered,
     "leave_one_out": leave_one_out,
     "red_drop": red_drop,
     "log_mean_exp": log_mean_exp,

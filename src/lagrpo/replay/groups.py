@@ -45,7 +45,7 @@ def ill_column(source: Source, row: Row) -> str:
         "batch": f"{batch:06d}" in row.file,
         "stage": row["stage"] == (batch - 1) // source.settings.schedule.batches + 1,
         "gold": is_json(row["gold"]),
-        "outcome": kind in ("scored", "rejected", "failed"),
+        "outcome": kind in ("scored", "unscored", "failed"),
         "reward": (kind == "scored") == (reward is not None and math.isfinite(reward)),
         "advantage": (kind == "scored") == (row["advantage"] is not None),
         "log_ratio": (row["log_ratio"] is None) == (row["kl_alpha"] is None),
@@ -66,8 +66,8 @@ def check_numbers(source: Source, rows: Sequence[Row], file: str, found: Check) 
     """How many groups a batch has, and how many completions they have."""
     groups = list(groups_of(rows))
     found.equal(file, "", "number of groups", len(groups), source.settings.schedule.prompts)
-    drawn = sum(members[0]["source"] == "sampler" for members in groups)
-    found.equal(file, "", "number of groups that the sampler drew", drawn, source.fresh)
+    generated = sum(members[0]["source"] == "sampler" for members in groups)
+    found.equal(file, "", "number of groups that the sampler generated", generated, source.fresh)
     for members in groups:
         numbers, G = [row["completion"] for row in members], source.settings.sampling.G
         count = G if members[0]["source"] == "sampler" else len(members)
@@ -88,16 +88,16 @@ def groups_of(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 
 def alpha_of(source: Source, batch: int) -> int | None:
-    """The version that the schedule lets draw a batch, from the deliveries in metrics.jsonl; None where they do not
-    reach so far."""
+    """The version that the schedule lets generate a batch, from the weight syncs in metrics.jsonl; None where they do
+    not reach so far."""
     schedule, metrics = source.settings.schedule, source.metrics
     if schedule.kind == "lagged":
         line = metrics.get(max(1, batch - schedule.v))
         return line[1]["version"] if line else None
     if batch not in metrics:
         return None
-    delivered = [b for b in range(1, batch + 1) if b in metrics and metrics[b][1]["delivered"]]
-    return metrics[delivered[-1]][1]["version"] if delivered else None
+    synced = [b for b in range(1, batch + 1) if b in metrics and metrics[b][1]["synced"]]
+    return metrics[synced[-1]][1]["version"] if synced else None
 
 
 def check_versions(source: Source, rows: Sequence[Row], report: Report) -> None:

@@ -41,17 +41,17 @@ def check(source: Source, task: Task | None, rows: Sequence[Row], report: Report
         return
     settings = source.settings.verifier
     own = [row for row in rows if row["source"] == "sampler" and row["outcome"] != "failed"]
-    report.skip("rewards: completions", "failed, or somebody else drew them", len(rows) - len(own))
-    with Verifier(task.judge, workers=settings.workers, deadline=settings.deadline, max_unscored_share=1.0) as judges:
+    report.skip("rewards: completions", "failed, or offline data", len(rows) - len(own))
+    with Verifier(task.judge, workers=settings.workers, deadline=settings.deadline, max_without_reward=1.0) as judges:
         found = report.check("rewards")
-        verdicts = judged(judges, ((row["text"], json.loads(row["gold"])) for row in own))
+        verdicts = judge_answers(judges, ((row["text"], json.loads(row["gold"])) for row in own))
         for row, verdict in zip(own, verdicts, strict=True):
             recorded = Outcome(row["outcome"], row["reward"], row["reason"])
             compare(found, row.file, row.place, recorded, verdict)
         check_evaluations(source, task, judges, report)
 
 
-def judged(judges: Verifier, answers: Iterable[tuple[str, Any]]) -> Iterator[Outcome]:
+def judge_answers(judges: Verifier, answers: Iterable[tuple[str, Any]]) -> Iterator[Outcome]:
     """The outcome of each (text, gold)."""
     none = torch.empty(0)
     groups = (
@@ -90,15 +90,17 @@ def check_evaluations(source: Source, task: Task, judges: Verifier, report: Repo
         records = [record for record in records if 0 <= record["prompt_key"] < task.size("test")]
         answers = [(n, j, text) for n, record in enumerate(records) for j, text in enumerate(record["completions"])]
         golds = [task.prompt("test", record["prompt_key"]).gold for record in records]
-        for (n, j, _), verdict in zip(answers, judged(judges, ((t, golds[n]) for n, _, t in answers)), strict=True):
+        for (n, j, _), verdict in zip(
+            answers, judge_answers(judges, ((t, golds[n]) for n, _, t in answers)), strict=True
+        ):
             reward = records[n]["rewards"][j]
-            recorded = Outcome.rejected("") if reward is None else Outcome.scored(reward)
+            recorded = Outcome.unscored("") if reward is None else Outcome.scored(reward)
             compare(found, file, f"row {n} (prompt {records[n]['prompt_key']}), completion {j}", recorded, verdict)
         for n, record in enumerate(records):
             check_record(found, file, n, record, source.settings.task.reward_range[1])
         check_place(source, found, f"evaluations/{name}.json", summary)
         check_summary(found, f"evaluations/{name}.json", summary, records, source.settings.evaluation.samples)
-        report.skip("evaluations: draws of completions", "their token ids are not recorded", len(answers))
+        report.skip("evaluations: samples", "their token ids are not recorded", len(answers))
     if missing := [name for name in expected_names(source) if name not in found_names]:
         found = report.check("evaluations that are missing")
         for name in missing:
@@ -180,7 +182,9 @@ def check_summary(
     prompts = [_Scored(r["scored"], r["right"], r["reward_mean"]) for r in records if r["scored"]]
     found.equal(file, "", "prompts", summary.get("prompts"), len(records))
     found.equal(file, "", "samples", summary.get("samples"), samples)
-    found.equal(file, "", "unscored", summary.get("unscored"), sum(r["samples"] - r["scored"] for r in records))
+    found.equal(
+        file, "", "without_reward", summary.get("without_reward"), sum(r["samples"] - r["scored"] for r in records)
+    )
     expected = {"reward_mean": [p.reward for p in prompts]}
     for k in {samples, *(1 << n for n in range(samples.bit_length()))}:
         expected[f"pass_at_{k}"] = [1 - comb(p.count - p.right, k) / comb(p.count, k) for p in prompts if p.count >= k]

@@ -1,4 +1,4 @@
-"""The figures of the lag of a batch, from log rho = log π_k - log α of its completions and their rewards: written out
+"""The lag metrics of a batch, from log rho = log π_k - log α of its completions and their rewards: written out
 here, over the columns that the replay of the divergences checks. docs/run-directory.md says what each estimates."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAMES = ("kl_sequence", "pinsker", "tv_sequence", "chi2_sequence", "lag_ess", "l
 NAMES += ("lag_identity", "lag_certified")
 
 
-def figures(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
+def metrics(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
     """Those of the rows of a batch; None where a completion that they need was not computed, or the run asks for
     none."""
     groups = [[row for row in members if row["outcome"] == "scored"] for members in groups_of(rows)]
@@ -80,7 +80,7 @@ def certified(source: Source, rows: Iterable[Row]) -> float | None:
         if scored and (row["log_ratio"] is None or not low <= row["reward"] <= high):
             return None
         z.append((min(ratio(row), CAP) - 1) * (row["reward"] - low) / (high - low) if scored else 0.0)
-    if len(z) < 2 or source.settings.sampling.resample:
+    if len(z) < 2 or source.settings.sampling.dynamic_sampling:
         return None
     doubt, n = math.log(2 / source.settings.schedule.doubt), len(z)
     variance = sum((x - mean(z)) ** 2 for x in z) / (n - 1)

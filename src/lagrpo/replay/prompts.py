@@ -67,4 +67,4 @@ def check_ends(source: Source, tokenizer: Any, eos_ids: set[int], rows: Sequence
         found.equal(row.file, row.place, "number of tokens", len(tokens), stopped)
         found.equal(row.file, row.place, "finished", row["finished"], bool(ends))
         found.equal(row.file, row.place, "text", row["text"], tokenizer.decode(tokens, skip_special_tokens=True))
-    report.skip("ends and texts: completions", "failed, or somebody else drew them", len(rows) - len(own))
+    report.skip("ends and texts: completions", "failed, or offline data", len(rows) - len(own))

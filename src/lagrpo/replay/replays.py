@@ -21,7 +21,7 @@ KEEP = "set run.save_every = 1 to keep the weights of every version"
 class Replay:
     """What transformers says of a completion of t tokens. Of those that were `sampled` [t], where α's weights are on
     disk (`known` [t]): `logp` under α,
-    `low` and `high`, log-odds of F(y - 1) and F(y), and `drawn`, the token that F gives at `uniform`. `logp_k` under
+    `low` and `high`, log-odds of F(y - 1) and F(y), and `expected`, the token that F gives at `uniform`. `logp_k` under
     π_k [t], None where its weights are not on disk. `grain` [t]: how finely float32 resolves a log-prob there."""
 
     row: Row
@@ -30,7 +30,7 @@ class Replay:
     logp: Tensor
     low: Tensor
     high: Tensor
-    drawn: Tensor
+    expected: Tensor
     grain: Tensor
     logp_k: Tensor | None = None
     recorded: Tensor = field(init=False)
@@ -65,8 +65,8 @@ def subset(
 ) -> list[Row]:
     """The completions to recompute: in a random order, taken from each version in turn."""
     own = [row for row in rows if row["source"] == "sampler" and row["outcome"] != "failed" and row.length]
-    what = "draws and log-probs: completions"
-    report.skip(what, "somebody else drew them", sum(row["source"] != "sampler" for row in rows))
+    what = "samples and log-probs: completions"
+    report.skip(what, "offline data", sum(row["source"] != "sampler" for row in rows))
     there = [row for row in own if set(row.sampled("versions")) & set(weights.directories)]
     lacking = sorted({v for row in own for v in row.sampled("versions")} - set(weights.directories))
     if lacking:
@@ -123,13 +123,13 @@ def read_tokens(scaled_TV: Tensor, token_T: Tensor, uniform_T: Tensor) -> dict[s
     before = torch.where(at > 0, below.gather(1, (at - 1).clamp(min=0)), 0.0)
     last = p.shape[1] - 1
     after = torch.where(at < last, above.gather(1, (at + 1).clamp(max=last)), 0.0)
-    drawn = torch.searchsorted(below, uniform_T.unsqueeze(1) * below[:, -1:], right=True).clamp(max=last)
+    expected = torch.searchsorted(below, uniform_T.unsqueeze(1) * below[:, -1:], right=True).clamp(max=last)
     chosen = scaled_TV.gather(1, at)
     return {
         "logp": (chosen - log_sum).squeeze(1),
         "low": (before.log() - (own + after).log()).squeeze(1),
         "high": (up_to.log() - after.log()).squeeze(1),
-        "drawn": drawn.squeeze(1),
+        "expected": expected.squeeze(1),
         "grain": (2.0**-22 * torch.maximum(chosen.abs(), log_sum.abs())).squeeze(1),
     }
 

@@ -74,7 +74,7 @@ class Source:
 
     @property
     def exact(self) -> bool:
-        """Whether learner and sampler were proven to agree to the bit."""
+        """Whether learner and sampler were found to agree to the bit."""
         return (self.environment.get("parity") or {}).get("grade") == "exact"
 
     @property
@@ -122,7 +122,7 @@ def _environment(path: Path) -> dict[str, Any]:
 def _require(path: Path, lines: list[dict[str, Any]]) -> None:
     """Raises ValueError where a line lacks what the others are read by."""
     for number, line in enumerate(lines, start=1):
-        for name in ("version", "delivered"):
+        for name in ("version", "synced"):
             if not isinstance(line.get(name), int):
                 raise ValueError(f"{path}, line {number}: {name} is {line.get(name)!r}, not a number")
 

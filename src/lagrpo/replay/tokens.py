@@ -1,4 +1,4 @@
-"""Draws and log-probs, token by token, against plain transformers.
+"""Samples and log-probs, token by token, against plain transformers.
 
 A token y drawn at uniform u is right when F(y - 1) <= u < F(y), with F the cumulative distribution of α over the
 vocabulary. F is recomputed here, so it carries the noise of two arithmetics, and a token is judged in log-odds: logits
@@ -37,10 +37,10 @@ def check(source: Source, weights: Weights, rows: Sequence[Row], count: int | No
     replays = replayed(source, weights, chosen)
     noise = noise_of(replays, source.dtype)
     if source.settings.sampling.sampler == "local":
-        check_draws(source, replays, noise, report)
+        check_samples(source, replays, noise, report)
     else:
         tokens = sum(replay.row.length for replay in replays)
-        report.skip("draws: tokens", "vLLM drew them with random numbers of its own", tokens)
+        report.skip("samples: tokens", "vLLM sampled them with random numbers of its own", tokens)
     check_logp(replays, noise, report)
     check_divergences(source, replays, noise, report)
 
@@ -59,11 +59,11 @@ def outside(replay: Replay, uniform_T: Tensor) -> Tensor:
     return torch.maximum(replay.low - odds, odds - replay.high)
 
 
-def check_draws(source: Source, replays: Sequence[Replay], noise: float, report: Report) -> None:
+def check_samples(source: Source, replays: Sequence[Replay], noise: float, report: Report) -> None:
     """Whether every token is the inverse CDF of α at its address. The control asks the same of random numbers of other
     addresses: the share that differs there is the power of the check."""
     margin = EDGE * noise
-    found = report.check("draws", "log-odds")
+    found = report.check("samples", "log-odds")
     caught = of = 0
     for replay in replays:
         places = replay.known.nonzero().squeeze(1)
@@ -78,8 +78,8 @@ def check_draws(source: Source, replays: Sequence[Replay], noise: float, report:
             found.measure(far[t].item())
         for t in places[far[places] > margin].tolist():
             place = f"{replay.row.place}, token {t} at uniform {replay.uniform[t].item():.6f}"
-            recorded, drawn = replay.row["token_ids"][t], int(replay.drawn[t])
-            found.differences.append(Difference(replay.row.file, place, "token_ids", recorded, drawn))
+            recorded, expected = replay.row["token_ids"][t], int(replay.expected[t])
+            found.differences.append(Difference(replay.row.file, place, "token_ids", recorded, expected))
     power = f"; at random numbers of other addresses {caught / of:.0%} would differ" if of else ""
     found.note = (
         f"tokens at the inverse CDF of α; undecided within {margin:.2g} log-odds of an edge of the token's part, "

@@ -3,7 +3,7 @@
     runs/arithmetic-grpo-v10-i1-20261120-054512/
         config.toml                     the settings as resolved          environment.json   versions, machine, commit
         metrics.jsonl                   one line of numbers per batch     reward.png         the reward curve
-        events.jsonl                    deliveries and why, warnings
+        events.jsonl                    weight syncs and why, warnings
         rollouts/step-000120.parquet    one row per completion
         evaluations/NAME.json, .parquet the summary, and one row per prompt
         weights/final, weights/v000120  Hugging Face model directories
@@ -113,7 +113,7 @@ class RunFiles:
         """Rollouts, the weight sync if there was one, and the line of metrics, which says that the batch is whole."""
         self.run.record_rollouts(step.b, rollouts)
         if step.reason:
-            self.run.record_event("delivery", step.b, reason=step.reason, version=step.alpha)
+            self.run.record_event("weight_sync", step.b, reason=step.reason, version=step.alpha)
         self.run.record(metrics)
         self.finished = step.b
 

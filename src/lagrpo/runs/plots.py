@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours: distinct with any colour vision, and in grey.
+# Okabe and Ito's colors: distinct with any color vision, and in gray.
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#8E4585"
 INK, FAINT, GRID, DELIVERY = "#222222", "#9a9a9a", "#ececec", "#cdb9d6"
-MOST_DELIVERIES = 40  # more vertical lines than this would be a grey wall
+MOST_SYNCS = 40  # more vertical lines than this would be a gray wall
 
 Curve = tuple[list[float], list[float]]
 
@@ -161,10 +161,10 @@ def _thin(values: Sequence[float]) -> float:
 
 def _mark_events(axes: Axes, metrics: Sequence[dict[str, Any]]) -> None:
     """Light vertical lines: solid where the sampler got new weights, dashed where a stage begins."""
-    delivered = [m["batch"] for m in metrics if m.get("delivered")]
-    if len(delivered) <= min(MOST_DELIVERIES, len(metrics) // 2):
-        for at, batch in enumerate(delivered):
-            label = "delivery" if at == 0 else None
+    synced = [m["batch"] for m in metrics if m.get("synced")]
+    if len(synced) <= min(MOST_SYNCS, len(metrics) // 2):
+        for at, batch in enumerate(synced):
+            label = "weight sync" if at == 0 else None
             axes.axvline(batch - 0.5, color=DELIVERY, linewidth=0.8, zorder=0, label=label)
     starts = [
         after["batch"] for before, after in itertools.pairwise(metrics) if before.get("stage") != after.get("stage")

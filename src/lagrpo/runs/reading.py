@@ -46,7 +46,7 @@ def load_metrics(run: Run | Path | str) -> list[dict[str, Any]]:
 
 
 def load_events(run: Run | Path | str) -> list[dict[str, Any]]:
-    """The events of the run so far, in order: deliveries with their reasons, and warnings. Read as metrics are."""
+    """The events of the run so far, in order: weight syncs with their reasons, and warnings. Read as metrics are."""
     return _load_lines(open_run(run).events)
 
 

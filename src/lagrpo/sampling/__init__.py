@@ -1,1 +1,1 @@
-"""The sampler α: its protocol, the in-process sampler, delivery and the schedule."""
+"""The sampler α: its protocol, the in-process sampler, weight sync and the schedule."""

@@ -42,7 +42,7 @@ class Sampler(Protocol):
         """Whether weights may be synced while completions are under way."""
         ...
 
-    def deliver(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
+    def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
         """Load π_version and return the cost as metrics. Raises RuntimeError while groups are open, unless `spans`."""
         ...
 
@@ -76,7 +76,7 @@ class Checkable(Protocol):
         """Each has `version()` and a name, `str(server)`."""
         ...
 
-    def drawn_by(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
+    def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
         """Groups by server `number`, in the order of the requests, of at most `max_tokens` tokens a completion."""
         ...
 

@@ -1,8 +1,8 @@
 """Decoding with shared prefixes: prompt keys and values once per group, completions' in one growing block.
 
-`DecodeState` holds what a set of live completions (*rows*) needs: for each group its prompt's keys and values, for each
-row the keys and values of its own tokens. Live rows are always rows 0 .. R-1: when one ends, the last one moves into
-its place. One step takes one token per row and returns the final hidden states; the model's backend takes it.
+`DecodeState` holds what a set of active completions (*rows*) needs: for each group its prompt's keys and values, for
+each row the keys and values of its own tokens. Active rows are always rows 0 .. R-1: when one ends, the last one moves
+into its place. One step takes one token per row and returns the final hidden states; the model's backend takes it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Room:
 
 
 class DecodeState:
-    """Keys and values of the live rows, `own`, and of the prompts of their groups, `prefix`; which row belongs to which
-    group. A group has a place in `prefix` until its last row has ended; the next new group takes that place.
+    """Keys and values of the active rows, `own`, and of the prompts of their groups, `prefix`; which row belongs to
+    which group. A group has a place in `prefix` until its last row has ended; the next new group takes that place.
 
     Caches grow when rows, prompts or tokens need it. Where steps are recorded, each growth ends the recordings, so a
     state that repeats the work of another one begins with the `room` that the other had grown to."""
@@ -70,8 +70,8 @@ class DecodeState:
 
     @torch.no_grad()
     def admit(self, prompts: Sequence[Sequence[int]], G: int) -> Tensor:
-        """Prefill new groups of G rows each, behind the live ones; returns hidden [prompts, H] of the last prompt
-        tokens, from which the first token of every row is drawn."""
+        """Prefill new groups of G rows each, behind the active ones; returns hidden [prompts, H] of the last prompt
+        tokens, from which the first token of every row is sampled."""
         lengths = [*map(len, prompts)]
         places = self._places(lengths)
         layout = PackedLayout.build([(length, ()) for length in lengths], self.model.device)
@@ -97,7 +97,7 @@ class DecodeState:
 
     @torch.no_grad()
     def step(self, token_ids: Tensor) -> Tensor:
-        """One token per live row, int64 [R] -> final hidden states [R, H]. Where steps are recorded, the next one
+        """One token per active row, int64 [R] -> final hidden states [R, H]. Where steps are recorded, the next one
         overwrites them."""
         team.look()
         longest = int(self.lengths.max()) + 1
@@ -115,17 +115,17 @@ class DecodeState:
         return token_ids[copies].to(self.model.device), positions.to(self.model.device)
 
     def retire(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Drop ended rows; returns the moves (from row, to row) that keep the live ones at 0 .. R-1. A group whose
+        """Drop ended rows; returns the moves (from row, to row) that keep the active ones at 0 .. R-1. A group whose
         last row has ended gives its prompt's place back."""
         ended = set(rows)
-        live = self.rows - len(ended)
-        holes = sorted(r for r in ended if r < live)
-        movers = [r for r in range(live, self.rows) if r not in ended]
+        active = self.rows - len(ended)
+        holes = sorted(r for r in ended if r < active)
+        movers = [r for r in range(active, self.rows) if r not in ended]
         if holes:
             to, source = torch.tensor(holes), torch.tensor(movers)
             self.own.move(source, to, int(self.lengths[source].max()))
             self.group_of_row[to], self.lengths[to] = self.group_of_row[source], self.lengths[source]
-        self.group_of_row, self.lengths = self.group_of_row[:live], self.lengths[:live]
+        self.group_of_row, self.lengths = self.group_of_row[:active], self.lengths[:active]
         self.prompt_lengths[torch.bincount(self.group_of_row, minlength=self.prefix.batch) == 0] = 0
         return list(zip(movers, holes, strict=True))
 

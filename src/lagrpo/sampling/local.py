@@ -50,7 +50,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Open:
-    """A group, its ended completions, the address of its draws and the most tokens of each."""
+    """A group, its ended completions, the address of its random numbers and the most tokens of each."""
 
     request: Request
     address: tuple[int | str, ...]
@@ -59,21 +59,21 @@ class _Open:
 
 
 class LocalSampler:
-    """Sampler over a policy of its own (a copy of the one that learns): at most `rows` completions at a time, each of
-    at most `max_tokens` tokens, at temperature `tau` (the policy's unless given). `purpose` is part of the address of
-    every draw, so that an evaluation does not repeat the draws of training."""
+    """Sampler over a policy of its own (a copy of the one that learns): at most `max_num_seqs` completions at a time,
+    each of at most `max_tokens` tokens, at temperature `tau` (the policy's unless given). `purpose` is part of the
+    address of every random number, so that an evaluation does not repeat the random numbers of training."""
 
     def __init__(
         self,
         policy: Policy | Replica,
         seed: int,
         max_tokens: int,
-        rows: int,
+        max_num_seqs: int,
         tau: float | None = None,
         purpose: str = "sample",
     ) -> None:
         self.policy, self.model = policy, policy.model
-        self.seed, self.max_tokens, self.rows, self.purpose = seed, max_tokens, rows, purpose
+        self.seed, self.max_tokens, self.max_num_seqs, self.purpose = seed, max_tokens, max_num_seqs, purpose
         self.tau = policy.tau if tau is None else tau
         self._under_way = 0
         self._kept: DecodeState | None = None
@@ -91,10 +91,10 @@ class LocalSampler:
     def spans(self) -> bool:
         return False
 
-    def deliver(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
+    def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
         if self._under_way:
             raise RuntimeError(
-                f"version {version} was delivered while {self._under_way} groups of version {self.version} are open"
+                f"version {version} was synced while {self._under_way} groups of version {self.version} are open"
             )
         self.policy.weights.load(weights, version)
         return {}
@@ -112,22 +112,22 @@ class LocalSampler:
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         """Yield each group when its last completion has ended. Rows that have ended make room for the next request."""
-        if self.rows < G:
-            raise ValueError(f"a group of G = {G} completions does not fit sampling.rows = {self.rows}")
-        yield from self._sample(requests, G, self.rows, self.max_tokens, self.purpose)
+        if self.max_num_seqs < G:
+            raise ValueError(f"a group of G = {G} completions does not fit sampling.max_num_seqs = {self.max_num_seqs}")
+        yield from self._sample(requests, G, self.max_num_seqs, self.max_tokens, self.purpose)
 
     def _sample(
         self, requests: Sequence[Request], G: int, rows: int, max_tokens: int, purpose: str
     ) -> Iterator[tuple[Request, Group]]:
         waiting = deque(_Open(request, (self.seed, purpose, *request.address), max_tokens) for request in requests)
         state = self._state(min(rows, G * len(waiting)), max_tokens)
-        live: list[_Row] = []
+        active: list[_Row] = []
         tokens = torch.empty(0, dtype=torch.long)
         self._under_way = len(waiting)
         try:
-            while waiting or live:
-                tokens, full = self._step(state, waiting, live, tokens, G)
-                if not waiting and not live:
+            while waiting or active:
+                tokens, full = self._step(state, waiting, active, tokens, G)
+                if not waiting and not active:
                     del state  # nobody may ever ask for what comes behind the last group
                 for group in full:
                     self._under_way -= 1
@@ -137,18 +137,18 @@ class LocalSampler:
             self._under_way = 0
 
     def _step(
-        self, state: DecodeState, waiting: deque[_Open], live: list[_Row], tokens: Tensor, G: int
+        self, state: DecodeState, waiting: deque[_Open], active: list[_Row], tokens: Tensor, G: int
     ) -> tuple[Tensor, list[_Open]]:
-        """Sample one more token of every live row, and the first tokens of groups that there is room for. Returns the
-        last token of each row that is live now, and the groups that are complete."""
-        hidden = state.step(tokens) if live else None
-        admitted = self._admit(waiting, state, live, G)
-        tokens = self._draw(torch.cat([h for h in (hidden, admitted) if h is not None]), live)
-        ended = [r for r, row in enumerate(live) if self._ended(row)]
+        """Sample one more token of every active row, and the first tokens of groups that there is room for. Returns the
+        last token of each row that is active now, and the groups that are complete."""
+        hidden = state.step(tokens) if active else None
+        admitted = self._admit(waiting, state, active, G)
+        tokens = self._sample_tokens(torch.cat([h for h in (hidden, admitted) if h is not None]), active)
+        ended = [r for r, row in enumerate(active) if self._ended(row)]
         if not ended:
             return tokens, []
-        full = [group for r in ended if len((group := self._close(live[r])).done) == G]
-        return self._compact(state, live, tokens, ended), full
+        full = [group for r in ended if len((group := self._close(active[r])).done) == G]
+        return self._compact(state, active, tokens, ended), full
 
     def _state(self, rows: int, tokens: int) -> DecodeState:
         """An empty state for so many rows: the last one again where its steps are recorded, which takes time."""
@@ -170,10 +170,10 @@ class LocalSampler:
         """log-probs at temperature 1 of several (prompt, tokens), side by side: [one server][item][token], nats."""
         return [[logp_t.tolist() for logp_t in self._fed(items, 1.0)]]
 
-    def drawn_by(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
+    def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
         """Groups for the parity check, in the order of the requests; training samples under other addresses."""
-        drawn = self._sample(requests, G, max(self.rows, G), max_tokens, "probe")
-        groups = {request.prompt.key: group for request, group in drawn}
+        generated = self._sample(requests, G, max(self.max_num_seqs, G), max_tokens, "probe")
+        groups = {request.prompt.key: group for request, group in generated}
         return [groups[request.prompt.key] for request in requests]
 
     @torch.no_grad()
@@ -193,23 +193,23 @@ class LocalSampler:
         logp = torch.stack(found, 1)
         return [row[: len(tokens)] for row, (_, tokens) in zip(logp, items, strict=True)]
 
-    def _admit(self, waiting: deque[_Open], state: DecodeState, live: list[_Row], G: int) -> Tensor | None:
+    def _admit(self, waiting: deque[_Open], state: DecodeState, active: list[_Row], G: int) -> Tensor | None:
         """Open as many waiting groups as there is room for. Returns hidden states [new rows, H] for their first
         tokens."""
-        count = min(len(waiting), (state.max_rows - len(live)) // G)
+        count = min(len(waiting), (state.max_rows - len(active)) // G)
         if count == 0:
             return None
         groups = [waiting.popleft() for _ in range(count)]
         for group in groups:
-            live += [_Row(group, g, uniforms(group.max_tokens, *group.address, g)) for g in range(G)]
+            active += [_Row(group, g, uniforms(group.max_tokens, *group.address, g)) for g in range(G)]
         hidden = state.admit([group.request.prompt.token_ids for group in groups], G)
         return hidden.repeat_interleave(G, 0)
 
-    def _draw(self, hidden: Tensor, live: list[_Row]) -> Tensor:
-        uniform = torch.tensor([row.uniform[len(row.tokens)] for row in live], dtype=torch.float64).to(hidden.device)
+    def _sample_tokens(self, hidden: Tensor, active: list[_Row]) -> Tensor:
+        uniform = torch.tensor([row.uniform[len(row.tokens)] for row in active], dtype=torch.float64).to(hidden.device)
         with torch.no_grad():
             tokens, logp = self.model.backend.sample(self.model.logits(hidden), self.tau, uniform)
-        for row, token, value in zip(live, tokens.tolist(), logp.tolist(), strict=True):
+        for row, token, value in zip(active, tokens.tolist(), logp.tolist(), strict=True):
             row.tokens.append(token)
             row.logp.append(value)
         return tokens.cpu()
@@ -227,9 +227,9 @@ class LocalSampler:
         )
         return row.group
 
-    def _compact(self, state: DecodeState, live: list[_Row], tokens: Tensor, ended: list[int]) -> Tensor:
-        """Move live rows to the front, in the state, the list and the tokens alike."""
+    def _compact(self, state: DecodeState, active: list[_Row], tokens: Tensor, ended: list[int]) -> Tensor:
+        """Move active rows to the front, in the state, the list and the tokens alike."""
         for source, to in state.retire(ended):
-            live[to], tokens[to] = live[source], tokens[source]
-        del live[state.rows :]
+            active[to], tokens[to] = active[source], tokens[source]
+        del active[state.rows :]
         return tokens[: state.rows]

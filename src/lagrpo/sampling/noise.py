@@ -60,9 +60,9 @@ def measure_parity(policy: Policy, sampler: Checkable, requests: Sequence[Reques
     Raises:
         ParityError: they differ by more than TOO_FAR on average, or a log-prob is not a number.
     """
-    groups = sampler.drawn_by(0, requests, max(2, -(-PARITY_PROMPTS // len(requests))), LOCAL_TOKENS)
+    groups = sampler.generate_on_server(0, requests, max(2, -(-PARITY_PROMPTS // len(requests))), LOCAL_TOKENS)
     items: list[Item] = [(g.prompt.token_ids, c.token_ids.tolist()) for g in groups for c in g.completions]
-    groups += sampler.drawn_by(0, [*requests[:1], *_lengthen(policy, requests)], 1, LOCAL_TOKENS)
+    groups += sampler.generate_on_server(0, [*requests[:1], *_lengthen(policy, requests)], 1, LOCAL_TOKENS)
     is_sampled_T = torch.cat([c.sampled for g in groups for c in g.completions])
     sampled_T = torch.cat([c.logp_alpha for g in groups for c in g.completions])[is_sampled_T]
     together_T = _score_groups(policy, groups)[is_sampled_T]

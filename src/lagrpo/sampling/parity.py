@@ -9,7 +9,8 @@ pass four tests, the last two of which compare it with the sync before:
    generated: that finds a server whose log-probs are of another temperature;
 3. the scores have changed at all, if the learner's have on ENOUGH tokens; otherwise nothing was loaded (on fewer
    tokens, rounding may have swallowed the change on one side);
-4. of the tokens that can tell (`probe_telling`: the update moved them by more than twice the noise), no more are nearer
+4. of the tokens that can tell (`parity_telling`: the update moved them by more than twice the noise), no more are
+nearer
    to the learner's old log-probs than chance allows.
 
 Rounding never stops a run; other weights always do.
@@ -87,8 +88,9 @@ class ParityCheck:
         return self.parity
 
     def __call__(self, policy: Policy, sampler: Checkable) -> Mapping[str, float]:
-        """probe_mean, probe_max: |Δ log-prob| a token, nats; probe_kl: mean of ρ - 1 - ln ρ with ρ = π/α; of the worst
-        server. probe_telling: how many tokens tell old from new; not after the first sync, nor if bits are compared.
+        """parity_mean, parity_max: |Δ log-prob| a token, nats; parity_kl: mean of ρ - 1 - ln ρ with ρ = π/α; of the
+        worst server. parity_telling: how many tokens tell old from new; not after the first sync, nor if bits are
+        compared.
 
         Raises:
             ParityError: a test failed. SamplerError: a server is gone for good.
@@ -103,7 +105,7 @@ class ParityCheck:
         scores = _score(policy, sampler, self._items)
         found = [self._check_server(policy, sampler, number, scores) for number in range(len(scores.servers))]
         self._before = self._renew(policy, sampler, scores)
-        return max(found, key=lambda metrics: metrics["probe_mean"])
+        return max(found, key=lambda metrics: metrics["parity_mean"])
 
     def _check_bits(self, policy: Policy, sampler: Checkable) -> Mapping[str, float]:
         """The grade exact."""
@@ -116,7 +118,7 @@ class ParityCheck:
                 f"after the sync of version {policy.version} learner and sampler disagree by {largest:.3g} nats about "
                 "a token, though their arithmetic is the same to the bit: the sampler serves other weights"
             )
-        return {"probe_mean": 0.0, "probe_max": 0.0, "probe_kl": 0.0}
+        return {"parity_mean": 0.0, "parity_max": 0.0, "parity_kl": 0.0}
 
     def _check_server(self, policy: Policy, sampler: Checkable, number: int, scores: _Scores) -> dict[str, float]:
         """Tests 2 to 4 of one server."""
@@ -125,7 +127,7 @@ class ParityCheck:
         metrics = self._check_distance(scores.learner_T, now_T, where)
         if before is not None:
             telling = check_fresh(before.learner_T, scores.learner_T, before.servers[number], now_T, where)
-            metrics["probe_telling"] = telling
+            metrics["parity_telling"] = telling
         return metrics
 
     def _check_distance(self, learner_T: Tensor, server_T: Tensor, where: str, tau: float = 1.0) -> dict[str, float]:
@@ -139,7 +141,7 @@ class ParityCheck:
                 f"than the tolerance of {tolerance:.3g}. {self._causes}"
             )
         kl = float((torch.expm1(difference_T) - difference_T).mean())
-        return {"probe_mean": mean, "probe_max": float(difference_T.abs().max()), "probe_kl": kl}
+        return {"parity_mean": mean, "parity_max": float(difference_T.abs().max()), "parity_kl": kl}
 
     @property
     def _causes(self) -> str:
@@ -169,7 +171,7 @@ class ParityCheck:
         return found[0]
 
     def _generate_by(self, number: int, policy: Policy, sampler: Checkable) -> list[Item]:
-        server, groups = sampler.servers[number], sampler.drawn_by(number, self.requests, 1, self._tokens)
+        server, groups = sampler.servers[number], sampler.generate_on_server(number, self.requests, 1, self._tokens)
         completions = [group.completions[0] for group in groups]
         if failed := next((c.outcome for c in completions if c.outcome is not None), None):
             raise ParityError(f"{server}: a completion for the parity check failed: {failed.reason}")

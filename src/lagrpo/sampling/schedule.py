@@ -1,20 +1,20 @@
-"""When the sampler gets new weights, and which batches it may draw with them.
+"""When the sampler gets new weights, and which batches it may generate with them.
 
 Batches are counted through all stages: k = 1 .. M inside a stage, b = (stage - 1)·M + k over the run.
 
-`every(v)`      Algorithm 1, lines 8-9: deliver π before sampling batch k when k mod v = 0. α of the first batches is
+`every(v)`      Algorithm 1, lines 8-9: sync π before sampling batch k when k mod v = 0. α of the first batches is
                 the initial policy. The lag is a sawtooth, 0 .. v-1 batches (0 .. v-2 in the first cycle).
 `lagged(v)`     α = π_{k-v} as the paper's text has it: a constant lag of v batches (less at the start), a pipeline that
-                draws v batches ahead. `lagged(0)` and `every(1)` are on-policy.
-`budget(δ, v)`  deliver when the estimated KL(α‖π_k) of a completion (nats, lag.spent) passed δ in the batch before,
+                generates v batches ahead. `lagged(0)` and `every(1)` are on-policy.
+`budget(δ, v)`  sync when the estimated KL(α‖π_k) of a completion (nats, lag.spent) passed δ in the batch before,
                 and at the latest after v batches. By Pinsker TV(α, π_k) <= sqrt(δ / 2), up to the estimate's error and
                 the updates that it is old.
-`certified(v)`  deliver when the batch before certified that π_k is better than α (its lower bound on J(π_k) - J(α),
+`certified(v)`  sync when the batch before certified that π_k is better than α (its lower bound on J(π_k) - J(α),
                 lag.certified, was above 0), and at the latest after v batches.
 
 >>> [every(3).due(k) for k in range(1, 7)]
 [False, False, True, False, False, True]
->>> [(due.batch, list(due.draws)) for due in every(3).plan(stages=1, batches=6) if due.reason or due.draws]
+>>> [(due.batch, list(due.to_generate)) for due in every(3).plan(stages=1, batches=6) if due.reason or due.to_generate]
 [(1, [1, 2]), (3, [3, 4, 5]), (6, [6])]
 >>> largest_lag(every(10), stages=1, batches=100, i=1), largest_lag(lagged(2), stages=1, batches=9, i=3)
 (9, 6)
@@ -47,7 +47,7 @@ class LoopState:
     """what budget and certified decide by, since the last sync: the estimate of KL(α‖π_k) in nats a completion, or the
     lower bound on J(π_k) - J(α)"""
     prefetched: tuple[int, ...] = ()
-    """the versions of α that sample batches `batch` + 1, + 2, …, which were asked for ahead"""
+    """the versions of α that sample batches `batch` + 1, + 2, …, which were prefetched"""
 
     def after_sync(self, version: int) -> LoopState:
         """α <- π_version."""
@@ -79,7 +79,7 @@ class Due:
 
     batch: int
     reason: Reason
-    draws: range
+    to_generate: range
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Schedule:
         return f"{self.kind}({self.v})" if self.delta is None else f"{self.kind}({self.delta:g}, {self.v})"
 
     def due(self, k: int) -> bool:
-        """Whether `every` or `lagged` deliver before batch k = 1 .. M of a stage (Algorithm 1, line 8)."""
+        """Whether `every` or `lagged` sync weights before batch k = 1 .. M of a stage (Algorithm 1, line 8)."""
         return self.kind == "lagged" or k % self.v == 0
 
     def next(self, state: LoopState, stages: int, batches: int, prefetch: bool = True) -> Due:
@@ -139,11 +139,11 @@ class Schedule:
                 state = replace(state, spent=latest())
             due = self.next(state, stages, batches, prefetch)
             yield due
-            state = (state.after_sync(0) if due.reason else state).after_request(due.draws).after_batch(None)
+            state = (state.after_sync(0) if due.reason else state).after_request(due.to_generate).after_batch(None)
 
 
 def every(v: int) -> Schedule:
-    """Deliver every v batches."""
+    """Sync weights every v batches."""
     return Schedule("every", v)
 
 
@@ -153,30 +153,30 @@ def lagged(v: int) -> Schedule:
 
 
 def budget(delta: float, v: int) -> Schedule:
-    """Deliver when KL(α‖π_k) passes delta nats per completion, at the latest every v batches."""
+    """Sync weights when KL(α‖π_k) passes delta nats per completion, at the latest every v batches."""
     return Schedule("budget", v, delta)
 
 
 def certified(v: int) -> Schedule:
-    """Deliver when π_k is certified to be better than α, at the latest every v batches."""
+    """Sync weights when π_k is certified to be better than α, at the latest every v batches."""
     return Schedule("certified", v)
 
 
 def lags(schedule: Schedule, stages: int, batches: int, i: int) -> list[int]:
-    """The lag of each batch of a run, in optimiser updates, when every batch makes i updates (budget and
+    """The lag of each batch of a run, in optimizer updates, when every batch makes i updates (budget and
     certified: where nothing comes before their cap)."""
-    drawn_at: dict[int, int] = {}  # batch -> version of its sampler
+    generated_at: dict[int, int] = {}  # batch -> version of its sampler
     version_served = 0
     lag = []
     for due in schedule.plan(stages, batches):
         version = (due.batch - 1) * i
         if due.reason:
             version_served = version
-        drawn_at.update(dict.fromkeys(due.draws, version_served))
-        lag.append(version - drawn_at[due.batch])
+        generated_at.update(dict.fromkeys(due.to_generate, version_served))
+        lag.append(version - generated_at[due.batch])
     return lag
 
 
 def largest_lag(schedule: Schedule, stages: int, batches: int, i: int) -> int:
-    """The largest lag that a run can show, in optimiser updates."""
+    """The largest lag that a run can show, in optimizer updates."""
     return max(lags(schedule, stages, batches, i))

@@ -69,14 +69,14 @@ class SamplingSettings(Section):
     """Longest completion; a longer one is cut."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longest prompt, including the chat template; a longer one is an error."""
-    rows: int = Field(default=128, ge=1)
+    max_num_seqs: int = Field(default=128, ge=1)
     """Most completions decoded at a time (by each server)."""
-    ahead: bool = True
+    prefetch: bool = True
     """With v > 1, generate the batches up to the next weight sync together. The records stay the same; unfinished
     completions keep their memory while the policy learns."""
-    prove: bool = True
+    parity_check: bool = True
     """After every weight sync, check that sampler and learner compute the same. Off: stale weights go unnoticed."""
-    resample: int = Field(default=0, ge=0)
+    dynamic_sampling: int = Field(default=0, ge=0)
     """Rounds in which further prompts replace groups of equal rewards (DAPO's dynamic sampling)."""
 
 
@@ -90,11 +90,11 @@ class VllmSettings(Section):
     """Python of the environment with vLLM that starts servers; `make vllm-env` makes one."""
     options: tuple[str, ...] = ()
     """Further options of `vllm serve` for started servers."""
-    delivery: Literal["directory", "nccl", "ipc"] = "directory"
+    weight_sync: Literal["directory", "nccl", "ipc"] = "directory"
     """How weights travel: through a directory that both sides see, by NCCL between GPUs, or by CUDA IPC on one GPU."""
     directory: str | None = None
     """Parent of that directory; /dev/shm by default. Servers on other hosts need a shared file system."""
-    in_flight: Literal["finish", "span", "redraw"] = "finish"
+    in_flight: Literal["finish", "span", "regenerate"] = "finish"
     """What a weight sync does with unfinished completions (schedule lagged): finish them first, continue them with the
     new weights so that they span versions, or generate them again."""
     tolerance: float | None = Field(default=None, gt=0)
@@ -105,7 +105,7 @@ class VllmSettings(Section):
     """Seconds until a server must be ready."""
     request_deadline: float = Field(default=600.0, gt=0)
     """Seconds for the completions of one group."""
-    delivery_deadline: float = Field(default=300.0, gt=0)
+    sync_deadline: float = Field(default=300.0, gt=0)
     """Seconds for a server to load weights."""
     control_deadline: float = Field(default=30.0, gt=0)
     """Seconds for any other answer."""
@@ -163,7 +163,9 @@ class ScheduleSettings(Section):
     @model_validator(mode="after")
     def _check_kind(self) -> ScheduleSettings:
         if self.kind != "lagged" and self.v < 1:
-            raise ValueError("v = 0 never delivers: use v of at least 1, or kind = 'lagged' with v = 0 for on-policy")
+            raise ValueError(
+                "v = 0 never syncs weights: use v of at least 1, or kind = 'lagged' with v = 0 for on-policy"
+            )
         if (self.kind == "budget") != (self.delta is not None):
             raise ValueError(f"delta is what kind = 'budget' spends: set both or neither (kind = {self.kind!r})")
         return self
@@ -221,7 +223,7 @@ class OptimizerSettings(Section):
     """Where the float32 masters of bfloat16 weights start. dithered: at a random place in the weight's rounding cell,
     so that weights move from the first update on. plain: at the weight, which then stands still until the sum of
     its steps passes half a spacing (docs/precision.md)."""
-    tokens: int = Field(default=4096, ge=1)
+    micro_batch_tokens: int = Field(default=4096, ge=1)
     """Tokens in a micro-batch: sets the memory, cannot change the gradient."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
@@ -231,9 +233,9 @@ class VerifierSettings(Section):
     workers: int = Field(default=1, ge=1)
     """Processes that judge completions."""
     deadline: float = Field(default=5.0, gt=0)
-    """Seconds for each verdict; then the completion is rejected and the worker replaced."""
-    max_unscored: float = Field(default=0.5, ge=0, le=1)
-    """The run stops when a larger share of a batch is rejected or failed."""
+    """Seconds for each verdict; then the completion is unscored and the worker replaced."""
+    max_without_reward: float = Field(default=0.5, ge=0, le=1)
+    """The run stops when a larger share of a batch is unscored or failed."""
 
 
 class EvaluationSettings(Section):
@@ -275,19 +277,19 @@ class Settings(Section):
                 f"run.score_lag = false leaves out completions that schedule.kind = {self.schedule.kind!r} decides by: "
                 "set it to true"
             )
-        if self.schedule.kind == "certified" and self.sampling.resample:
+        if self.schedule.kind == "certified" and self.sampling.dynamic_sampling:
             raise ValueError(
-                "sampling.resample replaces groups because of their rewards, and what is left certifies nothing about "
-                "alpha: set it to 0 with schedule.kind = 'certified'"
+                "sampling.dynamic_sampling replaces groups because of their rewards, and what is left certifies "
+                "nothing about alpha: set it to 0 with schedule.kind = 'certified'"
             )
         sampling, evaluation, buffer = (
             self.sampling,
             self.evaluation,
             self.objective.overrides.get("overlong_buffer", 0),
         )
-        _check_fit("sampling.G", sampling.G, "sampling.rows", sampling.rows)
+        _check_fit("sampling.G", sampling.G, "sampling.max_num_seqs", sampling.max_num_seqs)
         if evaluation.before_and_after or evaluation.every:
-            _check_fit("evaluation.samples", evaluation.samples, "sampling.rows", sampling.rows)
+            _check_fit("evaluation.samples", evaluation.samples, "sampling.max_num_seqs", sampling.max_num_seqs)
         if buffer > sampling.max_tokens:
             raise ValueError(
                 f"objective.overlong_buffer = {buffer} is more than sampling.max_tokens = {sampling.max_tokens}: it "
@@ -311,7 +313,7 @@ class EvalSettings(Section):
     """Longest completion."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longest prompt, including the chat template."""
-    rows: int = Field(default=128, ge=1)
+    max_num_seqs: int = Field(default=128, ge=1)
     """Most completions decoded at a time."""
     seed: int = 0
     """Seed of every random number."""
@@ -322,7 +324,7 @@ class EvalSettings(Section):
 
     @model_validator(mode="after")
     def _check_rows(self) -> EvalSettings:
-        _check_fit("samples", self.samples, "rows", self.rows)
+        _check_fit("samples", self.samples, "max_num_seqs", self.max_num_seqs)
         return self
 
 

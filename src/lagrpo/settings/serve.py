@@ -31,10 +31,10 @@ class ServeSettings:
     """dtype of its weights and arithmetic."""
     max_model_len: int = SAMPLING.max_prompt_tokens + SAMPLING.max_tokens + 1
     """Longest sequence; a run needs sampling.max_prompt_tokens + sampling.max_tokens + 1."""
-    rows: int = SAMPLING.rows
+    max_num_seqs: int = SAMPLING.max_num_seqs
     """Most completions decoded at a time."""
-    delivery: Literal["directory", "nccl", "ipc"] = VLLM.delivery
-    """How weights will travel (vllm.delivery of the run)."""
+    weight_sync: Literal["directory", "nccl", "ipc"] = VLLM.weight_sync
+    """How weights will travel (vllm.weight_sync of the run)."""
     failures: int = VLLM.failures
     """How often it is started again when it dies."""
     deadline: float = VLLM.start_deadline

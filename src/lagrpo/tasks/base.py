@@ -27,7 +27,7 @@ Ask = Callable[[Any], tuple[str | Messages, Any]]
 
 
 class Unjudgeable(Exception):  # noqa: N818 - not an error of the program: it is one of a completion's three outcomes
-    """The answer cannot be judged, for example because the gold answer cannot be read. The completion is *rejected*: it
+    """The answer cannot be scored, for example because the gold answer cannot be read. The completion is *unscored*: it
     has no reward, which is not a reward of 0."""
 
 

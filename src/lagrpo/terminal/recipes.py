@@ -16,14 +16,14 @@ from lagrpo.objective.recipes import PRESETS
 
 
 def show_recipes(console: Console | None = None) -> None:
-    """Every preset: its name, what is maximised, and who says so."""
+    """Every preset: its name, what is maximized, and who says so."""
     console = console or Console()
     table = Table("name", "formula", "source", box=SIMPLE, header_style="dim", padding=(0, 1, 1, 0))
     table.columns[0].no_wrap = True
     for name, preset in PRESETS.items():
         table.add_row(Text(name, "bold"), Text(preset.formula), Text(preset.source, "dim"))
     console.print(table)
-    console.print(Text("rho = pi/alpha of a token, s of a sequence; A whitened = (r - mu)/sigma, centred = r - mu"))
+    console.print(Text("rho = pi/alpha of a token, s of a sequence; A normalized = (r - mu)/sigma, centered = r - mu"))
     console.print(Text("lagrpo recipes NAME [--code]: one in full     lagrpo train --recipe NAME: train with it"))
 
 
@@ -45,7 +45,7 @@ def show_recipe(name: str, console: Console | None = None) -> None:
         value = getattr(preset.composition, field.name)
         differs = value != field.default
         style = "bold" if differs else "dim"
-        cells = ("*" if differs else "", f"objective.{field.name}", _said(value), _said(field.default))
+        cells = ("*" if differs else "", f"objective.{field.name}", _say(value), _say(field.default))
         table.add_row(*(Text(cell, style if n < 3 else "dim") for n, cell in enumerate(cells)))
     console.print(table)
     console.print(
@@ -65,6 +65,6 @@ def print_code(name: str) -> None:
     print(write_code(name, preset.formula, preset.composition), end="")
 
 
-def _said(value: object) -> str:
+def _say(value: object) -> str:
     """A value as a settings file says it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -56,7 +56,7 @@ class Team:
             text = "%s: computing with %d of %d threads (model.threads fixes the number)"
             logger.info(text, why, threads, self.most)
 
-    def figures(self) -> dict[str, float | None]:
+    def metrics(self) -> dict[str, float | None]:
         """Metrics since the last call: the fewest threads, and the seconds that threads were ready and had no core."""
         before, self._noted, fewest = self._noted, self._read(), self._fewest
         self._fewest = self.threads
@@ -107,9 +107,9 @@ def look() -> None:
         _team.look()
 
 
-def figures() -> dict[str, float | None]:
-    """The metrics of `Team.figures`."""
-    return _team.figures() if _team is not None else {"threads": torch.get_num_threads(), "seconds_waiting": None}
+def metrics() -> dict[str, float | None]:
+    """The metrics of `Team.metrics`."""
+    return _team.metrics() if _team is not None else {"threads": torch.get_num_threads(), "seconds_waiting": None}
 
 
 def describe() -> str:

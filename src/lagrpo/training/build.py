@@ -14,12 +14,12 @@ from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.cpu.build import NoKernels
 from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.backends.memory import keep_freed_memory
-from lagrpo.data.offline import Recorded
+from lagrpo.data.offline import OfflineData
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.embedded import resolve_model
-from lagrpo.policy.learner import Learner, Optimisation
+from lagrpo.policy.learner import Learner, Optimization
 from lagrpo.policy.loading import check_context, check_files, load_policy
 from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import replica
@@ -27,7 +27,7 @@ from lagrpo.policy.templates import Templates
 from lagrpo.sampling.base import Sampler
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import PARITY_PROMPTS, Parity, ParityCheck, ParityError
-from lagrpo.sampling.prefetch import Draws
+from lagrpo.sampling.prefetch import Prefetcher
 from lagrpo.sampling.schedule import Schedule
 from lagrpo.sampling.vllm.connecting import build_vllm, open_servers
 from lagrpo.sampling.vllm.sampler import VllmSampler
@@ -122,9 +122,9 @@ class Parts:
     """with the policy, the recipe and the reference"""
     sampler: Sampler
     evaluator: LocalSampler
-    draws: Draws
+    prefetcher: Prefetcher
     prompts: PromptSource
-    offline: Recorded | None
+    offline: OfflineData | None
     """completions of a file"""
     verifier: Verifier
     schedule: Schedule
@@ -159,12 +159,12 @@ class Parts:
         longest = sampling.max_prompt_tokens + sampling.max_tokens
         policy = build_policy(settings.model, sampling.temperature, longest, templates)
         prompts = build_prompts(settings, task, policy)
-        offline = build_recorded(settings, recipe, policy) if settings.offline.data else None
+        offline = build_offline(settings, recipe, policy) if settings.offline.data else None
         learner = build_learner(settings, recipe, policy)
         sampler = (
             build_vllm(settings, policy, servers)
             if servers
-            else LocalSampler(replica(policy), seed, sampling.max_tokens, sampling.rows)
+            else LocalSampler(replica(policy), seed, sampling.max_tokens, sampling.max_num_seqs)
         )
         return Parts(
             settings=settings,
@@ -173,10 +173,10 @@ class Parts:
             learner=learner,
             sampler=sampler,
             evaluator=build_evaluator(settings, policy),
-            draws=Draws(sampler, prompts.batch, sampling.G),
+            prefetcher=Prefetcher(sampler, prompts.batch, sampling.G),
             prompts=prompts,
             offline=offline,
-            check_parity=build_proof(settings, policy, prompts, sampler) if sampling.prove else None,
+            check_parity=build_parity_check(settings, policy, prompts, sampler) if sampling.parity_check else None,
             schedule=Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.delta),
             verifier=undo.enter_context(build_verifier(settings, task)),
         )
@@ -194,11 +194,11 @@ class Parts:
     @property
     def prefetches(self) -> bool:
         """Whether all batches up to the next weight sync are asked for at once."""
-        return self.settings.sampling.ahead and not self.settings.sampling.resample
+        return self.settings.sampling.prefetch and not self.settings.sampling.dynamic_sampling
 
     def read_offline(self, b: int) -> Sequence[Group]:
         """The groups of batch b that come from a file."""
-        return self.offline.batch(b, recorded_prompts(self.settings)) if self.offline is not None else ()
+        return self.offline.batch(b, offline_prompts(self.settings)) if self.offline is not None else ()
 
     def close(self) -> None:
         """End the workers, the servers that were started, and the process that renders prompts."""
@@ -215,9 +215,9 @@ class Parts:
 
 def build_prompts(settings: Settings, task: Task, policy: Policy) -> PromptSource:
     """The prompts of every batch, all of them tokenized once: one that cannot be asked shows before the run is made."""
-    fresh = settings.schedule.prompts - recorded_prompts(settings)
+    fresh = settings.schedule.prompts - offline_prompts(settings)
     prompts = PromptSource(task, policy, settings.run.seed, fresh, settings.sampling.max_prompt_tokens)
-    prompts.tokenised("train", 0)  # a chat template that cannot be rendered shows here
+    prompts.tokenized("train", 0)  # a chat template that cannot be rendered shows here
     with refusing("task"):
         prompts.check(settings.schedule.stages * settings.schedule.batches)
     return prompts
@@ -227,46 +227,48 @@ def build_learner(settings: Settings, recipe: Recipe, policy: Policy) -> Learner
     """The learner, with a reference where the recipe has a KL term."""
     reference = replica(policy) if recipe.needs_pi_ref else None
     checkpointing = settings.optimizer.activation_checkpointing
-    return Learner(policy, recipe, optimisation(settings), reference, checkpointing, settings.run.entropy)
+    return Learner(policy, recipe, optimization(settings), reference, checkpointing, settings.run.entropy)
 
 
 def build_evaluator(settings: Settings, policy: Policy) -> LocalSampler:
     """What samples for evaluations: the learner's policy itself."""
     s = settings.sampling
-    return LocalSampler(policy, settings.run.seed, s.max_tokens, s.rows, settings.evaluation.temperature, "evaluate")
+    return LocalSampler(
+        policy, settings.run.seed, s.max_tokens, s.max_num_seqs, settings.evaluation.temperature, "evaluate"
+    )
 
 
 def build_verifier(settings: Settings | EvalSettings, task: Task) -> Verifier:
     """The judge of the task in worker processes. Raises SettingsError for one that cannot be sent to them."""
     v = settings.verifier
     with refusing("task", TypeError):
-        return Verifier(task.judge, workers=v.workers, deadline=v.deadline, max_unscored_share=v.max_unscored)
+        return Verifier(task.judge, workers=v.workers, deadline=v.deadline, max_without_reward=v.max_without_reward)
 
 
-def build_proof(settings: Settings, policy: Policy, source: PromptSource, sampler: Sampler) -> ParityCheck:
+def build_parity_check(settings: Settings, policy: Policy, source: PromptSource, sampler: Sampler) -> ParityCheck:
     """What is called after every weight sync (see sampling/parity.py).
 
     Raises:
         SettingsError: the in-process sampler computes something else than the learner.
     """
-    probes = source.probes(PARITY_PROMPTS)
+    parity_prompts = source.parity_prompts(PARITY_PROMPTS)
     if isinstance(sampler, VllmSampler):
-        return ParityCheck(probes, sampler.dtype, settings.vllm.tolerance)
+        return ParityCheck(parity_prompts, sampler.dtype, settings.vllm.tolerance)
     assert isinstance(sampler, LocalSampler)
-    check = ParityCheck(probes, policy.dtype)
+    check = ParityCheck(parity_prompts, policy.dtype)
     with refusing("model.path", ParityError):
         check.start(policy, sampler)
     return check
 
 
-def recorded_prompts(settings: Settings) -> int:
+def offline_prompts(settings: Settings) -> int:
     """How many prompts of each batch come from a file of completions: the share of N, at least one."""
     if settings.offline.data is None:
         return 0
     return max(1, round(settings.offline.share * settings.schedule.prompts))
 
 
-def build_recorded(settings: Settings, recipe: Recipe, policy: Policy) -> Recorded:
+def build_offline(settings: Settings, recipe: Recipe, policy: Policy) -> OfflineData:
     """The completions of settings.offline.data.
 
     Raises:
@@ -275,7 +277,7 @@ def build_recorded(settings: Settings, recipe: Recipe, policy: Policy) -> Record
     sampling = settings.sampling
     with refusing("offline.data"):
         assert settings.offline.data is not None
-        recorded = Recorded(
+        offline_data = OfflineData(
             settings.offline.data,
             policy,
             sampling.G,
@@ -284,23 +286,24 @@ def build_recorded(settings: Settings, recipe: Recipe, policy: Policy) -> Record
             max_prompt_tokens=sampling.max_prompt_tokens,
             reads_logp=recipe.needs_logp_alpha,
         )
-    if recipe.needs_logp_alpha and not recorded.has_logp:
+    if recipe.needs_logp_alpha and not offline_data.has_logp:
         raise SettingsError(
             f"offline.data = {', '.join(settings.offline.data)} does not say how likely its completions were "
             f"(logp_alpha), and recipe {recipe.name!r} reads that; use one that does not, such as reinforce, asymre, "
             "red_drop, red_weight"
         )
-    if recorded.longest > sampling.max_tokens:
+    if offline_data.longest > sampling.max_tokens:
         raise SettingsError(
-            f"offline.data has a completion of {recorded.longest} tokens; sampling.max_tokens is {sampling.max_tokens}"
+            f"offline.data has a completion of {offline_data.longest} tokens; sampling.max_tokens is "
+            f"{sampling.max_tokens}"
         )
-    return recorded
+    return offline_data
 
 
-def optimisation(settings: Settings) -> Optimisation:
+def optimization(settings: Settings) -> Optimization:
     """AdamW and its schedule over all S·M·i updates."""
     o, s = settings.optimizer, settings.schedule
-    return Optimisation(
+    return Optimization(
         lr=o.lr,
         betas=(o.beta1, o.beta2),
         weight_decay=o.weight_decay,

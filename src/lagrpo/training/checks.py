@@ -49,7 +49,7 @@ def _check_exponential(recipe: Recipe, settings: Settings) -> None:
     G, of_range = settings.sampling.G, f"task.reward_range = ({low:g}, {high:g})"
     if G == 1:
         largest, given = high, of_range
-    elif made.advantage in ("whitened", "whitened_unbiased"):
+    elif made.advantage in ("normalized", "normalized_unbiased"):
         largest, given = math.sqrt(G - 1), f"sampling.G = {G}"
     else:
         largest, given = high - low, of_range

@@ -14,7 +14,7 @@ class Clock:
     def __init__(self, tell: Callable[[str], None] = lambda phase: None) -> None:
         self.tell = tell
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.drawn = 0  # sampled tokens that came from the sampler meanwhile, for this batch or a later one
+        self.generated = 0  # sampled tokens that came from the sampler meanwhile, for this batch or a later one
         self._started = time.perf_counter()
 
     @contextmanager

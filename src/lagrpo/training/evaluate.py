@@ -1,10 +1,10 @@
 """pass@k of a policy on the held-out prompts of a task.
 
-Completions are drawn at the sampling temperature, `samples` for each prompt. A completion is right when it has the
+Completions are sampled at the sampling temperature, `samples` for each prompt. A completion is right when it has the
 greatest reward of `task.reward_range`; pass@1 is the share of right ones among the scored, pass@k the unbiased
 estimator. Intervals are for the mean over all the prompts that the held-out ones are drawn from, not for these prompts
-alone. The draws have the same addresses every time, so before and after differ in the policy only, and `change`
-compares them prompt by prompt.
+alone. The random numbers have the same addresses every time, so before and after differ in the policy only, and
+`change` compares them prompt by prompt.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENOUGH_PROMPTS = 50
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """`summary` for people and plots, `records` one row per prompt, `groups` what was drawn."""
+    """`summary` for people and plots, `records` one row per prompt, `groups` what was sampled."""
 
     summary: dict[str, Any]
     records: list[dict[str, Any]]
@@ -56,15 +56,15 @@ def evaluate(
     seed: int,
     reward_range: tuple[float, float] = (0.0, 1.0),
 ) -> Evaluation:
-    """Draw, judge and count.
+    """Generate, judge and count.
 
     Raises:
         ValueError: no prompts.
     """
     if not requests:
         raise ValueError("there are no test prompts to evaluate on")
-    drawn = (group for _, group in sampler.sample(requests, samples))
-    groups = sorted(verifier.judge(drawn), key=lambda group: group.prompt.key)
+    generated = (group for _, group in sampler.sample(requests, samples))
+    groups = sorted(verifier.judge(generated), key=lambda group: group.prompt.key)
     records = [_record(group, reward_range) for group in groups]
     return Evaluation(_summary(records, samples, seed, reward_range), records, groups)
 
@@ -93,8 +93,8 @@ def _summary(
     records: list[dict[str, Any]], samples: int, seed: int, reward_range: tuple[float, float]
 ) -> dict[str, Any]:
     scored = [r for r in records if r["scored"]]
-    unscored = sum(r["samples"] - r["scored"] for r in records)
-    summary: dict[str, Any] = {"prompts": len(records), "samples": samples, "unscored": unscored}
+    without_reward = sum(r["samples"] - r["scored"] for r in records)
+    summary: dict[str, Any] = {"prompts": len(records), "samples": samples, "without_reward": without_reward}
     for name, values in _measures(scored, samples).items():
         if values:
             low, high = _interval(name, list(values.values()), samples, seed, reward_range)
@@ -103,7 +103,7 @@ def _summary(
 
 
 def _measures(scored: list[dict[str, Any]], samples: int) -> dict[str, dict[int, float]]:
-    """The figures of an evaluation, each by prompt."""
+    """The metrics of an evaluation, each by prompt."""
     measures = {"reward_mean": {r["prompt_key"]: r["reward_mean"] for r in scored}}
     for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))}):
         enough = [r for r in scored if r["scored"] >= k]
@@ -114,18 +114,18 @@ def _measures(scored: list[dict[str, Any]], samples: int) -> dict[str, dict[int,
 def _interval(
     name: str, values: list[float], samples: int, seed: int, reward_range: tuple[float, float]
 ) -> tuple[float, float]:
-    """The 95 % interval of a figure: `estimators.clustered_interval` in units of the range, and a bootstrap over
+    """The 95 % interval of a metric: `estimators.clustered_interval` in units of the range, and a bootstrap over
     prompts for a mean of rewards that lie outside it."""
     values_N = torch.tensor(values, dtype=torch.float64)
     low, high = reward_range if name == "reward_mean" else (0.0, 1.0)
     if not all(low <= value <= high for value in values):
         return bootstrap_interval(values_N, seed=seed)
-    ends = clustered_interval((values_N - low) / (high - low), _draws(name, samples))
+    ends = clustered_interval((values_N - low) / (high - low), _tries(name, samples))
     return low + ends[0] * (high - low), low + ends[1] * (high - low)
 
 
-def _draws(name: str, samples: int) -> float:
-    """How many independent tries of a figure the samples of a prompt hold: pass@k takes k for one."""
+def _tries(name: str, samples: int) -> float:
+    """How many independent tries of a metric the samples of a prompt hold: pass@k takes k for one."""
     return samples / (1 if name == "reward_mean" else int(name.removeprefix("pass_at_")))
 
 
@@ -139,7 +139,7 @@ def change(before: Evaluation, after: Evaluation) -> dict[str, float]:
         both = sorted(old[name].keys() & new[name].keys())
         if both:
             b_N, a_N = (torch.tensor([m[name][key] for key in both], dtype=torch.float64) for m in (old, new))
-            low, high = paired_interval(b_N, a_N, _draws(name, samples))
+            low, high = paired_interval(b_N, a_N, _tries(name, samples))
             difference = float(a_N.mean() - b_N.mean())
             found |= {f"{name}_change": difference, f"{name}_change_low": low, f"{name}_change_high": high}
     return found
@@ -161,7 +161,7 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
 
     Raises:
         SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
-        VerifierError: too many completions could not be judged.
+        VerifierError: too many completions could not be scored.
     """
     check_evaluation(settings)
     task = build_task(settings.task, settings.seed)
@@ -183,7 +183,7 @@ def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
         prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens)
         requests = prompts.held_out(settings.prompts or task.size("test"))
     print(f"computing with {policy.model.computation}; decoding {policy.model.decoding}", file=sys.stderr, flush=True)
-    sampler = LocalSampler(policy, settings.seed, settings.max_tokens, settings.rows, purpose="evaluate")
+    sampler = LocalSampler(policy, settings.seed, settings.max_tokens, settings.max_num_seqs, purpose="evaluate")
     with build_verifier(settings, task) as verifier:
         scale = settings.task.reward_range
         return evaluate(sampler, verifier, requests, settings.samples, settings.seed, scale)
@@ -255,8 +255,8 @@ def _print(summary: dict[str, Any], output: Path) -> None:
     names = [name for name in summary if f"{name}_low" in summary]
     for name in names if summary.get("reward_mean") != summary.get("pass_at_1") else names[1:]:
         print(f"  {interval(summary, name)}")
-    if summary["unscored"]:
-        print(f"  {summary['unscored']} completions could not be judged and are not counted")
+    if summary["without_reward"]:
+        print(f"  {summary['without_reward']} completions could not be scored and are not counted")
     print("  intervals: for the mean over all the prompts that these were drawn from")
     if warning := few_prompts(summary["prompts"]):
         print(f"  {warning}")
@@ -264,7 +264,7 @@ def _print(summary: dict[str, Any], output: Path) -> None:
 
 
 def interval(summary: Mapping[str, Any], name: str) -> str:
-    """One figure of a summary with its interval, for people.
+    """One metric of a summary with its interval, for people.
 
     >>> interval({"pass_at_1": 0.5, "pass_at_1_low": 0.25, "pass_at_1_high": 0.7}, "pass_at_1")
     'pass@1       50.0%   95 % interval 25.0% to 70.0%'

@@ -12,14 +12,14 @@ from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.backends.logprobs import CHUNK_LOGITS
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.configs import read_config
-from lagrpo.policy.loading import refuse
+from lagrpo.policy.loading import check_supported
 from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import Replica
 from lagrpo.sampling.parity import Parity
 from lagrpo.sampling.schedule import Schedule, largest_lag
 from lagrpo.sampling.vllm.connecting import deadlines
 from lagrpo.settings.schema import Settings
-from lagrpo.training.build import loading, recorded_prompts
+from lagrpo.training.build import loading, offline_prompts
 from lagrpo.training.lag import CAP
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -53,13 +53,13 @@ def meaning(
         f"recipe      {recipe.name}: {recipe.formula}" + _changes(settings),
         f"batch       {s.prompts} prompts x {sampling.G} completions = {per_batch:,} samples, used for "
         f"{count_of(s.i, 'update')} (i = {s.i}){_from_file(settings)}",
-        f"schedule    {_deliveries(settings)}",
+        f"schedule    {_weight_syncs(settings)}",
         *_certificate(settings),
         *_sampler(settings),
         f"run         {count_of(s.stages, 'stage')} x {count_of(s.batches, 'batch', 'es')} = "
         f"{count_of(batches * s.i, 'update')}, {batches * per_batch:,} samples",
         f"tokens      at most {per_batch * sampling.max_tokens:,} sampled per batch, "
-        f"{settings.optimizer.tokens:,} in a micro-batch",
+        f"{settings.optimizer.micro_batch_tokens:,} in a micro-batch",
         f"memory      at most about {_size(sum(memory.values()))}: "
         + ", ".join(f"{name} {_size(size)}" for name, size in memory.items()),
         f"arithmetic  {dtype} ({why}) on {policy.device if policy else settings.model.device}"
@@ -74,7 +74,7 @@ def certifiable(settings: Settings) -> float:
     """The largest lower bound on J(pi_k) - J(alpha) that a batch can certify: all its completions have reward
     1 and a ratio of at least C. Where it is not positive, no batch certifies anything, whatever the policies do."""
     s = settings.schedule
-    n = (s.prompts - recorded_prompts(settings)) * settings.sampling.G
+    n = (s.prompts - offline_prompts(settings)) * settings.sampling.G
     return CAP - 1 - 7 * CAP * math.log(2 / s.doubt) / (3 * (n - 1)) if n > 1 else -1.0
 
 
@@ -86,17 +86,17 @@ def _certificate(settings: Settings) -> list[str]:
     largest = certifiable(settings)
     if largest <= 0:
         return [
-            "certified   WARNING: never; so few completions in a batch certify nothing, so that all deliveries are "
+            "certified   WARNING: never; so few completions in a batch certify nothing, so that all weight syncs are "
             "those at the latest: raise schedule.prompts or sampling.G"
         ]
     least = CAP - 1 - largest
     return [
-        f"certified   J(pi_k) > J(alpha) with {s.confidence:.0%} over the batches of a delivery; a batch certifies no "
-        f"gain below {least:.3f} of the range of rewards, and where they vary none below about twice that"
+        f"certified   J(pi_k) > J(alpha) with {s.confidence:.0%} over the batches of a weight sync; a batch certifies "
+        f"no gain below {least:.3f} of the range of rewards, and where they vary none below about twice that"
     ]
 
 
-def _deliveries(settings: Settings) -> str:
+def _weight_syncs(settings: Settings) -> str:
     """When the sampler gets new weights, and how far it can fall behind."""
     s = settings.schedule
     schedule = Schedule(s.kind, s.v, s.delta)
@@ -108,20 +108,24 @@ def _deliveries(settings: Settings) -> str:
         when = f"when a batch certifies J(pi_k) > J(alpha), at the latest {when}"
     updates = count_of(s.i if always else s.v * s.i, "update")
     lag = count_of(largest_lag(schedule, s.stages, s.batches, s.i), "update")
-    return f"{schedule}: new weights {when}, {updates} per delivery; largest possible lag {lag}"
+    return f"{schedule}: new weights {when}, {updates} per weight sync; largest possible lag {lag}"
 
 
 def _sampler(settings: Settings) -> list[str]:
-    """Who draws, how weights get there, and how long anything is waited for: of the vLLM sampler."""
+    """Who samples, how weights get there, and how long anything is waited for: of the vLLM sampler."""
     v = settings.vllm
     if settings.sampling.sampler == "local":
-        return [] if settings.sampling.prove else ["proof       off (sampling.prove = false)"]
+        return [] if settings.sampling.parity_check else ["parity      off (sampling.parity_check = false)"]
     who = ", ".join(v.urls) if v.urls else f"{count_of(v.servers, 'server')} started with {v.python}"
     tolerance = f"{v.tolerance:g} nats" if v.tolerance else "that of the dtype"
-    proof = f"mean difference at most {tolerance}" if settings.sampling.prove else "off (sampling.prove = false)"
+    parity_check = (
+        f"mean difference at most {tolerance}"
+        if settings.sampling.parity_check
+        else "off (sampling.parity_check = false)"
+    )
     return [
-        f"sampler     vLLM: {who}; weights by {v.delivery}, {_IN_FLIGHT[v.in_flight]}",
-        f"proof       {proof}; at most {count_of(v.failures, 'failure')} of servers",
+        f"sampler     vLLM: {who}; weights by {v.weight_sync}, {_IN_FLIGHT[v.in_flight]}",
+        f"parity      {parity_check}; at most {count_of(v.failures, 'failure')} of servers",
         f"deadlines   {deadlines(v)}",
     ]
 
@@ -129,13 +133,13 @@ def _sampler(settings: Settings) -> list[str]:
 _IN_FLIGHT = {
     "finish": "completions under way are waited for",
     "span": "completions under way go on with the new weights and span versions",
-    "redraw": "completions under way are drawn again",
+    "regenerate": "completions under way are generated again",
 }
 
 
 def _from_file(settings: Settings) -> str:
-    recorded = recorded_prompts(settings)
-    return f"; {count_of(recorded, 'prompt')} of them from {', '.join(settings.offline.data or ())}" if recorded else ""
+    offline = offline_prompts(settings)
+    return f"; {count_of(offline, 'prompt')} of them from {', '.join(settings.offline.data or ())}" if offline else ""
 
 
 def _fused(settings: Settings, config: Any, policy: Policy | None) -> bool:
@@ -165,9 +169,11 @@ def expected_memory(
     layers, _, kv_heads, d = Shape.of(config)
     per_token = 2 * layers * kv_heads * d * size
     sampling, prompts = settings.sampling, settings.schedule.prompts
-    tokens_held = sampling.rows * sampling.max_tokens + sampling.rows // sampling.G * sampling.max_prompt_tokens
+    tokens_held = (
+        sampling.max_num_seqs * sampling.max_tokens + sampling.max_num_seqs // sampling.G * sampling.max_prompt_tokens
+    )
     of_a_batch = prompts * (sampling.max_prompt_tokens + sampling.G * sampling.max_tokens)
-    learned = min(settings.optimizer.tokens, of_a_batch)
+    learned = min(settings.optimizer.micro_batch_tokens, of_a_batch)
     numbers, head = learned * config.vocab_size, config.vocab_size * config.hidden_size
     by_pytorch = 4 * (4 * min(CHUNK_LOGITS, numbers) + head)
     by_kernels = size * min(KEPT_LOGITS + KERNEL_LOGITS, numbers) + (4 + size) * head
@@ -208,7 +214,7 @@ def _sizes(settings: Settings) -> tuple[Any, int]:
 
     with loading(settings.model):
         config = read_config(resolve_model(settings.model.path))
-        refuse(config)
+        check_supported(config)
         with torch.device("meta"):
             return config, _parameters(AutoModelForCausalLM.from_config(config))
 

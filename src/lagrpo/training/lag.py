@@ -1,9 +1,9 @@
-"""How far a batch is from its theory's conditions: the figures of the lag, from log π_k and log α of its completions.
+"""How far a batch is from its theory's conditions: the lag metrics, from log π_k and log α of its completions.
 
-Everything here speaks of the policy π_k at the start of the batch, against α that drew it, over every scored completion
-whose log α is known, in groups that the loss leaves out too. A mean over what the loss computes would be that of
-a subset, chosen by its rewards. ρ = π_k/α of a *whole completion* unless said otherwise. docs/theory.md says what each
-figure estimates and how its variance grows.
+Everything here speaks of the policy π_k at the start of the batch, against α that sampled it, over every scored
+completion whose log α is known, in groups that the loss leaves out too. A mean over what the loss computes would be
+that of a subset, chosen by its rewards. ρ = π_k/α of a *whole completion* unless said otherwise. docs/theory.md says
+what each metric estimates and how its variance grows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KEYS = (
     *(f"{step}_{key}" for step in ("lag", "step") for key in BOUND_KEYS),
     "lag_certified",
 )
-"""Every figure of `lag_figures`."""
+"""Every metric of `lag_metrics`."""
 
 
 def sequence_log_ratio(batch: Batch, rows: Sequence[MicroBatch], logp_T: Sequence[Tensor] | None = None) -> Tensor:
@@ -90,7 +90,7 @@ def completion_columns(batch: Batch, rows: Sequence[MicroBatch], eps_std: float)
     return columns
 
 
-def lag_figures(
+def lag_metrics(
     batch: Batch,
     rows: Sequence[MicroBatch],
     eps_std: float,
@@ -98,24 +98,24 @@ def lag_figures(
     after_T: Sequence[Tensor] | None = None,
     delta: float | None = None,
 ) -> Row:
-    """The figures of a batch, for its metrics: all KEYS, None where there is no such number. Those of the lag are there
+    """The lag metrics of a batch: all KEYS, None where there is no such number. Those of the lag are there
     only where `rows` hold every scored completion whose log α is known. `after_T` are the log-probs of the rows under π
     after the updates, where somebody computed them: then the two sides of the bounds are also given for the step from
     π_k to π. `delta` is the chance of a certificate that is wrong, None for no certificate."""
-    figures: Row = dict.fromkeys(KEYS) | sigma_figures(batch, eps_std)
+    metrics: Row = dict.fromkeys(KEYS) | sigma_metrics(batch, eps_std)
     log_ratio_C = sequence_log_ratio(batch, rows)
     known_C = _known(batch)
     if not bool(known_C.any()) or bool(log_ratio_C[known_C].isnan().any()):
-        return figures
-    figures |= divergence_figures(log_ratio_C[known_C], sequence_kl(batch, rows)[known_C])
+        return metrics
+    metrics |= divergence_metrics(log_ratio_C[known_C], sequence_kl(batch, rows)[known_C])
     alpha_C = torch.where(known_C, torch.zeros_like(log_ratio_C), log_ratio_C)
-    figures |= bound_figures("lag", batch, log_ratio_C, alpha_C, eps_std, reward_range)
+    metrics |= bound_metrics("lag", batch, log_ratio_C, alpha_C, eps_std, reward_range)
     if delta is not None:
-        figures["lag_certified"] = certified(batch, rows, reward_range, delta)
+        metrics["lag_certified"] = certified(batch, rows, reward_range, delta)
     if after_T is not None:
         after_C = sequence_log_ratio(batch, rows, after_T)
-        figures |= bound_figures("step", batch, after_C, log_ratio_C, eps_std, reward_range)
-    return figures
+        metrics |= bound_metrics("step", batch, after_C, log_ratio_C, eps_std, reward_range)
+    return metrics
 
 
 def spent(batch: Batch, rows: Sequence[MicroBatch]) -> float | None:
@@ -140,9 +140,9 @@ def certified(
     batch: Batch, rows: Sequence[MicroBatch], reward_range: tuple[float, float], delta: float
 ) -> float | None:
     """A lower bound on J(π_k) - J(α), in units of the range, that is wrong with a chance of at most `delta`:
-    `bounds.certified_improvement` with cap CAP over the completions that the sampler drew for this batch, J the mean
-    over its prompts. A completion that could not be judged counts as one of the least reward, since leaving it out
-    could select. Recorded completions do not take part: π_k may have learned from them.
+    `bounds.certified_improvement` with cap CAP over the completions that the sampler generated for this batch, J the
+    mean over its prompts. A completion that could not be scored counts as one of the least reward, since leaving it out
+    could select. Offline completions do not take part: π_k may have learned from them.
 
     None where there are fewer than two, one of them was not computed, or a reward lies outside the range."""
     low, high = reward_range
@@ -161,7 +161,7 @@ def certified(
     return float(bounds.certified_improvement(scaled, torch.tensor([log_ratios]).double(), CAP, delta))
 
 
-def divergence_figures(log_ratio_C: Tensor, kl_C: Tensor) -> Row:
+def divergence_metrics(log_ratio_C: Tensor, kl_C: Tensor) -> Row:
     """Sequence-level divergences of π_k and α, from log ρ and the token-wise KL estimate of each completion [C]. The
     interval of TV is for these prompts."""
     tv_C = divergences.tv_terms(log_ratio_C, divergences.prefers_bounded(log_ratio_C))
@@ -176,7 +176,7 @@ def divergence_figures(log_ratio_C: Tensor, kl_C: Tensor) -> Row:
     }
 
 
-def sigma_figures(batch: Batch, eps_std: float) -> Row:
+def sigma_metrics(batch: Batch, eps_std: float) -> Row:
     """σ_{α,r,ε} of the scored groups: its mean, and how many lie in each tenth of [0, 1/2]."""
     values = [float(sigma(rewards, eps_std)) for _, rewards in _rewards(batch)]
     if not values:
@@ -185,7 +185,7 @@ def sigma_figures(batch: Batch, eps_std: float) -> Row:
     return dict(zip(SIGMA_KEYS, [sum(values) / len(values), *counts], strict=True))
 
 
-def bound_figures(
+def bound_metrics(
     name: str,
     batch: Batch,
     log_ratio_C: Tensor,
@@ -196,8 +196,9 @@ def bound_figures(
     """The two sides of the bounds on J(π) - J(π_k), as means over the groups of two or more whose log α is known, in
     units of the range.
 
-    `lag_…` is the step from α to π_k (Corollary 1 with α in the place of its π_k): what was gained since the delivery.
-    `step_…` is the step from π_k to π after the updates. The last three are None where a reward is outside the range.
+    `lag_…` is the step from α to π_k (Corollary 1 with α in the place of its π_k): what was gained since the weight
+    sync. `step_…` is the step from π_k to π after the updates. The last three are None where a reward is outside the
+    range.
 
         ess           effective number of completions, (Σρ)² / Σρ² with ρ = π/α
         reliable      1 where ess is at least ENOUGH and the improvement is possible, in [-1, 1]; else 0
@@ -206,8 +207,8 @@ def bound_figures(
         identity      s·L_α(π) - TV(π_k, α): unbiased for the right side of the identity bound
     """
     known_C = log_ratio_C[~log_ratio_C.isnan()]
-    figures: Row = dict.fromkeys(f"{name}_{key}" for key in BOUND_KEYS)
-    figures[f"{name}_ess"] = ess = float(divergences.ess((known_C - known_C.max()).exp()))
+    metrics: Row = dict.fromkeys(f"{name}_{key}" for key in BOUND_KEYS)
+    metrics[f"{name}_ess"] = ess = float(divergences.ess((known_C - known_C.max()).exp()))
     bounded = [divergences.prefers_bounded(log_C[~log_C.isnan()]) for log_C in (log_ratio_C, log_ratio_k_C)]
     found = []
     for members, rewards in _rewards(batch):
@@ -215,16 +216,16 @@ def bound_figures(
         if len(members) < 2 or bool(log_ratio.isnan().any()):
             continue
         if bool((rewards < reward_range[0]).any() or (rewards > reward_range[1]).any()) or eps_std > 0.75:
-            return figures
+            return metrics
         scaled = bounds.scaled(rewards, *reward_range)
         side = bounds.sampled(scaled, log_ratio, log_ratio_k, eps_std, *bounded)
         gain_k = bounds.sampled(scaled, log_ratio_k, log_ratio_k, eps_std).gain
         found.append((float(side.gain - gain_k), float(side.theorem1), float(side.identity_bound)))
     if not found:
-        return figures
+        return metrics
     means = [sum(values) / len(found) for values in zip(*found, strict=True)]
-    figures |= {f"{name}_{key}": mean for key, mean in zip(BOUND_KEYS[2:], means, strict=True)}
-    return figures | {f"{name}_reliable": int(ess >= ENOUGH and abs(means[0]) <= 1)}
+    metrics |= {f"{name}_{key}": mean for key, mean in zip(BOUND_KEYS[2:], means, strict=True)}
+    return metrics | {f"{name}_reliable": int(ess >= ENOUGH and abs(means[0]) <= 1)}
 
 
 def _known(batch: Batch) -> Tensor:

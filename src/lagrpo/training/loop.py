@@ -58,16 +58,16 @@ def iterative_grpo(a: Parts, state: LoopState, tell: Callable[[str], None] = lam
             reason = "start" if state.alpha < 0 else due.reason
             if reason:  # 8
                 state, synced = state.after_sync(policy.version), sync_weights(a, clock)  # 9   α <- π_θ
-            state = state.after_request(due.draws)
-            a.draws.ask(due.draws, state.alpha)  # 7, 10   prompts of D_b, y ~ α
-            groups = judge_groups(a, clock, chain(a.read_offline(b), a.draws.take(b)))  # 11   r(x, y)
-            groups = replace_flat(a, state, clock, a.draws.in_order(b, groups))
+            state = state.after_request(due.to_generate)
+            a.prefetcher.ask(due.to_generate, state.alpha)  # 7, 10   prompts of D_b, y ~ α
+            groups = judge_groups(a, clock, chain(a.read_offline(b), a.prefetcher.take(b)))  # 11   r(x, y)
+            groups = replace_flat(a, state, clock, a.prefetcher.in_order(b, groups))
             clock.tell("learning")
             a.sampler.rest()
             version = policy.version
             with clock("learning"):
                 batch = assemble(groups, learner.recipe, settings.sampling.max_tokens, settings.run.seed, b)  # 12-13
-                fresh = learner.pack(batch, settings.optimizer.tokens)
+                fresh = learner.pack(batch, settings.optimizer.micro_batch_tokens)
             rest = score_rest(a, clock, batch, fresh)
             with clock("learning"):
                 rows, updates = update(a, batch, fresh, i)  # 14-15   Eq. 7 or 8
@@ -83,15 +83,15 @@ def iterative_grpo(a: Parts, state: LoopState, tell: Callable[[str], None] = lam
 def sync_weights(a: Parts, clock: Clock) -> Mapping[str, float]:
     """α <- π_θ, checked; returns the metrics of the sync and of the parity check."""
     policy = a.learner.policy
-    clock.tell("delivery")
+    clock.tell("weight_sync")
     with clock("sampling"):
-        a.draws.before_delivery()
-    clock.drawn += a.draws.read()[1]
-    with clock("delivery"):
-        cost = a.sampler.deliver(policy.weights, policy.version)
-        a.draws.delivered(policy.version)
+        a.prefetcher.before_sync()
+    clock.generated += a.prefetcher.read()[1]
+    with clock("sync"):
+        cost = a.sampler.sync_weights(policy.weights, policy.version)
+        a.prefetcher.on_sync(policy.version)
         checked = a.check_parity(policy, a.sampler) if a.check_parity is not None else {}
-        return {**cost, **a.learner.delivered(), **checked}
+        return {**cost, **a.learner.on_sync(), **checked}
 
 
 def judge_groups(a: Parts, clock: Clock, groups: Iterator[Group]) -> list[Group]:
@@ -99,20 +99,20 @@ def judge_groups(a: Parts, clock: Clock, groups: Iterator[Group]) -> list[Group]
     clock.tell("sampling")
     with clock("judging"):
         done = list(a.verifier.judge(groups))
-    seconds, tokens = a.draws.read()
+    seconds, tokens = a.prefetcher.read()
     clock.move("judging", "sampling", seconds)
-    clock.drawn += tokens
+    clock.generated += tokens
     return done
 
 
 def replace_flat(a: Parts, state: LoopState, clock: Clock, groups: list[Group]) -> list[Group]:
     """DAPO's dynamic sampling, bounded: groups without a signal make way for groups of further prompts with one."""
     b, taken = state.batch + 1, 0
-    for _ in range(a.settings.sampling.resample):
+    for _ in range(a.settings.sampling.dynamic_sampling):
         flat = [n for n, group in enumerate(groups) if group.source == "sampler" and is_flat(group)]
         if not flat:
             break
-        more = judge_groups(a, clock, a.draws.more(a.prompts.extra(b, taken, len(flat)), state.alpha))
+        more = judge_groups(a, clock, a.prefetcher.more(a.prompts.extra(b, taken, len(flat)), state.alpha))
         taken += len(flat)
         for n, group in zip(flat, (group for group in more if not is_flat(group)), strict=False):
             groups[n] = group
@@ -135,7 +135,7 @@ def score_rest(a: Parts, clock: Clock, batch: Batch, rows: Sequence[FreshMicroBa
         return []
     learner, version = a.learner, a.learner.policy.version
     with clock("scoring"):
-        rest = left_out(batch, rows, a.settings.optimizer.tokens, learner.policy.device)
+        rest = left_out(batch, rows, a.settings.optimizer.micro_batch_tokens, learner.policy.device)
         completions = [batch.completion(c) for micro in rest for c in micro.members]
         own = a.one_program and all(bool((c.versions[c.sampled] == version).all()) for c in completions)
         known = [micro.logp_alpha_T for micro in rest if micro.logp_alpha_T is not None]

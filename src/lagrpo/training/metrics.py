@@ -1,4 +1,4 @@
-"""The figures of a batch: one flat dict, for metrics.jsonl, the display and every tracker alike. Every line of every
+"""The metrics of a batch: one flat dict, for metrics.jsonl, the display and every tracker alike. Every line of every
 run has the same keys, and its values are numbers or None."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 from lagrpo.types import Completion
 
-AT_ONCE = 1e-3  # seconds: what took less to come was drawn before
+AT_ONCE = 1e-3  # seconds: what took less to come was sampled before
 
 
 def batch_metrics(step: Step) -> dict[str, Any]:
@@ -27,11 +27,11 @@ def batch_metrics(step: Step) -> dict[str, Any]:
         "stage": step.stage,
         "batch": step.b,
         "version": step.version,
-        "delivered": int(bool(step.reason)),
+        "synced": int(bool(step.reason)),
         **_lag(completions, step.version),
         **_outcomes(completions),
         "zero_variance_share": sum(flat) / len(flat) if flat else None,
-        **_objective_figures(first),
+        **_objective_metrics(first),
         **_clip_shares(first),
         **{f"{name}_last": share for name, share in _clip_shares(last).items()},
         "loss": last.get("loss"),
@@ -42,18 +42,18 @@ def batch_metrics(step: Step) -> dict[str, Any]:
     }
 
 
-SAMPLER_FIGURES = (
-    "moved_delivered",
-    *("probe_mean", "probe_max", "probe_kl", "probe_telling"),
-    *("delivery_bytes", "seconds_writing", "seconds_paused", "seconds_drawing", "recoveries", "redrawn"),
+SAMPLER_METRICS = (
+    "moved_synced",
+    *("parity_mean", "parity_max", "parity_kl", "parity_telling"),
+    *("sync_bytes", "seconds_writing", "seconds_paused", "seconds_generating", "recoveries", "regenerated"),
 )
 
 
-def sampler_figures(delivery: Mapping[str, float], sampling: Mapping[str, float]) -> dict[str, float | None]:
-    """What the last delivery cost and proved, and what happened to the sampler since the batch before: the same keys
-    whichever sampler it is, None where there is no such figure."""
-    known = {**delivery, **sampling}
-    return {name: known.get(name) for name in SAMPLER_FIGURES}
+def sampler_metrics(weight_sync: Mapping[str, float], sampling: Mapping[str, float]) -> dict[str, float | None]:
+    """What the last weight sync cost and checked, and what happened to the sampler since the batch before: the same
+    keys whichever sampler it is, None where there is no such metric."""
+    known = {**weight_sync, **sampling}
+    return {name: known.get(name) for name in SAMPLER_METRICS}
 
 
 def _lag(completions: Sequence[Completion], version: int) -> dict[str, float | None]:
@@ -71,7 +71,7 @@ def _outcomes(completions: Sequence[Completion]) -> dict[str, float | None]:
     count = len(completions)
     return {
         "completions": count,
-        "rejected": kinds["rejected"],
+        "unscored": kinds["unscored"],
         "failed": kinds["failed"],
         "reward_mean": float(rewards.mean()) if len(rewards) else None,
         "reward_std": float(rewards.std(correction=0)) if len(rewards) else None,
@@ -81,18 +81,18 @@ def _outcomes(completions: Sequence[Completion]) -> dict[str, float | None]:
 
 
 def _pace(clock: Clock, sampled: int, learned: float) -> dict[str, float | None]:
-    seconds = {phase: clock.seconds[phase] for phase in ("sampling", "judging", "learning", "scoring", "delivery")}
+    seconds = {phase: clock.seconds[phase] for phase in ("sampling", "judging", "learning", "scoring", "sync")}
     return {
         **{f"seconds_{phase}": spent for phase, spent in seconds.items()},
         "seconds_total": clock.total,
         "tokens_sampled": sampled,
         "tokens_learned": learned,
-        "tokens_per_s_sampling": clock.drawn / seconds["sampling"] if seconds["sampling"] > AT_ONCE else None,
+        "tokens_per_s_sampling": clock.generated / seconds["sampling"] if seconds["sampling"] > AT_ONCE else None,
         "tokens_per_s_learning": learned / seconds["learning"] if seconds["learning"] else None,
     }
 
 
-def _objective_figures(sums: dict[str, float]) -> dict[str, float | None]:
+def _objective_metrics(sums: dict[str, float]) -> dict[str, float | None]:
     """Means over the tokens of the objective, from the sums of core.loss.diagnostics."""
     tokens, known = sums.get("tokens"), sums.get("tokens_alpha")
 

@@ -38,9 +38,9 @@ from lagrpo.training.build import Parts, without_progress_bars
 from lagrpo.training.checks import check_settings
 from lagrpo.training.evaluate import Evaluation, change, evaluate, few_prompts, interval
 from lagrpo.training.explain import count_of, meaning
-from lagrpo.training.lag import completion_columns, lag_figures, lag_is_complete
+from lagrpo.training.lag import completion_columns, lag_is_complete, lag_metrics
 from lagrpo.training.loop import Step, iterative_grpo
-from lagrpo.training.metrics import batch_metrics, sampler_figures
+from lagrpo.training.metrics import batch_metrics, sampler_metrics
 from lagrpo.training.observers import Observer, Observers, Status
 from lagrpo.training.warnings import Warnings
 from lagrpo.verify import VerifierError
@@ -82,9 +82,9 @@ def train(
 
     Raises:
         SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
-        ParityError, VersionError: the sampler does not draw from the policy that the schedule announced.
+        ParityError, VersionError: the sampler does not sample from the policy that the schedule announced.
         SamplerError: the vLLM servers are gone for good.
-        VerifierError: too many completions could not be judged.
+        VerifierError: too many completions could not be scored.
         FloatingPointError: a gradient is not finite.
     """
     settings = settings if isinstance(settings, Settings) else load_settings(settings)
@@ -203,12 +203,12 @@ class Training:
         """The metrics of a batch. Metrics of the lag are null where the run leaves out completions that they need."""
         s, recipe = self.settings, self.parts.learner.recipe
         rows, after_T = (step.rows, step.after_T) if lag_is_complete(s, recipe) else ((), None)
-        delta = None if s.sampling.resample else s.schedule.doubt
+        delta = None if s.sampling.dynamic_sampling else s.schedule.doubt
         return (
             batch_metrics(step)
-            | sampler_figures(step.sync, step.sampling)
-            | lag_figures(step.batch, rows, recipe.composition.eps_std, s.task.reward_range, after_T, delta)
-            | team.figures()
+            | sampler_metrics(step.sync, step.sampling)
+            | lag_metrics(step.batch, rows, recipe.composition.eps_std, s.task.reward_range, after_T, delta)
+            | team.metrics()
         )
 
     def evaluate(self, name: str) -> None:

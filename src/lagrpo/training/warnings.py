@@ -33,7 +33,7 @@ class Warnings:
         return list(found.values())
 
     def _find(self, step: Step) -> Iterator[tuple[str, str]]:
-        share = step.sync.get("moved_delivered")
+        share = step.sync.get("moved_synced")
         if step.reason and self._pushed and share is not None and share < STILL:
             yield "standstill", self._standstill(step.alpha, share)
         if self.settings.schedule.kind == "certified" and step.reason == "cap":
@@ -43,14 +43,14 @@ class Warnings:
             yield "repetition", self._repetition(step.b)
 
     def _standstill(self, version: int, share: float) -> str:
-        remedies = ["a larger optimizer.lr", "more updates per delivery (schedule.v, schedule.i)"]
+        remedies = ["a larger optimizer.lr", "more updates per weight sync (schedule.v, schedule.i)"]
         if self.dtype == "bfloat16":
             plain = self.settings.optimizer.masters == "plain"
             remedies = ['optimizer.masters = "dithered"'] * plain + remedies + ['model.dtype = "float32"']
         return (
-            f"the delivery of version {version} changes {share:.4%} of the sampler's weights, less than 1 in 10,000: "
-            f"its steps are lost in the rounding to {self.dtype}, and the sampler draws as before. What helps: "
-            f"{', '.join(remedies)}. See docs/precision.md; said once"
+            f"the weight sync of version {version} changes {share:.4%} of the sampler's weights, less than 1 in "
+            f"10,000: its steps are lost in the rounding to {self.dtype}, and the sampler generates as before. What "
+            f"helps: {', '.join(remedies)}. See docs/precision.md; said once"
         )
 
     def _no_certificate(self) -> str:

@@ -1,4 +1,4 @@
-"""Judging completions in worker processes, each with a deadline: scored, or rejected with a reason."""
+"""Judging completions in worker processes, each with a deadline: scored, or unscored with a reason."""
 
 from __future__ import annotations
 

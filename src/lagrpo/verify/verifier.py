@@ -1,7 +1,7 @@
 """Judge completions in worker processes, each with a deadline.
 
 Every completion ends in one of three outcomes (see `lagrpo.types.Outcome`). An exception, a crash, a hang or a reward
-that is no finite number makes that one completion *rejected*, with its reason; its worker is replaced if need be, and
+that is no finite number makes that one completion *unscored*, with its reason; its worker is replaced if need be, and
 the others are judged as usual. When more than a stated share of a batch has no reward, the run stops.
 """
 
@@ -41,7 +41,7 @@ class Verifier:
         judge: (text, gold) -> reward, picklable by reference.
         workers: number of processes; by default the number of CPUs at hand, at most 4.
         deadline: seconds for one completion.
-        max_unscored_share: largest share of a batch's completions without a reward (rejected or failed).
+        max_without_reward: largest share of a batch's completions without a reward (unscored or failed).
 
     The processes start in the background at once, and run until `close` or the end of the `with` block.
 
@@ -50,11 +50,11 @@ class Verifier:
     """
 
     def __init__(
-        self, judge: Judge, *, workers: int | None = None, deadline: float = 5.0, max_unscored_share: float = 0.5
+        self, judge: Judge, *, workers: int | None = None, deadline: float = 5.0, max_without_reward: float = 0.5
     ) -> None:
         refuse_in_worker()
         self.deadline = deadline
-        self.max_unscored_share = max_unscored_share
+        self.max_without_reward = max_without_reward
         self._workers = workers or cores.limit_threads(4, cores.read_quota(), cores.count_cores())
         self._judge = pickle_judge(judge)
         self._context = WorkerContext(self._judge)
@@ -70,7 +70,7 @@ class Verifier:
         are done. A completion that has an outcome already (it failed) keeps it.
 
         Raises:
-            VerifierError: more than `max_unscored_share` of the completions got no reward (raised after every group was
+            VerifierError: more than `max_without_reward` of the completions got no reward (raised after every group was
                 yielded, or earlier, once 64 completions have an outcome), or no worker can judge.
         """
         pending: deque[tuple[Group, list[_Job | None]]] = deque()
@@ -85,7 +85,7 @@ class Verifier:
         finally:
             for job in (job for _, jobs in pending for job in jobs if job is not None):
                 self._open.pop(job, None)
-        if message := describe_excess(tally, self.max_unscored_share):
+        if message := describe_excess(tally, self.max_without_reward):
             raise VerifierError(message)
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class Verifier:
             group, completions=tuple(replace(c, outcome=o) if o is not None else c for c, o in completions)
         )
         tally.add(judged)
-        if tally.completions >= _EARLY and (message := describe_excess(tally, self.max_unscored_share)):
+        if tally.completions >= _EARLY and (message := describe_excess(tally, self.max_without_reward)):
             raise VerifierError(message)
         return judged
 
@@ -135,12 +135,12 @@ class Verifier:
             try:
                 outcome = _read(job.future.result(timeout=self.deadline + _PATIENCE))
             except ProcessExpired as error:
-                outcome = Outcome.rejected(f"the worker process {_describe_end(error.exitcode)} while it judged")
+                outcome = Outcome.unscored(f"the worker process {_describe_end(error.exitcode)} while it judged")
             except (BrokenProcessPool, CancelledError) as error:
                 self._restart(str(error))
             except TimeoutError:
                 if job.future.done() and isinstance(job.future.exception(), TimeoutError):
-                    outcome = Outcome.rejected(f"no verdict within {self.deadline:g} s")
+                    outcome = Outcome.unscored(f"no verdict within {self.deadline:g} s")
                 elif answered == (answered := sum(other.future.done() for other in self._open)):
                     self._restart(f"no verdict on anything for {self.deadline + _PATIENCE:g} s")
         self._open.pop(job, None)
@@ -209,17 +209,17 @@ class Tally:
 def describe_excess(tally: Tally, max_share: float) -> str | None:
     """The message for the user when more than `max_share` of the completions have no reward; None for fewer.
 
-    >>> describe_excess(Tally(8, Counter({"rejected: no verdict within 5 s": 2})), max_share=0.25) is None
+    >>> describe_excess(Tally(8, Counter({"unscored: no verdict within 5 s": 2})), max_share=0.25) is None
     True
     """
-    unscored = tally.reasons.total()
-    if unscored <= max_share * tally.completions:
+    without_reward = tally.reasons.total()
+    if without_reward <= max_share * tally.completions:
         return None
     counts = "\n".join(f"  {count} x {reason}" for reason, count in tally.reasons.most_common(5))
     most_common = tally.reasons.most_common(1)[0][0]
     return (
-        f"{unscored} of {tally.completions} completions have no reward, which is more than the allowed share of "
-        f"{max_share:g} (verifier.max_unscored):\n{counts}\nThe first of the most common kind: "
+        f"{without_reward} of {tally.completions} completions have no reward, which is more than the allowed share of "
+        f"{max_share:g} (verifier.max_without_reward):\n{counts}\nThe first of the most common kind: "
         f"{tally.examples.get(most_common, 'not kept')}"
     )
 
@@ -228,7 +228,7 @@ def _read(verdict: worker.Verdict) -> Outcome:
     kind, value = verdict
     if kind == "unloadable":
         raise VerifierError(f"the worker processes cannot load the judge: {value}")
-    return Outcome.scored(float(value)) if kind == "scored" else Outcome.rejected(str(value))
+    return Outcome.scored(float(value)) if kind == "scored" else Outcome.unscored(str(value))
 
 
 def _describe_end(exit_code: int) -> str:

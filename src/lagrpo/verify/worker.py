@@ -3,7 +3,7 @@
 This imports neither torch nor transformers, so a worker starts in about a tenth of a second and takes little memory
 (besides what the judge's own module imports). Judging runs beside sampling and learning, which wait for all their
 threads, so a worker gives way to them and computes with one thread. A verdict travels as a pair: ("scored", reward),
-("rejected", reason), or ("unloadable", reason) where this process could not load the judge.
+("unscored", reason), or ("unloadable", reason) where this process could not load the judge.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def give_verdict(payload: bytes) -> Verdict:
         text, gold = pickle.loads(payload)
         return _score(_judge(text, gold))
     except Unjudgeable as error:
-        return "rejected", str(error)[:_LONGEST_REASON]
+        return "unscored", str(error)[:_LONGEST_REASON]
     except BaseException as error:  # noqa: BLE001 - whatever a judge raises, sys.exit too, concerns this completion only
-        return "rejected", f"the judge raised {_describe(error)}"
+        return "unscored", f"the judge raised {_describe(error)}"
 
 
 def _score(value: object) -> Verdict:
@@ -74,7 +74,7 @@ def _score(value: object) -> Verdict:
         reward = math.nan
     if math.isfinite(reward):
         return "scored", reward
-    return "rejected", f"the judge returned {reprlib.repr(value)} ({type(value).__name__}), not a finite number"
+    return "unscored", f"the judge returned {reprlib.repr(value)} ({type(value).__name__}), not a finite number"
 
 
 def _describe(error: BaseException) -> str:

@@ -51,7 +51,7 @@ class CpuBackend(Backend):
         return kernels.token_logp(logits_TV, token_ids_T, tau)[0]
 
     def sample(self, logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-        return kernels.draw(logits_RV, tau, uniform_R)
+        return kernels.sample_tokens(logits_RV, tau, uniform_R)
 
     def layers(self, lm: Any, panels: Any = None) -> FusedDecoder | None:
         if not is_reproduced(lm):
@@ -106,16 +106,17 @@ class KernelSteps(Steps):
 
 
 class KernelStepLayout:
-    """One token per row: the kernels put its key and value into the own cache and attend. `live` is what they read."""
+    """One token per row: the kernels put its key and value into the own cache and attend. `active` is what they
+    read."""
 
     def __init__(self, state: Rows, group_of_row: Tensor, lengths: Tensor) -> None:
         self.longest = int((state.prompt_lengths[group_of_row] + lengths).max()) + 1
         counts = torch.bincount(group_of_row, minlength=state.prefix.batch)
         groups = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
-        self.live = kernels.Live(
+        self.active = kernels.Active(
             groups, torch.argsort(group_of_row, stable=True), state.prompt_lengths, lengths,
             state.own.keys, state.own.values, state.prefix.keys, state.prefix.values,
         )  # fmt: skip
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        return kernels.decode(self.live, layer, query, key, value, scaling)
+        return kernels.decode(self.active, layer, query, key, value, scaling)

@@ -1,4 +1,4 @@
-/* One token of each live row: its attention to its prompt and its own tokens, and whole decoding steps.
+/* One token of each active row: its attention to its prompt and its own tokens, and whole decoding steps.
  *
  * A step uses the functions of the learner's forward pass, so sampler and learner agree to the bit. */
 

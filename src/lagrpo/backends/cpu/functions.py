@@ -186,7 +186,7 @@ def attention_backward(groups: Tensor, a: Attended, grad_out: Tensor) -> tuple[T
 # ---- decoding ----
 
 
-class _Live(Arguments):
+class _Active(Arguments):
     _fields_ = fields(
         "n_groups own_batch own_room prompt_room",
         "groups members prompts lengths own_keys own_values prompt_keys prompt_values",
@@ -203,7 +203,7 @@ class _Stack(Arguments):
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class Active:
     """The rows of a decoding step and their caches. The caches are in lanes (see `numbers_in_a_lane`), of rows (own) or
     of groups (prompt); the room is in tokens, a multiple of VECTOR."""
 
@@ -224,9 +224,9 @@ class Live:
     prompt_values: Tensor
     """[layers, N, Hkv, room or half of it, D]."""
 
-    def in_c(self, layer: int = 0) -> _Live:
+    def in_c(self, layer: int = 0) -> _Active:
         """With the caches from `layer` on."""
-        return _Live(
+        return _Active(
             n_groups=len(self.prompts), own_batch=self.own_keys.shape[1], own_room=self.own_keys.shape[4],
             prompt_room=self.prompt_keys.shape[4], groups=self.groups, members=self.members, prompts=self.prompts,
             lengths=self.lengths, own_keys=self.own_keys[layer], own_values=self.own_values[layer],
@@ -234,14 +234,14 @@ class Live:
         )  # fmt: skip
 
 
-def decode(live: Live, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def decode(active: Active, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """Attend with one query per row, [rows, Hq, D], to the prompt of its group and to its own tokens. The new key and
     value [rows, Hkv, D] are put in the caches first."""
     query, key = query.contiguous(), key.contiguous()
     heads, d = query.shape[1:]
     value = value if value.stride()[1:] == (d, 1) else value.contiguous()
     out = torch.empty_like(query)
-    call("decode", live.in_c(layer), _NewTokens(
+    call("decode", active.in_c(layer), _NewTokens(
         heads=heads, kv_heads=key.shape[1], d=d, v_stride=value.stride(0), q=query, k=key, v=value, out=out,
         scaling=scaling, half=_half(query),
     ))  # fmt: skip
@@ -261,11 +261,11 @@ class Stack:
         self.in_c = _Stack(**counts, layers=self._addresses, scaling=scaling, eps=eps)
 
 
-def decode_step(stack: Stack, live: Live, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+def decode_step(stack: Stack, active: Active, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
     """Take one token per row through all layers: its embedding x [rows, H] -> the residual stream before the last
     addition (in x's place), and what is to be added. bfloat16; cosine and sine [rows, D] contiguous."""
     delta = torch.empty_like(x)
-    call("decode_step", stack.in_c, live.in_c(), len(x), cosine, sine, x, delta)
+    call("decode_step", stack.in_c, active.in_c(), len(x), cosine, sine, x, delta)
     return x, delta
 
 
@@ -295,11 +295,11 @@ def token_logp_backward(logits: Tensor, token_ids: Tensor, tau: float, lse: Tens
     return logits
 
 
-def draw(logits: Tensor, tau: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [rows] drawn from softmax(logits / tau) by inverting its cumulative distribution at uniform float64
-    [rows], and their log-probs float32 [rows], the same as `token_logp` gives."""
+def sample_tokens(logits: Tensor, tau: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [rows] sampled from softmax(logits / tau) by inverting its cumulative distribution at uniform
+    float64 [rows], and their log-probs float32 [rows], the same as `token_logp` gives."""
     rows, vocabulary = logits.shape
     tokens, logp = torch.empty(rows, dtype=torch.long, device="cpu"), floats(rows)
     ends = torch.empty(rows, -(-vocabulary // SOFTMAX_BLOCK), dtype=torch.float64, device="cpu")
-    call("draw", _logits(logits, tau), uniform, ends, tokens, logp)
+    call("sample_tokens", _logits(logits, tau), uniform, ends, tokens, logp)
     return tokens, logp

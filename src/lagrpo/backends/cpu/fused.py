@@ -5,7 +5,7 @@ transformers computes norms, rotary embedding and gated activation in several pa
 (backends/cpu/packs.py) the matrix products of the forward pass are ours too, and a decoding step is one call; the
 backward pass multiplies by PyTorch, as it need not agree with anything to the bit. Models of other families, and models
 whose linear layers are not plain nn.Linear or have hooks, keep transformers' own modules. When a policy is loaded, its
-log-probs on a small input are compared with transformers' (`prove_attention`).
+log-probs on a small input are compared with transformers' (`check_attention`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FusedDecoder:
         """Whether the linear layers are plain nn.Linear and nothing that is computed here has a hook: otherwise the
         decoder must be called. (Its embedding is called in any case.) Looked at for every packed row; the decoding
         steps that follow keep to what was found."""
-        if getattr(layout, "live", None) is None:
+        if getattr(layout, "active", None) is None:
             parts = (self.decoder.layers, self.decoder.norm)
             plain = all(map(_is_plain, self.decoder.layers)) and all(map(is_unhooked, parts))
             self._plain = plain and not has_hooks(self.decoder)
@@ -76,13 +76,13 @@ class FusedDecoder:
         """Final hidden states: input_ids and position_ids [rows] -> [rows, H]. The gradient goes to the modules'
         weights, whatever computes the products."""
         packs = self.panels.current() if self.panels is not None else None
-        live: kernels.Live | None = getattr(layout, "live", None)
-        stack = self._stack_of(packs) if live is not None and packs is not None else None
+        active: kernels.Active | None = getattr(layout, "active", None)
+        stack = self._stack_of(packs) if active is not None and packs is not None else None
         x, cosine, sine = self.embedded(input_ids, position_ids)
-        if stack is not None and live is not None:
+        if stack is not None and active is not None:
             for layer in self.decoder.layers:
                 check_layer(layer, layout)
-            return add_norm(*kernels.decode_step(stack, live, x, cosine, sine), self.decoder.norm)[1]
+            return add_norm(*kernels.decode_step(stack, active, x, cosine, sine), self.decoder.norm)[1]
         delta: Tensor | None = None
         for number, layer in enumerate(self.decoder.layers):
             panels = packs.layers[number] if packs is not None else None

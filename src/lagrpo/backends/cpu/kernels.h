@@ -72,7 +72,7 @@ typedef struct {
 
 void token_logp(const Logits *a, const i64 *tokens, float *lse, float *logp, float *entropy);
 void token_logp_backward(const Logits *a, const i64 *tokens, const float *lse, const float *grad);
-void draw(const Logits *a, const double *uniform, double *ends, i64 *tokens, float *logp);
+void sample_tokens(const Logits *a, const double *uniform, double *ends, i64 *tokens, float *logp);
 
 /* ---- attention.c ---- */
 

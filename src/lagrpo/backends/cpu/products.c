@@ -36,7 +36,7 @@ static int granted(int way) {
 }
 
 /* Compute products by vectors (1) or tiles (2) from now on; returns whether that is possible here. Packs made before are
- * of no use afterwards. */
+ * of no use afterward. */
 EXPORT i64 products_by(i64 way) {
     if (!granted((int)way)) return 0;
     by = (int)way;

@@ -119,7 +119,7 @@ INLINE i64 draw_row(Row r, double uniform, double *ends, float *logp, int half) 
 
 /* A token of each row by inverting the cumulative distribution at uniform[row] in [0, 1): first over the sums of blocks,
  * then inside one; both in float64. `ends` [rows, blocks] is room for the first. */
-EXPORT void draw(const Logits *a, const double *uniform, double *ends, i64 *tokens, float *logp) {
+EXPORT void sample_tokens(const Logits *a, const double *uniform, double *ends, i64 *tokens, float *logp) {
     i64 blocks = (a->width + BLOCK - 1) / BLOCK;
 #pragma omp parallel for schedule(static)
     for (i64 row = 0; row < a->rows; row++)

@@ -94,7 +94,7 @@ INLINE void store_some(void *p, i64 i, i64 stop, vec x, int half) {
     }
 }
 
-/* ---- lanes: one float32, or two bfloat16 that are neighbours in a sum ---- */
+/* ---- lanes: one float32, or two bfloat16 that are neighbors in a sum ---- */
 
 INLINE vec lanes(const void *p, i64 i) { return load(p, i, 0); }
 

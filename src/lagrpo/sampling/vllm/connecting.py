@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def deadlines(settings: VllmSettings) -> Deadlines:
     return Deadlines(
         start=settings.start_deadline,
         request=settings.request_deadline,
-        sync=settings.delivery_deadline,
+        sync=settings.sync_deadline,
         control=settings.control_deadline,
     )
 
@@ -65,10 +65,10 @@ def open_servers(settings: Settings) -> list[Server]:
 
 def check_wire(settings: VllmSettings) -> None:
     """Raises ValueError for a wire that this machine does not have, and a directory that cannot be written to."""
-    if settings.delivery != "directory" and not torch.cuda.is_available():
+    if settings.weight_sync != "directory" and not torch.cuda.is_available():
         raise ValueError(
-            f"delivery = {settings.delivery!r} sends weights from the memory of a GPU, and PyTorch sees none here; use "
-            "'directory'"
+            f"weight_sync = {settings.weight_sync!r} sends weights from the memory of a GPU, and PyTorch sees none "
+            "here; use 'directory'"
         )
     if settings.directory is not None:
         path = Path(settings.directory).expanduser()
@@ -84,7 +84,7 @@ def check_wire(settings: VllmSettings) -> None:
 
 def attach_server(url: str, settings: Settings) -> Server:
     """A server that runs already. Raises SamplerError or ValueError for one that cannot be used."""
-    server = Server(url, os.environ.get(KEY), deadlines(settings.vllm), settings.sampling.rows)
+    server = Server(url, os.environ.get(KEY), deadlines(settings.vllm), settings.sampling.max_num_seqs)
     server.call("GET", "/health")
     root = server.model()["root"]
     server.version()
@@ -124,8 +124,8 @@ def _plan_launch(settings: Settings) -> Launch:
         model=resolve_model(settings.model.path),
         dtype=pick_dtype(settings.model.dtype, pick_device(settings.model.device))[0],
         longest=_longest(sampling),
-        max_num_seqs=sampling.rows,
-        wire=vllm.delivery,
+        max_num_seqs=sampling.max_num_seqs,
+        wire=vllm.weight_sync,
         options=options,
     )
 
@@ -145,7 +145,7 @@ def build_vllm(settings: Settings, policy: Policy, servers: Sequence[Server]) ->
         dtype = max((read_dtype(server) for server in servers), key=COARSENESS.index)
         directories = Directories(vllm.directory)
     fleet = Fleet(servers, vllm.failures)
-    weights = WeightSync(fleet, WIRES[vllm.delivery](), directories, dtype)
+    weights = WeightSync(fleet, WIRES[vllm.weight_sync](), directories, dtype)
     return VllmSampler(fleet, _plan_generation(settings, policy), weights, vllm.in_flight)
 
 
@@ -155,7 +155,7 @@ def _plan_generation(settings: Settings, policy: Policy) -> Generation:
         max_tokens=settings.sampling.max_tokens,
         tau=settings.sampling.temperature,
         eos_ids=sorted(policy.chat.eos_ids),
-        max_num_seqs=settings.sampling.rows,
+        max_num_seqs=settings.sampling.max_num_seqs,
         decode=policy.chat.decode,
     )
 

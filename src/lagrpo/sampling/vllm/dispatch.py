@@ -88,7 +88,7 @@ class Dispatcher:
     def read(self) -> dict[str, float]:
         """Since the last call: groups that were generated again, and seconds with something to generate."""
         with self._change():
-            metrics = {"redrawn": self._regenerated, "seconds_drawing": self._busy}
+            metrics = {"regenerated": self._regenerated, "seconds_generating": self._busy}
             self._regenerated, self._busy = 0, 0.0
         return metrics
 

@@ -19,13 +19,13 @@ from lagrpo.sampling.vllm.server import Server
 from lagrpo.sampling.vllm.weights import WeightSync
 from lagrpo.types import Group
 
-InFlight = Literal["finish", "span", "redraw"]
+InFlight = Literal["finish", "span", "regenerate"]
 
 
 class VllmSampler:
     """Sampler over the servers of a fleet. `in_flight` says what a weight sync does with completions under way:
     `finish` allows none, `span` lets them go on with the new weights (their tokens then have several versions),
-    `redraw` generates their groups again."""
+    `regenerate` generates their groups again."""
 
     def __init__(
         self, fleet: Fleet, generation: Generation, weights: WeightSync, in_flight: InFlight = "finish"
@@ -52,7 +52,7 @@ class VllmSampler:
         versions = {self.fleet.served.version_of(server.version()) for server in self.servers}
         return versions.pop() if len(versions) == 1 else -1
 
-    def deliver(self, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
+    def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
         """π_version into all servers; what it cost: bytes, seconds of writing and of having the servers paused.
 
         Raises:
@@ -65,12 +65,12 @@ class VllmSampler:
         started = time.perf_counter()
         parcel = self.weights.pack(weights, version)
         written = time.perf_counter()
-        with self._dispatcher.halt(abort=self.in_flight == "redraw"):
+        with self._dispatcher.halt(abort=self.in_flight == "regenerate"):
             paused = time.perf_counter()
             self.weights.load(parcel)
         done = time.perf_counter()
         self.weights.directories.drop_before(version)
-        return {"delivery_bytes": parcel.size, "seconds_writing": written - started, "seconds_paused": done - paused}
+        return {"sync_bytes": parcel.size, "seconds_writing": written - started, "seconds_paused": done - paused}
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         return self._dispatcher.submit(requests, G, each=max(1, self.generation.max_num_seqs // G))
@@ -83,7 +83,7 @@ class VllmSampler:
         self.fleet.served.remember(items, found[0])
         return found
 
-    def drawn_by(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
+    def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
         """Groups by one server, in the order of the requests, for the parity check."""
 
         def generate(request: Request) -> Group:

@@ -56,7 +56,7 @@ def plan_launch(settings: ServeSettings) -> Launch:
         dtype=settings.dtype,
         longest=settings.max_model_len,
         max_num_seqs=settings.rows,
-        wire=settings.delivery,
+        wire=settings.weight_sync,
         options=split_options(settings.options),
     )
 
@@ -131,7 +131,7 @@ def describe_attaching(url: str, model: str, wire: str, key: str | None) -> str:
     <BLANKLINE>
     """
     whose = "" if key else f" (the API key is in ${KEY})"
-    by = "" if wire == "directory" else f" --vllm.delivery {wire}"
+    by = "" if wire == "directory" else f" --vllm.weight_sync {wire}"
     lines = [f"  export {KEY}={key}"] if key else []
     lines += [f"  lagrpo train … --model {shlex.quote(model)} --sampling.sampler vllm --vllm.urls {url}{by}"]
     return "\n".join([f"lagrpo: {url} is up; Ctrl-C ends it. To attach{whose}:", "", *lines, ""])

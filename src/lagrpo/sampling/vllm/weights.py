@@ -100,6 +100,6 @@ def _version(parcel: Parcel) -> str:
 def _left_paused(parcel: Parcel, error: StuckError) -> SamplerError:
     return SamplerError(
         f"version {_version(parcel)} did not get to the servers: {error}. They are left paused and may have half of "
-        "it: restart those that are still up (the ones that this run started are ended). vllm.delivery_deadline is the "
-        "time to wait; with vllm.delivery = 'directory' no server waits for another"
+        "it: restart those that are still up (the ones that this run started are ended). vllm.sync_deadline is the "
+        "time to wait; with vllm.weight_sync = 'directory' no server waits for another"
     )

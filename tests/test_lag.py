@@ -1,4 +1,4 @@
-"""The figures of the lag, from numbers worked by hand."""
+"""The lag metrics, from numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import tensor
 from lagrpo.core.divergences import prefers_bounded, tv_terms
 from lagrpo.objective.recipes import resolve
 from lagrpo.policy.batch import assemble, left_out, micro_batches
-from lagrpo.training.lag import KEYS, certified, divergence_figures, lag_figures, sequence_kl, sequence_log_ratio
+from lagrpo.training.lag import KEYS, certified, divergence_metrics, lag_metrics, sequence_kl, sequence_log_ratio
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
@@ -51,41 +51,41 @@ def give(rows, log_ratio_by_member):
 
 
 @pytest.mark.parametrize("budget", [100, 4])
-def test_sequence_figures_by_hand(budget):
+def test_sequence_metrics_by_hand(budget):
     """Two tokens with ln ρ = ln 1.5 / 2 and -ln 2 / 2: sequence ratios 1.5 and 0.5."""
     batch, rows = batch_of([[1.0, 0.0]], budget=budget)
     rows = give(rows, {0: math.log(1.5) / 2, 1: -math.log(2) / 2})
     torch.testing.assert_close(
         sequence_log_ratio(batch, rows).exp(), torch.tensor([1.5, 0.5]).double(), atol=1e-6, rtol=0
     )
-    figures = lag_figures(batch, rows, eps_std=0.0)
-    assert figures["tv_sequence"] == pytest.approx((0.5 + 0.5) / 2 / 2, abs=1e-6)
-    assert figures["chi2_sequence"] == pytest.approx(0.25, abs=1e-6)
-    assert figures["lag_ess"] == pytest.approx(4 / 2.5, abs=1e-6)
+    metrics = lag_metrics(batch, rows, eps_std=0.0)
+    assert metrics["tv_sequence"] == pytest.approx((0.5 + 0.5) / 2 / 2, abs=1e-6)
+    assert metrics["chi2_sequence"] == pytest.approx(0.25, abs=1e-6)
+    assert metrics["lag_ess"] == pytest.approx(4 / 2.5, abs=1e-6)
     per_token = [2 * (math.sqrt(1.5) - 1 - math.log(1.5) / 2), 2 * (math.sqrt(0.5) - 1 + math.log(2) / 2)]
-    assert figures["kl_sequence"] == pytest.approx(sum(per_token) / 2, abs=1e-6)
-    assert figures["pinsker"] == pytest.approx(math.sqrt(sum(per_token) / 4), abs=1e-6)
-    assert figures["lag_reliable"] == 0
+    assert metrics["kl_sequence"] == pytest.approx(sum(per_token) / 2, abs=1e-6)
+    assert metrics["pinsker"] == pytest.approx(math.sqrt(sum(per_token) / 4), abs=1e-6)
+    assert metrics["lag_reliable"] == 0
     # J(pi_k) - J(alpha): r = (1, 0), mean of the others (0, 1), so (1.5 * 1 - 0.5 * 1) / 2 = .5
-    assert figures["lag_improvement"] == pytest.approx(0.5, abs=1e-6)
+    assert metrics["lag_improvement"] == pytest.approx(0.5, abs=1e-6)
     # A = (1, -1), L = (1.5 - .5) / 2 = .5, sigma = .5, TV = .25: .5 - 2 * (1 - .5)/.5 * .25 = 0
-    assert figures["lag_theorem1"] == pytest.approx(0.0, abs=1e-6)
-    assert figures["lag_identity"] == pytest.approx(0.5, abs=1e-6)
-    assert figures["sigma_mean"] == pytest.approx(0.5)
-    assert [figures[f"sigma_bin_{n}"] for n in range(10)] == [0] * 9 + [1]
+    assert metrics["lag_theorem1"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["lag_identity"] == pytest.approx(0.5, abs=1e-6)
+    assert metrics["sigma_mean"] == pytest.approx(0.5)
+    assert [metrics[f"sigma_bin_{n}"] for n in range(10)] == [0] * 9 + [1]
 
 
 def test_without_lag_everything_is_zero():
     batch, rows = batch_of([[1.0, 0.0], [1.0, 1.0]])
-    figures = lag_figures(batch, give(rows, dict.fromkeys(range(4), 0.0)), eps_std=1e-4)
+    metrics = lag_metrics(batch, give(rows, dict.fromkeys(range(4), 0.0)), eps_std=1e-4)
     for name in ("kl_sequence", "pinsker", "tv_sequence", "tv_sequence_high", "chi2_sequence", "lag_improvement"):
-        assert figures[name] == 0
-    assert figures["lag_ess"] == 4
-    assert [figures[f"sigma_bin_{n}"] for n in range(10)] == [1] + [0] * 8 + [1]
+        assert metrics[name] == 0
+    assert metrics["lag_ess"] == 4
+    assert [metrics[f"sigma_bin_{n}"] for n in range(10)] == [1] + [0] * 8 + [1]
 
 
 @pytest.mark.parametrize("advantage", [("grpo", {"beta": 0.0}), ("red_drop", {})])
-def test_figures_have_the_true_values_though_the_loss_leaves_completions_out(advantage):
+def test_metrics_have_the_true_values_though_the_loss_leaves_completions_out(advantage):
     """A coin that is right with .2 under α and .3 under π_k, in 1,500 groups of 4: J(π_k) - J(α) = .1, TV = .1, and
     KL(α‖π_k) = .2 ln(.2/.3) + .8 ln(.8/.7) = .0257. Over what the loss computes alone none of them comes out."""
     rewards_NG = (torch.rand(1_500, 4, generator=torch.Generator().manual_seed(1)) < 0.2).double()
@@ -94,15 +94,15 @@ def test_figures_have_the_true_values_though_the_loss_leaves_completions_out(adv
     log_ratio = {c: math.log(1.5) if r else math.log(7 / 8) for c, r in enumerate(rewards_NG.flatten())}
     rows = micro_batches(batch, 10_000, silent=recipe.silent)
     both = give([*rows, *left_out(batch, rows, 10_000)], log_ratio)
-    figures = lag_figures(batch, both, eps_std=1e-4)
+    metrics = lag_metrics(batch, both, eps_std=1e-4)
     truth = {"lag_improvement": 0.1, "tv_sequence": 0.1, "kl_sequence": 0.02568}
-    assert {name: figures[name] for name in truth} == pytest.approx(truth, abs=0.006)
-    assert figures["lag_identity"] == pytest.approx(figures["lag_improvement"], abs=1e-12)
-    low, high = figures["tv_sequence_low"], figures["tv_sequence_high"]
+    assert {name: metrics[name] for name in truth} == pytest.approx(truth, abs=0.006)
+    assert metrics["lag_identity"] == pytest.approx(metrics["lag_improvement"], abs=1e-12)
+    low, high = metrics["tv_sequence_low"], metrics["tv_sequence_high"]
     assert low is not None
     assert high is not None
     assert low < 0.1 < high
-    of_the_loss = lag_figures(batch, give(rows, log_ratio), eps_std=1e-4)
+    of_the_loss = lag_metrics(batch, give(rows, log_ratio), eps_std=1e-4)
     assert of_the_loss["kl_sequence"] is None
 
 
@@ -112,18 +112,18 @@ def test_the_step_has_its_own_sides():
     rows = give(rows, {0: 0.0, 1: 0.0})
     assert rows[0].logp_alpha_T is not None
     after = [rows[0].logp_alpha_T + torch.tensor([math.log(2) / 2, -50.0])[rows[0].completion_T]]
-    figures = lag_figures(batch, rows, 0.0, after_T=after)
-    assert figures["step_improvement"] == pytest.approx(1.0, abs=1e-6)
-    assert figures["step_identity"] == pytest.approx(1.0, abs=1e-6)
-    assert figures["step_theorem1"] == pytest.approx(1 - 2 * 0.5, abs=1e-6)  # L = (2 - 0) / 2, TV = .5
-    assert figures["lag_improvement"] == 0
+    metrics = lag_metrics(batch, rows, 0.0, after_T=after)
+    assert metrics["step_improvement"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["step_identity"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["step_theorem1"] == pytest.approx(1 - 2 * 0.5, abs=1e-6)  # L = (2 - 0) / 2, TV = .5
+    assert metrics["lag_improvement"] == 0
 
 
 def test_rewards_outside_their_range_have_no_bounds_and_a_stated_range_scales_them():
     batch, rows = batch_of([[10.0, 0.0]])
     rows = give(rows, {0: math.log(1.5) / 2, 1: -math.log(2) / 2})
-    assert lag_figures(batch, rows, 0.0)["lag_improvement"] is None
-    assert lag_figures(batch, rows, 0.0, (0.0, 10.0))["lag_improvement"] == pytest.approx(0.5, abs=1e-6)
+    assert lag_metrics(batch, rows, 0.0)["lag_improvement"] is None
+    assert lag_metrics(batch, rows, 0.0, (0.0, 10.0))["lag_improvement"] == pytest.approx(0.5, abs=1e-6)
 
 
 def test_groups_of_equal_rewards_count_in_the_improvement_and_in_the_divergences():
@@ -131,18 +131,18 @@ def test_groups_of_equal_rewards_count_in_the_improvement_and_in_the_divergences
     batch, rows = batch_of([[1.0, 0.0], [1.0, 1.0]])
     computed = micro_batches(batch, 100, silent=True)
     both = give([*computed, *left_out(batch, computed, 100)], {0: math.log(1.5) / 2, 1: -math.log(2) / 2, 2: 0.1, 3: 0})
-    figures = lag_figures(batch, both, 0.0)
-    assert figures["lag_improvement"] == pytest.approx(0.25, abs=1e-6)
-    assert figures["tv_sequence"] == pytest.approx((0.5 + 0.5 + math.expm1(0.2)) / 2 / 4, abs=1e-6)
+    metrics = lag_metrics(batch, both, 0.0)
+    assert metrics["lag_improvement"] == pytest.approx(0.25, abs=1e-6)
+    assert metrics["tv_sequence"] == pytest.approx((0.5 + 0.5 + math.expm1(0.2)) / 2 / 4, abs=1e-6)
     assert sorted(c for micro in both for c in micro.members) == sorted(c for micro in rows for c in micro.members)
 
 
-def test_completions_whose_alpha_is_unknown_have_no_figures():
+def test_completions_whose_alpha_is_unknown_have_no_metrics():
     batch, rows = batch_of([[1.0, 0.0]])
     rows = give(rows, {0: math.nan, 1: math.nan})
-    figures = lag_figures(batch, rows, 0.0)
-    assert figures["tv_sequence"] is None
-    assert set(figures) == set(KEYS)
+    metrics = lag_metrics(batch, rows, 0.0)
+    assert metrics["tv_sequence"] is None
+    assert set(metrics) == set(KEYS)
     assert sequence_kl(batch, rows).isnan().all()
 
 
@@ -157,7 +157,7 @@ def drifted(s, trials=100, completions=128):
 def test_the_interval_of_tv_covers_at_any_effective_sample_size(s):
     """From 128 completions of 128 in effect down to 7, 100 batches each."""
     log_ratios, truth = drifted(s)
-    found = [divergence_figures(log_ratio, log_ratio.exp() - 1 - log_ratio) for log_ratio in log_ratios]
+    found = [divergence_metrics(log_ratio, log_ratio.exp() - 1 - log_ratio) for log_ratio in log_ratios]
     tv, low, high = (tensor([f[f"tv_sequence{end}"] for f in found]) for end in ("", "_low", "_high"))
     assert 0.89 <= float(((low <= truth) & (truth <= high)).double().mean()) <= 0.99
     assert float(tv.mean()) == pytest.approx(truth, abs=0.002 + 4 * float(tv.std()) / 10)  # .002: of the choice
@@ -186,11 +186,11 @@ def test_a_step_beyond_what_is_possible_is_no_reliable_one(rewards):
         assert micro.logp_alpha_T is not None
         first = torch.tensor([c % 2 == 0 for c in micro.members])[micro.completion_T]
         after.append(micro.logp_alpha_T + torch.where(first, math.log(111) / 2, 0.0))
-    figures = lag_figures(batch, rows, 0.0, after_T=after)
-    assert figures["step_improvement"] == pytest.approx(55, abs=1e-3)
-    assert figures["step_ess"] == pytest.approx(len(rewards) * 112**2 / (111**2 + 1), rel=1e-5)
-    assert figures["step_reliable"] == 0
-    assert figures["lag_reliable"] == (2 * len(rewards) >= 25)
+    metrics = lag_metrics(batch, rows, 0.0, after_T=after)
+    assert metrics["step_improvement"] == pytest.approx(55, abs=1e-3)
+    assert metrics["step_ess"] == pytest.approx(len(rewards) * 112**2 / (111**2 + 1), rel=1e-5)
+    assert metrics["step_reliable"] == 0
+    assert metrics["lag_reliable"] == (2 * len(rewards) >= 25)
 
 
 # What a batch certifies
@@ -203,7 +203,7 @@ def coins(count, p, p_k, unjudged=0, source="sampler"):
     batch, rows = batch_of([rewards], lengths=1, budget=10_000)
     log_ratio = {c: math.log(p_k / p) if r else math.log((1 - p_k) / (1 - p)) for c, r in enumerate(rewards)}
     group = batch.groups[0]
-    lost = tuple(replace(c, outcome=Outcome.rejected("no")) for c in group.completions[:unjudged])
+    lost = tuple(replace(c, outcome=Outcome.unscored("no")) for c in group.completions[:unjudged])
     groups = (replace(group, completions=(*group.completions, *lost), source=source),)
     return replace(batch, groups=groups), give(rows, log_ratio)
 
@@ -214,8 +214,8 @@ def test_a_certificate_is_that_of_its_formula():
     doubt = math.log(2 / 0.05)
     margin = math.sqrt(2 * 0.04 * 1000 / 999 * doubt / 1000) + 7 * 1.5 * doubt / (3 * 999)
     assert certified(batch, rows, (0.0, 1.0), 0.05) == pytest.approx(0.1 - margin, abs=1e-6)
-    assert lag_figures(batch, rows, 0.0, delta=0.05)["lag_certified"] == pytest.approx(0.1 - margin, abs=1e-6)
-    assert lag_figures(batch, rows, 0.0)["lag_certified"] is None
+    assert lag_metrics(batch, rows, 0.0, delta=0.05)["lag_certified"] == pytest.approx(0.1 - margin, abs=1e-6)
+    assert lag_metrics(batch, rows, 0.0)["lag_certified"] is None
 
 
 def test_completions_that_could_not_be_judged_count_as_the_least_reward():
@@ -228,7 +228,7 @@ def test_completions_that_could_not_be_judged_count_as_the_least_reward():
     assert with_them == pytest.approx(mean - margin, abs=1e-6)
 
 
-def test_recorded_completions_and_missing_ones_certify_nothing():
+def test_offline_completions_and_missing_ones_certify_nothing():
     batch, rows = coins(1_000, 0.2, 0.3, source="file")
     assert certified(batch, rows, (0.0, 1.0), 0.05) is None
     batch, rows = coins(1_000, 0.2, 0.3)

@@ -1,4 +1,4 @@
-"""metrics.jsonl: the figures of each batch that follow from its rows."""
+"""metrics.jsonl: the metrics of each batch that follow from its rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check(source: Source, rows: Sequence[Row], report: Report) -> None:
         if not complete:
             report.skip("metrics.jsonl: lines", "rows of their batch are missing or not whole")
             continue
-        expected = figures(source, batch, by_batch[batch])
+        expected = metrics(source, batch, by_batch[batch])
         for name, value in expected.items():
             if name in ROUNDED:
                 tolerance = FLOAT32 * abs((value or 0.0) - (name == "ratio_mean")) + ROUNDED[name]
@@ -40,9 +40,9 @@ def check(source: Source, rows: Sequence[Row], report: Report) -> None:
             found.near("metrics.jsonl", f"line {number} (batch {batch})", name, line.get(name), value, tolerance)
         known |= expected.keys()
     found.note = ", ".join(sorted(known))
-    others = sorted({name for _, line in source.metrics.values() for name in line} - known - {"delivered", "delivery"})
-    why = "not recomputed (clocks, gradients, probes, other policies, intervals, Theorem 1)"
-    report.skip("metrics.jsonl: figures", why, len(others))
+    others = sorted({name for _, line in source.metrics.values() for name in line} - known - {"synced"})
+    why = "not recomputed (clocks, gradients, parity checks, other policies, intervals, Theorem 1)"
+    report.skip("metrics.jsonl: metrics", why, len(others))
 
 
 def check_lines(source: Source, found: Check) -> None:
@@ -54,7 +54,7 @@ def check_lines(source: Source, found: Check) -> None:
         found.equal("metrics.jsonl", "", f"the line of batch {batch}", "missing", "there")
 
 
-def figures(source: Source, batch: int, rows: Sequence[Row]) -> dict[str, Any]:
+def metrics(source: Source, batch: int, rows: Sequence[Row]) -> dict[str, Any]:
     """What the rows of a batch say of its line; docs/run-directory.md says what each is."""
     outcomes = [row["outcome"] for row in rows]
     rewards = [row["reward"] for row in rows if row["outcome"] == "scored"]
@@ -67,21 +67,21 @@ def figures(source: Source, batch: int, rows: Sequence[Row]) -> dict[str, Any]:
         "lag_mean": mean(lags),
         "lag_max": max(lags, default=None),
         "completions": len(rows),
-        "rejected": outcomes.count("rejected"),
+        "unscored": outcomes.count("unscored"),
         "failed": outcomes.count("failed"),
         "reward_mean": mean(rewards),
         "reward_std": formulas.sigma(rewards, 0.0) if rewards else None,
         "tokens_sampled": tokens,
         "tokens_mean": tokens / len(rows),
         "finished_share": mean([row["finished"] for row in rows]),
-        **group_figures(source, rows),
-        **token_figures(source, rows),
-        **lag.figures(source, rows),
+        **group_metrics(source, rows),
+        **token_metrics(source, rows),
+        **lag.metrics(source, rows),
     }
 
 
-def group_figures(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
-    """Figures over the groups that have a scored completion."""
+def group_metrics(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
+    """Metrics over the groups that have a scored completion."""
     scored = [[row["reward"] for row in members if row["outcome"] == "scored"] for members in groups_of(rows)]
     scored = [rewards for rewards in scored if rewards]
     eps_std = source.recipe.composition.eps_std
@@ -95,7 +95,7 @@ def group_figures(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def token_figures(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
+def token_metrics(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
     """Figures of π_k against α over the tokens of the objective, from the columns log_ratio = Σ ln ρ and kl_alpha =
     Σ (ρ - 1 - ln ρ), of which the check of the divergences recomputes a subset: Σ ρ = kl_alpha + tokens + log_ratio."""
     used = [row for row in rows if row["kl_alpha"] is not None and not row["masked"]]

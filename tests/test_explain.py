@@ -28,7 +28,7 @@ class Shape:
 def memory(fused: bool = False, **sections: Any) -> dict[str, int]:
     base = {
         "model": {"dtype": "bfloat16"},
-        "sampling": {"G": 4, "rows": 8, "max_tokens": 10, "max_prompt_tokens": 20},
+        "sampling": {"G": 4, "max_num_seqs": 8, "max_tokens": 10, "max_prompt_tokens": 20},
         "schedule": {"prompts": 2},
     }
     settings = Settings.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
@@ -59,7 +59,10 @@ def test_what_changes_the_memory():
         assert lagging["weights"] == copies * 2_000_000
     single = memory(**base, model={"dtype": "float32"})
     assert (single["weights"], single["optimizer"]) == (3 * 4_000_000, 12_000_000)
-    assert memory(**base, optimizer={"tokens": 60})["activations"] == plain["activations"] // 2 + 2 * 1000 * 100
+    assert (
+        memory(**base, optimizer={"micro_batch_tokens": 60})["activations"]
+        == plain["activations"] // 2 + 2 * 1000 * 100
+    )
     settings = Settings.model_validate({"optimizer": {"activation_checkpointing": True}})
     assert activation_bytes(settings, Shape, 2) == 2 * 100 * 2 + 2 * (44 * 100 + 4 * 2 * 300)
 
@@ -77,15 +80,18 @@ def model(tmp_path_factory) -> str:
 @pytest.mark.parametrize(
     ("schedule", "said"),
     [
-        ({}, "every(1): new weights before every batch, 1 update per delivery; largest possible lag 0 updates"),
-        ({"v": 10}, "every(10): new weights every 10 batches, 10 updates per delivery; largest possible lag 9 updates"),
-        ({"i": 10}, "every(1): new weights before every batch, 10 updates per delivery; largest possible lag 0"),
-        ({"v": 3, "i": 2}, "every(3): new weights every 3 batches, 6 updates per delivery; largest possible lag 4"),
+        ({}, "every(1): new weights before every batch, 1 update per weight sync; largest possible lag 0 updates"),
+        (
+            {"v": 10},
+            "every(10): new weights every 10 batches, 10 updates per weight sync; largest possible lag 9 updates",
+        ),
+        ({"i": 10}, "every(1): new weights before every batch, 10 updates per weight sync; largest possible lag 0"),
+        ({"v": 3, "i": 2}, "every(3): new weights every 3 batches, 6 updates per weight sync; largest possible lag 4"),
         (
             {"kind": "lagged", "v": 2, "i": 3},
-            "lagged(2): new weights before every batch, 3 updates per delivery; largest possible lag 6 updates",
+            "lagged(2): new weights before every batch, 3 updates per weight sync; largest possible lag 6 updates",
         ),
-        ({"v": 10, "batches": 4}, "10 updates per delivery; largest possible lag 3 updates"),
+        ({"v": 10, "batches": 4}, "10 updates per weight sync; largest possible lag 3 updates"),
         ({"stages": 2, "batches": 3, "i": 2}, "2 stages x 3 batches = 12 updates, 768 samples"),
     ],
 )

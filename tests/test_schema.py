@@ -71,7 +71,7 @@ def test_every_setting_has_its_help(kind):
         ("sampling", {"temperature": float("inf")}),
         ("optimizer", {"lr": float("nan")}),
         ("optimizer", {"beta2": 1.0}),
-        ("verifier", {"max_unscored": 1.1}),
+        ("verifier", {"max_without_reward": 1.1}),
         ("model", {"dtype": "float16"}),
         ("task", {"operations": ("/",)}),
         ("sampling", {"G": 129}),
@@ -92,7 +92,7 @@ def test_what_is_not_used_cannot_contradict():
     """More samples than rows are fine where nothing is evaluated; a schedule with a lag of 0 is on-policy."""
     Settings.model_validate({"evaluation": {"samples": 500, "before_and_after": False}})
     Settings.model_validate({"schedule": {"kind": "lagged", "v": 0}})
-    with pytest.raises(ValidationError, match=r"sampling.rows = 128 is less than evaluation.samples = 500"):
+    with pytest.raises(ValidationError, match=r"sampling.max_num_seqs = 128 is less than evaluation.samples = 500"):
         Settings.model_validate({"evaluation": {"samples": 500, "before_and_after": False, "every": 1}})
 
 

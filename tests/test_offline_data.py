@@ -1,4 +1,4 @@
-"""Completions that somebody else drew become groups, or a clear error."""
+"""Pre-generated (offline) completions become groups, or a clear error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import tiny_policy
 
-from lagrpo.data.offline import Recorded, RecordedError
+from lagrpo.data.offline import OfflineData, OfflineDataError
 from lagrpo.runs.rollouts import rollout_rows, write_rollouts
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
@@ -32,10 +32,10 @@ ROWS = [
 
 def test_rows_of_one_prompt_form_groups_of_at_most_g(tmp_path):
     policy = tiny_policy()
-    recorded = Recorded(written(tmp_path, ROWS), policy, G=2, seed=0)
-    assert len(recorded) == 3
-    assert not recorded.has_logp
-    by_text = {tuple(c.text for c in g.completions): g for g in recorded.batch(1, 3)}
+    offline_data = OfflineData(written(tmp_path, ROWS), policy, G=2, seed=0)
+    assert len(offline_data) == 3
+    assert not offline_data.has_logp
+    by_text = {tuple(c.text for c in g.completions): g for g in offline_data.batch(1, 3)}
     assert by_text.keys() == {("2", "3"), ("two",), ("5",)}
     first, cut = by_text["2", "3"].completions
     assert first.token_ids.tolist() == [*policy.chat.tokenizer("2")["input_ids"], policy.chat.tokenizer.eos_token_id]
@@ -48,8 +48,8 @@ def test_rows_of_one_prompt_form_groups_of_at_most_g(tmp_path):
 
 
 def test_every_group_is_visited_once_per_epoch(tmp_path):
-    recorded = Recorded(written(tmp_path, ROWS), tiny_policy(), G=2, seed=3)
-    keys = [g.prompt.key for b in range(1, 7) for g in recorded.batch(b, 1)]
+    offline_data = OfflineData(written(tmp_path, ROWS), tiny_policy(), G=2, seed=3)
+    keys = [g.prompt.key for b in range(1, 7) for g in offline_data.batch(b, 1)]
     assert sorted(keys[:3]) == sorted(keys[3:]) == [0, 1, 2]
 
 
@@ -61,14 +61,14 @@ def test_the_rollouts_of_a_run_are_read_back_but_for_its_versions(tmp_path):
         (
             Completion(torch.tensor([8, 9, 1]), torch.tensor([-0.5, -0.25, -1.0]), torch.tensor([3, 3, 3]), True, "5",
                        Outcome.scored(1.0)),
-            Completion(torch.tensor([8]), torch.tensor([-0.5]), torch.tensor([3]), False, "x", Outcome.rejected("?")),
+            Completion(torch.tensor([8]), torch.tensor([-0.5]), torch.tensor([3]), False, "x", Outcome.unscored("?")),
         ),
     )  # fmt: skip
     path = tmp_path / "step-000001.parquet"
     write_rollouts(path, list(rollout_rows([group], [[{"advantage": 0.5}, {}]], batch=1, stage=1, pi_k_version=5)))
-    recorded = Recorded(path, policy, G=16, seed=0)
-    assert recorded.has_logp
-    (again,) = recorded.batch(1, 1)
+    offline_data = OfflineData(path, policy, G=16, seed=0)
+    assert offline_data.has_logp
+    (again,) = offline_data.batch(1, 1)
     assert (again.prompt.token_ids, again.prompt.gold) == (prompt.token_ids, "5")
     for ours, theirs in zip(again.completions, group.completions, strict=True):
         assert torch.equal(ours.token_ids, theirs.token_ids)
@@ -114,48 +114,48 @@ def test_the_rollouts_of_a_run_are_read_back_but_for_its_versions(tmp_path):
     ],
 )
 def test_bad_rows_are_named(tmp_path, row, message):
-    with pytest.raises(RecordedError, match=message):
-        Recorded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)
+    with pytest.raises(OfflineDataError, match=message):
+        OfflineData(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)
 
 
 @pytest.mark.parametrize("logp_alpha", [None, [None, -0.5], [float("nan"), -0.5]])
 def test_a_log_prob_of_null_is_unknown(tmp_path, logp_alpha):
     row = {"prompt": "1+1=", "token_ids": [5, 1], "logp_alpha": logp_alpha, "reward": 1.0}
-    recorded = Recorded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)
-    assert not recorded.has_logp
+    offline_data = OfflineData(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)
+    assert not offline_data.has_logp
     known = [] if logp_alpha is None else [-0.5]
-    (group,) = recorded.batch(1, 1)
+    (group,) = offline_data.batch(1, 1)
     found = group.completions[0].logp_alpha
     assert found[~found.isnan()].tolist() == known
 
 
 def test_a_log_prob_that_rounding_left_above_0_is_taken(tmp_path):
     row = {"prompt": "1+1=", "token_ids": [5], "logp_alpha": [1e-6], "reward": 1.0}
-    assert Recorded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0).has_logp
+    assert OfflineData(written(tmp_path, [row]), tiny_policy(), G=2, seed=0).has_logp
 
 
 def test_bad_files_are_named(tmp_path):
     policy = tiny_policy()
-    with pytest.raises(RecordedError, match="no such file"):
-        Recorded(tmp_path / "nowhere.jsonl", policy, G=2, seed=0)
+    with pytest.raises(OfflineDataError, match="no such file"):
+        OfflineData(tmp_path / "nowhere.jsonl", policy, G=2, seed=0)
     (tmp_path / "x.csv").write_text("a,b\n")
-    with pytest.raises(RecordedError, match=r"\.jsonl or \.parquet"):
-        Recorded(tmp_path / "x.csv", policy, G=2, seed=0)
+    with pytest.raises(OfflineDataError, match=r"\.jsonl or \.parquet"):
+        OfflineData(tmp_path / "x.csv", policy, G=2, seed=0)
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{broken\n')
-    with pytest.raises(RecordedError, match="line 2: this is not JSON"):
-        Recorded(tmp_path / "broken.jsonl", policy, G=2, seed=0)
+    with pytest.raises(OfflineDataError, match="line 2: this is not JSON"):
+        OfflineData(tmp_path / "broken.jsonl", policy, G=2, seed=0)
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é", "completion": "b"}'.encode("latin-1"))
-    with pytest.raises(RecordedError, match=r"latin\.jsonl: this is not UTF-8"):
-        Recorded(tmp_path / "latin.jsonl", policy, G=2, seed=0)
-    with pytest.raises(RecordedError, match="no completions"):
-        Recorded(written(tmp_path, []), policy, G=2, seed=0)
+    with pytest.raises(OfflineDataError, match=r"latin\.jsonl: this is not UTF-8"):
+        OfflineData(tmp_path / "latin.jsonl", policy, G=2, seed=0)
+    with pytest.raises(OfflineDataError, match="no completions"):
+        OfflineData(written(tmp_path, []), policy, G=2, seed=0)
 
 
 def test_only_a_newline_ends_a_line(tmp_path):
     """JSON may hold U+2028 and U+0085 as they are, and texts of models do; some editors put a mark before it all."""
     rows = (json.dumps({"prompt": "1+1=", "completion": f"2{c}"}, ensure_ascii=False) for c in "\u2028\x85\x0c")
     (tmp_path / "data.jsonl").write_text("\ufeff" + "\r\n".join(rows), encoding="utf-8", newline="")
-    (group,) = Recorded(tmp_path / "data.jsonl", tiny_policy(), G=4, seed=0).batch(1, 1)
+    (group,) = OfflineData(tmp_path / "data.jsonl", tiny_policy(), G=4, seed=0).batch(1, 1)
     assert [c.text for c in group.completions] == ["2\u2028", "2\x85", "2\x0c"]
 
 
@@ -195,8 +195,8 @@ def test_a_run_a_glob_a_list_and_a_file(tmp_path):
         ([run, os.path.relpath(run), files[0]], both),
         (files[1], both[1:]),
     ):
-        recorded = Recorded(data, policy, G=4, seed=0)
-        groups = recorded.batch(1, len(recorded))
+        offline_data = OfflineData(data, policy, G=4, seed=0)
+        groups = offline_data.batch(1, len(offline_data))
         assert sorted(tuple(c.text for c in g.completions) for g in groups) == expected
 
 
@@ -204,28 +204,28 @@ def test_completions_that_failed_are_left_out_and_counted(tmp_path):
     policy = tiny_policy()
     lost = completion(policy, "", outcome=Outcome.failed("the server died"))
     torn = completion(policy, "8", logp=(-0.5, float("nan")), outcome=Outcome.failed("no finite log-prob"))
-    judged = completion(policy, "9", outcome=Outcome.rejected("no verdict"))
+    judged = completion(policy, "9", outcome=Outcome.unscored("no verdict"))
     run = rollouts(tmp_path, [[completion(policy, "1"), lost, judged], [torn]])
-    recorded = Recorded(run, policy, G=4, seed=0)
-    (group,) = recorded.batch(1, 1)
-    assert [(c.text, c.outcome.kind) for c in group.completions if c.outcome] == [("1", "scored"), ("9", "rejected")]
-    assert recorded.left_out == {"failed": 2}
-    assert str(recorded) == "2 completions of 1 group in 2 files; left out: 2 failed"
+    offline_data = OfflineData(run, policy, G=4, seed=0)
+    (group,) = offline_data.batch(1, 1)
+    assert [(c.text, c.outcome.kind) for c in group.completions if c.outcome] == [("1", "scored"), ("9", "unscored")]
+    assert offline_data.left_out == {"failed": 2}
+    assert str(offline_data) == "2 completions of 1 group in 2 files; left out: 2 failed"
 
 
 def test_log_probs_that_lack_are_unknown_and_their_rows_left_out_where_they_are_read(tmp_path):
     policy = tiny_policy()
     nan = float("nan")
     run = rollouts(tmp_path, [[completion(policy, "1"), completion(policy, "2", logp=(-0.5, nan))]])
-    every = Recorded(run, policy, G=4, seed=0)
+    every = OfflineData(run, policy, G=4, seed=0)
     assert not every.has_logp
     assert every.left_out == {}
     assert [bool(c.logp_alpha.isnan().any()) for c in every.batch(1, 1)[0].completions] == [False, True]
-    known = Recorded(run, policy, G=4, seed=0, reads_logp=True)
+    known = OfflineData(run, policy, G=4, seed=0, reads_logp=True)
     assert known.has_logp
     assert known.left_out == {"without log-probs": 1}
     assert [c.text for c in known.batch(1, 1)[0].completions] == ["1"]
-    none = Recorded(written(tmp_path, ROWS), policy, G=2, seed=0, reads_logp=True)
+    none = OfflineData(written(tmp_path, ROWS), policy, G=2, seed=0, reads_logp=True)
     assert not none.has_logp  # for the caller to refuse
     assert len(none) == 3
 
@@ -233,17 +233,17 @@ def test_log_probs_that_lack_are_unknown_and_their_rows_left_out_where_they_are_
 def test_a_prompt_that_is_too_long_is_named(tmp_path):
     rows = [ROWS[0], ROWS[0] | {"prompt": "x" * 50}]
     message = r"data\.jsonl, row 2: its prompt has 67 tokens; sampling\.max_prompt_tokens is 64"
-    with pytest.raises(RecordedError, match=message):
-        Recorded(written(tmp_path, rows), tiny_policy(), G=2, seed=0, max_prompt_tokens=64)
+    with pytest.raises(OfflineDataError, match=message):
+        OfflineData(written(tmp_path, rows), tiny_policy(), G=2, seed=0, max_prompt_tokens=64)
 
 
 def test_places_without_completions_are_named(tmp_path):
     policy = tiny_policy()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RecordedError, match=r"empty is a directory without rollouts"):
-        Recorded(tmp_path / "empty", policy, G=2, seed=0)
-    with pytest.raises(RecordedError, match=r"no file or run with batches matches .*nothing-\*\.parquet"):
-        Recorded(f"{tmp_path}/nothing-*.parquet", policy, G=2, seed=0)
+    with pytest.raises(OfflineDataError, match=r"empty is a directory without rollouts"):
+        OfflineData(tmp_path / "empty", policy, G=2, seed=0)
+    with pytest.raises(OfflineDataError, match=r"no file or run with batches matches .*nothing-\*\.parquet"):
+        OfflineData(f"{tmp_path}/nothing-*.parquet", policy, G=2, seed=0)
     failed = completion(policy, "", outcome=Outcome.failed("the server died"))
-    with pytest.raises(RecordedError, match=r"no completions in it \(left out: 1 failed\)"):
-        Recorded(rollouts(tmp_path, [[failed]]), policy, G=2, seed=0)
+    with pytest.raises(OfflineDataError, match=r"no completions in it \(left out: 1 failed\)"):
+        OfflineData(rollouts(tmp_path, [[failed]]), policy, G=2, seed=0)

@@ -59,7 +59,7 @@ def test_a_file_and_overrides(tmp_path):
 def test_an_override_can_mend_what_the_file_contradicts(tmp_path):
     path = tmp_path / "a.toml"
     path.write_text("[sampling]\nG = 200\n")
-    assert load_settings(path, {"sampling": {"rows": "256"}}).sampling.rows == 256
+    assert load_settings(path, {"sampling": {"max_num_seqs": "256"}}).sampling.max_num_seqs == 256
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_an_override_can_mend_what_the_file_contradicts(tmp_path):
         ("[optimizer]\nlr = inf", "a.toml: optimizer.lr = inf: Input should be a finite number"),
         ('[model]\ndtype = "bf16"', "a.toml: model.dtype = 'bf16': Input should be 'auto', 'bfloat16' or 'float32'"),
         ('[task]\noperations = ["+", "/"]', "a.toml: task.operations.1 = '/': Input should be '+', '-' or '*'"),
-        ("[schedule]\nv = 0", "a.toml: schedule: v = 0 never delivers: use v of at least 1"),
-        ("[sampling]\nG = 200", "a.toml: sampling.rows = 128 is less than sampling.G = 200"),
+        ("[schedule]\nv = 0", "a.toml: schedule: v = 0 never syncs weights: use v of at least 1"),
+        ("[sampling]\nG = 200", "a.toml: sampling.max_num_seqs = 128 is less than sampling.G = 200"),
         ("[schedule", "a.toml: not valid TOML: "),
     ],
 )
@@ -88,11 +88,11 @@ def test_complaints_about_a_file(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
-        ("", {"schedule": {"v": "0"}}, "command line: schedule: v = 0 never delivers"),
+        ("", {"schedule": {"v": "0"}}, "command line: schedule: v = 0 never syncs weights"),
         ("", {"schedule": {"vv": "0"}}, "command line: unknown setting 'schedule.vv'"),
         ("[schedule]\ni = 0", {"schedule": {"v": "2"}}, "a.toml: schedule.i = 0: "),
         ("[schedule]\ni = 1", {"schedule": {"i": "0"}}, "command line: schedule.i = '0': "),
-        ("[schedule]\ni = 1", {"schedule": {"v": "0"}}, "a.toml and command line: schedule: v = 0 never delivers"),
+        ("[schedule]\ni = 1", {"schedule": {"v": "0"}}, "a.toml and command line: schedule: v = 0 never syncs weights"),
     ],
 )
 def test_complaints_name_whose_fault_it_is(tmp_path, text, overrides, message):
