@@ -4,8 +4,8 @@
     python experiments/comparison.py --report   the table and the figure of what is there
 
 Each run: 8 prompts x 8 completions of at most 16 tokens, 25 batches, learning rate 2e-5, beta 0, two seeds. pass@1 is
-that of the 20 held-out sums, 16 samples each, after the last update. Runs go to runs/comparison; a run that is there
-is not repeated. The table is printed (docs/comparison.md has it), the figure goes to docs/images/comparison.png.
+measured on the 20 held-out sums, 16 samples each, after the last update. Runs go to runs/comparison; a run that is
+there is not repeated. The table is printed (docs/comparison.md has it), the figure goes to docs/images/comparison.png.
 """
 
 from __future__ import annotations
