@@ -180,7 +180,7 @@ def certified_improvement(
             groups are independent: n = N means of a group
 
     pi and C must not depend on these samples: pi_k on a batch it has not yet learned from is right, pi after an update
-    on the batch is not. To look at m batches and use whichever certifies, give delta / m. Every completion of the
+    on the batch is not. To test m batches and use the first that certifies, give delta / m. Every completion of the
     groups must be there: if some are left out because of what they say, the rest are not a sample of alpha.
 
     Never below -1, which rewards in [0, 1] certify without a sample: there it is vacuous. It cannot be positive unless

@@ -118,8 +118,8 @@ CALM = 0.8
 
 def prefers_bounded(log_ratio: Float[Tensor, "n"]) -> bool:
     """Whether `tv_terms` of these samples should be the bounded ones: where their ESS is below CALM of their number.
-    Decided on all samples together; to decide per group would favor whichever estimate came out smaller.
-    Raises ValueError for no samples."""
+    Decided on all samples together; deciding per group would favor the estimate that came out smaller. Raises
+    ValueError for no samples."""
     _require_samples(log_ratio)
     return float(ess((log_ratio - log_ratio.max()).exp())) < CALM * log_ratio.shape[-1]
 
@@ -154,7 +154,7 @@ def sampled_chi2(log_ratio: Float[Tensor, "*N n"]) -> Float[Tensor, "*N"]:
 
 
 def pinsker(kl: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
-    """min(sqrt(KL / 2), 1) >= TV, whichever way round the KL is taken. Raises ValueError for a negative KL."""
+    """min(sqrt(KL / 2), 1) >= TV, for either direction of the KL. Raises ValueError for a negative KL."""
     if bool((kl < 0).any()):
         raise ValueError("a KL divergence is not negative; use an estimate that cannot be, as `sampled_kl`")
     return (kl / 2).sqrt().clamp(max=1.0)
