@@ -212,7 +212,7 @@ def test_the_weights_of_a_run_evaluate_to_what_the_run_said(model, tmp_path):
         ("eval smollm2 --schedule.v 3", "command line: unknown setting 'schedule'; did you mean "),
         ("eval ./nosuch", "model.path: model directory './nosuch' does not exist"),
         ("eval smollm2 --task gsm", "task.name: there is no task 'gsm'"),
-        ("eval smollm2 --samples 500", "command line: rows = 128 is less than samples = 500"),
+        ("eval smollm2 --samples 500", "command line: max_num_seqs = 128 is less than samples = 500"),
         ("show nowhere", "there is no run at nowhere"),
         ("recipes grpoo", "unknown recipe 'grpoo'; the nearest is 'grpo'"),
         ("train nosuch.toml", "nosuch.toml: no such settings file"),
