@@ -1,10 +1,10 @@
 """What a divergence budget saves: weight syncs at equal reward, against fixed v, on the embedded model.
 
     python experiments/budget.py             train what is missing, then the table
-    python experiments/budget.py --report    the table of what is there
+    python experiments/budget.py --report    the table of the finished runs
 
-Each run is that of comparison.py with GRPO (8 prompts x 8 completions, 25 batches, two seeds), under every(v) for
-v = 1, 2, 4, 10 and budget(δ, v = 10) for δ = 0.1, 0.3, 1 nats per completion. Weight syncs are those after batch 1.
+Each run repeats comparison.py with GRPO (8 prompts x 8 completions, 25 batches, two seeds), under every(v) for v = 1,
+2, 4, 10 and budget(δ, v = 10) for δ = 0.1, 0.3, 1 nats per completion. Weight syncs are those after batch 1.
 """
 
 from __future__ import annotations

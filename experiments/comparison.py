@@ -1,11 +1,11 @@
 """Nine objectives on the embedded model and single-digit addition, on-policy (v = 1) and off-policy (v = 10).
 
     python experiments/comparison.py            train what is missing (36 runs), then the table and the figure
-    python experiments/comparison.py --report   the table and the figure of what is there
+    python experiments/comparison.py --report   the table and the figure of the finished runs
 
 Each run: 8 prompts x 8 completions of at most 16 tokens, 25 batches, learning rate 2e-5, beta 0, two seeds. pass@1 is
-that of the 20 held-out sums, 16 samples each, after the last update. Runs go to runs/comparison; a run that is there
-is not repeated. The table is printed (docs/comparison.md has it), the figure goes to docs/images/comparison.png.
+measured on the 20 held-out sums, 16 samples each, after the last update. Runs go to runs/comparison; a run that is
+there is not repeated. The table is printed (docs/comparison.md has it), the figure goes to docs/images/comparison.png.
 """
 
 from __future__ import annotations

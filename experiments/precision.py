@@ -1,7 +1,7 @@
 """How far bfloat16 weights move: plain masters, dithered masters and float32 throughout, at three learning rates.
 
     python experiments/precision.py                                train what is missing, then the table and the figure
-    python experiments/precision.py --report                       the table and the figure of what is there
+    python experiments/precision.py --report                       the table and the figure of the finished runs
     python experiments/precision.py --report --write docs/precision.md    put the table into the page, too
     python experiments/precision.py --trl .venv-trl/bin/python     TRL's curves, where `make check-trl` installed it
 

@@ -1,7 +1,7 @@
 """Single-digit addition through a real vLLM server: what v, prefetching and a second server buy.
 
     python experiments/vllm.py             train what is missing (5 runs of 12 batches), then the table and the figure
-    python experiments/vllm.py --report    the table and the figure of what is there
+    python experiments/vllm.py --report    the table and the figure of the finished runs
 
 The embedded model in bfloat16, 8 prompts x 16 completions of at most 16 tokens, GRPO, learning rate 2e-5, beta 0, one
 after the other, because they are timed: on an otherwise idle machine. Runs go to runs/vllm; a run that is there is not

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from lagrpo.core import pieces
 from lagrpo.core.loss import Terms
+from lagrpo.objective.compose import ALIASES
 from lagrpo.objective.recipes import PRESETS, Composition, resolve
 
 REWARDS_G, UNIFORM_G = tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4)
@@ -96,6 +97,17 @@ def test_an_importance_weighted_kl_weighs_each_token_by_rho():
     loss, _ = resolve("grpo", {"kl_importance": True}).loss(terms, tensor([1.0]))
     rho_T, d_T = (tokens[0] - tokens[1]).exp(), tokens[0] - tokens[3]
     assert_close(loss, 0.04 * (rho_T * ((-d_T).exp() + d_T - 1)).sum())
+
+
+def test_an_alias_of_a_piece_is_the_piece():
+    aliases = {"advantage": "whitened_unbiased", "ratio": "length_normalised"}
+    made = resolve("grpo", aliases).composition
+    assert {name: getattr(made, name) for name in aliases} == {name: ALIASES[alias] for name, alias in aliases.items()}
+    assert resolve("grpo", {"advantage": "centred"}).composition.advantage == ALIASES["centred"]
+    assert (
+        resolve("dr_grpo", {"advantage": "whitened"}).composition
+        == resolve("grpo", {"reduction": "constant_length", "beta": 0.0}).composition
+    )
 
 
 @pytest.mark.parametrize(

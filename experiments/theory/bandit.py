@@ -1,10 +1,10 @@
 """Bandits that tell the variants apart: three arms, the best of them rarely drawn.
 
-The set-up of the first is that of Yao et al. (arXiv 2509.24203): rewards (0, .8, 1), a behavior policy
-alpha = (.3, .6, .1) that favors the second-best arm, a softmax policy that starts at alpha, the exact expected
-gradient at learning rate 1. Either alpha never changes, or it becomes pi every 100 steps. What to expect: without a
-sync REINFORCE ends on arm 2 (J = .8) and a clip stops near alpha; a wide clip, OPMD, AsymRE and RED-Weight go further;
-with syncs all but REINFORCE find arm 3.
+The first has the set-up of Yao et al. (arXiv 2509.24203): rewards (0, .8, 1), a behavior policy alpha = (.3, .6, .1)
+that favors the second-best arm, a softmax policy that starts at alpha, the exact expected gradient at learning rate 1.
+Either alpha never changes, or it becomes pi every 100 steps. What to expect: without a sync REINFORCE ends on arm 2 (J
+= .8) and a clip stops near alpha; a wide clip, OPMD, AsymRE and RED-Weight go further; with syncs all but REINFORCE
+find arm 3.
 
 The second tells the masks apart: pi starts away from alpha, worse than it or better. Out of its range two-side does
 not move at all, for better or worse; one-side goes where the advantage points until it has left its range on that

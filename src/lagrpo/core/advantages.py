@@ -1,8 +1,8 @@
 """Advantages: from the rewards of a group to one number per completion.
 
 A group is the last dimension, G. Leading dimensions are groups that share a size; groups of different sizes are
-separate calls. Statistics are those of the group as sampled by alpha; s0 is the *biased* standard deviation (over G),
-s1 the one over G - 1.
+separate calls. Statistics describe the group as alpha sampled it; s0 is the *biased* standard deviation (over G), s1
+the standard deviation over G - 1.
 
 Two conventions hold in every function here:
 - a group of one completion is legal: its baseline is 0, so its advantage is its reward, and it has zero variance;
@@ -69,7 +69,7 @@ def normalized(rewards: Float[Tensor, "*N G"], eps_std: float) -> Float[Tensor, 
 
 
 def normalized_unbiased(rewards: Float[Tensor, "*N G"], std_offset: float) -> Float[Tensor, "*N G"]:
-    """A_i = (r_i - mu) / (s1 + std_offset), s1^2 = sum_i (r_i - mu)^2 / (G - 1): TRL normalizes so, its offset is 1e-4.
+    """A_i = (r_i - mu) / (s1 + std_offset), s1^2 = sum_i (r_i - mu)^2 / (G - 1): as TRL does, with an offset of 1e-4.
 
     Equal rewards and a single completion are treated as in `normalized`. Raises ValueError as `sigma` does."""
     require_group(rewards)
@@ -91,12 +91,12 @@ def leave_one_out(rewards: Float[Tensor, "*N G"]) -> Float[Tensor, "*N G"]:
 
 
 def red_drop(rewards_G: Float[Tensor, "G"], uniform_G: Float[Tensor, "G"]) -> Float[Tensor, "G"]:
-    """RED-Drop (Yao et al., arXiv 2509.24203): where completions below the mean outnumber the others, so many of them
-    as are too many, chosen at random, get advantage 0; the rest get r - mean of the rest.
+    """RED-Drop (Yao et al., arXiv 2509.24203): where completions below the mean outnumber the others, the surplus,
+    chosen at random, gets advantage 0. The rest get r - mean of the rest.
 
-    The dropped ones stay in the batch, and so in the denominator of a token mean. The random numbers are an argument:
-    those of the completions below the mean with the smallest `uniform_G` are dropped. [1, 0 x 7] keeps one of each:
-    +-0.5. Raises ValueError for an empty group, a reward that is not finite, and unequal shapes."""
+    The dropped ones stay in the batch, and so in the denominator of a token mean. The caller passes the random numbers
+    `uniform_G`: of the completions below the mean, the ones with the smallest numbers are dropped. [1, 0 x 7] keeps one
+    of each: +-0.5. Raises ValueError for an empty group, a reward that is not finite, and unequal shapes."""
     require_group(rewards_G)
     require_vector(rewards_G=rewards_G, uniform_G=uniform_G)
     if bool(zero_variance(rewards_G)):

@@ -94,8 +94,8 @@ def over_prompts(
 
 
 def identity_bound(pi: Outcomes, pi_k: Outcomes, alpha: Outcomes, r: Outcomes, eps_std: float) -> Values:
-    """s L_alpha(pi) - TV(pi_k, alpha), from D = s L_alpha(pi) - (J(pi_k) - J(alpha)). Where s = 0 alpha's samples say
-    nothing of pi and the bound is not claimed: minus infinity. Raises ValueError for r outside [0, 1]."""
+    """s L_alpha(pi) - TV(pi_k, alpha), from D = s L_alpha(pi) - (J(pi_k) - J(alpha)). Minus infinity where s = 0: there
+    alpha's samples say nothing about pi. Raises ValueError for r outside [0, 1]."""
     s = sigma(alpha, r, eps_std)
     bound = s * surrogate(pi, alpha, r, eps_std) - tv(pi_k, alpha)
     return torch.where(s > 0, bound, torch.full_like(bound, -torch.inf))
@@ -134,8 +134,9 @@ def sampled(
     completions log pi(y)/alpha(y) and log pi_k(y)/alpha(y). `bounded` and `bounded_k` choose the estimates of TV(pi,
     alpha) and TV(pi_k, alpha), see `divergences.prefers_bounded`.
 
-    The variance is that of the sequence ratio: it grows exponentially with the length of completions, and once the
-    effective sample size nears 1 the numbers mean nothing. Raises ValueError for G < 2, r outside [0, 1], s > 1."""
+    The estimates inherit the variance of the sequence ratio, which grows exponentially with the length of completions.
+    Once the effective sample size nears 1 the numbers mean nothing. Raises ValueError for G < 2, r outside [0, 1], s >
+    1."""
     require_same_shape(rewards=rewards, log_ratio=log_ratio, log_ratio_k=log_ratio_k)
     if rewards.shape[-1] < 2:
         raise ValueError("the bounds need groups of at least two completions: one has no spread")
@@ -150,9 +151,8 @@ def sampled(
 
 
 def capped_gain(pi: Outcomes, alpha: Outcomes, r: Outcomes, cap: float) -> Values:
-    """E_alpha[min(pi/alpha, C) r] - E_alpha r <= J(pi) - J(alpha) for r >= 0; what it lacks, E_pi[max(1 - C alpha/pi,
-    0) r], is at most the probability under pi of a ratio above C. Raises ValueError as `mean_reward` does, and for
-    C < 1."""
+    """E_alpha[min(pi/alpha, C) r] - E_alpha r <= J(pi) - J(alpha) for r >= 0; the gap, E_pi[max(1 - C alpha/pi, 0) r],
+    is at most the probability under pi of a ratio above C. Raises ValueError as `mean_reward` does, and for C < 1."""
     require_at_least(1.0, cap=cap)
     require_distributions(pi=pi, alpha=alpha)
     return (torch.minimum(pi, cap * alpha) * _in_unit_interval(r)).sum(dim=-1) - mean_reward(alpha, r)
@@ -175,12 +175,12 @@ def certified_improvement(
 
     What J averages over says which terms are independent:
 
-    fixed   J is the mean over these N prompts. Given them all completions are independent: n = N G terms
+    fixed   J is the mean over these N prompts. Given the prompts, all completions are independent: n = N G terms
     drawn   J is the mean over what the prompts are drawn from, independently. Completions share their prompt, so only
             groups are independent: n = N means of a group
 
     pi and C must not depend on these samples: pi_k on a batch it has not yet learned from is right, pi after an update
-    on the batch is not. To look at m batches and use whichever certifies, give delta / m. Every completion of the
+    on the batch is not. To test m batches and use the first that certifies, give delta / m. Every completion of the
     groups must be there: if some are left out because of what they say, the rest are not a sample of alpha.
 
     Never below -1, which rewards in [0, 1] certify without a sample: there it is vacuous. It cannot be positive unless

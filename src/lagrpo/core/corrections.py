@@ -1,14 +1,14 @@
-"""Corrections for what the sampler computes otherwise than the learner: weights made of pi_k/alpha, one per token [T].
+"""Corrections for a sampler whose log-probs differ from the learner's: weights made of pi_k/alpha, one per token [T].
 
-pi_k as the learner computes it and alpha as the sampler reported it differ by what alpha lags behind, and by the
-arithmetic of the sampler, where that is another program (a vLLM server, say). A surrogate of pi/pi_k knows nothing of
-either; multiplied by such a weight it counts samples of alpha as samples of pi_k:
+The learner computes pi_k, the sampler reported alpha. They differ by the lag of alpha, and by the sampler's arithmetic
+where the sampler is another program (a vLLM server, say). A surrogate of pi/pi_k ignores both. Multiplied by such a
+weight it counts samples of alpha as samples of pi_k:
 
     value = sg(w(pi_k/alpha)) * surrogate(pi/pi_k)
 
-Untruncated weights of whole completions make its gradient unbiased at pi = pi_k, those of tokens do not; floor and cap
-bound the variance and add a bias of their own. tests/core/test_enumeration.py has the numbers. A weight never carries
-a gradient.
+Untruncated weights of whole completions make its gradient unbiased at pi = pi_k; weights of tokens do not. Floor and
+cap bound the variance and add a bias of their own. tests/core/test_enumeration.py has the numbers. A weight never
+carries a gradient.
 """
 
 import torch
@@ -18,9 +18,10 @@ from lagrpo.core.shapes import FloatT, require_at_least, require_vector
 
 
 def truncated(ratio_T: FloatT, floor: float, cap: float) -> FloatT:
-    """min(max(r, floor), cap) with r = pi_k/alpha of the token or the completion: truncated importance sampling, with
-    a floor of 0 that of Yao, Liu et al. ("Your efficient RL framework secretly brings you off-policy RL training",
-    2025). Raises ValueError on shapes and unless 0 <= floor <= 1 <= cap: without a mismatch the weight is 1."""
+    """min(max(r, floor), cap) with r = pi_k/alpha of the token or the completion: truncated importance sampling; with a
+    floor of 0 it is the weight of Yao, Liu et al. ("Your efficient RL framework secretly brings you off-policy RL
+    training", 2025). Raises ValueError on shapes and unless 0 <= floor <= 1 <= cap: without a mismatch the weight is
+    1."""
     _check(ratio_T, floor, cap)
     return ratio_T.detach().clamp(floor, cap)
 

@@ -1,17 +1,17 @@
 """Divergences: estimates from the log-probs of sampled tokens, and exact values for discrete distributions.
 
 The three estimators are J. Schulman's ("Approximating KL Divergence", 2020), with d = logp - logp_ref. Their values on
-tokens sampled by pi: k1 and k3 are unbiased for KL(pi || pi_ref), summed over a completion for that of completions. As
-penalties, what counts is the expected gradient on tokens sampled by pi, each given what precedes it:
+tokens sampled by pi: k1 and k3 are unbiased for KL(pi || pi_ref); summed over a completion, for the KL of completions.
+As penalties, what counts is the expected gradient on tokens sampled by pi, each given what precedes it:
 
     k1: E[grad logp] = 0                                 no penalty at all
     k2: E[d grad logp] = grad KL(pi || pi_ref)           the exact gradient of the token's KL
     k3: E[(1 - e^-d) grad logp] = grad KL(pi_ref || pi)  the gradient of the *other* KL (alike near d = 0)
 
-What an early token does to the KL of later ones is in none of them. On tokens sampled by another policy alpha all are
-biased, and k1 then pushes pi away from the samples; `importance_weighted` with the ratio of a token restores the above
-for each token given what precedes it, with the ratio of the sequence in full. tests/core/test_enumeration.py has the
-numbers.
+None of them contains what an early token does to the KL of later ones. On tokens sampled by another policy alpha all
+are biased, and k1 then pushes pi away from the samples; `importance_weighted` with a token's ratio restores the above
+for each token given what precedes it. With the sequence's ratio it restores the above in full.
+tests/core/test_enumeration.py has the numbers.
 """
 
 from math import log1p
@@ -62,7 +62,7 @@ def k3_linear(logp_T: FloatT, logp_ref_T: FloatT, bound: float) -> FloatT:
 
 
 def bias_corrected(estimate_T: FloatT, ratio_T: FloatT) -> FloatT:
-    """rho times the estimate, with the gradient of rho: for k3 what TRL calls `use_bias_correction_kl` (after
+    """rho times the estimate, with the gradient of rho: for k3 TRL calls it `use_bias_correction_kl` (after
     DeepSeek-V3.2, arXiv 2512.02556). grad (rho k3) = rho d grad logp, so as a penalty it is k2 under
     `importance_weighted`, the gradient of KL(pi || pi_ref), and not k3. Raises ValueError on shapes."""
     require_vector(estimate_T=estimate_T, ratio_T=ratio_T)
@@ -70,8 +70,8 @@ def bias_corrected(estimate_T: FloatT, ratio_T: FloatT) -> FloatT:
 
 
 def importance_weighted(estimate_T: FloatT, ratio_T: FloatT) -> FloatT:
-    """sg(rho) times the estimate: the weight of tokens sampled by alpha that are to stand for tokens sampled by pi.
-    rho, of the token or of the sequence, carries no gradient. Raises ValueError on shapes."""
+    """sg(rho) times the estimate: tokens sampled by alpha then stand for tokens sampled by pi. rho, of the token or of
+    the sequence, carries no gradient. Raises ValueError on shapes."""
     require_vector(estimate_T=estimate_T, ratio_T=ratio_T)
     return times(_where_it_counts(ratio_T.detach(), estimate_T), estimate_T)
 
@@ -118,8 +118,8 @@ CALM = 0.8
 
 def prefers_bounded(log_ratio: Float[Tensor, "n"]) -> bool:
     """Whether `tv_terms` of these samples should be the bounded ones: where their ESS is below CALM of their number.
-    Decided on all samples together; to decide per group would favor whichever estimate came out smaller.
-    Raises ValueError for no samples."""
+    Decided on all samples together; deciding per group would favor the estimate that came out smaller. Raises
+    ValueError for no samples."""
     _require_samples(log_ratio)
     return float(ess((log_ratio - log_ratio.max()).exp())) < CALM * log_ratio.shape[-1]
 
@@ -154,7 +154,7 @@ def sampled_chi2(log_ratio: Float[Tensor, "*N n"]) -> Float[Tensor, "*N"]:
 
 
 def pinsker(kl: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
-    """min(sqrt(KL / 2), 1) >= TV, whichever way round the KL is taken. Raises ValueError for a negative KL."""
+    """min(sqrt(KL / 2), 1) >= TV, for either direction of the KL. Raises ValueError for a negative KL."""
     if bool((kl < 0).any()):
         raise ValueError("a KL divergence is not negative; use an estimate that cannot be, as `sampled_kl`")
     return (kl / 2).sqrt().clamp(max=1.0)

@@ -8,7 +8,7 @@ p_n = h(p_{n-1}), with
 
 The sequence need not be monotone; what holds is p* > p_ref at every fixed point p* = h(p*).
 
-GRPO as it is run normalizes by the statistics of a finite group; what that does to the gradient is `group_weight`.
+In practice GRPO normalizes by the statistics of a finite group; `group_weight` computes what that does to the gradient.
 """
 
 from itertools import pairwise

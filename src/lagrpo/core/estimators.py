@@ -24,8 +24,8 @@ def bootstrap_interval(
     """Percentile bootstrap interval for the mean over prompts (Efron 1979): prompts are resampled with replacement,
     each with all its completions, and the interval holds the central `confidence` of the resampled means.
 
-    `values_N` is one number per prompt, for example its pass@k. A function of its arguments and nothing else.
-    Raises ValueError for no prompts, no resamples or a confidence outside (0, 1)."""
+    `values_N` is one number per prompt, for example its pass@k. Depends on its arguments and nothing else. Raises
+    ValueError for no prompts, no resamples or a confidence outside (0, 1)."""
     if values_N.dim() != 1 or values_N.shape[0] == 0 or resamples < 1:
         raise ValueError(
             f"bootstrap needs values of shape [N >= 1] and resamples >= 1, but {tuple(values_N.shape)}, {resamples}"
@@ -80,8 +80,8 @@ def paired_interval(
 ) -> tuple[float, float]:
     """Interval for mean after - mean before over all the prompts that these N were drawn from: the two
     `clustered_interval`s joined with the correlation of the values of the same prompt (Newcombe 1998, method 10; Zou &
-    Donner 2008). Narrower than that of two separate evaluations where prompts that were hard stay hard.
-    Raises ValueError as `clustered_interval` does, and for unequal shapes."""
+    Donner 2008). Narrower than the interval of two separate evaluations where hard prompts stay hard. Raises ValueError
+    as `clustered_interval` does, and for unequal shapes."""
     if before_N.shape != after_N.shape:
         raise ValueError(f"pairs need values of the same prompts: {tuple(before_N.shape)}, {tuple(after_N.shape)}")
     (low_b, high_b), (low_a, high_a) = (clustered_interval(v, draws, confidence) for v in (before_N, after_N))

@@ -1,7 +1,7 @@
-"""The loss of a micro-batch, composed from functions. No name and no flag is looked at here.
+"""The loss of a micro-batch, composed from functions. It looks at no name and no flag.
 
-Everything is a sum over tokens: the loss because its normalizer is already in `weight_C`, the diagnostics so that those
-of the micro-batches add up to those of the batch.
+Everything is a sum over tokens: the loss because `weight_C` already holds its normalizer, the diagnostics so that the
+sums of the micro-batches add up to the sums of the batch.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class Terms:
     pi_k and pi_ref, and the index of its completion; per completion [C]: the `advantages`, and in `groups` the index of
     its group.
 
-    What may be absent is None, and is read through a property that raises `MissingError` where it is."""
+    An absent field is None. Its property raises `MissingError` when it is read."""
 
     logp: FloatT
     logp_alpha: FloatT | None

@@ -1,11 +1,10 @@
 """Surrogates: the value of the objective at each token [T], to be *maximized*, not yet reduced.
 
-`ratio_T` is pi/alpha, `center_T` is pi_k/alpha (its gradient is stopped), `advantage_T` that of the token's completion.
-Sources: [P1] Mroueh et al., arXiv 2505.22257; [P2] Yao et al., arXiv 2509.24203.
+`ratio_T` is pi/alpha, `center_T` is pi_k/alpha (its gradient is stopped), `advantage_T` the advantage of the token's
+completion. Sources: [P1] Mroueh et al., arXiv 2505.22257; [P2] Yao et al., arXiv 2509.24203.
 
-Each clip comes with the mask of the tokens whose gradient it cuts. Which those are depends on the sign of the
-advantage: beyond the upper end only A > 0 is cut, beyond the lower end only A < 0.
-All functions raise ValueError on shapes that differ.
+Each clip comes with the mask of the tokens whose gradient it cuts. The sign of the advantage decides which: beyond the
+upper end only A > 0 is cut, beyond the lower end only A < 0. All functions raise ValueError on shapes that differ.
 """
 
 import torch
@@ -15,7 +14,7 @@ from lagrpo.core.shapes import BoolT, FloatT, require_at_least, require_vector
 
 
 def unclipped(ratio_T: FloatT, advantage_T: FloatT) -> FloatT:
-    """r A, the importance-weighted advantage; its mean over samples is that of Eq. 3 of [P1] for r = pi(y)/alpha(y)."""
+    """r A, the importance-weighted advantage; its mean over samples estimates Eq. 3 of [P1] for r = pi(y)/alpha(y)."""
     require_vector(ratio_T=ratio_T, advantage_T=advantage_T)
     return times(ratio_T, advantage_T)
 

@@ -1,10 +1,10 @@
-"""The pieces a recipe is composed of, by name. Within a table all functions are called alike, so that any can stand in
-for any other. What a piece reads beyond its arguments is keyword-only: a number, or a piece of the table of that name.
-Nothing else of the settings reaches it.
+"""The pieces a recipe is composed of, by name. All functions of a table have the same arguments, so any can replace any
+other. A piece reads anything else through keyword-only parameters: a number, or a piece of the table of that name.
+Nothing else in the settings reaches it.
 
     advantage                   (rewards_G, uniform_G) -> advantage_G    uniform_G: a draw in [0, 1) per completion
     surrogate                   (Terms) -> value [T], and the mask of the tokens whose gradient it cuts
-    ratio                       (Terms, logp_T) -> the ratio of these log-probs to those of the denominator [T]
+    ratio                       (Terms, logp_T) -> the ratio of these log-probs to the denominator's [T]
     denominator                 (Terms) -> log-probs of the policy under the ratio [T]
     mask, weight, regularizer   (Terms) -> M, W, R in M W A logp - R [T]
     anchor                      (Terms) -> log-probs of the policy that OPMD stays near [T]

@@ -2,12 +2,12 @@
 
     loss = - sum over tokens t of  weight_C[completion_T[t]] * value_T[t].
 
-The normalizer is in the weights and belongs to the whole optimizer step, so a split into micro-batches is a split of a
-sum: it cannot change the gradient.
+The weights hold the normalizer, which belongs to the whole optimizer step. Splitting the batch into micro-batches
+splits a sum: it cannot change the gradient.
 
 `lengths_C` counts completion tokens. `kept_C` says which completions are in the objective; the others have weight 0.
 `counted_C` says which completions enter the normalizer: `kept_C` itself (masked tokens do not count, the default of
-every recipe) or all of them (masked tokens count). Whatever is kept must be counted. With nothing to count all weights
+every recipe) or all of them (masked tokens count). A kept completion must be counted. With nothing to count all weights
 are 0.
 """
 

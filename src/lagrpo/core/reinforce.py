@@ -1,4 +1,4 @@
-"""The pieces around REINFORCE: which tokens count (M), how much (W), and what holds pi near alpha (the regularizer).
+"""The pieces around REINFORCE: which tokens count (M), how much (W), and the regularizer that holds pi near alpha.
 
     objective at a token = M W A logp - regularizer
 

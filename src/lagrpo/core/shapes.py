@@ -1,5 +1,5 @@
-"""Shapes: their names in signatures, and the checks that open every function of core. A wrong shape is an error that
-names the tensors, never a broadcast."""
+"""Shapes: their names in signatures, and the checks at the start of every function of core. A wrong shape raises an
+error that names the tensors; it never broadcasts."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -34,8 +34,8 @@ def require_vector(**tensors: Tensor) -> None:
 
 
 def require_group(rewards: Tensor) -> None:
-    """Raises ValueError unless the last dimension is a group of at least one finite reward. A reward that is not
-    finite is an answer nobody scored: it must be left out of the group, not counted."""
+    """Raises ValueError unless the last dimension is a group of at least one finite reward. An infinite or NaN reward
+    belongs to an unscored answer: leave it out of the group."""
     if rewards.dim() == 0 or rewards.shape[-1] == 0:
         raise ValueError(f"rewards need a last dimension of G >= 1 completions, but have shape {tuple(rewards.shape)}")
     if not bool(rewards.isfinite().all()):
