@@ -111,8 +111,9 @@ def table(results: Curves) -> str:
 def masks_table(steps: int = 2000) -> str:
     """J at the end, never synced, of the policy that starts away from alpha."""
     lines = [f"{'':24}" + "".join(f"{label + ' start':>14}" for label in STARTS)]
+    alphas, starts = zip(*STARTS.values(), strict=True)
     for name in MASKS:
-        ends = [J[-1] for J in run(resolve(name), [None], steps, *zip(*STARTS.values(), strict=True))]
+        ends = [J[-1] for J in run(resolve(name), [None], steps, alphas, starts)]
         lines.append(f"{name:24}" + "".join(f"{J:14.3f}" for J in ends))
-    start = [float((start * REWARD).sum()) for _, start in STARTS.values()]
+    start = [float((start * REWARD).sum()) for start in starts]
     return "\n".join([*lines, f"{'(J at the start)':24}" + "".join(f"{J:14.3f}" for J in start)])
