@@ -394,9 +394,7 @@ INSIST = "from lagrpo.backends.cpu import kernels; kernels.select('c')"
 def test_without_a_compiler_pytorch_computes_and_says_so(tmp_path):
     done = python(DESCRIBE, LAGRPO_CACHE=str(tmp_path), CC="no-such-compiler")
     assert done.stdout.startswith("PyTorch (no C kernels: no-such-compiler could not be run")
-    assert (
-        "NoKernels: the kernels are not available" in python(INSIST, LAGRPO_CACHE=str(tmp_path), CC="nothing").stderr
-    )
+    assert "NoKernels: the kernels are not available" in python(INSIST, LAGRPO_CACHE=str(tmp_path), CC="nothing").stderr
 
 
 @pytest.mark.parametrize(
