@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -184,7 +185,7 @@ class Parts:
     @property
     def parity(self) -> Parity | None:
         """How far learner and in-process sampler agree; None where that was not asked or the sampler is vLLM."""
-        return self.check_parity.parity if self.check_parity is not None else None
+        return self.check_parity.parity if isinstance(self.check_parity, Proof) else None
 
     @property
     def one_program(self) -> bool:
