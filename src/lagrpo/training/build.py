@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -185,7 +184,7 @@ class Parts:
     @property
     def parity(self) -> Parity | None:
         """How far learner and in-process sampler agree; None where that was not asked or the sampler is vLLM."""
-        return self.check_parity.parity if isinstance(self.check_parity, Proof) else None
+        return self.check_parity.parity if isinstance(self.check_parity, ParityCheck) else None
 
     @property
     def one_program(self) -> bool:
