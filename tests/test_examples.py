@@ -80,15 +80,11 @@ def test_the_loss_and_its_gradient_are_those_of_the_recipe(stale):
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
 
-    no_draws = torch.zeros(minimal.G, dtype=torch.float64)
-    batch = assemble(groups, lambda rewards_G, lengths_G, g: recipe.advantage(rewards_G, no_draws), weights(recipe))
+    batch = assemble(groups, recipe, minimal.MAX_TOKENS, seed=0, b=1)
     total = 0.0
     for micro in micro_batches(batch, tokens=256):
         logp_T = policy.logp(micro.packed)
-        theirs, _ = recipe.loss(
-            logp_T, micro.logp_alpha_T, logp_T.detach(), None,
-            micro.advantage_C, micro.completion_T, micro.weight_C, micro.group_C,
-        )  # fmt: skip
+        theirs, _ = recipe.loss(micro.scored_by(logp_T.detach()).terms(logp_T), micro.weight_C)
         theirs.backward()
         total += theirs.item()
     assert total == pytest.approx(loss.item(), rel=1e-5)
@@ -96,10 +92,6 @@ def test_the_loss_and_its_gradient_are_those_of_the_recipe(stale):
     assert (ratio_T - 1).abs().max() > minimal.EPSILON, "some ratio must be clipped"
     for name, p in model.named_parameters():
         assert_close(p.grad, found[name], rtol=1e-3, atol=1e-6)
-
-
-def weights(recipe):
-    return lambda lengths_C, flat_C: recipe.weights(lengths_C, flat_C, minimal.MAX_TOKENS)
 
 
 @pytest.mark.parametrize("v", [1, 3])

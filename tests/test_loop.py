@@ -87,7 +87,7 @@ def test_the_lines_of_the_algorithm_in_their_order(algorithm, monkeypatch):
     ]
     assert [bool(u.reason) for u in steps[1:]] == [True, False, False, True, False]
     assert [len(u.updates) for u in steps] == [2] * 6
-    assert phases[:3] == ["sync", "sampling", "learning"]
+    assert phases[:3] == ["weight sync", "sampling", "learning"]
 
 
 def test_what_a_step_says_adds_up(algorithm):

@@ -218,7 +218,7 @@ def test_certified_syncs_on_a_certificate(tmp_path, model, monkeypatch):
     monkeypatch.setattr("lagrpo.training.loop.measure_spending", lambda *rest: next(bounds))
     run = trained(tmp_path, model, schedule={"kind": "certified", "v": 9, "batches": 5})
     assert reasons_of(run) == {1: "start", 3: "certified"}
-    with pytest.raises(SettingsError, match=r"resample.*certifies nothing"):
+    with pytest.raises(SettingsError, match=r"dynamic_sampling.*certifies nothing"):
         trained(tmp_path, model, schedule={"kind": "certified", "v": 9}, sampling={"dynamic_sampling": 1})
 
 

@@ -177,7 +177,7 @@ def test_the_backend_of_a_device_and_a_dtype(monkeypatch):
     assert str(choose_backend("auto", "xpu", torch.bfloat16)) == "PyTorch (no kernels for xpu)"
     with pytest.raises(kernels.NoKernels, match="the kernels are for the CPU, the model is on cuda"):
         choose_backend("c", "cuda", torch.bfloat16)
-    monkeypatch.setattr(kernels, "why_not", lambda say: "no compiler")
+    monkeypatch.setattr(kernels, "why_not", lambda: "no compiler")
     assert str(choose_backend("auto", "cpu", torch.float32)) == "PyTorch (no C kernels: no compiler)"
     with pytest.raises(kernels.NoKernels, match="unavailable here: no compiler"):
         choose_backend("c", "cpu", torch.float32)

@@ -23,6 +23,7 @@ from tiny import save_tiny, tiny_policy
 
 from lagrpo.errors import SettingsError
 from lagrpo.policy.model import Packed
+from lagrpo.policy.replica import replica
 from lagrpo.sampling.parity import ParityCheck, ParityError, check_fresh
 from lagrpo.sampling.vllm import connecting, nccl_wire
 from lagrpo.sampling.vllm.directories import FILE, CorruptError, Directories, check_file

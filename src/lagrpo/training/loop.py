@@ -83,7 +83,7 @@ def iterative_grpo(a: Parts, state: LoopState, tell: Callable[[str], None] = lam
 def sync_weights(a: Parts, clock: Clock) -> Mapping[str, float]:
     """α <- π_θ, checked; returns the metrics of the sync and of the parity check."""
     policy = a.learner.policy
-    clock.tell("weight_sync")
+    clock.tell("weight sync")
     with clock("sampling"):
         a.prefetcher.before_sync()
     clock.generated += a.prefetcher.read()[1]

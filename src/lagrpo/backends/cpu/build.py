@@ -19,6 +19,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,11 +155,16 @@ def _openmp() -> Path | None:
 
 
 def _compile(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
-    """Under a temporary name, renamed when complete. Raises NoKernels, OSError."""
+    """Compile all files at once, under temporary names; the library is renamed when complete. Raises NoKernels,
+    OSError."""
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
     with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as scratch:
         made = Path(scratch) / target.name
-        _run([*compiler, *flags, "-o", str(made), *map(str, SOURCES), str(_openmp()), "-lm"])
+        objects = [str(made.with_name(f"{source.stem}.o")) for source in SOURCES]
+        commands = [[*compiler, *flags, "-c", "-o", *pair] for pair in zip(objects, map(str, SOURCES), strict=True)]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(_run, commands))
+        _run([*compiler, *flags, "-o", str(made), *objects, str(_openmp()), "-lm"])
         if not made.is_file():
             raise NoKernels(f"{compiler[0]} ended without an error and made no library")
         made.chmod(0o755)

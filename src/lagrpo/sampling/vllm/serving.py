@@ -55,7 +55,7 @@ def plan_launch(settings: ServeSettings) -> Launch:
         model=resolve_model(settings.model),
         dtype=settings.dtype,
         longest=settings.max_model_len,
-        max_num_seqs=settings.rows,
+        max_num_seqs=settings.max_num_seqs,
         wire=settings.weight_sync,
         options=split_options(settings.options),
     )
@@ -93,7 +93,11 @@ def bring_back(server: StartedServer, spent: int, failures: int) -> bool:
 def check(settings: ServeSettings, log_path: Path) -> None:
     """Raises SettingsError for settings that cannot be used."""
     s = settings
-    least = {"--max-model-len": (s.max_model_len, 2), "--rows": (s.rows, 1), "--failures": (s.failures, 0)}
+    least = {
+        "--max-model-len": (s.max_model_len, 2),
+        "--max-num-seqs": (s.max_num_seqs, 1),
+        "--failures": (s.failures, 0),
+    }
     for name, (number, smallest) in least.items():
         if number < smallest:
             raise SettingsError(f"{name} is at least {smallest}, not {number}")
