@@ -103,7 +103,7 @@ def test_attention_and_its_gradient_in_each_dtype(monkeypatch, dtype, heads, kv_
         for s, h in enumerate((heads, kv_heads, kv_heads, heads))
     )
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    expected, _ = dense_attention(layout, *exact, d**-0.5)
+    expected, _ = dense_attention(layout, *exact, scaling=d**-0.5)
     out = choose_backend(tiny.BACKEND, "cpu", dtype).attend(layout, q, k, v, d**-0.5)
     assert_close(out.detach(), expected.detach(), 2)
     theirs = torch.autograd.grad((expected * grad.detach().double()).sum(), exact)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from lagrpo.types import Completion, Group, Outcome, Prompt
 pytestmark = pytest.mark.usefixtures("shared_templates")
 
 
-def batch_of(rewards_NG, lengths=2, budget=100, recipe=None):
+def batch_of(rewards_NG, lengths=2, budget=100, recipe: Any = None):
     """Groups of completions of two tokens under α with log-prob -1 each, all in the objective unless a recipe says."""
     groups = [
         Group(
@@ -30,7 +31,8 @@ def batch_of(rewards_NG, lengths=2, budget=100, recipe=None):
         )
         for n, rewards in enumerate(rewards_NG)
     ]
-    batch = assemble(groups, recipe or Centered(), lengths, seed=0, b=1)
+    objective: Any = recipe or Centered()
+    batch = assemble(groups, objective, lengths, seed=0, b=1)
     return batch, micro_batches(batch, budget)
 
 

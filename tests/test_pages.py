@@ -30,3 +30,16 @@ def test_the_page_on_theory_names_functions_and_tests_that_exist():
     sources = "".join(path.read_text() for path in TESTS.rglob("test_*.py"))
     for test in re.findall(r"`(test_\w+)`", text):
         assert f"def {test}(" in sources
+
+
+def test_the_readme_shows_the_lines_of_the_loop():
+    readme = (TESTS.parent / "README.md").read_text()
+    loop = (TESTS.parent / "src" / "lagrpo" / "training" / "loop.py").read_text()
+    rows = re.findall(r"^\| \d+.*?\| (`.*?) \|$", readme, re.M)
+    assert len(rows) == 9
+    for row in rows:
+        names = re.findall(r"[\w.]+(?=\()", row)
+        assert names, row
+        assert [name for name in names if f"{name}(" not in loop] == []
+    for line in re.findall(r"`(for .*?:)`", "".join(rows)):
+        assert line in loop

@@ -50,7 +50,7 @@ def of_recipe(recipe: Recipe, given: dict[str, Any]) -> tuple[torch.Tensor, torc
     ]
     flat = torch.cat([zero_variance(given["rewards"][own]).expand(int(own.sum())) for own in each])
     names = ("logp", "logp_alpha", "logp_k", "logp_ref", "completion")
-    terms = Terms(*(given[name] for name in names), torch.cat(advantage), group)
+    terms = Terms(*(given[name] for name in names), advantages=torch.cat(advantage), groups=group)
     weight = recipe.weights(lengths, flat, MAX_LENGTH).double()
     return recipe.loss(terms, weight)[0], recipe.cut(terms)
 

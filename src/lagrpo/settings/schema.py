@@ -200,7 +200,10 @@ def _optional_knobs() -> dict[str, Any]:
     }
 
 
-class ObjectiveSettings(create_model("_Knobs", __base__=_RecipeSettings, **_optional_knobs())):
+_WithKnobs: Any = create_model("_Knobs", __base__=_RecipeSettings, **_optional_knobs())
+
+
+class ObjectiveSettings(_WithKnobs):
     """The recipe, and every knob of a Composition (objective/composition.py) that a run may replace in it."""
 
 

@@ -41,5 +41,8 @@ def _declared_options() -> dict[str, Any]:
     return found
 
 
-class TaskSettings(create_model("TaskOptions", __base__=_OfEveryTask, **_declared_options())):
+_WithOptions: Any = create_model("TaskOptions", __base__=_OfEveryTask, **_declared_options())
+
+
+class TaskSettings(_WithOptions):
     """What is asked, and how an answer is judged. An option can be given where the named task takes it."""

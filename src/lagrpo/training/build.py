@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -128,7 +129,7 @@ class Parts:
     """completions of a file"""
     verifier: Verifier
     schedule: Schedule
-    check_parity: ParityCheck | None
+    check_parity: Callable[[Policy, Any], Mapping[str, float]] | None
     """raises unless the sampler serves the weights that were synced; None where the run asks for no check"""
 
     @staticmethod

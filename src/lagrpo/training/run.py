@@ -248,8 +248,8 @@ def describe_environment(parts: Parts) -> dict[str, Any]:
     policy, dtype = parts.learner.policy, parts.settings.model.dtype
     environment = collect_environment(str(policy.device))
     environment["computation"] = policy.model.computation
-    local = isinstance(parts.sampler, LocalSampler)
-    environment["decoding"] = parts.sampler.policy.model.decoding if local else "by vLLM"
+    sampler = parts.sampler
+    environment["decoding"] = sampler.policy.model.decoding if isinstance(sampler, LocalSampler) else "by vLLM"
     environment["dtype"], environment["dtype_reason"] = pick_dtype(dtype, policy.device)
     environment["parity"] = asdict(parts.parity) if parts.parity else None
     environment["offline"] = str(parts.offline) if parts.offline is not None else None

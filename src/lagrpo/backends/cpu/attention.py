@@ -29,5 +29,5 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: Tensor):  # type: ignore[override]
         team.look()
-        attended = kernels.Attended(ctx.layout.segments, *ctx.saved_tensors, ctx.scaling)
+        attended = kernels.Attended(ctx.layout.segments, *ctx.saved_tensors, scaling=ctx.scaling)
         return *kernels.attention_backward(ctx.layout.groups, attended, grad_out.contiguous()), None, None
