@@ -114,7 +114,7 @@ def either_computation(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels are loaded, without fail, and tiny policies compute with them."""
-    from lagrpo.backends.cpu import kernels
+    from lagrpo.backends.cpu import loading
 
-    assert kernels.why_not() is None
+    assert loading.why_not() is None
     monkeypatch.setattr(tiny, "BACKEND", "c")

@@ -165,7 +165,10 @@ def test_an_evaluation_into_the_directory_of_another_one_is_refused_before_a_mod
     assert (tmp_path / "out" / "summary.json").read_bytes() == before
     (tmp_path / "out" / "summary.json").write_text("{}")
     code, _, err = lagrpo(*words, "--samples", 3)
-    assert (code, err) == (2, "lagrpo: output: out/summary.json is not that of an evaluation: name another directory\n")
+    assert (code, err) == (
+        2,
+        "lagrpo: output: out/summary.json is not the summary of an evaluation: name another directory\n",
+    )
 
 
 def test_an_evaluation_into_a_file_is_refused_before_a_model_is_loaded(model, tmp_path):

@@ -367,7 +367,7 @@ def test_attention_that_the_kernels_do_not_take_is_said():
 
 
 def test_how_tokens_are_sampled_is_said(monkeypatch):
-    policy, name = tiny_policy(dtype=torch.bfloat16), kernels.products()
+    policy, name = tiny_policy(dtype=torch.bfloat16), loading.products()
     assert replica(policy).model.decoding == policy.model.decoding == f"one call through all layers, products by {name}"
     assert f"forward products by {name}" in policy.model.computation
     assert replica(tiny_policy()).model.decoding == "layer by layer, PyTorch's matrix products in float32"

@@ -11,7 +11,7 @@ from tiny import computed_by, tiny_policy
 from torch import nn
 
 from lagrpo.backends.choose import choose_backend
-from lagrpo.backends.cpu import kernels
+from lagrpo.backends.cpu import build, loading
 from lagrpo.backends.cpu.backend import CpuBackend
 from lagrpo.backends.cuda import CudaBackend
 from lagrpo.policy.model import Packed
@@ -175,9 +175,9 @@ def test_the_backend_of_a_device_and_a_dtype(monkeypatch):
     assert str(choose_backend("torch", "cuda", torch.bfloat16)) == "PyTorch (as chosen)"
     assert str(choose_backend("auto", "cpu", torch.float64)) == "PyTorch (no C kernels for float64)"
     assert str(choose_backend("auto", "xpu", torch.bfloat16)) == "PyTorch (no kernels for xpu)"
-    with pytest.raises(kernels.NoKernels, match="the kernels are for the CPU, the model is on cuda"):
+    with pytest.raises(build.NoKernels, match="the kernels are for the CPU, the model is on cuda"):
         choose_backend("c", "cuda", torch.bfloat16)
-    monkeypatch.setattr(kernels, "why_not", lambda: "no compiler")
+    monkeypatch.setattr(loading, "why_not", lambda: "no compiler")
     assert str(choose_backend("auto", "cpu", torch.float32)) == "PyTorch (no C kernels: no compiler)"
-    with pytest.raises(kernels.NoKernels, match="unavailable here: no compiler"):
+    with pytest.raises(build.NoKernels, match="unavailable here: no compiler"):
         choose_backend("c", "cpu", torch.float32)

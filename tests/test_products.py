@@ -14,7 +14,7 @@ from tiny import computed_by, tiny_policy
 from torch import Tensor, nn
 
 from lagrpo.backends.choose import choose_backend
-from lagrpo.backends.cpu import build, kernels, library, panels
+from lagrpo.backends.cpu import build, library, loading, panels
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import PackedWeights, replica
 from lagrpo.policy.weights import Weights
@@ -37,7 +37,7 @@ def test_a_product_is_that_of_its_layers_whatever_the_rows_beside_a_row(shape):
     """Two layers as one, refilled; any number of rows; outputs that fill no panel; every slice has the same bits."""
     out, k = shape
     layers = [linear(out, k), linear(5, k, bias=False, seed=1)]
-    product = kernels.Panels(layers)
+    product = panels.Panels(layers)
     for layer in layers:
         layer.weight.mul_(1.25)
     product.fill(layers)
@@ -57,30 +57,30 @@ def test_a_product_is_that_of_its_layers_whatever_the_rows_beside_a_row(shape):
 
 def test_an_odd_number_of_inputs_is_refused():
     with pytest.raises(ValueError, match="a product of 63 inputs cannot be packed"):
-        kernels.Panels([linear(4, 63)])
+        panels.Panels([linear(4, 63)])
 
 
 COMPARED = """
 import torch
-from lagrpo.backends.cpu import kernels
+from lagrpo.backends.cpu import kernels, loading, panels
 from lagrpo.backends.layout import PackedLayout
-assert kernels.why_not() is None
-assert kernels.products_are_right()
+assert loading.why_not() is None
+assert panels.products_are_right()
 x, w = (torch.randn(n, 576, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (200, 77))
 layer = torch.nn.Linear(576, 77, bias=False, dtype=torch.bfloat16).requires_grad_(False)
 layer.weight.copy_(w)
-y = kernels.Panels([layer])(x)
+y = panels.Panels([layer])(x)
 exact = x.double() @ w.double().mT
 assert ((y.double() - exact).abs() / exact.abs().max()).max() < 2**-8
 for rows in (1, 16, 31, 32, 33, 130):
-    assert torch.equal(kernels.Panels([layer])(x[:rows]), y[:rows])
+    assert torch.equal(panels.Panels([layer])(x[:rows]), y[:rows])
 layout = PackedLayout.build([(7, (3, 9, 2)), (130, (70, 3))])
 rng = torch.Generator().manual_seed(0)
 q, k, v, g = (torch.randn(layout.rows, heads, 64, generator=rng).bfloat16() for heads in (9, 3, 3, 9))
 out, lse = kernels.attention(layout.segments, q, k, v, 0.125)
 grads = kernels.attention_backward(layout.groups, kernels.Attended(layout.segments, q, k, v, out, lse, 0.125), g)
 sums = [t.double().mul(torch.arange(t.numel()).view(t.shape)).sum().item() for t in (y, out, lse, *grads)]
-print(str(kernels.products()).replace(" ", "-"), *sums)
+print(str(loading.products()).replace(" ", "-"), *sums)
 """
 
 
@@ -136,7 +136,7 @@ def test_steps_through_all_layers_by_tiles_sample_what_the_learner_computes():
 
 def test_an_unknown_level_is_refused_before_anything_is_compiled(monkeypatch):
     monkeypatch.setenv(build.ISA, "sse9")
-    with pytest.raises(kernels.NoKernels, match=r"LAGRPO_CPU_ISA = 'sse9' is no level of instructions: use native, "):
+    with pytest.raises(build.NoKernels, match=r"LAGRPO_CPU_ISA = 'sse9' is no level of instructions: use native, "):
         choose_backend("auto", "cpu", torch.bfloat16)
 
 
@@ -150,7 +150,7 @@ def test_an_empty_level_is_none_and_case_does_not_matter(monkeypatch):
 def test_another_level_in_the_same_process_is_refused(monkeypatch):
     monkeypatch.setenv(build.ISA, "baseline")
     with pytest.raises(
-        kernels.NoKernels, match=r"computes with the instructions .*; for LAGRPO_CPU_ISA = baseline start"
+        build.NoKernels, match=r"computes with the instructions .*; for LAGRPO_CPU_ISA = baseline start"
     ):
         choose_backend("auto", "cpu", torch.bfloat16)
 
@@ -158,7 +158,7 @@ def test_another_level_in_the_same_process_is_refused(monkeypatch):
 def test_a_level_above_the_processor_is_refused(monkeypatch):
     monkeypatch.setenv(build.ISA, "avx2")
     monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"fma", "bmi2", "f16c"}))
-    with pytest.raises(kernels.NoKernels, match="LAGRPO_CPU_ISA = 'avx2': this processor has no avx2"):
+    with pytest.raises(build.NoKernels, match="LAGRPO_CPU_ISA = 'avx2': this processor has no avx2"):
         choose_backend("auto", "cpu", torch.bfloat16)
 
 
@@ -168,7 +168,7 @@ def test_products_that_are_wrong_here_are_not_used(monkeypatch, caplog):
     assert panels.choose_products() is None
     assert "give wrong numbers on this processor and are not used" in caplog.text
     monkeypatch.undo()
-    assert panels.choose_products() == kernels.products()
+    assert panels.choose_products() == loading.products()
 
 
 def test_the_comparison_with_plain_numbers_sees_one_wrong_bit(monkeypatch):
@@ -185,9 +185,9 @@ def test_the_comparison_with_plain_numbers_sees_one_wrong_bit(monkeypatch):
         def __getattr__(self, name):
             return off if name == "product" else getattr(real, name)
 
-    assert kernels.products_are_right()
+    assert panels.products_are_right()
     monkeypatch.setattr(library, "_library", Library())
-    assert not kernels.products_are_right()
+    assert not panels.products_are_right()
 
 
 # ---- packs, and who has them ----
@@ -208,11 +208,11 @@ def test_an_interrupted_weight_sync_takes_nothing_from_others(monkeypatch):
         before = reference.logp(packed)
         for version in (1, 2, 3):
             changed(policy)
-            fill = kernels.Panels.fill
-            monkeypatch.setattr(kernels.Panels, "fill", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+            fill = panels.Panels.fill
+            monkeypatch.setattr(panels.Panels, "fill", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 alpha.load(policy.weights, version)
-            monkeypatch.setattr(kernels.Panels, "fill", fill)
+            monkeypatch.setattr(panels.Panels, "fill", fill)
             alpha.load(policy.weights, version)
             assert torch.equal(alpha.logp(packed), policy.logp(packed))
             assert torch.equal(reference.logp(packed), before)

@@ -330,7 +330,7 @@ def test_batches_are_chosen_by_number(sampled):
     assert rollout_batches(sampled) == [7, 120]
     assert {row["batch"] for row in load_rollouts(sampled, [7])} == {7}
     assert load_rollouts(sampled, [7], columns=["reward"]) == [{"reward": 1.0}]
-    with pytest.raises(RunNotFoundError, match="no rollouts of batch 8; it has those of batches 7 to 120"):
+    with pytest.raises(RunNotFoundError, match="no rollouts of batch 8; it has batches 7 to 120"):
         load_rollouts(sampled, [8])
 
 

@@ -189,9 +189,9 @@ def test_score_equals_the_recorded_log_probs():
     policy = tiny_policy("qwen3", torch.bfloat16)
     group = sampled(policy, requests_for(policy, 2))[1]
     sampler = LocalSampler(replica(policy), 0, 24, 64)
-    for completion in group.completions:
-        scored = sampler.score(group.prompt.token_ids, completion.token_ids)
-        torch.testing.assert_close(scored, completion.logp_alpha, rtol=0, atol=1e-5)
+    (scored,) = sampler.scores([(group.prompt.token_ids, c.token_ids.tolist()) for c in group.completions])
+    for logp, completion in zip(scored, group.completions, strict=True):
+        torch.testing.assert_close(torch.tensor(logp), completion.logp_alpha, rtol=0, atol=1e-5)
 
 
 def test_a_weight_sync_between_open_groups_is_refused():

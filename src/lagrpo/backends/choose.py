@@ -7,8 +7,9 @@ from typing import Literal
 import torch
 
 from lagrpo.backends.backend import Backend
-from lagrpo.backends.cpu import kernels
+from lagrpo.backends.cpu import loading
 from lagrpo.backends.cpu.backend import DTYPES, CpuBackend
+from lagrpo.backends.cpu.build import NoKernels
 from lagrpo.backends.cuda import CudaBackend
 
 Choice = Literal["auto", "c", "torch"]
@@ -24,9 +25,9 @@ def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtyp
             names no level of instructions of this processor, or another one than this process computes with.
     """
     device = torch.device(device)
-    kernels.check_level()
+    loading.check_level()
     if choice == "c" and device.type != "cpu":
-        raise kernels.NoKernels(f"the kernels are for the CPU, the model is on {device}")
+        raise NoKernels(f"the kernels are for the CPU, the model is on {device}")
     if choice == "torch":
         return Backend(device, dtype)
     if device.type == "cuda":
@@ -35,8 +36,8 @@ def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtyp
         return Backend(device, dtype, f"no kernels for {device.type}")
     if dtype not in DTYPES:
         return Backend(device, dtype, f"no C kernels for {str(dtype).removeprefix('torch.')}")
-    if (reason := kernels.why_not()) is None:
+    if (reason := loading.why_not()) is None:
         return CpuBackend(device, dtype)
     if choice == "c":
-        raise kernels.NoKernels(f"the C kernels are unavailable here: {reason}")
+        raise NoKernels(f"the C kernels are unavailable here: {reason}")
     return Backend(device, dtype, f"no C kernels: {reason}")

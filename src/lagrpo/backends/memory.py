@@ -12,8 +12,6 @@ import sys
 from collections.abc import Mapping
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
-
-
 KEEP = {M_MMAP_THRESHOLD: 1 << 25, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: 1 << 26}
 INITIAL = dict.fromkeys(KEEP, 128 << 10)  # mallopt(3)
 
@@ -21,8 +19,8 @@ _kept = False
 
 
 def keep_freed_memory() -> bool:
-    """For this process, until `give_freed_memory_back`; returns whether that was possible. Settings of the user's own
-    (MALLOC_*, GLIBC_TUNABLES) are left alone."""
+    """Keep it for this process until `give_freed_memory_back`; return whether that was possible. Settings of the user's
+    own (MALLOC_*, GLIBC_TUNABLES) win."""
     global _kept
     own = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     if own or not sys.platform.startswith("linux") or not hasattr(ctypes.CDLL(None), "mallopt"):  # another C library
@@ -32,8 +30,8 @@ def keep_freed_memory() -> bool:
 
 
 def give_freed_memory_back() -> None:
-    """What is free now goes to the system, and so does what is freed later, by the limits that glibc starts with.
-    Nothing happens where none was kept."""
+    """Return free memory to the system now, and restore the limits that glibc starts with. Do nothing where none was
+    kept."""
     global _kept
     if _kept:
         _kept = not _set(INITIAL)

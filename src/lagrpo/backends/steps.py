@@ -1,7 +1,7 @@
 """Decoding: the caches of keys and values, and one step for all sequences that are being generated.
 
 `Steps` takes a step by PyTorch's operations, on any device; the CPU's and the GPU's backends replace what they do
-better. A step reads the keys and values of each sequence's own tokens, and those of its group's prompt, which are kept
+better. A step reads the keys and values of each sequence's own tokens and of its group's prompt. A prompt's are kept
 once per group.
 """
 

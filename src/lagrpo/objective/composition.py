@@ -150,8 +150,8 @@ def _contradictions(made: Composition, weighing: str) -> list[tuple[bool, str]]:
         ),
         (
             corrected and made.surrogate == "opmd_pairwise",
-            "a correction weighs completions one by one, but 'opmd_pairwise' compares those of a group; it needs none: "
-            "its argument holds whoever sampled the group",
+            "a correction weighs completions one by one, but 'opmd_pairwise' compares them within a group; it needs "
+            "none: its argument holds whoever sampled the group",
         ),
         (
             made.kl_importance and made.kl == "k3_bias_corrected",

@@ -7,7 +7,7 @@ A new method is a new row, or an existing row with overrides in a settings file:
 0.28
 
 Where a source leaves a number open the row says so. A = (r - mu)/sigma is written `normalized`, r - mu `centered`; rho
-is pi/alpha of a token, s that of a sequence; sg stops the gradient. Importing this module does not load torch;
+is pi/alpha of a token, s of a sequence; sg stops the gradient. Importing this module does not load torch;
 `resolve` does.
 """
 
@@ -75,7 +75,7 @@ PRESETS: dict[str, Preset] = {
     "off_policy_grpo_exact": Preset(
         replace(OFF_POLICY, surrogate="clipped_exact"),
         "f_eps(rho, pi_k/alpha, A) - beta k3, A normalized: the clip range is centered on pi_k",
-        f"{MROUEH}, the clip of Eq. 6 and 7 on the ratio of each token; theirs is that of the completion (ratio = "
+        f"{MROUEH}, the clip of Eq. 6 and 7 on the ratio of each token; theirs is on the completion's (ratio = "
         "'sequence' is the literal one)",
     ),
     "unclipped": Preset(
@@ -101,7 +101,7 @@ PRESETS: dict[str, Preset] = {
     "grpo_recomputed": Preset(
         RECOMPUTED,
         "f_eps(pi/pi_k, 1, A), A normalized: samples of alpha treated as if pi_k had sampled them",
-        "what a trainer computes that recomputes the log-probs of its old policy and leaves those of the sampler aside",
+        "what a trainer computes that recomputes the log-probs of its old policy and ignores the sampler's",
     ),
     "grpo_tis": Preset(
         replace(RECOMPUTED, correction="truncated"),
@@ -121,7 +121,7 @@ PRESETS: dict[str, Preset] = {
     "grpo_icepop": Preset(
         replace(RECOMPUTED, correction="masked", correction_floor=0.5, correction_cap=5.0),
         "w 1[.5 <= w <= 5] f_eps(pi/pi_k, 1, A), w = pi_k/alpha of a token, A normalized: tokens outside are dropped",
-        "IcePop, in Ling Team, Ring-1T, arXiv 2510.18855: its range is a choice, (.5, 5) that of verl and OpenRLHF",
+        "IcePop, in Ling Team, Ring-1T, arXiv 2510.18855: its range is a choice, verl and OpenRLHF take (.5, 5)",
     ),
     "grpo_trl": Preset(
         Composition(advantage="normalized_unbiased"),

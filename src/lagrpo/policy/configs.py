@@ -134,7 +134,7 @@ def check_ids(file: str, ids: Mapping[str, Any], vocabulary: int) -> None:
 
 
 def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every field of a config and of the configs in it; those of a rope by their path (by layer type or not)."""
+    """Every field of a config and of the configs in it; the fields of a rope by their path (by layer type or not)."""
     for name, value in config.items():
         yield name, value
         if isinstance(value, Mapping) and name in ROPES:

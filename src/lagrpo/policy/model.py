@@ -52,7 +52,7 @@ class Model(nn.Module):
     Every matrix product goes through a call of the module that has its weights, so that hooks on linear layers
     (sharding, adapters) fire. Where all linear layers are plain nn.Linear without hooks, the CPU's backend computes
     whole layers in their place (backends/cpu/fused.py), and log-probs are taken from the head's weights. `panels` has
-    packed weights for that backend in the place of those of `lm`."""
+    packed weights for that backend in place of the weights of `lm`."""
 
     def __init__(self, lm: Any, backend: Backend, panels: Any = None) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ class Weights(Mapping[str, Tensor]):
 
 
 def check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], version: int) -> None:
-    """Raise ValueError for names or shapes of version `version` that are not those of `shapes`."""
+    """Raise ValueError for names or shapes of version `version` that differ from `shapes`."""
     if odd := sorted(set(shapes) ^ set(weights)):
         raise ValueError(f"weights of version {version} do not fit the model: {len(odd)} names differ, e.g. {odd[0]}")
     for name, shape in shapes.items():

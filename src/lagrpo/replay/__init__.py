@@ -4,13 +4,13 @@ Log-probs and distributions come from plain transformers, one sequence at a time
 formulas written out here. Nothing of the sampler, the packed rows or the kernels is imported. What is shared is what
 defines the run: its settings, the addresses of its random numbers (rng.py), the task and its judge.
 
-source.py     a run's files, refused where they are not whole            weights.py    versions on disk, as models
-replays.py    log-probs and distributions of a subset of completions     tokens.py     samples, log-probs, divergences
-data/prompts.py    prompts, ends and texts                                    groups.py     versions, masks, advantages
-judging.py    rewards, evaluations                                       metrics.py    metrics that follow from rows
-formulas.py   advantages, written plainly                                report.py     all of it, for people
-syncs.py      when the sampler got new weights       lag.py        lag metrics, from log-ratios and rewards
-findings.py   what was compared, what differs, what could not be checked
+source.py    a run's files, refused where they are not whole     weights.py   versions on disk, as models
+replays.py   log-probs and distributions of a subset of rows     tokens.py    samples, log-probs, divergences
+prompts.py   prompts, ends and texts                             groups.py    versions, masks, advantages
+judging.py   rewards, evaluations                                metrics.py   metrics that follow from rows
+formulas.py  advantages, written plainly                         lag.py       lag metrics, from log-ratios and rewards
+syncs.py     when the sampler got new weights                    report.py    all of it, for people
+findings.py  what was compared, what differs, what could not be checked
 
 `verify_run` is all of it at once; docs/verify.md says what each check can see and what it cannot.
 """
@@ -20,7 +20,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from lagrpo.replay import groups, judging, metrics, prompts, syncs, tokens
 from lagrpo.replay.findings import Report
+from lagrpo.replay.source import Source
+from lagrpo.replay.weights import Weights
 from lagrpo.tasks import Task
 
 ROWS = 128
@@ -29,18 +32,14 @@ ROWS = 128
 def verify_run(
     run: Path | str, rows: int = ROWS, everything: bool = False, seed: int = 0, task: Task | None = None
 ) -> Report:
-    """Replays a run. Samples and log-probs are recomputed for `rows` completions, a subset chosen by `seed` that is
-    spread over the versions on disk (`everything`: for all of them); the other checks read every row. `task` stands in
-    for that of the settings where the run was given an object of its own.
+    """Replay a run. Samples and log-probs are recomputed for `rows` completions, a subset chosen by `seed` and spread
+    over the versions on disk (`everything`: for all completions); the other checks read every row. `task` replaces the
+    task of the settings where the caller gave the run an object of its own.
 
     Raises:
         RunNotFoundError: there is no run, or none of its batches is finished.
         UnreadableError: a file of the run is broken or of another format.
     """
-    from lagrpo.replay import groups, judging, metrics, prompts, syncs, tokens
-    from lagrpo.replay.source import Source
-    from lagrpo.replay.weights import Weights
-
     source = Source.open(run)
     weights = Weights.of(source)
     report = Report(str(os.path.relpath(source.path)))

@@ -14,7 +14,7 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that a run says otherwise than its replay: the file, the place in it, and both values."""
+    """One value of a run that its replay contradicts: the file, the place in it, and both values."""
 
     file: str
     place: str
@@ -29,16 +29,17 @@ class Difference:
 
 @dataclass(slots=True)
 class Check:
-    """One row of the report. `greatest` is the greatest |recorded - replayed| in `unit`, where these are numbers;
-    `mean` the mean; `note` what a reader must know, such as the noise."""
+    """One row of the report."""
 
     name: str
     compared: int = 0
     undecided: int = 0
     differences: list[Difference] = field(default_factory=list)
     greatest: float | None = None
+    """The greatest |recorded - replayed| in `unit`; None where nothing compared is a number."""
     unit: str = ""
     note: str = ""
+    """What a reader must know, such as the noise."""
     _sum: float = 0.0
     _numbers: int = 0
 
@@ -51,7 +52,7 @@ class Check:
         return self._sum / self._numbers if self._numbers else None
 
     def equal(self, file: str, place: str, name: str, recorded: Any, replayed: Any) -> None:
-        """Compares values that must be the same."""
+        """Compare values that must be the same."""
         self.compared += 1
         if recorded != replayed:
             self.differences.append(Difference(file, place, name, recorded, replayed))
@@ -59,7 +60,7 @@ class Check:
     def near(
         self, file: str, place: str, name: str, recorded: float | None, replayed: float | None, tolerance: float
     ) -> None:
-        """Compares numbers that may differ by rounding, or be absent (None) on both sides."""
+        """Compare numbers that may differ by rounding, or be absent (None) on both sides."""
         self.compared += 1
         if recorded is not None and replayed is not None:
             gap = abs(recorded - replayed)
@@ -71,7 +72,7 @@ class Check:
         self.differences.append(Difference(file, place, name, recorded, replayed))
 
     def measure(self, gap: float) -> None:
-        """Takes |recorded - replayed| into the greatest and the mean."""
+        """Take |recorded - replayed| into the greatest and the mean."""
         if math.isfinite(gap):
             self.greatest = gap if self.greatest is None else max(self.greatest, gap)
             self._sum, self._numbers = self._sum + gap, self._numbers + 1
@@ -91,7 +92,7 @@ class Report:
         return self.checks[-1]
 
     def skip(self, what: str, why: str, count: int = 1) -> None:
-        """Notes what could not be checked."""
+        """Note what could not be checked."""
         if count:
             self.skipped[what, why] += count
 

@@ -50,7 +50,7 @@ def leave_one_out(r: Rewards, made: Composition, uniform: Rewards) -> list[float
 
 
 def red_drop(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
-    """As many of those below the mean as are too many are dropped, those with the least uniforms; the rest are centered
+    """Drop completions below the mean, least uniforms first, until they are no more than the others; center the rest
     among themselves."""
     if len(set(r)) == 1:
         return [0.0] * len(r)

@@ -115,7 +115,7 @@ def check_versions(source: Source, rows: Sequence[Row], report: Report) -> None:
         lag = None if oldest is None else row["pi_k_version"] - oldest
         found.equal(row.file, row.place, "lag", row["lag"], lag)
         alpha = alpha_of(source, batch)
-        if row["source"] == "sampler" and row["outcome"] != "failed" and alpha is not None and oldest is not None:
+        if row.generated and alpha is not None and oldest is not None:
             strange = [v for v in versions if v < alpha or (v != alpha and not spanning)]
             found.equal(row.file, row.place, "versions", strange[0] if strange else alpha, alpha)
 

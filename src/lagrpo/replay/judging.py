@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ def check(source: Source, task: Task | None, rows: Sequence[Row], report: Report
     if task is None:
         return
     settings = source.settings.verifier
-    own = [row for row in rows if row["source"] == "sampler" and row["outcome"] != "failed"]
+    own = [row for row in rows if row.generated]
     report.skip("rewards: completions", "failed, or offline data", len(rows) - len(own))
     with Verifier(task.judge, workers=settings.workers, deadline=settings.deadline, max_without_reward=1.0) as judges:
         found = report.check("rewards")
@@ -78,7 +77,7 @@ def compare(found: Check, file: str, place: str, recorded: Outcome, verdict: Out
 
 def check_evaluations(source: Source, task: Task, judges: Verifier, report: Report) -> None:
     """The completions of each evaluation judged again, and its means and pass@k from their rewards. The completions
-    themselves are texts alone, so their draws are not replayed."""
+    are recorded as text alone, so their samples are not replayed."""
     found_names = []
     for summary in summaries(source):
         name = summary["name"]
@@ -157,37 +156,32 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def check_record(found: Check, file: str, n: int, record: dict[str, Any], best: float) -> None:
     """The counts and means of one prompt."""
     rewards = [reward for reward in record["rewards"] if reward is not None]
-    right = sum(reward >= best for reward in rewards)
+    right = [reward >= best for reward in rewards]
     place = f"row {n} (prompt {record['prompt_key']})"
     found.equal(file, place, "scored", record["scored"], len(rewards))
-    found.equal(file, place, "right", record["right"], right)
-    for name, total in (("reward_mean", sum(rewards)), ("pass_at_1", right)):
-        mean = total / len(rewards) if rewards else None
-        found.near(file, place, name, record[name], mean, EXACT * (1 + abs(mean or 0.0)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    """Of one prompt: its scored completions, how many are right, their mean reward."""
-
-    count: int
-    right: int
-    reward: float
+    found.equal(file, place, "right", record["right"], sum(right))
+    check_mean(found, file, place, "reward_mean", record, rewards)
+    check_mean(found, file, place, "pass_at_1", record, right)
 
 
 def check_summary(
     found: Check, file: str, summary: dict[str, Any], records: Sequence[dict[str, Any]], samples: int
 ) -> None:
     """Means over prompts, and pass@k = 1 - C(n - c, k) / C(n, k) averaged over the prompts with n >= k."""
-    prompts = [_Scored(r["scored"], r["right"], r["reward_mean"]) for r in records if r["scored"]]
-    found.equal(file, "", "prompts", summary.get("prompts"), len(records))
-    found.equal(file, "", "samples", summary.get("samples"), samples)
-    found.equal(
-        file, "", "without_reward", summary.get("without_reward"), sum(r["samples"] - r["scored"] for r in records)
-    )
-    expected = {"reward_mean": [p.reward for p in prompts]}
+    without_reward = sum(r["samples"] - r["scored"] for r in records)
+    counts = {"prompts": len(records), "samples": samples, "without_reward": without_reward}
+    for name, count in counts.items():
+        found.equal(file, "", name, summary.get(name), count)
+    check_mean(found, file, "", "reward_mean", summary, [r["reward_mean"] for r in records if r["scored"]])
+    tries = [(r["scored"], r["right"]) for r in records]
     for k in {samples, *(1 << n for n in range(samples.bit_length()))}:
-        expected[f"pass_at_{k}"] = [1 - comb(p.count - p.right, k) / comb(p.count, k) for p in prompts if p.count >= k]
-    for name, values in expected.items():
-        mean = sum(values) / len(values) if values else None
-        found.near(file, "", name, summary.get(name), mean, EXACT * (1 + abs(mean or 0.0)))
+        values = [1 - comb(n - c, k) / comb(n, k) for n, c in tries if n >= k]
+        check_mean(found, file, "", f"pass_at_{k}", summary, values)
+
+
+def check_mean(
+    found: Check, file: str, place: str, name: str, recorded: dict[str, Any], values: Sequence[float]
+) -> None:
+    """The mean of values, None over nothing."""
+    mean = sum(values) / len(values) if values else None
+    found.near(file, place, name, recorded.get(name), mean, EXACT * (1 + abs(mean or 0.0)))

@@ -18,8 +18,8 @@ NAMES += ("lag_identity", "lag_certified")
 
 
 def metrics(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
-    """Those of the rows of a batch; None where a completion that they need was not computed, or the run asks for
-    none."""
+    """The lag metrics of the rows of a batch; None where a completion that they need was not computed, or the run asks
+    for none."""
     groups = [[row for row in members if row["outcome"] == "scored"] for members in groups_of(rows)]
     known = [row for members in groups for row in members if knows_alpha(row)]
     if not known or not asked(source) or any(row["log_ratio"] is None for row in known):

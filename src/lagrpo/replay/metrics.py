@@ -55,7 +55,7 @@ def check_lines(source: Source, found: Check) -> None:
 
 
 def metrics(source: Source, batch: int, rows: Sequence[Row]) -> dict[str, Any]:
-    """What the rows of a batch say of its line; docs/run-directory.md says what each is."""
+    """The metrics of a batch that follow from its rows; docs/run-directory.md defines each."""
     outcomes = [row["outcome"] for row in rows]
     rewards = [row["reward"] for row in rows if row["outcome"] == "scored"]
     tokens = sum(row.length for row in rows)
@@ -96,7 +96,7 @@ def group_metrics(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def token_metrics(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
-    """Figures of π_k against α over the tokens of the objective, from the columns log_ratio = Σ ln ρ and kl_alpha =
+    """Metrics of π_k against α over the tokens of the objective, from the columns log_ratio = Σ ln ρ and kl_alpha =
     Σ (ρ - 1 - ln ρ), of which the check of the divergences recomputes a subset: Σ ρ = kl_alpha + tokens + log_ratio."""
     used = [row for row in rows if row["kl_alpha"] is not None and not row["masked"]]
     used = [row for row in used if row["advantage"] or not source.recipe.silent]

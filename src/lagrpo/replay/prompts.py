@@ -59,7 +59,7 @@ def check_ends(source: Source, tokenizer: Any, eos_ids: set[int], rows: Sequence
     """A completion ends at its first end-of-sequence token, or at the limit; its text is its tokens decoded."""
     found = report.check("ends and texts")
     limit = source.settings.sampling.max_tokens
-    own = [row for row in rows if row["source"] == "sampler" and row["outcome"] != "failed"]
+    own = [row for row in rows if row.generated]
     for row in own:
         tokens = row["token_ids"]
         ends = [t for t, token in enumerate(tokens) if token in eos_ids]

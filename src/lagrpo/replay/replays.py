@@ -1,4 +1,4 @@
-"""What transformers says of the completions of a run: log-probs, cumulative distributions, draws."""
+"""What transformers says of the completions of a run: log-probs, cumulative distributions, samples."""
 
 from __future__ import annotations
 
@@ -19,21 +19,26 @@ KEEP = "set run.save_every = 1 to keep the weights of every version"
 
 @dataclass(slots=True)
 class Replay:
-    """What transformers says of a completion of t tokens. Of those that were `sampled` [t], where α's weights are on
-    disk (`known` [t]): `logp` under α,
-    `low` and `high`, log-odds of F(y - 1) and F(y), and `expected`, the token that F gives at `uniform`. `logp_k` under
-    π_k [t], None where its weights are not on disk. `grain` [t]: how finely float32 resolves a log-prob there."""
+    """What transformers says of a completion of t tokens. Every tensor is [t]."""
 
     row: Row
     known: Tensor
+    """Whether the token was sampled and α's weights are on disk: only then the next fields have a meaning."""
     uniform: Tensor
     logp: Tensor
+    """Under α."""
     low: Tensor
+    """Log-odds of F(y - 1)."""
     high: Tensor
+    """Log-odds of F(y)."""
     expected: Tensor
+    """The token that F gives at `uniform`."""
     grain: Tensor
+    """How finely float32 resolves a log-prob there."""
     logp_k: Tensor | None = None
+    """Under π_k; None where its weights are not on disk."""
     recorded: Tensor = field(init=False)
+    """log α as the run recorded it."""
     sampled: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +69,7 @@ def subset(
     source: Source, weights: Weights, rows: Sequence[Row], count: int | None, seed: int, report: Report
 ) -> list[Row]:
     """The completions to recompute: in a random order, taken from each version in turn."""
-    own = [row for row in rows if row["source"] == "sampler" and row["outcome"] != "failed" and row.length]
+    own = [row for row in rows if row.generated and row.length]
     what = "samples and log-probs: completions"
     report.skip(what, "offline data", sum(row["source"] != "sampler" for row in rows))
     there = [row for row in own if set(row.sampled("versions")) & set(weights.directories)]
@@ -83,7 +88,7 @@ def subset(
 
 
 def replayed(source: Source, weights: Weights, rows: Sequence[Row]) -> list[Replay]:
-    """One model after the other: each version is loaded once."""
+    """Replay rows model after model: each version is loaded once."""
     replays = [Replay.empty(row, source.settings.run.seed) for row in rows]
     for version in sorted(weights.directories):
         for replay in replays:
@@ -104,7 +109,7 @@ def replayed(source: Source, weights: Weights, rows: Sequence[Row]) -> list[Repl
 
 
 def _read(scaled_TV: Tensor, replay: Replay) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-    """Log-probs, edges and draws of a completion, from its logits / tau, a piece at a time."""
+    """Log-probs, edges and expected tokens of a completion, from its logits / tau, a piece at a time."""
     tokens = torch.tensor(replay.row["token_ids"])
     step = max(1, CHUNK // scaled_TV.shape[1])
     for first in range(0, len(tokens), step):

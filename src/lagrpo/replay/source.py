@@ -43,6 +43,11 @@ class Row:
         return [value for value, own in zip(self[column], self["sampled"], strict=True) if own]
 
     @property
+    def generated(self) -> bool:
+        """Whether the sampler generated it: it is not from a file and did not fail."""
+        return self["source"] == "sampler" and self["outcome"] != "failed"
+
+    @property
     def place(self) -> str:
         return f"row {self.number} (prompt {self['prompt_key']}, completion {self['completion']})"
 
@@ -54,22 +59,25 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A run on disk. `lines` has the lines of metrics.jsonl, `metrics` the same by batch, with their numbers; `events`
-    has the lines of events.jsonl, `batches` the rows of each batch."""
+    """A run on disk."""
 
     path: Path
     settings: Settings
     recipe: Recipe
     environment: dict[str, Any]
     lines: list[dict[str, Any]]
+    """The lines of metrics.jsonl."""
     metrics: dict[int, tuple[int, dict[str, Any]]]
+    """The same by batch, each with its line number."""
     events: list[dict[str, Any]]
+    """The lines of events.jsonl."""
     batches: dict[int, list[Row]]
     own_task: bool
+    """Whether the caller gave the run a task of its own."""
 
     @property
     def dtype(self) -> str:
-        """Of the weights that drew and learned."""
+        """The dtype in which the run sampled and learned."""
         return self.environment["dtype"]
 
     @property
@@ -90,7 +98,7 @@ class Source:
 
     @staticmethod
     def open(path: Path | str) -> Source:
-        """Raises RunNotFoundError where there is no run or none of its batches, UnreadableError for a broken file."""
+        """Read a run. Raises RunNotFoundError for no run or no finished batch, UnreadableError for a broken file."""
         run = open_run(path)
         try:
             settings = load_settings(run.path / "config.toml")
@@ -120,7 +128,7 @@ def _environment(path: Path) -> dict[str, Any]:
 
 
 def _require(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Raises ValueError where a line lacks what the others are read by."""
+    """Raise ValueError where a line lacks a number that every check needs."""
     for number, line in enumerate(lines, start=1):
         for name in ("version", "synced"):
             if not isinstance(line.get(name), int):

@@ -1,4 +1,4 @@
-"""Weight syncs: whether the sampler got new weights when the schedule says so, by what the batches before had said."""
+"""Weight syncs: whether the sampler got new weights when the schedule says so, decided by the batches before."""
 
 from __future__ import annotations
 

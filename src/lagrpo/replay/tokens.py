@@ -1,6 +1,6 @@
 """Samples and log-probs, token by token, against plain transformers.
 
-A token y drawn at uniform u is right when F(y - 1) <= u < F(y), with F the cumulative distribution of α over the
+A token y sampled at uniform u is right when F(y - 1) <= u < F(y), with F the cumulative distribution of α over the
 vocabulary. F is recomputed here, so it carries the noise of two arithmetics, and a token is judged in log-odds: logits
 that are off by at most e move the log-odds of any F by at most 2 e, because F/(1 - F) is a ratio of two sums of
 exponentials. The noise is read from the run itself: the median error of a token's own log-odds, which wrong values of
@@ -32,7 +32,7 @@ ELSEWHERE = 1 << 32  # completions that no run has: the uniforms of the control
 
 
 def check(source: Source, weights: Weights, rows: Sequence[Row], count: int | None, seed: int, report: Report) -> None:
-    """Draws, log-probs of α by version, and the divergences of π_k from α, of `count` completions (None: of all)."""
+    """Check samples, log-probs of α by version, and divergences of π_k from α, for `count` completions (None: all)."""
     chosen = subset(source, weights, rows, count, seed, report)
     replays = replayed(source, weights, chosen)
     noise = noise_of(replays, source.dtype)

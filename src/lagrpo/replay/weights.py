@@ -1,8 +1,8 @@
 """The versions of a run that are on disk, each as a plain model of transformers.
 
 Weights are rounded to the run's dtype, as the run had them, and computed with in float32: measured against bfloat16
-arithmetic of transformers, that lies closer to the distributions that a bfloat16 run drew from, since only one of the
-two sides then rounds.
+arithmetic of transformers, that lies closer to the distributions that a bfloat16 run sampled from, since only one of
+the two sides then rounds.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Weights:
 
     @staticmethod
     def of(source: Source) -> Weights:
-        """Version 0 is the model of the settings, found from the directory that the run was started in; the others are
-        those in weights/."""
+        """Version 0 is the model of the settings, found from the directory that the run was started in; weights/ has
+        the others."""
         found, absent = {}, ""
         try:
             found[0] = _base(source)
@@ -99,7 +99,7 @@ def _load(directory: str, dtype: torch.dtype) -> Any:
 
 
 def _base(source: Source) -> str:
-    """The directory or hub id of version 0. Raises OSError where it is not at hand."""
+    """The directory or hub id of version 0. Raises OSError where it cannot be found."""
     name = source.settings.model.path
     path = _seen_from(source, name)
     directory = resolve_model(name) if name in ALIASES else str(path) if path.is_dir() else name

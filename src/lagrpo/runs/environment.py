@@ -1,4 +1,4 @@
-"""Where a run ran: what one needs to know to run it again, or to explain why it came out otherwise."""
+"""Where a run ran: what is needed to repeat it, or to explain why a repetition differs."""
 
 from __future__ import annotations
 

@@ -8,14 +8,14 @@ import numbers
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 
 def write_atomically(path: Path, content: bytes | str | Callable[[Path], None]) -> Path:
-    """Writes `path` (and its parent directories) under a temporary name beside it and renames it, so that a reader sees
+    """Write `path` (and its parent directories) under a temporary name beside it and rename it, so that a reader sees
     the old file or the new one, whole. `content` is the content, or a function that writes the file it is given."""
     with _temporary_name(path) as scratch:
         if callable(content):
@@ -27,7 +27,7 @@ def write_atomically(path: Path, content: bytes | str | Callable[[Path], None]) 
 
 
 def write_directory_atomically(path: Path, write: Callable[[Path], None]) -> Path:
-    """The same for a directory: `write` fills a new one, which then takes the place of what `path` was."""
+    """Write a directory likewise: `write` fills a new one, which then replaces `path`."""
     with _temporary_name(path) as scratch, _temporary_name(path) as old:
         scratch.mkdir()
         write(scratch)
@@ -37,15 +37,24 @@ def write_directory_atomically(path: Path, write: Callable[[Path], None]) -> Pat
     return path
 
 
+def write_table(path: Path, rows: Iterable[Mapping[str, Any]], schema: Any = None) -> Path:
+    """Write rows as a Parquet file, whole or not at all. Without a schema their values decide the columns' types."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pylist([dict(row) for row in rows], schema=schema)
+    return write_atomically(path, lambda scratch: pq.write_table(table, scratch, compression="zstd"))
+
+
 def append_line(path: Path, line: str) -> None:
-    """Appends one line. What a killed writer left of a line without its end is removed first."""
+    """Append one line, after removing a line that a killed writer did not finish."""
     with path.open("ab+") as file:
         file.truncate(_end_of_last_line(file))
         file.write(line.encode() + b"\n")
 
 
 def to_json(value: Any, where: str = "") -> str:
-    """One line of strict JSON: NaN and infinities, which JSON cannot say, become null; numpy scalars become numbers.
+    """One line of strict JSON: NaN and infinities, which JSON lacks, become null; numpy scalars become numbers.
 
     Raises TypeError naming the place of a value that is none of these, for example a tensor.
     """

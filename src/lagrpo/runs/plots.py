@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colors: distinct with any color vision, and in gray.
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#8E4585"
-INK, FAINT, GRID, DELIVERY = "#222222", "#9a9a9a", "#ececec", "#cdb9d6"
+INK, FAINT, GRID, SYNC = "#222222", "#9a9a9a", "#ececec", "#cdb9d6"
 MOST_SYNCS = 40  # more vertical lines than this would be a gray wall
 
 Curve = tuple[list[float], list[float]]
 
 
 def reward_curve(run_dir: Run | Path | str) -> Path:
-    """Draws the run's reward.png and returns its path. Raises RunNotFoundError when no batch is finished yet."""
+    """Draw the run's reward.png and return its path. Raises RunNotFoundError when no batch is finished yet."""
     run = open_run(run_dir)
     metrics = load_metrics(run)
     if not metrics:
@@ -165,7 +165,7 @@ def _mark_events(axes: Axes, metrics: Sequence[dict[str, Any]]) -> None:
     if len(synced) <= min(MOST_SYNCS, len(metrics) // 2):
         for at, batch in enumerate(synced):
             label = "weight sync" if at == 0 else None
-            axes.axvline(batch - 0.5, color=DELIVERY, linewidth=0.8, zorder=0, label=label)
+            axes.axvline(batch - 0.5, color=SYNC, linewidth=0.8, zorder=0, label=label)
     starts = [
         after["batch"] for before, after in itertools.pairwise(metrics) if before.get("stage") != after.get("stage")
     ]

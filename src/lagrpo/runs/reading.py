@@ -82,7 +82,7 @@ def completion_files(data: Iterable[str | Path]) -> list[Path]:
         path = Path(name).expanduser()
         if path.is_dir():
             found = _files_at(path)
-            missing = f"{path} is a directory without rollouts/step-*.parquet, so it is not that of a run with batches"
+            missing = f"{path} is a directory without rollouts/step-*.parquet, so it is no run with batches"
         elif path.is_file() or not glob.has_magic(str(path)):
             found, missing = _files_at(path), f"{path}: no such file of completions"
         else:
@@ -113,7 +113,7 @@ def load_rollouts(
     for batch in there if batches is None else batches:
         if batch not in there:
             span = f"batches {there[0]} to {there[-1]}" if there else "no batch at all"
-            raise RunNotFoundError(f"{run.path} has no rollouts of batch {batch}; it has those of {span}")
+            raise RunNotFoundError(f"{run.path} has no rollouts of batch {batch}; it has {span}")
         rows += _read_rollouts(run.path / "rollouts" / f"step-{batch:06d}.parquet", columns)
     return rows
 

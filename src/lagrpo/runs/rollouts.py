@@ -1,7 +1,7 @@
 """Rollouts as Parquet: one row per completion, schema `lagrpo.rollouts/2`.
 
-docs/run-directory.md says what each column is. Nothing is padded: token quantities are
-lists of the completion's own length.
+docs/run-directory.md says what each column is. Nothing is padded: token quantities are lists of the completion's own
+length.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lagrpo.runs.files import write_table
 from lagrpo.types import Completion, Group, Prompt
 
 if TYPE_CHECKING:
@@ -63,16 +64,14 @@ def rollout_rows(
     stage: int,
     pi_k_version: int,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one batch. `columns` has for each completion of each group what is known of it besides: advantage,
-    masked (whether its group was left out because its rewards are all equal), sigma, log_ratio, kl_alpha; any of them
-    may be absent.
+    """The rows of one batch. `columns` has further columns for each completion of each group: advantage, masked
+    (whether its group was left out because its rewards are all equal), sigma, log_ratio, kl_alpha; each may be absent.
 
     Raises ValueError when groups and columns do not fit together.
     """
     for group, group_columns in zip(groups, columns, strict=True):
         prompt = _prompt_columns(group.prompt)
-        pairs = zip(group.completions, group_columns, strict=True)
-        for index, (completion, known) in enumerate(pairs):
+        for index, (completion, known) in enumerate(zip(group.completions, group_columns, strict=True)):
             yield {
                 "batch": batch,
                 "stage": stage,
@@ -86,21 +85,16 @@ def rollout_rows(
             }
 
 
-def write_rollouts(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes the file at `path` itself; the caller sees to the temporary name."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    table = pa.Table.from_pylist([dict(row) for row in rows], schema=rollout_schema())
-    pq.write_table(table, path, compression="zstd")
+def write_rollouts(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write the rows of `rollout_rows`, whole or not at all."""
+    return write_table(path, rows, rollout_schema())
 
 
 def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
-    messages = prompt.messages
-    single = messages[0]["content"] if len(messages) == 1 else None
+    texts = [m["content"] if len(prompt.messages) == 1 else f"{m['role']}: {m['content']}" for m in prompt.messages]
     return {
         "prompt_key": prompt.key,
-        "prompt_text": single if single is not None else "\n".join(f"{m['role']}: {m['content']}" for m in messages),
+        "prompt_text": "\n".join(texts),
         "prompt_token_ids": list(prompt.token_ids),
         "gold": json.dumps(prompt.gold, ensure_ascii=False),
     }

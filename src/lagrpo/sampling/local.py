@@ -19,7 +19,7 @@ from torch import Tensor
 from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import Replica
 from lagrpo.rng import uniforms
-from lagrpo.sampling.base import Request
+from lagrpo.sampling.base import Item, Request
 from lagrpo.sampling.decode import DecodeState, Room
 from lagrpo.types import Completion, Group
 
@@ -163,13 +163,6 @@ class LocalSampler:
         if self._kept is not None:
             self._room, self._kept = self._kept.room, None
 
-    def score(self, prompt_ids: Sequence[int], token_ids: Tensor) -> Tensor:
-        return self._fed([(prompt_ids, token_ids.tolist())], self.tau)[0]
-
-    def scores(self, items: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
-        """log-probs at temperature 1 of several (prompt, tokens), side by side: [one server][item][token], nats."""
-        return [[logp_t.tolist() for logp_t in self._fed(items, 1.0)]]
-
     def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
         """Groups for the parity check, in the order of the requests; training samples under other addresses."""
         generated = self._sample(requests, G, max(self.max_num_seqs, G), max_tokens, "probe")
@@ -177,9 +170,9 @@ class LocalSampler:
         return [groups[request.prompt.key] for request in requests]
 
     @torch.no_grad()
-    def _fed(self, items: Sequence[tuple[Sequence[int], Sequence[int]]], tau: float) -> list[Tensor]:
-        """Log-probs of given tokens by the path that samples: decoding steps and the head. float32 [t] of each item. An
-        item that has ended gets its last token again."""
+    def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
+        """log-probs of given tokens at temperature 1, by the path that samples: decoding steps and the head. nats,
+        [one server][item][token]. An item that has ended gets its last token again."""
         longest = max(len(tokens) for _, tokens in items)
         fed = torch.tensor([[tokens[min(t, len(tokens) - 1)] for _, tokens in items] for t in range(longest)])
         state = self._state(len(items), longest)
@@ -187,11 +180,11 @@ class LocalSampler:
         found = []
         for t, token_ids in enumerate(fed):
             logits = self.model.logits(hidden)  # at once: a recorded step overwrites its hidden states
-            found.append(self.model.backend.logp(logits, token_ids.to(self.model.device), tau).cpu())
+            found.append(self.model.backend.logp(logits, token_ids.to(self.model.device), 1.0).cpu())
             hidden = state.step(token_ids) if t + 1 < longest else hidden
         state.retire(range(len(items)))
         logp = torch.stack(found, 1)
-        return [row[: len(tokens)] for row, (_, tokens) in zip(logp, items, strict=True)]
+        return [[row[: len(tokens)].tolist() for row, (_, tokens) in zip(logp, items, strict=True)]]
 
     def _admit(self, waiting: deque[_Open], state: DecodeState, active: list[_Row], G: int) -> Tensor | None:
         """Open as many waiting groups as there is room for. Returns hidden states [new rows, H] for their first

@@ -1,6 +1,6 @@
 """How far learner and in-process sampler differ while they have the same weights: measured at the start of a run.
 
-exact   Both compute by our own kernels (backends/cpu/kernels.py): bits are equal, and must be after every weight sync.
+exact   Both compute by our own kernels (backends/cpu): bits are equal, and must be after every weight sync.
 close   A library decides in which order sums run (PyTorch's products, a GPU), so log-probs differ by rounding:
         hundredths of a nat a token in bfloat16. One update may move the policy by less.
 """
@@ -94,7 +94,7 @@ def flatten(scores: Sequence[Sequence[float]]) -> Tensor:
 
 
 def check_finite(learner_T: Tensor, where: str) -> None:
-    """Raises ParityError for log-probs of the learner that are not numbers."""
+    """Raise ParityError for log-probs of the learner that are not numbers."""
     if not bool(learner_T.isfinite().all()):
         raise ParityError(f"{where}: the policy's log-probs are not numbers, it has diverged; lower optimizer.lr")
 

@@ -10,8 +10,7 @@ pass four tests, the last two of which compare it with the sync before:
 3. the scores have changed at all, if the learner's have on ENOUGH tokens; otherwise nothing was loaded (on fewer
    tokens, rounding may have swallowed the change on one side);
 4. of the tokens that can tell (`parity_telling`: the update moved them by more than twice the noise), no more are
-nearer
-   to the learner's old log-probs than chance allows.
+   nearer to the learner's old log-probs than chance allows.
 
 Rounding never stops a run; other weights always do.
 """

@@ -26,7 +26,7 @@ COMMAND_LINE = "command line"
 def load_settings(
     source: str | os.PathLike[str] | Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> Settings:
-    """Settings from a TOML file or a mapping (section -> name -> value), those of `overrides` taking precedence.
+    """Settings from a TOML file or a mapping (section -> name -> value). `overrides` take precedence.
 
     Raises:
         SettingsError: no such file, not TOML, an unknown name (with the nearest valid one), a value out of its range.

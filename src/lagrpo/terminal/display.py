@@ -35,7 +35,7 @@ def make_display(mode: Literal["auto", "live", "plain", "none"] = "auto", consol
     """The live display on a terminal and plain lines elsewhere, or what `mode` says."""
     console = console or Console(force_terminal=True if mode == "live" else None)
     if mode == "auto":
-        # The file is asked, not the console: FORCE_COLOR makes a console of a CI log a terminal.
+        # Ask the file, not the console: FORCE_COLOR makes a console take a CI log for a terminal.
         mode = "live" if console.file.isatty() and not console.is_dumb_terminal else "plain"
     return {"live": LiveDisplay, "plain": PlainDisplay, "none": Display}[mode](console)
 
@@ -180,12 +180,12 @@ def time_left(recent: Sequence[Metrics], batches: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """An evaluation as the summary shows it: `summary` has `pass_at_1`, `pass_at_1_low`, `pass_at_1_high`, and if known
-    `prompts`, `samples` and the paired `pass_at_1_change`; each of `samples` has `prompt`, `text` and `right` (None
-    where it was not scored)."""
+    """An evaluation as the summary shows it."""
 
     summary: Metrics
+    """pass_at_1 and its `_low` and `_high`; if known also prompts, samples and the paired pass_at_1_change."""
     samples: Sequence[Metrics]
+    """Each has `prompt`, `text` and `right` (None where it was not scored)."""
 
 
 def first_samples(records: Sequence[Metrics], reward_range: tuple[float, float]) -> list[dict[str, Any]]:
@@ -219,7 +219,7 @@ def print_summary(
         console.print(_samples(*samples))
     for name, what in (("run", run_dir), ("reward curve", curve), ("next", f"lagrpo show {run_dir}")):
         if what is not None:
-            # Never broken at the edge of the terminal: it is there to be copied.
+            # Never wrapped at the edge of the terminal: it is there to be copied.
             console.print(Text.assemble((f"  {name:<14}", "dim"), str(what)), soft_wrap=True)
 
 

@@ -28,7 +28,7 @@ def show(
     only: Only = "all",
     console: Console | None = None,
 ) -> None:
-    """Prints up to `count` completions of one batch (default: the last), of the prompt with key `prompt` only if given.
+    """Print up to `count` completions of one batch (default: the last), of the prompt with key `prompt` only if given.
 
     `only`: "right" are those with the greatest reward of the run's task.reward_range, "wrong" the other scored ones,
     "unscored" those without a reward (unscored or failed). Raises RunNotFoundError when the run, its rollouts or the

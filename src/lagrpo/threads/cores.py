@@ -30,7 +30,7 @@ def limit_threads(threads: int, quota: float | None, cores: int) -> int:
 
 def read_quota(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> float | None:
     """The CPUs' worth of time that the control group of this process and the groups above it allow; None without a
-    limit or without control groups. `groups` is where groups are mounted, `membership` lists those of this process."""
+    limit or without control groups. `groups` is where groups are mounted, `membership` lists this process's."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:

@@ -25,7 +25,7 @@ from lagrpo.core.estimators import bootstrap_interval, clustered_interval, paire
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import refusing
 from lagrpo.policy.templates import Templates
-from lagrpo.runs.files import to_json, write_atomically
+from lagrpo.runs.files import to_json, write_atomically, write_table
 from lagrpo.sampling.base import Request, Sampler
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.settings.schema import EvalSettings
@@ -41,11 +41,12 @@ ENOUGH_PROMPTS = 50
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """`summary` for people and plots, `records` one row per prompt, `groups` what was sampled."""
+    """What an evaluation found."""
 
     summary: dict[str, Any]
+    """For people and plots."""
     records: list[dict[str, Any]]
-    groups: list[Group]
+    """One row per prompt."""
 
 
 def evaluate(
@@ -66,7 +67,7 @@ def evaluate(
     generated = (group for _, group in sampler.sample(requests, samples))
     groups = sorted(verifier.judge(generated), key=lambda group: group.prompt.key)
     records = [_record(group, reward_range) for group in groups]
-    return Evaluation(_summary(records, samples, seed, reward_range), records, groups)
+    return Evaluation(_summary(records, samples, seed, reward_range), records)
 
 
 def _record(group: Group, reward_range: tuple[float, float]) -> dict[str, Any]:
@@ -92,21 +93,20 @@ def _record(group: Group, reward_range: tuple[float, float]) -> dict[str, Any]:
 def _summary(
     records: list[dict[str, Any]], samples: int, seed: int, reward_range: tuple[float, float]
 ) -> dict[str, Any]:
-    scored = [r for r in records if r["scored"]]
     without_reward = sum(r["samples"] - r["scored"] for r in records)
     summary: dict[str, Any] = {"prompts": len(records), "samples": samples, "without_reward": without_reward}
-    for name, values in _measures(scored, samples).items():
+    for name, values in _measures(records, samples).items():
         if values:
             low, high = _interval(name, list(values.values()), samples, seed, reward_range)
             summary |= {name: sum(values.values()) / len(values), f"{name}_low": low, f"{name}_high": high}
     return summary
 
 
-def _measures(scored: list[dict[str, Any]], samples: int) -> dict[str, dict[int, float]]:
-    """The metrics of an evaluation, each by prompt."""
-    measures = {"reward_mean": {r["prompt_key"]: r["reward_mean"] for r in scored}}
+def _measures(records: list[dict[str, Any]], samples: int) -> dict[str, dict[int, float]]:
+    """The metrics of an evaluation, each by prompt; prompts with too few scored completions are left out."""
+    measures = {"reward_mean": {r["prompt_key"]: r["reward_mean"] for r in records if r["scored"]}}
     for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))}):
-        enough = [r for r in scored if r["scored"] >= k]
+        enough = [r for r in records if r["scored"] >= k]
         measures[f"pass_at_{k}"] = {r["prompt_key"]: pass_at_k(r["scored"], r["right"], k) for r in enough}
     return measures
 
@@ -134,7 +134,7 @@ def change(before: Evaluation, after: Evaluation) -> dict[str, float]:
     difference and its 95 % interval (`estimators.paired_interval`), for the summary of the second one."""
     found: dict[str, float] = {}
     samples = after.summary["samples"]
-    old, new = (_measures([r for r in e.records if r["scored"]], samples) for e in (before, after))
+    old, new = (_measures(e.records, samples) for e in (before, after))
     for name in (name for name in new if name != "reward_mean"):
         both = sorted(old[name].keys() & new[name].keys())
         if both:
@@ -146,7 +146,7 @@ def change(before: Evaluation, after: Evaluation) -> dict[str, float]:
 
 
 def few_prompts(prompts: int) -> str | None:
-    """What to say of an evaluation on so few prompts that its intervals are not quite what they say; None for more."""
+    """The warning for an evaluation on so few prompts that its intervals are inexact; None for more prompts."""
     if prompts >= ENOUGH_PROMPTS:
         return None
     return (
@@ -216,7 +216,7 @@ def _occupied(output: Path, settings: EvalSettings) -> str | None:
     try:
         earlier = _flat(json.loads(file.read_bytes())["settings"])
     except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{file} is not that of an evaluation"
+        return f"{file} is not the summary of an evaluation"
     ours = _flat(json.loads(to_json(settings.model_dump())))
     names = [n for n in ours | earlier if ours.get(n) != earlier.get(n) and n != "output"]
     differing = ", ".join(f"{n} = {earlier.get(n)}, not {ours.get(n)}" for n in names[:3])
@@ -242,11 +242,7 @@ def label(model: str) -> str:
 
 
 def _write(output: Path, summary: dict[str, Any], records: list[dict[str, Any]]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    output.mkdir(parents=True, exist_ok=True)
-    write_atomically(output / "records.parquet", lambda path: pq.write_table(pa.Table.from_pylist(records), path))
+    write_table(output / "records.parquet", records)
     write_atomically(output / "summary.json", to_json(summary) + "\n")
 
 

@@ -117,7 +117,7 @@ def _sampler(settings: Settings) -> list[str]:
     if settings.sampling.sampler == "local":
         return [] if settings.sampling.parity_check else ["parity      off (sampling.parity_check = false)"]
     who = ", ".join(v.urls) if v.urls else f"{count_of(v.servers, 'server')} started with {v.python}"
-    tolerance = f"{v.tolerance:g} nats" if v.tolerance else "that of the dtype"
+    tolerance = f"{v.tolerance:g} nats" if v.tolerance else "the tolerance of the dtype"
     parity_check = (
         f"mean difference at most {tolerance}"
         if settings.sampling.parity_check

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from lagrpo.runs import Run
 from lagrpo.training.loop import Step
 
 Row = Mapping[str, Any]
@@ -33,6 +34,27 @@ class Observer(Protocol):
 
     def end(self, status: Status, detail: str) -> None:
         """The run is over; nothing else is called after it."""
+
+
+class RunFiles(Observer):
+    """Writes the files of a run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.finished = run, 0
+
+    def batch(self, step: Step, metrics: Row, rollouts: Sequence[Row]) -> None:
+        """Rollouts, the weight sync if there was one, and the line of metrics, which says that the batch is whole."""
+        self.run.record_rollouts(step.b, rollouts)
+        if step.reason:
+            self.run.record_event("weight_sync", step.b, reason=step.reason, version=step.alpha)
+        self.run.record(metrics)
+        self.finished = step.b
+
+    def evaluation(self, name: str, batch: int, summary: Row, records: Sequence[Row]) -> None:
+        self.run.record_evaluation(name, summary, records)
+
+    def note(self, text: str) -> None:
+        self.run.record_event("warning", self.finished, text=text)
 
 
 def _tell_all(name: str) -> Callable[..., None]:

@@ -22,7 +22,6 @@ from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.backends.process import restored
 from lagrpo.interrupts import Interrupted, interruptible, whole
 from lagrpo.runs import Run, collect_environment
-from lagrpo.runs.directory import RunFiles
 from lagrpo.runs.rollouts import rollout_rows
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import ParityError
@@ -41,7 +40,7 @@ from lagrpo.training.explain import count_of, meaning
 from lagrpo.training.lag import completion_columns, lag_is_complete, lag_metrics
 from lagrpo.training.loop import Step, iterative_grpo
 from lagrpo.training.metrics import batch_metrics, sampler_metrics
-from lagrpo.training.observers import Observer, Observers, Status
+from lagrpo.training.observers import Observer, Observers, RunFiles, Status
 from lagrpo.training.warnings import Warnings
 from lagrpo.verify import VerifierError
 

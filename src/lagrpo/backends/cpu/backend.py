@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lagrpo.backends.attention import Shape
 from lagrpo.backends.backend import Backend
-from lagrpo.backends.cpu import attention, kernels, logprobs
+from lagrpo.backends.cpu import attention, kernels, loading, logprobs
 from lagrpo.backends.cpu.fused import FusedDecoder, is_reproduced
 from lagrpo.backends.cpu.packs import Borrowed, Packing, joined
 from lagrpo.backends.layout import PackedLayout
@@ -31,10 +31,10 @@ class CpuBackend(Backend):
     """`products` names what computes the matrix products of bfloat16 (AMX, AVX512-BF16, vectors), None where PyTorch
     does."""
 
-    products: str | None = field(default_factory=kernels.products)
+    products: str | None = field(default_factory=loading.products)
 
     def __str__(self) -> str:
-        return kernels.describe()
+        return loading.describe()
 
     def attend(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         if query.shape[-1] % kernels.VECTOR:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lagrpo.backends.attention import Layout, check_window
 from lagrpo.backends.cpu import kernels
 from lagrpo.backends.cpu.packs import Borrowed, LayerPanels, Packing, Packs, joined
+from lagrpo.backends.cpu.panels import Panels
 from lagrpo.backends.hooks import has_hooks, is_plain_linear, is_unhooked
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -48,8 +49,8 @@ def is_reproduced(lm: Any) -> bool:
 
 
 class FusedDecoder:
-    """The decoder of a model of transformers and its head, computed with the kernels. Holds no weights of its own: it
-    reads those of the modules, or for the forward products the packed ones of `panels` (packs.py)."""
+    """The decoder of a model of transformers and its head, computed with the kernels. It holds no weights: it reads the
+    modules', or for the forward products the packed weights of `panels` (packs.py)."""
 
     def __init__(self, lm: Any, panels: Packing | Borrowed | None = None) -> None:
         self.decoder, self.head = lm.get_decoder(), lm.get_output_embeddings()
@@ -94,7 +95,7 @@ class FusedDecoder:
         return add_norm(x, delta, self.decoder.norm)[1]
 
     @property
-    def product(self) -> kernels.Panels | None:
+    def product(self) -> Panels | None:
         """The head's product by packed weights; None where PyTorch computes it, as it does where the layers are not
         computed here."""
         return self.panels.current().head if self.panels is not None and self._plain else None
@@ -140,7 +141,7 @@ def _forwards(panels: LayerPanels) -> list[Forward]:
     return [partial(_split, part) for part in (panels.qkv, panels.output, panels.gate_up, panels.down)]
 
 
-def _split(panels: kernels.Panels, x: Tensor) -> tuple[Tensor, ...]:
+def _split(panels: Panels, x: Tensor) -> tuple[Tensor, ...]:
     return panels(x).split(panels.widths, 1)
 
 

@@ -1,6 +1,6 @@
 /* What Python calls: the arguments of each kernel, and the kernels.
  *
- * functions.py declares the same structs for ctypes, field by field. Their fields come in one order: int64 numbers,
+ * kernels.py declares the same structs for ctypes, field by field. Their fields come in one order: int64 numbers,
  * pointers, floats, `half`. Numbers are bfloat16 where `half` is 1 and float32 where it is 0; `float *` is float32 either
  * way, or lanes (see vectors.h) where it says so. Tensors are contiguous but for rows that a `stride`, in numbers, sets
  * apart. Pointers may be NULL only where it says so. */

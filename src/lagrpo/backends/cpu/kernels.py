@@ -1,59 +1,305 @@
-"""The door to the C kernels: the forward pass of learner and sampler on a CPU, including its matrix products in
-bfloat16, and the backward pass between its matrix products.
+"""The C kernels as functions of tensors: norms, activation, rotary embedding, attention, decoding, softmax.
 
-    loading    once per process, compiled for the machine before that (build.py); must come before any other call
-    functions  the kernels as functions of tensors
-    panels     matrix products from packed weights
+All tensors are on the CPU and of one dtype, float32 or bfloat16, but for float32 and int64 ones where it says so. Each
+struct here is one of kernels.h, field by field.
 """
 
-from lagrpo.backends.cpu.build import NoKernels
-from lagrpo.backends.cpu.functions import (
-    Active,
-    Attended,
-    Stack,
-    attention,
-    attention_backward,
-    decode,
-    decode_step,
-    floats,
-    norm,
-    norm_backward,
-    numbers_in_a_lane,
-    rotary,
-    sample_tokens,
-    swiglu,
-    swiglu_backward,
-    token_logp,
-    token_logp_backward,
-)  # fmt: skip
-from lagrpo.backends.cpu.library import VECTOR
-from lagrpo.backends.cpu.loading import check_level, describe, products, why_not
-from lagrpo.backends.cpu.panels import Panels, products_are_right
+from __future__ import annotations
 
-__all__ = [
-    "VECTOR",
-    "Active",
-    "Attended",
-    "NoKernels",
-    "Panels",
-    "Stack",
-    "attention",
-    "attention_backward",
-    "check_level",
-    "decode",
-    "decode_step",
-    "describe",
-    "floats",
-    "norm",
-    "norm_backward",
-    "numbers_in_a_lane",
-    "products",
-    "products_are_right",
-    "rotary",
-    "sample_tokens",
-    "swiglu",
-    "swiglu_backward",
-    "token_logp",
-    "token_logp_backward",
-    "why_not",
-]  # fmt: skip
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lagrpo.backends.cpu.library import VECTOR, Arguments, call, fields
+
+SLICES = 16  # of the rows that a weight's gradient is a sum over: whatever the number of threads, the same sums
+SOFTMAX_BLOCK = 256  # softmax.c's BLOCK
+
+
+def floats(*shape: int) -> Tensor:
+    """float32 on the CPU, with anything in it, whatever PyTorch's defaults are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def _half(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+# ---- between matrix products and attention ----
+
+
+class _Norm(Arguments):
+    _fields_ = fields("rows width", "x delta weight total y rstd", "eps")
+
+
+class _NormBackward(Arguments):
+    _fields_ = fields("rows width slices", "x weight grad_y grad_total rstd grad_x grad_weight")
+
+
+class _Gated(Arguments):
+    _fields_ = fields("rows width stride", "gate up")
+
+
+class _Rotary(Arguments):
+    _fields_ = fields("rows heads d stride", "x cosine sine y", "sign")
+
+
+def norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x + delta, its root mean square norm times weight, 1 / rms): [n, width] twice and float32 [n]."""
+    rows, width = x.shape
+    x, delta = x.contiguous(), _contiguous(delta)
+    total, y, rstd = x if delta is None else torch.empty_like(x), torch.empty_like(x), floats(rows)
+    call("norm", _Norm(
+        rows=rows, width=width, x=x, delta=delta, weight=weight, total=total, y=y, rstd=rstd, eps=eps, half=_half(x)
+    ))  # fmt: skip
+    return total, y, rstd
+
+
+def norm_backward(
+    x: Tensor, weight: Tensor, rstd: Tensor, grad_y: Tensor, grad_total: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `norm`: of x + delta [n, width], the sum's own `grad_total` included, and of the weight [width]."""
+    rows, width = x.shape
+    slices = min(rows, SLICES)
+    grad_x, grad_weight = torch.empty_like(x), floats(slices, -(-width // VECTOR) * VECTOR)
+    grad_y, grad_total = grad_y.contiguous(), _contiguous(grad_total)
+    call("norm_backward", _NormBackward(
+        rows=rows, width=width, slices=slices, x=x, weight=weight, grad_y=grad_y, grad_total=grad_total, rstd=rstd,
+        grad_x=grad_x, grad_weight=grad_weight, half=_half(x),
+    ))  # fmt: skip
+    return grad_x, grad_weight[:, :width].sum(0).to(weight.dtype)
+
+
+def _gated(gate: Tensor, up: Tensor) -> _Gated:
+    rows, width = gate.shape
+    return _Gated(rows=rows, width=width, stride=gate.stride(0), gate=gate, up=up, half=_half(gate))
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, both [n, width] with the same distance between their rows."""
+    y = gate.new_empty(gate.shape)
+    call("swiglu", _gated(gate, up), y)
+    return y
+
+
+def swiglu_backward(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `swiglu`, both contiguous."""
+    grad_gate, grad_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    call("swiglu_backward", _gated(gate, up), grad_y.contiguous(), grad_gate, grad_up)
+    return grad_gate, grad_up
+
+
+def rotary(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tensor:
+    """x [n, heads, d] turned by the angles of [n, d], or turned `back`; d a multiple of 2 VECTOR."""
+    rows, heads, d = x.shape
+    y = x.new_empty(x.shape)
+    call("rotary", _Rotary(
+        rows=rows, heads=heads, d=d, stride=x.stride(0), x=x, cosine=cosine, sine=sine, y=y,
+        sign=-1.0 if back else 1.0, half=_half(x),
+    ))  # fmt: skip
+    return y
+
+
+# ---- attention along a packed row ----
+
+
+class _Attention(Arguments):
+    _fields_ = fields("count heads kv_heads d stride", "segments q k_t v out lse", "scaling")
+
+
+class _AttentionBackward(Arguments):
+    _fields_ = fields(
+        "n_groups heads kv_heads d stride",
+        "groups segments q k k_t v_t out grad_out lse grad_q grad_k grad_v",
+        "scaling",
+    )
+
+
+def numbers_in_a_lane(dtype: torch.dtype) -> int:
+    """A lane is 32 bits: one float32, or a pair of bfloat16 that are neighbors in a sum."""
+    return 4 // dtype.itemsize
+
+
+def transposed(x: Tensor) -> Tensor:
+    """[rows, heads, d] -> lanes [heads, d or half of it, rows and at least VECTOR more]."""
+    rows, heads, d = x.shape
+    d //= numbers_in_a_lane(x.dtype)
+    y = floats(heads, d, -(-rows // VECTOR) * VECTOR + VECTOR)
+    call("transpose", rows, heads, d, x, y, y.shape[2])
+    return y
+
+
+def paired(x: Tensor) -> Tensor:
+    """[rows, heads, d] as lanes of the same shape: in bfloat16 the pairs of each row and the next one."""
+    if not _half(x):
+        return x
+    y = floats(*x.shape)
+    call("pair_rows", len(x), x.shape[1] * x.shape[2], x, y)
+    return y
+
+
+def attention(segments: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Shared-prefix attention of a packed row: out [rows, Hq, D] and log-sum-exps float32 [rows, Hq]. segments int64
+    [S, 4] as in PackedLayout. D a multiple of VECTOR. All contiguous."""
+    rows, heads, d = query.shape
+    out, lse, keys, values = torch.empty_like(query), floats(rows, heads), transposed(key), paired(value)
+    call("attention", _Attention(
+        count=len(segments), heads=heads, kv_heads=key.shape[1], d=d, stride=keys.shape[2], segments=segments,
+        q=query, k_t=keys, v=values, out=out, lse=lse, scaling=scaling, half=_half(query),
+    ))  # fmt: skip
+    return out, lse
+
+
+class Attended(NamedTuple):
+    """What `attention` was given and returned."""
+
+    segments: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+    scaling: float
+
+
+def attention_backward(groups: Tensor, a: Attended, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value. groups int64 [N + 1]: the number of segments before each group."""
+    (_, heads, d), kv_heads = a.query.shape, a.key.shape[1]
+    grad_query = torch.empty_like(a.query)
+    grad_key, grad_value = (torch.zeros(t.shape, dtype=torch.float32, device="cpu") for t in (a.key, a.value))
+    pairs, keys, values = paired(a.key), transposed(a.key), transposed(a.value)
+    call("attention_backward", _AttentionBackward(
+        n_groups=len(groups) - 1, heads=heads, kv_heads=kv_heads, d=d, stride=keys.shape[2], groups=groups,
+        segments=a.segments, q=a.query, k=pairs, k_t=keys, v_t=values, out=a.out, grad_out=grad_out, lse=a.lse,
+        grad_q=grad_query, grad_k=grad_key, grad_v=grad_value, scaling=a.scaling, half=_half(a.query),
+    ))  # fmt: skip
+    return grad_query, grad_key.to(a.key.dtype), grad_value.to(a.value.dtype)
+
+
+# ---- decoding ----
+
+
+class _Active(Arguments):
+    _fields_ = fields(
+        "n_groups own_batch own_room prompt_room",
+        "groups members prompts lengths own_keys own_values prompt_keys prompt_values",
+        half="",
+    )
+
+
+class _NewTokens(Arguments):
+    _fields_ = fields("heads kv_heads d v_stride", "q k v out", "scaling")
+
+
+class _Stack(Arguments):
+    _fields_ = fields("count width inner heads kv_heads d", "layers", "scaling eps", half="")
+
+
+@dataclass(frozen=True, slots=True)
+class Active:
+    """The rows of a decoding step and their caches. The caches are in lanes (see `numbers_in_a_lane`), of rows (own) or
+    of groups (prompt); the room is in tokens, a multiple of VECTOR."""
+
+    groups: Tensor
+    """int64 [N + 1]: the number of members before each group."""
+    members: Tensor
+    """int64 [rows]: the rows, group after group."""
+    prompts: Tensor
+    """int64 [N]: tokens of each group's prompt."""
+    lengths: Tensor
+    """int64 [rows]: tokens in each row's own cache."""
+    own_keys: Tensor
+    """[layers, rows, Hkv, D or half of it, room]."""
+    own_values: Tensor
+    """[layers, rows, Hkv, room or half of it, D]."""
+    prompt_keys: Tensor
+    """[layers, N, Hkv, D or half of it, room]."""
+    prompt_values: Tensor
+    """[layers, N, Hkv, room or half of it, D]."""
+
+    def in_c(self, layer: int = 0) -> _Active:
+        """With the caches from `layer` on."""
+        return _Active(
+            n_groups=len(self.prompts), own_batch=self.own_keys.shape[1], own_room=self.own_keys.shape[4],
+            prompt_room=self.prompt_keys.shape[4], groups=self.groups, members=self.members, prompts=self.prompts,
+            lengths=self.lengths, own_keys=self.own_keys[layer], own_values=self.own_values[layer],
+            prompt_keys=self.prompt_keys[layer], prompt_values=self.prompt_values[layer],
+        )  # fmt: skip
+
+
+def decode(active: Active, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Attend with one query per row, [rows, Hq, D], to the prompt of its group and to its own tokens. The new key and
+    value [rows, Hkv, D] are put in the caches first."""
+    query, key = query.contiguous(), key.contiguous()
+    heads, d = query.shape[1:]
+    value = value if value.stride()[1:] == (d, 1) else value.contiguous()
+    out = torch.empty_like(query)
+    call("decode", active.in_c(layer), _NewTokens(
+        heads=heads, kv_heads=key.shape[1], d=d, v_stride=value.stride(0), q=query, k=key, v=value, out=out,
+        scaling=scaling, half=_half(query),
+    ))  # fmt: skip
+    return out
+
+
+class Stack:
+    """A decoder's layers, all alike, with packed weights, as `decode_step` takes them."""
+
+    def __init__(self, layers: Sequence[Sequence[Tensor | None]], sizes: Sequence[int], scaling: float, eps: float):
+        """For each layer the fields of kernels.h's Layer in their order, None for what a family lacks. `sizes`: layers,
+        width, width of the MLP, heads, key-value heads, D. `scaling` of the attention's scores, `eps` of the norms."""
+        self._held = layers  # C has only their addresses
+        self._addresses = torch.tensor([0 if t is None else t.data_ptr() for layer in layers for t in layer])
+        names = ("count", "width", "inner", "heads", "kv_heads", "d")
+        counts = dict(zip(names, sizes, strict=True))
+        self.in_c = _Stack(**counts, layers=self._addresses, scaling=scaling, eps=eps)
+
+
+def decode_step(stack: Stack, active: Active, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    """Take one token per row through all layers: its embedding x [rows, H] -> the residual stream before the last
+    addition (in x's place), and what is to be added. bfloat16; cosine and sine [rows, D] contiguous."""
+    delta = torch.empty_like(x)
+    call("decode_step", stack.in_c, active.in_c(), len(x), cosine, sine, x, delta)
+    return x, delta
+
+
+# ---- the softmax over the vocabulary ----
+
+
+class _Logits(Arguments):
+    _fields_ = fields("rows width", "x", "over_tau")
+
+
+def _logits(logits: Tensor, tau: float) -> _Logits:
+    rows, vocabulary = logits.shape
+    return _Logits(rows=rows, width=vocabulary, x=logits, over_tau=1.0 / tau, half=_half(logits))
+
+
+def token_logp(logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / tau)[token] and the log-sum-exp of each row: logits [rows, V] -> float32 [rows] twice.
+    `entropy` float32 [rows] is filled with the entropy of each softmax, in nats."""
+    lse, logp = floats(len(logits)), floats(len(logits))
+    call("token_logp", _logits(logits, tau), token_ids, lse, logp, entropy)
+    return logp, lse
+
+
+def token_logp_backward(logits: Tensor, token_ids: Tensor, tau: float, lse: Tensor, grad: Tensor) -> Tensor:
+    """Overwrite `logits` by their gradient grad / tau (onehot - softmax), and return them."""
+    call("token_logp_backward", _logits(logits, tau), token_ids, lse, grad)
+    return logits
+
+
+def sample_tokens(logits: Tensor, tau: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [rows] sampled from softmax(logits / tau) by inverting its cumulative distribution at uniform
+    float64 [rows], and their log-probs float32 [rows], the same as `token_logp` gives."""
+    rows, vocabulary = logits.shape
+    tokens, logp = torch.empty(rows, dtype=torch.long, device="cpu"), floats(rows)
+    ends = torch.empty(rows, -(-vocabulary // SOFTMAX_BLOCK), dtype=torch.float64, device="cpu")
+    call("sample_tokens", _logits(logits, tau), uniform, ends, tokens, logp)
+    return tokens, logp

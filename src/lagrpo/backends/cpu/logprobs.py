@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,34 +28,26 @@ def token_logp(
     """As lagrpo.backends.logprobs.token_logp. `product` computes the logits of rows [n, H] into [n, V] in the place of
     PyTorch's product."""
     check_tokens(hidden_TH, head.weight, token_ids_T, tau)
-    asked = _Asked(tau, entropy_T, torch.is_grad_enabled(), product)
-    return _TokenLogp.apply(hidden_TH, head.weight, head.bias, token_ids_T, asked)  # type: ignore[return-value]
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """The temperature, where entropies go if they are wanted, whether a backward pass may follow, and what computes the
-    logits."""
-
-    tau: float
-    entropy: Tensor | None
-    differentiable: bool
-    product: Product | None
+    keep = min(len(token_ids_T), KEPT_LOGITS // head.weight.shape[0]) if torch.is_grad_enabled() else 0
+    given = hidden_TH, head.weight, head.bias, token_ids_T
+    return _TokenLogp.apply(*given, tau, entropy_T, product, keep)  # type: ignore[return-value]
 
 
 class _TokenLogp(torch.autograd.Function):
+    """Keeps the logits of the first `keep` rows for the backward pass, where autograd may ask for one."""
+
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, asked: _Asked) -> Tensor:
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *asked: Any) -> Tensor:
+        tau, entropy_T, ctx.product, keep = asked
         logp, lse = kernels.floats(len(token_ids)), kernels.floats(len(token_ids))
-        keep = min(len(token_ids), KEPT_LOGITS // weight.shape[0]) if asked.differentiable else 0
         ctx.kept = _take_room("kept", (keep, weight.shape[0]), weight.dtype) if keep else None
         for rows in _kept_and_chunks(keep, len(token_ids), weight.shape[0]):
             kept = ctx.kept if rows.stop <= keep else None
-            logits = _logits(hidden[rows], weight, bias, asked.product, kept)
-            entropy = None if asked.entropy is None else asked.entropy[rows]
-            logp[rows], lse[rows] = kernels.token_logp(logits, token_ids[rows], asked.tau, entropy)
+            logits = _logits(hidden[rows], weight, bias, ctx.product, kept)
+            entropy = None if entropy_T is None else entropy_T[rows]
+            logp[rows], lse[rows] = kernels.token_logp(logits, token_ids[rows], tau, entropy)
         ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
-        ctx.tau, ctx.product = asked.tau, asked.product
+        ctx.tau = tau
         return logp
 
     @staticmethod
@@ -81,7 +73,7 @@ class _TokenLogp(torch.autograd.Function):
             _return_room("kept", kept)
         grad_bias = grad_bias.to(bias.dtype) if bias is not None and grad_bias is not None else None
         grad_weight = share if total is None else total.to(weight.dtype, copy=True)
-        return grad_hidden, grad_weight, grad_bias, None, None
+        return grad_hidden, grad_weight, grad_bias, *5 * (None,)
 
 
 def _kept_and_chunks(kept: int, rows: int, vocabulary: int) -> list[slice]:

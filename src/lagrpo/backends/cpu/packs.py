@@ -1,7 +1,7 @@
 """Weights in the order of the kernels' matrix products, and who computes with them.
 
 On a CPU in bfloat16 the forward products of the learner, of the sampler and of π_ref are all ours
-(lagrpo.backends.cpu.kernels): one order of sums, whatever lies beside a row. They read packed weights. `Packing` keeps
+(products.c): one order of sums, whatever lies beside a row. They read packed weights. `Packing` keeps
 the packs of one model: packs them again when the weights have changed, and lends them to copies that hold the same
 version, so that right after a weight sync one packed copy serves π and α. `Borrowed` is what such a copy reads.
 """
@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lagrpo.backends.cpu import kernels
+from lagrpo.backends.cpu.panels import Panels
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPanels:
     """A decoder layer's linear layers, those with the same input as one product."""
 
-    qkv: kernels.Panels
-    output: kernels.Panels
-    gate_up: kernels.Panels
-    down: kernels.Panels
+    qkv: Panels
+    output: Panels
+    gate_up: Panels
+    down: Panels
 
 
 def joined(layer: Any) -> list[list[nn.Linear]]:
@@ -38,8 +38,8 @@ class Packs:
     """All weights of a decoder's linear layers and of its head, packed."""
 
     def __init__(self, decoder: Any, head: nn.Linear) -> None:
-        self.layers = [LayerPanels(*map(kernels.Panels, joined(layer))) for layer in decoder.layers]
-        self.head = kernels.Panels([head])
+        self.layers = [LayerPanels(*map(Panels, joined(layer))) for layer in decoder.layers]
+        self.head = Panels([head])
         self.borrowers: set[int] = set()  # who reads them beside the model whose packs these are
 
     def fill(self, decoder: Any, head: nn.Linear) -> None:
@@ -96,8 +96,8 @@ class Packing:
 
 
 class Borrowed:
-    """The packs of a copy whose linear layers have no weights: those of `lender` where the copy was given that model's
-    weights, else packs of its own."""
+    """The packs of a copy whose linear layers have no weights: the packs of `lender` where the copy was
+    given that model's weights, else packs of its own."""
 
     def __init__(self, lender: Packing, decoder: Any, head: nn.Linear) -> None:
         self._lender, self._decoder, self._head = lender, decoder, head

@@ -19,8 +19,8 @@ CHECKED = ((1, 5, 2), (3, 49, 30), (17, 33, 576), (33, 97, 1030))
 
 
 class Panels:
-    """Linear layers with the same input [rows, k], k even, as one product: y [rows, n] with the outputs of one layer
-    behind those of another. A row's numbers depend on that row alone: see products.c."""
+    """Linear layers with the same input [rows, k], k even, as one product: y [rows, n] with the outputs of the
+    layers side by side. A row's numbers depend on that row alone: see products.c."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.widths = [m.out_features for m in layers]
@@ -35,7 +35,7 @@ class Panels:
 
     @torch.no_grad()
     def fill(self, layers: Sequence[nn.Linear]) -> None:
-        """Replace the weights [out, k] and biases by those of these layers."""
+        """Replace the weights [out, k] and biases by these layers'."""
         first = 0
         for layer in layers:
             call("pack", first, layer.out_features, self.k, layer.weight.bfloat16().contiguous(), self.packed)
