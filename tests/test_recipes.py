@@ -1,9 +1,11 @@
 import subprocess
 import sys
 from dataclasses import fields
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 from torch import tensor
 from torch.testing import assert_close
 
@@ -11,6 +13,7 @@ from lagrpo.core import pieces
 from lagrpo.core.loss import Terms
 from lagrpo.objective.compose import ALIASES
 from lagrpo.objective.recipes import PRESETS, Composition, resolve
+from lagrpo.terminal.recipes import show_recipe
 
 REWARDS_G, UNIFORM_G = tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4)
 
@@ -199,6 +202,12 @@ def test_the_knobs_name_every_piece():
     described = {field.name: field.metadata["help"] for field in fields(Composition)}
     for key, table in pieces.TABLES.items():
         assert [name for name in table if name not in described[key]] == []
+
+
+def test_brackets_of_a_formula_are_text_and_no_markup():
+    console = Console(file=StringIO(), width=200)
+    show_recipe("grpo_masked", console)
+    assert PRESETS["grpo_masked"].formula in console.file.getvalue()
 
 
 def test_listing_the_recipes_loads_no_torch():

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from lagrpo.errors import SettingsError
 from lagrpo.runs import directory, plots
 from lagrpo.runs.directory import Run, RunExistsError, default_name
 from lagrpo.runs.environment import collect_environment, git_state
@@ -281,6 +282,8 @@ def test_the_file_says_its_schema_and_another_is_refused(sampled):
     pq.write_table(table, path)
     with pytest.raises(ValueError, match=r"lagrpo.rollouts/9; this version of lagrpo reads lagrpo.rollouts/2"):
         load_rollouts(sampled)
+    with pytest.raises(SettingsError, match=r"lagrpo.rollouts/9; this version"):  # told without a traceback
+        show(sampled)
 
 
 def test_the_documentation_names_every_column_with_its_type():

@@ -276,6 +276,12 @@ def test_observers_are_told_what_the_files_say(settings):
     assert [m["batch"] for m in load_metrics(result.run)] == [1, 2]
 
 
+def test_an_object_that_is_no_observer_is_refused_before_anything_is_loaded(settings, capsys):
+    with pytest.raises(TypeError, match="has no method start, phase, batch, evaluation, note, end; inherit from"):
+        train(settings(), observers=[object()])
+    assert "loading" not in capsys.readouterr().out
+
+
 def test_an_observer_that_fails_ends_the_run_and_is_told_so(settings, tmp_path):
     log = Log(fails_at=2)
     with pytest.raises(RuntimeError, match="the tracker is gone"):

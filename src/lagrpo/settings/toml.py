@@ -86,11 +86,12 @@ def _complain(kind: type[BaseModel], error: Any) -> str:
 
 
 def suggest_setting(kind: type[BaseModel], name: str) -> str:
-    """ "did you mean 'x'?" for the setting most like `name`: the one of that name in another section, else one that is
-    spelled or ends like it."""
+    """ "did you mean 'x'?" for the setting most like `name`: the one of that name in another section, else one that
+    begins so, or is spelled or ends like it."""
     by_leaf = {known.rpartition(".")[2]: known for known in reversed(list_settings(kind))}
     leaf = name.rpartition(".")[2]
-    close = by_leaf.get(leaf) or find_nearest(name, list_settings(kind), likeness=0.75)
+    longer = next((known for known in list_settings(kind) if "." in name and known.startswith(name)), None)
+    close = by_leaf.get(leaf) or longer or find_nearest(name, list_settings(kind), likeness=0.75)
     return f"did you mean {close or by_leaf[find_nearest(leaf, by_leaf) or '']!r}?"
 
 

@@ -37,7 +37,11 @@ def show_recipe(name: str, console: Console | None = None) -> None:
     with refusing():
         preset = PRESETS[check_known("recipe", name, PRESETS)]
     head = Table.grid(padding=(0, 2, 0, 0))
-    for label, text in (("recipe", Text(name, "bold")), ("formula", preset.formula), ("source", preset.source)):
+    for label, text in (
+        ("recipe", Text(name, "bold")),
+        ("formula", Text(preset.formula)),
+        ("source", Text(preset.source)),
+    ):
         head.add_row(Text(label, "dim"), text)
     console.print(head)
     table = Table("", "setting", "value", "default", box=SIMPLE, header_style="dim")

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from lagrpo.errors import visible
+from lagrpo.errors import refusing, visible
 from lagrpo.runs.directory import Run
 from lagrpo.runs.reading import RunNotFoundError, load_reward_range, load_rollouts, open_run, rollout_batches
 from lagrpo.types import is_right
@@ -32,14 +32,15 @@ def show(
 
     `only`: "right" are those with the greatest reward of the run's task.reward_range, "wrong" the other scored ones,
     "unscored" those without a reward (unscored or failed). Raises RunNotFoundError when the run, its rollouts or the
-    batch are not there.
+    batch are not there, SettingsError when the rollouts have another schema.
     """
     console = console or Console()
     run = open_run(run_dir)
     batches = rollout_batches(run)
     if not batches:
         raise RunNotFoundError(f"{run.path} has no rollouts yet: its first batch is not finished")
-    rows = load_rollouts(run, [batches[-1] if batch is None else batch])
+    with refusing():
+        rows = load_rollouts(run, [batches[-1] if batch is None else batch])
     scale = load_reward_range(run)
     chosen = [row for row in rows if (prompt is None or row["prompt_key"] == prompt) and is_kind(row, only, scale)]
     console.print(_title(run, rows, batches, min(count, len(chosen)), len(chosen)))

@@ -57,6 +57,18 @@ class RunFiles(Observer):
         self.run.record_event("warning", self.finished, text=text)
 
 
+def check_observers(observers: Sequence[Any]) -> None:
+    """Raise TypeError for an object that a run cannot tell."""
+    calls = [name for name, value in vars(Observer).items() if callable(value) and not name.startswith("_")]
+    for observer in observers:
+        missing = [name for name in calls if not callable(getattr(observer, name, None))]
+        if missing:
+            raise TypeError(
+                f"observers: {observer!r:.80} has no method {', '.join(missing)}; inherit from "
+                "lagrpo.training.observers.Observer and override what you need"
+            )
+
+
 def _tell_all(name: str) -> Callable[..., None]:
     def tell(self: Observers, *arguments: Any) -> None:
         for observer in self.observers:

@@ -40,7 +40,7 @@ from lagrpo.training.explain import count_of, meaning
 from lagrpo.training.lag import completion_columns, lag_is_complete, lag_metrics
 from lagrpo.training.loop import Step, iterative_grpo
 from lagrpo.training.metrics import batch_metrics, sampler_metrics
-from lagrpo.training.observers import Observer, Observers, RunFiles, Status
+from lagrpo.training.observers import Observer, Observers, RunFiles, Status, check_observers
 from lagrpo.training.warnings import Warnings
 from lagrpo.verify import VerifierError
 
@@ -85,9 +85,11 @@ def train(
         SamplerError: the vLLM servers are gone for good.
         VerifierError: too many completions could not be scored.
         FloatingPointError: a gradient is not finite.
+        TypeError: an observer lacks a method, before anything is loaded.
     """
     settings = settings if isinstance(settings, Settings) else load_settings(settings)
     recipe = check_settings(settings, task)
+    check_observers(observers)
     device = pick_device(settings.model.device)
     least = logging.WARNING if settings.run.display == "none" else logging.INFO
     with interruptible(), restored(), logs.shown_by(None, least):
