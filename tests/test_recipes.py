@@ -205,9 +205,9 @@ def test_the_knobs_name_every_piece():
 
 
 def test_brackets_of_a_formula_are_text_and_no_markup():
-    console = Console(file=StringIO(), width=200)
-    show_recipe("grpo_masked", console)
-    assert PRESETS["grpo_masked"].formula in console.file.getvalue()
+    printed = StringIO()
+    show_recipe("grpo_masked", Console(file=printed, width=200))
+    assert PRESETS["grpo_masked"].formula in printed.getvalue()
 
 
 def test_listing_the_recipes_loads_no_torch():

@@ -277,8 +277,9 @@ def test_observers_are_told_what_the_files_say(settings):
 
 
 def test_an_object_that_is_no_observer_is_refused_before_anything_is_loaded(settings, capsys):
+    stranger: Any = object()
     with pytest.raises(TypeError, match="has no method start, phase, batch, evaluation, note, end; inherit from"):
-        train(settings(), observers=[object()])
+        train(settings(), observers=[stranger])
     assert "loading" not in capsys.readouterr().out
 
 
