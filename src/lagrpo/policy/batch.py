@@ -53,7 +53,7 @@ def is_flat(group: Group) -> bool:
 
 
 def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int, b: int) -> Batch:
-    """Lines 12-13 of Algorithm 1: advantages from the scored completions of each group, then the weights over the
+    """Lines 12-13 of Algorithm 1: A_α (Eq. 2) from the scored completions of each group, then the weights over the
     batch. `max_tokens` is the limit of a completion; random numbers are addressed by (seed, b, group)."""
     member: list[tuple[int, int]] = []
     advantages, flat = [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
