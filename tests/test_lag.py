@@ -86,6 +86,7 @@ def test_without_lag_everything_is_zero():
     assert [metrics[f"sigma_bin_{n}"] for n in range(10)] == [1] + [0] * 8 + [1]
 
 
+@pytest.mark.usefixtures("unchecked")  # thousands of groups
 @pytest.mark.parametrize("advantage", [("grpo", {"beta": 0.0}), ("red_drop", {})])
 def test_metrics_have_the_true_values_though_the_loss_leaves_completions_out(advantage):
     """A coin that is right with .2 under α and .3 under π_k, in 1,500 groups of 4: J(π_k) - J(α) = .1, TV = .1, and

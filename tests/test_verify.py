@@ -18,6 +18,8 @@ from lagrpo.verify import Verifier, VerifierError, worker
 from lagrpo.verify.verifier import Tally, describe_excess
 
 EMPTY = torch.empty(0)
+WAITING = 60.0
+"""Seconds: many times what anything here takes."""
 
 
 def group(*texts: str, key: int = 0, gold: object = "7") -> Group:
@@ -78,13 +80,13 @@ def test_completions_behind_hung_and_dead_workers_are_all_judged(verifier):
     assert [completion.reward for completion in judged.completions] == [None] * 10 + [1.0] * 50
 
 
-def test_a_hung_worker_does_not_hold_up_the_others(verifier):
-    start = time.monotonic()
-    iterator = verifier.judge([group("7"), group("hang"), group(*["7"] * 200)])
-    assert next(iterator).rewards == (1.0,)
-    assert time.monotonic() - start < 0.7
-    assert [judged.rewards for judged in iterator] == [(), (1.0,) * 200]
-    assert time.monotonic() - start < 3.0
+def test_a_hung_worker_does_not_hold_up_the_others(tmp_path):
+    """The first group comes back, and the third is judged, while the second waits for the third."""
+    door = tmp_path / "door"
+    with Verifier(verify_judges.by_name, workers=2, deadline=WAITING) as patient:
+        judged = patient.judge([group("7"), group(f"wait {door}"), group(*["7"] * 200, f"open {door}")])
+        assert next(judged).rewards == (1.0,)
+        assert [g.rewards for g in judged] == [(1.0,), (1.0,) * 201]
 
 
 def test_groups_come_back_in_order_and_otherwise_unchanged(verifier):
@@ -95,20 +97,23 @@ def test_groups_come_back_in_order_and_otherwise_unchanged(verifier):
     assert [g.rewards for g in judged] == [(1.0, float(key == 7), 1.0) for key in range(12)]
 
 
-def test_judging_overlaps_with_what_yields_the_groups(verifier):
-    """Five groups that take 0.2 s each to sample and 0.2 s each to judge: 1.2 s together, not 2 s."""
+def test_judging_overlaps_with_what_yields_the_groups(verifier, tmp_path):
+    """Each group is yielded only when the one before has been judged, the last one when the first has come back."""
+    came_back: list[Group] = []
 
     def sampled() -> Iterator[Group]:
-        for _ in range(5):
-            time.sleep(0.2)
-            yield group("sleep 0.2")
+        for number in range(3):
+            yield group(f"open {tmp_path / str(number)}")
+            assert verify_judges.wait_for(tmp_path / str(number), WAITING)
+        end = time.monotonic() + WAITING
+        while not came_back and time.monotonic() < end:
+            time.sleep(0.01)
+            yield group()
+        assert came_back
 
-    list(verifier.judge([group("7", "7")]))
-    start = time.monotonic()
-    arrivals = [time.monotonic() - start for _ in verifier.judge(sampled())]
-    assert len(arrivals) == 5
-    assert arrivals[0] < 0.75
-    assert arrivals[-1] < 1.6
+    for judged in verifier.judge(sampled()):
+        came_back.append(judged)
+    assert [g.rewards for g in came_back[:3]] == [(1.0,)] * 3
 
 
 def test_completions_that_failed_pass_through_untouched(verifier):
@@ -251,20 +256,14 @@ def test_a_closed_verifier_says_so_and_closing_again_is_harmless():
 
 
 def test_closing_does_not_wait_for_what_hangs():
-    busy = Verifier(verify_judges.by_name, workers=2, deadline=60.0)
+    """What hangs would hang for longer than the time limit of a test."""
+    busy = Verifier(verify_judges.by_name, workers=2, deadline=1e6)
     iterator = busy.judge(iter([group("7"), group("hang", "spin")]))
     next(iterator)
-    time.sleep(0.3)
-    start = time.monotonic()
+    time.sleep(0.3)  # both workers have begun
     busy.close()
-    assert time.monotonic() - start < 5.0
 
 
-def test_a_thousand_quick_completions_cost_little(verifier):
-    """Measured at 0.06 ms each; the bound leaves room for a busy machine."""
-    groups = [group(*["7"] * 20) for _ in range(50)]
-    list(verifier.judge(groups[:1]))
-    start = time.monotonic()
-    judged = list(verifier.judge(groups))
-    assert time.monotonic() - start < 0.5
-    assert all(g.rewards == (1.0,) * 20 for g in judged)
+def test_a_thousand_completions(verifier):
+    judged = list(verifier.judge([group(*["7"] * 20) for _ in range(50)]))
+    assert [g.rewards for g in judged] == [(1.0,) * 20] * 50

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ def by_name(text: str, gold: Any) -> Any:
         "exit": lambda: os._exit(int(rest)),
         "segfault": lambda: ctypes.string_at(0),
         "sleep": lambda: (time.sleep(float(rest)), 1.0)[1],
+        "open": lambda: (Path(rest).touch(), 1.0)[1],
+        "wait": lambda: float(wait_for(Path(rest), 1e6)),
         "hang": lambda: time.sleep(1e6),
         "spin": lambda: 7 ** (7**9),  # one instruction of the interpreter: no signal handler runs, no thread either
         "nan": lambda: math.nan,
@@ -43,6 +46,14 @@ def by_name(text: str, gold: Any) -> Any:
         "modules": lambda: sum(module in sys.modules for module in ("torch", "transformers", "datasets", "sympy")),
     }
     return actions[action]() if action in actions else float(text == gold)
+
+
+def wait_for(path: Path, seconds: float) -> bool:
+    """Whether the file exists, at once or after so many seconds at most."""
+    end = time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    return path.exists()
 
 
 def leaking(text: str, gold: Any) -> float:

@@ -99,6 +99,7 @@ def covered(intervals: list[tuple[float, float]], truth: float) -> float:
     return sum(low <= truth + 1e-12 and truth <= high + 1e-12 for low, high in intervals) / len(intervals)
 
 
+@pytest.mark.usefixtures("unchecked")  # thousands of intervals
 @pytest.mark.parametrize(
     ("mean", "least", "bootstrap"), [(0.18, 0.93, 0.94), (0.9, 0.89, 0.92), (0.97, 0.84, 0.80), (0.99, 0.92, 0.60)]
 )
@@ -112,6 +113,7 @@ def test_the_interval_of_pass_at_1_covers_at_20_prompts_of_16_samples(mean, leas
     assert covered(resampled, mean) <= bootstrap
 
 
+@pytest.mark.usefixtures("unchecked")  # thousands of intervals
 @pytest.mark.parametrize(("before", "after"), [(-2.0, -1.5), (-2.0, 3.0), (0.0, 0.0), (3.0, 5.0)])
 def test_the_interval_of_the_paired_change_covers_and_is_narrower_than_two(before, after):
     """50 prompts with 16 samples. The log-odds of a prompt are normal around these, and correlated .8 between before

@@ -26,7 +26,8 @@ def expected_gradient(advantage, G: int) -> Tensor:
     groups = torch.cartesian_prod(*[torch.arange(4)] * G).view(-1, G)
     weight = torch.softmax(THETA, dim=0)[groups].prod(dim=1)
     theta = THETA.clone().requires_grad_()
-    A = torch.stack([advantage(rewards_G) for rewards_G in RIGHT[groups]])
+    rewards, which = torch.unique(RIGHT[groups], dim=0, return_inverse=True)  # 2^G different ones among the 4^G
+    A = torch.stack([advantage(rewards_G) for rewards_G in rewards])[which]
     value = (weight[:, None] * A * torch.log_softmax(theta, dim=0)[groups]).sum() / G
     return torch.autograd.grad(value, theta)[0]
 
@@ -38,11 +39,11 @@ def test_the_gradient_of_a_normalized_group_is_w_times_that_of_the_success_proba
     p = success(theta)
     (grad_p,) = torch.autograd.grad(p, theta)
     found = expected_gradient(resolve("grpo", {"eps_std": eps_std}).advantage, G)
-    assert_close(found, group_weight(float(p), G, eps_std) * grad_p)
+    assert_close(found, group_weight(p.item(), G, eps_std) * grad_p)
     centered = expected_gradient(resolve("dr_grpo").advantage, G)  # and without normalization, as it has always been
     assert_close(centered, (1 - 1 / G) * grad_p)
     of_trl = expected_gradient(resolve("grpo", {"advantage": "normalized_unbiased", "std_offset": 0.0}).advantage, G)
-    assert_close(of_trl, sqrt((G - 1) / G) * group_weight(float(p), G) * grad_p)
+    assert_close(of_trl, sqrt((G - 1) / G) * group_weight(p.item(), G) * grad_p)
 
 
 def test_at_16_answers_and_one_success_in_a_hundred_it_is_3_73_where_the_limit_has_10_05():
