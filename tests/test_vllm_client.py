@@ -440,6 +440,9 @@ class Echo:
         self.policy, self.shift, self.tau = policy, shift, tau or policy.tau
         self.servers, self.version = ["the server"], policy.version
 
+    def describe_versions(self):
+        return f"the server: {self.version}"
+
     def generate_on_server(self, number, requests, G, max_tokens):
         from lagrpo.sampling.local import LocalSampler
 
