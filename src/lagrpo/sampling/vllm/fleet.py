@@ -24,7 +24,7 @@ class Served:
     def __init__(self) -> None:
         self.run = secrets.token_hex(4)  # so that another run's version 3 is not taken for ours
         self.parcel: Parcel | None = None
-        self._scores: list[tuple[Item, list[float]]] = []
+        self.scores: list[tuple[Item, list[float]]] = []  # that a revived server has to repeat
 
     @property
     def label(self) -> str:
@@ -42,11 +42,7 @@ class Served:
 
     def set(self, parcel: Parcel | None) -> None:
         """From now on the servers should have these weights."""
-        self.parcel, self._scores = parcel, []
-
-    def remember(self, items: Sequence[Item], scores: Sequence[list[float]]) -> None:
-        """Keep the scores that a revived server has to repeat."""
-        self._scores = list(zip(items, scores, strict=True))
+        self.parcel, self.scores = parcel, []
 
     def restore(self, server: Server) -> None:
         """Load the weights into a revived server and check its scores. Raises SamplerError if they differ."""
@@ -56,7 +52,7 @@ class Served:
         server.reload(self.parcel.write())
         server.label(self.parcel.label)
         server.resume()
-        for (prompt_ids, token_ids), before in self._scores:
+        for (prompt_ids, token_ids), before in self.scores:
             now = server.score(prompt_ids, token_ids)
             difference = sum(abs(a - b) for a, b in zip(now, before, strict=True)) / len(before)
             if not difference <= SCORE_TOLERANCE:
@@ -134,7 +130,11 @@ class Fleet:
             if member.life != life or self.broken or self.closed:
                 return
             try:
-                self._spend(error)
+                with self.changed:
+                    self.recoveries += 1
+                    self._failures -= 1
+                if self._failures < 0:
+                    raise SamplerError(f"{error}. That was one failure more than vllm.failures allows") from error
                 logger.info("%s: %s. It is brought back", member.server, error)
                 member.server.revive()
                 self.served.restore(member.server)
@@ -147,13 +147,6 @@ class Fleet:
                 with self.changed:
                     member.life, member.up = member.life + 1, True
                     self.changed.notify_all()
-
-    def _spend(self, error: UnreachableError) -> None:
-        with self.changed:
-            self.recoveries += 1
-            self._failures -= 1
-        if self._failures < 0:
-            raise SamplerError(f"{error}. That was one failure more than vllm.failures allows") from error
 
     def give_up(self, error: SamplerError) -> None:
         """Generate nothing any more; whoever waits for a group gets this error."""

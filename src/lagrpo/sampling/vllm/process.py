@@ -61,20 +61,24 @@ class Launch:
 
     def command(self, port: int) -> list[str]:
         """The command line. Log-probs are given at the sampling temperature. The model's own generation settings are
-        not used, as they may truncate the distribution."""
+        not used, as they may truncate the distribution.
+
+        On CPUs prompts are kept whole: vLLM 0.32 dies when it computes the prompt of a seeded request in two steps.
+        After the first one it resets the generator by its offset, which CPU generators do not have."""
         transfer = [] if self.wire == "directory" else ["--weight-transfer-config", f'{{"backend": "{self.wire}"}}']
-        on_cpu = [] if _has_gpu() else ["--enforce-eager", *self._whole_prompts()]
+        on_cpu = [
+            "--enforce-eager",
+            "--no-enable-chunked-prefill",
+            "--max-num-batched-tokens",
+            str(max(8192, self.longest)),
+        ]
         return [
             *(self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--dtype", self.dtype),
             *("--host", "127.0.0.1", "--port", str(port), "--enable-scale-out", "--generation-config", "vllm"),
             *("--logprobs-mode", "processed_logprobs", "--max-model-len", str(self.longest)),
-            *("--max-num-seqs", str(self.max_num_seqs), *on_cpu, *transfer, *self.options),
+            *("--max-num-seqs", str(self.max_num_seqs), *([] if _has_gpu() else on_cpu)),
+            *(*transfer, *self.options),
         ]
-
-    def _whole_prompts(self) -> list[str]:
-        """Options that keep prompts whole. On CPUs vLLM 0.32 dies when it computes the prompt of a seeded request in
-        two steps: after the first one it resets the generator by its offset, which CPU generators do not have."""
-        return ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(8192, self.longest))]
 
     def environment(self, key: str) -> dict[str, str]:
         """Environment variables of the server's process.
@@ -134,8 +138,12 @@ class StartedServer(Server):
 
     def tail(self) -> str:
         """The end of its log, and where the rest is."""
-        lines = _end_of(self.log_path).splitlines()
-        shown = "\n".join(f"  {line[:300]}" for line in lines[-SHOWN:])
+        text = ""
+        if self.log_path.is_file():
+            with self.log_path.open("rb") as file:
+                file.seek(max(0, self.log_path.stat().st_size - (1 << 16)))
+                text = file.read().decode(errors="replace")
+        shown = "\n".join(f"  {line[:300]}" for line in text.splitlines()[-SHOWN:])
         return f" The end of its log, {self.log_path}:\n{shown}" if shown else f" Its log is {self.log_path}"
 
     def _start(self) -> None:
@@ -167,8 +175,8 @@ def find_free_port() -> int:
         return sock.getsockname()[1]
 
 
-def check_python(python: str) -> None:
-    """Raises ValueError unless `python` is a Python that has vLLM."""
+def check_python(python: str) -> str:
+    """The absolute path of `python`. Raises ValueError unless it is a Python that has vLLM."""
     path = Path(python).expanduser().absolute()
     if not path.is_file():
         raise ValueError(
@@ -180,6 +188,7 @@ def check_python(python: str) -> None:
     elsewhere = path.parent  # a directory `vllm` in our working directory is no package
     if subprocess.run([str(path), "-c", script], capture_output=True, check=False, cwd=elsewhere).returncode:
         raise ValueError(f"{python} has no vllm: `make vllm-env` makes an environment that has it")
+    return str(path)
 
 
 def split_options(options: Sequence[str]) -> tuple[str, ...]:
@@ -189,15 +198,6 @@ def split_options(options: Sequence[str]) -> tuple[str, ...]:
     ('--seed', '3', '--dtype=float16')
     """
     return tuple(word for option in options for word in shlex.split(option))
-
-
-def _end_of(path: Path, size: int = 1 << 16) -> str:
-    """The last `size` bytes of a file as text; empty if there is no such file."""
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - size))
-        return file.read().decode(errors="replace")
 
 
 def _has_gpu() -> bool:

@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 import urllib3
 
+Json = Mapping[str, Any]
+Ids = Sequence[int]  # of tokens
 GENERATE = "/inference/v1/generate"
 KEY = "LAGRPO_VLLM_API_KEY"  # the environment variable with the API key of servers that run already
 HOW_TO_START = "start it with `lagrpo serve MODEL`, or with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
@@ -77,12 +79,7 @@ class Server:
         return self.url
 
     def call(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        deadline: float | None = None,
-        again: bool = True,
+        self, method: str, path: str, body: Json | None = None, deadline: float | None = None, again: bool = True
     ) -> Any:
         """The JSON that the server answers. If the server closed the connection before it answered (it closes idle
         ones, and after a failed request), the request is sent once more, unless `again` is False.
@@ -91,8 +88,10 @@ class Server:
             UnreachableError: see there. RefusedError: 4xx, with what the server said.
         """
         seconds = self.deadlines.control if deadline is None else deadline
+        timeout = urllib3.Timeout(connect=min(10.0, seconds), read=seconds)
+        content = None if body is None else json.dumps(body).encode()
         try:
-            answer = self._request(method, path, body, seconds)
+            answer = self._pool.request(method, self.url + path, body=content, timeout=timeout)
         except urllib3.exceptions.ProtocolError as error:
             if again:
                 return self.call(method, path, body, deadline, again=False)
@@ -104,11 +103,6 @@ class Server:
         if answer.status != 200:
             self._raise(path, answer.status, answer.data.decode(errors="replace"))
         return answer.json() if answer.data else None
-
-    def _request(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
-        timeout = urllib3.Timeout(connect=min(10.0, seconds), read=seconds)
-        content = None if body is None else json.dumps(body).encode()
-        return self._pool.request(method, self.url + path, body=content, timeout=timeout)
 
     def _raise(self, path: str, status: int, text: str) -> NoReturn:
         message = _message(text)
@@ -194,15 +188,8 @@ class Server:
         self.call("POST", "/collective_rpc", body, self.deadlines.sync)
 
     def generate(
-        self,
-        prompt_ids: Sequence[int],
-        n: int,
-        seed: int,
-        max_tokens: int,
-        tau: float,
-        eos_ids: Sequence[int],
-        salt: str,
-    ) -> list[Mapping[str, Any]]:
+        self, prompt_ids: Ids, n: int, seed: int, max_tokens: int, tau: float, eos_ids: Ids, salt: str
+    ) -> list[Json]:
         """n completions of a prompt from the whole distribution, the g-th with the seed `seed + g`, as vLLM returns
         them. `salt` keeps cached keys and values of a prompt from being used with other weights."""
         own = {"n": n, "seed": seed, "temperature": tau, "max_tokens": max_tokens, "stop_token_ids": list(eos_ids)}
@@ -210,7 +197,7 @@ class Server:
         choices = self.call("POST", GENERATE, body, self.deadlines.request)["choices"]
         return sorted(choices, key=lambda choice: choice["index"])
 
-    def score(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
+    def score(self, prompt_ids: Ids, token_ids: Ids) -> list[float]:
         """log-probs of given tokens at temperature 1, whatever the sampling temperature is, in nats."""
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "ignore_eos": True, "detokenize": False}
         body = {"token_ids": [*prompt_ids, *token_ids], "sampling_params": sampling}
