@@ -1,4 +1,4 @@
-"""Draws: the completions of each batch, asked for when the schedule says, handed out batch by batch.
+"""The completions of each batch, asked for when the schedule says, handed out batch by batch.
 
 With v > 1 all batches until the next weight sync come from the same α. They are asked for together, so that rows freed
 by one batch are filled by the next, and a sampler that works by itself goes on while the policy learns; what comes

@@ -116,7 +116,8 @@ def build_messages(question: str | Messages, system_prompt: str | None = None) -
         ValueError: the question is neither a text nor a list of messages, or the messages have a system turn already.
     """
     turns = ({"role": "user", "content": question},) if isinstance(question, str) else question
-    if not _are_messages(turns):
+    is_list = isinstance(turns, list | tuple) and len(turns) > 0
+    if not (is_list and all(map(_has_role, turns)) and isinstance(turns[-1].get("content"), str)):
         raise ValueError(
             f"its prompt is {question!r:.80}: a prompt is a text, or a list of messages such as {{'role': 'user', "
             "'content': '...'}, the last of which has a text"
@@ -124,18 +125,13 @@ def build_messages(question: str | Messages, system_prompt: str | None = None) -
     turns = tuple(turns)
     if not system_prompt:
         return turns
-    if turns and turns[0].get("role") == "system":
+    if turns[0]["role"] == "system":
         raise ValueError("the prompt has a system turn of its own: leave task.system_prompt unset for this data")
     return ({"role": "system", "content": system_prompt}, *turns)
 
 
-def _are_messages(turns: Any) -> bool:
-    """Whether these are messages: each has a role, and the last one a text."""
-    if not isinstance(turns, list | tuple) or not turns:
-        return False
-    return all(isinstance(t, Mapping) and isinstance(t.get("role"), str) for t in turns) and isinstance(
-        turns[-1].get("content"), str
-    )
+def _has_role(turn: Any) -> bool:
+    return isinstance(turn, Mapping) and isinstance(turn.get("role"), str)
 
 
 def order_prompts(seed: int, epoch: int, size: int) -> list[int]:

@@ -59,7 +59,6 @@ def judge(text: str, gold: Any) -> float:
 
 
 def _ask(options: Options, row: Mapping[str, Any]) -> tuple[str | Messages, Any]:
-    """A row's prompt and gold answer, by the columns that the options name."""
     prompt = row[str(options.prompt_column)]
     gold = dict(row) if options.answer_column is None else row[options.answer_column]
     if isinstance(prompt, str):

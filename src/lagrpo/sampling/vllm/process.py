@@ -17,6 +17,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 
 from lagrpo.sampling.vllm.server import Deadlines, Server, UnreachableError
 from lagrpo.threads import waiting
@@ -105,7 +106,7 @@ class StartedServer(Server):
         self.port = port or find_free_port()
         super().__init__(f"http://127.0.0.1:{self.port}", self.key, deadlines)
         self.launch, self.log_path = launch, log_path
-        self.guard: subprocess.Popen[bytes] | None = None
+        self.guard: Popen[bytes] | None = None
         self._closed = False
         self._lock = threading.Lock()
         self._start()
@@ -147,15 +148,13 @@ class StartedServer(Server):
         return f" The end of its log, {self.log_path}:\n{shown}" if shown else f" Its log is {self.log_path}"
 
     def _start(self) -> None:
+        command = [sys.executable, "-c", GUARD, *self.launch.command(self.port)]
+        env = self.launch.environment(self.key)
         with self._lock:
             if self._closed:
                 raise UnreachableError(f"{self.url} was closed")
-            command = [sys.executable, "-c", GUARD, *self.launch.command(self.port)]
-            env = self.launch.environment(self.key)
             with self.log_path.open("ab") as out:
-                self.guard = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=env, start_new_session=True
-                )
+                self.guard = Popen(command, stdin=PIPE, stdout=out, stderr=out, env=env, start_new_session=True)
 
     def _stop(self) -> None:
         """The guard ends the server as soon as its input is closed."""
@@ -164,7 +163,7 @@ class StartedServer(Server):
                 self.guard.stdin.close()
                 try:
                     self.guard.wait(20)
-                except subprocess.TimeoutExpired:
+                except TimeoutExpired:
                     self.guard.kill()
 
 

@@ -22,15 +22,9 @@ GENERATE = "/inference/v1/generate"
 KEY = "LAGRPO_VLLM_API_KEY"  # the environment variable with the API key of servers that run already
 HOW_TO_START = "start it with `lagrpo serve MODEL`, or with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
 WHOLE_DISTRIBUTION = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "ignore_eos": True,  # the ids that end a completion are sent as stop_token_ids
-    "logprobs": 0,
-    "detokenize": False,
+    **{"top_p": 1.0, "top_k": 0, "min_p": 0.0},
+    **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    **{"ignore_eos": True, "logprobs": 0, "detokenize": False},  # what ends a completion are its stop_token_ids
 }
 
 
@@ -70,6 +64,8 @@ class Deadlines:
 class Server:
     """The server at `url`, called with the API key `key` if it wants one."""
 
+    running = True  # whether it can still get healthy
+
     def __init__(self, url: str, key: str | None, deadlines: Deadlines, connections: int = 64) -> None:
         self.url, self.deadlines = url.rstrip("/"), deadlines
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -105,14 +101,13 @@ class Server:
         return answer.json() if answer.data else None
 
     def _raise(self, path: str, status: int, text: str) -> NoReturn:
-        message = _message(text)
         if status == 401:
             raise RefusedError(f"{self.url} does not accept the API key; set LAGRPO_VLLM_API_KEY to the server's")
         if status in (404, 405):
             raise RefusedError(f"{self.url} has no {path}: {HOW_TO_START}")
         if status >= 500:
-            raise UnreachableError(f"{self.url}{path} failed inside ({status}): {message}")
-        raise RefusedError(f"{self.url}{path} refused ({status}): {message}")
+            raise UnreachableError(f"{self.url}{path} failed inside ({status}): {_message(text)}")
+        raise RefusedError(f"{self.url}{path} refused ({status}): {_message(text)}")
 
     def healthy(self) -> bool:
         """Whether the server says that it can work."""
@@ -129,11 +124,6 @@ class Server:
             if not self.running or time.monotonic() > end:
                 raise UnreachableError(self._not_ready(seconds))
             time.sleep(min(0.2, seconds / 10))
-
-    @property
-    def running(self) -> bool:
-        """Whether it can still get healthy."""
-        return True
 
     def _not_ready(self, seconds: float) -> str:
         return f"{self.url} was not healthy within {seconds:g} s; is the server running?"
