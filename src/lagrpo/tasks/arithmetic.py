@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, Literal
 
 from lagrpo.tasks.base import Ask, Unjudgeable, option
-from lagrpo.tasks.reading import find_numerals, read_last_number, simplify
+from lagrpo.tasks.reading import find_last_numeral, find_numerals, simplify
 
 WORDING = "What is {problem}? Answer with just the number."
 
@@ -60,7 +59,8 @@ def judge(text: str, gold: Any) -> float:
     except (TypeError, ValueError) as error:
         raise Unjudgeable(f"the gold answer {gold!r} is no integer") from error
     text = simplify(text)
-    return float(read_last_number(text, find_numerals(text)) == Fraction(right))
+    last = find_last_numeral(text, find_numerals(text))
+    return float(last is not None and last.value == right)
 
 
 def split(operations: tuple[str, ...], digits: int, seed: int) -> tuple[list[Problem], list[Problem]]:
@@ -95,8 +95,8 @@ _ONES = [
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
 ]
-_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 # fmt: on
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 
 
 def spell(number: int) -> str:

@@ -43,11 +43,9 @@ class Task(Protocol):
 
     def size(self, split: str) -> int:
         """Count the prompts of the split."""
-        ...
 
     def prompt(self, split: str, index: int) -> Prompt:
         """Prompt `index` (0 .. size - 1) of a split: its key is the index, its token_ids are empty."""
-        ...
 
 
 class TaskSettings(Protocol):

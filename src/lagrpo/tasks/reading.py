@@ -124,19 +124,13 @@ def merge_fractions(text: str, found: list[Numeral]) -> list[Numeral]:
     return merged
 
 
-def read_last_number(text: str, found: list[Numeral]) -> Fraction | None:
-    """The number that the last numeral names: None without one, where it is unreadable, and where it is joined to the
-    one before it.
+def find_last_numeral(text: str, found: list[Numeral]) -> Numeral | None:
+    """The last numeral: None without one, and where it is joined to the one before it.
 
-    >>> [read_last_number(text, find_numerals(text)) for text in ("3 + 4 = 7.", "6 or 7", "3 + 4", "no")]
+    >>> answers = "3 + 4 = 7.", "6 or 7", "3 + 4", "no"
+    >>> [getattr(find_last_numeral(text, find_numerals(text)), "value", None) for text in answers]
     [Fraction(7, 1), None, None, None]
     """
-    last = find_last_numeral(text, found)
-    return last.value if last else None
-
-
-def find_last_numeral(text: str, found: list[Numeral]) -> Numeral | None:
-    """The numeral of `read_last_number`."""
     if not found or (len(found) > 1 and are_joined(text, found[-2], found[-1])):
         return None
     return found[-1]

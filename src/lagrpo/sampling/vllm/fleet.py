@@ -67,12 +67,9 @@ class Member:
     """A server and what we know about it."""
 
     server: Server
-    up: bool = True
-    """Whether it can be given a group."""
-    life: int = 0
-    """How often it was brought back."""
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    """Held while it is being brought back."""
+    up: bool = True  # whether it can be given a group
+    life: int = 0  # how often it was brought back
+    lock: threading.RLock = field(default_factory=threading.RLock)  # held while it is being brought back
 
 
 class Fleet:

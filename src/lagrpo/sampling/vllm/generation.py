@@ -36,12 +36,9 @@ class Generated:
     """One completion as the server returned it."""
 
     token_ids: list[int]
-    logp: list[float]
-    """Of each token, nats; NaN where the server gave none."""
-    spans: list[tuple[str, int, int]]
-    """(label of the weights, first token, end)."""
-    end: str
-    """Why it ended: "stop", "length", "abort" …"""
+    logp: list[float]  # of each token, nats; NaN where the server gave none
+    spans: list[tuple[str, int, int]]  # (label of the weights, first token, end)
+    end: str  # why it ended: "stop", "length", "abort" …
 
     @staticmethod
     def of(choice: Mapping[str, Any]) -> Generated:
@@ -57,18 +54,12 @@ class Generated:
 class Generation:
     """How completions are generated."""
 
-    seed: int
-    """First part of the address of every random number."""
-    max_tokens: int
-    """Longest completion."""
-    tau: float
-    """Sampling temperature."""
-    eos_ids: Collection[int]
-    """Token ids that end a completion."""
-    max_num_seqs: int
-    """Completions under way at each server."""
-    decode: Callable[[Sequence[int]], str]
-    """Token ids to text."""
+    seed: int  # first part of the address of every random number
+    max_tokens: int  # longest completion
+    tau: float  # sampling temperature
+    eos_ids: Collection[int]  # token ids that end a completion
+    max_num_seqs: int  # completions under way at each server
+    decode: Callable[[Sequence[int]], str]  # token ids to text
 
     def generate(self, server: Server, request: Request, G: int, served: Served, longest: int | None = None) -> Group:
         """The group of a request, its completions of at most `longest` tokens.

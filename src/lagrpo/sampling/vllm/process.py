@@ -46,19 +46,13 @@ sys.exit(server.wait() & 255)
 class Launch:
     """How a server is started."""
 
-    python: str
-    """Of the environment that has vLLM."""
-    model: str
-    """Path or id."""
+    python: str  # of the environment that has vLLM
+    model: str  # path or id
     dtype: str
-    longest: int
-    """Longest sequence, in tokens."""
-    max_num_seqs: int
-    """Most completions at a time."""
-    wire: str = "directory"
-    """How weights will reach it."""
-    options: tuple[str, ...] = ()
-    """Further options of vLLM."""
+    longest: int  # longest sequence, in tokens
+    max_num_seqs: int  # most completions at a time
+    wire: str = "directory"  # how weights will reach it
+    options: tuple[str, ...] = ()  # further options of vLLM
 
     def command(self, port: int) -> list[str]:
         """The command line. Log-probs are given at the sampling temperature. The model's own generation settings are

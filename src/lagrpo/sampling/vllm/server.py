@@ -45,14 +45,10 @@ class RefusedError(SamplerError):
 class Deadlines:
     """Seconds to wait for a server."""
 
-    start: float = 600.0
-    """Until it is healthy."""
-    request: float = 600.0
-    """For the completions of one group."""
-    sync: float = 300.0
-    """Until it has loaded weights."""
-    control: float = 30.0
-    """For everything that should take no time."""
+    start: float = 600.0  # until it is healthy
+    request: float = 600.0  # for the completions of one group
+    sync: float = 300.0  # until it has loaded weights
+    control: float = 30.0  # for everything that should take no time
 
     def __str__(self) -> str:
         return (
@@ -149,7 +145,6 @@ class Server:
         return self.call("GET", "/server_info?config_format=json")["vllm_config"]
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids by the server's own tokenizer."""
         return self.call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
 
     def version(self) -> str:
@@ -161,7 +156,6 @@ class Server:
         self.call("POST", "/pause?mode=keep", {})
 
     def resume(self) -> None:
-        """Go on generating."""
         self.call("POST", "/resume", {})
 
     def abort(self) -> None:

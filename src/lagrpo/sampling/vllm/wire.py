@@ -42,12 +42,9 @@ class StuckError(SamplerError):
 class Parcel:
     """A version of the weights on its way to the servers."""
 
-    label: str
-    """As the servers will report it."""
-    weights: Mapping[str, Tensor]
-    """In the dtype of the servers, on the trainer's device."""
-    write: Callable[[], str]
-    """Writes it into the shared directory and returns the path."""
+    label: str  # as the servers will report it
+    weights: Mapping[str, Tensor]  # in the dtype of the servers, on the trainer's device
+    write: Callable[[], str]  # writes it into the shared directory and returns the path
 
     @property
     def size(self) -> int:
