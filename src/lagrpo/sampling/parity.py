@@ -97,11 +97,8 @@ class ParityCheck:
         self._likeliest = -math.inf  # the highest mean log-prob that the learner has given these tokens
 
     def start(self, policy: Policy, sampler: Checkable) -> Parity:
-        """Measure how far learner and in-process sampler differ now; later syncs are held against it.
-
-        Raises:
-            ParityError: they compute different things.
-        """
+        """Measure how far learner and in-process sampler differ now; later syncs are held against it. Raises ParityError
+        where they compute different things."""
         self.parity, self._items = _measure(policy, sampler, self.requests)
         self.tolerance = max(self.tolerance, NOISE * self.parity.mean * policy.tau)
         return self.parity
@@ -109,11 +106,7 @@ class ParityCheck:
     def __call__(self, policy: Policy, sampler: Checkable) -> Mapping[str, float]:
         """parity_mean, parity_max: |Δ log-prob| a token, nats; parity_kl: mean of ρ - 1 - ln ρ with ρ = π/α; of the
         worst server. parity_telling: how many tokens tell old from new; not after the first sync, nor if bits are
-        compared.
-
-        Raises:
-            ParityError: a test failed. SamplerError: a server is gone for good.
-        """
+        compared. Raises ParityError where a test fails, SamplerError where a server is gone for good."""
         if sampler.version != policy.version:
             found = sampler.describe_versions()
             raise ParityError(f"version {policy.version} was synced, but the sampler reports other weights: {found}")
@@ -190,11 +183,8 @@ class ParityCheck:
 
 def _measure(policy: Policy, sampler: Checkable, requests: Sequence[Request]) -> tuple[Parity, list[Item]]:
     """Compare learner and in-process sampler with several numbers of rows, prompts longer than a block, groups of one
-    and of several. Returns their parity, and the prompts and completions that later checks can score.
-
-    Raises:
-        ParityError: they differ by more than TOO_FAR on average, or a log-prob is not a number.
-    """
+    and of several. Returns their parity, and the prompts and completions that later checks can score. Raises
+    ParityError where they differ by more than TOO_FAR on average, or a log-prob is not a number."""
     groups = sampler.generate_on_server(0, requests, max(2, -(-PARITY_PROMPTS // len(requests))), LOCAL_TOKENS)
     items = _items_of(groups)
     groups += sampler.generate_on_server(0, [*requests[:1], *_lengthen(policy, requests)], 1, LOCAL_TOKENS)

@@ -157,10 +157,8 @@ def load_function(reference: str) -> Callable[..., Any]:
     This finds modules in the current directory, too, though Python puts a console script's own directory on the path.
     They come last, so that no file there can shadow the standard library. Worker processes inherit the path.
 
-    Raises:
-        ValueError: a name of another form, a missing module or attribute (with the nearest one), or an attribute that
-            cannot be called. An import that fails inside the module raises its own error.
-    """
+    Raises ValueError for a name of another form, a missing module or attribute (with the nearest one), and an attribute
+    that cannot be called. An import that fails inside the module raises its own error."""
     module_name, _, attribute = reference.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
         raise ValueError(f"{reference!r} is not of the form 'package.module:function'")

@@ -108,11 +108,8 @@ class RowTask:
 
 def build_messages(question: str | Messages, system_prompt: str | None = None) -> tuple[Mapping[str, str], ...]:
     """The messages for the chat template: the system prompt if there is one ("" is none), then the question as the
-    user's turn, or the given messages.
-
-    Raises:
-        ValueError: the question is neither a text nor a list of messages, or the messages have a system turn already.
-    """
+    user's turn, or the given messages. Raises ValueError for a question that is neither a text nor a list of messages,
+    and for messages that have a system turn already."""
     turns = ({"role": "user", "content": question},) if isinstance(question, str) else question
     is_list = isinstance(turns, list | tuple) and len(turns) > 0
     if not (is_list and all(map(_has_role, turns)) and isinstance(turns[-1].get("content"), str)):

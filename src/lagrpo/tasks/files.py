@@ -42,10 +42,7 @@ def load_rows(
 
     In a directory, a split is the first existing file of file_names(split). `hub` is the dataset to suggest where no
     data is named, and the configuration to take where `task.data` is that dataset's name alone. Rows with an empty
-    answer are left out, which is logged.
-
-    Raises:
-        ValueError: data that is missing, cannot be read or lacks a column.
+    answer are left out, which is logged. Raises ValueError for data that is missing, cannot be read or lacks a column.
     """
     rows: dict[str, Rows] = {}
     for side, split in (("train", options.train_split or "train"), ("test", options.test_split or "test")):

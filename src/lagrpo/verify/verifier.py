@@ -49,10 +49,8 @@ class Verifier:
         deadline: seconds for one completion.
         max_without_reward: largest share of a batch's completions without a reward (unscored or failed).
 
-    The processes start in the background at once, and run until `close` or the end of the `with` block.
-
-    Raises:
-        TypeError: the judge cannot be sent to another process.
+    The processes start in the background at once, and run until `close` or the end of the `with` block. Raises
+    TypeError for a judge that cannot be sent to another process.
     """
 
     def __init__(
@@ -75,10 +73,8 @@ class Verifier:
         Completions are judged while `groups` goes on yielding, and a group is yielded as soon as it and those before it
         are done. A completion that has an outcome already (it failed) keeps it.
 
-        Raises:
-            VerifierError: more than `max_without_reward` of the completions got no reward (raised after every group was
-                yielded, or earlier, once 64 completions have an outcome), or no worker can judge.
-        """
+        Raises VerifierError where no worker can judge, and where more than `max_without_reward` of the completions got
+        no reward (after every group was yielded, or earlier, once 64 completions have an outcome)."""
         pending: deque[tuple[Group, list[_Job | None]]] = deque()
         tally = Tally()
         try:

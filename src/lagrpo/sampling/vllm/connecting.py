@@ -38,18 +38,14 @@ TEXTS = ("Hello, world 12 + 30 = 42", "def f(x):\n    return x", "Größe, 数�
 
 
 def deadlines(settings: VllmSettings) -> Deadlines:
-    """The deadlines of the settings."""
     s = settings
     return Deadlines(s.start_deadline, s.request_deadline, s.sync_deadline, s.control_deadline)
 
 
 def open_servers(settings: Settings) -> list[Server]:
     """The servers of the settings. Servers that run already are reachable, accept our key and have the endpoints;
-    servers that are started here are on their way (`build_vllm` waits for them).
-
-    Raises:
-        SettingsError: a server that cannot be used, or cannot be started.
-    """
+    servers that are started here are on their way (`build_vllm` waits for them). Raises SettingsError for a server that
+    cannot be used, or cannot be started."""
     with refusing("vllm", SamplerError):
         check_wire(settings.vllm)
         if settings.vllm.urls:
@@ -114,11 +110,8 @@ def start_servers(settings: Settings) -> list[Server]:
 
 
 def build_vllm(settings: Settings, policy: Policy, servers: Sequence[Server]) -> VllmSampler:
-    """The sampler over the servers, once they are ready.
-
-    Raises:
-        SettingsError: a server did not get ready, or serves another model or shorter sequences.
-    """
+    """The sampler over the servers, once they are ready. Raises SettingsError where one does not get ready, or serves
+    another model or shorter sequences."""
     vllm, s, chat = settings.vllm, settings.sampling, policy.chat
     with refusing("vllm", SamplerError):
         for server in servers:

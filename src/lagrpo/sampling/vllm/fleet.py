@@ -94,11 +94,8 @@ class Fleet:
         return [member.server for member in self.members]
 
     def ask(self, member: Member, action: Callable[[Server], T]) -> T:
-        """What `action` returns for a server; when the server dies, it is brought back and the action repeated.
-
-        Raises:
-            SamplerError: the server is gone for good.
-        """
+        """What `action` returns for a server; when the server dies, it is brought back and the action repeated. Raises
+        SamplerError where the server is gone for good."""
         while True:
             life = member.life
             try:

@@ -62,12 +62,9 @@ class Generation:
     decode: Callable[[Sequence[int]], str]  # token ids to text
 
     def generate(self, server: Server, request: Request, G: int, served: Served, longest: int | None = None) -> Group:
-        """The group of a request, its completions of at most `longest` tokens.
-
-        Raises:
-            AbortedError: the server was told to abort. UnreachableError: it does not answer, or serves weights of
-            somebody else. RefusedError: it said no.
-        """
+        """The group of a request, its completions of at most `longest` tokens. Raises AbortedError where the server was
+        told to abort, UnreachableError where it does not answer or serves weights of somebody else, RefusedError where
+        it says no."""
         ids, max_tokens = request.prompt.token_ids, min(self.max_tokens, longest or self.max_tokens)
         seed = int(generator(self.seed, "sample", *request.address).random_raw(1)[0]) >> 2
         choices = server.generate(ids, G, seed, max_tokens, self.tau, sorted(self.eos_ids), served.label)

@@ -74,11 +74,8 @@ class Server:
         self, method: str, path: str, body: Json | None = None, deadline: float | None = None, again: bool = True
     ) -> Any:
         """The JSON that the server answers. If the server closed the connection before it answered (it closes idle
-        ones, and after a failed request), the request is sent once more, unless `again` is False.
-
-        Raises:
-            UnreachableError: see there. RefusedError: 4xx, with what the server said.
-        """
+        ones, and after a failed request), the request is sent once more, unless `again` is False. Raises
+        UnreachableError (see there), and RefusedError for 4xx, with what the server said."""
         seconds = self.deadlines.control if deadline is None else deadline
         timeout = urllib3.Timeout(connect=min(10.0, seconds), read=seconds)
         content = None if body is None else json.dumps(body).encode()

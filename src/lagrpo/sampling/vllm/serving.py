@@ -47,11 +47,7 @@ def serve(settings: ServeSettings) -> None:
 
 
 def keep_up(server: StartedServer, failures: int) -> None:
-    """Restart the server whenever it has ended, `failures` times; only an error or a signal ends this.
-
-    Raises:
-        SamplerError: it ended once more.
-    """
+    """Restart the server whenever it has ended, `failures` times. Raises SamplerError when it has ended once more."""
     up = True
     for spent in itertools.count():
         if up:

@@ -31,12 +31,8 @@ class WeightSync:
         self._fleet = fleet
 
     def pack(self, weights: Mapping[str, Tensor], version: int) -> Parcel:
-        """The weights as they go over the wire, written to disk if they go that way.
-
-        Raises:
-            SamplerError: other parameters or shapes than the version before. CorruptError: the file does not
-            hold the weights.
-        """
+        """The weights as they go over the wire, written to disk if they go that way. Raises SamplerError for other
+        parameters or shapes than the version before, CorruptError for a file that does not hold the weights."""
         own = {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in weights.items()}
         # The trainer's weights move on. A server that dies may need these again, so a copy stays on the host.
         kept = own if self.wire.by_directory else {name: t.cpu() for name, t in own.items()}
@@ -120,11 +116,8 @@ class Directories:
         self.root.mkdir(parents=True, mode=0o755)
 
     def put(self, weights: Mapping[str, Tensor], version: int) -> Path:
-        """Write a version, read it back, and only then give it its name.
-
-        Raises:
-            CorruptError: the file does not hold the weights. OSError: it could not be written.
-        """
+        """Write a version, read it back, and only then give it its name. Raises CorruptError for a file that does not
+        hold the weights, OSError for one that cannot be written."""
         path = self.root / f"v{version:06d}"
         if path.is_dir():
             return path
@@ -142,7 +135,6 @@ class Directories:
                 shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove everything."""
         shutil.rmtree(self.root, ignore_errors=True)
 
 

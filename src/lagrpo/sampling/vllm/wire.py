@@ -59,7 +59,6 @@ class Parcel:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """By name of the parameter."""
         return {name: tensor.shape for name, tensor in self.weights.items()}
 
 
@@ -243,11 +242,8 @@ def own_stream(device: torch.device | None) -> Iterator[None]:
 
 def run_within(seconds: float, what: str, action: Callable[[], T], answers: Sequence[Answer]) -> T:
     """The result of an action that nobody can stop. It runs in a thread, which is left behind if the action does not
-    end in time, or cannot end any more because a server that should take part has failed (one of `answers`).
-
-    Raises:
-        StuckError: see above. What the action itself raises.
-    """
+    end in time, or cannot end any more because a server that should take part has failed (one of `answers`): then
+    StuckError is raised."""
     done: Future[T] = Future()
 
     def work() -> None:
