@@ -35,22 +35,27 @@ class Sampler(Protocol):
     @property
     def version(self) -> int:
         """The version of the weights that generate new tokens."""
+        ...
 
     @property
     def spans(self) -> bool:
         """Whether weights may be synced while completions are under way."""
+        ...
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
         """Load π_version and return the cost as metrics. Raises RuntimeError while groups are open, unless `spans`."""
+        ...
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         """One group for each request, as they end. Servers start at once, this process when the first is taken."""
+        ...
 
     def rest(self) -> None:
         """Give back the memory that only generating needs: the learner is about to compute."""
 
     def read(self) -> Mapping[str, float]:
         """Metrics since the last call."""
+        ...
 
     def close(self) -> None:
         """End whatever the sampler started."""
@@ -62,16 +67,21 @@ class Checkable(Protocol):
     @property
     def version(self) -> int:
         """The version that all servers report; any other number if they disagree."""
+        ...
 
     @property
     def servers(self) -> Sequence[Any]:
         """Each has a name, `str(server)`."""
+        ...
 
     def describe_versions(self) -> str:
         """What every server reports, for the user."""
+        ...
 
     def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
         """Groups by server `number`, in the order of the requests, of at most `max_tokens` tokens a completion."""
+        ...
 
     def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
         """log-probs of given tokens at temperature 1, nats: [server][item][token]."""
+        ...

@@ -97,8 +97,8 @@ class ParityCheck:
         self._likeliest = -math.inf  # the highest mean log-prob that the learner has given these tokens
 
     def start(self, policy: Policy, sampler: Checkable) -> Parity:
-        """Measure how far learner and in-process sampler differ now; later syncs are held against it. Raises ParityError
-        where they compute different things."""
+        """Measure how far learner and in-process sampler differ now; later syncs are held against it. Raises
+        ParityError where they compute different things."""
         self.parity, self._items = _measure(policy, sampler, self.requests)
         self.tolerance = max(self.tolerance, NOISE * self.parity.mean * policy.tau)
         return self.parity

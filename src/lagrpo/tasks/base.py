@@ -43,9 +43,11 @@ class Task(Protocol):
 
     def size(self, split: str) -> int:
         """Count the prompts of the split."""
+        ...
 
     def prompt(self, split: str, index: int) -> Prompt:
         """Prompt `index` (0 .. size - 1) of a split: its key is the index, its token_ids are empty."""
+        ...
 
 
 class TaskSettings(Protocol):
@@ -111,8 +113,8 @@ def build_messages(question: str | Messages, system_prompt: str | None = None) -
     user's turn, or the given messages. Raises ValueError for a question that is neither a text nor a list of messages,
     and for messages that have a system turn already."""
     turns = ({"role": "user", "content": question},) if isinstance(question, str) else question
-    is_list = isinstance(turns, list | tuple) and len(turns) > 0
-    if not (is_list and all(map(_has_role, turns)) and isinstance(turns[-1].get("content"), str)):
+    listed: Any = turns if isinstance(turns, list | tuple) else ()
+    if not (listed and all(map(_has_role, listed)) and isinstance(listed[-1].get("content"), str)):
         raise ValueError(
             f"its prompt is {question!r:.80}: a prompt is a text, or a list of messages such as {{'role': 'user', "
             "'content': '...'}, the last of which has a text"
