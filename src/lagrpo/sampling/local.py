@@ -152,15 +152,14 @@ class LocalSampler:
             self._room, self._kept = self._kept.room, None
 
     def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
-        """Groups for the parity check, in the order of the requests; training samples under other addresses."""
+        """As the parity check asks; training samples under other addresses."""
         generated = self._sample(requests, G, max(self.max_num_seqs, G), max_tokens, "probe")
         groups = {request.prompt.key: group for request, group in generated}
         return [groups[request.prompt.key] for request in requests]
 
     @torch.no_grad()
     def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
-        """log-probs of given tokens at temperature 1, by the path that samples: decoding steps and the head. nats,
-        [one server][item][token]. An item that has ended gets its last token again."""
+        """By the path that samples, decoding steps and the head. An item that has ended gets its last token again."""
         longest = max(len(tokens) for _, tokens in items)
         fed = torch.tensor([[tokens[min(t, len(tokens) - 1)] for _, tokens in items] for t in range(longest)])
         state = self._state(len(items), longest)

@@ -121,11 +121,9 @@ class Verifier:
 
     def _collect(self, group: Group, jobs: list[_Job | None], tally: Tally) -> Group:
         """Wait for the outcomes of the group, and return it with them."""
-        outcomes = [self._outcome(job) if job is not None else None for job in jobs]
-        completions = zip(group.completions, outcomes, strict=True)
-        judged = replace(
-            group, completions=tuple(replace(c, outcome=o) if o is not None else c for c, o in completions)
-        )
+        pairs = zip(group.completions, jobs, strict=True)
+        completions = tuple(replace(c, outcome=self._outcome(job)) if job is not None else c for c, job in pairs)
+        judged = replace(group, completions=completions)
         tally.add(judged)
         if tally.completions >= _EARLY and (message := describe_excess(tally, self.max_without_reward)):
             raise VerifierError(message)
@@ -198,11 +196,9 @@ class Tally:
     examples: dict[str, str] = field(default_factory=dict)
 
     def add(self, group: Group) -> None:
-        """Count a judged group."""
         self.completions += len(group.completions)
         for completion in group.completions:
-            outcome = completion.outcome
-            if outcome is not None and outcome.kind != "scored":
+            if (outcome := completion.outcome) is not None and outcome.kind != "scored":
                 reason = f"{outcome.kind}: {outcome.reason}"
                 self.reasons[reason] += 1
                 self.examples.setdefault(reason, f"{completion.text!r:.200}, judged against {group.prompt.gold!r:.100}")
@@ -214,15 +210,14 @@ def describe_excess(tally: Tally, max_share: float) -> str | None:
     >>> describe_excess(Tally(8, Counter({"unscored: no verdict within 5 s": 2})), max_share=0.25) is None
     True
     """
-    without_reward = tally.reasons.total()
+    without_reward, most_common = tally.reasons.total(), tally.reasons.most_common(5)
     if without_reward <= max_share * tally.completions:
         return None
-    counts = "\n".join(f"  {count} x {reason}" for reason, count in tally.reasons.most_common(5))
-    most_common = tally.reasons.most_common(1)[0][0]
+    counts = "\n".join(f"  {count} x {reason}" for reason, count in most_common)
     return (
         f"{without_reward} of {tally.completions} completions have no reward, which is more than the allowed share of "
         f"{max_share:g} (verifier.max_without_reward):\n{counts}\nThe first of the most common kind: "
-        f"{tally.examples.get(most_common, 'not kept')}"
+        f"{tally.examples.get(most_common[0][0], 'not kept')}"
     )
 
 

@@ -61,14 +61,13 @@ def check_wire(settings: VllmSettings) -> None:
             "here; use 'directory'"
         )
     if settings.directory is not None:
-        path = Path(settings.directory).expanduser()
+        path, name = Path(settings.directory).expanduser(), f"directory = {settings.directory!r}"
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            wrong = f"directory = {settings.directory!r} is no directory, and cannot be made: {error}"
-            raise ValueError(wrong) from error
+            raise ValueError(f"{name} is no directory, and cannot be made: {error}") from error
         if not os.access(path, os.W_OK):
-            raise ValueError(f"directory = {settings.directory!r} cannot be written to")
+            raise ValueError(f"{name} cannot be written to")
 
 
 def attach_server(url: str, settings: Settings) -> Server:
@@ -81,12 +80,9 @@ def attach_server(url: str, settings: Settings) -> Server:
     if GENERATE not in server.call("GET", "/openapi.json")["paths"]:
         raise ValueError(f"{url} has no {GENERATE}: {HOW_TO_START}")
     theirs, ours = (_read_sizes(path) for path in (root, resolve_model(settings.model.path)))
-    differing = [name for name in theirs if name in ours and theirs[name] != ours[name]]
+    differing = [f"{n} {theirs[n]} (not {ours[n]})" for n in theirs if n in ours and theirs[n] != ours[n]]
     if differing:
-        raise ValueError(
-            f"{url} serves another model than model.path: {root} has "
-            + ", ".join(f"{name} {theirs[name]} (not {ours[name]})" for name in differing[:3])
-        )
+        raise ValueError(f"{url} serves another model than model.path: {root} has {', '.join(differing[:3])}")
     return server
 
 

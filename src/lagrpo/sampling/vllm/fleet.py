@@ -32,7 +32,6 @@ class Served:
         return self.parcel.label if self.parcel else ""
 
     def label_of(self, version: int) -> str:
-        """What the servers report for a version of this run."""
         return f"{self.run}:{version}"
 
     def version_of(self, label: str) -> int:
@@ -80,18 +79,13 @@ class Fleet:
     """
 
     def __init__(self, servers: Sequence[Server], failures: int = 3) -> None:
-        self.members = [Member(server) for server in servers]
+        self.servers, self.members = list(servers), [Member(server) for server in servers]
         self.served = Served()
         self.changed = threading.Condition()
         self.broken: SamplerError | None = None
         self.closed = False
         self.recoveries = 0
         self._failures = failures
-
-    @property
-    def servers(self) -> list[Server]:
-        """In the order of the settings."""
-        return [member.server for member in self.members]
 
     def ask(self, member: Member, action: Callable[[Server], T]) -> T:
         """What `action` returns for a server; when the server dies, it is brought back and the action repeated. Raises
@@ -108,7 +102,6 @@ class Fleet:
                     raise
 
     def ask_all(self, action: Callable[[Server], object]) -> None:
-        """Do something with every server, one after the other."""
         for member in self.members:
             self.ask(member, action)
 

@@ -121,7 +121,6 @@ class StartedServer(Server):
         self.wait(self.deadlines.start)
 
     def close(self) -> None:
-        """End the server and everything it started."""
         self._closed = True
         self._stop()
         super().close()
@@ -153,12 +152,12 @@ class StartedServer(Server):
     def _stop(self) -> None:
         """The guard ends the server as soon as its input is closed."""
         with self._lock:
-            if self.guard is not None and self.guard.stdin is not None:
-                self.guard.stdin.close()
+            if (guard := self.guard) is not None and guard.stdin is not None:
+                guard.stdin.close()
                 try:
-                    self.guard.wait(20)
+                    guard.wait(20)
                 except TimeoutExpired:
-                    self.guard.kill()
+                    guard.kill()
 
 
 def find_free_port() -> int:

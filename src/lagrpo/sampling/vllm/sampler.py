@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from lagrpo.sampling.base import Item, Request
@@ -30,20 +29,8 @@ class VllmSampler:
         self, fleet: Fleet, generation: Generation, weights: WeightSync, in_flight: InFlight = "finish"
     ) -> None:
         self.fleet, self.generation, self.weights, self.in_flight = fleet, generation, weights, in_flight
+        self.servers, self.spans = fleet.servers, in_flight != "finish"
         self._dispatcher = Dispatcher(fleet, self._generate)
-
-    @property
-    def servers(self) -> list[Server]:
-        return self.fleet.servers
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which the weights are sent."""
-        return self.weights.dtype
-
-    @property
-    def spans(self) -> bool:
-        return self.in_flight != "finish"
 
     @property
     def version(self) -> int:
