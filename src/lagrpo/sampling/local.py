@@ -174,8 +174,7 @@ class LocalSampler:
         return [[row[: len(tokens)].tolist() for row, (_, tokens) in zip(logp, items, strict=True)]]
 
     def _admit(self, waiting: deque[_Open], state: DecodeState, active: list[_Row], G: int) -> Tensor | None:
-        """Open as many waiting groups as there is room for. Returns hidden states [new rows, H] for their first
-        tokens."""
+        """Open the waiting groups that there is room for. Returns hidden [new rows, H] for their first tokens."""
         groups = [waiting.popleft() for _ in range(min(len(waiting), (state.max_rows - len(active)) // G))]
         if not groups:
             return None

@@ -31,8 +31,7 @@ class Options(DataOptions):
 
 
 def load(options: Options, seed: int) -> tuple[dict[str, Rows], Ask]:
-    """The rows of each split, and how one is asked. Raises ValueError for a missing setting, missing data or an unfit
-    column."""
+    """The rows of each split, and how one is asked. Raises ValueError for missing or unfit settings or data."""
     rows, ask = _load_splits(options, seed), partial(_ask, options)
     for side, split in rows.items():
         columns = [column for column in (options.prompt_column, options.answer_column) if column is not None]
