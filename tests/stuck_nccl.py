@@ -12,14 +12,13 @@ import torch
 from test_vllm_client import generous, stub
 from tiny import tiny_policy
 
-from lagrpo.sampling.vllm import nccl_wire
-from lagrpo.sampling.vllm.directories import Directories
+from lagrpo.sampling.vllm import wire
 from lagrpo.sampling.vllm.fleet import Fleet
 from lagrpo.sampling.vllm.generation import Generation
-from lagrpo.sampling.vllm.nccl_wire import NcclWire
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import Deadlines, Server
-from lagrpo.sampling.vllm.weights import WeightSync
+from lagrpo.sampling.vllm.weights import Directories, WeightSync
+from lagrpo.sampling.vllm.wire import NcclWire
 
 CALLS = ("init_rank", "all_reduce", "broadcast", "synchronize")
 DEADLINES = Deadlines(start=1, request=1, sync=1, control=5)
@@ -33,10 +32,10 @@ def sync_weights(call: str, root: Path, paths: list[str], refusing: bool = False
     """One weight sync by NCCL to a server that does what it is asked (or refuses to meet), where `call` never returns.
     `paths` gets what the server was asked for."""
     fake_graphs.install(patch)
-    patch(nccl_wire, "greeting", lambda: torch.zeros(1))
+    patch(wire, "greeting", lambda: torch.zeros(1))
     for name in ("unique_id", "init_rank", "all_reduce", "broadcast"):
-        patch(nccl_wire.nccl, name, lambda *_, **__: b"i" * 128)
-    patch(torch.cuda.Stream if call == "synchronize" else nccl_wire.nccl, call, never)
+        patch(wire.nccl, name, lambda *_, **__: b"i" * 128)
+    patch(torch.cuda.Stream if call == "synchronize" else wire.nccl, call, never)
 
     def answer(method: str, path: str, body: Any) -> Any:
         paths.append(path)

@@ -11,9 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lagrpo.settings.schema import TaskSettings
-from lagrpo.tasks import JUDGES, RowTask, Task, build_messages, check_options, load_judge, load_task, order_prompts
+from lagrpo.tasks import (
+    JUDGES,
+    RowTask,
+    Task,
+    build_messages,
+    check_options,
+    load_function,
+    load_judge,
+    load_task,
+    order_prompts,
+)
 from lagrpo.tasks.custom import judge as judge_exact
-from lagrpo.tasks.importing import load_function
 
 USER_MODULE = """
 from lagrpo.tasks import RowTask

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from lagrpo.tasks import JUDGES, Unjudgeable
-from lagrpo.tasks.importing import load_function
+from lagrpo.tasks import JUDGES, Unjudgeable, load_function
 
 CORPORA = Path(__file__).parent / "corpora"
 

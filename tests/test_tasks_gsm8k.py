@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import RowTask, load_task
-from lagrpo.tasks.gsm8k import find_number, judge, read_gold
+from lagrpo.tasks.gsm8k import judge
 
 MADE_UP = [
     {"question": f"Ann has {n} boxes of {n + 2} pens. How many pens?",
@@ -119,4 +119,4 @@ def test_any_answer_gets_a_verdict(answer):
 def test_the_gold_number_after_a_marker_is_right_whatever_stands_before(number, before):
     for answer in (f"{before}\n#### {number:,}", f"{before} \\boxed{{{number}}}", f"{before}. The answer is {number}."):
         assert judge(answer, f"work\n#### {number:,}") == 1.0
-        assert find_number(answer) == read_gold(number)
+        assert judge(answer, number) == 1.0

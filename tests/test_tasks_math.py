@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from lagrpo.settings.schema import TaskSettings
-from lagrpo.tasks import JUDGES, RowTask, load_task
-from lagrpo.tasks.importing import load_function
+from lagrpo.tasks import JUDGES, RowTask, load_function, load_task
 from lagrpo.types import Completion, Group, Prompt
 from lagrpo.verify import Verifier
 

@@ -13,11 +13,16 @@ from lagrpo.tasks.reading import (
     Numeral,
     find_first_numeral,
     find_last_box,
+    find_last_numeral,
     find_numerals,
     merge_fractions,
-    read_last_number,
     simplify,
 )
+
+
+def read_last_number(text: str, found: list[Numeral]) -> Fraction | None:
+    last = find_last_numeral(text, found)
+    return last.value if last else None
 
 
 def read_first_number(text: str, found: list[Numeral]) -> Fraction | None:

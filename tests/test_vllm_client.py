@@ -25,15 +25,13 @@ from lagrpo.errors import SettingsError
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import replica
 from lagrpo.sampling.parity import ParityCheck, ParityError, check_fresh
-from lagrpo.sampling.vllm import connecting, nccl_wire
-from lagrpo.sampling.vllm.directories import FILE, CorruptError, Directories, check_file
+from lagrpo.sampling.vllm import connecting, wire
 from lagrpo.sampling.vllm.fleet import Fleet
 from lagrpo.sampling.vllm.generation import Generated, Generation
-from lagrpo.sampling.vllm.nccl_wire import NcclWire
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import Deadlines, RefusedError, SamplerError, Server, UnreachableError
-from lagrpo.sampling.vllm.weights import WeightSync
-from lagrpo.sampling.vllm.wire import DirectoryWire, IpcWire, Parcel
+from lagrpo.sampling.vllm.weights import FILE, CorruptError, Directories, WeightSync, check_file
+from lagrpo.sampling.vllm.wire import DirectoryWire, IpcWire, NcclWire, Parcel
 from lagrpo.settings.schema import Settings
 from lagrpo.training import run as training
 
@@ -312,9 +310,9 @@ def test_nccl_tells_the_servers_names_in_the_order_of_the_broadcast(monkeypatch)
         "all_reduce": lambda tensors, comms: sent.append("greeting"),
         "broadcast": lambda tensors, root, comms: sent.append((tensors[0].shape, root, comms)),
     }.items():
-        monkeypatch.setattr(nccl_wire.nccl, name, fake)
+        monkeypatch.setattr(wire.nccl, name, fake)
     fake_graphs.install(monkeypatch.setattr)
-    monkeypatch.setattr(nccl_wire, "greeting", lambda: torch.zeros(1))
+    monkeypatch.setattr(wire, "greeting", lambda: torch.zeros(1))
     own, communicator = parcel(), (5, b"i" * 128, 0)
     with stub(answer) as one, stub(answer) as other:
         servers = [Server(url, None, SHORT) for url in (one, other)]
@@ -439,6 +437,9 @@ class Echo:
     def __init__(self, policy, shift=0.0, tau=None):
         self.policy, self.shift, self.tau = policy, shift, tau or policy.tau
         self.servers, self.version = ["the server"], policy.version
+
+    def describe_versions(self):
+        return f"the server: {self.version}"
 
     def generate_on_server(self, number, requests, G, max_tokens):
         from lagrpo.sampling.local import LocalSampler

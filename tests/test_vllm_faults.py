@@ -12,10 +12,10 @@ from test_sampling import requests_for
 from vllm_servers import PYTHON, kill, perturb, policy_of, sampler_over, start, tiny_directory
 
 from lagrpo.runs import load_metrics, load_rollouts
-from lagrpo.sampling.vllm.directories import FILE
 from lagrpo.sampling.vllm.process import StartedServer
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import SamplerError, Server
+from lagrpo.sampling.vllm.weights import FILE
 from lagrpo.training import build
 from lagrpo.training import run as training
 

@@ -19,10 +19,10 @@ from lagrpo.policy.replica import replica
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import ParityCheck, ParityError
-from lagrpo.sampling.vllm import directories
+from lagrpo.sampling.vllm import weights
 from lagrpo.sampling.vllm.connecting import KEY
-from lagrpo.sampling.vllm.directories import CorruptError
 from lagrpo.sampling.vllm.server import SamplerError, Server
+from lagrpo.sampling.vllm.weights import CorruptError
 from lagrpo.settings import schema as config
 from lagrpo.training import run as training
 
@@ -155,14 +155,14 @@ def test_a_corrupted_file_is_refused_and_the_old_version_goes_on_serving(
     sampler.sync_weights(policy.weights, 0)
     items = [(request(0, policy=policy).prompt.token_ids, list(range(10, 20)))]
     before = sampler.scores(items)
-    original = directories.check_file
+    original = weights.check_file
 
     def damaged(path, weights):
         content = path.read_bytes()
         path.write_bytes(content[:-400] if damage == "truncated" else content[:-9] + b"\x55" + content[-8:])
         original(path, weights)
 
-    monkeypatch.setattr(directories, "check_file", damaged)
+    monkeypatch.setattr(weights, "check_file", damaged)
     perturb(policy)
     with pytest.raises(CorruptError, match=r"was not written as it should be"):
         sampler.sync_weights(policy.weights, 1)

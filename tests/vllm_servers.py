@@ -15,13 +15,12 @@ from tiny import save_tiny
 
 from lagrpo.policy.loading import load_policy
 from lagrpo.policy.model import Policy
-from lagrpo.sampling.vllm.directories import Directories
 from lagrpo.sampling.vllm.fleet import Fleet
 from lagrpo.sampling.vllm.generation import Generation
 from lagrpo.sampling.vllm.process import Launch, StartedServer
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import Deadlines, Server
-from lagrpo.sampling.vllm.weights import WeightSync
+from lagrpo.sampling.vllm.weights import Directories, WeightSync
 from lagrpo.sampling.vllm.wire import DirectoryWire
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of each server; the tests run two at a time

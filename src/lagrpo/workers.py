@@ -7,7 +7,6 @@ too long.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import multiprocessing
 import os
@@ -15,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from multiprocessing import reduction, spawn, util
 from multiprocessing.context import SpawnProcess, set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
@@ -42,8 +40,14 @@ class Process(SpawnProcess):
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802 - multiprocessing's name for what starts a process
-        with _block_sigint():
-            return SpawnProcess._Popen(process_obj) if sys.platform == "win32" else Launch(process_obj)  # type: ignore[attr-defined]
+        if sys.platform == "win32":
+            return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
+        # It inherits that SIGINT is blocked in this thread. Ignoring SIGINT itself would come a tenth of a second late.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return Launch(process_obj)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Launch(Popen):
@@ -52,7 +56,7 @@ class Launch(Popen):
     (`sentinel`) tells the parent that the process has ended."""
 
     def _launch(self, process_obj: Any) -> None:
-        task = _pickle_task(self, process_obj)
+        task = self._pickle_task(process_obj)
         (theirs, ours), (self.sentinel, alive) = os.pipe(), os.pipe()
         self.finalizer = util.Finalize(self, util.close_fds, (ours, self.sentinel))  # type: ignore[attr-defined]
         flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -68,25 +72,25 @@ class Launch(Popen):
         with open(ours, "wb", closefd=False) as pipe:
             pipe.write(task)
 
+    def _pickle_task(self, process: Any) -> memoryview:
+        """What a new process reads: its preparation (sys.path, directory, the main module if it needs that), and
+        itself."""
+        preparation = spawn.get_preparation_data(process.name)
+        if not process.imports_main:
+            preparation = {name: value for name, value in preparation.items() if not name.startswith("init_main")}
+        task = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(preparation, task)
+            reduction.dump(process, task)
+        finally:
+            set_spawning_popen(None)
+        return task.getbuffer()
+
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         if self.returncode is None:
             self.returncode = self._child.wait() if flag == 0 else self._child.poll()
         return self.returncode
-
-
-def _pickle_task(launch: Popen, process: Any) -> memoryview:
-    """What a new process reads: its preparation (sys.path, directory, the main module if it needs that), and itself."""
-    preparation = spawn.get_preparation_data(process.name)
-    if not process.imports_main:
-        preparation = {name: value for name, value in preparation.items() if not name.startswith("init_main")}
-    task = io.BytesIO()
-    set_spawning_popen(launch)
-    try:
-        reduction.dump(preparation, task)
-        reduction.dump(process, task)
-    finally:
-        set_spawning_popen(None)
-    return task.getbuffer()
 
 
 def die_with_parent() -> None:
@@ -109,20 +113,6 @@ def limit_cpu_time(seconds: float) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     limit = int(time.process_time() + seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-
-
-@contextlib.contextmanager
-def _block_sigint() -> Iterator[None]:
-    """Block SIGINT in this thread: a process started inside inherits that. Ignoring SIGINT in the process itself would
-    come a tenth of a second too late."""
-    if sys.platform == "win32":
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 if __name__ == "__main__":

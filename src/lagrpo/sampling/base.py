@@ -1,4 +1,4 @@
-"""What the loop asks of a sampler, and what the log-prob parity check asks of it."""
+"""What the loop and the log-prob parity check ask of a sampler."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ class Sampler(Protocol):
 
     def rest(self) -> None:
         """Give back the memory that only generating needs: the learner is about to compute."""
-        ...
 
     def read(self) -> Mapping[str, float]:
         """Metrics since the last call."""
@@ -60,7 +59,6 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """End whatever the sampler started."""
-        ...
 
 
 class Checkable(Protocol):
@@ -73,7 +71,11 @@ class Checkable(Protocol):
 
     @property
     def servers(self) -> Sequence[Any]:
-        """Each has `version()` and a name, `str(server)`."""
+        """Each has a name, `str(server)`."""
+        ...
+
+    def describe_versions(self) -> str:
+        """What every server reports, for the user."""
         ...
 
     def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:

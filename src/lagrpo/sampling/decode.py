@@ -44,6 +44,7 @@ class DecodeState:
 
     def __init__(self, model: Model, max_rows: int, max_tokens: int, room: Room | None = None) -> None:
         self.model, self._steps = model, model.backend.steps(model)
+        self.records = self._steps.records  # whether steps are recorded, for the next ones of the same shape
         if room is None or not self.records:
             room = Room(0, 0, 0, MIN_KEYS, 0)
         self.max_rows = max(max_rows, room.rows, MIN_ROWS)
@@ -62,11 +63,6 @@ class DecodeState:
     def room(self) -> Room:
         """What the caches have grown to."""
         return Room(self.max_rows, self.own.room, self.prefix.batch, self.prefix.room, self.widest)
-
-    @property
-    def records(self) -> bool:
-        """Whether steps are recorded, for the next ones of the same shape."""
-        return self._steps.records
 
     @torch.no_grad()
     def admit(self, prompts: Sequence[Sequence[int]], G: int) -> Tensor:

@@ -24,19 +24,6 @@ from lagrpo.sampling.decode import DecodeState, Room
 from lagrpo.types import Completion, Group
 
 
-@dataclass(frozen=True, slots=True)
-class Here:
-    """The only server of an in-process sampler: this process."""
-
-    policy: Policy | Replica
-
-    def version(self) -> int:
-        return self.policy.version
-
-    def __str__(self) -> str:
-        return "the in-process sampler"
-
-
 @dataclass(slots=True)
 class _Row:
     """One completion under way. `uniform` [max_tokens] its random numbers."""
@@ -50,7 +37,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Open:
-    """A group, its ended completions, the address of its random numbers and the most tokens of each."""
+    """A group, the address of its random numbers, the most tokens of each completion, and those that have ended."""
 
     request: Request
     address: tuple[int | str, ...]
@@ -62,6 +49,9 @@ class LocalSampler:
     """Sampler over a policy of its own (a copy of the one that learns): at most `max_num_seqs` completions at a time,
     each of at most `max_tokens` tokens, at temperature `tau` (the policy's unless given). `purpose` is part of the
     address of every random number, so that an evaluation does not repeat the random numbers of training."""
+
+    servers = ("the in-process sampler",)
+    spans = False
 
     def __init__(
         self,
@@ -83,13 +73,8 @@ class LocalSampler:
     def version(self) -> int:
         return self.policy.version
 
-    @property
-    def servers(self) -> list[Here]:
-        return [Here(self.policy)]
-
-    @property
-    def spans(self) -> bool:
-        return False
+    def describe_versions(self) -> str:
+        return f"{self.servers[0]}: {self.version}"
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
         if self._under_way:
@@ -144,11 +129,14 @@ class LocalSampler:
         hidden = state.step(tokens) if active else None
         admitted = self._admit(waiting, state, active, G)
         tokens = self._sample_tokens(torch.cat([h for h in (hidden, admitted) if h is not None]), active)
-        ended = [r for r, row in enumerate(active) if self._ended(row)]
+        ended = [r for r, row in enumerate(active) if self._has_eos(row) or len(row.tokens) == row.group.max_tokens]
         if not ended:
             return tokens, []
         full = [group for r in ended if len((group := self._close(active[r])).done) == G]
-        return self._compact(state, active, tokens, ended), full
+        for source, to in state.retire(ended):
+            active[to], tokens[to] = active[source], tokens[source]
+        del active[state.rows :]
+        return tokens[: state.rows], full
 
     def _state(self, rows: int, tokens: int) -> DecodeState:
         """An empty state for so many rows: the last one again where its steps are recorded, which takes time."""
@@ -164,15 +152,14 @@ class LocalSampler:
             self._room, self._kept = self._kept.room, None
 
     def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
-        """Groups for the parity check, in the order of the requests; training samples under other addresses."""
+        """As the parity check asks; training samples under other addresses."""
         generated = self._sample(requests, G, max(self.max_num_seqs, G), max_tokens, "probe")
         groups = {request.prompt.key: group for request, group in generated}
         return [groups[request.prompt.key] for request in requests]
 
     @torch.no_grad()
     def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
-        """log-probs of given tokens at temperature 1, by the path that samples: decoding steps and the head. nats,
-        [one server][item][token]. An item that has ended gets its last token again."""
+        """By the path that samples, decoding steps and the head. An item that has ended gets its last token again."""
         longest = max(len(tokens) for _, tokens in items)
         fed = torch.tensor([[tokens[min(t, len(tokens) - 1)] for _, tokens in items] for t in range(longest)])
         state = self._state(len(items), longest)
@@ -187,12 +174,10 @@ class LocalSampler:
         return [[row[: len(tokens)].tolist() for row, (_, tokens) in zip(logp, items, strict=True)]]
 
     def _admit(self, waiting: deque[_Open], state: DecodeState, active: list[_Row], G: int) -> Tensor | None:
-        """Open as many waiting groups as there is room for. Returns hidden states [new rows, H] for their first
-        tokens."""
-        count = min(len(waiting), (state.max_rows - len(active)) // G)
-        if count == 0:
+        """Open the waiting groups that there is room for. Returns hidden [new rows, H] for their first tokens."""
+        groups = [waiting.popleft() for _ in range(min(len(waiting), (state.max_rows - len(active)) // G))]
+        if not groups:
             return None
-        groups = [waiting.popleft() for _ in range(count)]
         for group in groups:
             active += [_Row(group, g, uniforms(group.max_tokens, *group.address, g)) for g in range(G)]
         hidden = state.admit([group.request.prompt.token_ids for group in groups], G)
@@ -207,22 +192,15 @@ class LocalSampler:
             row.logp.append(value)
         return tokens.cpu()
 
-    def _ended(self, row: _Row) -> bool:
-        return row.tokens[-1] in self.policy.chat.eos_ids or len(row.tokens) == row.group.max_tokens
+    def _has_eos(self, row: _Row) -> bool:
+        return row.tokens[-1] in self.policy.chat.eos_ids
 
     def _close(self, row: _Row) -> _Open:
         row.group.done[row.index] = Completion(
             token_ids=torch.tensor(row.tokens),
             logp_alpha=torch.tensor(row.logp, dtype=torch.float32),
             versions=torch.full((len(row.tokens),), self.version),
-            finished=row.tokens[-1] in self.policy.chat.eos_ids,
+            finished=self._has_eos(row),
             text=self.policy.chat.decode(row.tokens),
         )
         return row.group
-
-    def _compact(self, state: DecodeState, active: list[_Row], tokens: Tensor, ended: list[int]) -> Tensor:
-        """Move active rows to the front, in the state, the list and the tokens alike."""
-        for source, to in state.retire(ended):
-            active[to], tokens[to] = active[source], tokens[source]
-        del active[state.rows :]
-        return tokens[: state.rows]

@@ -1,8 +1,13 @@
 """The log-prob parity check: after every weight sync learner and sampler score the same tokens, and must agree as far
 as their arithmetic allows. The tokens are completions that the sampler generated for a few prompts of the task.
 
-If learner and in-process sampler are of the grade exact (noise.py), bits are compared. Otherwise a weight sync has to
-pass four tests, the last two of which compare it with the sync before:
+At the start of a run the difference between learner and in-process sampler is measured, and graded:
+
+exact   Both compute by our own kernels (backends/cpu): bits are equal, and are compared after every weight sync.
+close   A library decides in which order sums run (PyTorch's products, a GPU), so log-probs differ by rounding:
+        hundredths of a nat a token in bfloat16. One update may move the policy by less.
+
+With the grade close, and with vLLM, a weight sync has to pass four tests. The last two compare it with the sync before:
 
 1. every server reports the version that was synced;
 2. the mean |Δ log-prob| is within the tolerance of the dtype. Once, too, for the log-probs of what the servers
@@ -19,47 +24,64 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lagrpo.policy.model import Policy
+from lagrpo.policy.loading import check_context
+from lagrpo.policy.model import Packed, Policy
 from lagrpo.sampling.base import Checkable, Item, Request
-from lagrpo.sampling.noise import (
-    LOCAL_TOKENS,
-    PARITY_PROMPTS,
-    Parity,
-    ParityError,
-    check_finite,
-    flatten,
-    measure_parity,
-    score_items,
-)
+from lagrpo.types import Group
 
+PARITY_PROMPTS = 8
+LOCAL_TOKENS, SERVER_TOKENS = 8, 32  # at most, of each completion: in-process, by a vLLM server
+EXACT_PROMPTS, EXACT_TOKENS = 2, 4  # that are compared to the bit after a weight sync
+LONG_PROMPT = 160  # tokens: longer than any block in which keys are computed or kept
+TOO_FAR = 0.5
+"""Nats a token, on average, at the start of a run: what differs by more computes something else."""
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Largest mean |Δ log-prob| in nats a token at tau = 1, by the coarser of the two dtypes. SmolLM2-135M in bfloat16
 against vLLM 0.32 on a CPU: .04 to .06."""
 NOISE = 3.0
 """An in-process sampler may differ by so many times the difference at the start, if that is beyond the tolerance."""
 RENEW = 0.5
-"""Nats a token by which the learner's mean log-prob of the tokens may fall before others take their place."""
+"""Nats a token by which the learner's mean log-prob of the tokens may fall before others take their place: unlikely
+tokens are scored less exactly."""
 ENOUGH = 20
 """Tokens on which the learner's log-probs must have changed before equal scores of the sampler count against it."""
 CHANCE = 1e-6
 """The sampler is stale if so many of the telling tokens are nearer to the old log-probs that a fair coin would show it
 with a smaller chance than this; it takes 20 of them. They are counted, not summed: the noise has heavy tails, and a few
 unlikely tokens would decide a sum of squares."""
-SERVER_TOKENS = 32  # at most, of each completion by a vLLM server
-EXACT_PROMPTS, EXACT_TOKENS = 2, 4  # that are compared to the bit after a weight sync
+
+
+class ParityError(RuntimeError):
+    """The sampler does not serve the weights of the policy."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Scores:
-    """Log-probs [T] of the same tokens by the learner, and by each server."""
+class Parity:
+    """How far learner and in-process sampler agreed at the start of a run."""
 
-    learner_T: Tensor
-    servers: list[Tensor]
+    grade: Literal["exact", "close"]
+    mean: float
+    """Mean |Δ log-prob|, nats, at the sampling temperature."""
+    largest: float
+    """Largest |Δ log-prob|, nats."""
+    tokens: int
+    """How many were compared."""
+    reason: str | None = None
+    """Why the grade is no better."""
+
+    def __str__(self) -> str:
+        if self.grade == "exact":
+            return f"exact: sampler and learner agree to the bit, compared on {self.tokens} tokens"
+        return (
+            f"close: sampler and learner differ by {self.mean:.2g} nats a token, at most {self.largest:.2g}, over "
+            f"{self.tokens} tokens ({self.reason})"
+        )
 
 
 class ParityCheck:
@@ -70,64 +92,60 @@ class ParityCheck:
         self.requests = list(requests)[:PARITY_PROMPTS]
         self.tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
         self.parity: Parity | None = None
-        self._tokens = SERVER_TOKENS
         self._items: list[Item] = []
-        self._before: _Scores | None = None  # at the last sync that passed
+        self._before: tuple[Tensor, Tensor] | None = None  # what `_score` returned at the last sync that passed
         self._likeliest = -math.inf  # the highest mean log-prob that the learner has given these tokens
 
     def start(self, policy: Policy, sampler: Checkable) -> Parity:
-        """Measure how far learner and in-process sampler differ now; later syncs are held against it.
-
-        Raises:
-            ParityError: they compute different things.
-        """
-        self._tokens = LOCAL_TOKENS
-        self.parity, self._items = measure_parity(policy, sampler, self.requests)
+        """Measure how far learner and in-process sampler differ now; later syncs are held against it. Raises
+        ParityError where they compute different things."""
+        self.parity, self._items = _measure(policy, sampler, self.requests)
         self.tolerance = max(self.tolerance, NOISE * self.parity.mean * policy.tau)
         return self.parity
 
     def __call__(self, policy: Policy, sampler: Checkable) -> Mapping[str, float]:
         """parity_mean, parity_max: |Δ log-prob| a token, nats; parity_kl: mean of ρ - 1 - ln ρ with ρ = π/α; of the
         worst server. parity_telling: how many tokens tell old from new; not after the first sync, nor if bits are
-        compared.
-
-        Raises:
-            ParityError: a test failed. SamplerError: a server is gone for good.
-        """
+        compared. Raises ParityError where a test fails, SamplerError where a server is gone for good."""
         if sampler.version != policy.version:
-            found = ", ".join(f"{server}: {server.version()!r}" for server in sampler.servers)
+            found = sampler.describe_versions()
             raise ParityError(f"version {policy.version} was synced, but the sampler reports other weights: {found}")
         if self.parity is not None and self.parity.grade == "exact":
             return self._check_bits(policy, sampler)
-        if not self._items:
-            self._items = self._generate(policy, sampler)
+        self._items = self._items or self._generate(policy, sampler)
         scores = _score(policy, sampler, self._items)
-        found = [self._check_server(policy, sampler, number, scores) for number in range(len(scores.servers))]
-        self._before = self._renew(policy, sampler, scores)
-        return max(found, key=lambda metrics: metrics["parity_mean"])
+        metrics = self._check_servers(sampler, scores, f"version {policy.version} on")
+        if self._likeliest - float(scores[0].mean()) > RENEW:
+            self._items = self._generate(policy, sampler)
+            scores, self._likeliest = _score(policy, sampler, self._items), -math.inf
+        self._before, self._likeliest = scores, max(self._likeliest, float(scores[0].mean()))
+        return metrics
 
     def _check_bits(self, policy: Policy, sampler: Checkable) -> Mapping[str, float]:
         """The grade exact."""
         step = -(-len(self._items) // EXACT_PROMPTS)
-        scores = _score(policy, sampler, [(ids, tokens[:EXACT_TOKENS]) for ids, tokens in self._items[::step]])
-        check_finite(scores.learner_T, f"version {policy.version}")
-        if not torch.equal(scores.learner_T, scores.servers[0]):
-            largest = float((scores.learner_T - scores.servers[0]).abs().max())
+        learner_T, (sampler_T,) = _score(
+            policy, sampler, [(i, tokens[:EXACT_TOKENS]) for i, tokens in self._items[::step]]
+        )
+        check_finite(learner_T, f"version {policy.version}")
+        if not torch.equal(learner_T, sampler_T):
             raise ParityError(
-                f"after the sync of version {policy.version} learner and sampler disagree by {largest:.3g} nats about "
-                "a token, though their arithmetic is the same to the bit: the sampler serves other weights"
+                f"after the sync of version {policy.version} learner and sampler disagree by "
+                f"{float((learner_T - sampler_T).abs().max()):.3g} nats about a token, though their arithmetic is the "
+                "same to the bit: the sampler serves other weights"
             )
         return {"parity_mean": 0.0, "parity_max": 0.0, "parity_kl": 0.0}
 
-    def _check_server(self, policy: Policy, sampler: Checkable, number: int, scores: _Scores) -> dict[str, float]:
-        """Tests 2 to 4 of one server."""
-        where = f"version {policy.version} on {sampler.servers[number]}"
-        now_T, before = scores.servers[number], self._before
-        metrics = self._check_distance(scores.learner_T, now_T, where)
-        if before is not None:
-            telling = check_fresh(before.learner_T, scores.learner_T, before.servers[number], now_T, where)
-            metrics["parity_telling"] = telling
-        return metrics
+    def _check_servers(self, sampler: Checkable, scores: tuple[Tensor, Tensor], where: str) -> dict[str, float]:
+        """Tests 2 to 4 of every server; the metrics of the worst."""
+        (learner_T, servers_ST), found = scores, []
+        for number, server in enumerate(sampler.servers):
+            found.append(self._check_distance(learner_T, servers_ST[number], f"{where} {server}"))
+            if self._before is not None:
+                old_T, before_T = self._before[0], self._before[1][number]
+                telling = check_fresh(old_T, learner_T, before_T, servers_ST[number], f"{where} {server}")
+                found[-1]["parity_telling"] = telling
+        return max(found, key=lambda metrics: metrics["parity_mean"])
 
     def _check_distance(self, learner_T: Tensor, server_T: Tensor, where: str, tau: float = 1.0) -> dict[str, float]:
         """Test 2, at temperature tau."""
@@ -135,55 +153,64 @@ class ParityCheck:
         difference_T = learner_T - server_T
         mean, tolerance = float(difference_T.abs().mean()), self.tolerance / tau
         if not mean <= tolerance:
+            in_process = "The sampler serves other weights"
+            by_server = (
+                "The server serves other weights, computes in a coarser dtype than vllm.tolerance allows for, or gives "
+                "log-probs of another temperature (--logprobs-mode)"
+            )
             raise ParityError(
                 f"{where}: learner and sampler differ by {mean:.3g} nats a token over {len(difference_T)} tokens, more "
-                f"than the tolerance of {tolerance:.3g}. {self._causes}"
+                f"than the tolerance of {tolerance:.3g}. {in_process if self.parity else by_server}"
             )
         kl = float((torch.expm1(difference_T) - difference_T).mean())
         return {"parity_mean": mean, "parity_max": float(difference_T.abs().max()), "parity_kl": kl}
 
-    @property
-    def _causes(self) -> str:
-        if self.parity is not None:
-            return "The sampler serves other weights"
-        return (
-            "The server serves other weights, computes in a coarser dtype than vllm.tolerance allows for, or gives "
-            "log-probs of another temperature (--logprobs-mode)"
-        )
-
-    def _renew(self, policy: Policy, sampler: Checkable, scores: _Scores) -> _Scores:
-        """The scores; of new tokens if the policy has moved away from these: unlikely tokens are scored less
-        exactly."""
-        likely = float(scores.learner_T.mean())
-        if self._likeliest - likely <= RENEW:
-            self._likeliest = max(self._likeliest, likely)
-            return scores
-        self._items = self._generate(policy, sampler)
-        scores = _score(policy, sampler, self._items)
-        self._likeliest = float(scores.learner_T.mean())
-        return scores
-
     def _generate(self, policy: Policy, sampler: Checkable) -> list[Item]:
         """What the first server generates. The log-probs that every server reports with its own completions must be the
         learner's at the sampling temperature."""
-        found = [self._generate_by(number, policy, sampler) for number in range(len(sampler.servers))]
+        found, tokens = [], LOCAL_TOKENS if self.parity else SERVER_TOKENS
+        for number, server in enumerate(sampler.servers):
+            groups = sampler.generate_on_server(number, self.requests, 1, tokens)
+            outcomes = (group.completions[0].outcome for group in groups)
+            if failed := next(filter(None, outcomes), None):
+                raise ParityError(f"{server}: a completion for the parity check failed: {failed.reason}")
+            found.append(_items_of(groups))
+            is_sampled_T, reported_T = _sampled(groups)
+            learner_T = _score_items(policy, found[-1], policy.tau)[is_sampled_T]
+            self._check_distance(learner_T, reported_T, f"the completions of {server}", policy.tau)
         return found[0]
 
-    def _generate_by(self, number: int, policy: Policy, sampler: Checkable) -> list[Item]:
-        server, groups = sampler.servers[number], sampler.generate_on_server(number, self.requests, 1, self._tokens)
-        completions = [group.completions[0] for group in groups]
-        if failed := next((c.outcome for c in completions if c.outcome is not None), None):
-            raise ParityError(f"{server}: a completion for the parity check failed: {failed.reason}")
-        items: list[Item] = [(g.prompt.token_ids, g.completions[0].token_ids.tolist()) for g in groups]
-        sampled_T = torch.cat([c.sampled for c in completions])
-        reported_T = torch.cat([c.logp_alpha for c in completions])[sampled_T]
-        learner_T = score_items(policy, items, policy.tau)[sampled_T]
-        self._check_distance(learner_T, reported_T, f"the completions of {server}", policy.tau)
-        return items
+
+def _measure(policy: Policy, sampler: Checkable, requests: Sequence[Request]) -> tuple[Parity, list[Item]]:
+    """Compare learner and in-process sampler with several numbers of rows, prompts longer than a block, groups of one
+    and of several. Returns their parity, and the prompts and completions that later checks can score. Raises
+    ParityError where they differ by more than TOO_FAR on average, or a log-prob is not a number."""
+    groups = sampler.generate_on_server(0, requests, max(2, -(-PARITY_PROMPTS // len(requests))), LOCAL_TOKENS)
+    items = _items_of(groups)
+    groups += sampler.generate_on_server(0, [*requests[:1], *_lengthen(policy, requests)], 1, LOCAL_TOKENS)
+    is_sampled_T, sampled_T = _sampled(groups)
+    together_T = _score_groups(policy, groups)[is_sampled_T]
+    check_finite(together_T, "the initial policy")
+    difference_T = (together_T - sampled_T).abs()
+    mean, largest = float(difference_T.mean()), float(difference_T.max())
+    if not mean <= TOO_FAR / policy.tau:
+        raise ParityError(
+            f"learner and in-process sampler differ by {mean:.3g} nats a token, with the same weights: this model "
+            "computes something else when it decodes; it is not supported"
+        )
+    equal = (
+        torch.equal(together_T, sampled_T)
+        and torch.equal(torch.cat([_score_groups(policy, [group]) for group in groups])[is_sampled_T], sampled_T)
+        and torch.equal(*(logp.flatten() for logp in _score(policy, sampler, items)))
+    )
+    reason = None if equal and policy.model.exact else _why_close(policy, equal)
+    return Parity("close" if reason else "exact", mean, largest, len(sampled_T), reason), items
 
 
-def _score(policy: Policy, sampler: Checkable, items: Sequence[Item]) -> _Scores:
-    return _Scores(score_items(policy, items), [flatten(scores) for scores in sampler.scores(items)])
+def check_finite(learner_T: Tensor, where: str) -> None:
+    """Raise ParityError for log-probs of the learner that are not numbers."""
+    if not bool(learner_T.isfinite().all()):
+        raise ParityError(f"{where}: the policy's log-probs are not numbers, it has diverged; lower optimizer.lr")
 
 
 def check_fresh(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, where: str) -> int:
@@ -218,3 +245,52 @@ def _tail(successes: int, trials: int) -> float:
     (0.5, 1.0)
     """
     return sum(math.comb(trials, k) for k in range(successes, trials + 1)) / 2**trials
+
+
+def _items_of(groups: Sequence[Group]) -> list[Item]:
+    return [(g.prompt.token_ids, c.token_ids.tolist()) for g in groups for c in g.completions]
+
+
+def _sampled(groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
+    """Which tokens of the groups' completions were sampled, and the log-probs that the sampler gave these."""
+    is_sampled_T = torch.cat([c.sampled for g in groups for c in g.completions])
+    return is_sampled_T, torch.cat([c.logp_alpha for g in groups for c in g.completions])[is_sampled_T]
+
+
+def _score(policy: Policy, sampler: Checkable, items: Sequence[Item]) -> tuple[Tensor, Tensor]:
+    """log-probs of the items' tokens at temperature 1 by the learner [T] and by each server [S, T]: float32, nats."""
+    flat = [[p for item in scores for p in item] for scores in sampler.scores(items)]
+    return _score_items(policy, items), torch.tensor(flat)
+
+
+def _score_items(policy: Policy, items: Sequence[Item], tau: float = 1.0) -> Tensor:
+    return _score_packed(policy, [(ids, [torch.tensor(tokens)]) for ids, tokens in items], tau)
+
+
+def _score_groups(policy: Policy, groups: Sequence[Group]) -> Tensor:
+    return _score_packed(
+        policy, [(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups], policy.tau
+    )
+
+
+def _score_packed(policy: Policy, groups: Sequence[tuple[Sequence[int], Sequence[Tensor]]], tau: float) -> Tensor:
+    with torch.no_grad():
+        return policy.model(Packed.build(groups, policy.device), tau).float().cpu()
+
+
+def _lengthen(policy: Policy, requests: Sequence[Request]) -> list[Request]:
+    """All prompts joined and repeated to LONG_PROMPT tokens, if the model takes so many."""
+    try:
+        check_context(policy, LONG_PROMPT + LOCAL_TOKENS)
+    except ValueError:
+        return []
+    joined = sum((request.prompt.token_ids for request in requests), ()) * LONG_PROMPT
+    first = requests[0]
+    return [replace(first, prompt=replace(first.prompt, key=-1, token_ids=joined[:LONG_PROMPT]))]
+
+
+def _why_close(policy: Policy, equal: bool) -> str:
+    if policy.model.exact:
+        return "they should agree to the bit, and do not: please report this processor and compiler"
+    kind = str(policy.dtype).removeprefix("torch.")
+    return f"products of {kind} are PyTorch's here{', which happen to agree' if equal else ''}"

@@ -1,4 +1,4 @@
-"""Draws: the completions of each batch, asked for when the schedule says, handed out batch by batch.
+"""The completions of each batch, asked for when the schedule says, handed out batch by batch.
 
 With v > 1 all batches until the next weight sync come from the same α. They are asked for together, so that rows freed
 by one batch are filled by the next, and a sampler that works by itself goes on while the policy learns; what comes
@@ -36,8 +36,7 @@ class Prefetcher:
         unless the sampler allows otherwise."""
         if not batches:
             return
-        if not self._sampler.spans:
-            self.finish()
+        self.before_sync()
         self._announced.update({batch: {version} for batch in batches})
         asked = {batch: self._requests(batch) for batch in batches}
         self._asked |= asked
@@ -49,8 +48,7 @@ class Prefetcher:
             pass
 
     def before_sync(self) -> None:
-        """What must be done before the sampler gets other weights: everything that was asked for is completed, unless
-        the sampler allows a weight sync in the middle of it."""
+        """Complete everything that was asked for, unless the sampler allows a weight sync in the middle of it."""
         if not self._sampler.spans:
             self.finish()
 
@@ -87,9 +85,8 @@ class Prefetcher:
 
     def read(self) -> tuple[float, int]:
         """Seconds spent waiting for the sampler since the last call, and the sampled tokens of the groups that came."""
-        seconds, tokens = self._seconds, self._tokens
-        self._seconds, self._tokens = 0.0, 0
-        return seconds, tokens
+        read, self._seconds, self._tokens = (self._seconds, self._tokens), 0.0, 0
+        return read
 
     def _receive(self) -> bool:
         started = time.perf_counter()

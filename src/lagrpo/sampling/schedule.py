@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 Kind = Literal["every", "lagged", "budget", "certified"]
@@ -63,13 +64,8 @@ class LoopState:
 
     def after_batch(self, spent: float | None) -> LoopState:
         """The next batch is finished; `spent` None where it does not tell."""
-        return replace(
-            self,
-            batch=self.batch + 1,
-            since_sync=self.since_sync + 1,
-            spent=self.spent if spent is None else spent,
-            prefetched=self.prefetched[1:],
-        )
+        later = replace(self, batch=self.batch + 1, since_sync=self.since_sync + 1, prefetched=self.prefetched[1:])
+        return later if spent is None else replace(later, spent=spent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +108,7 @@ class Schedule:
     def next(self, state: LoopState, stages: int, batches: int, prefetch: bool = True) -> Due:
         """What happens at the start of the batch after `state`. `prefetch` asks for all batches up to the next sync as
         soon as their α is there; without it `every(v)` asks for them one by one. The samples are the same."""
-        b, total = state.batch + 1, stages * batches
+        total, b = stages * batches, state.batch + 1
         asked, last = state.batch + len(state.prefetched), b
         if self.kind == "lagged":
             last = min(b + self.v, total)
@@ -142,14 +138,9 @@ class Schedule:
             state = (state.after_sync(0) if due.reason else state).after_request(due.to_generate).after_batch(None)
 
 
-def every(v: int) -> Schedule:
-    """Sync weights every v batches."""
-    return Schedule("every", v)
-
-
-def lagged(v: int) -> Schedule:
-    """A constant lag of v batches."""
-    return Schedule("lagged", v)
+every = partial(Schedule, "every")
+lagged = partial(Schedule, "lagged")
+certified = partial(Schedule, "certified")
 
 
 def budget(delta: float, v: int) -> Schedule:
@@ -157,24 +148,16 @@ def budget(delta: float, v: int) -> Schedule:
     return Schedule("budget", v, delta)
 
 
-def certified(v: int) -> Schedule:
-    """Sync weights when π_k is certified to be better than α, at the latest every v batches."""
-    return Schedule("certified", v)
-
-
 def lags(schedule: Schedule, stages: int, batches: int, i: int) -> list[int]:
     """The lag of each batch of a run, in optimizer updates, when every batch makes i updates (budget and
     certified: where nothing comes before their cap)."""
-    generated_at: dict[int, int] = {}  # batch -> version of its sampler
-    version_served = 0
-    lag = []
+    alpha, lags, generated_at = 0, [], dict[int, int]()  # batch -> version of its sampler
     for due in schedule.plan(stages, batches):
         version = (due.batch - 1) * i
-        if due.reason:
-            version_served = version
-        generated_at.update(dict.fromkeys(due.to_generate, version_served))
-        lag.append(version - generated_at[due.batch])
-    return lag
+        alpha = version if due.reason else alpha
+        generated_at.update(dict.fromkeys(due.to_generate, alpha))
+        lags.append(version - generated_at[due.batch])
+    return lags
 
 
 def largest_lag(schedule: Schedule, stages: int, batches: int, i: int) -> int:

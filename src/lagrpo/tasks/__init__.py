@@ -7,11 +7,12 @@ settings without loading anything.
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 from lagrpo.errors import suggest
@@ -25,7 +26,6 @@ from lagrpo.tasks.base import (
     order_prompts,
     read_options,
 )
-from lagrpo.tasks.importing import is_reference, load_function
 
 __all__ = [
     "Judge",
@@ -35,6 +35,7 @@ __all__ = [
     "Unjudgeable",
     "build_messages",
     "check_options",
+    "load_function",
     "load_task",
     "option_takers",
     "order_prompts",
@@ -93,21 +94,16 @@ def check_options(settings: TaskSettings) -> None:
             f"task.name: there is no task {name!r}; there are {', '.join(known)}, and a task of your own as "
             f"'package.module:function'.{suggest(name, known)}"
         )
-    if name == "custom":
-        _check_custom(settings)
-    for option, tasks in option_takers().items():
-        if name not in tasks and getattr(settings, option) is not None:
-            do = f"{tasks[0]} does" if len(tasks) == 1 else f"{', '.join(tasks[:-1])} and {tasks[-1]} do"
-            raise ValueError(f"task.{option} is set, but the task {name!r} does not take it: {do}")
-
-
-def _check_custom(settings: Any) -> None:
-    """Raise ValueError for a reward that is missing, or that lacks the column to judge against."""
-    if settings.reward is None:
+    own: Any = settings
+    if name == "custom" and reward is None:
         known = ", ".join(JUDGES)
         raise ValueError(f"the task 'custom' needs task.reward: one of {known}, or a 'package.module:function'")
-    if settings.answer_column is None and not is_reference(settings.reward):
-        raise ValueError(f"the reward {settings.reward!r} needs task.answer_column, the column to judge against")
+    if name == "custom" and reward in JUDGES and own.answer_column is None:
+        raise ValueError(f"the reward {reward!r} needs task.answer_column, the column to judge against")
+    for option, tasks in option_takers().items():
+        if name not in tasks and getattr(own, option) is not None:
+            do = f"{tasks[0]} does" if len(tasks) == 1 else f"{', '.join(tasks[:-1])} and {tasks[-1]} do"
+            raise ValueError(f"task.{option} is set, but the task {name!r} does not take it: {do}")
 
 
 def load_task(settings: TaskSettings, seed: int) -> Task:
@@ -123,7 +119,7 @@ def load_task(settings: TaskSettings, seed: int) -> Task:
     name = settings.name
     if not is_reference(name):
         require_installed(name)
-        file = import_module(f"lagrpo.tasks.{name}")
+        file = importlib.import_module(f"lagrpo.tasks.{name}")
         judge = load_judge(settings.reward, file.judge)
         rows, ask = file.load(read_options(task_options()[name], settings), seed)
         return RowTask(name, rows, ask, judge, settings.system_prompt)
@@ -148,3 +144,42 @@ def require_installed(name: str) -> None:
     """Raise ImportError, saying what to install, where a task or reward needs a missing package."""
     if name == "math" and importlib.util.find_spec("math_verify") is None:
         raise ImportError("judging mathematics needs math-verify: pip install 'lagrpo[math]'")
+
+
+def is_reference(name: str) -> bool:
+    """Whether a name in the settings is a "package.module:function", not something built in."""
+    return ":" in name
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """The function that "package.module:function" names.
+
+    This finds modules in the current directory, too, though Python puts a console script's own directory on the path.
+    They come last, so that no file there can shadow the standard library. Worker processes inherit the path.
+
+    Raises ValueError for a name of another form, a missing module or attribute (with the nearest one), and an attribute
+    that cannot be called. An import that fails inside the module raises its own error."""
+    module_name, _, attribute = reference.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
+        raise ValueError(f"{reference!r} is not of the form 'package.module:function'")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+    module = _import(module_name, reference)
+    if not hasattr(module, attribute):
+        where = getattr(module, "__file__", None) or module_name
+        raise ValueError(f"{reference!r}: {where} has no attribute {attribute!r}.{suggest(attribute, vars(module))}")
+    if not callable(function := getattr(module, attribute)):
+        raise ValueError(f"{reference!r} is a {type(function).__name__}, not a function")
+    return function
+
+
+def _import(module_name: str, reference: str) -> Any:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module was found, but something that it imports was not
+        raise ValueError(
+            f"{reference!r}: there is no module {error.name!r}. Looked in the current directory ({os.getcwd()}) and "
+            "where installed packages are; is the name right, and is there a file of that name?"
+        ) from error

@@ -9,21 +9,16 @@ additions 80 and 20.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, Literal
 
 from lagrpo.tasks.base import Ask, Unjudgeable, option
-from lagrpo.tasks.reading import find_numerals, read_last_number, simplify
+from lagrpo.tasks.reading import find_last_numeral, find_numerals, simplify
 
 WORDING = "What is {problem}? Answer with just the number."
 
-OPERATIONS: dict[str, tuple[str, Callable[[int, int], int]]] = {
-    "+": ("plus", lambda a, b: a + b),
-    "-": ("minus", lambda a, b: a - b),
-    "*": ("times", lambda a, b: a * b),
-}
+OPERATIONS = {"+": ("plus", operator.add), "-": ("minus", operator.sub), "*": ("times", operator.mul)}
 _TRAIN, _TEST = 10_000, 1_000
 _FEW = 2**17
 
@@ -43,9 +38,10 @@ def load(options: Options, seed: int) -> tuple[dict[str, list[Problem]], Ask]:
     """The problems of each split, and how one is asked."""
 
     def ask(problem: Problem) -> tuple[str, str]:
-        operation, a, b = problem
-        shown = f"{spell(a)} {OPERATIONS[operation][0]} {spell(b)}" if options.words else f"{a} {operation} {b}"
-        return WORDING.format(problem=shown), str(OPERATIONS[operation][1](a, b))
+        sign, a, b = problem
+        word, compute = OPERATIONS[sign]
+        shown = f"{spell(a)} {word} {spell(b)}" if options.words else f"{a} {sign} {b}"
+        return WORDING.format(problem=shown), str(compute(a, b))
 
     train, test = split(tuple(dict.fromkeys(options.operations)) or ("+",), options.digits, seed)
     return {"train": train, "test": test}, ask
@@ -63,7 +59,8 @@ def judge(text: str, gold: Any) -> float:
     except (TypeError, ValueError) as error:
         raise Unjudgeable(f"the gold answer {gold!r} is no integer") from error
     text = simplify(text)
-    return float(read_last_number(text, find_numerals(text)) == Fraction(right))
+    last = find_last_numeral(text, find_numerals(text))
+    return float(last is not None and last.value == right)
 
 
 def split(operations: tuple[str, ...], digits: int, seed: int) -> tuple[list[Problem], list[Problem]]:
@@ -72,16 +69,12 @@ def split(operations: tuple[str, ...], digits: int, seed: int) -> tuple[list[Pro
 
     numbers = 10**digits
     test_size = min(_TEST, len(operations) * numbers**2 // 5)
-    train: list[Problem] = []
-    test: list[Problem] = []
+    train, test = list[Problem](), list[Problem]()
     for operation, a, b in _sample_problems(operations, numbers, seed):
         both = [(operation, a, b)] if a == b else [(operation, a, b), (operation, b, a)]
         (test if len(test) + len(both) <= test_size else train).extend(both)
-    shuffled = [
-        [problems[index] for index in permutation(len(problems), seed, "arithmetic", "order", name)]
-        for name, problems in (("train", train), ("test", test))
-    ]
-    return shuffled[0][:_TRAIN], shuffled[1]
+    orders = [permutation(len(p), seed, "arithmetic", "order", name) for p, name in ((train, "train"), (test, "test"))]
+    return [train[n] for n in orders[0][:_TRAIN]], [test[n] for n in orders[1]]
 
 
 def _sample_problems(operations: tuple[str, ...], numbers: int, seed: int) -> list[Problem]:
@@ -102,8 +95,8 @@ _ONES = [
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
 ]
-_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 # fmt: on
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 
 
 def spell(number: int) -> str:

@@ -110,13 +110,11 @@ class RowTask:
 
 def build_messages(question: str | Messages, system_prompt: str | None = None) -> tuple[Mapping[str, str], ...]:
     """The messages for the chat template: the system prompt if there is one ("" is none), then the question as the
-    user's turn, or the given messages.
-
-    Raises:
-        ValueError: the question is neither a text nor a list of messages, or the messages have a system turn already.
-    """
+    user's turn, or the given messages. Raises ValueError for a question that is neither a text nor a list of messages,
+    and for messages that have a system turn already."""
     turns = ({"role": "user", "content": question},) if isinstance(question, str) else question
-    if not _are_messages(turns):
+    listed: Any = turns if isinstance(turns, list | tuple) else ()
+    if not (listed and all(map(_has_role, listed)) and isinstance(listed[-1].get("content"), str)):
         raise ValueError(
             f"its prompt is {question!r:.80}: a prompt is a text, or a list of messages such as {{'role': 'user', "
             "'content': '...'}, the last of which has a text"
@@ -124,18 +122,13 @@ def build_messages(question: str | Messages, system_prompt: str | None = None) -
     turns = tuple(turns)
     if not system_prompt:
         return turns
-    if turns and turns[0].get("role") == "system":
+    if turns[0]["role"] == "system":
         raise ValueError("the prompt has a system turn of its own: leave task.system_prompt unset for this data")
     return ({"role": "system", "content": system_prompt}, *turns)
 
 
-def _are_messages(turns: Any) -> bool:
-    """Whether these are messages: each has a role, and the last one a text."""
-    if not isinstance(turns, list | tuple) or not turns:
-        return False
-    return all(isinstance(t, Mapping) and isinstance(t.get("role"), str) for t in turns) and isinstance(
-        turns[-1].get("content"), str
-    )
+def _has_role(turn: Any) -> bool:
+    return isinstance(turn, Mapping) and isinstance(turn.get("role"), str)
 
 
 def order_prompts(seed: int, epoch: int, size: int) -> list[int]:

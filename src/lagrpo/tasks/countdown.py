@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import itertools
+import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -34,12 +36,7 @@ _SIZE = re.compile(r"\\(?:left|right)(?![a-z])")
 _DELIMITER = re.compile(r"\\[()\[\]]")
 _STRETCH = re.compile(r"[-+*/() 0-9]+")
 _OPERATION = re.compile(r"[0-9)] *[-+*/]+ *[-+( ]*[0-9]")
-_ARITHMETIC: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.Div: lambda a, b: a / b,
-}
+_ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ def judge(text: str, gold: Any) -> float:
         tree = ast.parse(expression, mode="eval").body
         used = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
         return float(used <= Counter(numbers) and _evaluate(tree) == target)
-    except (SyntaxError, ZeroDivisionError, _NotArithmetic):
+    except (SyntaxError, ZeroDivisionError):
         return 0.0
 
 
@@ -87,17 +84,13 @@ def find_expression(text: str) -> str | None:
     if tagged := _TAG.findall(text):
         text = tagged[-1]
     text = _DELIMITER.sub(" ; ", _SIZE.sub("", text))
-    for spelling, operator in _SPELLINGS.items():
-        text = text.replace(spelling, operator)
+    for spelling, sign in _SPELLINGS.items():
+        text = text.replace(spelling, sign)
     stretches = [found.strip() for found in _STRETCH.findall(text) if _OPERATION.search(found)]
     if not stretches:
         return None
     bold = stretches[-1].startswith("**") and stretches[-1].endswith("**")
     return stretches[-1][2:-2] if bold else stretches[-1]
-
-
-class _NotArithmetic(Exception):  # noqa: N818
-    pass
 
 
 def _evaluate(node: ast.AST) -> Fraction:
@@ -109,12 +102,11 @@ def _evaluate(node: ast.AST) -> Fraction:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         operand = _evaluate(node.operand)
         return -operand if isinstance(node.op, ast.USub) else operand
-    raise _NotArithmetic(type(node).__name__)
+    raise SyntaxError(f"{type(node).__name__} is no arithmetic")
 
 
 def _read_gold(gold: Any) -> tuple[list[int], int]:
-    numbers = gold.get("numbers") if isinstance(gold, Mapping) else None
-    target = gold.get("target") if isinstance(gold, Mapping) else None
+    numbers, target = (gold.get("numbers"), gold.get("target")) if isinstance(gold, Mapping) else (None, None)
     if not isinstance(numbers, Sequence) or not all(type(number) is int for number in (*numbers, target)):
         raise Unjudgeable(f"the gold answer {gold!r} is not of the form {{'numbers': [3, 5, 7], 'target': 20}}")
     return list(numbers), int(target or 0)
@@ -139,12 +131,11 @@ class Problems(Sequence[dict[str, Any]]):
     def __getitem__(self, index: Any) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(f"the {self.split} split has problems 0 .. {len(self) - 1}; there is no {index}")
-        attempt = 0
-        while True:
+        for attempt in itertools.count():
             numbers, target = _make_problem(self.drawn, self.seed, self.split, index, attempt)
             if target in _TARGETS and target not in numbers and _choose_split(numbers, target) == self.split:
-                return {"numbers": numbers, "target": target}
-            attempt += 1
+                break
+        return {"numbers": numbers, "target": target}
 
 
 def _choose_split(numbers: list[int], target: int) -> str:
@@ -162,12 +153,7 @@ def _make_problem(count: int, *address: int | str) -> tuple[list[int], int]:
     numbers = [1 + int(next(draws) * _LARGEST) for _ in range(count)]
     left = list(numbers)
     while len(left) > 1:
-        a = left.pop(int(next(draws) * len(left)))
-        b = left.pop(int(next(draws) * len(left)))
-        results = [a + b, a * b]
-        if a != b:
-            results.append(abs(a - b))
-        if max(a, b) % min(a, b) == 0:
-            results.append(max(a, b) // min(a, b))
+        b, a = sorted(left.pop(int(next(draws) * len(left))) for _ in range(2))
+        results = [a + b, a * b, *([a - b] if a != b else []), *([] if a % b else [a // b])]
         left.append(results[int(next(draws) * len(results))])
     return numbers, left[0]

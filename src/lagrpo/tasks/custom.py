@@ -31,8 +31,7 @@ class Options(DataOptions):
 
 
 def load(options: Options, seed: int) -> tuple[dict[str, Rows], Ask]:
-    """The rows of each split, and how one is asked. Raises ValueError for a missing setting, missing data or an unfit
-    column."""
+    """The rows of each split, and how one is asked. Raises ValueError for missing or unfit settings or data."""
     rows, ask = _load_splits(options, seed), partial(_ask, options)
     for side, split in rows.items():
         columns = [column for column in (options.prompt_column, options.answer_column) if column is not None]
@@ -59,7 +58,6 @@ def judge(text: str, gold: Any) -> float:
 
 
 def _ask(options: Options, row: Mapping[str, Any]) -> tuple[str | Messages, Any]:
-    """A row's prompt and gold answer, by the columns that the options name."""
     prompt = row[str(options.prompt_column)]
     gold = dict(row) if options.answer_column is None else row[options.answer_column]
     if isinstance(prompt, str):

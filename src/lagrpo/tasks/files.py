@@ -42,10 +42,7 @@ def load_rows(
 
     In a directory, a split is the first existing file of file_names(split). `hub` is the dataset to suggest where no
     data is named, and the configuration to take where `task.data` is that dataset's name alone. Rows with an empty
-    answer are left out, which is logged.
-
-    Raises:
-        ValueError: data that is missing, cannot be read or lacks a column.
+    answer are left out, which is logged. Raises ValueError for data that is missing, cannot be read or lacks a column.
     """
     rows: dict[str, Rows] = {}
     for side, split in (("train", options.train_split or "train"), ("test", options.test_split or "test")):
@@ -61,9 +58,8 @@ def load_rows(
         check_columns(found, (question, answer), f"the {side} split")
         rows[side] = [row for row in found if row[answer] not in (None, "")]
         if left_out := len(found) - len(rows[side]):
-            logger.warning(
-                "%d of the %d rows of the %s split have no answer and are left out", left_out, len(found), side
-            )
+            message = "%d of the %d rows of the %s split have no answer and are left out"
+            logger.warning(message, left_out, len(found), side)
     return rows
 
 
@@ -125,12 +121,11 @@ def check_columns(rows: Rows, columns: Iterable[str], where: str) -> None:
     """Raise ValueError where there are no rows, or the first row lacks one of these columns."""
     if not len(rows):
         raise ValueError(f"{where} has no rows")
+    known = list(rows[0])
     for column in columns:
-        if column not in rows[0]:
-            known = list(rows[0])
-            raise ValueError(
-                f"{where} has no column {column!r}; its columns are {', '.join(known)}.{suggest(column, known)}"
-            )
+        if column not in known:
+            names = ", ".join(known)
+            raise ValueError(f"{where} has no column {column!r}; its columns are {names}.{suggest(column, known)}")
 
 
 def hold_out(count: int, seed: int) -> tuple[list[int], list[int]]:

@@ -73,19 +73,15 @@ def judge(text: str, gold: Any) -> float:
     """
     if ratio := _read_ratio(gold):
         return float(_find_ratio(text) == ratio)
-    value = read_gold(gold)
-    if value.denominator == 1:
-        return float(find_number(text) == value)
-    return float(agree(_find(text, fractions=True), _read_gold(gold)))
-
-
-def find_number(text: str, fractions: bool = False) -> Fraction | None:
-    """The number that counts in an answer by the rule of `judge`; None without one."""
-    found = _find(text, fractions)
-    return found.value if found else None
+    right = _read_gold(gold)
+    if right.value is not None and right.value.denominator == 1:
+        found = _find(text, fractions=False)
+        return float(found is not None and found.value == right.value)
+    return float(agree(_find(text, fractions=True), right))
 
 
 def _find(text: str, fractions: bool) -> Numeral | None:
+    """The number that counts in an answer by the rule of `judge`; None without one."""
     part, first = _find_counting_part(text)
     found = find_numerals(part)
     if fractions:
@@ -126,14 +122,8 @@ def _find_counting_part(text: str) -> tuple[str, bool]:
     return text, False
 
 
-def read_gold(gold: Any) -> Fraction:
-    """The gold number. Raises Unjudgeable where `gold` is not one number."""
-    value = _read_gold(gold).value
-    assert value is not None
-    return value
-
-
 def _read_gold(gold: Any) -> Numeral:
+    """The gold number. Raises Unjudgeable where `gold` is not one number."""
     if isinstance(gold, int | float) and not isinstance(gold, bool) and math.isfinite(gold):
         if gold == int(gold):
             return Numeral(Fraction(int(gold)), 0, 0)

@@ -104,11 +104,7 @@ def simplify(text: str) -> str:
 
 def find_numerals(text: str) -> list[Numeral]:
     """The numerals of a text in order, with the unreadable ones (see the head of this file)."""
-    return [
-        Numeral(_read_value(text, token), token.start(), token.end(), _count_places(text, token))
-        for token in _TOKEN.finditer(text)
-        if _HAS_DIGIT.search(token.group())
-    ]
+    return [_read(text, token) for token in _TOKEN.finditer(text) if _HAS_DIGIT.search(token.group())]
 
 
 def merge_fractions(text: str, found: list[Numeral]) -> list[Numeral]:
@@ -124,19 +120,13 @@ def merge_fractions(text: str, found: list[Numeral]) -> list[Numeral]:
     return merged
 
 
-def read_last_number(text: str, found: list[Numeral]) -> Fraction | None:
-    """The number that the last numeral names: None without one, where it is unreadable, and where it is joined to the
-    one before it.
+def find_last_numeral(text: str, found: list[Numeral]) -> Numeral | None:
+    """The last numeral: None without one, and where it is joined to the one before it.
 
-    >>> [read_last_number(text, find_numerals(text)) for text in ("3 + 4 = 7.", "6 or 7", "3 + 4", "no")]
+    >>> answers = "3 + 4 = 7.", "6 or 7", "3 + 4", "no"
+    >>> [getattr(find_last_numeral(text, find_numerals(text)), "value", None) for text in answers]
     [Fraction(7, 1), None, None, None]
     """
-    last = find_last_numeral(text, found)
-    return last.value if last else None
-
-
-def find_last_numeral(text: str, found: list[Numeral]) -> Numeral | None:
-    """The numeral of `read_last_number`."""
     if not found or (len(found) > 1 and are_joined(text, found[-2], found[-1])):
         return None
     return found[-1]
@@ -193,22 +183,17 @@ def _cut_between(text: str, left: Numeral, right: Numeral) -> str:
     return text[left.end : right.start]
 
 
-def _count_places(text: str, token: re.Match[str]) -> int:
-    parts = _NUMERAL.fullmatch(token.group()) if len(token.group()) <= _LONGEST else None
-    if parts is None or parts["exponent"] or parts["unit"].lower() == "k" or _SCALE_WORD.match(text, token.end()):
-        return 0
-    whole, _, decimals = parts["digits"].replace(",", "").partition(".")
-    return len(decimals) if len(f"{whole}{decimals}".lstrip("0")) >= SIGNIFICANT else 0
-
-
-def _read_value(text: str, token: re.Match[str]) -> Fraction | None:
-    written = token.group()
+def _read(text: str, token: re.Match[str]) -> Numeral:
+    written, start, end = token.group(), token.start(), token.end()
     parts = _NUMERAL.fullmatch(written) if len(written) <= _LONGEST else None
-    if parts is None or not written.isascii():
-        return None
-    scale = _SCALES["k"] if parts["unit"].lower() == "k" else 0
-    if word := _SCALE_WORD.match(text, token.end()):
-        scale = _SCALES[word[1].lower()]
-    value = Fraction(parts["digits"].replace(",", "")) * 10 ** (int(parts["exponent"] or 0) + scale)
-    negative = _NEGATIVE.search(text[max(0, token.start() - 20) : token.start()])
-    return -value if negative else value
+    if parts is None:
+        return Numeral(None, start, end)
+    word = _SCALE_WORD.match(text, end)
+    touching = "k" if parts["unit"].lower() == "k" else ""
+    scale = _SCALES.get(word[1].lower() if word else touching, 0)
+    digits = parts["digits"].replace(",", "")
+    value = Fraction(digits) * 10 ** (int(parts["exponent"] or 0) + scale)
+    decimals = digits.partition(".")[2]
+    counted = not scale and not parts["exponent"] and len(digits.replace(".", "").lstrip("0")) >= SIGNIFICANT
+    negative = _NEGATIVE.search(text[max(0, start - 20) : start])
+    return Numeral(-value if negative else value, start, end, len(decimals) if counted else 0)

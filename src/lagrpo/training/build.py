@@ -254,7 +254,7 @@ def build_parity_check(settings: Settings, policy: Policy, source: PromptSource,
     """
     parity_prompts = source.parity_prompts(PARITY_PROMPTS)
     if isinstance(sampler, VllmSampler):
-        return ParityCheck(parity_prompts, sampler.dtype, settings.vllm.tolerance)
+        return ParityCheck(parity_prompts, sampler.weights.dtype, settings.vllm.tolerance)
     assert isinstance(sampler, LocalSampler)
     check = ParityCheck(parity_prompts, policy.dtype)
     with refusing("model.path", ParityError):

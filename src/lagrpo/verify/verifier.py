@@ -7,27 +7,33 @@ the others are judged as usual. When more than a stated share of a batch has no 
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import signal
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
+from multiprocessing.context import SpawnContext
+from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
+from pebble.pool.process import WORKERS_NAME
 
 from lagrpo.tasks.base import Judge
 from lagrpo.threads import cores
 from lagrpo.types import Completion, Group, Outcome
 from lagrpo.verify import worker
-from lagrpo.verify.processes import WorkerContext, pickle_judge, refuse_in_worker
+from lagrpo.workers import Process
 
 _EARLY = 64
 _RESTARTS = 3
 _PATIENCE = 30.0
 _CLOSING = 10.0
+MAIN = b"__main__"  # in a pickled judge: it is defined in the main script
 
 
 class VerifierError(RuntimeError):
@@ -43,10 +49,8 @@ class Verifier:
         deadline: seconds for one completion.
         max_without_reward: largest share of a batch's completions without a reward (unscored or failed).
 
-    The processes start in the background at once, and run until `close` or the end of the `with` block.
-
-    Raises:
-        TypeError: the judge cannot be sent to another process.
+    The processes start in the background at once, and run until `close` or the end of the `with` block. Raises
+    TypeError for a judge that cannot be sent to another process.
     """
 
     def __init__(
@@ -69,10 +73,8 @@ class Verifier:
         Completions are judged while `groups` goes on yielding, and a group is yielded as soon as it and those before it
         are done. A completion that has an outcome already (it failed) keeps it.
 
-        Raises:
-            VerifierError: more than `max_without_reward` of the completions got no reward (raised after every group was
-                yielded, or earlier, once 64 completions have an outcome), or no worker can judge.
-        """
+        Raises VerifierError where no worker can judge, and where more than `max_without_reward` of the completions got
+        no reward (after every group was yielded, or earlier, once 64 completions have an outcome)."""
         pending: deque[tuple[Group, list[_Job | None]]] = deque()
         tally = Tally()
         try:
@@ -119,11 +121,9 @@ class Verifier:
 
     def _collect(self, group: Group, jobs: list[_Job | None], tally: Tally) -> Group:
         """Wait for the outcomes of the group, and return it with them."""
-        outcomes = [self._outcome(job) if job is not None else None for job in jobs]
-        completions = zip(group.completions, outcomes, strict=True)
-        judged = replace(
-            group, completions=tuple(replace(c, outcome=o) if o is not None else c for c, o in completions)
-        )
+        pairs = zip(group.completions, jobs, strict=True)
+        completions = tuple(replace(c, outcome=self._outcome(job)) if job is not None else c for c, job in pairs)
+        judged = replace(group, completions=completions)
         tally.add(judged)
         if tally.completions >= _EARLY and (message := describe_excess(tally, self.max_without_reward)):
             raise VerifierError(message)
@@ -196,11 +196,9 @@ class Tally:
     examples: dict[str, str] = field(default_factory=dict)
 
     def add(self, group: Group) -> None:
-        """Count a judged group."""
         self.completions += len(group.completions)
         for completion in group.completions:
-            outcome = completion.outcome
-            if outcome is not None and outcome.kind != "scored":
+            if (outcome := completion.outcome) is not None and outcome.kind != "scored":
                 reason = f"{outcome.kind}: {outcome.reason}"
                 self.reasons[reason] += 1
                 self.examples.setdefault(reason, f"{completion.text!r:.200}, judged against {group.prompt.gold!r:.100}")
@@ -212,15 +210,14 @@ def describe_excess(tally: Tally, max_share: float) -> str | None:
     >>> describe_excess(Tally(8, Counter({"unscored: no verdict within 5 s": 2})), max_share=0.25) is None
     True
     """
-    without_reward = tally.reasons.total()
+    without_reward, most_common = tally.reasons.total(), tally.reasons.most_common(5)
     if without_reward <= max_share * tally.completions:
         return None
-    counts = "\n".join(f"  {count} x {reason}" for reason, count in tally.reasons.most_common(5))
-    most_common = tally.reasons.most_common(1)[0][0]
+    counts = "\n".join(f"  {count} x {reason}" for reason, count in most_common)
     return (
         f"{without_reward} of {tally.completions} completions have no reward, which is more than the allowed share of "
         f"{max_share:g} (verifier.max_without_reward):\n{counts}\nThe first of the most common kind: "
-        f"{tally.examples.get(most_common, 'not kept')}"
+        f"{tally.examples.get(most_common[0][0], 'not kept')}"
     )
 
 
@@ -236,3 +233,51 @@ def _describe_end(exit_code: int) -> str:
         names = {known.value: known.name for known in signal.Signals}
         return f"was ended by {names.get(-exit_code, f'signal {-exit_code}')}"
     return f"ended itself with exit code {exit_code}"
+
+
+def pickle_judge(judge: Judge) -> bytes:
+    """Pickle the judge for worker processes: a reference to a function in a module, or an object. Raises TypeError
+    where it cannot be pickled."""
+    try:
+        data = pickle.dumps(judge)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"the judge {judge!r} cannot be sent to worker processes ({error}): make it a function at the top level of "
+            "a module, not a lambda, a nested function or an object that holds open things"
+        ) from error
+    if MAIN in data and not getattr(sys.modules["__main__"], "__file__", None):
+        raise TypeError(
+            f"the judge {judge!r} was typed at the interactive prompt, where worker processes cannot import it: move "
+            "it to a file of its own and import it from there"
+        )
+    return data
+
+
+def refuse_in_worker() -> None:
+    """Raise RuntimeError in a worker process: only a script that starts its work on import gets here."""
+    if multiprocessing.current_process().name == WORKERS_NAME:
+        raise RuntimeError(
+            "a worker process imported the main script (the judge is defined in it), and the script began its work "
+            "again: put what it does under  if __name__ == '__main__':  or move the judge to a file of its own"
+        )
+
+
+class WorkerContext(SpawnContext):
+    """The multiprocessing context of one judge's workers; it knows the processes that it started."""
+
+    def __init__(self, judge: bytes) -> None:
+        super().__init__()
+        self._imports_main = MAIN in judge
+        self._started: list[Process] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> Process:  # type: ignore[override]  # noqa: N802
+        process = Process(*args, **kwargs)
+        process.imports_main = self._imports_main
+        self._started = [*(other for other in self._started if other.pid is None or other.is_alive()), process]
+        return process
+
+    def kill(self) -> None:
+        """Kill every process that is still there."""
+        for process in self._started:
+            if process.pid is not None:
+                process.kill()

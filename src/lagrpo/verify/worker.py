@@ -16,9 +16,9 @@ import signal
 import sys
 import threading
 import traceback
+from multiprocessing import resource_tracker
 
 from lagrpo.tasks.base import Judge, Unjudgeable
-from lagrpo.verify.leaks import track_alone
 from lagrpo.workers import die_with_parent, limit_cpu_time
 
 Verdict = tuple[str, float | str]
@@ -26,6 +26,8 @@ Verdict = tuple[str, float | str]
 POLITENESS = 5  # niceness: of a core that both want, the policy gets three quarters and the judge one
 _SPARE_SECONDS = 5
 _LONGEST_REASON = 300
+_SILENT = "ignore:resource_tracker:UserWarning"  # for the tracker, which gets our warning options
+_SEGMENTS = "/dev/shm"  # where Linux lists them; elsewhere every segment counts as our own
 
 _judge: Judge | None = None
 _problem = ""
@@ -89,3 +91,36 @@ def _give_way() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
+
+
+class OwnTracker(resource_tracker.ResourceTracker):
+    """Removes what a judge leaves behind: shared memory and semaphores that outlive their process. Python has one
+    tracker for a program and its children, which does so when the program ends, with a warning. A worker gets its own,
+    which does so silently as soon as the worker has ended, killed or not.
+
+    Python also registers shared memory that a process only opens (always, before 3.13); segments older than this
+    tracker belong to other processes and stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._others = frozenset(os.listdir(_SEGMENTS)) if os.path.isdir(_SEGMENTS) else frozenset[str]()
+        self._tracked: set[tuple[str, str]] = set()
+
+    def register(self, name: str, rtype: str) -> None:
+        if rtype != "shared_memory" or name.lstrip("/") not in self._others:
+            self._tracked.add((name, rtype))
+            super().register(name, rtype)
+
+    def unregister(self, name: str, rtype: str) -> None:
+        if (name, rtype) in self._tracked:
+            self._tracked.remove((name, rtype))
+            super().unregister(name, rtype)
+
+
+def track_alone() -> None:
+    """Give this process its own tracker, which starts when it is first needed."""
+    sys.warnoptions.append(_SILENT)
+    own = OwnTracker()
+    resource_tracker._resource_tracker = own
+    for name in ("ensure_running", "register", "unregister", "getfd"):
+        setattr(resource_tracker, name, getattr(own, name))

@@ -20,15 +20,13 @@ from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.errors import refusing
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.model import Policy
-from lagrpo.sampling.vllm.directories import Directories
 from lagrpo.sampling.vllm.fleet import Fleet
 from lagrpo.sampling.vllm.generation import Generation
-from lagrpo.sampling.vllm.nccl_wire import NcclWire
 from lagrpo.sampling.vllm.process import Launch, StartedServer, check_python, split_options
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import GENERATE, HOW_TO_START, KEY, Deadlines, RefusedError, SamplerError, Server
-from lagrpo.sampling.vllm.weights import WeightSync
-from lagrpo.sampling.vllm.wire import DirectoryWire, IpcWire, Wire
+from lagrpo.sampling.vllm.weights import Directories, WeightSync
+from lagrpo.sampling.vllm.wire import DirectoryWire, IpcWire, NcclWire, Wire
 from lagrpo.settings.schema import SamplingSettings, Settings, VllmSettings
 
 logger = logging.getLogger("lagrpo")
@@ -40,22 +38,14 @@ TEXTS = ("Hello, world 12 + 30 = 42", "def f(x):\n    return x", "Größe, 数�
 
 
 def deadlines(settings: VllmSettings) -> Deadlines:
-    """The deadlines of the settings."""
-    return Deadlines(
-        start=settings.start_deadline,
-        request=settings.request_deadline,
-        sync=settings.sync_deadline,
-        control=settings.control_deadline,
-    )
+    s = settings
+    return Deadlines(s.start_deadline, s.request_deadline, s.sync_deadline, s.control_deadline)
 
 
 def open_servers(settings: Settings) -> list[Server]:
     """The servers of the settings. Servers that run already are reachable, accept our key and have the endpoints;
-    servers that are started here are on their way (`build_vllm` waits for them).
-
-    Raises:
-        SettingsError: a server that cannot be used, or cannot be started.
-    """
+    servers that are started here are on their way (`build_vllm` waits for them). Raises SettingsError for a server that
+    cannot be used, or cannot be started."""
     with refusing("vllm", SamplerError):
         check_wire(settings.vllm)
         if settings.vllm.urls:
@@ -71,15 +61,13 @@ def check_wire(settings: VllmSettings) -> None:
             "here; use 'directory'"
         )
     if settings.directory is not None:
-        path = Path(settings.directory).expanduser()
+        path, name = Path(settings.directory).expanduser(), f"directory = {settings.directory!r}"
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(
-                f"directory = {settings.directory!r} is no directory, and cannot be made: {error}"
-            ) from error
+            raise ValueError(f"{name} is no directory, and cannot be made: {error}") from error
         if not os.access(path, os.W_OK):
-            raise ValueError(f"directory = {settings.directory!r} cannot be written to")
+            raise ValueError(f"{name} cannot be written to")
 
 
 def attach_server(url: str, settings: Settings) -> Server:
@@ -92,72 +80,46 @@ def attach_server(url: str, settings: Settings) -> Server:
     if GENERATE not in server.call("GET", "/openapi.json")["paths"]:
         raise ValueError(f"{url} has no {GENERATE}: {HOW_TO_START}")
     theirs, ours = (_read_sizes(path) for path in (root, resolve_model(settings.model.path)))
-    differing = [name for name in theirs if name in ours and theirs[name] != ours[name]]
+    differing = [f"{n} {theirs[n]} (not {ours[n]})" for n in theirs if n in ours and theirs[n] != ours[n]]
     if differing:
-        raise ValueError(
-            f"{url} serves another model than model.path: {root} has "
-            + ", ".join(f"{name} {theirs[name]} (not {ours[name]})" for name in differing[:3])
-        )
+        raise ValueError(f"{url} serves another model than model.path: {root} has {', '.join(differing[:3])}")
     return server
 
 
 def start_servers(settings: Settings) -> list[Server]:
     """Servers of our own, on their way up. Raises ValueError if they cannot be started."""
-    launch, folder = _plan_launch(settings), Path(settings.run.directory)
-    with refusing("run.directory"):
-        folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log" for _ in range(settings.vllm.servers)]
-    for path in paths:
-        logger.info("starting a vLLM server, for at most %g s (log: %s)", settings.vllm.start_deadline, path)
-    return [StartedServer(launch, deadlines(settings.vllm), path) for path in paths]
-
-
-def _plan_launch(settings: Settings) -> Launch:
-    vllm, sampling = settings.vllm, settings.sampling
+    vllm, sampling, folder = settings.vllm, settings.sampling, Path(settings.run.directory)
     with refusing("vllm.python"):
-        check_python(vllm.python)
+        python = check_python(vllm.python)
     options = split_options(vllm.options)
     if taken := OURS & {word.partition("=")[0] for word in options}:
         raise ValueError(f"options: {', '.join(sorted(taken))} is set by lagrpo itself")
-    return Launch(
-        python=str(Path(vllm.python).expanduser().absolute()),
-        model=resolve_model(settings.model.path),
-        dtype=pick_dtype(settings.model.dtype, pick_device(settings.model.device))[0],
-        longest=_longest(sampling),
-        max_num_seqs=sampling.max_num_seqs,
-        wire=vllm.weight_sync,
-        options=options,
-    )
+    model = resolve_model(settings.model.path)
+    dtype, _ = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
+    launch = Launch(python, model, dtype, _longest(sampling), sampling.max_num_seqs, vllm.weight_sync, options)
+    with refusing("run.directory"):
+        folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log" for _ in range(vllm.servers)]
+    for path in paths:
+        logger.info("starting a vLLM server, for at most %g s (log: %s)", vllm.start_deadline, path)
+    return [StartedServer(launch, deadlines(vllm), path) for path in paths]
 
 
 def build_vllm(settings: Settings, policy: Policy, servers: Sequence[Server]) -> VllmSampler:
-    """The sampler over the servers, once they are ready.
-
-    Raises:
-        SettingsError: a server did not get ready, or serves another model or shorter sequences.
-    """
-    vllm, tokenizer = settings.vllm, policy.chat.tokenizer
+    """The sampler over the servers, once they are ready. Raises SettingsError where one does not get ready, or serves
+    another model or shorter sequences."""
+    vllm, s, chat = settings.vllm, settings.sampling, policy.chat
     with refusing("vllm", SamplerError):
         for server in servers:
             server.wait(vllm.start_deadline)
-            check_length(server, _longest(settings.sampling))
-            check_tokenizer(server, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
+            check_length(server, _longest(s))
+            check_tokenizer(server, lambda text: chat.tokenizer(text, add_special_tokens=False)["input_ids"])
         dtype = max((read_dtype(server) for server in servers), key=COARSENESS.index)
         directories = Directories(vllm.directory)
     fleet = Fleet(servers, vllm.failures)
     weights = WeightSync(fleet, WIRES[vllm.weight_sync](), directories, dtype)
-    return VllmSampler(fleet, _plan_generation(settings, policy), weights, vllm.in_flight)
-
-
-def _plan_generation(settings: Settings, policy: Policy) -> Generation:
-    return Generation(
-        seed=settings.run.seed,
-        max_tokens=settings.sampling.max_tokens,
-        tau=settings.sampling.temperature,
-        eos_ids=sorted(policy.chat.eos_ids),
-        max_num_seqs=settings.sampling.max_num_seqs,
-        decode=policy.chat.decode,
-    )
+    generation = Generation(settings.run.seed, s.max_tokens, s.temperature, chat.eos_ids, s.max_num_seqs, chat.decode)
+    return VllmSampler(fleet, generation, weights, vllm.in_flight)
 
 
 def check_length(server: Server, longest: int) -> None:

@@ -24,7 +24,7 @@ class Served:
     def __init__(self) -> None:
         self.run = secrets.token_hex(4)  # so that another run's version 3 is not taken for ours
         self.parcel: Parcel | None = None
-        self._scores: list[tuple[Item, list[float]]] = []
+        self.scores: list[tuple[Item, list[float]]] = []  # that a revived server has to repeat
 
     @property
     def label(self) -> str:
@@ -32,7 +32,6 @@ class Served:
         return self.parcel.label if self.parcel else ""
 
     def label_of(self, version: int) -> str:
-        """What the servers report for a version of this run."""
         return f"{self.run}:{version}"
 
     def version_of(self, label: str) -> int:
@@ -42,11 +41,7 @@ class Served:
 
     def set(self, parcel: Parcel | None) -> None:
         """From now on the servers should have these weights."""
-        self.parcel, self._scores = parcel, []
-
-    def remember(self, items: Sequence[Item], scores: Sequence[list[float]]) -> None:
-        """Keep the scores that a revived server has to repeat."""
-        self._scores = list(zip(items, scores, strict=True))
+        self.parcel, self.scores = parcel, []
 
     def restore(self, server: Server) -> None:
         """Load the weights into a revived server and check its scores. Raises SamplerError if they differ."""
@@ -56,7 +51,7 @@ class Served:
         server.reload(self.parcel.write())
         server.label(self.parcel.label)
         server.resume()
-        for (prompt_ids, token_ids), before in self._scores:
+        for (prompt_ids, token_ids), before in self.scores:
             now = server.score(prompt_ids, token_ids)
             difference = sum(abs(a - b) for a, b in zip(now, before, strict=True)) / len(before)
             if not difference <= SCORE_TOLERANCE:
@@ -71,12 +66,9 @@ class Member:
     """A server and what we know about it."""
 
     server: Server
-    up: bool = True
-    """Whether it can be given a group."""
-    life: int = 0
-    """How often it was brought back."""
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    """Held while it is being brought back."""
+    up: bool = True  # whether it can be given a group
+    life: int = 0  # how often it was brought back
+    lock: threading.RLock = field(default_factory=threading.RLock)  # held while it is being brought back
 
 
 class Fleet:
@@ -87,7 +79,7 @@ class Fleet:
     """
 
     def __init__(self, servers: Sequence[Server], failures: int = 3) -> None:
-        self.members = [Member(server) for server in servers]
+        self.servers, self.members = list(servers), [Member(server) for server in servers]
         self.served = Served()
         self.changed = threading.Condition()
         self.broken: SamplerError | None = None
@@ -95,17 +87,9 @@ class Fleet:
         self.recoveries = 0
         self._failures = failures
 
-    @property
-    def servers(self) -> list[Server]:
-        """In the order of the settings."""
-        return [member.server for member in self.members]
-
     def ask(self, member: Member, action: Callable[[Server], T]) -> T:
-        """What `action` returns for a server; when the server dies, it is brought back and the action repeated.
-
-        Raises:
-            SamplerError: the server is gone for good.
-        """
+        """What `action` returns for a server; when the server dies, it is brought back and the action repeated. Raises
+        SamplerError where the server is gone for good."""
         while True:
             life = member.life
             try:
@@ -118,7 +102,6 @@ class Fleet:
                     raise
 
     def ask_all(self, action: Callable[[Server], object]) -> None:
-        """Do something with every server, one after the other."""
         for member in self.members:
             self.ask(member, action)
 
@@ -134,7 +117,11 @@ class Fleet:
             if member.life != life or self.broken or self.closed:
                 return
             try:
-                self._spend(error)
+                with self.changed:
+                    self.recoveries += 1
+                    self._failures -= 1
+                if self._failures < 0:
+                    raise SamplerError(f"{error}. That was one failure more than vllm.failures allows") from error
                 logger.info("%s: %s. It is brought back", member.server, error)
                 member.server.revive()
                 self.served.restore(member.server)
@@ -147,13 +134,6 @@ class Fleet:
                 with self.changed:
                     member.life, member.up = member.life + 1, True
                     self.changed.notify_all()
-
-    def _spend(self, error: UnreachableError) -> None:
-        with self.changed:
-            self.recoveries += 1
-            self._failures -= 1
-        if self._failures < 0:
-            raise SamplerError(f"{error}. That was one failure more than vllm.failures allows") from error
 
     def give_up(self, error: SamplerError) -> None:
         """Generate nothing any more; whoever waits for a group gets this error."""

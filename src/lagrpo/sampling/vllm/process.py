@@ -17,6 +17,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 
 from lagrpo.sampling.vllm.server import Deadlines, Server, UnreachableError
 from lagrpo.threads import waiting
@@ -45,36 +46,34 @@ sys.exit(server.wait() & 255)
 class Launch:
     """How a server is started."""
 
-    python: str
-    """Of the environment that has vLLM."""
-    model: str
-    """Path or id."""
+    python: str  # of the environment that has vLLM
+    model: str  # path or id
     dtype: str
-    longest: int
-    """Longest sequence, in tokens."""
-    max_num_seqs: int
-    """Most completions at a time."""
-    wire: str = "directory"
-    """How weights will reach it."""
-    options: tuple[str, ...] = ()
-    """Further options of vLLM."""
+    longest: int  # longest sequence, in tokens
+    max_num_seqs: int  # most completions at a time
+    wire: str = "directory"  # how weights will reach it
+    options: tuple[str, ...] = ()  # further options of vLLM
 
     def command(self, port: int) -> list[str]:
         """The command line. Log-probs are given at the sampling temperature. The model's own generation settings are
-        not used, as they may truncate the distribution."""
+        not used, as they may truncate the distribution.
+
+        On CPUs prompts are kept whole: vLLM 0.32 dies when it computes the prompt of a seeded request in two steps.
+        After the first one it resets the generator by its offset, which CPU generators do not have."""
         transfer = [] if self.wire == "directory" else ["--weight-transfer-config", f'{{"backend": "{self.wire}"}}']
-        on_cpu = [] if _has_gpu() else ["--enforce-eager", *self._whole_prompts()]
+        on_cpu = [
+            "--enforce-eager",
+            "--no-enable-chunked-prefill",
+            "--max-num-batched-tokens",
+            str(max(8192, self.longest)),
+        ]
         return [
             *(self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--dtype", self.dtype),
             *("--host", "127.0.0.1", "--port", str(port), "--enable-scale-out", "--generation-config", "vllm"),
             *("--logprobs-mode", "processed_logprobs", "--max-model-len", str(self.longest)),
-            *("--max-num-seqs", str(self.max_num_seqs), *on_cpu, *transfer, *self.options),
+            *("--max-num-seqs", str(self.max_num_seqs), *([] if _has_gpu() else on_cpu)),
+            *(*transfer, *self.options),
         ]
-
-    def _whole_prompts(self) -> list[str]:
-        """Options that keep prompts whole. On CPUs vLLM 0.32 dies when it computes the prompt of a seeded request in
-        two steps: after the first one it resets the generator by its offset, which CPU generators do not have."""
-        return ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(8192, self.longest))]
 
     def environment(self, key: str) -> dict[str, str]:
         """Environment variables of the server's process.
@@ -101,7 +100,7 @@ class StartedServer(Server):
         self.port = port or find_free_port()
         super().__init__(f"http://127.0.0.1:{self.port}", self.key, deadlines)
         self.launch, self.log_path = launch, log_path
-        self.guard: subprocess.Popen[bytes] | None = None
+        self.guard: Popen[bytes] | None = None
         self._closed = False
         self._lock = threading.Lock()
         self._start()
@@ -122,7 +121,6 @@ class StartedServer(Server):
         self.wait(self.deadlines.start)
 
     def close(self) -> None:
-        """End the server and everything it started."""
         self._closed = True
         self._stop()
         super().close()
@@ -134,30 +132,32 @@ class StartedServer(Server):
 
     def tail(self) -> str:
         """The end of its log, and where the rest is."""
-        lines = _end_of(self.log_path).splitlines()
-        shown = "\n".join(f"  {line[:300]}" for line in lines[-SHOWN:])
+        text = ""
+        if self.log_path.is_file():
+            with self.log_path.open("rb") as file:
+                file.seek(max(0, self.log_path.stat().st_size - (1 << 16)))
+                text = file.read().decode(errors="replace")
+        shown = "\n".join(f"  {line[:300]}" for line in text.splitlines()[-SHOWN:])
         return f" The end of its log, {self.log_path}:\n{shown}" if shown else f" Its log is {self.log_path}"
 
     def _start(self) -> None:
+        command = [sys.executable, "-c", GUARD, *self.launch.command(self.port)]
+        env = self.launch.environment(self.key)
         with self._lock:
             if self._closed:
                 raise UnreachableError(f"{self.url} was closed")
-            command = [sys.executable, "-c", GUARD, *self.launch.command(self.port)]
-            env = self.launch.environment(self.key)
             with self.log_path.open("ab") as out:
-                self.guard = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=env, start_new_session=True
-                )
+                self.guard = Popen(command, stdin=PIPE, stdout=out, stderr=out, env=env, start_new_session=True)
 
     def _stop(self) -> None:
         """The guard ends the server as soon as its input is closed."""
         with self._lock:
-            if self.guard is not None and self.guard.stdin is not None:
-                self.guard.stdin.close()
+            if (guard := self.guard) is not None and guard.stdin is not None:
+                guard.stdin.close()
                 try:
-                    self.guard.wait(20)
-                except subprocess.TimeoutExpired:
-                    self.guard.kill()
+                    guard.wait(20)
+                except TimeoutExpired:
+                    guard.kill()
 
 
 def find_free_port() -> int:
@@ -167,8 +167,8 @@ def find_free_port() -> int:
         return sock.getsockname()[1]
 
 
-def check_python(python: str) -> None:
-    """Raises ValueError unless `python` is a Python that has vLLM."""
+def check_python(python: str) -> str:
+    """The absolute path of `python`. Raises ValueError unless it is a Python that has vLLM."""
     path = Path(python).expanduser().absolute()
     if not path.is_file():
         raise ValueError(
@@ -180,6 +180,7 @@ def check_python(python: str) -> None:
     elsewhere = path.parent  # a directory `vllm` in our working directory is no package
     if subprocess.run([str(path), "-c", script], capture_output=True, check=False, cwd=elsewhere).returncode:
         raise ValueError(f"{python} has no vllm: `make vllm-env` makes an environment that has it")
+    return str(path)
 
 
 def split_options(options: Sequence[str]) -> tuple[str, ...]:
@@ -189,15 +190,6 @@ def split_options(options: Sequence[str]) -> tuple[str, ...]:
     ('--seed', '3', '--dtype=float16')
     """
     return tuple(word for option in options for word in shlex.split(option))
-
-
-def _end_of(path: Path, size: int = 1 << 16) -> str:
-    """The last `size` bytes of a file as text; empty if there is no such file."""
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - size))
-        return file.read().decode(errors="replace")
 
 
 def _has_gpu() -> bool:

@@ -8,13 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from lagrpo.sampling.base import Item, Request
-from lagrpo.sampling.vllm.dispatch import Dispatcher
 from lagrpo.sampling.vllm.fleet import Fleet, Member
-from lagrpo.sampling.vllm.generation import Generation
+from lagrpo.sampling.vllm.generation import Dispatcher, Generation
 from lagrpo.sampling.vllm.server import Server
 from lagrpo.sampling.vllm.weights import WeightSync
 from lagrpo.types import Group
@@ -31,26 +29,17 @@ class VllmSampler:
         self, fleet: Fleet, generation: Generation, weights: WeightSync, in_flight: InFlight = "finish"
     ) -> None:
         self.fleet, self.generation, self.weights, self.in_flight = fleet, generation, weights, in_flight
+        self.servers, self.spans = fleet.servers, in_flight != "finish"
         self._dispatcher = Dispatcher(fleet, self._generate)
-
-    @property
-    def servers(self) -> list[Server]:
-        return self.fleet.servers
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which the weights are sent."""
-        return self.weights.dtype
-
-    @property
-    def spans(self) -> bool:
-        return self.in_flight != "finish"
 
     @property
     def version(self) -> int:
         """The version that all servers report; -1 if one reports weights of another run or version."""
         versions = {self.fleet.served.version_of(server.version()) for server in self.servers}
         return versions.pop() if len(versions) == 1 else -1
+
+    def describe_versions(self) -> str:
+        return ", ".join(f"{server}: {server.version()!r}" for server in self.servers)
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
         """π_version into all servers; what it cost: bytes, seconds of writing and of having the servers paused.
@@ -80,17 +69,13 @@ class VllmSampler:
         brought back has to give them again."""
         with ThreadPoolExecutor(len(items)) as pool:
             found = [list(pool.map(partial(self._score, member), items)) for member in self.fleet.members]
-        self.fleet.served.remember(items, found[0])
+        self.fleet.served.scores = list(zip(items, found[0], strict=True))
         return found
 
     def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
         """Groups by one server, in the order of the requests, for the parity check."""
-
-        def generate(request: Request) -> Group:
-            return self.fleet.ask(member, lambda server: self._generate(server, request, G, max_tokens))
-
-        member = self.fleet.members[number]
-        return [generate(request) for request in requests]
+        ask = partial(self.fleet.ask, self.fleet.members[number])
+        return [ask(partial(self._generate, request=request, G=G, longest=max_tokens)) for request in requests]
 
     def rest(self) -> None:
         """The servers have memory of their own."""
@@ -110,5 +95,5 @@ class VllmSampler:
     def _score(self, member: Member, item: Item) -> list[float]:
         return self.fleet.ask(member, lambda server: server.score(*item))
 
-    def _generate(self, server: Server, request: Request, G: int, max_tokens: int | None = None) -> Group:
-        return self.generation.generate(server, request, G, self.fleet.served, max_tokens)
+    def _generate(self, server: Server, request: Request, G: int, longest: int | None = None) -> Group:
+        return self.generation.generate(server, request, G, self.fleet.served, longest)

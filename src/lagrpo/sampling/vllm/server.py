@@ -16,19 +16,15 @@ from typing import Any, NoReturn
 
 import urllib3
 
+Json = Mapping[str, Any]
+Ids = Sequence[int]  # of tokens
 GENERATE = "/inference/v1/generate"
 KEY = "LAGRPO_VLLM_API_KEY"  # the environment variable with the API key of servers that run already
 HOW_TO_START = "start it with `lagrpo serve MODEL`, or with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
 WHOLE_DISTRIBUTION = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "ignore_eos": True,  # the ids that end a completion are sent as stop_token_ids
-    "logprobs": 0,
-    "detokenize": False,
+    **{"top_p": 1.0, "top_k": 0, "min_p": 0.0},
+    **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    **{"ignore_eos": True, "logprobs": 0, "detokenize": False},  # what ends a completion are its stop_token_ids
 }
 
 
@@ -49,14 +45,10 @@ class RefusedError(SamplerError):
 class Deadlines:
     """Seconds to wait for a server."""
 
-    start: float = 600.0
-    """Until it is healthy."""
-    request: float = 600.0
-    """For the completions of one group."""
-    sync: float = 300.0
-    """Until it has loaded weights."""
-    control: float = 30.0
-    """For everything that should take no time."""
+    start: float = 600.0  # until it is healthy
+    request: float = 600.0  # for the completions of one group
+    sync: float = 300.0  # until it has loaded weights
+    control: float = 30.0  # for everything that should take no time
 
     def __str__(self) -> str:
         return (
@@ -68,6 +60,8 @@ class Deadlines:
 class Server:
     """The server at `url`, called with the API key `key` if it wants one."""
 
+    running = True  # whether it can still get healthy
+
     def __init__(self, url: str, key: str | None, deadlines: Deadlines, connections: int = 64) -> None:
         self.url, self.deadlines = url.rstrip("/"), deadlines
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -77,22 +71,16 @@ class Server:
         return self.url
 
     def call(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        deadline: float | None = None,
-        again: bool = True,
+        self, method: str, path: str, body: Json | None = None, deadline: float | None = None, again: bool = True
     ) -> Any:
         """The JSON that the server answers. If the server closed the connection before it answered (it closes idle
-        ones, and after a failed request), the request is sent once more, unless `again` is False.
-
-        Raises:
-            UnreachableError: see there. RefusedError: 4xx, with what the server said.
-        """
+        ones, and after a failed request), the request is sent once more, unless `again` is False. Raises
+        UnreachableError (see there), and RefusedError for 4xx, with what the server said."""
         seconds = self.deadlines.control if deadline is None else deadline
+        timeout = urllib3.Timeout(connect=min(10.0, seconds), read=seconds)
+        content = None if body is None else json.dumps(body).encode()
         try:
-            answer = self._request(method, path, body, seconds)
+            answer = self._pool.request(method, self.url + path, body=content, timeout=timeout)
         except urllib3.exceptions.ProtocolError as error:
             if again:
                 return self.call(method, path, body, deadline, again=False)
@@ -105,20 +93,14 @@ class Server:
             self._raise(path, answer.status, answer.data.decode(errors="replace"))
         return answer.json() if answer.data else None
 
-    def _request(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
-        timeout = urllib3.Timeout(connect=min(10.0, seconds), read=seconds)
-        content = None if body is None else json.dumps(body).encode()
-        return self._pool.request(method, self.url + path, body=content, timeout=timeout)
-
     def _raise(self, path: str, status: int, text: str) -> NoReturn:
-        message = _message(text)
         if status == 401:
             raise RefusedError(f"{self.url} does not accept the API key; set LAGRPO_VLLM_API_KEY to the server's")
         if status in (404, 405):
             raise RefusedError(f"{self.url} has no {path}: {HOW_TO_START}")
         if status >= 500:
-            raise UnreachableError(f"{self.url}{path} failed inside ({status}): {message}")
-        raise RefusedError(f"{self.url}{path} refused ({status}): {message}")
+            raise UnreachableError(f"{self.url}{path} failed inside ({status}): {_message(text)}")
+        raise RefusedError(f"{self.url}{path} refused ({status}): {_message(text)}")
 
     def healthy(self) -> bool:
         """Whether the server says that it can work."""
@@ -135,11 +117,6 @@ class Server:
             if not self.running or time.monotonic() > end:
                 raise UnreachableError(self._not_ready(seconds))
             time.sleep(min(0.2, seconds / 10))
-
-    @property
-    def running(self) -> bool:
-        """Whether it can still get healthy."""
-        return True
 
     def _not_ready(self, seconds: float) -> str:
         return f"{self.url} was not healthy within {seconds:g} s; is the server running?"
@@ -165,7 +142,6 @@ class Server:
         return self.call("GET", "/server_info?config_format=json")["vllm_config"]
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids by the server's own tokenizer."""
         return self.call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
 
     def version(self) -> str:
@@ -177,7 +153,6 @@ class Server:
         self.call("POST", "/pause?mode=keep", {})
 
     def resume(self) -> None:
-        """Go on generating."""
         self.call("POST", "/resume", {})
 
     def abort(self) -> None:
@@ -194,15 +169,8 @@ class Server:
         self.call("POST", "/collective_rpc", body, self.deadlines.sync)
 
     def generate(
-        self,
-        prompt_ids: Sequence[int],
-        n: int,
-        seed: int,
-        max_tokens: int,
-        tau: float,
-        eos_ids: Sequence[int],
-        salt: str,
-    ) -> list[Mapping[str, Any]]:
+        self, prompt_ids: Ids, n: int, seed: int, max_tokens: int, tau: float, eos_ids: Ids, salt: str
+    ) -> list[Json]:
         """n completions of a prompt from the whole distribution, the g-th with the seed `seed + g`, as vLLM returns
         them. `salt` keeps cached keys and values of a prompt from being used with other weights."""
         own = {"n": n, "seed": seed, "temperature": tau, "max_tokens": max_tokens, "stop_token_ids": list(eos_ids)}
@@ -210,7 +178,7 @@ class Server:
         choices = self.call("POST", GENERATE, body, self.deadlines.request)["choices"]
         return sorted(choices, key=lambda choice: choice["index"])
 
-    def score(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
+    def score(self, prompt_ids: Ids, token_ids: Ids) -> list[float]:
         """log-probs of given tokens at temperature 1, whatever the sampling temperature is, in nats."""
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "ignore_eos": True, "detokenize": False}
         body = {"token_ids": [*prompt_ids, *token_ids], "sampling_params": sampling}

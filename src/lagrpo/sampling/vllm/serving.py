@@ -1,13 +1,12 @@
 """`lagrpo serve`: a vLLM server in the foreground, for trainers to attach to; restarted when it dies.
 
-The server is a `StartedServer` (process.py): in an environment of its own, on 127.0.0.1, with an API key, and with a
-guard that ends it when we are gone. A trainer that finds it dead waits until it is back and syncs its weights to it
-again.
+A trainer that finds it dead waits until it is back and syncs its weights to it again.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import shlex
@@ -35,8 +34,7 @@ def serve(settings: ServeSettings) -> None:
         Interrupted: Ctrl-C or SIGTERM; the server has been ended.
     """
     log_path = (settings.log or Path(f"vllm-{settings.port}.log")).absolute()
-    check(settings, log_path)
-    launch, key = plan_launch(settings), os.environ.get(KEY)
+    launch, key = plan_launch(settings, log_path), os.environ.get(KEY)
     with interruptible():
         logger.info("starting %s with %s (log: %s) …", settings.model, launch.python, log_path)
         server = StartedServer(launch, Deadlines(start=settings.deadline), log_path, settings.port, key)
@@ -48,68 +46,42 @@ def serve(settings: ServeSettings) -> None:
             server.close()
 
 
-def plan_launch(settings: ServeSettings) -> Launch:
-    """How the server is started."""
-    return Launch(
-        python=str(Path(settings.python).expanduser().absolute()),
-        model=resolve_model(settings.model),
-        dtype=settings.dtype,
-        longest=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        wire=settings.weight_sync,
-        options=split_options(settings.options),
-    )
-
-
 def keep_up(server: StartedServer, failures: int) -> None:
-    """Restart the server whenever it has ended, `failures` times; only an error or a signal ends this.
-
-    Raises:
-        SamplerError: it ended once more.
-    """
-    spent = 0
-    while True:
-        while server.running:
-            time.sleep(LOOK)
-        logger.info("the vLLM server at %s ended.%s", server.url, server.tail())
-        spent += 1
-        while not bring_back(server, spent, failures):
-            spent += 1
-
-
-def bring_back(server: StartedServer, spent: int, failures: int) -> bool:
-    """Whether the server got ready again. Raises SamplerError when this was one failure too many."""
-    if spent > failures:
-        raise SamplerError(f"{server.url}: that was one failure more than --failures {failures} allows")
-    try:
-        server.revive()
-    except UnreachableError as error:
-        logger.info("%s", error)
-        return False
-    logger.info("%s is up again, with the weights it was started with; trainers sync theirs again", server.url)
-    return True
+    """Restart the server whenever it has ended, `failures` times. Raises SamplerError when it has ended once more."""
+    up = True
+    for spent in itertools.count():
+        if up:
+            while server.running:
+                time.sleep(LOOK)
+            logger.info("the vLLM server at %s ended.%s", server.url, server.tail())
+        if spent == failures:
+            raise SamplerError(f"{server.url}: that was one failure more than --failures {failures} allows")
+        try:
+            server.revive()
+            up = True
+            logger.info("%s is up again, with the weights it was started with; trainers sync theirs again", server.url)
+        except UnreachableError as error:
+            up = False
+            logger.info("%s", error)
 
 
-def check(settings: ServeSettings, log_path: Path) -> None:
-    """Raises SettingsError for settings that cannot be used."""
+def plan_launch(settings: ServeSettings, log_path: Path) -> Launch:
+    """How the server is started. Raises SettingsError for settings that cannot be used."""
     s = settings
-    least = {
-        "--max-model-len": (s.max_model_len, 2),
-        "--max-num-seqs": (s.max_num_seqs, 1),
-        "--failures": (s.failures, 0),
-    }
-    for name, (number, smallest) in least.items():
-        if number < smallest:
-            raise SettingsError(f"{name} is at least {smallest}, not {number}")
+    for name, least in (("max_model_len", 2), ("max_num_seqs", 1), ("failures", 0)):
+        if (number := getattr(s, name)) < least:
+            raise SettingsError(f"--{name.replace('_', '-')} is at least {least}, not {number}")
     if not s.deadline > 0:
         raise SettingsError(f"--deadline is more than 0 seconds, not {s.deadline:g}")
     check_port(s.port)
     with refusing("--python"):
-        check_python(s.python)
+        python = check_python(s.python)
     with refusing("model.path"):
         check_path(s.model)
     with refusing("--log"):
         log_path.open("ab").close()
+    sizes = s.max_model_len, s.max_num_seqs
+    return Launch(python, resolve_model(s.model), s.dtype, *sizes, s.weight_sync, split_options(s.options))
 
 
 def check_port(port: int) -> None:

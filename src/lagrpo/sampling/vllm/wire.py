@@ -1,4 +1,4 @@
-"""How weights get to the servers: a shared directory, NCCL (nccl_wire.py), CUDA IPC.
+"""How weights get to the servers: a shared directory, NCCL, CUDA IPC.
 
     directory   safetensors in a directory that trainer and servers see: /dev/shm on one host, a file system on several
     nccl        broadcast from the trainer's GPU to the GPUs of the servers
@@ -13,18 +13,24 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.cuda import nccl
 
 from lagrpo.sampling.vllm.server import SamplerError, Server
 
+LOOK = 0.1  # seconds between two looks whether a server has failed
 Answer = Future[SamplerError | None]  # what went wrong at a server, once it has answered
+T = TypeVar("T")
 
 
 class StuckError(SamplerError):
@@ -36,12 +42,9 @@ class StuckError(SamplerError):
 class Parcel:
     """A version of the weights on its way to the servers."""
 
-    label: str
-    """As the servers will report it."""
-    weights: Mapping[str, Tensor]
-    """In the dtype of the servers, on the trainer's device."""
-    write: Callable[[], str]
-    """Writes it into the shared directory and returns the path."""
+    label: str  # as the servers will report it
+    weights: Mapping[str, Tensor]  # in the dtype of the servers, on the trainer's device
+    write: Callable[[], str]  # writes it into the shared directory and returns the path
 
     @property
     def size(self) -> int:
@@ -56,27 +59,16 @@ class Parcel:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """By name of the parameter."""
         return {name: tensor.shape for name, tensor in self.weights.items()}
-
-
-class Wire(Protocol):
-    """Gets a parcel into paused servers."""
-
-    by_directory: bool
-    """Whether the weights go through the shared directory anyway."""
-
-    def send(self, servers: Sequence[Server], parcel: Parcel) -> list[SamplerError | None]:
-        """What went wrong at each server."""
-        ...
 
 
 class DirectoryWire:
     """All servers read the directory at the same time."""
 
-    by_directory = True
+    by_directory = True  # the weights go through the shared directory anyway
 
     def send(self, servers: Sequence[Server], parcel: Parcel) -> list[SamplerError | None]:
+        """Get a parcel into paused servers. Returns what went wrong at each."""
         path = parcel.write()
         with ThreadPoolExecutor(len(servers)) as pool:
             return list(pool.map(lambda server: catch(lambda: server.reload(path)), servers))
@@ -91,7 +83,9 @@ class TransferWire:
     def send(self, servers: Sequence[Server], parcel: Parcel) -> list[SamplerError | None]:
         with torch.cuda.device(parcel.device) if parcel.device else nullcontext():
             self.connect(servers, parcel.device)
-            info = self._info(parcel)
+            dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in parcel.weights.values()]
+            shapes = [list(tensor.shape) for tensor in parcel.weights.values()]
+            info = {"names": list(parcel.weights), "dtype_names": dtypes, "shapes": shapes, **self.describe(parcel)}
             with ThreadPoolExecutor(len(servers)) as pool:
                 answers = [pool.submit(catch, lambda s=server: _update(s, info, parcel.label)) for server in servers]
                 self.transfer(parcel, servers[0].deadlines.sync, answers)
@@ -99,15 +93,6 @@ class TransferWire:
         if any(failures):
             self.disconnect()
         return failures
-
-    def _info(self, parcel: Parcel) -> dict[str, Any]:
-        """What the servers are told about the tensors."""
-        return {
-            "names": list(parcel.weights),
-            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in parcel.weights.values()],
-            "shapes": [list(tensor.shape) for tensor in parcel.weights.values()],
-            **self.describe(parcel),
-        }
 
     def connect(self, servers: Sequence[Server], device: torch.device | None) -> None:
         """Set up the transfer, unless that has been done."""
@@ -134,8 +119,7 @@ class IpcWire(TransferWire):
     def connect(self, servers: Sequence[Server], device: torch.device | None) -> None:
         for server in servers:
             if server.url not in self._connected:
-                body = {"init_info": {"packed": False}}
-                server.call("POST", "/init_weight_transfer_engine", body, server.deadlines.sync)
+                _invite(server, packed=False)
                 self._connected.add(server.url)
 
     def disconnect(self) -> None:
@@ -160,6 +144,61 @@ class IpcWire(TransferWire):
         return reduce_tensor(tensor)[1]
 
 
+class NcclWire(TransferWire):
+    """Broadcast from rank 0, the trainer, to all workers of all servers, by the communicator that PyTorch ships.
+    Members find each other by an id that goes to the servers with the first call, so no port is needed.
+
+    A member that is missing makes all the others wait forever, and PyTorch offers no way to stop them. So every call
+    that waits does so in its own thread, with a deadline, and on its own CUDA stream: the policy can still be read, and
+    written to disk, while a broadcast hangs."""
+
+    def __init__(self) -> None:
+        self._communicator: Any = None
+        self._members: list[str] = []
+
+    def connect(self, servers: Sequence[Server], device: torch.device | None) -> None:
+        urls = [server.url for server in servers]
+        if self._communicator is not None and self._members == urls:
+            return
+        workers = [int(server.call("GET", "/get_world_size")["world_size"]) for server in servers]
+        world, identity = 1 + sum(workers), nccl.unique_id()
+        shared = {"world_size": world, "packed": False, "nccl_unique_id_b64": base64.b64encode(identity).decode()}
+        offsets = [1 + sum(workers[:n]) for n in range(len(servers))]  # the first rank of each server's workers
+        with ThreadPoolExecutor(len(servers)) as pool:
+            joins = (partial(_invite, s, rank_offset=n, **shared) for s, n in zip(servers, offsets, strict=True))
+            answers = [pool.submit(catch, join) for join in joins]
+            join = partial(_join, world, identity, device)
+            self._communicator = run_within(servers[0].deadlines.sync, "the meeting by NCCL", join, answers)
+            failures = [answer.result() for answer in answers]
+        if failure := next(filter(None, failures), None):
+            self.disconnect()
+            raise failure
+        self._members = urls
+
+    def disconnect(self) -> None:
+        self._communicator, self._members = None, []
+
+    def transfer(self, parcel: Parcel, deadline: float, answers: Sequence[Answer]) -> None:
+        def broadcast() -> None:
+            with own_stream(parcel.device):
+                for tensor in parcel.weights.values():
+                    nccl.broadcast([tensor.contiguous()], 0, comms=[self._communicator])
+
+        try:
+            run_within(deadline, "the update by NCCL", broadcast, answers)
+        except StuckError:
+            self.disconnect()
+            raise
+
+
+Wire = DirectoryWire | IpcWire | NcclWire
+
+
+def _invite(server: Server, **info: Any) -> None:
+    """Let the workers of a server take part in the transfer."""
+    server.call("POST", "/init_weight_transfer_engine", {"init_info": info}, server.deadlines.sync)
+
+
 def _update(server: Server, info: Mapping[str, Any], label: str) -> None:
     for path, body in (
         ("/start_weight_update", {}),
@@ -176,3 +215,48 @@ def catch(action: Callable[[], None]) -> SamplerError | None:
     except SamplerError as error:
         return error
     return None
+
+
+def _join(world: int, identity: bytes, device: torch.device | None) -> Any:
+    with own_stream(device):
+        communicator = nccl.init_rank(world, identity, 0)
+        nccl.all_reduce([greeting()], comms=[communicator])
+    return communicator
+
+
+def greeting() -> Tensor:
+    """What is summed first: vLLM's members begin with the sum of one number."""
+    return torch.zeros(1, device="cuda")
+
+
+@contextmanager
+def own_stream(device: torch.device | None) -> Iterator[None]:
+    """Inside, work goes to a new stream, after the work of the current one; at the end the new stream is waited for."""
+    with torch.cuda.device(device) if device else nullcontext():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+
+def run_within(seconds: float, what: str, action: Callable[[], T], answers: Sequence[Answer]) -> T:
+    """The result of an action that nobody can stop. It runs in a thread, which is left behind if the action does not
+    end in time, or cannot end any more because a server that should take part has failed (one of `answers`): then
+    StuckError is raised."""
+    done: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(action())
+        except BaseException as error:  # noqa: BLE001  (it belongs to the one who waits)
+            done.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    end = time.monotonic() + seconds
+    while not wait([done], LOOK).done:
+        if failure := next((answer.result() for answer in answers if answer.done() and answer.result()), None):
+            raise StuckError(f"{what} cannot end: {failure}") from failure
+        if time.monotonic() > end:
+            raise StuckError(f"{what} did not end within {seconds:g} s: a member that should take part does not")
+    return done.result()
