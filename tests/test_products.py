@@ -190,7 +190,7 @@ def test_the_comparison_with_plain_numbers_sees_one_wrong_bit(monkeypatch):
     assert not panels.products_are_right()
 
 
-# ---- packs, and who has them ----
+# ---- panels, and who has them ----
 
 
 def test_an_odd_number_of_inputs_takes_pytorchs_products():
@@ -201,7 +201,7 @@ def test_an_odd_number_of_inputs_takes_pytorchs_products():
 
 
 def test_an_interrupted_weight_sync_takes_nothing_from_others(monkeypatch):
-    """π_ref keeps its packs, however often a weight sync to α was cut off and made again."""
+    """π_ref keeps its panels, however often a weight sync to α was cut off and made again."""
     policy, packed = tiny_policy(dtype=torch.bfloat16), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
     alpha, reference = replica(policy), replica(policy)
     with torch.no_grad():
@@ -218,7 +218,7 @@ def test_an_interrupted_weight_sync_takes_nothing_from_others(monkeypatch):
             assert torch.equal(reference.logp(packed), before)
 
 
-def packs(policy):
+def panels_of(policy):
     """What it computes with."""
     return policy.model.layers.panels.current()
 
@@ -233,14 +233,14 @@ def test_one_packed_copy_serves_learner_and_sampler_of_one_version():
     policy = tiny_policy(dtype=torch.bfloat16)
     alpha = replica(policy)
     assert isinstance(alpha.weights, PackedWeights)
-    first = packs(policy)
+    first = panels_of(policy)
     for version in (1, 2):  # v = 1, i = 1: an update, a weight sync, no forward pass between
         changed(policy)
         alpha.load(policy.weights, version)
-        assert packs(alpha) is packs(policy) is first
+        assert panels_of(alpha) is panels_of(policy) is first
 
 
-def test_packs_that_are_lent_keep_their_weights_while_the_learner_goes_on():
+def test_panels_that_are_lent_keep_their_weights_while_the_learner_goes_on():
     policy, packed = tiny_policy(dtype=torch.bfloat16), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
     alpha = replica(policy)
     with torch.no_grad():
@@ -248,12 +248,12 @@ def test_packs_that_are_lent_keep_their_weights_while_the_learner_goes_on():
         changed(policy)
         assert not torch.equal(policy.logp(packed), before)
         assert torch.equal(alpha.logp(packed), before)
-        lent = packs(alpha)
+        lent = panels_of(alpha)
         alpha.load(policy.weights, 1)
         assert torch.equal(alpha.logp(packed), policy.logp(packed))
         changed(policy)
         policy.logp(packed)
-        assert packs(policy) is lent  # what the sampler gave back is used again: never more than two
+        assert panels_of(policy) is lent  # what the sampler gave back is used again: never more than two
 
 
 def test_weights_of_somebody_else_are_packed_for_the_replica_alone():

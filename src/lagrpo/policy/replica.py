@@ -1,9 +1,9 @@
 """Replica: a copy of the policy for sampling (α) or for the KL term (π_ref). It loads versions and computes by them.
 
 A decoding step reads every weight once and does little else, so how the weights lie decides its time. Where the C
-kernels compute all matrix products (`Model.exact`), the replica has no weights of linear layers but packed ones, and
-while it holds the version of the policy that learns, both read the same packs (backends/cpu/packs.py). Elsewhere it is
-a copy with storage of its own.
+kernels compute all matrix products (`Model.exact`), the replica has no weights of linear layers but panels, and while
+it holds the version of the policy that learns, both read the same ones (backends/cpu/panels.py). Elsewhere it is a copy
+with storage of its own.
 """
 
 from __future__ import annotations

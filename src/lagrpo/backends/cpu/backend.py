@@ -2,7 +2,7 @@
 
 Whole layers are computed for the families that fused.py reproduces, as long as their linear layers are plain
 nn.Linear without hooks; the modules of transformers compute all others. In bfloat16 the matrix products of these layers
-and of the head are the kernels' too, from packed weights: then sampler and learner agree to the bit.
+and of the head are the kernels' too, from panels (panels.py): then sampler and learner agree to the bit.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from lagrpo.backends.attention import Shape
 from lagrpo.backends.backend import Backend
-from lagrpo.backends.cpu import attention, kernels, loading, logprobs
+from lagrpo.backends.cpu import kernels, loading, logprobs
 from lagrpo.backends.cpu.fused import FusedDecoder, is_reproduced
-from lagrpo.backends.cpu.packs import Borrowed, Packing, joined
+from lagrpo.backends.cpu.panels import BorrowedPanels, OwnPanels, joined
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import Product
 from lagrpo.backends.steps import Rows, Steps
+from lagrpo.threads import team
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -39,7 +40,7 @@ class CpuBackend(Backend):
     def attend(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         if query.shape[-1] % kernels.VECTOR:
             return super().attend(layout, query, key, value, scaling)
-        return attention.attend(layout, query, key, value, scaling)
+        return _Attention.apply(query, key, value, layout, scaling)  # type: ignore[return-value]
 
     def token_logp(
         self, hidden_TH: Tensor, head: Any, token_ids_T: Tensor, tau: float, entropy_T: Tensor | None,
@@ -56,24 +57,24 @@ class CpuBackend(Backend):
     def layers(self, lm: Any, panels: Any = None) -> FusedDecoder | None:
         if not is_reproduced(lm):
             return None
-        if panels is None and self._packs(lm):
-            panels = Packing(lm.get_decoder(), lm.get_output_embeddings())
+        if panels is None and self._multiplies(lm):
+            panels = OwnPanels(lm.get_decoder(), lm.get_output_embeddings())
         return FusedDecoder(lm, panels)
 
-    def _packs(self, lm: Any) -> bool:
+    def _multiplies(self, lm: Any) -> bool:
         """Whether the products of this model are the kernels': bfloat16 goes in pairs along the inputs."""
         linear = [m for m in lm.modules() if isinstance(m, nn.Linear)]
         even = all(m.in_features % 2 == 0 for m in linear)
         return self.dtype == torch.bfloat16 and self.products is not None and even
 
-    def copy(self, model: Any) -> tuple[Any, Borrowed | None]:
-        """Without weights of linear layers where the products read packed ones: those are lent, or the copy's own."""
+    def copy(self, model: Any) -> tuple[Any, BorrowedPanels | None]:
+        """Without weights of linear layers where the products read panels: these are lent, or the copy's own."""
         if not model.exact:
             return super().copy(model)
         linear = [m.weight for layer in model.decoder.layers for group in joined(layer) for m in group]
         empty = {id(p): nn.Parameter(p.new_empty(0), requires_grad=False) for p in linear}
         lm: Any = copy.deepcopy(model.lm, empty).requires_grad_(False)
-        return lm, Borrowed(model.layers.panels, lm.get_decoder(), lm.get_output_embeddings())
+        return lm, BorrowedPanels(model.layers.panels, lm.get_decoder(), lm.get_output_embeddings())
 
     def steps(self, model: Any) -> Steps:
         d = Shape.of(model.config.get_text_config()).d
@@ -90,8 +91,26 @@ class CpuBackend(Backend):
     def decoding(self, layers: FusedDecoder | None) -> str:
         if layers is None or not layers.exact:
             return super().decoding(layers)
-        way = "one call through all layers" if layers.stack() is not None else "layer by layer"
+        way = "one call through all layers" if layers.stack(layers.panels.current()) is not None else "layer by layer"
         return f"{way}, products by {self.products}"
+
+
+class _Attention(torch.autograd.Function):
+    """The backward pass computes the scores again; they are never stored."""
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float) -> Tensor:
+        query, key, value = (t.contiguous() for t in (query, key, value))
+        out, lse = kernels.attention(layout.segments, query, key, value, scaling)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.layout, ctx.scaling = layout, scaling
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):  # type: ignore[override]
+        team.look()
+        attended = kernels.Attended(ctx.layout.segments, *ctx.saved_tensors, scaling=ctx.scaling)
+        return *kernels.attention_backward(ctx.layout.groups, attended, grad_out.contiguous()), None, None
 
 
 class KernelSteps(Steps):
