@@ -330,7 +330,7 @@ def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
     copy = replica(tiny_policy(kind, dtype=torch.bfloat16, **changes))
     layers = copy.model.layers
     assert layers is not None
-    assert layers.stack() is not None
+    assert layers.stack(layers.panels.current()) is not None
     states, found = [DecodeState(copy.model, 7, 80) for _ in range(2)], []
     for state in states:
         state.admit([[5, 6, 7]], 4)

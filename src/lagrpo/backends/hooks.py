@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
-
-
-def is_unhooked(module: nn.Module) -> bool:
-    """Whether neither a module nor anything in it has hooks, or a forward method of its own."""
-    waiting: list[Any] = [module]
-    while waiting:
-        m = waiting.pop()
-        if has_hooks(m):
-            return False
-        waiting.extend(m._modules.values())
-    return True
 
 
 def has_hooks(m: nn.Module) -> bool:
     """Whether a module itself has hooks, or a forward method of its own."""
     hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
     return bool(hooks) or "forward" in vars(m)
+
+
+def is_unhooked(module: nn.Module) -> bool:
+    """Whether neither a module nor anything in it has hooks."""
+    return not any(map(has_hooks, module.modules()))
 
 
 def is_plain_linear(module: nn.Module) -> bool:

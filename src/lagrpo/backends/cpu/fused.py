@@ -154,8 +154,10 @@ def _stack(decoder: Any, panels: DecoderPanels) -> kernels.Stack | None:
         fields.append([*weights, *(p.packed for p in four), *(p.bias for p in four)])
     qkv, output, _, down = panels.layers[0]
     d = layers[0].self_attn.head_dim
-    heads, kv_heads = output.k // d, (qkv.n - output.k) // (2 * d)
-    return kernels.Stack(fields, [len(layers), qkv.k, down.k, heads, kv_heads, d], scalings.pop(), eps.pop())
+    return kernels.Stack(
+        fields, width=qkv.k, inner=down.k, heads=output.k // d, kv_heads=(qkv.n - output.k) // (2 * d), d=d,
+        scaling=scalings.pop(), eps=eps.pop(),
+    )  # fmt: skip
 
 
 def _norms(layer: Any) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lagrpo.backends.cpu.build import load_library
@@ -44,13 +45,16 @@ def _as_c(value: Tensor | Arguments | float | int | None) -> Any:
 
 
 class Arguments(ctypes.Structure):
-    """A struct of kernels.h, filled by the names of its fields; what is not named is 0 or NULL."""
+    """A struct of kernels.h, filled by the names of its fields; what is not named is 0 or NULL. `half`: whether tensors
+    among them are bfloat16."""
 
     def __init__(self, **values: Tensor | float | int | None) -> None:
-        super().__init__(**{name: v.data_ptr() if isinstance(v, Tensor) else v for name, v in values.items()})
+        half = any(isinstance(v, Tensor) and v.dtype == torch.bfloat16 for v in values.values())
+        given = {name: v.data_ptr() if isinstance(v, Tensor) else v for name, v in values.items()}
+        super().__init__(**given, half=half)
 
 
-def fields(counts: str = "", pointers: str = "", floats: str = "", half: str = "half") -> list[tuple[str, Any]]:
-    """The fields of a struct of kernels.h: all structs keep this order."""
+def struct(counts: str, pointers: str, floats: str = "", half: str = "half") -> type[Arguments]:
+    """A struct of kernels.h by the names of its fields: all structs keep this order."""
     kinds = ((counts, ctypes.c_int64), (pointers, ctypes.c_void_p), (floats, ctypes.c_float), (half, ctypes.c_int))
-    return [(name, kind) for names, kind in kinds for name in names.split()]
+    return type("Struct", (Arguments,), {"_fields_": [(name, kind) for names, kind in kinds for name in names.split()]})
