@@ -2,13 +2,13 @@
 
 One attention function serves every decoder model of transformers that takes its attention from the registry. The model
 is called on one packed row of tokens with an extra keyword, `layout`, that says who attends to whom and carries the
-backend that computes: a `PackedLayout` with its backend (`Backend.over`: learning, scoring), or a layout with caches
-(prefill and decoding in the sampler). The backend decides what computes:
+backend that computes: a `PackedLayout` with its backend (learning, scoring), or a layout with caches (prefill and
+decoding in the sampler). The backend decides what computes:
 
-    C kernels      on a CPU with a C compiler (backends/cpu): one softmax over prompt and own keys together, key after
-                   key in the order of the sequence, in sampler and learner alike, to the bit
-    FlexAttention  on a GPU in float16 or bfloat16 (backends/flex.py)
-    PyTorch        elsewhere (backends/parts.py)
+    C kernels      on a CPU with a C compiler (cpu/): one softmax over prompt and own keys together, key after key in
+                   the order of the sequence, in sampler and learner alike, to the bit
+    FlexAttention  on a GPU in float16 or bfloat16 (flex.py)
+    PyTorch        elsewhere (parts.py)
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ class Shape(NamedTuple):
     def of(text: Any) -> Shape:
         """From a model's text config."""
         heads = text.num_attention_heads
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        return Shape(
-            text.num_hidden_layers, heads, kv_heads, getattr(text, "head_dim", None) or text.hidden_size // heads
-        )
+        d = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return Shape(text.num_hidden_layers, heads, getattr(text, "num_key_value_heads", None) or heads, d)
 
 
 class Layout(Protocol):

@@ -1,8 +1,7 @@
 """What computes attention, log-probs and decoding for one device and dtype.
 
-A backend is chosen once, when a policy is built (choose.py), and handed to whatever computes with that policy: nothing
-of the choice is kept for the process. `Backend` itself is PyTorch's operations, which run on any device; CpuBackend
-(cpu/backend.py) and CudaBackend (cuda.py) replace what they do better.
+A policy gets its backend when it is built (choose.py); the process keeps nothing of the choice. `Backend` itself is
+PyTorch's operations, which run on any device; CpuBackend and CudaBackend replace what they do better.
 """
 
 from __future__ import annotations

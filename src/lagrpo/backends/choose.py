@@ -17,8 +17,7 @@ Choice = Literal["auto", "c", "torch"]
 
 def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtype) -> Backend:
     """The best backend for a device and dtype (auto), on a CPU the C kernels without fail (c), or PyTorch's plain
-    operations alone (torch; on a GPU without flex attention and CUDA graphs, too). A compilation of the kernels, which
-    happens once per machine, is logged.
+    operations alone (torch; on a GPU without flex attention and CUDA graphs, too).
 
     Raises:
         NoKernels: "c" on a machine that cannot have the kernels, or for another device than the CPU; LAGRPO_CPU_ISA

@@ -39,8 +39,8 @@ class CudaBackend(Backend):
 
 class RecordedSteps(Steps):
     """The hundreds of small launches of a step are recorded once for each shape and then replayed as one. Shapes
-    repeat: rows are filled up to a multiple of ROWS_RECORDED, and caches grow rarely. Only what lies in the recorded
-    tensors changes from step to step; the host does not wait for the device between two of them."""
+    repeat: rows are filled up to a multiple of ROWS_RECORDED, and caches grow rarely. The host does not wait for the
+    device between two steps."""
 
     records = True
 
@@ -58,8 +58,7 @@ class RecordedSteps(Steps):
         given = state.inputs(token_ids, torch.arange(padded) % state.rows)
         shape = (padded, state.widest)
         if shape not in self._recorded:
-            replay = record(lambda: self.model.hidden(*given, layout))
-            self._recorded[shape] = *given, layout, replay
+            self._recorded[shape] = *given, layout, record(lambda: self.model.hidden(*given, layout))
         tokens, positions, known, replay = self._recorded[shape]
         tokens.copy_(given[0])
         positions.copy_(given[1])

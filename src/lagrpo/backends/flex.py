@@ -72,14 +72,10 @@ def _compiled() -> Any:
 
 def block_mask(layout: PackedLayout) -> Any:
     """The BlockMask of a packed row, on the layout's device; made once for each layout."""
-    if layout not in _masks:
-        _masks[layout] = _make_block_mask(layout)
-    return _masks[layout]
-
-
-def _make_block_mask(layout: PackedLayout) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
+    if layout in _masks:
+        return _masks[layout]
     device = layout.position_ids.device
     segment, group, is_prompt = (t.to(device) for t in _of_each_row(layout))
     needed = needed_blocks(layout)
@@ -89,13 +85,10 @@ def _make_block_mask(layout: PackedLayout) -> Any:
         own_or_prompt = (segment[q] == segment[k]) | ((group[q] == group[k]) & is_prompt[k])
         return (q >= k) & own_or_prompt
 
-    return BlockMask.from_kv_blocks(
-        needed.sum(1).int().to(device)[None, None],
-        order.to(device)[None, None],
-        BLOCK_SIZE=BLOCK,
-        mask_mod=seen,
-        seq_lengths=(layout.rows, layout.rows),
-    )
+    blocks = (t.to(device)[None, None] for t in (needed.sum(1).int(), order))
+    lengths = (layout.rows, layout.rows)
+    _masks[layout] = BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=lengths)
+    return _masks[layout]
 
 
 def _of_each_row(layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,9 +6,7 @@ A packed row holds, group after group, the prompt once and then its completions:
 
 Each prompt and each completion is a *segment* of the row. Nothing needs what the last token of a completion predicts,
 so that token is left out of the row. The log-prob of a completion's first token comes from its prompt's last row, the
-log-prob of token j from row j - 1 of the completion.
-
-A layout is data. A backend attends along it (backends/backend.py).
+log-prob of token j from row j - 1 of the completion. A layout is data; a backend attends along it.
 """
 
 from __future__ import annotations
@@ -48,14 +46,12 @@ class PackedLayout:
             ValueError: a prompt or a completion has no tokens.
         """
         segments: list[tuple[int, int, int, int]] = []
-        bounds, last_prompt_rows = [0], []
+        bounds, last_prompt_rows, row, longest = [0], [], 0, 0
         positions, logit_rows = [torch.empty(0, dtype=torch.long)], [torch.empty(0, dtype=torch.long)]
-        row, longest = 0, 0
         for prompt_length, lengths in groups:
             if prompt_length < 1 or any(length < 1 for length in lengths):
-                raise ValueError(
-                    f"a prompt of {prompt_length} and completions of {list(lengths)} tokens: each needs one"
-                )
+                given = f"a prompt of {prompt_length} and completions of {list(lengths)} tokens"
+                raise ValueError(f"{given}: each needs one")
             prompt = range(row, row + prompt_length)
             segments.append((prompt.start, prompt_length, 0, 0))
             positions.append(torch.arange(prompt_length))

@@ -33,12 +33,9 @@ class Cache:
     @staticmethod
     def empty(shape: Shape, batch: int, tokens: int, dtype: torch.dtype, device: torch.device, lanes: int) -> Cache:
         room = -(-tokens // MIN_KEYS) * MIN_KEYS
+        made = {"dtype": torch.float32 if lanes > 1 else dtype, "device": device}
         sizes = ((shape.d // lanes, room), (room // lanes, shape.d))
-        stored = torch.float32 if lanes > 1 else dtype
-        keys, values = (
-            torch.zeros(shape.layers, batch, shape.kv_heads, *size, dtype=stored, device=device) for size in sizes
-        )
-        return Cache(keys, values, lanes)
+        return Cache(*(torch.zeros(shape.layers, batch, shape.kv_heads, *size, **made) for size in sizes), lanes)
 
     @property
     def room(self) -> int:
@@ -96,7 +93,6 @@ class Steps:
         self._least = 1 if model.exact else MIN_ROWS  # a lone row is computed twice
 
     def cache(self, batch: int, tokens: int) -> Cache:
-        """An empty cache."""
         shape = Shape.of(self.model.config.get_text_config())
         return Cache.empty(shape, batch, tokens, self.model.dtype, self.model.device, self.lanes)
 
@@ -116,9 +112,7 @@ class StepLayout:
     `padded`, shapes depend on nothing but the caches' and that number of rows; those behind the real rows are of no
     use."""
 
-    def __init__(
-        self, state: Rows, group_of_row: Tensor, lengths: Tensor, device: torch.device, padded: int = 0
-    ) -> None:
+    def __init__(self, state: Rows, group_of_row: Tensor, lengths: Tensor, device: torch.device, padded: int = 0):
         self.own, self.prefix, self.rows = state.own, state.prefix, padded or len(lengths)
         self.longest = int((state.prompt_lengths[group_of_row] + lengths).max()) + 1
         grid, place = pair_rows_with_groups(group_of_row, state.prefix.batch, state.widest if padded else 0)

@@ -14,7 +14,7 @@ import torch
 from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.cpu.build import NoKernels
 from lagrpo.backends.hardware import pick_device, pick_dtype
-from lagrpo.backends.memory import keep_freed_memory
+from lagrpo.backends.process import keep_freed_memory
 from lagrpo.data.offline import OfflineData
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing

@@ -1,8 +1,8 @@
 """The CPU with a C compiler: lagrpo's kernels attend, take log-probs, sample, and compute whole decoder layers.
 
-Whole layers are computed for the families that fused.py reproduces, as long as their linear layers are plain
-nn.Linear without hooks; the modules of transformers compute all others. In bfloat16 the matrix products of these layers
-and of the head are the kernels' too, from panels (panels.py): then sampler and learner agree to the bit.
+Whole layers are computed for the families that fused.py reproduces; the modules of transformers compute all others. In
+bfloat16 the matrix products of these layers and of the head are the kernels' too, from panels (panels.py): then sampler
+and learner agree to the bit.
 """
 
 from __future__ import annotations
@@ -63,16 +63,15 @@ class CpuBackend(Backend):
 
     def _multiplies(self, lm: Any) -> bool:
         """Whether the products of this model are the kernels': bfloat16 goes in pairs along the inputs."""
-        linear = [m for m in lm.modules() if isinstance(m, nn.Linear)]
-        even = all(m.in_features % 2 == 0 for m in linear)
+        even = all(m.in_features % 2 == 0 for m in lm.modules() if isinstance(m, nn.Linear))
         return self.dtype == torch.bfloat16 and self.products is not None and even
 
     def copy(self, model: Any) -> tuple[Any, BorrowedPanels | None]:
         """Without weights of linear layers where the products read panels: these are lent, or the copy's own."""
         if not model.exact:
             return super().copy(model)
-        linear = [m.weight for layer in model.decoder.layers for group in joined(layer) for m in group]
-        empty = {id(p): nn.Parameter(p.new_empty(0), requires_grad=False) for p in linear}
+        weights = [m.weight for layer in model.decoder.layers for group in joined(layer) for m in group]
+        empty = {id(p): nn.Parameter(p.new_empty(0), requires_grad=False) for p in weights}
         lm: Any = copy.deepcopy(model.lm, empty).requires_grad_(False)
         return lm, BorrowedPanels(model.layers.panels, lm.get_decoder(), lm.get_output_embeddings())
 

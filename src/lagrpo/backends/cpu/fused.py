@@ -45,8 +45,8 @@ def is_reproduced(lm: Any) -> bool:
 
 
 class FusedDecoder:
-    """The decoder of a model of transformers and its head, computed with the kernels. It holds no weights: it reads the
-    modules', or for the forward products `panels`."""
+    """The decoder of a model of transformers and its head, computed with the kernels from the weights of its modules,
+    or for the forward products from `panels`."""
 
     def __init__(self, lm: Any, panels: OwnPanels | BorrowedPanels | None = None) -> None:
         self.decoder, self.head = lm.get_decoder(), lm.get_output_embeddings()
@@ -56,7 +56,7 @@ class FusedDecoder:
 
     @property
     def exact(self) -> bool:
-        """Whether all matrix products of the forward pass are the kernels': the same bits in sampler and learner."""
+        """Whether all matrix products of the forward pass are the kernels'."""
         return self.panels is not None and self.fits(None) and is_plain_linear(self.head)
 
     def fits(self, layout: Layout | None) -> bool:
@@ -150,8 +150,8 @@ def _stack(decoder: Any, panels: DecoderPanels) -> kernels.Stack | None:
         return None
     fields: list[list[Tensor | None]] = []
     for layer, four in zip(layers, panels.layers, strict=True):
-        weights = [None if norm is None else norm.weight.detach() for norm in _norms(layer)]
-        fields.append([*weights, *(p.packed for p in four), *(p.bias for p in four)])
+        scales = [None if norm is None else norm.weight.detach() for norm in _norms(layer)]
+        fields.append([*scales, *(p.packed for p in four), *(p.bias for p in four)])
     qkv, output, _, down = panels.layers[0]
     d = layers[0].self_attn.head_dim
     return kernels.Stack(

@@ -19,7 +19,7 @@ _library: Any = None
 
 
 def load() -> str:
-    """Compile the library if need be and load it; returns the name of the compiler. Raises NoKernels."""
+    """Compile the library if need be and load it; return the name of the compiler. Raise NoKernels."""
     global _library
     _library, compiler = load_library()
     _library.pack_bytes.restype = ctypes.c_int64
@@ -27,7 +27,6 @@ def load() -> str:
 
 
 def is_loaded() -> bool:
-    """Whether the kernels can be called."""
     return _library is not None
 
 

@@ -1,5 +1,4 @@
-"""The C kernels are loaded once per process, and compiled before that once per machine. Whether they compute is the
-backend's choice (backends/choose.py)."""
+"""The C kernels are loaded once per process, and compiled before that once per machine."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ def why_not() -> str | None:
     global _reason, _compiler, _products, _level
     if not library.is_loaded() and _reason is None:
         try:
-            _level = isa_level()
-            _compiler = library.load()
+            _level, _compiler = isa_level(), library.load()
             _products = choose_products()
         except NoKernels as error:
             _reason = str(error)
@@ -35,11 +33,10 @@ def why_not() -> str | None:
 
 
 def describe() -> str:
-    """The loaded kernels, in words."""
     return f"C kernels ({_compiler})"
 
 
 def products() -> str | None:
-    """What computes the forward products of bfloat16 in the loaded kernels: AMX, AVX512-BF16, vectors (bfloat16 without
-    instructions for it); None where none of these ways is right on this processor."""
+    """What computes the forward products of bfloat16 in the loaded kernels: AMX, AVX512-BF16 or vectors; None where none
+    of these is right on this processor."""
     return _products

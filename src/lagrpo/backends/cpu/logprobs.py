@@ -18,15 +18,10 @@ KEPT_LOGITS = 1 << 27  # at most so many wait for the backward pass (256 MiB); t
 
 
 def token_logp(
-    hidden_TH: Tensor,
-    head: nn.Linear,
-    token_ids_T: Tensor,
-    tau: float,
-    entropy_T: Tensor | None = None,
+    hidden_TH: Tensor, head: nn.Linear, token_ids_T: Tensor, tau: float, entropy_T: Tensor | None = None,
     product: Product | None = None,
-) -> Tensor:
-    """As lagrpo.backends.logprobs.token_logp. `product` computes the logits of rows [n, H] into [n, V] in the place of
-    PyTorch's product."""
+) -> Tensor:  # fmt: skip
+    """As lagrpo.backends.logprobs.token_logp. `product` computes the logits in the place of PyTorch's product."""
     check_tokens(hidden_TH, head.weight, token_ids_T, tau)
     keep = min(len(token_ids_T), KEPT_LOGITS // head.weight.shape[0]) if torch.is_grad_enabled() else 0
     given = hidden_TH, head.weight, head.bias, token_ids_T
@@ -42,8 +37,7 @@ class _TokenLogp(torch.autograd.Function):
         logp, lse = kernels.floats(len(token_ids)), kernels.floats(len(token_ids))
         ctx.kept = _take_room("kept", (keep, weight.shape[0]), weight.dtype) if keep else None
         for rows in _kept_and_chunks(keep, len(token_ids), weight.shape[0]):
-            kept = ctx.kept if rows.stop <= keep else None
-            logits = _logits(hidden[rows], weight, bias, ctx.product, kept)
+            logits = _logits(hidden[rows], weight, bias, ctx.product, ctx.kept if rows.stop <= keep else None)
             entropy = None if entropy_T is None else entropy_T[rows]
             logp[rows], lse[rows] = kernels.token_logp(logits, token_ids[rows], tau, entropy)
         ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
@@ -71,15 +65,14 @@ class _TokenLogp(torch.autograd.Function):
                 grad_bias += dx.sum(0, dtype=torch.float32)
         if kept is not None:
             _return_room("kept", kept)
-        grad_bias = grad_bias.to(bias.dtype) if bias is not None and grad_bias is not None else None
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         grad_weight = share if total is None else total.to(weight.dtype, copy=True)
         return grad_hidden, grad_weight, grad_bias, *5 * (None,)
 
 
 def _kept_and_chunks(kept: int, rows: int, vocabulary: int) -> list[slice]:
     """The first `kept` rows in one piece, the others in chunks."""
-    first = [slice(0, kept)] if kept else []
-    return first + chunks(kept, rows, vocabulary, KERNEL_LOGITS)
+    return [slice(0, kept)] * bool(kept) + chunks(kept, rows, vocabulary, KERNEL_LOGITS)
 
 
 def _logits(
