@@ -77,7 +77,7 @@ def processes_of_other_tests_are_known() -> None:
 @pytest.fixture(scope="session")
 def renderer() -> Iterator[Any]:
     """The process that renders chat templates for all tests that ask for `shared_templates`."""
-    from lagrpo.policy.templates import Templates
+    from lagrpo.policy.chat import Templates
 
     templates = Templates()
     templates.start()

@@ -17,9 +17,8 @@ from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.cpu import build, kernels, loading, logprobs
 from lagrpo.backends.cpu.fused import rotary
 from lagrpo.backends.layout import PackedLayout
-from lagrpo.policy.model import Packed
+from lagrpo.policy.model import Packed, Weights
 from lagrpo.policy.replica import PackedWeights, replica
-from lagrpo.policy.weights import Weights
 from lagrpo.sampling.decode import DecodeState
 
 WIDTHS = [1, 15, 16, 33, 576]  # below, at and beyond one vector

@@ -14,9 +14,8 @@ from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.cpu import build, loading
 from lagrpo.backends.cpu.backend import CpuBackend
 from lagrpo.backends.cuda import CudaBackend
-from lagrpo.policy.model import Packed
+from lagrpo.policy.model import Packed, Weights
 from lagrpo.policy.replica import PackedWeights, replica
-from lagrpo.policy.weights import Weights
 from lagrpo.sampling.local import LocalSampler
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

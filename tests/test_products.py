@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.cpu import build, library, loading, panels
-from lagrpo.policy.model import Packed
+from lagrpo.policy.model import Packed, Weights
 from lagrpo.policy.replica import PackedWeights, replica
-from lagrpo.policy.weights import Weights
 
 pytestmark = pytest.mark.usefixtures("with_kernels")
 

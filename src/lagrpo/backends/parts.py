@@ -10,8 +10,8 @@ a key head are folded into the rows of one matrix product.
 
 A decoding step (steps.py) and, where neither the C kernels nor FlexAttention run, the learner compute the same parts on
 the same rounded numbers, so they differ by rounding alone. PyTorch's scaled_dot_product_attention would round bfloat16
-elsewhere. A row of a softmax over at least MIN_KEYS keys does not depend on trailing zeros: blocks of keys are padded to
-MIN_KEYS. The order in which a matrix product adds up is the library's choice, and may depend on the number of rows.
+elsewhere. Keys are padded to MIN_KEYS: a row of a softmax over at least so many does not depend on trailing zeros. The
+order in which a matrix product adds up is the library's choice, and may depend on the number of rows.
 """
 
 from __future__ import annotations

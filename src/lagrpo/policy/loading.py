@@ -11,10 +11,10 @@ from torch import nn
 from lagrpo.backends import attention
 from lagrpo.backends.backend import Backend
 from lagrpo.backends.choose import Choice
+from lagrpo.policy.chat import Templates
 from lagrpo.policy.checkpoint import match_weights, model_class, read_headers, read_tokenizer
 from lagrpo.policy.configs import blaming, read_config
 from lagrpo.policy.model import Packed, Policy
-from lagrpo.policy.templates import Templates
 
 OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 """What a forward pass returns, whatever config.json says: it may be a tuple, or carry what nobody reads."""

@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of its own (see templates.py): transformers' own rendering, with limits.
+"""Renders chat templates in a process of its own (see chat.py): transformers' own rendering, with limits.
 
 This imports no torch, and of transformers only the three modules that render, so the process is ready after a few
 tenths of a second. A reply is JSON, {"text": …} or {"error": …}: the parent unpickles nothing from here."""

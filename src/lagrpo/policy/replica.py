@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from lagrpo.policy.chat import Chat
-from lagrpo.policy.model import Model, Packed, Policy
-from lagrpo.policy.weights import Weights, check_weights
+from lagrpo.policy.model import Model, Packed, Policy, Weights, check_weights
 
 
 class PackedWeights:
@@ -31,11 +30,8 @@ class PackedWeights:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy what lies in the model, and have the rest packed, or lent where it is the lender's own.
-
-        Raises:
-            ValueError: names or shapes that are not this model's.
-        """
+        """Copy what lies in the model, and have the rest packed, or lent where it is the lender's own. Raise ValueError
+        for names or shapes that are not this model's."""
         check_weights(weights, self._shapes, version)
         for name, tensor in self._own.items():
             if name not in self._empty:

@@ -37,6 +37,6 @@ def describe() -> str:
 
 
 def products() -> str | None:
-    """What computes the forward products of bfloat16 in the loaded kernels: AMX, AVX512-BF16 or vectors; None where none
-    of these is right on this processor."""
+    """What computes the forward products of bfloat16: AMX, AVX512-BF16 or vectors; None where none of these is right on
+    this processor."""
     return _products
