@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lagrpo.errors import visible
 
@@ -55,9 +55,8 @@ def blaming(what: str) -> Iterator[None]:
 
 
 def file_of(path: str, name: str, needed: bool = False) -> Path | None:
-    """The file of that name in a model directory, or of a model on the hub (downloaded if need be); None where the
-    model has none. Raises OSError where there is no such model, the hub cannot be reached, or a file that is needed is
-    not there."""
+    """The file of that name in a model directory, or of a model on the hub (downloaded if need be); None where there is
+    none. Raises OSError where there is no such model, the hub cannot be reached, or a file that is needed is missing."""
     from transformers.utils.hub import cached_file
 
     found = cached_file(path, name, _raise_exceptions_for_missing_entries=needed)
@@ -108,13 +107,10 @@ def check_fields(config: Mapping[str, Any]) -> None:
         code = "; the code that it brings (auto_map) is never run" if "auto_map" in config else ""
         raise ValueError(f"{CONFIG}: model_type = {kind!r:.80} is no causal language model of transformers{code}")
     for name, value in _fields(config):
-        if value is not None and (check := _CHECKS.get(name)):
-            check(name, value)
-    check_heads(config.get("text_config") or config)
-
-
-def check_heads(text: Mapping[str, Any]) -> None:
-    """Raise ValueError for heads that cannot share their keys and values evenly."""
+        check = _CHECKS.get(name) if value is not None else None
+        if check is not None and (reason := check(name, value)):
+            raise ValueError(f"{CONFIG}: {name} = {value!r:.80} is {reason}")
+    text = config.get("text_config") or config
     heads, kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
     if heads is not None and kv_heads is not None and heads % kv_heads:
         raise ValueError(f"{CONFIG}: num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}")
@@ -144,40 +140,32 @@ def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _fields(value)
 
 
-def _size(name: str, value: Any) -> None:
+def _size(name: str, value: Any) -> str | None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{CONFIG}: {name} = {value!r:.80} is no whole number")
-    if not 1 <= value <= LARGEST[name]:
-        raise ValueError(f"{CONFIG}: {name} = {value} is not from 1 to {LARGEST[name]}")
+        return "no whole number"
+    return None if 1 <= value <= LARGEST[name] else f"not from 1 to {LARGEST[name]}"
 
 
-def _number(name: str, value: Any, below: float = math.inf) -> None:
+def _number(_: str, value: Any, below: float = math.inf) -> str | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{CONFIG}: {name} = {value!r:.80} is no number")
-    if not 0 < value < below:
-        raise ValueError(f"{CONFIG}: {name} = {value} is not above 0 and below {below:g}")
+        return "no number"
+    return None if 0 < value < below else f"not above 0 and below {below:g}"
 
 
-def _activation(name: str, value: Any) -> None:
+def _activation(_: str, value: Any) -> str | None:
     from transformers.activations import ACT2FN
 
-    if not isinstance(value, str) or value not in ACT2FN:
-        raise ValueError(f"{CONFIG}: {name} = {value!r:.80} is not an activation that transformers has")
+    return None if isinstance(value, str) and value in ACT2FN else "not an activation that transformers has"
 
 
-def _rope_type(name: str, value: Any) -> None:
+def _rope_type(_: str, value: Any) -> str | None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    if value not in (known := ["default", *ROPE_INIT_FUNCTIONS]):
-        raise ValueError(f"{CONFIG}: {name} = {value!r:.80} is not one of {', '.join(dict.fromkeys(known))}")
+    known = dict.fromkeys(("default", *ROPE_INIT_FUNCTIONS))
+    return None if isinstance(value, str) and value in known else f"not one of {', '.join(known)}"
 
 
-def _dtype(name: str, value: Any) -> None:
-    if value not in DTYPES:
-        raise ValueError(f"{CONFIG}: {name} = {value!r:.80} is not one of {', '.join(DTYPES)}")
-
-
-def _quantized(name: str, value: Any) -> None:
+def _quantized(name: str, value: Any) -> NoReturn:
     method = value.get("quant_method") if isinstance(value, Mapping) else value
     raise ValueError(
         f"{CONFIG}: {name} (quant_method {method!r:.40}): quantized weights cannot be trained here; use the checkpoint "
@@ -185,12 +173,8 @@ def _quantized(name: str, value: Any) -> None:
     )
 
 
-def _object(name: str, value: Any) -> None:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{CONFIG}: {name} = {value!r:.80} is no object")
-
-
-_CHECKS: dict[str, Callable[[str, Any], None]] = {
+# What is wrong with the value of a field, if anything.
+_CHECKS: dict[str, Callable[[str, Any], str | None]] = {
     **dict.fromkeys(LARGEST, _size),
     **dict.fromkeys(EPSILONS, partial(_number, below=1.0)),
     **dict.fromkeys((f"{rope}.{name}" for rope in ROPES for name in ROPE_NUMBERS), _number),
@@ -198,7 +182,9 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     **dict.fromkeys(("rope_theta", "rotary_emb_base"), _number),
     **dict.fromkeys(IDS, lambda name, value: check_ids(CONFIG, {name: value}, LARGEST["vocab_size"])),
     **dict.fromkeys(ACTIVATIONS, _activation),
-    **dict.fromkeys(("torch_dtype", "dtype"), _dtype),
-    **dict.fromkeys((*ROPES, "text_config"), _object),
+    **dict.fromkeys(
+        ("torch_dtype", "dtype"), lambda _, value: None if value in DTYPES else f"not one of {', '.join(DTYPES)}"
+    ),
+    **dict.fromkeys((*ROPES, "text_config"), lambda _, value: None if isinstance(value, Mapping) else "no object"),
     **dict.fromkeys(("quantization_config", "compression_config"), _quantized),
 }
