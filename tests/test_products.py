@@ -14,7 +14,7 @@ from tiny import computed_by, tiny_policy
 from torch import Tensor, nn
 
 from lagrpo.backends.choose import choose_backend
-from lagrpo.backends.cpu import build, library, loading, panels
+from lagrpo.backends.cpu import build, library, panels
 from lagrpo.policy.model import Packed, Weights
 from lagrpo.policy.replica import PackedWeights, replica
 
@@ -61,9 +61,10 @@ def test_an_odd_number_of_inputs_is_refused():
 
 COMPARED = """
 import torch
-from lagrpo.backends.cpu import kernels, loading, panels
+from lagrpo.backends.cpu import kernels, library, panels
 from lagrpo.backends.layout import PackedLayout
-assert loading.why_not() is None
+assert library.why_not() is None
+products = panels.chosen_products()
 assert panels.products_are_right()
 x, w = (torch.randn(n, 576, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (200, 77))
 layer = torch.nn.Linear(576, 77, bias=False, dtype=torch.bfloat16).requires_grad_(False)
@@ -76,10 +77,10 @@ for rows in (1, 16, 31, 32, 33, 130):
 layout = PackedLayout.build([(7, (3, 9, 2)), (130, (70, 3))])
 rng = torch.Generator().manual_seed(0)
 q, k, v, g = (torch.randn(layout.rows, heads, 64, generator=rng).bfloat16() for heads in (9, 3, 3, 9))
-out, lse = kernels.attention(layout.segments, q, k, v, 0.125)
-grads = kernels.attention_backward(layout.groups, kernels.Attended(layout.segments, q, k, v, out, lse, 0.125), g)
+out, lse = kernels.attention(layout, q, k, v, 0.125)
+grads = kernels.attention_backward(layout, q, k, v, out, lse, g, 0.125)
 sums = [t.double().mul(torch.arange(t.numel()).view(t.shape)).sum().item() for t in (y, out, lse, *grads)]
-print(str(loading.products()).replace(" ", "-"), *sums)
+print(str(products).replace(" ", "-"), *sums)
 """
 
 
@@ -167,7 +168,7 @@ def test_products_that_are_wrong_here_are_not_used(monkeypatch, caplog):
     assert panels.choose_products() is None
     assert "give wrong numbers on this processor and are not used" in caplog.text
     monkeypatch.undo()
-    assert panels.choose_products() == loading.products()
+    assert panels.choose_products() == panels.chosen_products()
 
 
 def test_the_comparison_with_plain_numbers_sees_one_wrong_bit(monkeypatch):

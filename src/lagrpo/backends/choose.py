@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from lagrpo.backends.backend import Backend
-from lagrpo.backends.cpu import loading
+from lagrpo.backends.cpu import library
 from lagrpo.backends.cpu.backend import DTYPES, CpuBackend
 from lagrpo.backends.cpu.build import NoKernels
 from lagrpo.backends.cuda import CudaBackend
@@ -24,7 +24,7 @@ def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtyp
             names no level of instructions of this processor, or another one than this process computes with.
     """
     device = torch.device(device)
-    loading.check_level()
+    library.check_level()
     if choice == "c" and device.type != "cpu":
         raise NoKernels(f"the kernels are for the CPU, the model is on {device}")
     if choice == "torch":
@@ -35,7 +35,7 @@ def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtyp
         return Backend(device, dtype, f"no kernels for {device.type}")
     if dtype not in DTYPES:
         return Backend(device, dtype, f"no C kernels for {str(dtype).removeprefix('torch.')}")
-    if (reason := loading.why_not()) is None:
+    if (reason := library.why_not()) is None:
         return CpuBackend(device, dtype)
     if choice == "c":
         raise NoKernels(f"the C kernels are unavailable here: {reason}")

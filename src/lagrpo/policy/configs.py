@@ -56,7 +56,7 @@ def blaming(what: str) -> Iterator[None]:
 
 def file_of(path: str, name: str, needed: bool = False) -> Path | None:
     """The file of that name in a model directory, or of a model on the hub (downloaded if need be); None where there is
-    none. Raises OSError where there is no such model, the hub cannot be reached, or a file that is needed is missing."""
+    none. Raises OSError where there is no such model, the hub cannot be reached, or a needed file is missing."""
     from transformers.utils.hub import cached_file
 
     found = cached_file(path, name, _raise_exceptions_for_missing_entries=needed)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from lagrpo.backends.attention import Shape
 from lagrpo.backends.backend import Backend
-from lagrpo.backends.cpu import kernels, loading, logprobs
+from lagrpo.backends.cpu import kernels, library, logprobs
 from lagrpo.backends.cpu.fused import FusedDecoder, is_reproduced
-from lagrpo.backends.cpu.panels import BorrowedPanels, OwnPanels, joined
+from lagrpo.backends.cpu.panels import BorrowedPanels, OwnPanels, chosen_products, joined
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import Product
 from lagrpo.backends.steps import Rows, Steps
@@ -32,10 +32,10 @@ class CpuBackend(Backend):
     """`products` names what computes the matrix products of bfloat16 (AMX, AVX512-BF16, vectors), None where PyTorch
     does."""
 
-    products: str | None = field(default_factory=loading.products)
+    products: str | None = field(default_factory=lambda: chosen_products())
 
     def __str__(self) -> str:
-        return loading.describe()
+        return library.describe()
 
     def attend(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         if query.shape[-1] % kernels.VECTOR:
@@ -100,7 +100,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float) -> Tensor:
         query, key, value = (t.contiguous() for t in (query, key, value))
-        out, lse = kernels.attention(layout.segments, query, key, value, scaling)
+        out, lse = kernels.attention(layout, query, key, value, scaling)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.layout, ctx.scaling = layout, scaling
         return out
@@ -108,8 +108,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: Tensor):  # type: ignore[override]
         team.look()
-        attended = kernels.Attended(ctx.layout.segments, *ctx.saved_tensors, scaling=ctx.scaling)
-        return *kernels.attention_backward(ctx.layout.groups, attended, grad_out.contiguous()), None, None
+        grads = kernels.attention_backward(ctx.layout, *ctx.saved_tensors, grad_out.contiguous(), ctx.scaling)
+        return *grads, None, None
 
 
 class KernelSteps(Steps):

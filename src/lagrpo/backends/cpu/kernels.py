@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lagrpo.backends.cpu.library import VECTOR, Arguments, call, struct
+from lagrpo.backends.layout import PackedLayout
 
 SLICES = 16  # of the rows that a weight's gradient is a sum over: whatever the number of threads, the same sums
 SOFTMAX_BLOCK = 256  # softmax.c's BLOCK
@@ -120,42 +120,33 @@ def paired(x: Tensor) -> Tensor:
     return y
 
 
-def attention(segments: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Shared-prefix attention of a packed row: out [rows, Hq, D] and log-sum-exps float32 [rows, Hq]. segments int64
-    [S, 4] as in PackedLayout. D a multiple of VECTOR. All contiguous."""
+def attention(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Shared-prefix attention of a packed row: out [rows, Hq, D] and log-sum-exps float32 [rows, Hq]. D a multiple of
+    VECTOR. All contiguous."""
     rows, heads, d = query.shape
     out, lse, keys, values = torch.empty_like(query), floats(rows, heads), transposed(key), paired(value)
     call("attention", _Attention(
-        count=len(segments), heads=heads, kv_heads=key.shape[1], d=d, stride=keys.shape[2], segments=segments,
-        q=query, k_t=keys, v=values, out=out, lse=lse, scaling=scaling,
+        count=len(layout.segments), heads=heads, kv_heads=key.shape[1], d=d, stride=keys.shape[2],
+        segments=layout.segments, q=query, k_t=keys, v=values, out=out, lse=lse, scaling=scaling,
     ))  # fmt: skip
     return out, lse
 
 
-class Attended(NamedTuple):
-    """What `attention` was given and returned."""
-
-    segments: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    lse: Tensor
-    scaling: float
-
-
-def attention_backward(groups: Tensor, a: Attended, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value. groups int64 [N + 1]: the number of segments before each group."""
-    (_, heads, d), kv_heads = a.query.shape, a.key.shape[1]
-    grad_query = torch.empty_like(a.query)
-    grad_key, grad_value = (torch.zeros(t.shape, dtype=torch.float32, device="cpu") for t in (a.key, a.value))
-    pairs, keys, values = paired(a.key), transposed(a.key), transposed(a.value)
+def attention_backward(
+    layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value of `attention`, from what it was given and returned."""
+    (_, heads, d), kv_heads = query.shape, key.shape[1]
+    grad_query = torch.empty_like(query)
+    grad_key, grad_value = (torch.zeros(t.shape, dtype=torch.float32, device="cpu") for t in (key, value))
+    pairs, keys, values = paired(key), transposed(key), transposed(value)
     call("attention_backward", _AttentionBackward(
-        n_groups=len(groups) - 1, heads=heads, kv_heads=kv_heads, d=d, stride=keys.shape[2], groups=groups,
-        segments=a.segments, q=a.query, k=pairs, k_t=keys, v_t=values, out=a.out, grad_out=grad_out, lse=a.lse,
-        grad_q=grad_query, grad_k=grad_key, grad_v=grad_value, scaling=a.scaling,
+        n_groups=len(layout.groups) - 1, heads=heads, kv_heads=kv_heads, d=d, stride=keys.shape[2],
+        groups=layout.groups, segments=layout.segments, q=query, k=pairs, k_t=keys, v_t=values, out=out,
+        grad_out=grad_out, lse=lse, grad_q=grad_query, grad_k=grad_key, grad_v=grad_value, scaling=scaling,
     ))  # fmt: skip
-    return grad_query, grad_key.to(a.key.dtype), grad_value.to(a.value.dtype)
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
 # ---- decoding ----

@@ -1,4 +1,4 @@
-"""The compiled C kernels in this process, and how Python calls them.
+"""The C kernels: loaded once per process, compiled before that once per machine, and how Python calls them.
 
 C sees tensors as addresses: the caller keeps them alive, contiguous where kernels.h says so, and on the CPU.
 """
@@ -11,23 +11,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lagrpo.backends.cpu.build import load_library
+from lagrpo.backends.cpu.build import ISA, NoKernels, isa_level, load_library
 
 VECTOR = 16  # numbers in one vector of the kernels
 
 _library: Any = None
+_reason: str | None = None  # why there is none, once that is known
+_compiler = _level = ""  # what compiled it, for which instructions
 
 
-def load() -> str:
-    """Compile the library if need be and load it; return the name of the compiler. Raise NoKernels."""
-    global _library
-    _library, compiler = load_library()
-    _library.pack_bytes.restype = ctypes.c_int64
-    return compiler
+def why_not() -> str | None:
+    """Load the kernels at the first call. None where they are loaded, else the reason."""
+    global _library, _reason, _compiler, _level
+    if _library is None and _reason is None:
+        try:
+            _level = isa_level()
+            _library, _compiler = load_library()
+            _library.pack_bytes.restype = ctypes.c_int64
+        except NoKernels as error:
+            _reason = str(error)
+    return _reason
 
 
-def is_loaded() -> bool:
-    return _library is not None
+def check_level() -> None:
+    """Raise NoKernels where LAGRPO_CPU_ISA names no level of this processor's instructions, or another one than this
+    process computes with."""
+    level = isa_level()
+    if _library is not None and level != _level:
+        raise NoKernels(f"this process computes with the instructions {_level}; for {ISA} = {level} start another one")
+
+
+def describe() -> str:
+    return f"C kernels ({_compiler})"
 
 
 def call(name: str, *arguments: Tensor | Arguments | float | int | None) -> int:

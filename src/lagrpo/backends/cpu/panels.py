@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -164,6 +165,9 @@ def choose_products() -> str | None:
             return name
         logger.warning("matrix products by %s give wrong numbers on this processor and are not used", name)
     return None
+
+
+chosen_products = cache(choose_products)  # once for this process, before any product is computed
 
 
 @torch.no_grad()
