@@ -71,13 +71,9 @@ def shared_prefix_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in each layer: query [1, Hq, rows, D], key and value [1, Hkv, rows, D]
-    -> ([1, rows, Hq, D], None).
-
-    Raises:
-        ValueError: no layout came with the model call, or the model asks for something that this attention lacks
-            (a sliding window shorter than the longest sequence, soft-capping, attention sinks).
-    """
+    """The function that transformers calls in each layer: query [1, Hq, rows, D], key and value [1, Hkv, rows, D] ->
+    ([1, rows, Hq, D], None). Raises ValueError where no layout came with the call, or the model asks for what this
+    attention lacks: a sliding window shorter than the longest sequence, soft-capping, attention sinks."""
     if layout is None:
         raise ValueError(
             f"{type(module).__name__} was called without a layout: with attention {NAME!r} the model must be called "

@@ -71,8 +71,7 @@ class Backend:
         return Steps(model)
 
     def computation(self, text: Any, layers: Any) -> str:
-        """What computes the forward pass of a model with this text config besides PyTorch's products, in words;
-        `layers`: what computes its whole layers, if anything does."""
+        """What computes the forward pass besides PyTorch's products, in words; `layers`: what computes whole layers."""
         return str(self)
 
     def decoding(self, layers: Any) -> str:

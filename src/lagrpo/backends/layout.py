@@ -22,29 +22,20 @@ from torch import Tensor
 class PackedLayout:
     """Where prompts and completions lie in one packed row."""
 
-    rows: int
-    """Tokens in the row."""
-    longest: int
-    """Tokens of the longest prompt + completion."""
-    position_ids: Tensor
-    """int64 [rows]: the position of each token in its own sequence."""
-    logit_rows: Tensor
-    """int64 [T]: the row whose logits predict each completion token."""
-    last_prompt_rows: Tensor
-    """int64 [N]: the last row of each prompt."""
+    rows: int  # tokens in the row
+    longest: int  # tokens of the longest prompt + completion
+    position_ids: Tensor  # int64 [rows]: the position of each token in its own sequence
+    logit_rows: Tensor  # int64 [T]: the row whose logits predict each completion token
+    last_prompt_rows: Tensor  # int64 [N]: the last row of each prompt
     segments: Tensor
     """int64 [S, 4] on the CPU, in the order of the row: first row, length, first row of the prompt that it also sees,
     and that prompt's length (0 for a prompt itself)."""
-    groups: Tensor
-    """int64 [N + 1] on the CPU: the number of segments before each group."""
+    groups: Tensor  # int64 [N + 1] on the CPU: the number of segments before each group
 
     @staticmethod
     def build(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str = "cpu") -> PackedLayout:
-        """From (prompt length ≥ 1, [completion lengths ≥ 1]) of each group, in tokens.
-
-        Raises:
-            ValueError: a prompt or a completion has no tokens.
-        """
+        """From (prompt length ≥ 1, [completion lengths ≥ 1]) of each group, in tokens. Raises ValueError for lengths of
+        0."""
         segments: list[tuple[int, int, int, int]] = []
         bounds, last_prompt_rows, row, longest = [0], [], 0, 0
         positions, logit_rows = [torch.empty(0, dtype=torch.long)], [torch.empty(0, dtype=torch.long)]

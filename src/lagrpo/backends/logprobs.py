@@ -23,8 +23,7 @@ Product = Callable[[Tensor, Tensor], Tensor]  # (rows [n, H], where the result g
 
 
 def exponentials(scaled: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(x - max x) of each row of logits already divided by tau, and the row's log Σ_v exp(x_v): float32 [rows, V] ->
-    [rows, V], [rows]."""
+    """exp(x - max x) of each row of logits divided by tau, and its log Σ_v exp(x_v): float32 [rows, V] and [rows]."""
     top = scaled.amax(-1)
     weights = (scaled - top.unsqueeze(-1)).exp_()
     return weights, top + weights.sum(-1).log_()
@@ -77,10 +76,7 @@ def token_logp(
 ) -> Tensor:  # fmt: skip
     """log softmax(logits / tau)[token] for each row: float32 [T], nats, differentiable in hidden, weight and bias.
     `entropy_T`, float32 [T] on the same device, is filled with the entropy of each softmax, nats, without a gradient.
-
-    Raises:
-        ValueError: shapes that do not go together, a token outside the vocabulary, or tau that is not positive.
-    """
+    Raises as `check_tokens`."""
     check_tokens(hidden_TH, weight_VH, token_ids_T, tau)
     return _TokenLogp.apply(hidden_TH, weight_VH, bias_V, token_ids_T, tau, entropy_T)  # type: ignore[return-value]
 
@@ -89,11 +85,7 @@ def token_logp_by_module(
     hidden_TH: Tensor, head: nn.Linear, token_ids_T: Tensor, tau: float, entropy_T: Tensor | None = None
 ) -> Tensor:
     """The same through calls of the LM head, so that its hooks fire; a chunk's logits are computed again in the
-    backward pass. Its weights' gradients from several chunks add up in their own dtype.
-
-    Raises:
-        ValueError: a token outside the vocabulary, or tau that is not positive.
-    """
+    backward pass. Its weights' gradients from several chunks add up in their own dtype."""
     check_tokens(hidden_TH, head.weight, token_ids_T, tau)
 
     def of(hidden: Tensor, token_ids: Tensor) -> Tensor:

@@ -61,10 +61,9 @@ def scores(query: Tensor, key: Tensor, hidden: Tensor | None, scaling: float) ->
 
 
 def part(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-    """Attention of folded queries over one block of keys: (out in the dtype of `value`, log-sum-exp float32).
-
-    query [B·Hkv, rep·t, D], key and value [B·Hkv, K, D] -> out [B·Hkv, rep·t, D], lse [B·Hkv, rep·t, 1].
-    With p the softmax, max p = exp(max s - lse), from which the log-sum-exp is read off."""
+    """Attention of folded queries over one block of keys: query [B·Hkv, rep·t, D], key and value [B·Hkv, K, D] -> out
+    [B·Hkv, rep·t, D] in the dtype of `value`, log-sum-exp float32 [B·Hkv, rep·t, 1]. With p the softmax, max p =
+    exp(max s - lse), which gives the log-sum-exp."""
     s = scores(query, key, hidden, scaling)
     p = torch.softmax(s, dim=-1)
     lse = s.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log()

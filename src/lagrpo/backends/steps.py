@@ -108,9 +108,8 @@ class Steps:
 
 
 class StepLayout:
-    """One token per row: its key and value go into the own cache, its query to both parts of parts.py. With
-    `padded`, shapes depend on nothing but the caches' and that number of rows; those behind the real rows are of no
-    use."""
+    """One token per row: its key and value go into the own cache, its query to both parts of parts.py. With `padded`
+    rows, the last ones without use, shapes depend on that number and the caches' alone."""
 
     def __init__(self, state: Rows, group_of_row: Tensor, lengths: Tensor, device: torch.device, padded: int = 0):
         self.own, self.prefix, self.rows = state.own, state.prefix, padded or len(lengths)

@@ -28,14 +28,11 @@ class Batch:
     """The scored completions of a batch, in order of group and completion."""
 
     groups: tuple[Group, ...]
-    member_C: tuple[tuple[int, int], ...]
-    """group, and index in the group"""
+    member_C: tuple[tuple[int, int], ...]  # group, and index in the group
     advantage_C: Tensor
     zero_variance_C: Tensor
-    lengths_C: Tensor
-    """sampled tokens"""
-    weight_C: Tensor
-    """in the objective; 0: masked"""
+    lengths_C: Tensor  # sampled tokens
+    weight_C: Tensor  # in the objective; 0: masked
 
     @property
     def in_objective(self) -> bool:
@@ -80,17 +77,13 @@ class FreshMicroBatch:
     over their sampled tokens [T] and per completion [C]."""
 
     packed: Packed
-    members: tuple[int, ...]
-    """their places among the completions of the batch"""
-    logp_alpha_T: Tensor | None
-    """None where a file brought them without log-probs"""
-    logp_ref_T: Tensor | None
-    """None where the objective has no KL term"""
+    members: tuple[int, ...]  # their places among the completions of the batch
+    logp_alpha_T: Tensor | None  # None where a file brought them without log-probs
+    logp_ref_T: Tensor | None  # None where the objective has no KL term
     completion_T: Tensor
     advantage_C: Tensor
     weight_C: Tensor
-    group_C: Tensor
-    """the number of the group"""
+    group_C: Tensor  # the number of the group
 
     def scored_by(self, logp_k_T: Tensor) -> MicroBatch:
         """The same with log π_k."""
@@ -115,11 +108,11 @@ def micro_batches(
     batch: Batch, tokens: int, device: torch.device | str = "cpu", whole_groups: bool = False, silent: bool = False,
     reference: Callable[[Packed], Tensor] | None = None,
 ) -> list[FreshMicroBatch]:  # fmt: skip
-    """Completions with a weight, packed group by group into rows of at most `tokens` tokens (a single longer
-    completion has a row of its own). A group that does not fit is cut, and its prompt is computed once per piece; with
-    `whole_groups`, for objectives that compare the completions of a group, it has a longer row instead. `silent`, for
-    objectives in which an advantage of 0 has no gradient, leaves those completions out: they still count in the weights
-    of the others. `reference` gives log π_ref of a packed row."""
+    """Completions with a weight, packed group by group into rows of at most `tokens` tokens; a single longer completion
+    has a row of its own. A group that does not fit is cut, and its prompt is computed once per piece; with
+    `whole_groups`, for objectives that compare the completions of a group, it has a longer row. `silent`, where an
+    advantage of 0 has no gradient, leaves those completions out; they still count in the weights of the others.
+    `reference` gives log π_ref of a packed row."""
     wanted_C = (batch.weight_C != 0) & ~(silent & (batch.advantage_C == 0))
     rows = _rows(batch, wanted_C, tokens, device, whole_groups)
     if reference is None:
@@ -131,8 +124,7 @@ def micro_batches(
 def left_out(
     batch: Batch, rows: Sequence[FreshMicroBatch], tokens: int, device: torch.device | str = "cpu"
 ) -> list[FreshMicroBatch]:
-    """The scored completions with a known log α that are in none of `rows`, packed in the same way: what the loss does
-    not compute, and unbiased metrics of the lag need."""
+    """The scored completions with a known log α that no row has: unbiased metrics of the lag need them."""
     wanted_C = torch.tensor([knows_alpha(batch, [c]) for c in range(len(batch.member_C))], dtype=torch.bool)
     wanted_C[[c for micro in rows for c in micro.members]] = False
     return _rows(batch, wanted_C, tokens, device)

@@ -34,8 +34,7 @@ class TemplateError(ValueError):
 
 
 class Templates:
-    """The rendering process. It starts at the first use or with `start`, and ends with `close`, with this object or
-    with the program."""
+    """The rendering process, from the first use or `start` to `close`, the end of this object or of the program."""
 
     def __init__(self, deadline: float | None = None) -> None:
         self._seconds = DEADLINE if deadline is None else deadline
@@ -55,12 +54,9 @@ class Templates:
             self._end = weakref.finalize(self, _end_process, process, ours)
 
     def render(self, template: str, special: Mapping[str, Any], messages: Sequence[Any]) -> str:
-        """The text of the messages with the header of the coming answer. `special` holds the special tokens that the
-        template may name.
-
-        Raises:
-            TemplateError: an error in the template, or no text within the limits. The next call starts anew.
-        """
+        """The text of the messages with the header of the coming answer; `special` holds the special tokens that the
+        template may name. Raises TemplateError for an error in the template, or no text within the limits; the next
+        call starts anew."""
         try:
             self.start()
             if not self._ready:
@@ -121,11 +117,8 @@ class Chat:
 
     def tokenize(self, prompt: Prompt) -> Prompt:
         """The prompt with its token ids: through the chat template, or its plain text where the tokenizer has none.
-
-        Raises:
-            TemplateError: the chat template makes no text of it.
-            ValueError: no tokens, or one that the model does not have.
-        """
+        Raises TemplateError where the chat template makes no text of it, ValueError for no tokens, or one that the
+        model does not have."""
         if self.tokenizer.chat_template is None:
             ids = self.encode(text := "\n".join(message.get("content") or "" for message in prompt.messages))
         else:
@@ -140,8 +133,7 @@ class Chat:
         return replace(prompt, token_ids=tuple(int(i) for i in ids))
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        """The token ids of a text, by the tokenizer with these options. Raises ValueError for a text with half of a
-        surrogate pair, which no tokenizer takes."""
+        """The token ids of a text. Raises ValueError for half of a surrogate pair, which no tokenizer takes."""
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -41,8 +41,7 @@ def model_class(config: Any) -> Any:
 
 
 def read_tokenizer(path: str, config: Any) -> Any:
-    """transformers' tokenizer of a model. Raises ValueError for one that cannot be read, or whose end of sequence the
-    model does not know."""
+    """The tokenizer. Raises ValueError where it cannot be read, or ends with a token that the model does not know."""
     from transformers import AutoTokenizer
 
     with blaming("the tokenizer (tokenizer.json, tokenizer_config.json) cannot be read"):

@@ -45,8 +45,7 @@ IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 @contextmanager
 def blaming(what: str) -> Iterator[None]:
-    """Inside, transformers reads what strangers wrote. Whatever it raises becomes a ValueError of one line that begins
-    with `what`."""
+    """Whatever transformers raises inside becomes a ValueError of one line that begins with `what`."""
     try:
         yield
     except Exception as error:  # KeyError, AssertionError, …: the library does not say which it raises
@@ -75,12 +74,8 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_config(path: str) -> Any:
-    """transformers' config of a model, from a config.json whose fields make sense.
-
-    Raises:
-        ValueError: a field that does not, by file and name.
-        OSError: no config.json there.
-    """
+    """transformers' config of a model. Raises ValueError for a field of config.json that makes no sense, by file and
+    name, OSError where there is none."""
     from transformers import AutoConfig, GenerationConfig
 
     file = file_of(path, CONFIG, needed=True)

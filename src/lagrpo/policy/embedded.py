@@ -47,15 +47,9 @@ class ModelNotFoundError(FileNotFoundError):
 
 
 def resolve_model(path_or_alias: str) -> str:
-    """Turn a model name of the settings into what `from_pretrained` takes.
-
-    The alias `smollm2` becomes the directory of the converted model; the first time it is converted (about 20 s), and
-    the progress is logged. An existing directory stays as it is, with `~` expanded; anything else is taken for a hub
-    id.
-
-    Raises:
-        ModelNotFoundError: a path that does not exist, a misspelled alias, or a missing distribution.
-    """
+    """Turn a model name of the settings into what `from_pretrained` takes: the alias `smollm2` into the directory of
+    the converted model (converted the first time, in about 20 s), `~` of a directory expanded; anything else is a hub
+    id. Raises ModelNotFoundError for a path that does not exist, a misspelled alias, or a missing distribution."""
     if path_or_alias in ALIASES:
         return str(ALIASES[path_or_alias]())
     path = Path(path_or_alias).expanduser()
@@ -69,8 +63,7 @@ def resolve_model(path_or_alias: str) -> str:
 
 
 def check_path(path_or_alias: str) -> None:
-    """Raise ValueError or OSError for a name that is no alias, no directory with a model, and no possible id on the
-    Hugging Face hub. Nothing is converted or loaded."""
+    """Raise ValueError or OSError for no alias, model directory or possible hub id. Nothing is converted or loaded."""
     if path_or_alias in ALIASES:
         return
     resolve_model(path_or_alias)
@@ -93,11 +86,8 @@ def find_gguf() -> Path:
 
 
 def prepare_smollm2() -> Path:
-    """The directory of the converted model; the first call makes it.
-
-    It has a temporary name until it is complete, so a killed conversion leaves nothing that looks whole. Of two
-    processes that convert at once, one wins and both use its result.
-    """
+    """The directory of the converted model; the first call makes it, under a temporary name until it is complete. Of
+    two processes that convert at once, one wins and both use its result."""
     target = cache_directory() / DIRECTORY
     if target.is_dir():
         return target

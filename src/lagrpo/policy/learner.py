@@ -53,9 +53,8 @@ class Optimization:
 
 
 class Learner:
-    """Steps `policy` along the objective of `recipe` (see lagrpo.objective.recipes), with `reference` = π_ref where it
-    has a KL term. `policy.version` counts the updates. With `entropy` the first update on a batch also measures π's
-    entropy."""
+    """Steps `policy` along the objective of `recipe`, with `reference` = π_ref where it has a KL term. `policy.version`
+    counts the updates. With `entropy` the first update on a batch also measures π's entropy."""
 
     def __init__(
         self, policy: Policy, recipe: Recipe, optimization: Optimization, reference: Replica | None = None,
@@ -73,8 +72,7 @@ class Learner:
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
-        """A fresh AdamW: moments at zero. The masters stay where they are. Weights of matrices decay; scales of norms
-        and biases, which have one dimension, do not."""
+        """A fresh AdamW, moments at zero. Matrices decay; scales of norms and biases, of one dimension, do not."""
         o, masters = self.optimization, self._masters.parameters
         matrices, others = [p for p in masters if p.ndim > 1], [p for p in masters if p.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -101,9 +99,8 @@ class Learner:
     def first_step(
         self, fresh: Sequence[FreshMicroBatch], in_objective: bool = True
     ) -> tuple[list[MicroBatch], dict[str, float]]:
-        """The first update on a batch, with the micro-batches for those that follow: it starts at π = π_k, so its own
-        log-probs are π_k's and need no forward pass of their own. Otherwise as `step`; the sums have the entropy
-        too, where it is measured."""
+        """The first update on a batch, with the micro-batches for those that follow. It starts at π = π_k, so its own
+        log-probs are π_k's. Otherwise as `step`; the sums have the entropy too, where it is measured."""
         micro_batches: list[MicroBatch] = []
         sums: defaultdict[str, float] = defaultdict(float)
         for row in fresh:
@@ -117,14 +114,11 @@ class Learner:
         return micro_batches, {**sums, **(self._update() if in_objective else {})}
 
     def step(self, micro_batches: Sequence[MicroBatch], in_objective: bool = True) -> dict[str, float]:
-        """Lines 14-15 of Algorithm 1: one more optimizer update on a batch; returns its sums and metrics.
+        """Lines 14-15 of Algorithm 1: one more optimizer update on a batch; returns its sums and metrics. Nothing
+        `in_objective` (every group masked) makes no update. A gradient known to be 0 makes one: AdamW moves on by its
+        moments.
 
-        A batch with nothing `in_objective` (every group masked) makes no update. One whose gradient is known to be 0
-        (nothing to compute, but not masked) makes one: AdamW moves on by its moments, as it would on that gradient.
-
-        Raises:
-            FloatingPointError: the gradient is not finite; nothing has been changed.
-        """
+        Raises FloatingPointError where the gradient is not finite; nothing has been changed."""
         sums: defaultdict[str, float] = defaultdict(float)
         for micro in micro_batches:
             self._backward(micro, self.policy.logp(micro.packed), sums)

@@ -121,10 +121,7 @@ def check_context(policy: Policy, tokens: int) -> None:
 @torch.no_grad()
 def check_attention(policy: Policy) -> float:
     """Compare log-probs on a packed row with transformers' own attention on whole sequences; returns mean |Δ|, nats.
-
-    Raises:
-        ValueError: a difference beyond ATTENTION_TOLERANCE of the dtype: this model does something else than attend.
-    """
+    Raises ValueError for a difference beyond the dtype's tolerance: the model does something else than attend."""
     vocabulary = policy.chat.vocabulary
     rng = torch.Generator().manual_seed(0)
     ids = lambda n: torch.randint(vocabulary, (n,), generator=rng)  # noqa: E731

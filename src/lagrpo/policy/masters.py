@@ -26,10 +26,8 @@ SAMPLE = 2**20  # about so many weights tell how many a weight sync moves
 class Masters:
     """`parameters` is what the optimizer steps on: a float32 master of every trained weight of `model`, or the weight
     itself where `model` is float32. Weights pass their gradients on to their masters as soon as they have them, so no
-    gradient in bfloat16 is kept or added up.
-
-    The draws of a dithered start are addressed by (seed, "masters", name of the parameter).
-    """
+    gradient in bfloat16 is kept or added up. Draws of a dithered start are addressed by (seed, "masters", parameter's
+    name)."""
 
     def __init__(self, model: nn.Module, start: Start, seed: int) -> None:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -24,8 +24,7 @@ _SPARE_SECONDS = 5
 
 
 def serve(connection: Connection, memory: int, deadline: float) -> None:
-    """Answer requests (template, special tokens, messages) until the other side closes. The first reply is empty and
-    says that the process is ready."""
+    """Answer requests (template, special tokens, messages) until the other side closes; the first reply is empty."""
     threading.Thread(target=die_with_parent, daemon=True).start()
     render = load_renderer()
     limit_memory(memory)
@@ -57,8 +56,7 @@ def answer(
 
 
 def load_renderer() -> Callable[..., Any]:
-    """Import transformers' render_jinja_template without the start-up code of its packages, which takes most of a
-    second; where a version needs that code, it runs."""
+    """transformers' render_jinja_template, without its packages' start-up code (most of a second) if that works."""
     before = set(sys.modules)
     try:
         for name in ("transformers", "transformers.utils"):

@@ -20,8 +20,7 @@ from lagrpo.policy.model import Model, Packed, Policy, Weights, check_weights
 
 
 class PackedWeights:
-    """A version whose linear layers are packed, in `panels`. The others (embeddings, head, norms, biases, buffers) lie
-    in `lm`."""
+    """A version whose linear layers lie in `panels`, the others (embeddings, head, norms, biases, buffers) in `lm`."""
 
     def __init__(self, origin: Weights, lm: Any, panels: Any) -> None:
         self.version = origin.version
@@ -51,7 +50,6 @@ class Replica:
 
     @property
     def version(self) -> int:
-        """The version that was loaded last."""
         return self.weights.version
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:

@@ -15,12 +15,9 @@ PROC = Path("/proc")
 class Reading:
     """The counters at one moment, all in seconds."""
 
-    clock: float
-    """A monotonic clock."""
-    used: float
-    """CPU time of this process."""
-    waited: Mapping[int, float]
-    """For each thread, how long it was ready to run and had no core."""
+    clock: float  # A monotonic clock
+    used: float  # CPU time of this process
+    waited: Mapping[int, float]  # for each thread, how long it was ready to run and had no core
     free: float | None
     """Idle CPU time, summed over this process's CPUs, with the time of lower-priority programs; None where unknown."""
 

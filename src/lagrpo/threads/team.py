@@ -36,8 +36,7 @@ logger = logging.getLogger("lagrpo")
 
 
 class Adaptation:
-    """Decides how many threads compute, of at most `most`: a function of the windows, which reads no clock and sets no
-    number."""
+    """Decides how many threads compute, of at most `most`: a function of the windows; it reads no clock."""
 
     def __init__(self, most: int) -> None:
         self.most = self.threads = most
@@ -86,8 +85,7 @@ class Adaptation:
 
 
 class Team:
-    """The number of threads: always `threads`, or with `adapt` as many of them as find a core, by the readings.
-    `number` puts a number into effect."""
+    """`threads`, or with `adapt` as many of them as find a core, by the readings. `number` puts one into effect."""
 
     def __init__(
         self,
@@ -159,8 +157,7 @@ def choose_threads(threads: int) -> int:
 
 
 def look() -> None:
-    """Read every half second, and adapt. The computing thread calls this often: before each decoding step and each
-    layer's attention, forward and backward."""
+    """Read every half second, and adapt. Called before each decoding step and each layer's attention, both ways."""
     global _due
     now = time.monotonic()
     if now >= _due and _team is not None:

@@ -19,8 +19,7 @@ _own: dict[str, str] = {}  # what this module put into the environment
 
 
 def choose(environment: MutableMapping[str, str], loaded: Container[str]) -> dict[str, str]:
-    """Put a short spin into the environment, unless the user chose how threads wait or PyTorch is among the `loaded`
-    modules. Returns what it put there."""
+    """Put a short spin into `environment`, unless the user chose how threads wait or PyTorch is `loaded`; return it."""
     if not sys.platform.startswith("linux") or "torch" in loaded or any(name in environment for name in POLICIES):
         return {}
     environment["GOMP_SPINCOUNT"] = SPINS

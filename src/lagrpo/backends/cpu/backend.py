@@ -29,8 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class CpuBackend(Backend):
-    """`products` names what computes the matrix products of bfloat16 (AMX, AVX512-BF16, vectors), None where PyTorch
-    does."""
+    """`products`: what computes products of bfloat16 (AMX, AVX512-BF16, vectors), None where PyTorch does."""
 
     products: str | None = field(default_factory=lambda: chosen_products())
 
@@ -124,8 +123,7 @@ class KernelSteps(Steps):
 
 
 class KernelStepLayout:
-    """One token per row: the kernels put its key and value into the own cache and attend. `active` is what they
-    read."""
+    """One token per row. The kernels put its key and value into the own cache and attend; they read `active`."""
 
     def __init__(self, state: Rows, group_of_row: Tensor, lengths: Tensor) -> None:
         self.longest = int((state.prompt_lengths[group_of_row] + lengths).max()) + 1

@@ -38,8 +38,7 @@ ISA = "LAGRPO_CPU_ISA"
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """A level of instructions: the compiler's flags, what /proc/cpuinfo must list, whether bfloat16 products are among
-    them."""
+    """A level: the compiler's flags, what /proc/cpuinfo must list, whether bfloat16 products are in it."""
 
     flags: tuple[str, ...]
     needs: frozenset[str] = frozenset()
@@ -79,8 +78,7 @@ def isa_level() -> str:
 
 
 def optimization(level: str) -> tuple[str, ...]:
-    """The compiler's flags for a level. Where a vector of the kernels takes several registers, -O3 takes a minute where
-    -O2 takes a quarter of that."""
+    """The compiler's flags. Where a vector takes several registers, -O3 takes a minute, four times as long as -O2."""
     wide = "avx512f" in cpu_flags() and level not in ("avx2", "baseline")
     return ("-O3" if wide else "-O2", *LEVELS[level].flags)
 

@@ -60,9 +60,8 @@ class FusedDecoder:
         return self.panels is not None and self.fits(None) and is_plain_linear(self.head)
 
     def fits(self, layout: Layout | None) -> bool:
-        """Whether the linear layers are plain nn.Linear and nothing that is computed here has a hook: otherwise the
-        decoder must be called. (Its embedding is called in any case.) Looked at for every packed row; the decoding
-        steps that follow keep to what was found."""
+        """Whether the linear layers are plain and nothing that is computed here has a hook; else the decoder must be
+        called. Looked at for every packed row; the decoding steps that follow keep to what was found."""
         if getattr(layout, "active", None) is None:
             parts = (self.decoder.layers, self.decoder.norm)
             plain = all(map(_is_plain, self.decoder.layers)) and all(map(is_unhooked, parts))
@@ -93,8 +92,7 @@ class FusedDecoder:
 
     @property
     def product(self) -> Panels | None:
-        """The head's product by panels; None where PyTorch computes it, as it does where the layers are not computed
-        here."""
+        """The head's product by panels; None where PyTorch computes it, or the layers are not computed here."""
         return self.panels.current().head if self.panels is not None and self._plain else None
 
     def stack(self, panels: DecoderPanels) -> kernels.Stack | None:
@@ -212,11 +210,8 @@ class _AddNorm(torch.autograd.Function):
 
 
 def rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary position embedding: x [n, heads, D], cosine and sine [n, D], the same in both halves of D.
-
-    Raises:
-        ValueError: angles for a part of D only.
-    """
+    """Rotary position embedding: x [n, heads, D], cosine and sine [n, D], the same in both halves of D. Raises
+    ValueError for angles of a part of D only."""
     if cosine.shape[-1] != x.shape[-1]:
         raise ValueError(
             f"rotary embedding of {cosine.shape[-1]} out of {x.shape[-1]} numbers of a head is not supported"

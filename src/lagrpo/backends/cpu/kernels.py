@@ -165,22 +165,14 @@ class Active:
     """The rows of a decoding step and their caches. The caches are in lanes (see `numbers_in_a_lane`), of rows (own) or
     of groups (prompt); the room is in tokens, a multiple of VECTOR."""
 
-    groups: Tensor
-    """int64 [N + 1]: the number of members before each group."""
-    members: Tensor
-    """int64 [rows]: the rows, group after group."""
-    prompts: Tensor
-    """int64 [N]: tokens of each group's prompt."""
-    lengths: Tensor
-    """int64 [rows]: tokens in each row's own cache."""
-    own_keys: Tensor
-    """[layers, rows, Hkv, D or half of it, room]."""
-    own_values: Tensor
-    """[layers, rows, Hkv, room or half of it, D]."""
-    prompt_keys: Tensor
-    """[layers, N, Hkv, D or half of it, room]."""
-    prompt_values: Tensor
-    """[layers, N, Hkv, room or half of it, D]."""
+    groups: Tensor  # int64 [N + 1]: the number of members before each group
+    members: Tensor  # int64 [rows]: the rows, group after group
+    prompts: Tensor  # int64 [N]: tokens of each group's prompt
+    lengths: Tensor  # int64 [rows]: tokens in each row's own cache
+    own_keys: Tensor  # [layers, rows, Hkv, D or half of it, room]
+    own_values: Tensor  # [layers, rows, Hkv, room or half of it, D]
+    prompt_keys: Tensor  # [layers, N, Hkv, D or half of it, room]
+    prompt_values: Tensor  # [layers, N, Hkv, room or half of it, D]
 
     def in_c(self, layer: int = 0) -> Arguments:
         """With the caches from `layer` on."""

@@ -34,8 +34,7 @@ def why_not() -> str | None:
 
 
 def check_level() -> None:
-    """Raise NoKernels where LAGRPO_CPU_ISA names no level of this processor's instructions, or another one than this
-    process computes with."""
+    """Raise NoKernels where LAGRPO_CPU_ISA names no level of this processor, or another one than this process has."""
     level = isa_level()
     if _library is not None and level != _level:
         raise NoKernels(f"this process computes with the instructions {_level}; for {ISA} = {level} start another one")
@@ -59,8 +58,7 @@ def _as_c(value: Tensor | Arguments | float | int | None) -> Any:
 
 
 class Arguments(ctypes.Structure):
-    """A struct of kernels.h, filled by the names of its fields; what is not named is 0 or NULL. `half`: whether tensors
-    among them are bfloat16."""
+    """A struct of kernels.h, filled by the names of its fields, others 0 or NULL. `half`: a tensor is bfloat16."""
 
     def __init__(self, **values: Tensor | float | int | None) -> None:
         half = any(isinstance(v, Tensor) and v.dtype == torch.bfloat16 for v in values.values())

@@ -89,8 +89,7 @@ _rooms = threading.local()
 
 
 def _room(use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory that is kept for a use, with anything in it. To clear fresh pages for such large tensors takes the system
-    as long as the products that fill them."""
+    """Memory kept for a use, with anything in it: clearing fresh pages takes as long as the products that fill them."""
     room = _take_room(use, shape, dtype)
     _return_room(use, room)
     return room

@@ -125,8 +125,7 @@ class OwnPanels:
 
 
 class BorrowedPanels:
-    """The panels of a copy whose linear layers have no weights: the panels of `lender` where the copy was given that
-    model's weights, else panels of its own."""
+    """The panels of a copy without linear weights: the lender's while the copy has its weights, else its own."""
 
     def __init__(self, lender: OwnPanels, decoder: Any, head: nn.Linear) -> None:
         self._lender, self._decoder, self._head = lender, decoder, head
@@ -172,8 +171,7 @@ chosen_products = cache(choose_products)  # once for this process, before any pr
 
 @torch.no_grad()
 def products_are_right() -> bool:
-    """Compare products, to the bit, with the sums that products.c writes down number after number: a few
-    milliseconds."""
+    """Compare products, to the bit, with sums number after number (products.c), in a few milliseconds."""
     numbers = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
