@@ -1,9 +1,8 @@
 """Shared-prefix attention: a prompt appears once; its G completions attend to it and to themselves.
 
 One attention function serves every decoder model of transformers that takes its attention from the registry. The model
-is called on one packed row of tokens with an extra keyword, `layout`, that says who attends to whom and carries the
-backend that computes: a `PackedLayout` with its backend (learning, scoring), or a layout with caches (prefill and
-decoding in the sampler). The backend decides what computes:
+is called on one packed row of tokens with an extra keyword, `layout`: a `PackedLayout` with its backend (learning,
+scoring), or a layout with caches (prefill and decoding in the sampler). The backend decides what computes:
 
     C kernels      on a CPU with a C compiler (cpu/): one softmax over prompt and own keys together, key after key in
                    the order of the sequence, in sampler and learner alike, to the bit
@@ -58,19 +57,10 @@ def register() -> None:
 
 
 def shared_prefix_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    layout: Layout | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, layout: Layout | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """The function that transformers calls in each layer: query [1, Hq, rows, D], key and value [1, Hkv, rows, D] ->
     ([1, rows, Hq, D], None). Raises ValueError where no layout came with the call, or the model asks for what this
     attention lacks: a sliding window shorter than the longest sequence, soft-capping, attention sinks."""

@@ -17,12 +17,9 @@ Choice = Literal["auto", "c", "torch"]
 
 def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtype) -> Backend:
     """The best backend for a device and dtype (auto), on a CPU the C kernels without fail (c), or PyTorch's plain
-    operations alone (torch; on a GPU without flex attention and CUDA graphs, too).
-
-    Raises:
-        NoKernels: "c" on a machine that cannot have the kernels, or for another device than the CPU; LAGRPO_CPU_ISA
-            names no level of instructions of this processor, or another one than this process computes with.
-    """
+    operations alone (torch; on a GPU without flex attention and CUDA graphs, too). Raises NoKernels for "c" where the
+    kernels cannot be had, and where LAGRPO_CPU_ISA names no level of this processor, or another one than this process
+    computes with."""
     device = torch.device(device)
     library.check_level()
     if choice == "c" and device.type != "cpu":

@@ -67,11 +67,8 @@ class RecordedSteps(Steps):
 
 
 def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A CUDA graph of `compute`, as a function that replays it and returns the tensor that it fills.
-
-    Raises:
-        RuntimeError: something in it cannot be recorded (dynamic rotary scaling waits for the GPU, for example).
-    """
+    """A CUDA graph of `compute`, as a function that replays it and returns the tensor that it fills. Raises
+    RuntimeError for what cannot be recorded (dynamic rotary scaling waits for the GPU, for example)."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

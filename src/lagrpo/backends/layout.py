@@ -34,8 +34,8 @@ class PackedLayout:
 
     @staticmethod
     def build(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str = "cpu") -> PackedLayout:
-        """From (prompt length ≥ 1, [completion lengths ≥ 1]) of each group, in tokens. Raises ValueError for lengths of
-        0."""
+        """From (prompt length, [completion lengths]) of each group, in tokens. Raises ValueError for a length below
+        1."""
         segments: list[tuple[int, int, int, int]] = []
         bounds, last_prompt_rows, row, longest = [0], [], 0, 0
         positions, logit_rows = [torch.empty(0, dtype=torch.long)], [torch.empty(0, dtype=torch.long)]
@@ -58,11 +58,8 @@ class PackedLayout:
             bounds.append(len(segments))
             longest = max(longest, prompt_length + max(lengths, default=0))
         return PackedLayout(
-            rows=row,
-            longest=longest,
-            position_ids=torch.cat(positions).to(device),
+            rows=row, longest=longest, position_ids=torch.cat(positions).to(device),
             logit_rows=torch.cat(logit_rows).to(device),
             last_prompt_rows=torch.tensor(last_prompt_rows, dtype=torch.long).to(device),
-            segments=torch.tensor(segments, dtype=torch.long).view(-1, 4),
-            groups=torch.tensor(bounds),
-        )
+            segments=torch.tensor(segments, dtype=torch.long).view(-1, 4), groups=torch.tensor(bounds),
+        )  # fmt: skip

@@ -2,8 +2,7 @@
 
 The sampler samples from softmax(logits / tau) and the learner differentiates it: both take the same sum of exponentials
 of the same rounded logits, so right after a weight sync the ratio π/α is 1 up to rounding in float32. Memory is bounded
-however many tokens there are: float32 copies of the logits are made a chunk at a time. On a CPU the kernels do the same
-without copies (cpu/logprobs.py).
+however many tokens there are: float32 copies of the logits are made a chunk at a time.
 """
 
 from __future__ import annotations

@@ -194,12 +194,9 @@ def _pack(batch: Batch, pieces: list[list[int]], device: torch.device | str) -> 
     row, kept = Packed.build(groups, device), sampled.to(device)
     layout = replace(row.layout, logit_rows=row.layout.logit_rows[kept])  # tokens not sampled stay as context
     return FreshMicroBatch(
-        packed=replace(row, layout=layout, token_ids=row.token_ids[kept]),
-        members=tuple(members),
+        packed=replace(row, layout=layout, token_ids=row.token_ids[kept]), members=tuple(members),
         logp_alpha_T=torch.cat([c.logp_alpha for c in completions])[sampled].to(device) if known else None,
-        logp_ref_T=None,
-        completion_T=torch.arange(len(members)).repeat_interleave(batch.lengths_C[members]).to(device),
-        advantage_C=batch.advantage_C[members].to(device),
-        weight_C=batch.weight_C[members].to(device),
+        logp_ref_T=None, completion_T=torch.arange(len(members)).repeat_interleave(batch.lengths_C[members]).to(device),
+        advantage_C=batch.advantage_C[members].to(device), weight_C=batch.weight_C[members].to(device),
         group_C=torch.tensor([batch.member_C[c][0] for c in members]).to(device),
-    )
+    )  # fmt: skip

@@ -1,8 +1,8 @@
 """The weights of a model directory, matched with its config before one of them is read.
 
 The names and shapes stand in the headers of the safetensors files. transformers itself matches them with the model of
-the config, on a device without storage: so what it renames, joins, ties or ignores is so here, and what it would make
-up at random for want of a weight is refused by name. Nothing is ever unpickled.
+the config, on a device without storage, so what it renames, joins, ties or ignores is so here; what it would make up at
+random for want of a weight is refused by name. Nothing is ever unpickled.
 """
 
 from __future__ import annotations

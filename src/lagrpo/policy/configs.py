@@ -1,8 +1,8 @@
 """The JSON files of a model directory, read before anything is built from them.
 
 They come from strangers: every number that decides how much is built is bounded here, and every name that transformers
-looks up is looked up first, so that a config with 10^9 layers is one line of error, and neither hangs nor fills the
-memory. What these checks let through is transformers' to read; whatever it then raises is said in one line too.
+looks up is looked up first, so a config with 10^9 layers is one line of error and neither hangs nor fills the memory.
+transformers reads what these checks let through; whatever it then raises is one line too.
 """
 
 from __future__ import annotations

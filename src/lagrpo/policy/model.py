@@ -99,8 +99,7 @@ class Model(nn.Module):
     def __init__(self, lm: Any, backend: Backend, panels: Any = None) -> None:
         super().__init__()
         self.lm: Any = lm.eval()
-        self.backend = backend
-        self.layers = backend.layers(lm, panels)
+        self.config, self.backend, self.layers = lm.config, backend, backend.layers(lm, panels)
 
     @property
     def decoder(self) -> nn.Module:
@@ -109,10 +108,6 @@ class Model(nn.Module):
     @property
     def head(self) -> nn.Linear:
         return self.lm.get_output_embeddings()
-
-    @property
-    def config(self) -> Any:
-        return self.lm.config
 
     @property
     def device(self) -> torch.device:

@@ -1,9 +1,8 @@
 """Replica: a copy of the policy for sampling (α) or for the KL term (π_ref). It loads versions and computes by them.
 
-A decoding step reads every weight once and does little else, so how the weights lie decides its time. Where the C
-kernels compute all matrix products (`Model.exact`), the replica has no weights of linear layers but panels, and while
-it holds the version of the policy that learns, both read the same ones (backends/cpu/panels.py). Elsewhere it is a copy
-with storage of its own.
+A decoding step does little else than read every weight, so how they lie decides its time. Where the C kernels compute
+all matrix products (`Model.exact`), the replica has panels in place of the weights of linear layers, and while it holds
+the version of the policy that learns, both read the same ones (backends/cpu/panels.py). Elsewhere it is a plain copy.
 """
 
 from __future__ import annotations

@@ -15,11 +15,10 @@ PROC = Path("/proc")
 class Reading:
     """The counters at one moment, all in seconds."""
 
-    clock: float  # A monotonic clock
+    clock: float  # monotonic
     used: float  # CPU time of this process
     waited: Mapping[int, float]  # for each thread, how long it was ready to run and had no core
-    free: float | None
-    """Idle CPU time, summed over this process's CPUs, with the time of lower-priority programs; None where unknown."""
+    free: float | None  # idle, with lower-priority programs' time, summed over this process's CPUs; None where unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,9 @@
 """The forward pass of Llama-like decoders on a CPU: transformers' weights, our kernels.
 
-transformers computes norms, rotary embedding and gated activation in several passes over memory each; here each is one
-(kernels.py), with the same roundings, forward and backward. With weights packed into panels (panels.py) the matrix
-products of the forward pass are ours too, and a decoding step is one call; the backward pass multiplies by PyTorch, as
-it need not agree with anything to the bit. Models of other families, and models whose linear layers are not plain
-nn.Linear or have hooks, keep transformers' own modules. When a policy is loaded, its log-probs on a small input are
-compared with transformers' (`check_attention`).
+transformers computes norms, rotary embedding and gated activation in several passes over memory each; here each is one,
+with the same roundings, forward and backward. With panels (panels.py) the matrix products of the forward pass are ours
+too, and a decoding step is one call; the backward pass multiplies by PyTorch, as it need not agree with anything to the
+bit. Other families, and models whose linear layers are not plain nn.Linear or have hooks, keep transformers' modules.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from lagrpo.backends.cpu.panels import BorrowedPanels, DecoderPanels, OwnPanels,
 from lagrpo.backends.hooks import has_hooks, is_plain_linear, is_unhooked
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -34,14 +33,11 @@ Forward = Callable[[Tensor], tuple[Tensor, ...]]  # [n, in] -> [n, out] of each 
 def is_reproduced(lm: Any) -> bool:
     """Whether the kernels compute the layers of such a model, by its family and the parts that it is made of."""
     text, decoder = lm.config.get_text_config(), lm.get_decoder()
-    if text.model_type not in FAMILIES or text.hidden_act != "silu":
-        return False
-    if _names(decoder) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+    if text.model_type not in FAMILIES or text.hidden_act != "silu" or _names(decoder) != DECODER:
         return False
     rope = getattr(text, "rope_parameters", None) or {}
-    if Shape.of(text).d % (2 * kernels.VECTOR) or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return False
-    return all(map(_is_plain, decoder.layers))
+    turned = Shape.of(text).d % (2 * kernels.VECTOR) == 0 and rope.get("partial_rotary_factor", 1.0) == 1.0
+    return turned and all(map(_is_plain, decoder.layers))
 
 
 class FusedDecoder:
@@ -49,8 +45,7 @@ class FusedDecoder:
     or for the forward products from `panels`."""
 
     def __init__(self, lm: Any, panels: OwnPanels | BorrowedPanels | None = None) -> None:
-        self.decoder, self.head = lm.get_decoder(), lm.get_output_embeddings()
-        self.panels = panels
+        self.decoder, self.head, self.panels = lm.get_decoder(), lm.get_output_embeddings(), panels
         self._stack: tuple[DecoderPanels, kernels.Stack | None] | None = None
         self._plain = True
 
@@ -176,9 +171,8 @@ def _names(module: nn.Module) -> set[str]:
 
 def _is_plain(layer: Any) -> bool:
     """Whether a layer is made of the parts of its family and nothing else (no adapters, say)."""
-    if _names(layer) != LAYER or _names(layer.mlp) != MLP:
-        return False
-    if _names(layer.self_attn) not in (ATTENTION, ATTENTION | {"q_norm", "k_norm"}):
+    made_of = _names(layer) == LAYER and _names(layer.mlp) == MLP
+    if not made_of or _names(layer.self_attn) not in (ATTENTION, ATTENTION | {"q_norm", "k_norm"}):
         return False
     return all(type(m) is nn.Linear for group in joined(layer) for m in group)
 
