@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lagrpo.backends import logprobs, parts
 from lagrpo.backends.layout import PackedLayout
@@ -93,3 +93,19 @@ class RowLayout:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         team.look()
         return self.backend.attend(self.row, query, key, value, scaling)
+
+
+def has_hooks(m: nn.Module) -> bool:
+    """Whether a module itself has hooks, or a forward method of its own: then it must be called to be computed."""
+    hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+    return bool(hooks) or "forward" in vars(m)
+
+
+def is_unhooked(module: nn.Module) -> bool:
+    """Whether neither a module nor anything in it has hooks."""
+    return not any(map(has_hooks, module.modules()))
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is nn.Linear itself, without hooks: its product may be computed from its weights."""
+    return type(module) is nn.Linear and is_unhooked(module)

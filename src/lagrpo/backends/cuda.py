@@ -21,9 +21,9 @@ class CudaBackend(Backend):
     """FlexAttention where it can be compiled (flex.py), recorded decoding steps; PyTorch's operations for the rest."""
 
     def attend(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        if flex.attends(query, key):
-            return flex.attend(layout, query, key, value, scaling)
-        return super().attend(layout, query, key, value, scaling)
+        if flex.why_not(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2]):
+            return super().attend(layout, query, key, value, scaling)
+        return flex.attend(layout, query, key, value, scaling)
 
     def steps(self, model: Any) -> Steps:
         return RecordedSteps(model)

@@ -24,11 +24,6 @@ BLOCK = 128  # rows in a block of queries or keys
 _masks: WeakKeyDictionary[PackedLayout, Any] = WeakKeyDictionary()  # one mask serves every layer
 
 
-def attends(query: Tensor, key: Tensor) -> bool:
-    """Whether FlexAttention takes these, [rows, heads, D] each."""
-    return why_not(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2]) is None
-
-
 def why_not(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int) -> str | None:
     """Say why FlexAttention does not take queries and keys of this kind; None where it does."""
     if device.type != "cuda":

@@ -24,7 +24,6 @@ SIDES = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 2**32),
 }
 """Sizes that are sides of weights, and the largest that is believed."""
-
 LARGEST = {
     **SIDES,
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 1000),
@@ -33,7 +32,6 @@ LARGEST = {
     "num_labels": 2**20,
 }
 """All sizes and the largest that is believed: beyond any model there is, and quickly built without storage."""
-
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 ROPES = ("rope_parameters", "rope_scaling")

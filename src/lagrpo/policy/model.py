@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lagrpo.backends.attention import Layout
-from lagrpo.backends.backend import Backend
+from lagrpo.backends.backend import Backend, is_plain_linear
 from lagrpo.backends.choose import Choice, choose_backend
-from lagrpo.backends.hooks import is_plain_linear
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import token_logp_by_module
 from lagrpo.policy.chat import Chat, Templates

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lagrpo.backends.attention import Layout, Shape, check_window
+from lagrpo.backends.backend import has_hooks, is_plain_linear, is_unhooked
 from lagrpo.backends.cpu import kernels
 from lagrpo.backends.cpu.panels import BorrowedPanels, DecoderPanels, OwnPanels, Panels, joined
-from lagrpo.backends.hooks import has_hooks, is_plain_linear, is_unhooked
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}

@@ -35,7 +35,7 @@ class _TokenLogp(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *asked: Any) -> Tensor:
         tau, entropy_T, ctx.product, keep = asked
         logp, lse = kernels.floats(len(token_ids)), kernels.floats(len(token_ids))
-        ctx.kept = _take_room("kept", (keep, weight.shape[0]), weight.dtype) if keep else None
+        ctx.kept = _room("kept", (keep, weight.shape[0]), weight.dtype, taken=True) if keep else None
         for rows in _kept_and_chunks(keep, len(token_ids), weight.shape[0]):
             logits = _logits(hidden[rows], weight, bias, ctx.product, ctx.kept if rows.stop <= keep else None)
             entropy = None if entropy_T is None else entropy_T[rows]
@@ -88,23 +88,18 @@ def _logits(
 _rooms = threading.local()
 
 
-def _room(use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory kept for a use, with anything in it: clearing fresh pages takes as long as the products that fill them."""
-    room = _take_room(use, shape, dtype)
-    _return_room(use, room)
-    return room
-
-
-def _take_room(use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """As `_room`, and nobody else's until it is returned (or forgotten)."""
+def _room(use: str, shape: Sequence[int], dtype: torch.dtype, taken: bool = False) -> Tensor:
+    """Memory kept for a use, with anything in it: clearing fresh pages takes as long as the products that fill them.
+    `taken`: nobody else's until it is returned (or forgotten)."""
     numbers = math.prod(shape)
     room: Tensor | None = _rooms.__dict__.pop(use, None)
     if room is None or room.numel() < numbers or room.dtype != dtype:
         room = torch.empty(numbers, dtype=dtype)
+    if not taken:
+        _rooms.__dict__[use] = room
     return room[:numbers].view(*shape)
 
 
 def _return_room(use: str, room: Tensor) -> None:
-    """For the next one who asks for it."""
     whole = room.untyped_storage().nbytes() // room.element_size()
     _rooms.__dict__[use] = room.as_strided((whole,), (1,), 0)
