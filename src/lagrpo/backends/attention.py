@@ -29,7 +29,6 @@ class Shape(NamedTuple):
 
     @staticmethod
     def of(text: Any) -> Shape:
-        """From a model's text config."""
         heads = text.num_attention_heads
         d = getattr(text, "head_dim", None) or text.hidden_size // heads
         return Shape(text.num_hidden_layers, heads, getattr(text, "num_key_value_heads", None) or heads, d)

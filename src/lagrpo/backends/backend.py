@@ -67,7 +67,6 @@ class Backend:
         return copy.deepcopy(model.lm).requires_grad_(False), None
 
     def steps(self, model: Any) -> Steps:
-        """Decoding steps of a model."""
         return Steps(model)
 
     def computation(self, text: Any, layers: Any) -> str:

@@ -38,10 +38,8 @@ def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
     try:
         for groups in ([(5, (3, 4))], [(150, (90, 100))]):
             layout = PackedLayout.build(groups, device)
-            query, key, value = (
-                torch.zeros(layout.rows, h, d, dtype=dtype, device=device, requires_grad=True)
-                for h in (heads, kv_heads, kv_heads)
-            )
+            made = {"dtype": dtype, "device": device, "requires_grad": True}
+            query, key, value = (torch.zeros(layout.rows, h, d, **made) for h in (heads, kv_heads, kv_heads))
             with torch.enable_grad():
                 attend(layout, query, key, value, 1.0).sum().backward()
     except Exception as error:  # noqa: BLE001  # whatever a compiler may raise

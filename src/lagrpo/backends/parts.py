@@ -121,13 +121,13 @@ def _attend_block(segments: Sequence[Own], prompt: tuple[Tensor, Tensor] | None,
     keys = max(MIN_KEYS, k.shape[1])
     hidden = torch.arange(keys, device=q.device) > torch.arange(first, first + t, device=q.device)[:, None]
     k, v = (fold_keys(x, keys, dtype) for x in (k, v))
-    out, lse = part(fold_queries(q, kv_heads), k, v, hidden[None, None], scaling)
-    out, lse = unfold_queries(out, b, t), unfold_queries(lse, b, t)
+    own = part(fold_queries(q, kv_heads), k, v, hidden[None, None], scaling)
+    out, lse = (unfold_queries(x, b, t) for x in own)
     if prompt is not None:
         length = len(prompt[0])
         keys = max(MIN_KEYS, length)
         k, v = (fold_keys(x[None], keys, dtype) for x in prompt)
         hidden = (torch.arange(keys, device=q.device) >= length)[None, None, None] if keys > length else None
-        prefix, lse_prefix = part(fold_queries(q.view(1, b * t, *q.shape[2:]), kv_heads), k, v, hidden, scaling)
-        out = merge(out, lse, unfold_queries(prefix, 1, b * t), unfold_queries(lse_prefix, 1, b * t))
+        prefix = part(fold_queries(q.view(1, b * t, *q.shape[2:]), kv_heads), k, v, hidden, scaling)
+        out = merge(out, lse, *(unfold_queries(x, 1, b * t) for x in prefix))
     return out.view(b, t, *out.shape[1:])

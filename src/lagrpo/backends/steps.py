@@ -135,17 +135,13 @@ class StepLayout:
         heads = key.shape[1]
         k = keys[: self.rows, :, :, : self.keys].flatten(0, 1).mT
         v = values[: self.rows, :, : self.keys].flatten(0, 1)
-        own, lse_own = part(fold_queries(query.unsqueeze(1), heads), k, v, self.own_hidden, scaling)
+        own = part(fold_queries(query.unsqueeze(1), heads), k, v, self.own_hidden, scaling)
         groups, width = self.grid.shape
         gathered = query.index_select(0, self.grid.flatten()).view(groups, width, *query.shape[1:])
         k, v = self.prefix.keys[layer].flatten(0, 1).mT, self.prefix.values[layer].flatten(0, 1)
-        pre, lse_pre = part(fold_queries(gathered, heads), k, v, self.prefix_hidden, scaling)
-        return merge(
-            unfold_queries(own, self.rows, 1),
-            unfold_queries(lse_own, self.rows, 1),
-            unfold_queries(pre, groups, width).index_select(0, self.place),
-            unfold_queries(lse_pre, groups, width).index_select(0, self.place),
-        )
+        prefix = part(fold_queries(gathered, heads), k, v, self.prefix_hidden, scaling)
+        placed = (unfold_queries(t, groups, width).index_select(0, self.place) for t in prefix)
+        return merge(*(unfold_queries(t, self.rows, 1) for t in own), *placed)
 
 
 def pair_rows_with_groups(group_of_row: Tensor, groups: int, width: int = 0) -> tuple[Tensor, Tensor]:

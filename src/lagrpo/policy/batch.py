@@ -86,7 +86,6 @@ class FreshMicroBatch:
     group_C: Tensor  # the number of the group
 
     def scored_by(self, logp_k_T: Tensor) -> MicroBatch:
-        """The same with log π_k."""
         return MicroBatch(**{field.name: getattr(self, field.name) for field in fields(self)}, logp_k_T=logp_k_T)
 
 

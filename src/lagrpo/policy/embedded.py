@@ -141,11 +141,9 @@ def _tokenizer(source: Path) -> Any:
 def _plain_config(quantized: Any) -> Any:
     from transformers import LlamaConfig
 
-    kept = quantized.to_dict()
-    for key in ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype", "architectures"):
-        kept.pop(key, None)
-    kept["rms_norm_eps"] = 1e-5  # the file holds its float32 image, 9.99999974738e-06
-    return LlamaConfig(**kept)
+    dropped = {"quantization_config", "_name_or_path", "_model_name_or_path", "dtype", "architectures"}
+    kept = {key: value for key, value in quantized.to_dict().items() if key not in dropped}
+    return LlamaConfig(**kept | {"rms_norm_eps": 1e-5})  # the file holds its float32 image, 9.99999974738e-06
 
 
 if __name__ == "__main__":

@@ -125,7 +125,6 @@ class Learner:
         return {**sums, **(self._update() if in_objective else {})}
 
     def _backward(self, micro: MicroBatch, logp_T: Tensor, sums: defaultdict[str, float]) -> None:
-        """Add the gradient of a micro-batch to the masters', and its sums to `sums`."""
         loss, diagnostics = self._loss(micro, logp_T)
         loss.backward()
         if micro.logp_alpha_T is not None:

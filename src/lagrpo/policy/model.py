@@ -124,12 +124,10 @@ class Model(nn.Module):
 
     @property
     def computation(self) -> str:
-        """What computes the forward pass besides PyTorch's products, in words."""
         return self.backend.computation(self.config.get_text_config(), self.layers)
 
     @property
     def decoding(self) -> str:
-        """How tokens are sampled from this model, in words."""
         return self.backend.decoding(self.layers)
 
     def forward(self, packed: Packed, tau: float, entropy_T: Tensor | None = None) -> Tensor:

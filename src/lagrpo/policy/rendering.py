@@ -42,7 +42,6 @@ def serve(connection: Connection, memory: int, deadline: float) -> None:
 def answer(
     render: Callable[..., Any], memory: int, template: str, special: Mapping[str, Any], messages: Sequence[Any]
 ) -> dict[str, str]:
-    """The reply to one request."""
     try:
         (text,), _ = render(conversations=[messages], chat_template=template, add_generation_prompt=True, **special)
         if len(text) > LONGEST:

@@ -56,7 +56,6 @@ class Replica:
         self.weights.load(weights, version)
 
     def logp(self, packed: Packed) -> Tensor:
-        """Log-probs at the policy's tau: see Model.forward."""
         return self.model(packed, self.tau)
 
 

@@ -15,7 +15,6 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def count_cores() -> int:
-    """Count the CPUs that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

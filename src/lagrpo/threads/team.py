@@ -88,12 +88,9 @@ class Team:
     """`threads`, or with `adapt` as many of them as find a core, by the readings. `number` puts one into effect."""
 
     def __init__(
-        self,
-        threads: int,
-        adapt: bool,
-        reading: Callable[[], Reading | None] = read,
+        self, threads: int, adapt: bool, reading: Callable[[], Reading | None] = read,
         number: Callable[[int], None] = torch.set_num_threads,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.most = self.threads = self._fewest = threads
         self.adapts, self._read, self._number = adapt, reading, number
         self._adaptation = Adaptation(threads)
@@ -170,7 +167,6 @@ def metrics() -> dict[str, float | None]:
 
 
 def describe() -> str:
-    """The number of computing threads in words."""
     return _team.describe() if _team is not None else f"{torch.get_num_threads()}"
 
 

@@ -27,7 +27,6 @@ def choose(environment: MutableMapping[str, str], loaded: Container[str]) -> dic
 
 
 def begin() -> None:
-    """`choose` for this process."""
     _own.update(choose(os.environ, sys.modules))
 
 

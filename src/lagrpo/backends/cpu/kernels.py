@@ -24,10 +24,6 @@ def floats(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
-def _half(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16
-
-
 # ---- between matrix products and attention ----
 
 _Norm = struct("rows width", "x delta weight total y rstd", "eps")
@@ -113,7 +109,7 @@ def transposed(x: Tensor) -> Tensor:
 
 def paired(x: Tensor) -> Tensor:
     """[rows, heads, d] as lanes of the same shape: in bfloat16 the pairs of each row and the next one."""
-    if not _half(x):
+    if x.dtype != torch.bfloat16:
         return x
     y = floats(*x.shape)
     call("pair_rows", len(x), x.shape[1] * x.shape[2], x, y)
@@ -153,9 +149,8 @@ def attention_backward(
 
 _Active = struct(
     "n_groups own_batch own_room prompt_room",
-    "groups members prompts lengths own_keys own_values prompt_keys prompt_values",
-    half="",
-)
+    "groups members prompts lengths own_keys own_values prompt_keys prompt_values", half="",
+)  # fmt: skip
 _NewTokens = struct("heads kv_heads d v_stride", "q k v out", "scaling")
 _Stack = struct("count width inner heads kv_heads d", "layers", "scaling eps", half="")
 

@@ -71,7 +71,6 @@ class _TokenLogp(torch.autograd.Function):
 
 
 def _kept_and_chunks(kept: int, rows: int, vocabulary: int) -> list[slice]:
-    """The first `kept` rows in one piece, the others in chunks."""
     return [slice(0, kept)] * bool(kept) + chunks(kept, rows, vocabulary, KERNEL_LOGITS)
 
 
