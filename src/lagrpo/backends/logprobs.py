@@ -151,7 +151,7 @@ class _TokenLogp(torch.autograd.Function):
             grad_weight += dx.mT @ hidden[held]
             if grad_bias is not None:
                 grad_bias += dx.sum(0, dtype=torch.float32)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
 
 

@@ -35,7 +35,8 @@ class Cache:
         room = -(-tokens // MIN_KEYS) * MIN_KEYS
         made = {"dtype": torch.float32 if lanes > 1 else dtype, "device": device}
         sizes = ((shape.d // lanes, room), (room // lanes, shape.d))
-        return Cache(*(torch.zeros(shape.layers, batch, shape.kv_heads, *size, **made) for size in sizes), lanes)
+        keys, values = (torch.zeros(shape.layers, batch, shape.kv_heads, *size, **made) for size in sizes)
+        return Cache(keys, values, lanes)
 
     @property
     def room(self) -> int:

@@ -104,8 +104,7 @@ def _headers_of(file: Path) -> dict[str, Header]:
 
 
 def match_weights(config: Any, headers: Mapping[str, Header]) -> None:
-    """Raise ValueError, by name, for weights that the model of the config lacks, has beside, or has in another shape or
-    in no floating dtype."""
+    """Raise ValueError, by name, for weights missing, unexpected, of another shape, or of no floating dtype."""
     shown = {n: torch.empty(h.shape, dtype=FLOATS.get(h.dtype), device="meta") for n, h in headers.items()}
     options = {"device_map": {"": "meta"}, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with blaming(f"{CONFIG}: transformers cannot build a model of it"):

@@ -112,14 +112,17 @@ ALIASES: dict[str, Callable[[], Path]] = {"smollm2": prepare_smollm2}
 
 def _convert(source: Path, target: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
     tokenizer = _tokenizer(source)
     tokenizer.save_pretrained(target)
     logger.info("smollm2: tokenizer written; dequantizing the weights")
     quantized = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     # A model of its own: the loaded one carries a quantization config, which `from_pretrained` would act on.
-    model = AutoModelForCausalLM.from_config(_plain_config(quantized.config), dtype=torch.bfloat16)
+    dropped = {"quantization_config", "_name_or_path", "_model_name_or_path", "dtype", "architectures"}
+    kept: dict[str, Any] = {key: value for key, value in quantized.config.to_dict().items() if key not in dropped}
+    config = LlamaConfig(**{**kept, "rms_norm_eps": 1e-5})  # the file holds its float32 image, 9.99999974738e-06
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(quantized.state_dict())
     names = ("bos_token_id", "eos_token_id", "pad_token_id")  # eos: <|im_end|>, the end of a chat turn
     model.generation_config = GenerationConfig(**{name: getattr(tokenizer, name) for name in names})
@@ -136,14 +139,6 @@ def _tokenizer(source: Path) -> Any:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     tokenizer.model_max_length = 8192
     return tokenizer
-
-
-def _plain_config(quantized: Any) -> Any:
-    from transformers import LlamaConfig
-
-    dropped = {"quantization_config", "_name_or_path", "_model_name_or_path", "dtype", "architectures"}
-    kept = {key: value for key, value in quantized.to_dict().items() if key not in dropped}
-    return LlamaConfig(**kept | {"rms_norm_eps": 1e-5})  # the file holds its float32 image, 9.99999974738e-06
 
 
 if __name__ == "__main__":

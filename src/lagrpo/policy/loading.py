@@ -74,8 +74,10 @@ def check_files(path: str) -> Any:
 
 def check_supported(config: Any) -> None:
     """Raise ValueError for a model whose forward pass this package does not reproduce, by name and with the reason."""
+    from transformers import AutoModelForCausalLM
+
     text = config.get_text_config()
-    name = text.model_type
+    name, known = text.model_type, type(config) in AutoModelForCausalLM._model_mapping
     reasons = {
         "attention soft-capping (attn_logit_softcapping)": getattr(text, "attn_logit_softcapping", None),
         "soft-capping of the logits (final_logit_softcapping)": getattr(text, "final_logit_softcapping", None),
@@ -85,7 +87,8 @@ def check_supported(config: Any) -> None:
         "attention sinks": name == "gpt_oss",
         "latent attention (kv_lora_rank)": getattr(text, "kv_lora_rank", None),
         "layers that are not attention": {*(getattr(text, "layer_types", None) or ())} - ATTENTION_LAYERS,
-        "an attention of their own, outside transformers' registry": not _in_registry(config),
+        "an attention of their own, outside transformers' registry": known
+        and not model_class(config)._can_set_attn_implementation(),
     }
     for reason, present in reasons.items():
         if present:
@@ -93,13 +96,6 @@ def check_supported(config: Any) -> None:
                 f"models of type {name!r} have {reason}, which lagrpo's shared-prefix attention does not reproduce; "
                 "Llama, Qwen2, Qwen3, Mistral, Gemma (1) and their relatives are supported"
             )
-
-
-def _in_registry(config: Any) -> bool:
-    """Whether the model takes its attention from the registry; of a model that is no causal language model, True."""
-    from transformers import AutoModelForCausalLM
-
-    return type(config) not in AutoModelForCausalLM._model_mapping or model_class(config)._can_set_attn_implementation()
 
 
 def check_context(policy: Policy, tokens: int) -> None:

@@ -87,7 +87,7 @@ class CpuBackend(Backend):
         return f"{self}{products}{besides}"
 
     def decoding(self, layers: FusedDecoder | None) -> str:
-        if layers is None or not layers.exact:
+        if layers is None or layers.panels is None or not layers.exact:
             return super().decoding(layers)
         way = "one call through all layers" if layers.stack(layers.panels.current()) is not None else "layer by layer"
         return f"{way}, products by {self.products}"
@@ -107,8 +107,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: Tensor):  # type: ignore[override]
         team.look()
-        grads = kernels.attention_backward(ctx.layout, *ctx.saved_tensors, grad_out.contiguous(), ctx.scaling)
-        return *grads, None, None
+        query, key, value, out, lse = ctx.saved_tensors
+        given = (ctx.layout, query, key, value, out, lse, grad_out.contiguous(), ctx.scaling)
+        return *kernels.attention_backward(*given), None, None
 
 
 class KernelSteps(Steps):

@@ -65,7 +65,7 @@ class _TokenLogp(torch.autograd.Function):
                 grad_bias += dx.sum(0, dtype=torch.float32)
         if kept is not None:
             _return_room("kept", kept)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
         grad_weight = share if total is None else total.to(weight.dtype, copy=True)
         return grad_hidden, grad_weight, grad_bias, *5 * (None,)
 
