@@ -48,8 +48,7 @@ class Layout(Protocol):
 
 
 def register() -> None:
-    """Make `attn_implementation="lagrpo_shared_prefix"` known to transformers. transformers makes no masks for an
-    attention that has registered none: the layout is the mask."""
+    """Make `attn_implementation="lagrpo_shared_prefix"` known to transformers, without masks: the layout is one."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, shared_prefix_attention)

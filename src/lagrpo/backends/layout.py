@@ -34,8 +34,7 @@ class PackedLayout:
 
     @staticmethod
     def build(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str = "cpu") -> PackedLayout:
-        """From (prompt length, [completion lengths]) of each group, in tokens. Raises ValueError for a length below
-        1."""
+        """From (prompt length, [completion lengths]) of each group, in tokens. Raises ValueError for one below 1."""
         segments: list[tuple[int, int, int, int]] = []
         bounds, last_prompt_rows, row, longest = [0], [], 0, 0
         positions, logit_rows = [torch.empty(0, dtype=torch.long)], [torch.empty(0, dtype=torch.long)]

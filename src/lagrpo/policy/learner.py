@@ -173,7 +173,6 @@ class Learner:
         return {"grad_norm": norm, "lr": rate} | ({} if moved is None else {"moved": moved})
 
     def on_sync(self) -> dict[str, float]:
-        """Called at every weight sync: the share of the working weights that it changes, as `moved_synced`; nothing at
-        the first one."""
+        """The share of the working weights that a weight sync changes, as `moved_synced`; nothing at the first one."""
         share = self._synced_weights.share(self.policy.weights)
         return {} if share is None else {"moved_synced": share}

@@ -63,8 +63,8 @@ def check_finite(model: nn.Module) -> None:
 
 
 def check_files(path: str) -> Any:
-    """The tokenizer of a model whose files fit together and that shared-prefix attention reproduces; no weight is read.
-    Raises as `load_policy`."""
+    """The tokenizer of a model whose files fit together and that is supported. Raises as `load_policy`; loads no
+    weight."""
     config = read_config(path)
     check_supported(config)
     tokenizer = read_tokenizer(path, config)
