@@ -77,7 +77,7 @@ def processes_of_other_tests_are_known() -> None:
 @pytest.fixture(scope="session")
 def renderer() -> Iterator[Any]:
     """The process that renders chat templates for all tests that ask for `shared_templates`."""
-    from lagrpo.policy.templates import Templates
+    from lagrpo.policy.chat import Templates
 
     templates = Templates()
     templates.start()
@@ -114,7 +114,8 @@ def either_computation(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels are loaded, without fail, and tiny policies compute with them."""
-    from lagrpo.backends.cpu import loading
+    from lagrpo.backends.cpu import library, panels
 
-    assert loading.why_not() is None
+    assert library.why_not() is None
+    panels.chosen_products()
     monkeypatch.setattr(tiny, "BACKEND", "c")

@@ -46,4 +46,4 @@ def test_it_is_asked_for_shared_prefix_attention(monkeypatch):
 
 def test_without_a_gpu_it_is_not_used():
     q = torch.zeros(3, 2, 32, dtype=torch.bfloat16)
-    assert not flex.attends(q, q)
+    assert flex.why_not(q.device, q.dtype, 2, 2, 32) == "no GPU"

@@ -15,12 +15,11 @@ from tiny import tiny_policy
 from torch import Tensor, nn
 
 from lagrpo.backends.choose import choose_backend
-from lagrpo.backends.cpu import build, kernels, loading, logprobs
+from lagrpo.backends.cpu import build, kernels, logprobs, panels
 from lagrpo.backends.cpu.fused import rotary
 from lagrpo.backends.layout import PackedLayout
-from lagrpo.policy.model import Packed
+from lagrpo.policy.model import Packed, Weights
 from lagrpo.policy.replica import PackedWeights, replica
-from lagrpo.policy.weights import Weights
 from lagrpo.sampling.decode import DecodeState
 
 WIDTHS = [1, 15, 16, 33, 576]  # below, at and beyond one vector
@@ -126,12 +125,10 @@ def test_attention_and_its_gradient(groups, heads, kv_heads, d, dtype):
     k, v = (random(layout.rows, kv_heads, d, seed=s, dtype=dtype) for s in (2, 3))
     exact = q_exact, k_exact, v_exact = [t.double().requires_grad_() for t in (q, k, v)]
     expected, lse_expected = dense_attention(layout, q_exact, k_exact, v_exact, d**-0.5)
-    out, lse = kernels.attention(layout.segments, q, k, v, d**-0.5)
+    out, lse = kernels.attention(layout, q, k, v, d**-0.5)
     assert_close(out, expected.detach(), 2)
     assert_close(lse, lse_expected.detach(), 2)
-    ours = kernels.attention_backward(
-        layout.groups, kernels.Attended(layout.segments, q, k, v, out, lse, d**-0.5), grad
-    )
+    ours = kernels.attention_backward(layout, q, k, v, out, lse, grad, d**-0.5)
     for mine, theirs in zip(ours, torch.autograd.grad((expected * grad.double()).sum(), exact), strict=True):
         assert_close(mine, theirs, 4)
 
@@ -331,7 +328,7 @@ def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
     copy = replica(tiny_policy(kind, dtype=torch.bfloat16, **changes))
     layers = copy.model.layers
     assert layers is not None
-    assert layers.stack() is not None
+    assert layers.stack(layers.panels.current()) is not None
     states, found = [DecodeState(copy.model, 7, 80) for _ in range(2)], []
     for state in states:
         state.admit([[5, 6, 7]], 4)
@@ -350,7 +347,7 @@ def test_where_weights_cannot_be_packed_a_replica_copies_them(monkeypatch):
     assert isinstance(replica(tiny_policy("gemma", dtype=torch.bfloat16)).weights, Weights)
     assert isinstance(replica(tiny_policy(dtype=torch.float32)).weights, Weights)
     assert isinstance(replica(tiny_policy(dtype=torch.bfloat16, backend="torch")).weights, Weights)
-    monkeypatch.setattr(loading, "_products", None)  # products that were wrong on this processor
+    monkeypatch.setattr("lagrpo.backends.cpu.backend.chosen_products", lambda: None)  # wrong on this processor
     assert isinstance(replica(tiny_policy(dtype=torch.bfloat16)).weights, Weights)
 
 
@@ -368,11 +365,11 @@ def test_attention_that_the_kernels_do_not_take_is_said():
 
 
 def test_how_tokens_are_sampled_is_said(monkeypatch):
-    policy, name = tiny_policy(dtype=torch.bfloat16), loading.products()
+    policy, name = tiny_policy(dtype=torch.bfloat16), panels.chosen_products()
     assert replica(policy).model.decoding == policy.model.decoding == f"one call through all layers, products by {name}"
     assert f"forward products by {name}" in policy.model.computation
     assert replica(tiny_policy()).model.decoding == "layer by layer, PyTorch's matrix products in float32"
-    monkeypatch.setattr(loading, "_products", None)
+    monkeypatch.setattr("lagrpo.backends.cpu.backend.chosen_products", lambda: None)
     policy = tiny_policy(dtype=torch.bfloat16)
     assert replica(policy).model.decoding == "layer by layer, PyTorch's matrix products in bfloat16"
     assert "products by" not in policy.model.computation

@@ -11,7 +11,7 @@ import pytest
 
 CODE = """
 import resource, sys, torch
-from lagrpo.backends.memory import keep_freed_memory
+from lagrpo.backends.process import keep_freed_memory
 kept = keep_freed_memory() if sys.argv[1] == "keep" else None
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 use = lambda: [torch.ones(4 << 20) for _ in range(3)]  # three blocks of 16 MiB, freed together

@@ -11,12 +11,11 @@ from tiny import computed_by, tiny_policy
 from torch import nn
 
 from lagrpo.backends.choose import choose_backend
-from lagrpo.backends.cpu import build, loading
+from lagrpo.backends.cpu import build, library
 from lagrpo.backends.cpu.backend import CpuBackend
 from lagrpo.backends.cuda import CudaBackend
-from lagrpo.policy.model import Packed
+from lagrpo.policy.model import Packed, Weights
 from lagrpo.policy.replica import PackedWeights, replica
-from lagrpo.policy.weights import Weights
 from lagrpo.sampling.local import LocalSampler
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -177,7 +176,7 @@ def test_the_backend_of_a_device_and_a_dtype(monkeypatch):
     assert str(choose_backend("auto", "xpu", torch.bfloat16)) == "PyTorch (no kernels for xpu)"
     with pytest.raises(build.NoKernels, match="the kernels are for the CPU, the model is on cuda"):
         choose_backend("c", "cuda", torch.bfloat16)
-    monkeypatch.setattr(loading, "why_not", lambda: "no compiler")
+    monkeypatch.setattr(library, "why_not", lambda: "no compiler")
     assert str(choose_backend("auto", "cpu", torch.float32)) == "PyTorch (no C kernels: no compiler)"
     with pytest.raises(build.NoKernels, match="unavailable here: no compiler"):
         choose_backend("c", "cpu", torch.float32)

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from lagrpo import workers
 from lagrpo.errors import SettingsError
 from lagrpo.interrupts import Interrupted, interruptible
-from lagrpo.policy.templates import Templates
+from lagrpo.policy.chat import Templates
 from lagrpo.runs import Run
 from lagrpo.settings.schema import EvalSettings, ModelSettings
 from lagrpo.training.build import loading, without_progress_bars
@@ -92,7 +92,6 @@ def test_tokenizers_start_threads_again(settings, monkeypatch):
 
 FAULTS = """
 import resource, torch
-from lagrpo.backends import memory
 from lagrpo.backends import process
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def count(blocks):  # of 16 MiB, freed together
@@ -103,7 +102,7 @@ def count(blocks):  # of 16 MiB, freed together
         [torch.ones(4 << 20) for _ in range(blocks)]
     return (faults() - before) // 10
 with process.restored():
-    assert memory.keep_freed_memory()
+    assert process.keep_freed_memory()
     within = count(3)
 print(within, count(9))
 """

@@ -14,10 +14,9 @@ from tiny import computed_by, tiny_policy
 from torch import Tensor, nn
 
 from lagrpo.backends.choose import choose_backend
-from lagrpo.backends.cpu import build, library, loading, panels
-from lagrpo.policy.model import Packed
+from lagrpo.backends.cpu import build, library, panels
+from lagrpo.policy.model import Packed, Weights
 from lagrpo.policy.replica import PackedWeights, replica
-from lagrpo.policy.weights import Weights
 
 pytestmark = pytest.mark.usefixtures("with_kernels")
 
@@ -62,9 +61,10 @@ def test_an_odd_number_of_inputs_is_refused():
 
 COMPARED = """
 import torch
-from lagrpo.backends.cpu import kernels, loading, panels
+from lagrpo.backends.cpu import kernels, library, panels
 from lagrpo.backends.layout import PackedLayout
-assert loading.why_not() is None
+assert library.why_not() is None
+products = panels.chosen_products()
 assert panels.products_are_right()
 x, w = (torch.randn(n, 576, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (200, 77))
 layer = torch.nn.Linear(576, 77, bias=False, dtype=torch.bfloat16).requires_grad_(False)
@@ -77,10 +77,10 @@ for rows in (1, 16, 31, 32, 33, 130):
 layout = PackedLayout.build([(7, (3, 9, 2)), (130, (70, 3))])
 rng = torch.Generator().manual_seed(0)
 q, k, v, g = (torch.randn(layout.rows, heads, 64, generator=rng).bfloat16() for heads in (9, 3, 3, 9))
-out, lse = kernels.attention(layout.segments, q, k, v, 0.125)
-grads = kernels.attention_backward(layout.groups, kernels.Attended(layout.segments, q, k, v, out, lse, 0.125), g)
+out, lse = kernels.attention(layout, q, k, v, 0.125)
+grads = kernels.attention_backward(layout, q, k, v, out, lse, g, 0.125)
 sums = [t.double().mul(torch.arange(t.numel()).view(t.shape)).sum().item() for t in (y, out, lse, *grads)]
-print(str(loading.products()).replace(" ", "-"), *sums)
+print(str(products).replace(" ", "-"), *sums)
 """
 
 
@@ -168,7 +168,7 @@ def test_products_that_are_wrong_here_are_not_used(monkeypatch, caplog):
     assert panels.choose_products() is None
     assert "give wrong numbers on this processor and are not used" in caplog.text
     monkeypatch.undo()
-    assert panels.choose_products() == loading.products()
+    assert panels.choose_products() == panels.chosen_products()
 
 
 def test_the_comparison_with_plain_numbers_sees_one_wrong_bit(monkeypatch):
@@ -190,7 +190,7 @@ def test_the_comparison_with_plain_numbers_sees_one_wrong_bit(monkeypatch):
     assert not panels.products_are_right()
 
 
-# ---- packs, and who has them ----
+# ---- panels, and who has them ----
 
 
 def test_an_odd_number_of_inputs_takes_pytorchs_products():
@@ -201,7 +201,7 @@ def test_an_odd_number_of_inputs_takes_pytorchs_products():
 
 
 def test_an_interrupted_weight_sync_takes_nothing_from_others(monkeypatch):
-    """π_ref keeps its packs, however often a weight sync to α was cut off and made again."""
+    """π_ref keeps its panels, however often a weight sync to α was cut off and made again."""
     policy, packed = tiny_policy(dtype=torch.bfloat16), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
     alpha, reference = replica(policy), replica(policy)
     with torch.no_grad():
@@ -218,7 +218,7 @@ def test_an_interrupted_weight_sync_takes_nothing_from_others(monkeypatch):
             assert torch.equal(reference.logp(packed), before)
 
 
-def packs(policy):
+def panels_of(policy):
     """What it computes with."""
     return policy.model.layers.panels.current()
 
@@ -233,14 +233,14 @@ def test_one_packed_copy_serves_learner_and_sampler_of_one_version():
     policy = tiny_policy(dtype=torch.bfloat16)
     alpha = replica(policy)
     assert isinstance(alpha.weights, PackedWeights)
-    first = packs(policy)
+    first = panels_of(policy)
     for version in (1, 2):  # v = 1, i = 1: an update, a weight sync, no forward pass between
         changed(policy)
         alpha.load(policy.weights, version)
-        assert packs(alpha) is packs(policy) is first
+        assert panels_of(alpha) is panels_of(policy) is first
 
 
-def test_packs_that_are_lent_keep_their_weights_while_the_learner_goes_on():
+def test_panels_that_are_lent_keep_their_weights_while_the_learner_goes_on():
     policy, packed = tiny_policy(dtype=torch.bfloat16), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
     alpha = replica(policy)
     with torch.no_grad():
@@ -248,12 +248,12 @@ def test_packs_that_are_lent_keep_their_weights_while_the_learner_goes_on():
         changed(policy)
         assert not torch.equal(policy.logp(packed), before)
         assert torch.equal(alpha.logp(packed), before)
-        lent = packs(alpha)
+        lent = panels_of(alpha)
         alpha.load(policy.weights, 1)
         assert torch.equal(alpha.logp(packed), policy.logp(packed))
         changed(policy)
         policy.logp(packed)
-        assert packs(policy) is lent  # what the sampler gave back is used again: never more than two
+        assert panels_of(policy) is lent  # what the sampler gave back is used again: never more than two
 
 
 def test_weights_of_somebody_else_are_packed_for_the_replica_alone():

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from lagrpo.threads.adapting import CROWDED, IN_A_ROW, LONGEST_PAUSE, PAUSE, Adaptation
 from lagrpo.threads.readings import Window
+from lagrpo.threads.team import CROWDED, IN_A_ROW, LONGEST_PAUSE, PAUSE, Adaptation
 
 
 class Machine:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lagrpo.backends.cpu import loading
+from lagrpo.backends.cpu import library
 from lagrpo.threads import cores, team
 from lagrpo.threads.readings import Reading
 
@@ -162,7 +162,7 @@ def test_one_number_holds_for_pytorch_and_for_the_kernels():
     for threads in (2, 1, 3):
         torch.set_num_threads(threads)
         assert openmp_threads() == threads
-    if loading.why_not() is not None:
+    if library.why_not() is not None:
         pytest.skip("there is no C compiler")
     ours = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
     assert sum(Path(torch.__file__).resolve().parent in Path(os.path.realpath(path)).parents for path in ours) == 1

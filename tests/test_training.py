@@ -16,6 +16,7 @@ from tiny import save_tiny
 import lagrpo
 from lagrpo.errors import SettingsError
 from lagrpo.policy.learner import Learner
+from lagrpo.policy.masters import Masters
 from lagrpo.policy.model import Policy
 from lagrpo.runs import Run, load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import rollout_batches
@@ -394,7 +395,7 @@ def check_whole(result: Result, batches: int) -> None:
         ),  # behind the 16 of the parity check, in the evaluation before batch 1
         (signal.SIGTERM, LocalSampler, "sync_weights", 2, 1, 1),  # at the second batch's weight sync
         (signal.SIGINT, Learner, "first_step", 2, 1, 1),  # in the second batch's learning
-        (signal.SIGTERM, Learner, "_round_masters", 2, 1, 2),  # in the middle of the second update, which is finished
+        (signal.SIGTERM, Masters, "round", 2, 1, 2),  # in the middle of the second update, which is finished
         (signal.SIGINT, Run, "record_rollouts", 2, 2, 2),  # in the middle of recording, which is finished
         (signal.SIGTERM, Run, "record", 3, 3, 3),
         (signal.SIGINT, Run, "record_evaluation", 2, 2, 2),  # in the evaluation after the second batch
@@ -413,7 +414,7 @@ def test_a_signal_ends_the_run_with_what_was_learned(
 
 def test_the_weights_of_an_interrupted_run_are_those_of_its_version(run, monkeypatch):
     short = run(schedule={"batches": 2})
-    Press(monkeypatch, Learner, "_round_masters", 2)
+    Press(monkeypatch, Masters, "round", 2)
     stopped = run(schedule={"batches": 4})
     assert stopped.version == short.version == 2
     assert same(weights(stopped), weights(short))

@@ -1,14 +1,13 @@
 """Shared-prefix attention: a prompt appears once; its G completions attend to it and to themselves.
 
 One attention function serves every decoder model of transformers that takes its attention from the registry. The model
-is called on one packed row of tokens with an extra keyword, `layout`, that says who attends to whom and carries the
-backend that computes: a `PackedLayout` with its backend (`Backend.over`: learning, scoring), or a layout with caches
-(prefill and decoding in the sampler). The backend decides what computes:
+is called on one packed row of tokens with an extra keyword, `layout`: a `PackedLayout` with its backend (learning,
+scoring), or a layout with caches (prefill and decoding in the sampler). The backend decides what computes:
 
-    C kernels      on a CPU with a C compiler (backends/cpu): one softmax over prompt and own keys together, key after
-                   key in the order of the sequence, in sampler and learner alike, to the bit
-    FlexAttention  on a GPU in float16 or bfloat16 (backends/flex.py)
-    PyTorch        elsewhere (backends/parts.py)
+    C kernels      on a CPU with a C compiler (cpu/): one softmax over prompt and own keys together, key after key in
+                   the order of the sequence, in sampler and learner alike, to the bit
+    FlexAttention  on a GPU in float16 or bfloat16 (flex.py)
+    PyTorch        elsewhere (parts.py)
 """
 
 from __future__ import annotations
@@ -30,12 +29,9 @@ class Shape(NamedTuple):
 
     @staticmethod
     def of(text: Any) -> Shape:
-        """From a model's text config."""
         heads = text.num_attention_heads
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        return Shape(
-            text.num_hidden_layers, heads, kv_heads, getattr(text, "head_dim", None) or text.hidden_size // heads
-        )
+        d = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return Shape(text.num_hidden_layers, heads, getattr(text, "num_key_value_heads", None) or heads, d)
 
 
 class Layout(Protocol):
@@ -52,34 +48,20 @@ class Layout(Protocol):
 
 
 def register() -> None:
-    """Make `attn_implementation="lagrpo_shared_prefix"` known to transformers. transformers makes no masks for an
-    attention that has registered none: the layout is the mask."""
+    """Make `attn_implementation="lagrpo_shared_prefix"` known to transformers, without masks: the layout is one."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, shared_prefix_attention)
 
 
 def shared_prefix_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    layout: Layout | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """The function that transformers calls in each layer: query [1, Hq, rows, D], key and value [1, Hkv, rows, D]
-    -> ([1, rows, Hq, D], None).
-
-    Raises:
-        ValueError: no layout came with the model call, or the model asks for something that this attention lacks
-            (a sliding window shorter than the longest sequence, soft-capping, attention sinks).
-    """
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, layout: Layout | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The function that transformers calls in each layer: query [1, Hq, rows, D], key and value [1, Hkv, rows, D] ->
+    ([1, rows, Hq, D], None). Raises ValueError where no layout came with the call, or the model asks for what this
+    attention lacks: a sliding window shorter than the longest sequence, soft-capping, attention sinks."""
     if layout is None:
         raise ValueError(
             f"{type(module).__name__} was called without a layout: with attention {NAME!r} the model must be called "

@@ -1,8 +1,7 @@
 """What computes attention, log-probs and decoding for one device and dtype.
 
-A backend is chosen once, when a policy is built (choose.py), and handed to whatever computes with that policy: nothing
-of the choice is kept for the process. `Backend` itself is PyTorch's operations, which run on any device; CpuBackend
-(cpu/backend.py) and CudaBackend (cuda.py) replace what they do better.
+A policy gets its backend when it is built (choose.py); the process keeps nothing of the choice. `Backend` itself is
+PyTorch's operations, which run on any device; CpuBackend and CudaBackend replace what they do better.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lagrpo.backends import logprobs, parts
 from lagrpo.backends.layout import PackedLayout
@@ -68,12 +67,10 @@ class Backend:
         return copy.deepcopy(model.lm).requires_grad_(False), None
 
     def steps(self, model: Any) -> Steps:
-        """Decoding steps of a model."""
         return Steps(model)
 
     def computation(self, text: Any, layers: Any) -> str:
-        """What computes the forward pass of a model with this text config besides PyTorch's products, in words;
-        `layers`: what computes its whole layers, if anything does."""
+        """What computes the forward pass besides PyTorch's products, in words; `layers`: what computes whole layers."""
         return str(self)
 
     def decoding(self, layers: Any) -> str:
@@ -95,3 +92,19 @@ class RowLayout:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         team.look()
         return self.backend.attend(self.row, query, key, value, scaling)
+
+
+def has_hooks(m: nn.Module) -> bool:
+    """Whether a module itself has hooks, or a forward method of its own: then it must be called to be computed."""
+    hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+    return bool(hooks) or "forward" in vars(m)
+
+
+def is_unhooked(module: nn.Module) -> bool:
+    """Whether neither a module nor anything in it has hooks."""
+    return not any(map(has_hooks, module.modules()))
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is nn.Linear itself, without hooks: its product may be computed from its weights."""
+    return type(module) is nn.Linear and is_unhooked(module)

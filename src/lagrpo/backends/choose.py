@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from lagrpo.backends.backend import Backend
-from lagrpo.backends.cpu import loading
+from lagrpo.backends.cpu import library
 from lagrpo.backends.cpu.backend import DTYPES, CpuBackend
 from lagrpo.backends.cpu.build import NoKernels
 from lagrpo.backends.cuda import CudaBackend
@@ -17,15 +17,11 @@ Choice = Literal["auto", "c", "torch"]
 
 def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtype) -> Backend:
     """The best backend for a device and dtype (auto), on a CPU the C kernels without fail (c), or PyTorch's plain
-    operations alone (torch; on a GPU without flex attention and CUDA graphs, too). A compilation of the kernels, which
-    happens once per machine, is logged.
-
-    Raises:
-        NoKernels: "c" on a machine that cannot have the kernels, or for another device than the CPU; LAGRPO_CPU_ISA
-            names no level of instructions of this processor, or another one than this process computes with.
-    """
+    operations alone (torch; on a GPU without flex attention and CUDA graphs, too). Raises NoKernels for "c" where the
+    kernels cannot be had, and where LAGRPO_CPU_ISA names no level of this processor, or another one than this process
+    computes with."""
     device = torch.device(device)
-    loading.check_level()
+    library.check_level()
     if choice == "c" and device.type != "cpu":
         raise NoKernels(f"the kernels are for the CPU, the model is on {device}")
     if choice == "torch":
@@ -36,7 +32,7 @@ def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtyp
         return Backend(device, dtype, f"no kernels for {device.type}")
     if dtype not in DTYPES:
         return Backend(device, dtype, f"no C kernels for {str(dtype).removeprefix('torch.')}")
-    if (reason := loading.why_not()) is None:
+    if (reason := library.why_not()) is None:
         return CpuBackend(device, dtype)
     if choice == "c":
         raise NoKernels(f"the C kernels are unavailable here: {reason}")

@@ -21,9 +21,9 @@ class CudaBackend(Backend):
     """FlexAttention where it can be compiled (flex.py), recorded decoding steps; PyTorch's operations for the rest."""
 
     def attend(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        if flex.attends(query, key):
-            return flex.attend(layout, query, key, value, scaling)
-        return super().attend(layout, query, key, value, scaling)
+        if flex.why_not(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2]):
+            return super().attend(layout, query, key, value, scaling)
+        return flex.attend(layout, query, key, value, scaling)
 
     def steps(self, model: Any) -> Steps:
         return RecordedSteps(model)
@@ -39,8 +39,8 @@ class CudaBackend(Backend):
 
 class RecordedSteps(Steps):
     """The hundreds of small launches of a step are recorded once for each shape and then replayed as one. Shapes
-    repeat: rows are filled up to a multiple of ROWS_RECORDED, and caches grow rarely. Only what lies in the recorded
-    tensors changes from step to step; the host does not wait for the device between two of them."""
+    repeat: rows are filled up to a multiple of ROWS_RECORDED, and caches grow rarely. The host does not wait for the
+    device between two steps."""
 
     records = True
 
@@ -58,8 +58,7 @@ class RecordedSteps(Steps):
         given = state.inputs(token_ids, torch.arange(padded) % state.rows)
         shape = (padded, state.widest)
         if shape not in self._recorded:
-            replay = record(lambda: self.model.hidden(*given, layout))
-            self._recorded[shape] = *given, layout, replay
+            self._recorded[shape] = *given, layout, record(lambda: self.model.hidden(*given, layout))
         tokens, positions, known, replay = self._recorded[shape]
         tokens.copy_(given[0])
         positions.copy_(given[1])
@@ -68,11 +67,8 @@ class RecordedSteps(Steps):
 
 
 def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A CUDA graph of `compute`, as a function that replays it and returns the tensor that it fills.
-
-    Raises:
-        RuntimeError: something in it cannot be recorded (dynamic rotary scaling waits for the GPU, for example).
-    """
+    """A CUDA graph of `compute`, as a function that replays it and returns the tensor that it fills. Raises
+    RuntimeError for what cannot be recorded (dynamic rotary scaling waits for the GPU, for example)."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

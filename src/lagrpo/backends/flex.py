@@ -24,11 +24,6 @@ BLOCK = 128  # rows in a block of queries or keys
 _masks: WeakKeyDictionary[PackedLayout, Any] = WeakKeyDictionary()  # one mask serves every layer
 
 
-def attends(query: Tensor, key: Tensor) -> bool:
-    """Whether FlexAttention takes these, [rows, heads, D] each."""
-    return why_not(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2]) is None
-
-
 def why_not(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int) -> str | None:
     """Say why FlexAttention does not take queries and keys of this kind; None where it does."""
     if device.type != "cuda":
@@ -43,10 +38,8 @@ def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
     try:
         for groups in ([(5, (3, 4))], [(150, (90, 100))]):
             layout = PackedLayout.build(groups, device)
-            query, key, value = (
-                torch.zeros(layout.rows, h, d, dtype=dtype, device=device, requires_grad=True)
-                for h in (heads, kv_heads, kv_heads)
-            )
+            made = {"dtype": dtype, "device": device, "requires_grad": True}
+            query, key, value = (torch.zeros(layout.rows, h, d, **made) for h in (heads, kv_heads, kv_heads))
             with torch.enable_grad():
                 attend(layout, query, key, value, 1.0).sum().backward()
     except Exception as error:  # noqa: BLE001  # whatever a compiler may raise
@@ -72,14 +65,10 @@ def _compiled() -> Any:
 
 def block_mask(layout: PackedLayout) -> Any:
     """The BlockMask of a packed row, on the layout's device; made once for each layout."""
-    if layout not in _masks:
-        _masks[layout] = _make_block_mask(layout)
-    return _masks[layout]
-
-
-def _make_block_mask(layout: PackedLayout) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
+    if layout in _masks:
+        return _masks[layout]
     device = layout.position_ids.device
     segment, group, is_prompt = (t.to(device) for t in _of_each_row(layout))
     needed = needed_blocks(layout)
@@ -89,13 +78,10 @@ def _make_block_mask(layout: PackedLayout) -> Any:
         own_or_prompt = (segment[q] == segment[k]) | ((group[q] == group[k]) & is_prompt[k])
         return (q >= k) & own_or_prompt
 
-    return BlockMask.from_kv_blocks(
-        needed.sum(1).int().to(device)[None, None],
-        order.to(device)[None, None],
-        BLOCK_SIZE=BLOCK,
-        mask_mod=seen,
-        seq_lengths=(layout.rows, layout.rows),
-    )
+    blocks = (t.to(device)[None, None] for t in (needed.sum(1).int(), order))
+    lengths = (layout.rows, layout.rows)
+    _masks[layout] = BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=lengths)
+    return _masks[layout]
 
 
 def _of_each_row(layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The device of a run, what it multiplies in hardware, and so in which dtype it computes where that is left to us."""
+"""The device of a run, what it multiplies in hardware, and so the dtype that it computes in where none is set."""
 
 from __future__ import annotations
 
@@ -43,10 +43,8 @@ def multiplies_bfloat16(device: torch.device) -> tuple[bool, str]:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return major >= 8, f"compute capability {major}.{minor}, bfloat16 from 8.0 on"
-    if device.type != "cpu":
-        return False, f"bfloat16 has not been tried on {device.type}"
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return False, f"bfloat16 has not been tried on {platform.machine()}"
+    if device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
+        return False, f"bfloat16 has not been tried on {platform.machine() if device.type == 'cpu' else device.type}"
     found = sorted({"avx512_bf16", "amx_bf16"} & cpu_flags())
     if not found:
         return False, "this processor lists neither avx512_bf16 nor amx_bf16"

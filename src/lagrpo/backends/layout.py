@@ -6,9 +6,7 @@ A packed row holds, group after group, the prompt once and then its completions:
 
 Each prompt and each completion is a *segment* of the row. Nothing needs what the last token of a completion predicts,
 so that token is left out of the row. The log-prob of a completion's first token comes from its prompt's last row, the
-log-prob of token j from row j - 1 of the completion.
-
-A layout is data. A backend attends along it (backends/backend.py).
+log-prob of token j from row j - 1 of the completion. A layout is data; a backend attends along it.
 """
 
 from __future__ import annotations
@@ -24,38 +22,26 @@ from torch import Tensor
 class PackedLayout:
     """Where prompts and completions lie in one packed row."""
 
-    rows: int
-    """Tokens in the row."""
-    longest: int
-    """Tokens of the longest prompt + completion."""
-    position_ids: Tensor
-    """int64 [rows]: the position of each token in its own sequence."""
-    logit_rows: Tensor
-    """int64 [T]: the row whose logits predict each completion token."""
-    last_prompt_rows: Tensor
-    """int64 [N]: the last row of each prompt."""
+    rows: int  # tokens in the row
+    longest: int  # tokens of the longest prompt + completion
+    position_ids: Tensor  # int64 [rows]: the position of each token in its own sequence
+    logit_rows: Tensor  # int64 [T]: the row whose logits predict each completion token
+    last_prompt_rows: Tensor  # int64 [N]: the last row of each prompt
     segments: Tensor
     """int64 [S, 4] on the CPU, in the order of the row: first row, length, first row of the prompt that it also sees,
     and that prompt's length (0 for a prompt itself)."""
-    groups: Tensor
-    """int64 [N + 1] on the CPU: the number of segments before each group."""
+    groups: Tensor  # int64 [N + 1] on the CPU: the number of segments before each group
 
     @staticmethod
     def build(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str = "cpu") -> PackedLayout:
-        """From (prompt length ≥ 1, [completion lengths ≥ 1]) of each group, in tokens.
-
-        Raises:
-            ValueError: a prompt or a completion has no tokens.
-        """
+        """From (prompt length, [completion lengths]) of each group, in tokens. Raises ValueError for one below 1."""
         segments: list[tuple[int, int, int, int]] = []
-        bounds, last_prompt_rows = [0], []
+        bounds, last_prompt_rows, row, longest = [0], [], 0, 0
         positions, logit_rows = [torch.empty(0, dtype=torch.long)], [torch.empty(0, dtype=torch.long)]
-        row, longest = 0, 0
         for prompt_length, lengths in groups:
             if prompt_length < 1 or any(length < 1 for length in lengths):
-                raise ValueError(
-                    f"a prompt of {prompt_length} and completions of {list(lengths)} tokens: each needs one"
-                )
+                given = f"a prompt of {prompt_length} and completions of {list(lengths)} tokens"
+                raise ValueError(f"{given}: each needs one")
             prompt = range(row, row + prompt_length)
             segments.append((prompt.start, prompt_length, 0, 0))
             positions.append(torch.arange(prompt_length))
@@ -71,11 +57,8 @@ class PackedLayout:
             bounds.append(len(segments))
             longest = max(longest, prompt_length + max(lengths, default=0))
         return PackedLayout(
-            rows=row,
-            longest=longest,
-            position_ids=torch.cat(positions).to(device),
+            rows=row, longest=longest, position_ids=torch.cat(positions).to(device),
             logit_rows=torch.cat(logit_rows).to(device),
             last_prompt_rows=torch.tensor(last_prompt_rows, dtype=torch.long).to(device),
-            segments=torch.tensor(segments, dtype=torch.long).view(-1, 4),
-            groups=torch.tensor(bounds),
-        )
+            segments=torch.tensor(segments, dtype=torch.long).view(-1, 4), groups=torch.tensor(bounds),
+        )  # fmt: skip

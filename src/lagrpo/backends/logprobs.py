@@ -2,8 +2,7 @@
 
 The sampler samples from softmax(logits / tau) and the learner differentiates it: both take the same sum of exponentials
 of the same rounded logits, so right after a weight sync the ratio π/α is 1 up to rounding in float32. Memory is bounded
-however many tokens there are: float32 copies of the logits are made a chunk at a time. On a CPU the kernels do the same
-without copies (cpu/logprobs.py).
+however many tokens there are: float32 copies of the logits are made a chunk at a time.
 """
 
 from __future__ import annotations
@@ -22,13 +21,8 @@ CDF_BLOCK = 256  # the cumulative distribution is searched first over blocks of 
 Product = Callable[[Tensor, Tensor], Tensor]  # (rows [n, H], where the result goes [n, V])
 
 
-def log_normalizer(scaled: Tensor) -> Tensor:
-    """log Σ_v exp(x_v) of float32 logits already divided by tau: [rows, V] -> [rows]."""
-    return exponentials(scaled)[1]
-
-
 def exponentials(scaled: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(x - max x) of each row, and the row's log Σ_v exp(x_v): [rows, V] -> [rows, V], [rows]."""
+    """exp(x - max x) of each row of logits divided by tau, and its log Σ_v exp(x_v): float32 [rows, V] and [rows]."""
     top = scaled.amax(-1)
     weights = (scaled - top.unsqueeze(-1)).exp_()
     return weights, top + weights.sum(-1).log_()
@@ -48,7 +42,7 @@ def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, tau: floa
 def logp_from_logits(logits: Tensor, token_ids_T: Tensor, tau: float) -> Tensor:
     """log softmax(logits / tau)[token] of logits [T, V] in the model's dtype: float32 [T], differentiable."""
     x = scaled(logits, tau)
-    return x.gather(1, token_ids_T.unsqueeze(1)).squeeze(1) - log_normalizer(x)
+    return x.gather(1, token_ids_T.unsqueeze(1)).squeeze(1) - exponentials(x)[1]
 
 
 def sample_tokens(logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,19 +70,12 @@ def sample_tokens(logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Ten
 
 
 def token_logp(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    token_ids_T: Tensor,
-    tau: float,
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, token_ids_T: Tensor, tau: float,
     entropy_T: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """log softmax(logits / tau)[token] for each row: float32 [T], nats, differentiable in hidden, weight and bias.
     `entropy_T`, float32 [T] on the same device, is filled with the entropy of each softmax, nats, without a gradient.
-
-    Raises:
-        ValueError: shapes that do not go together, a token outside the vocabulary, or tau that is not positive.
-    """
+    Raises as `check_tokens`."""
     check_tokens(hidden_TH, weight_VH, token_ids_T, tau)
     return _TokenLogp.apply(hidden_TH, weight_VH, bias_V, token_ids_T, tau, entropy_T)  # type: ignore[return-value]
 
@@ -97,17 +84,13 @@ def token_logp_by_module(
     hidden_TH: Tensor, head: nn.Linear, token_ids_T: Tensor, tau: float, entropy_T: Tensor | None = None
 ) -> Tensor:
     """The same through calls of the LM head, so that its hooks fire; a chunk's logits are computed again in the
-    backward pass. Its weights' gradients from several chunks add up in their own dtype.
-
-    Raises:
-        ValueError: a token outside the vocabulary, or tau that is not positive.
-    """
+    backward pass. Its weights' gradients from several chunks add up in their own dtype."""
     check_tokens(hidden_TH, head.weight, token_ids_T, tau)
 
     def of(hidden: Tensor, token_ids: Tensor) -> Tensor:
         return logp_from_logits(head(hidden), token_ids, tau)
 
-    found = [torch.empty(0, dtype=torch.float32, device=hidden_TH.device)]
+    found = [hidden_TH.new_empty(0, dtype=torch.float32)]
     for rows in chunks(0, len(token_ids_T), head.weight.shape[0], CHUNK_LOGITS):
         given = hidden_TH[rows], token_ids_T[rows]
         found.append(checkpoint(of, *given, use_reentrant=False) if torch.is_grad_enabled() else of(*given))  # type: ignore[arg-type]
@@ -144,9 +127,8 @@ class _TokenLogp(torch.autograd.Function):
         lse = torch.empty_like(logp)
         for rows in chunks(0, len(token_ids), weight.shape[0], CHUNK_LOGITS):
             x = scaled_logits(hidden[rows], weight, bias, tau)
-            chosen = x.gather(1, token_ids[rows].unsqueeze(1)).squeeze(1)
-            lse[rows] = log_normalizer(x)
-            logp[rows] = chosen - lse[rows]
+            lse[rows] = exponentials(x)[1]
+            logp[rows] = x.gather(1, token_ids[rows].unsqueeze(1)).squeeze(1) - lse[rows]
             if entropy is not None:
                 entropy[rows] = torch.special.entr(x.sub_(lse[rows].unsqueeze(1)).exp_()).sum(1)
         ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
@@ -160,18 +142,16 @@ class _TokenLogp(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         for held in chunks(0, len(token_ids), weight.shape[0], HELD_GRADIENTS):
-            dx = weight.new_empty(held.stop - held.start, weight.shape[0])
+            dx, first = weight.new_empty(held.stop - held.start, weight.shape[0]), held.start
             for rows in chunks(held.start, held.stop, weight.shape[0], CHUNK_LOGITS):
                 g = (grad_logp[rows] / ctx.tau).unsqueeze(1)
                 p = scaled_logits(hidden[rows], weight, bias, ctx.tau).sub_(lse[rows].unsqueeze(1)).exp_().mul_(-g)
-                dx[rows.start - held.start : rows.stop - held.start] = p.scatter_add_(
-                    1, token_ids[rows].unsqueeze(1), g
-                )
+                dx[rows.start - first : rows.stop - first] = p.scatter_add_(1, token_ids[rows].unsqueeze(1), g)
             grad_hidden[held] = dx @ weight
             grad_weight += dx.mT @ hidden[held]
             if grad_bias is not None:
                 grad_bias += dx.sum(0, dtype=torch.float32)
-        grad_bias = grad_bias.to(bias.dtype) if bias is not None and grad_bias is not None else None
+        grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
 
 

@@ -8,11 +8,10 @@
 A prompt's keys and values are stored once per group, and grouped-query heads are never expanded: the queries that share
 a key head are folded into the rows of one matrix product.
 
-A decoding step (sampling/decode.py) and, where neither the C kernels nor FlexAttention run, the learner compute the
-same parts on the same rounded numbers, so they differ by rounding alone. PyTorch's scaled_dot_product_attention would
-round bfloat16 elsewhere than the decoding step does. A row of a softmax over at least MIN_KEYS keys does not depend on
-trailing zeros, which is why blocks of keys are padded to MIN_KEYS; in which order a matrix product adds up is the
-library's choice, and may depend on the number of rows.
+A decoding step (steps.py) and, where neither the C kernels nor FlexAttention run, the learner compute the same parts on
+the same rounded numbers, so they differ by rounding alone. PyTorch's scaled_dot_product_attention would round bfloat16
+elsewhere. Keys are padded to MIN_KEYS: a row of a softmax over at least so many does not depend on trailing zeros. The
+order in which a matrix product adds up is the library's choice, and may depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -46,9 +45,10 @@ def unfold_queries(folded: Tensor, b: int, t: int) -> Tensor:
     return folded.view(b, -1, t, d).transpose(1, 2).reshape(b * t, -1, d)
 
 
-def fold_keys(key: Tensor) -> Tensor:
-    """[B, K, Hkv, D] -> [B·Hkv, K, D]."""
-    return key.transpose(1, 2).reshape(-1, key.shape[1], key.shape[-1])
+def fold_keys(key: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
+    """[B, K, Hkv, D] -> [B·Hkv, keys, D], zeros behind the K."""
+    padded = F.pad(key, (0, 0, 0, 0, 0, keys - key.shape[1])).to(dtype)
+    return padded.transpose(1, 2).reshape(-1, keys, key.shape[-1])
 
 
 def scores(query: Tensor, key: Tensor, hidden: Tensor | None, scaling: float) -> Tensor:
@@ -56,17 +56,14 @@ def scores(query: Tensor, key: Tensor, hidden: Tensor | None, scaling: float) ->
     s = torch.bmm(query, key.mT).float().mul_(scaling)
     if hidden is not None:
         b, t = hidden.shape[0], hidden.shape[2]
-        groups = s.shape[0] if b == 1 else s.shape[0] // b
-        queries = s.shape[1] // t if t > 1 else s.shape[1]
-        s.view(b, groups, queries, t, s.shape[2]).masked_fill_(hidden.unsqueeze(2), float("-inf"))
+        s.view(b, s.shape[0] // b, s.shape[1] // t, t, s.shape[2]).masked_fill_(hidden.unsqueeze(2), float("-inf"))
     return s
 
 
 def part(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-    """Attention of folded queries over one block of keys: (out in the dtype of `value`, log-sum-exp float32).
-
-    query [B·Hkv, rep·t, D], key and value [B·Hkv, K, D] -> out [B·Hkv, rep·t, D], lse [B·Hkv, rep·t, 1].
-    With p the softmax, max p = exp(max s - lse), from which the log-sum-exp is read off."""
+    """Attention of folded queries over one block of keys: query [B·Hkv, rep·t, D], key and value [B·Hkv, K, D] -> out
+    [B·Hkv, rep·t, D] in the dtype of `value`, log-sum-exp float32 [B·Hkv, rep·t, 1]. With p the softmax, max p =
+    exp(max s - lse), which gives the log-sum-exp."""
     s = scores(query, key, hidden, scaling)
     p = torch.softmax(s, dim=-1)
     lse = s.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log()
@@ -96,15 +93,14 @@ Own = tuple[Tensor, Tensor, Tensor]  # a segment's queries [t, Hq, D], keys and 
 
 
 def _attend_side_by_side(segments: Sequence[Own], prompt: tuple[Tensor, Tensor] | None, scaling: float) -> list[Tensor]:
-    """Segments of one group with the keys and values of their prompt [P, Hkv, D] -> [t, Hq, D] of each. A block of
+    """Segments of one group with the keys and values of their prompt [P, Hkv, D] -> [t, Hq, D] of each, a block of
     queries at a time, which a backward pass computes again."""
     lengths = [len(query) for query, _, _ in segments]
     keys = max(lengths, default=0) + (len(prompt[0]) if prompt else 0)
     step = max(1, BLOCK_SCORES // max(1, len(segments) * keys))
     outs: list[list[Tensor]] = [[] for _ in segments]
     for first in range(0, max(lengths, default=0), step):
-        still = [n for n, length in enumerate(lengths) if length > first]
-        stop = first + step
+        still, stop = [n for n, length in enumerate(lengths) if length > first], first + step
         block = [(q[first:stop], k[:stop], v[:stop]) for q, k, v in (segments[n] for n in still)]
         if torch.is_grad_enabled():
             made = checkpoint(_attend_block, block, prompt, scaling, use_reentrant=False, preserve_rng_state=False)
@@ -124,19 +120,14 @@ def _attend_block(segments: Sequence[Own], prompt: tuple[Tensor, Tensor] | None,
     first = k.shape[1] - t
     keys = max(MIN_KEYS, k.shape[1])
     hidden = torch.arange(keys, device=q.device) > torch.arange(first, first + t, device=q.device)[:, None]
-    k, v = (fold_keys(_pad_keys(x, keys).to(dtype)) for x in (k, v))
-    out, lse = part(fold_queries(q, kv_heads), k, v, hidden[None, None], scaling)
-    out, lse = unfold_queries(out, b, t), unfold_queries(lse, b, t)
+    k, v = (fold_keys(x, keys, dtype) for x in (k, v))
+    own = part(fold_queries(q, kv_heads), k, v, hidden[None, None], scaling)
+    out, lse = (unfold_queries(x, b, t) for x in own)
     if prompt is not None:
         length = len(prompt[0])
         keys = max(MIN_KEYS, length)
-        k, v = (fold_keys(_pad_keys(x[None], keys).to(dtype)) for x in prompt)
+        k, v = (fold_keys(x[None], keys, dtype) for x in prompt)
         hidden = (torch.arange(keys, device=q.device) >= length)[None, None, None] if keys > length else None
-        prefix, lse_prefix = part(fold_queries(q.view(1, b * t, *q.shape[2:]), kv_heads), k, v, hidden, scaling)
-        out = merge(out, lse, unfold_queries(prefix, 1, b * t), unfold_queries(lse_prefix, 1, b * t))
+        prefix = part(fold_queries(q.view(1, b * t, *q.shape[2:]), kv_heads), k, v, hidden, scaling)
+        out = merge(out, lse, *(unfold_queries(x, 1, b * t) for x in prefix))
     return out.view(b, t, *out.shape[1:])
-
-
-def _pad_keys(x: Tensor, keys: int) -> Tensor:
-    """[B, K, Hkv, D] with zeros up to `keys`."""
-    return F.pad(x, (0, 0, 0, 0, 0, keys - x.shape[1]))

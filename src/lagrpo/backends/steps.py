@@ -33,11 +33,9 @@ class Cache:
     @staticmethod
     def empty(shape: Shape, batch: int, tokens: int, dtype: torch.dtype, device: torch.device, lanes: int) -> Cache:
         room = -(-tokens // MIN_KEYS) * MIN_KEYS
+        made = {"dtype": torch.float32 if lanes > 1 else dtype, "device": device}
         sizes = ((shape.d // lanes, room), (room // lanes, shape.d))
-        stored = torch.float32 if lanes > 1 else dtype
-        keys, values = (
-            torch.zeros(shape.layers, batch, shape.kv_heads, *size, dtype=stored, device=device) for size in sizes
-        )
+        keys, values = (torch.zeros(shape.layers, batch, shape.kv_heads, *size, **made) for size in sizes)
         return Cache(keys, values, lanes)
 
     @property
@@ -96,7 +94,6 @@ class Steps:
         self._least = 1 if model.exact else MIN_ROWS  # a lone row is computed twice
 
     def cache(self, batch: int, tokens: int) -> Cache:
-        """An empty cache."""
         shape = Shape.of(self.model.config.get_text_config())
         return Cache.empty(shape, batch, tokens, self.model.dtype, self.model.device, self.lanes)
 
@@ -112,13 +109,10 @@ class Steps:
 
 
 class StepLayout:
-    """One token per row: its key and value go into the own cache, its query to both parts of parts.py. With
-    `padded`, shapes depend on nothing but the caches' and that number of rows; those behind the real rows are of no
-    use."""
+    """One token per row: its key and value go into the own cache, its query to both parts of parts.py. With `padded`
+    rows, the last ones without use, shapes depend on that number and the caches' alone."""
 
-    def __init__(
-        self, state: Rows, group_of_row: Tensor, lengths: Tensor, device: torch.device, padded: int = 0
-    ) -> None:
+    def __init__(self, state: Rows, group_of_row: Tensor, lengths: Tensor, device: torch.device, padded: int = 0):
         self.own, self.prefix, self.rows = state.own, state.prefix, padded or len(lengths)
         self.longest = int((state.prompt_lengths[group_of_row] + lengths).max()) + 1
         grid, place = pair_rows_with_groups(group_of_row, state.prefix.batch, state.widest if padded else 0)
@@ -142,17 +136,13 @@ class StepLayout:
         heads = key.shape[1]
         k = keys[: self.rows, :, :, : self.keys].flatten(0, 1).mT
         v = values[: self.rows, :, : self.keys].flatten(0, 1)
-        own, lse_own = part(fold_queries(query.unsqueeze(1), heads), k, v, self.own_hidden, scaling)
+        own = part(fold_queries(query.unsqueeze(1), heads), k, v, self.own_hidden, scaling)
         groups, width = self.grid.shape
         gathered = query.index_select(0, self.grid.flatten()).view(groups, width, *query.shape[1:])
         k, v = self.prefix.keys[layer].flatten(0, 1).mT, self.prefix.values[layer].flatten(0, 1)
-        pre, lse_pre = part(fold_queries(gathered, heads), k, v, self.prefix_hidden, scaling)
-        return merge(
-            unfold_queries(own, self.rows, 1),
-            unfold_queries(lse_own, self.rows, 1),
-            unfold_queries(pre, groups, width).index_select(0, self.place),
-            unfold_queries(lse_pre, groups, width).index_select(0, self.place),
-        )
+        prefix = part(fold_queries(gathered, heads), k, v, self.prefix_hidden, scaling)
+        placed = (unfold_queries(t, groups, width).index_select(0, self.place) for t in prefix)
+        return merge(*(unfold_queries(t, self.rows, 1) for t in own), *placed)
 
 
 def pair_rows_with_groups(group_of_row: Tensor, groups: int, width: int = 0) -> tuple[Tensor, Tensor]:

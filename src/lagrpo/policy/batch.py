@@ -1,9 +1,8 @@
 """From judged groups to what the learner steps on: advantages, weights, micro-batches.
 
 Only scored completions take part, and of them only sampled tokens: T, lengths and sums count no others. A masked group
-(its rewards all equal, where the recipe masks those) leaves the whole objective before any forward pass. Weights carry
-the normalizer of the whole batch, so the split into micro-batches, made to a budget of tokens, cannot change the
-gradient.
+(its rewards all equal, where the recipe masks those) leaves the objective before any forward pass. Weights carry the
+normalizer of the whole batch, so the split into micro-batches cannot change the gradient.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -28,14 +28,11 @@ class Batch:
     """The scored completions of a batch, in order of group and completion."""
 
     groups: tuple[Group, ...]
-    member_C: tuple[tuple[int, int], ...]
-    """group, and index in the group"""
+    member_C: tuple[tuple[int, int], ...]  # group, and index in the group
     advantage_C: Tensor
     zero_variance_C: Tensor
-    lengths_C: Tensor
-    """sampled tokens"""
-    weight_C: Tensor
-    """in the objective; 0: masked"""
+    lengths_C: Tensor  # sampled tokens
+    weight_C: Tensor  # in the objective; 0: masked
 
     @property
     def in_objective(self) -> bool:
@@ -80,20 +77,15 @@ class FreshMicroBatch:
     over their sampled tokens [T] and per completion [C]."""
 
     packed: Packed
-    members: tuple[int, ...]
-    """their places among the completions of the batch"""
-    logp_alpha_T: Tensor | None
-    """None where a file brought them without log-probs"""
-    logp_ref_T: Tensor | None
-    """None where the objective has no KL term"""
+    members: tuple[int, ...]  # their places among the completions of the batch
+    logp_alpha_T: Tensor | None  # None where a file brought them without log-probs
+    logp_ref_T: Tensor | None  # None where the objective has no KL term
     completion_T: Tensor
     advantage_C: Tensor
     weight_C: Tensor
-    group_C: Tensor
-    """the number of the group"""
+    group_C: Tensor  # the number of the group
 
     def scored_by(self, logp_k_T: Tensor) -> MicroBatch:
-        """The same with log π_k."""
         return MicroBatch(**{field.name: getattr(self, field.name) for field in fields(self)}, logp_k_T=logp_k_T)
 
 
@@ -106,29 +98,20 @@ class MicroBatch(FreshMicroBatch):
     def terms(self, logp_T: Tensor) -> Terms:
         """What the objective looks at where π gives the tokens these log-probs."""
         return Terms(
-            logp=logp_T,
-            logp_alpha=self.logp_alpha_T,
-            logp_k=self.logp_k_T,
-            logp_ref=self.logp_ref_T,
-            completion=self.completion_T,
-            advantages=self.advantage_C,
-            groups=self.group_C,
-        )
+            logp=logp_T, logp_alpha=self.logp_alpha_T, logp_k=self.logp_k_T, logp_ref=self.logp_ref_T,
+            completion=self.completion_T, advantages=self.advantage_C, groups=self.group_C,
+        )  # fmt: skip
 
 
 def micro_batches(
-    batch: Batch,
-    tokens: int,
-    device: torch.device | str = "cpu",
-    whole_groups: bool = False,
-    silent: bool = False,
+    batch: Batch, tokens: int, device: torch.device | str = "cpu", whole_groups: bool = False, silent: bool = False,
     reference: Callable[[Packed], Tensor] | None = None,
-) -> list[FreshMicroBatch]:
-    """Completions with a weight, packed group by group into rows of at most `tokens` tokens (a single longer
-    completion has a row of its own). A group that does not fit is cut, and its prompt is computed once per piece; with
-    `whole_groups`, for objectives that compare the completions of a group, it has a longer row instead. `silent`, for
-    objectives in which an advantage of 0 has no gradient, leaves those completions out: they still count in the weights
-    of the others. `reference` gives log π_ref of a packed row."""
+) -> list[FreshMicroBatch]:  # fmt: skip
+    """Completions with a weight, packed group by group into rows of at most `tokens` tokens; a single longer completion
+    has a row of its own. A group that does not fit is cut, and its prompt is computed once per piece; with
+    `whole_groups`, for objectives that compare the completions of a group, it has a longer row. `silent`, where an
+    advantage of 0 has no gradient, leaves those completions out; they still count in the weights of the others.
+    `reference` gives log π_ref of a packed row."""
     wanted_C = (batch.weight_C != 0) & ~(silent & (batch.advantage_C == 0))
     rows = _rows(batch, wanted_C, tokens, device, whole_groups)
     if reference is None:
@@ -140,8 +123,7 @@ def micro_batches(
 def left_out(
     batch: Batch, rows: Sequence[FreshMicroBatch], tokens: int, device: torch.device | str = "cpu"
 ) -> list[FreshMicroBatch]:
-    """The scored completions with a known log α that are in none of `rows`, packed in the same way: what the loss does
-    not compute, and unbiased metrics of the lag need."""
+    """The scored completions with a known log α that no row has: unbiased metrics of the lag need them."""
     wanted_C = torch.tensor([knows_alpha(batch, [c]) for c in range(len(batch.member_C))], dtype=torch.bool)
     wanted_C[[c for micro in rows for c in micro.members]] = False
     return _rows(batch, wanted_C, tokens, device)
@@ -162,19 +144,21 @@ def balanced(costs: Sequence[int], budget: int) -> list[list[int]]:
     """Items, by their numbers, in few rows of at most `budget` each and of about the same cost, largest first; an item
     beyond the budget has a row of its own. As many rows as it takes to put each into the first that has room; then, if
     they hold them, each into the row that has least."""
+
+    def cost(row: list[int]) -> int:
+        return sum(costs[n] for n in row)
+
     order = sorted(range(len(costs)), key=lambda n: -costs[n])
     first_fit: list[list[int]] = []
     for n in order:
-        room = (row for row in first_fit if sum(costs[m] for m in row) + costs[n] <= budget)
-        if (home := next(room, None)) is None:
+        if (home := next((row for row in first_fit if cost(row) + costs[n] <= budget), None)) is None:
             first_fit.append([n])
         else:
             home.append(n)
     least: list[list[int]] = [[] for _ in first_fit]
     for n in order:
-        min(least, key=lambda row: sum(costs[m] for m in row)).append(n)
-    fits = all(len(row) == 1 or sum(costs[m] for m in row) <= budget for row in least)
-    return least if fits else first_fit
+        min(least, key=cost).append(n)
+    return least if all(len(row) == 1 or cost(row) <= budget for row in least) else first_fit
 
 
 def knows_alpha(batch: Batch, piece: list[int]) -> bool:
@@ -191,9 +175,7 @@ def _cost(batch: Batch, piece: list[int]) -> int:
 def _pieces(batch: Batch, wanted_C: Sequence[bool], tokens: int) -> list[list[int]]:
     """Runs of completions of one group, each within the budget where that is possible."""
     pieces: list[list[int]] = []
-    for c in range(len(batch.member_C)):
-        if not wanted_C[c]:
-            continue
+    for c in compress(range(len(batch.member_C)), wanted_C):
         last = pieces[-1] if pieces else None
         if last and batch.member_C[last[0]][0] == batch.member_C[c][0] and _cost(batch, [*last, c]) <= tokens:
             last.append(c)
@@ -205,24 +187,15 @@ def _pieces(batch: Batch, wanted_C: Sequence[bool], tokens: int) -> list[list[in
 def _pack(batch: Batch, pieces: list[list[int]], device: torch.device | str) -> FreshMicroBatch:
     members = [c for piece in pieces for c in piece]
     completions = [batch.completion(c) for c in members]
-    groups = [
-        (batch.groups[batch.member_C[piece[0]][0]].prompt.token_ids, [batch.completion(c).token_ids for c in piece])
-        for piece in pieces
-    ]
+    prompts = [batch.groups[batch.member_C[piece[0]][0]].prompt.token_ids for piece in pieces]
+    groups = [(p, [batch.completion(c).token_ids for c in piece]) for p, piece in zip(prompts, pieces, strict=True)]
     sampled, known = torch.cat([c.sampled for c in completions]), knows_alpha(batch, members)
+    row, kept = Packed.build(groups, device), sampled.to(device)
+    layout = replace(row.layout, logit_rows=row.layout.logit_rows[kept])  # tokens not sampled stay as context
     return FreshMicroBatch(
-        packed=_only_sampled(Packed.build(groups, device), sampled.to(device)),
-        members=tuple(members),
+        packed=replace(row, layout=layout, token_ids=row.token_ids[kept]), members=tuple(members),
         logp_alpha_T=torch.cat([c.logp_alpha for c in completions])[sampled].to(device) if known else None,
-        logp_ref_T=None,
-        completion_T=torch.arange(len(members)).repeat_interleave(batch.lengths_C[members]).to(device),
-        advantage_C=batch.advantage_C[members].to(device),
-        weight_C=batch.weight_C[members].to(device),
+        logp_ref_T=None, completion_T=torch.arange(len(members)).repeat_interleave(batch.lengths_C[members]).to(device),
+        advantage_C=batch.advantage_C[members].to(device), weight_C=batch.weight_C[members].to(device),
         group_C=torch.tensor([batch.member_C[c][0] for c in members]).to(device),
-    )
-
-
-def _only_sampled(packed: Packed, sampled: Tensor) -> Packed:
-    """The row with the completion tokens [T] that were sampled; the others stay in it as context."""
-    layout = replace(packed.layout, logit_rows=packed.layout.logit_rows[sampled])
-    return replace(packed, layout=layout, token_ids=packed.token_ids[sampled])
+    )  # fmt: skip

@@ -1,20 +1,105 @@
-"""Chat: from messages to token ids and back, by a model's tokenizer and chat template."""
+"""Chat: from messages to token ids and back, by a model's tokenizer and chat template.
+
+Chat templates come with models and are strangers' programs: they may loop forever or take all memory. So a process of
+its own renders them (rendering.py), with a deadline, a limit of processor time and, on Linux, a limit of memory (macOS
+enforces none). The process runs transformers' function, so the text is what tokenizer.apply_chat_template returns.
+"""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
-from lagrpo.policy.templates import Templates
+from lagrpo.interrupts import whole
+from lagrpo.policy import rendering
 from lagrpo.types import Prompt
+from lagrpo.workers import Process
+
+DEADLINE = 10.0  # seconds for one prompt
+MEMORY = 512 * 2**20  # bytes beyond what the process has when it begins
+START = 120.0  # seconds until the process must be ready, on a busy machine
+_LARGEST_REPLY = 16 * rendering.LONGEST  # bytes: JSON escapes a character by at most twelve
+
+
+class TemplateError(ValueError):
+    """A chat template fails on some messages; `reason` is one line."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the chat template cannot render it: {reason}")
+
+
+class Templates:
+    """The rendering process, from the first use or `start` to `close`, the end of this object or of the program."""
+
+    def __init__(self, deadline: float | None = None) -> None:
+        self._seconds = DEADLINE if deadline is None else deadline
+        self._process: tuple[Process, Connection] | None = None
+        self._ready = False
+
+    def start(self) -> None:
+        """Start the process now, so that it gets ready in the background."""
+        if self._process is not None:
+            return
+        ours, theirs = multiprocessing.get_context("spawn").Pipe()
+        process = Process(target=rendering.serve, args=(theirs, MEMORY, self._seconds), daemon=True)
+        with whole():
+            process.start()
+            theirs.close()
+            self._process, self._ready = (process, ours), False
+            self._end = weakref.finalize(self, _end_process, process, ours)
+
+    def render(self, template: str, special: Mapping[str, Any], messages: Sequence[Any]) -> str:
+        """The text of the messages with the header of the coming answer; `special` holds the special tokens that the
+        template may name. Raises TemplateError for an error in the template, or no text within the limits; the next
+        call starts anew."""
+        try:
+            self.start()
+            if not self._ready:
+                self._reply(START)
+                self._ready = True
+            assert self._process is not None
+            self._process[1].send((template, dict(special), list(messages)))
+            reply = self._reply(self._seconds)
+        except BaseException:
+            self.close()
+            raise
+        if "error" in reply:
+            raise TemplateError(reply["error"])
+        return reply["text"]
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        if self._process is not None:
+            self._process = None
+            self._end()
+
+    def _reply(self, seconds: float) -> dict[str, str]:
+        assert self._process is not None
+        process, connection = self._process
+        try:
+            if not connection.poll(seconds):
+                raise TemplateError(f"no text within {seconds:g} s")
+            return json.loads(connection.recv_bytes(_LARGEST_REPLY))
+        except (EOFError, OSError) as error:
+            process.join()
+            raise TemplateError(f"the process that renders ended with exit code {process.exitcode}") from error
+
+
+def _end_process(process: Process, connection: Connection) -> None:
+    process.kill()
+    process.join()
+    connection.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chat:
     """A tokenizer, the model's `vocabulary` in tokens, and every id that ends a completion. `templates` renders the
-    tokenizer's chat template, with `arguments` beside the messages (enable_thinking, say); whoever gives it closes
-    it."""
+    tokenizer's chat template, with `arguments` beside the messages (enable_thinking, say); its giver closes it."""
 
     tokenizer: Any
     vocabulary: int
@@ -26,21 +111,16 @@ class Chat:
     def of(lm: Any, tokenizer: Any, templates: Templates | None = None) -> Chat:
         """The chat of a model of transformers. Its generation config and its tokenizer say what ends a completion."""
         ends = lm.generation_config.eos_token_id
-        ids = {*ends} if isinstance(ends, list | tuple) else {ends}
-        ids |= {tokenizer.eos_token_id} if tokenizer is not None else set()
+        ids = {*(ends if isinstance(ends, list | tuple) else [ends]), getattr(tokenizer, "eos_token_id", None)}
         known = frozenset(int(i) for i in ids if i is not None)
         return Chat(tokenizer, lm.get_output_embeddings().weight.shape[0], known, templates or Templates())
 
     def tokenize(self, prompt: Prompt) -> Prompt:
         """The prompt with its token ids: through the chat template, or its plain text where the tokenizer has none.
-
-        Raises:
-            TemplateError: the chat template makes no text of it.
-            ValueError: no tokens, or one that the model does not have.
-        """
+        Raises TemplateError where the chat template makes no text of it, ValueError for no tokens, or one that the
+        model does not have."""
         if self.tokenizer.chat_template is None:
-            text = "\n".join(message.get("content") or "" for message in prompt.messages)
-            ids = self.encode(text)
+            ids = self.encode(text := "\n".join(message.get("content") or "" for message in prompt.messages))
         else:
             messages = [{k: v for k, v in message.items() if v is not None} for message in prompt.messages]
             variables = {**self.tokenizer.special_tokens_map, **self.arguments}
@@ -53,8 +133,7 @@ class Chat:
         return replace(prompt, token_ids=tuple(int(i) for i in ids))
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        """The token ids of a text, by the tokenizer with these options. Raises ValueError for a text with half of a
-        surrogate pair, which no tokenizer takes."""
+        """The token ids of a text. Raises ValueError for half of a surrogate pair, which no tokenizer takes."""
         try:
             text.encode()
         except UnicodeEncodeError as error:

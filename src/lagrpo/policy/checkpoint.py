@@ -1,8 +1,8 @@
 """The weights of a model directory, matched with its config before one of them is read.
 
 The names and shapes stand in the headers of the safetensors files. transformers itself matches them with the model of
-the config, on a device without storage: so what it renames, joins, ties or ignores is so here, and what it would make
-up at random for want of a weight is refused by name. Nothing is ever unpickled.
+the config, on a device without storage, so what it renames, joins, ties or ignores is so here; what it would make up at
+random for want of a weight is refused by name. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def model_class(config: Any) -> Any:
 
 
 def read_tokenizer(path: str, config: Any) -> Any:
-    """transformers' tokenizer of a model. Raises ValueError for one that cannot be read, or whose end of sequence the
-    model does not know."""
+    """The tokenizer. Raises ValueError where it cannot be read, or ends with a token that the model does not know."""
     from transformers import AutoTokenizer
 
     with blaming("the tokenizer (tokenizer.json, tokenizer_config.json) cannot be read"):
@@ -105,14 +104,11 @@ def _headers_of(file: Path) -> dict[str, Header]:
 
 
 def match_weights(config: Any, headers: Mapping[str, Header]) -> None:
-    """Raise ValueError, by name, for weights that the model of the config lacks, has beside, or has in another shape or
-    in no floating dtype."""
+    """Raise ValueError, by name, for weights missing, unexpected, of another shape, or of no floating dtype."""
     shown = {n: torch.empty(h.shape, dtype=FLOATS.get(h.dtype), device="meta") for n, h in headers.items()}
+    options = {"device_map": {"": "meta"}, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with blaming(f"{CONFIG}: transformers cannot build a model of it"):
-        model, found = model_class(config).from_pretrained(
-            None, config=config, state_dict=shown, device_map={"": "meta"}, ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )  # fmt: skip
+        model, found = model_class(config).from_pretrained(None, config=config, state_dict=shown, **options)
     files = {header.file for header in headers.values()}
     where = files.pop() if len(files) == 1 else INDEX
     if wrong := sorted(found["mismatched_keys"]):
@@ -121,12 +117,9 @@ def match_weights(config: Any, headers: Mapping[str, Header]) -> None:
             f"{where}: {_weights(len(wrong))} not of the shape that {CONFIG} says"
             f"{_having(config, set(needs) - set(has))}: {name} is {list(has)}, not {list(needs)}"
         )
-    if missing := found["missing_keys"]:
-        raise ValueError(f"{where} lacks {_weights(len(missing))} that {CONFIG} says{_named(missing, config)}")
-    if unexpected := found["unexpected_keys"]:
-        raise ValueError(
-            f"{where} has {_weights(len(unexpected))} that {CONFIG} does not say{_named(unexpected, config)}"
-        )
+    for key, verb, says in (("missing_keys", "lacks", "says"), ("unexpected_keys", "has", "does not say")):
+        if names := found[key]:
+            raise ValueError(f"{where} {verb} {_weights(len(names))} that {CONFIG} {says}{_named(names, config)}")
     for name in headers.keys() & {name for name, _ in model.named_parameters()}:
         if headers[name].dtype not in FLOATS:
             raise ValueError(f"{headers[name].file}: {name} is of dtype {headers[name].dtype}, not {', '.join(FLOATS)}")

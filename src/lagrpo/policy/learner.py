@@ -53,19 +53,13 @@ class Optimization:
 
 
 class Learner:
-    """Steps `policy` along the objective of `recipe` (see lagrpo.objective.recipes), with `reference` = π_ref where it
-    has a KL term. `policy.version` counts the updates. With `entropy` the first update on a batch also measures π's
-    entropy."""
+    """Steps `policy` along the objective of `recipe`, with `reference` = π_ref where it has a KL term. `policy.version`
+    counts the updates. With `entropy` the first update on a batch also measures π's entropy."""
 
     def __init__(
-        self,
-        policy: Policy,
-        recipe: Recipe,
-        optimization: Optimization,
-        reference: Replica | None = None,
-        activation_checkpointing: bool = False,
-        entropy: bool = False,
-    ) -> None:
+        self, policy: Policy, recipe: Recipe, optimization: Optimization, reference: Replica | None = None,
+        activation_checkpointing: bool = False, entropy: bool = False,
+    ) -> None:  # fmt: skip
         if recipe.needs_pi_ref and reference is None:
             raise ValueError(f"recipe {recipe.name!r} has a KL term (beta > 0): the learner needs a reference policy")
         self.policy, self.recipe, self.optimization, self.reference = policy, recipe, optimization, reference
@@ -78,14 +72,11 @@ class Learner:
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
-        """A fresh AdamW: moments at zero. The masters stay where they are. Weights of matrices decay; scales of norms
-        and biases, which have one dimension, do not."""
+        """A fresh AdamW, moments at zero. Matrices decay; scales of norms and biases, of one dimension, do not."""
         o, masters = self.optimization, self._masters.parameters
         matrices, others = [p for p in masters if p.ndim > 1], [p for p in masters if p.ndim <= 1]
-        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        self._optimizer = torch.optim.AdamW(
-            groups, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, fused=True
-        )
+        groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
 
     def end_stage(self, reset_optimizer: bool) -> None:
         """Line 16 of Algorithm 1: π_ref <- π. With `reset_optimizer` the next stage starts with moments at zero."""
@@ -96,11 +87,9 @@ class Learner:
 
     def pack(self, batch: Batch, tokens: int) -> list[FreshMicroBatch]:
         """The micro-batches of a batch, at most `tokens` tokens each, with log π_ref where the objective reads it."""
-        reference = self.reference.logp if self.reference is not None and self.recipe.needs_pi_ref else None
-        recipe = self.recipe
-        return micro_batches(
-            batch, tokens, self.policy.device, recipe.needs_whole_groups, recipe.silent, reference=reference
-        )
+        recipe, device = self.recipe, self.policy.device
+        reference = self.reference.logp if self.reference is not None and recipe.needs_pi_ref else None
+        return micro_batches(batch, tokens, device, recipe.needs_whole_groups, recipe.silent, reference)
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[FreshMicroBatch]) -> list[Tensor]:
@@ -110,9 +99,8 @@ class Learner:
     def first_step(
         self, fresh: Sequence[FreshMicroBatch], in_objective: bool = True
     ) -> tuple[list[MicroBatch], dict[str, float]]:
-        """The first update on a batch, with the micro-batches for those that follow: it starts at π = π_k, so its own
-        log-probs are π_k's and need no forward pass of their own. Otherwise as `step`; the sums have the entropy
-        too, where it is measured."""
+        """The first update on a batch, with the micro-batches for those that follow. It starts at π = π_k, so its own
+        log-probs are π_k's. Otherwise as `step`; the sums have the entropy too, where it is measured."""
         micro_batches: list[MicroBatch] = []
         sums: defaultdict[str, float] = defaultdict(float)
         for row in fresh:
@@ -123,24 +111,20 @@ class Learner:
                 sums["tokens_entropy"] += len(entropy_T)
             micro_batches.append(row.scored_by(logp_T.detach()))
             self._backward(micro_batches[-1], logp_T, sums)
-        return micro_batches, self._finish(sums, in_objective)
+        return micro_batches, {**sums, **(self._update() if in_objective else {})}
 
     def step(self, micro_batches: Sequence[MicroBatch], in_objective: bool = True) -> dict[str, float]:
-        """Lines 14-15 of Algorithm 1: one more optimizer update on a batch; returns its sums and metrics.
+        """Lines 14-15 of Algorithm 1: one more optimizer update on a batch; returns its sums and metrics. Nothing
+        `in_objective` (every group masked) makes no update. A gradient known to be 0 makes one: AdamW moves on by its
+        moments.
 
-        A batch with nothing `in_objective` (every group masked) makes no update. One whose gradient is known to be 0
-        (nothing to compute, but not masked) makes one: AdamW moves on by its moments, as it would on that gradient.
-
-        Raises:
-            FloatingPointError: the gradient is not finite; nothing has been changed.
-        """
+        Raises FloatingPointError where the gradient is not finite; nothing has been changed."""
         sums: defaultdict[str, float] = defaultdict(float)
         for micro in micro_batches:
             self._backward(micro, self.policy.logp(micro.packed), sums)
-        return self._finish(sums, in_objective)
+        return {**sums, **(self._update() if in_objective else {})}
 
     def _backward(self, micro: MicroBatch, logp_T: Tensor, sums: defaultdict[str, float]) -> None:
-        """Adds the gradient of a micro-batch to the masters', and its sums to `sums`."""
         loss, diagnostics = self._loss(micro, logp_T)
         loss.backward()
         if micro.logp_alpha_T is not None:
@@ -150,9 +134,6 @@ class Learner:
         sums["loss"] += loss.item()
         for name, value in diagnostics.items():
             sums[name] += value.item()
-
-    def _finish(self, sums: defaultdict[str, float], in_objective: bool) -> dict[str, float]:
-        return {**sums, **(self._update() if in_objective else {})}
 
     def _loss(self, micro: MicroBatch, logp_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         try:
@@ -187,15 +168,11 @@ class Learner:
         with whole():
             self._optimizer.step()
             self._optimizer.zero_grad()
-            moved = self._round_masters()
+            moved = self._masters.round()
             self.policy.weights.version += 1
         return {"grad_norm": norm, "lr": rate} | ({} if moved is None else {"moved": moved})
 
-    def _round_masters(self) -> float | None:
-        return self._masters.round()
-
     def on_sync(self) -> dict[str, float]:
-        """Called at every weight sync: the share of the working weights that it changes, as `moved_synced`; nothing at
-        the first one."""
+        """The share of the working weights that a weight sync changes, as `moved_synced`; nothing at the first one."""
         share = self._synced_weights.share(self.policy.weights)
         return {} if share is None else {"moved_synced": share}

@@ -11,34 +11,29 @@ from torch import nn
 from lagrpo.backends import attention
 from lagrpo.backends.backend import Backend
 from lagrpo.backends.choose import Choice
+from lagrpo.policy.chat import Templates
 from lagrpo.policy.checkpoint import match_weights, model_class, read_headers, read_tokenizer
 from lagrpo.policy.configs import blaming, read_config
 from lagrpo.policy.model import Packed, Policy
-from lagrpo.policy.templates import Templates
 
-OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
-"""What a forward pass returns, whatever config.json says: it may be a tuple, or carry what nobody reads."""
+LOADING = {"use_safetensors": True, "trust_remote_code": False}
+LOADING |= {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
+"""No stranger's code, and what a forward pass returns, whatever config.json says: a tuple, or what nobody reads."""
 
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 ATTENTION_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}  # mean |Δ log-prob|, nats
 
 
 def load_policy(
-    path: str,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    tau: float = 1.0,
-    chat_template: str | None = None,
-    templates: Templates | None = None,
-    backend: Backend | Choice = "auto",
-) -> Policy:
-    """Load a policy from a hub id or a directory, with shared-prefix attention. `templates` renders its prompts;
-    whoever gives it closes it. `backend`: what computes, or how to choose it.
+    path: str, dtype: torch.dtype, device: torch.device | str = "cpu", tau: float = 1.0,
+    chat_template: str | None = None, templates: Templates | None = None, backend: Backend | Choice = "auto",
+) -> Policy:  # fmt: skip
+    """Load a policy from a hub id or a directory, with shared-prefix attention. `templates` renders its prompts; its
+    giver closes it. `backend`: what computes, or how to choose it.
 
-    Raises:
-        ValueError: files that are damaged or do not fit together, by file and field (policy/checkpoint.py); a model
-            that shared-prefix attention does not reproduce (named, with the reason).
-        OSError: nothing that transformers can load is at `path`.
-    """
+    Raises ValueError for files that are damaged or do not fit together, by file and field, and for a model that
+    shared-prefix attention does not reproduce, with the reason; OSError where there is nothing that transformers can
+    load."""
     from transformers import AutoModelForCausalLM
 
     attention.register()
@@ -48,13 +43,12 @@ def load_policy(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     with blaming("transformers cannot load it"):
-        lm: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True, trust_remote_code=False,
-            **OUTPUTS,
-        )  # fmt: skip
+        lm: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention.NAME, **LOADING)
     check_finite(lm)
     lm.to(device)
-    switch_off_dropout(lm)
+    for module in lm.modules():  # no randomness inside the policy: sampler and learner are one function of the weights
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
     policy = Policy.of(lm, tokenizer, tau, backend=backend, templates=templates)
     check_attention(policy)
     return policy
@@ -69,11 +63,8 @@ def check_finite(model: nn.Module) -> None:
 
 
 def check_files(path: str) -> Any:
-    """The tokenizer of a model whose files fit together and that shared-prefix attention reproduces; no weight is read.
-
-    Raises:
-        ValueError, OSError: as `load_policy`.
-    """
+    """The tokenizer of a model whose files fit together and that is supported. Raises as `load_policy`; loads no
+    weight."""
     config = read_config(path)
     check_supported(config)
     tokenizer = read_tokenizer(path, config)
@@ -82,9 +73,11 @@ def check_files(path: str) -> Any:
 
 
 def check_supported(config: Any) -> None:
-    """Raise for a model whose forward pass this package does not reproduce, by name and with the reason."""
+    """Raise ValueError for a model whose forward pass this package does not reproduce, by name and with the reason."""
+    from transformers import AutoModelForCausalLM
+
     text = config.get_text_config()
-    name = text.model_type
+    name, known = text.model_type, type(config) in AutoModelForCausalLM._model_mapping
     reasons = {
         "attention soft-capping (attn_logit_softcapping)": getattr(text, "attn_logit_softcapping", None),
         "soft-capping of the logits (final_logit_softcapping)": getattr(text, "final_logit_softcapping", None),
@@ -93,9 +86,9 @@ def check_supported(config: Any) -> None:
         "an encoder (is_encoder_decoder)": getattr(config, "is_encoder_decoder", False),
         "attention sinks": name == "gpt_oss",
         "latent attention (kv_lora_rank)": getattr(text, "kv_lora_rank", None),
-        "layers that are not attention": set(getattr(text, "layer_types", None) or ())
-        - {"full_attention", "sliding_attention"},
-        "an attention of their own, outside transformers' registry": not _in_registry(config),
+        "layers that are not attention": {*(getattr(text, "layer_types", None) or ())} - ATTENTION_LAYERS,
+        "an attention of their own, outside transformers' registry": known
+        and not model_class(config)._can_set_attn_implementation(),
     }
     for reason, present in reasons.items():
         if present:
@@ -105,22 +98,13 @@ def check_supported(config: Any) -> None:
             )
 
 
-def _in_registry(config: Any) -> bool:
-    """Whether the model takes its attention from the registry; of a model that is no causal language model, True."""
-    from transformers import AutoModelForCausalLM
-
-    return type(config) not in AutoModelForCausalLM._model_mapping or model_class(config)._can_set_attn_implementation()
-
-
 def check_context(policy: Policy, tokens: int) -> None:
     """Raise ValueError if prompts and completions of `tokens` tokens do not fit the model's window or positions."""
     text = policy.model.config.get_text_config()
     sliding = "sliding_attention" in (getattr(text, "layer_types", None) or ("sliding_attention",))
     window = getattr(text, "sliding_window", None) if sliding and getattr(text, "use_sliding_window", True) else None
-    for limit, what in (
-        (window, "sliding window"),
-        (getattr(text, "max_position_embeddings", None), "longest position"),
-    ):
+    positions = getattr(text, "max_position_embeddings", None)
+    for limit, what in ((window, "sliding window"), (positions, "longest position")):
         if limit is not None and tokens > limit:
             raise ValueError(
                 f"a prompt and its completion may be {tokens} tokens long, but the {what} of this {text.model_type} "
@@ -128,20 +112,10 @@ def check_context(policy: Policy, tokens: int) -> None:
             )
 
 
-def switch_off_dropout(model: nn.Module) -> None:
-    """No randomness inside the policy: sampler and learner are the same function of the weights."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-
-
 @torch.no_grad()
 def check_attention(policy: Policy) -> float:
     """Compare log-probs on a packed row with transformers' own attention on whole sequences; returns mean |Δ|, nats.
-
-    Raises:
-        ValueError: a difference beyond ATTENTION_TOLERANCE of the dtype: this model does something else than attend.
-    """
+    Raises ValueError for a difference beyond the dtype's tolerance: the model does something else than attend."""
     vocabulary = policy.chat.vocabulary
     rng = torch.Generator().manual_seed(0)
     ids = lambda n: torch.randint(vocabulary, (n,), generator=rng)  # noqa: E731
@@ -156,10 +130,9 @@ def check_attention(policy: Policy) -> float:
         theirs.append(logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, row[len(prompt) :, None]).squeeze(1).cpu())
     model.set_attn_implementation(attention.NAME)
     difference = (ours - torch.cat(theirs)).abs().mean().item()
-    if not difference <= ATTENTION_TOLERANCE[policy.dtype]:
+    if not difference <= (tolerance := ATTENTION_TOLERANCE[policy.dtype]):
         raise ValueError(
             f"{type(model).__name__}: log-probs with shared-prefix attention differ from transformers' by "
-            f"{difference:.3g} on average (tolerance {ATTENTION_TOLERANCE[policy.dtype]} in {policy.dtype}); this "
-            "model is not supported"
+            f"{difference:.3g} on average (tolerance {tolerance} in {policy.dtype}); this model is not supported"
         )
     return difference

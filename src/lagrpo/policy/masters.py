@@ -8,7 +8,8 @@ master's. docs/precision.md derives that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -25,10 +26,8 @@ SAMPLE = 2**20  # about so many weights tell how many a weight sync moves
 class Masters:
     """`parameters` is what the optimizer steps on: a float32 master of every trained weight of `model`, or the weight
     itself where `model` is float32. Weights pass their gradients on to their masters as soon as they have them, so no
-    gradient in bfloat16 is kept or added up.
-
-    The draws of a dithered start are addressed by (seed, "masters", name of the parameter).
-    """
+    gradient in bfloat16 is kept or added up. Draws of a dithered start are addressed by (seed, "masters", parameter's
+    name)."""
 
     def __init__(self, model: nn.Module, start: Start, seed: int) -> None:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -42,7 +41,7 @@ class Masters:
             if start == "dithered" and working.dtype == torch.bfloat16:
                 dither_(value, signed16(value.numel(), seed, "masters", name))
             master = nn.Parameter(value)
-            working.register_post_accumulate_grad_hook(_passes_gradient_to(master))
+            working.register_post_accumulate_grad_hook(partial(_pass_gradient, master))
             self.parameters.append(master)
 
     @torch.no_grad()
@@ -103,13 +102,10 @@ def _chunks(parameter: nn.Parameter) -> Iterator[Tensor]:
     yield from rows.split(max(1, CHUNK // max(1, rows[0].numel())))
 
 
-def _passes_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if master.grad is None:
-            master.grad = parameter.grad.float()
-        else:
-            master.grad += parameter.grad
-        parameter.grad = None
-
-    return hook
+def _pass_gradient(master: nn.Parameter, working: Tensor) -> None:
+    assert working.grad is not None
+    if master.grad is None:
+        master.grad = working.grad.float()
+    else:
+        master.grad += working.grad
+    working.grad = None

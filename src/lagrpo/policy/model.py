@@ -6,8 +6,9 @@ tokens only: the LM head never runs on prompt positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,54 @@ import torch
 from torch import Tensor, nn
 
 from lagrpo.backends.attention import Layout
-from lagrpo.backends.backend import Backend
+from lagrpo.backends.backend import Backend, is_plain_linear
 from lagrpo.backends.choose import Choice, choose_backend
-from lagrpo.backends.hooks import is_plain_linear
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import token_logp_by_module
-from lagrpo.policy.chat import Chat
-from lagrpo.policy.templates import Templates
-from lagrpo.policy.weights import Weights
+from lagrpo.policy.chat import Chat, Templates
+
+
+class Weights(Mapping[str, Tensor]):
+    """The weights of a model of transformers by the names that a checkpoint gives them, without a gradient, read one by
+    one from the model as it is: every parameter, tied ones once, and the buffers that a checkpoint has. `version` is
+    how many optimizer updates they have had."""
+
+    def __init__(self, lm: Any, version: int = 0) -> None:
+        self._lm, self.version = lm, version
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (name for name, _ in self._lm.named_parameters())
+        stored = self._lm.state_dict().keys()
+        yield from (name for name, _ in self._lm.named_buffers() if name in stored)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Tensor:
+        try:
+            return attrgetter(name)(self._lm).detach()
+        except AttributeError as error:
+            raise KeyError(name) from error
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: tensor.shape for name, tensor in self.items()}
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Copy π_version into this model's own storage. Raise ValueError for names or shapes that are not its own."""
+        check_weights(weights, self.shapes(), version)
+        for name, tensor in self.items():
+            tensor.copy_(weights[name])
+        self.version = version
+
+
+def check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], version: int) -> None:
+    """Raise ValueError for names or shapes of version `version` that differ from `shapes`."""
+    if odd := sorted(set(shapes) ^ set(weights)):
+        raise ValueError(f"weights of version {version} do not fit the model: {len(odd)} names differ, e.g. {odd[0]}")
+    for name, shape in shapes.items():
+        if shape != weights[name].shape:
+            raise ValueError(f"{name} is {tuple(weights[name].shape)} in version {version}, not {tuple(shape)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +83,7 @@ class Packed:
             rows.append(torch.tensor(prompt_ids, dtype=torch.long))
             rows += [c[:-1] for c in completions]
             tokens += completions
-        ids = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.long)
+        ids = torch.cat([torch.empty(0, dtype=torch.long), *tokens])
         return Packed(layout, torch.cat(rows).to(device), ids.to(device))
 
 
@@ -51,14 +92,13 @@ class Model(nn.Module):
 
     Every matrix product goes through a call of the module that has its weights, so that hooks on linear layers
     (sharding, adapters) fire. Where all linear layers are plain nn.Linear without hooks, the CPU's backend computes
-    whole layers in their place (backends/cpu/fused.py), and log-probs are taken from the head's weights. `panels` has
-    packed weights for that backend in place of the weights of `lm`."""
+    whole layers in their place, with `panels` from these in place of the weights of `lm`, and log-probs are taken from
+    the head's weights."""
 
     def __init__(self, lm: Any, backend: Backend, panels: Any = None) -> None:
         super().__init__()
         self.lm: Any = lm.eval()
-        self.backend = backend
-        self.layers = backend.layers(lm, panels)
+        self.config, self.backend, self.layers = lm.config, backend, backend.layers(lm, panels)
 
     @property
     def decoder(self) -> nn.Module:
@@ -67,10 +107,6 @@ class Model(nn.Module):
     @property
     def head(self) -> nn.Linear:
         return self.lm.get_output_embeddings()
-
-    @property
-    def config(self) -> Any:
-        return self.lm.config
 
     @property
     def device(self) -> torch.device:
@@ -82,18 +118,16 @@ class Model(nn.Module):
 
     @property
     def exact(self) -> bool:
-        """Whether sampler and learner agree to the bit right after a weight sync, by construction: all matrix products
-        of the forward pass are the kernels'."""
+        """Whether all matrix products of the forward pass are the kernels': then sampler and learner agree to the bit
+        right after a weight sync."""
         return self.layers is not None and self.layers.exact
 
     @property
     def computation(self) -> str:
-        """What computes the forward pass besides PyTorch's products, in words."""
         return self.backend.computation(self.config.get_text_config(), self.layers)
 
     @property
     def decoding(self) -> str:
-        """How tokens are sampled from this model, in words."""
         return self.backend.decoding(self.layers)
 
     def forward(self, packed: Packed, tau: float, entropy_T: Tensor | None = None) -> Tensor:
@@ -113,10 +147,7 @@ class Model(nn.Module):
         if self.layers is not None and self.layers.fits(layout):
             return self.layers(input_ids, position_ids, layout)
         out = self.decoder(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=position_ids.unsqueeze(0),
-            use_cache=False,
-            layout=layout,
+            input_ids=input_ids.unsqueeze(0), position_ids=position_ids.unsqueeze(0), use_cache=False, layout=layout
         )
         return out.last_hidden_state.squeeze(0)
 
@@ -137,13 +168,9 @@ class Policy:
 
     @staticmethod
     def of(
-        lm: Any,
-        tokenizer: Any,
-        tau: float = 1.0,
-        version: int = 0,
-        backend: Backend | Choice = "auto",
+        lm: Any, tokenizer: Any, tau: float = 1.0, version: int = 0, backend: Backend | Choice = "auto",
         templates: Templates | None = None,
-    ) -> Policy:
+    ) -> Policy:  # fmt: skip
         """Make a policy of a model of transformers with shared-prefix attention. `backend`: what computes, or how to
         choose it for the model's device and dtype."""
         if not isinstance(backend, Backend):
@@ -153,7 +180,6 @@ class Policy:
 
     @property
     def version(self) -> int:
-        """How many optimizer updates the weights have had."""
         return self.weights.version
 
     @property

@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of its own (see templates.py): transformers' own rendering, with limits.
+"""Renders chat templates in a process of its own (see chat.py): transformers' own rendering, with limits.
 
 This imports no torch, and of transformers only the three modules that render, so the process is ready after a few
 tenths of a second. A reply is JSON, {"text": …} or {"error": …}: the parent unpickles nothing from here."""
@@ -24,8 +24,7 @@ _SPARE_SECONDS = 5
 
 
 def serve(connection: Connection, memory: int, deadline: float) -> None:
-    """Answer requests (template, special tokens, messages) until the other side closes. The first reply is empty and
-    says that the process is ready."""
+    """Answer requests (template, special tokens, messages) until the other side closes; the first reply is empty."""
     threading.Thread(target=die_with_parent, daemon=True).start()
     render = load_renderer()
     limit_memory(memory)
@@ -43,7 +42,6 @@ def serve(connection: Connection, memory: int, deadline: float) -> None:
 def answer(
     render: Callable[..., Any], memory: int, template: str, special: Mapping[str, Any], messages: Sequence[Any]
 ) -> dict[str, str]:
-    """The reply to one request."""
     try:
         (text,), _ = render(conversations=[messages], chat_template=template, add_generation_prompt=True, **special)
         if len(text) > LONGEST:
@@ -57,8 +55,7 @@ def answer(
 
 
 def load_renderer() -> Callable[..., Any]:
-    """Import transformers' render_jinja_template without the start-up code of its packages, which takes most of a
-    second; where a version needs that code, it runs."""
+    """transformers' render_jinja_template, without its packages' start-up code (most of a second) if that works."""
     before = set(sys.modules)
     try:
         for name in ("transformers", "transformers.utils"):

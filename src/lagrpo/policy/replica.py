@@ -1,9 +1,8 @@
 """Replica: a copy of the policy for sampling (α) or for the KL term (π_ref). It loads versions and computes by them.
 
-A decoding step reads every weight once and does little else, so how the weights lie decides its time. Where the C
-kernels compute all matrix products (`Model.exact`), the replica has no weights of linear layers but packed ones, and
-while it holds the version of the policy that learns, both read the same packs (backends/cpu/packs.py). Elsewhere it is
-a copy with storage of its own.
+A decoding step does little else than read every weight, so how they lie decides its time. Where the C kernels compute
+all matrix products (`Model.exact`), the replica has panels in place of the weights of linear layers, and while it holds
+the version of the policy that learns, both read the same ones (backends/cpu/panels.py). Elsewhere it is a plain copy.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ import torch
 from torch import Tensor
 
 from lagrpo.policy.chat import Chat
-from lagrpo.policy.model import Model, Packed, Policy
-from lagrpo.policy.weights import Weights, check_weights
+from lagrpo.policy.model import Model, Packed, Policy, Weights, check_weights
 
 
 class PackedWeights:
-    """A version whose linear layers are packed, in `panels`. The others (embeddings, head, norms, biases, buffers) lie
-    in `lm`."""
+    """A version whose linear layers lie in `panels`, the others (embeddings, head, norms, biases, buffers) in `lm`."""
 
     def __init__(self, origin: Weights, lm: Any, panels: Any) -> None:
         self.version = origin.version
@@ -31,11 +28,8 @@ class PackedWeights:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy what lies in the model, and have the rest packed, or lent where it is the lender's own.
-
-        Raises:
-            ValueError: names or shapes that are not this model's.
-        """
+        """Copy what lies in the model, and have the rest packed, or lent where it is the lender's own. Raise ValueError
+        for names or shapes that are not this model's."""
         check_weights(weights, self._shapes, version)
         for name, tensor in self._own.items():
             if name not in self._empty:
@@ -55,7 +49,6 @@ class Replica:
 
     @property
     def version(self) -> int:
-        """The version that was loaded last."""
         return self.weights.version
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -63,7 +56,6 @@ class Replica:
         self.weights.load(weights, version)
 
     def logp(self, packed: Packed) -> Tensor:
-        """Log-probs at the policy's tau: see Model.forward."""
         return self.model(packed, self.tau)
 
 

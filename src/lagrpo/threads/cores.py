@@ -15,7 +15,6 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def count_cores() -> int:
-    """Count the CPUs that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -57,9 +56,8 @@ def _find_groups(groups: Path, line: str) -> Iterator[Path]:
 def _read_limits(directory: Path) -> Iterator[float]:
     """The limit of one group: cpu.max (version 2, "QUOTA PERIOD"), or cpu.cfs_quota_us / cpu.cfs_period_us
     (version 1)."""
-    both = _read_numbers(directory / "cpu.max")
-    one = _read_numbers(directory / "cpu.cfs_quota_us") + _read_numbers(directory / "cpu.cfs_period_us")
-    for numbers in (both, one):
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        numbers = [number for name in names for number in _read_numbers(directory / name)]
         if len(numbers) == 2 and min(numbers) > 0:
             yield numbers[0] / numbers[1]
 

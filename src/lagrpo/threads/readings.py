@@ -15,14 +15,10 @@ PROC = Path("/proc")
 class Reading:
     """The counters at one moment, all in seconds."""
 
-    clock: float
-    """A monotonic clock."""
-    used: float
-    """CPU time of this process."""
-    waited: Mapping[int, float]
-    """For each thread, how long it was ready to run and had no core."""
-    free: float | None
-    """Idle CPU time, summed over this process's CPUs, with the time of lower-priority programs; None where unknown."""
+    clock: float  # monotonic
+    used: float  # CPU time of this process
+    waited: Mapping[int, float]  # for each thread, how long it was ready to run and had no core
+    free: float | None  # idle, with lower-priority programs' time, summed over this process's CPUs; None where unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +34,13 @@ class Window:
 def compare(before: Reading, after: Reading) -> Window:
     """The window between two readings. It counts threads that began since, and leaves out threads that ended."""
     waited = sum(seconds - before.waited.get(thread, 0.0) for thread, seconds in after.waited.items())
-    known = before.free is not None and after.free is not None
-    return Window(
-        seconds=after.clock - before.clock,
-        used=after.used - before.used,
-        waited=waited,
-        free=after.free - before.free if known else None,  # type: ignore[operator]
-    )
+    free = None if before.free is None or after.free is None else after.free - before.free
+    return Window(after.clock - before.clock, after.used - before.used, waited, free)
 
 
 def read() -> Reading | None:
     """Read the counters; None where the system does not report how long threads wait."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    waited = read_waiting(PROC)
-    if not waited:
+    if not hasattr(os, "sched_getaffinity") or not (waited := read_waiting(PROC)):
         return None
     polite = os.getpriority(os.PRIO_PROCESS, 0) > 0  # then programs of lower priority may be our equals
     return Reading(time.monotonic(), time.process_time(), waited, read_free(PROC, os.sched_getaffinity(0), polite))
@@ -62,16 +50,12 @@ def read_waiting(proc: Path) -> dict[int, float]:
     """Seconds that each thread of this process waited for a CPU, from self/task/THREAD/schedstat: time on a CPU, time
     waiting (both in nanoseconds), and turns. Empty where Linux does not count."""
     waited, turns = {}, 0
-    try:
-        threads = [int(path.name) for path in (proc / "self" / "task").iterdir()]
-    except OSError:
-        return {}
-    for thread in threads:
+    for thread in (proc / "self" / "task").glob("*"):
         try:
-            _, waiting, count = map(int, (proc / "self" / "task" / str(thread) / "schedstat").read_text().split())
+            _, waiting, count = map(int, (thread / "schedstat").read_text().split())
         except (OSError, ValueError):  # it ended just now, or there is no such file
             continue
-        waited[thread] = waiting / 1e9
+        waited[int(thread.name)] = waiting / 1e9
         turns += count
     return waited if turns else {}
 

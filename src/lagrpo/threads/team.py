@@ -1,7 +1,15 @@
-"""Sets the number of this process's threads, and adapts it while the process computes.
+"""Sets the number of this process's threads, and adapts it while the process computes, to what the system reports.
 
 PyTorch's operations and lagrpo's kernels share one OpenMP, so one number holds for both. It may change between any two
-calls: the results of our kernels do not depend on it."""
+calls: the results of our kernels do not depend on it.
+
+Every thread of a team waits for the slowest one. Where another program takes one of n cores, one thread has a core only
+half of the time, and n - 1 threads with a core each are faster. So the number
+
+- falls when threads wait for cores in two windows in a row. With h other programs and n threads on n cores, all with
+  the same share, our threads wait for w = n h / (n + h) cores, which gives h;
+- rises when the CPUs have room for one more thread in two windows in a row, after a pause. A thread that has to go
+  again doubles the pause before the next one."""
 
 from __future__ import annotations
 
@@ -13,26 +21,76 @@ from collections.abc import Callable
 import torch
 
 from lagrpo.threads import cores, waiting
-from lagrpo.threads.adapting import Adaptation
-from lagrpo.threads.readings import Reading, compare, read
+from lagrpo.threads.readings import Reading, Window, compare, read
 
 LOOK = 0.5  # seconds between readings, at least
+CROWDED = 0.25  # cores that the team waits for, from which a core is lacking
+ROOM = 0.75  # of a core that must be free for one more thread
+IN_A_ROW = 2  # windows that must agree
+PAUSE = 5.0  # seconds from a change to the next thread that is added
+LONGEST_PAUSE = 160.0
+TRIAL = 10.0  # seconds in which an added thread shows whether it has a core
 DECIDED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which the user sets the number
 
 logger = logging.getLogger("lagrpo")
 
 
+class Adaptation:
+    """Decides how many threads compute, of at most `most`: a function of the windows; it reads no clock."""
+
+    def __init__(self, most: int) -> None:
+        self.most = self.threads = most
+        self._crowded = self._roomy = 0  # windows in a row
+        self._since = 0.0  # seconds since the last change
+        self._pause = PAUSE
+        self._added = False  # whether the last change was a thread more
+
+    def look(self, window: Window) -> int:
+        """Take in one more window, and return the number of threads."""
+        self._since += window.seconds
+        lacking, room = self._count_lacking(window), self._count_room(window)
+        self._crowded = self._crowded + 1 if lacking else 0
+        self._roomy = self._roomy + 1 if room else 0
+        if self._crowded == IN_A_ROW:
+            failed = self._added and self._since < TRIAL
+            self._pause = min(2 * self._pause, LONGEST_PAUSE) if failed else PAUSE
+            self._change(-lacking)
+        elif self._roomy >= IN_A_ROW and self._since >= self._pause:
+            self._change(room)
+        return self.threads
+
+    def _count_lacking(self, window: Window) -> int:
+        """Cores that other programs use."""
+        cores = window.waited / window.seconds
+        if self.threads == 1 or cores < CROWDED:
+            return 0
+        if cores >= self.threads:
+            return self.threads - 1
+        return max(1, min(self.threads - 1, round(self.threads * cores / (self.threads - cores))))
+
+    def _count_room(self, window: Window) -> int:
+        """Threads that would find a core of their own; one to try where the system does not report free cores."""
+        if self.threads == self.most:
+            return 0
+        if window.free is None:
+            return 1
+        cores = (window.used + window.free) / window.seconds - self.threads
+        return min(self.most - self.threads, int(cores + 1 - ROOM))
+
+    def _change(self, count: int) -> None:
+        self.threads += count
+        self._added = count > 0
+        self._crowded = self._roomy = 0
+        self._since = 0.0
+
+
 class Team:
-    """The number of threads: always `threads`, or with `adapt` as many of them as find a core, by the readings.
-    `number` puts a number into effect."""
+    """`threads`, or with `adapt` as many of them as find a core, by the readings. `number` puts one into effect."""
 
     def __init__(
-        self,
-        threads: int,
-        adapt: bool,
-        reading: Callable[[], Reading | None] = read,
+        self, threads: int, adapt: bool, reading: Callable[[], Reading | None] = read,
         number: Callable[[int], None] = torch.set_num_threads,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.most = self.threads = self._fewest = threads
         self.adapts, self._read, self._number = adapt, reading, number
         self._adaptation = Adaptation(threads)
@@ -53,8 +111,7 @@ class Team:
         if fewer not in self._told:
             self._told.add(fewer)
             why = "other programs keep cores busy" if fewer else "cores are free again"
-            text = "%s: computing with %d of %d threads (model.threads fixes the number)"
-            logger.info(text, why, threads, self.most)
+            logger.info("%s: computing with %d of %d threads (model.threads fixes the number)", why, threads, self.most)
 
     def metrics(self) -> dict[str, float | None]:
         """Metrics since the last call: the fewest threads, and the seconds that threads were ready and had no core."""
@@ -64,7 +121,6 @@ class Team:
         return {"threads": fewest, "seconds_waiting": compare(before, self._noted).waited if known else None}  # type: ignore[arg-type]
 
     def describe(self) -> str:
-        """The number of threads in words."""
         if not self.adapts or self.most == 1:
             return f"{self.most}"
         if self._last is None:
@@ -98,8 +154,7 @@ def choose_threads(threads: int) -> int:
 
 
 def look() -> None:
-    """Read every half second, and adapt. The computing thread calls this often: before each decoding step and each
-    layer's attention, forward and backward."""
+    """Read every half second, and adapt. Called before each decoding step and each layer's attention, both ways."""
     global _due
     now = time.monotonic()
     if now >= _due and _team is not None:
@@ -108,12 +163,10 @@ def look() -> None:
 
 
 def metrics() -> dict[str, float | None]:
-    """The metrics of `Team.metrics`."""
     return _team.metrics() if _team is not None else {"threads": torch.get_num_threads(), "seconds_waiting": None}
 
 
 def describe() -> str:
-    """The number of computing threads in words."""
     return _team.describe() if _team is not None else f"{torch.get_num_threads()}"
 
 

@@ -1,10 +1,9 @@
 """Chooses how OpenMP's threads wait for each other, before PyTorch loads OpenMP.
 
 At the end of a parallel region a finished thread waits for the others: it spins, and after a while it sleeps. GNU's
-OpenMP spins 300,000 times, which takes milliseconds. A decoding step has hundreds of regions. Where another program has
-a core, the spinning thread uses up the time in which the thread that it waits for could run, at every region. With a
-short spin it sleeps, and both make progress. OpenMP reads its environment once, when it is loaded, so this runs
-first."""
+OpenMP spins 300,000 times, which takes milliseconds, and a decoding step has hundreds of regions. Where another program
+has a core, the spinning thread uses up the time in which the thread that it waits for could run. With a short spin it
+sleeps, and both make progress. OpenMP reads its environment once, when it is loaded, so this runs first."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ _own: dict[str, str] = {}  # what this module put into the environment
 
 
 def choose(environment: MutableMapping[str, str], loaded: Container[str]) -> dict[str, str]:
-    """Put a short spin into the environment, unless the user chose how threads wait or PyTorch is among the `loaded`
-    modules. Returns what it put there."""
+    """Put a short spin into `environment`, unless the user chose how threads wait or PyTorch is `loaded`; return it."""
     if not sys.platform.startswith("linux") or "torch" in loaded or any(name in environment for name in POLICIES):
         return {}
     environment["GOMP_SPINCOUNT"] = SPINS
@@ -28,7 +26,6 @@ def choose(environment: MutableMapping[str, str], loaded: Container[str]) -> dic
 
 
 def begin() -> None:
-    """`choose` for this process."""
     _own.update(choose(os.environ, sys.modules))
 
 

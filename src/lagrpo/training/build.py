@@ -14,17 +14,17 @@ import torch
 from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.cpu.build import NoKernels
 from lagrpo.backends.hardware import pick_device, pick_dtype
-from lagrpo.backends.memory import keep_freed_memory
+from lagrpo.backends.process import keep_freed_memory
 from lagrpo.data.offline import OfflineData
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.objective.compose import Recipe
+from lagrpo.policy.chat import Templates
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.learner import Learner, Optimization
 from lagrpo.policy.loading import check_context, check_files, load_policy
 from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import replica
-from lagrpo.policy.templates import Templates
 from lagrpo.sampling.base import Sampler
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import PARITY_PROMPTS, Parity, ParityCheck, ParityError

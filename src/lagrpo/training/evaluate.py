@@ -24,7 +24,7 @@ from lagrpo.backends.process import restored
 from lagrpo.core.estimators import bootstrap_interval, clustered_interval, paired_interval, pass_at_k
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import refusing
-from lagrpo.policy.templates import Templates
+from lagrpo.policy.chat import Templates
 from lagrpo.runs.files import to_json, write_atomically, write_table
 from lagrpo.sampling.base import Request, Sampler
 from lagrpo.sampling.local import LocalSampler

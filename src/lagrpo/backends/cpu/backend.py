@@ -1,8 +1,8 @@
 """The CPU with a C compiler: lagrpo's kernels attend, take log-probs, sample, and compute whole decoder layers.
 
-Whole layers are computed for the families that fused.py reproduces, as long as their linear layers are plain
-nn.Linear without hooks; the modules of transformers compute all others. In bfloat16 the matrix products of these layers
-and of the head are the kernels' too, from packed weights: then sampler and learner agree to the bit.
+Whole layers are computed for the families that fused.py reproduces; the modules of transformers compute all others. In
+bfloat16 the matrix products of these layers and of the head are the kernels' too, from panels (panels.py): then sampler
+and learner agree to the bit.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from torch import Tensor, nn
 
 from lagrpo.backends.attention import Shape
 from lagrpo.backends.backend import Backend
-from lagrpo.backends.cpu import attention, kernels, loading, logprobs
+from lagrpo.backends.cpu import kernels, library, logprobs
 from lagrpo.backends.cpu.fused import FusedDecoder, is_reproduced
-from lagrpo.backends.cpu.packs import Borrowed, Packing, joined
+from lagrpo.backends.cpu.panels import BorrowedPanels, OwnPanels, chosen_products, joined
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import Product
 from lagrpo.backends.steps import Rows, Steps
+from lagrpo.threads import team
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class CpuBackend(Backend):
-    """`products` names what computes the matrix products of bfloat16 (AMX, AVX512-BF16, vectors), None where PyTorch
-    does."""
+    """`products`: what computes products of bfloat16 (AMX, AVX512-BF16, vectors), None where PyTorch does."""
 
-    products: str | None = field(default_factory=loading.products)
+    products: str | None = field(default_factory=lambda: chosen_products())
 
     def __str__(self) -> str:
-        return loading.describe()
+        return library.describe()
 
     def attend(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         if query.shape[-1] % kernels.VECTOR:
             return super().attend(layout, query, key, value, scaling)
-        return attention.attend(layout, query, key, value, scaling)
+        return _Attention.apply(query, key, value, layout, scaling)  # type: ignore[return-value]
 
     def token_logp(
         self, hidden_TH: Tensor, head: Any, token_ids_T: Tensor, tau: float, entropy_T: Tensor | None,
@@ -56,24 +56,23 @@ class CpuBackend(Backend):
     def layers(self, lm: Any, panels: Any = None) -> FusedDecoder | None:
         if not is_reproduced(lm):
             return None
-        if panels is None and self._packs(lm):
-            panels = Packing(lm.get_decoder(), lm.get_output_embeddings())
+        if panels is None and self._multiplies(lm):
+            panels = OwnPanels(lm.get_decoder(), lm.get_output_embeddings())
         return FusedDecoder(lm, panels)
 
-    def _packs(self, lm: Any) -> bool:
+    def _multiplies(self, lm: Any) -> bool:
         """Whether the products of this model are the kernels': bfloat16 goes in pairs along the inputs."""
-        linear = [m for m in lm.modules() if isinstance(m, nn.Linear)]
-        even = all(m.in_features % 2 == 0 for m in linear)
+        even = all(m.in_features % 2 == 0 for m in lm.modules() if isinstance(m, nn.Linear))
         return self.dtype == torch.bfloat16 and self.products is not None and even
 
-    def copy(self, model: Any) -> tuple[Any, Borrowed | None]:
-        """Without weights of linear layers where the products read packed ones: those are lent, or the copy's own."""
+    def copy(self, model: Any) -> tuple[Any, BorrowedPanels | None]:
+        """Without weights of linear layers where the products read panels: these are lent, or the copy's own."""
         if not model.exact:
             return super().copy(model)
-        linear = [m.weight for layer in model.decoder.layers for group in joined(layer) for m in group]
-        empty = {id(p): nn.Parameter(p.new_empty(0), requires_grad=False) for p in linear}
+        weights = [m.weight for layer in model.decoder.layers for group in joined(layer) for m in group]
+        empty = {id(p): nn.Parameter(p.new_empty(0), requires_grad=False) for p in weights}
         lm: Any = copy.deepcopy(model.lm, empty).requires_grad_(False)
-        return lm, Borrowed(model.layers.panels, lm.get_decoder(), lm.get_output_embeddings())
+        return lm, BorrowedPanels(model.layers.panels, lm.get_decoder(), lm.get_output_embeddings())
 
     def steps(self, model: Any) -> Steps:
         d = Shape.of(model.config.get_text_config()).d
@@ -88,10 +87,29 @@ class CpuBackend(Backend):
         return f"{self}{products}{besides}"
 
     def decoding(self, layers: FusedDecoder | None) -> str:
-        if layers is None or not layers.exact:
+        if layers is None or layers.panels is None or not layers.exact:
             return super().decoding(layers)
-        way = "one call through all layers" if layers.stack() is not None else "layer by layer"
+        way = "one call through all layers" if layers.stack(layers.panels.current()) is not None else "layer by layer"
         return f"{way}, products by {self.products}"
+
+
+class _Attention(torch.autograd.Function):
+    """The backward pass computes the scores again; they are never stored."""
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float) -> Tensor:
+        query, key, value = (t.contiguous() for t in (query, key, value))
+        out, lse = kernels.attention(layout, query, key, value, scaling)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.layout, ctx.scaling = layout, scaling
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):  # type: ignore[override]
+        team.look()
+        query, key, value, out, lse = ctx.saved_tensors
+        given = (ctx.layout, query, key, value, out, lse, grad_out.contiguous(), ctx.scaling)
+        return *kernels.attention_backward(*given), None, None
 
 
 class KernelSteps(Steps):
@@ -106,8 +124,7 @@ class KernelSteps(Steps):
 
 
 class KernelStepLayout:
-    """One token per row: the kernels put its key and value into the own cache and attend. `active` is what they
-    read."""
+    """One token per row. The kernels put its key and value into the own cache and attend; they read `active`."""
 
     def __init__(self, state: Rows, group_of_row: Tensor, lengths: Tensor) -> None:
         self.longest = int((state.prompt_lengths[group_of_row] + lengths).max()) + 1

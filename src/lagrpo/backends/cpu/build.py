@@ -38,8 +38,7 @@ ISA = "LAGRPO_CPU_ISA"
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """A level of instructions: the compiler's flags, what /proc/cpuinfo must list, whether bfloat16 products are among
-    them."""
+    """A level: the compiler's flags, what /proc/cpuinfo must list, whether bfloat16 products are in it."""
 
     flags: tuple[str, ...]
     needs: frozenset[str] = frozenset()
@@ -79,8 +78,7 @@ def isa_level() -> str:
 
 
 def optimization(level: str) -> tuple[str, ...]:
-    """How hard the compiler tries, and for which instructions. Where a vector of the kernels takes several registers,
-    -O3 takes a minute where -O2 takes a quarter of that."""
+    """The compiler's flags. Where a vector takes several registers, -O3 takes a minute, four times as long as -O2."""
     wide = "avx512f" in cpu_flags() and level not in ("avx2", "baseline")
     return ("-O3" if wide else "-O2", *LEVELS[level].flags)
 
@@ -92,7 +90,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def load_library() -> tuple[ctypes.CDLL, str]:
-    """The library and what made it. Raises NoKernels."""
+    """The library and the name of its compiler. Raises NoKernels."""
     if sys.platform != "linux" or "OpenMP" not in torch.__config__.parallel_info():
         raise NoKernels("they need Linux and a PyTorch that runs its threads with OpenMP")
     if _openmp() is None:
@@ -107,23 +105,21 @@ def load_library() -> tuple[ctypes.CDLL, str]:
             _compile(compiler, flags, target)
         _trusted(target)
         return ctypes.CDLL(str(target)), version
+    except NoKernels:
+        raise
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home directory
-        if isinstance(error, NoKernels):
-            raise
         raise NoKernels(f"the library cannot be kept or loaded ({error}); LAGRPO_CACHE names another place") from error
 
 
 def _compiler() -> list[str]:
-    """The command of the compiler. Raises NoKernels."""
     if own := os.environ.get("CC"):
         try:
             return shlex.split(own)
         except ValueError as error:
             raise NoKernels(f"CC = {own!r} is no command ({error})") from error
-    found = shutil.which("gcc") or shutil.which("cc")
-    if found is None:
-        raise NoKernels("there is no C compiler (gcc or cc, or what CC names)")
-    return [found]
+    if found := shutil.which("gcc") or shutil.which("cc"):
+        return [found]
+    raise NoKernels("there is no C compiler (gcc or cc, or what CC names)")
 
 
 def _trusted(library: Path) -> None:
@@ -149,14 +145,12 @@ def _cpuinfo() -> list[str]:
 
 
 def _openmp() -> Path | None:
-    """PyTorch's own OpenMP library: with a second one in the process, the threads of each would wait in the way of the
-    other's."""
+    """PyTorch's own OpenMP library."""
     return next(Path(torch.__file__).parent.glob("lib/libgomp*.so*"), None)
 
 
 def _compile(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
-    """Compile all files at once, under temporary names; the library is renamed when complete. Raises NoKernels,
-    OSError."""
+    """Compile all files at once, under temporary names; rename the library when it is complete."""
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
     with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as scratch:
         made = Path(scratch) / target.name

@@ -1,17 +1,14 @@
 """The forward pass of Llama-like decoders on a CPU: transformers' weights, our kernels.
 
-transformers computes norms, rotary embedding and gated activation in several passes over memory each; here each is one
-(lagrpo.backends.cpu.kernels), with the same roundings, forward and backward. With packed weights
-(backends/cpu/packs.py) the matrix products of the forward pass are ours too, and a decoding step is one call; the
-backward pass multiplies by PyTorch, as it need not agree with anything to the bit. Models of other families, and models
-whose linear layers are not plain nn.Linear or have hooks, keep transformers' own modules. When a policy is loaded, its
-log-probs on a small input are compared with transformers' (`check_attention`).
+transformers computes norms, rotary embedding and gated activation in several passes over memory each; here each is one,
+with the same roundings, forward and backward. With panels (panels.py) the matrix products of the forward pass are ours
+too, and a decoding step is one call; the backward pass multiplies by PyTorch, as it need not agree with anything to the
+bit. Other families, and models whose linear layers are not plain nn.Linear or have hooks, keep transformers' modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,17 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lagrpo.backends.attention import Layout, check_window
+from lagrpo.backends.attention import Layout, Shape, check_window
+from lagrpo.backends.backend import has_hooks, is_plain_linear, is_unhooked
 from lagrpo.backends.cpu import kernels
-from lagrpo.backends.cpu.packs import Borrowed, LayerPanels, Packing, Packs, joined
-from lagrpo.backends.cpu.panels import Panels
-from lagrpo.backends.hooks import has_hooks, is_plain_linear, is_unhooked
+from lagrpo.backends.cpu.panels import BorrowedPanels, DecoderPanels, OwnPanels, Panels, joined
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-
 
 Forward = Callable[[Tensor], tuple[Tensor, ...]]  # [n, in] -> [n, out] of each linear layer
 
@@ -37,36 +33,30 @@ Forward = Callable[[Tensor], tuple[Tensor, ...]]  # [n, in] -> [n, out] of each 
 def is_reproduced(lm: Any) -> bool:
     """Whether the kernels compute the layers of such a model, by its family and the parts that it is made of."""
     text, decoder = lm.config.get_text_config(), lm.get_decoder()
-    if text.model_type not in FAMILIES or text.hidden_act != "silu":
+    if text.model_type not in FAMILIES or text.hidden_act != "silu" or _names(decoder) != DECODER:
         return False
-    if _names(decoder) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
-        return False
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     rope = getattr(text, "rope_parameters", None) or {}
-    if head_dim % (2 * kernels.VECTOR) or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return False
-    return all(map(_is_plain, decoder.layers))
+    turned = Shape.of(text).d % (2 * kernels.VECTOR) == 0 and rope.get("partial_rotary_factor", 1.0) == 1.0
+    return turned and all(map(_is_plain, decoder.layers))
 
 
 class FusedDecoder:
-    """The decoder of a model of transformers and its head, computed with the kernels. It holds no weights: it reads the
-    modules', or for the forward products the packed weights of `panels` (packs.py)."""
+    """The decoder of a model of transformers and its head, computed with the kernels from the weights of its modules,
+    or for the forward products from `panels`."""
 
-    def __init__(self, lm: Any, panels: Packing | Borrowed | None = None) -> None:
-        self.decoder, self.head = lm.get_decoder(), lm.get_output_embeddings()
-        self.panels = panels
-        self._stack: tuple[Packs, kernels.Stack | None] | None = None
+    def __init__(self, lm: Any, panels: OwnPanels | BorrowedPanels | None = None) -> None:
+        self.decoder, self.head, self.panels = lm.get_decoder(), lm.get_output_embeddings(), panels
+        self._stack: tuple[DecoderPanels, kernels.Stack | None] | None = None
         self._plain = True
 
     @property
     def exact(self) -> bool:
-        """Whether all matrix products of the forward pass are the kernels': the same bits in sampler and learner."""
+        """Whether all matrix products of the forward pass are the kernels'."""
         return self.panels is not None and self.fits(None) and is_plain_linear(self.head)
 
     def fits(self, layout: Layout | None) -> bool:
-        """Whether the linear layers are plain nn.Linear and nothing that is computed here has a hook: otherwise the
-        decoder must be called. (Its embedding is called in any case.) Looked at for every packed row; the decoding
-        steps that follow keep to what was found."""
+        """Whether the linear layers are plain and nothing that is computed here has a hook; else the decoder must be
+        called. Looked at for every packed row; the decoding steps that follow keep to what was found."""
         if getattr(layout, "active", None) is None:
             parts = (self.decoder.layers, self.decoder.norm)
             plain = all(map(_is_plain, self.decoder.layers)) and all(map(is_unhooked, parts))
@@ -76,18 +66,19 @@ class FusedDecoder:
     def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Final hidden states: input_ids and position_ids [rows] -> [rows, H]. The gradient goes to the modules'
         weights, whatever computes the products."""
-        packs = self.panels.current() if self.panels is not None else None
+        panels = self.panels.current() if self.panels is not None else None
         active: kernels.Active | None = getattr(layout, "active", None)
-        stack = self._stack_of(packs) if active is not None and packs is not None else None
-        x, cosine, sine = self.embedded(input_ids, position_ids)
+        stack = self.stack(panels) if active is not None and panels is not None else None
+        x = self.decoder.embed_tokens(input_ids)
+        cosine, sine = (t.squeeze(0) for t in self.decoder.rotary_emb(x, position_ids.unsqueeze(0)))
         if stack is not None and active is not None:
             for layer in self.decoder.layers:
                 check_layer(layer, layout)
             return add_norm(*kernels.decode_step(stack, active, x, cosine, sine), self.decoder.norm)[1]
         delta: Tensor | None = None
         for number, layer in enumerate(self.decoder.layers):
-            panels = packs.layers[number] if packs is not None else None
-            given = (number, layer, panels, x, delta, cosine, sine, layout)
+            four = panels.layers[number] if panels is not None else None
+            given = (number, layer, four, x, delta, cosine, sine, layout)
             if torch.is_grad_enabled() and layer.training and getattr(layer, "gradient_checkpointing", False):
                 x, delta = checkpoint(self._layer, *given, use_reentrant=False)  # type: ignore[misc]
             else:
@@ -96,87 +87,54 @@ class FusedDecoder:
 
     @property
     def product(self) -> Panels | None:
-        """The head's product by packed weights; None where PyTorch computes it, as it does where the layers are not
-        computed here."""
+        """The head's product by panels; None where PyTorch computes it, or the layers are not computed here."""
         return self.panels.current().head if self.panels is not None and self._plain else None
 
-    def stack(self) -> kernels.Stack | None:
-        """All layers for one call per decoding step; None where they are not packed, or differ in their scaling or
-        norms."""
-        return self._stack_of(self.panels.current()) if self.panels is not None else None
-
-    def _stack_of(self, packs: Packs) -> kernels.Stack | None:
-        if self._stack is None or self._stack[0] is not packs:
-            self._stack = packs, _stack(self.decoder, packs)
+    def stack(self, panels: DecoderPanels) -> kernels.Stack | None:
+        """All layers for one call per decoding step; None where they differ in their scaling or norms."""
+        if self._stack is None or self._stack[0] is not panels:
+            self._stack = panels, _stack(self.decoder, panels)
         return self._stack[1]
 
-    def embedded(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The embeddings [rows, H], and cosine and sine of the rotary angles [rows, D]."""
-        x = self.decoder.embed_tokens(input_ids)
-        cosine, sine = (t.squeeze(0) for t in self.decoder.rotary_emb(x, position_ids.unsqueeze(0)))
-        return x, cosine, sine
-
     def _layer(
-        self, number: int, layer: Any, panels: LayerPanels | None, x: Tensor, delta: Tensor | None, cosine: Tensor,
+        self, number: int, layer: Any, panels: list[Panels] | None, x: Tensor, delta: Tensor | None, cosine: Tensor,
         sine: Tensor, layout: Layout,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The residual stream before the layer's last addition, and what is to be added."""
         check_layer(layer, layout)
         attention = layer.self_attn
-        forwards = _forwards(panels) if panels is not None else [_plain(modules) for modules in joined(layer)]
+        forwards = map(_by_panels, panels) if panels is not None else map(_plain, joined(layer))
         qkv, output, gate_up, down = zip(forwards, joined(layer), strict=True)
-        x, made = _normed_products(x, delta, layer.input_layernorm, *qkv)
+        x, *made = _normed_products(x, delta, layer.input_layernorm, *qkv)
         query, key, value = (t.unflatten(1, (-1, attention.head_dim)) for t in made)
         if hasattr(attention, "q_norm"):
             query, key = _head_norm(query, attention.q_norm), _head_norm(key, attention.k_norm)
         query, key = rotary(query, cosine, sine), rotary(key, cosine, sine)
         attended = layout.attend(number, query, key, value, attention.scaling)
-        delta = _product(attended.flatten(1), *output)
-        x, (gate, up) = _normed_products(x, delta, layer.post_attention_layernorm, *gate_up)
-        return x, _gated_product(gate, up, *down)
+        (forward, (linear,)), (last_forward, (last,)) = output, down
+        delta = _Product.apply(attended.flatten(1), forward, linear.weight, linear.bias)
+        x, gate, up = _normed_products(x, delta, layer.post_attention_layernorm, *gate_up)
+        return x, _GatedProduct.apply(gate, up, last_forward, last.weight, last.bias)  # type: ignore[return-value]
 
 
-def _forwards(panels: LayerPanels) -> list[Forward]:
-    """The forward products of a layer by its packed weights, in the order of `joined`."""
-    return [partial(_split, part) for part in (panels.qkv, panels.output, panels.gate_up, panels.down)]
-
-
-def _split(panels: Panels, x: Tensor) -> tuple[Tensor, ...]:
-    return panels(x).split(panels.widths, 1)
+def _by_panels(panels: Panels) -> Forward:
+    return lambda x: panels(x).split(panels.widths, 1)
 
 
 def _plain(modules: Sequence[nn.Linear]) -> Forward:
-    """The same by PyTorch."""
+    """By PyTorch."""
     return lambda x: tuple(F.linear(x, m.weight, m.bias) for m in modules)
 
 
 def _normed_products(
     x: Tensor, delta: Tensor | None, norm: Any, forward: Forward, modules: Sequence[nn.Linear]
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+) -> tuple[Tensor, ...]:
     """x + delta, and what linear layers make of its norm."""
-    if torch.is_grad_enabled():
-        parameters = [*(m.weight for m in modules), *(m.bias for m in modules)]
-        x, *made = _NormedProducts.apply(x, delta, norm.weight, norm.variance_epsilon, forward, *parameters)  # type: ignore[misc]
-        return x, tuple(made)
-    x, h, _ = kernels.norm(x, delta, norm.weight, norm.variance_epsilon)
-    return x, forward(h)
+    parameters = [*(m.weight for m in modules), *(m.bias for m in modules)]
+    return _NormedProducts.apply(x, delta, norm.weight, norm.variance_epsilon, forward, *parameters)  # type: ignore[return-value]
 
 
-def _product(x: Tensor, forward: Forward, modules: Sequence[nn.Linear]) -> Tensor:
-    """What one linear layer makes of x."""
-    if torch.is_grad_enabled():
-        return _Product.apply(x, forward, modules[0].weight, modules[0].bias)  # type: ignore[return-value]
-    return forward(x)[0]
-
-
-def _gated_product(gate: Tensor, up: Tensor, forward: Forward, modules: Sequence[nn.Linear]) -> Tensor:
-    """What one linear layer makes of silu(gate) * up."""
-    if torch.is_grad_enabled():
-        return _GatedProduct.apply(gate, up, forward, modules[0].weight, modules[0].bias)  # type: ignore[return-value]
-    return forward(kernels.swiglu(gate, up))[0]
-
-
-def _stack(decoder: Any, packs: Packs) -> kernels.Stack | None:
+def _stack(decoder: Any, panels: DecoderPanels) -> kernels.Stack | None:
     """All layers for one call, where they are alike."""
     layers = decoder.layers
     scalings = {layer.self_attn.scaling for layer in layers}
@@ -184,14 +142,15 @@ def _stack(decoder: Any, packs: Packs) -> kernels.Stack | None:
     if len(scalings) > 1 or len(eps) > 1:
         return None
     fields: list[list[Tensor | None]] = []
-    for layer, panels in zip(layers, packs.layers, strict=True):
-        weights = [None if norm is None else norm.weight.detach() for norm in _norms(layer)]
-        four = (panels.qkv, panels.output, panels.gate_up, panels.down)
-        fields.append([*weights, *(p.packed for p in four), *(p.bias for p in four)])
-    qkv, output, down = packs.layers[0].qkv, packs.layers[0].output, packs.layers[0].down
+    for layer, four in zip(layers, panels.layers, strict=True):
+        scales = [None if norm is None else norm.weight.detach() for norm in _norms(layer)]
+        fields.append([*scales, *(p.packed for p in four), *(p.bias for p in four)])
+    qkv, output, _, down = panels.layers[0]
     d = layers[0].self_attn.head_dim
-    heads, kv_heads = output.k // d, (qkv.n - output.k) // (2 * d)
-    return kernels.Stack(fields, [len(layers), qkv.k, down.k, heads, kv_heads, d], scalings.pop(), eps.pop())
+    return kernels.Stack(
+        fields, width=qkv.k, inner=down.k, heads=output.k // d, kv_heads=(qkv.n - output.k) // (2 * d), d=d,
+        scaling=scalings.pop(), eps=eps.pop(),
+    )  # fmt: skip
 
 
 def _norms(layer: Any) -> tuple[Any, ...]:
@@ -212,21 +171,14 @@ def _names(module: nn.Module) -> set[str]:
 
 def _is_plain(layer: Any) -> bool:
     """Whether a layer is made of the parts of its family and nothing else (no adapters, say)."""
-    if _names(layer) != LAYER or _names(layer.mlp) != MLP:
+    made_of = _names(layer) == LAYER and _names(layer.mlp) == MLP
+    if not made_of or _names(layer.self_attn) not in (ATTENTION, ATTENTION | {"q_norm", "k_norm"}):
         return False
-    if _names(layer.self_attn) not in (ATTENTION, ATTENTION | {"q_norm", "k_norm"}):
-        return False
-    return all(
-        type(m) is nn.Linear for part in (layer.self_attn, layer.mlp) for n, m in part.named_children() if "proj" in n
-    )
+    return all(type(m) is nn.Linear for group in joined(layer) for m in group)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, module: Any) -> tuple[Tensor, Tensor]:
     """(x + delta, its norm by a module of the RMSNorm kind): [n, H] twice; differentiable."""
-    if not torch.is_grad_enabled():
-        return kernels.norm(x, delta, module.weight, module.variance_epsilon)[:2]
-    if delta is None:
-        return x, _Norm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[return-value]
     return _AddNorm.apply(x, delta, module.weight, module.variance_epsilon)  # type: ignore[return-value]
 
 
@@ -235,46 +187,29 @@ def _head_norm(x: Tensor, module: Any) -> Tensor:
     return add_norm(x.reshape(-1, x.shape[-1]), None, module)[1].view(x.shape)
 
 
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x, y, rstd = kernels.norm(x, None, weight, eps)
-        ctx.save_for_backward(x, weight, rstd)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad_y: Tensor):  # type: ignore[override]
-        x, weight, rstd = ctx.saved_tensors
-        return *kernels.norm_backward(x, weight, rstd, grad_y, None), None
-
-
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total, y, rstd = kernels.norm(x, delta, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
+        ctx.first = delta is None
         ctx.set_materialize_grads(False)
-        return total, y
+        return total.view_as(total) if delta is None else total, y
 
     @staticmethod
     def backward(ctx, grad_total: Tensor | None, grad_y: Tensor):  # type: ignore[override]
         x, weight, rstd = ctx.saved_tensors
         grad_x, grad_weight = kernels.norm_backward(x, weight, rstd, grad_y, grad_total)
-        return grad_x, grad_x, grad_weight, None
+        return grad_x, None if ctx.first else grad_x, grad_weight, None
 
 
 def rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary position embedding: x [n, heads, D], cosine and sine [n, D], the same in both halves of D.
-
-    Raises:
-        ValueError: angles for a part of D only.
-    """
+    """Rotary position embedding: x [n, heads, D], cosine and sine [n, D], the same in both halves of D. Raises
+    ValueError for angles of a part of D only."""
     if cosine.shape[-1] != x.shape[-1]:
         raise ValueError(
             f"rotary embedding of {cosine.shape[-1]} out of {x.shape[-1]} numbers of a head is not supported"
         )
-    if not torch.is_grad_enabled():
-        return kernels.rotary(x, cosine, sine)
     return _Rotary.apply(x, cosine, sine)  # type: ignore[return-value]
 
 

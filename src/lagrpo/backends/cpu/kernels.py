@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lagrpo.backends.cpu.library import VECTOR, Arguments, call, fields
+from lagrpo.backends.cpu.library import VECTOR, Arguments, call, struct
+from lagrpo.backends.layout import PackedLayout
 
 SLICES = 16  # of the rows that a weight's gradient is a sum over: whatever the number of threads, the same sums
 SOFTMAX_BLOCK = 256  # softmax.c's BLOCK
@@ -24,41 +24,20 @@ def floats(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
-def _half(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
-
-
 # ---- between matrix products and attention ----
 
-
-class _Norm(Arguments):
-    _fields_ = fields("rows width", "x delta weight total y rstd", "eps")
-
-
-class _NormBackward(Arguments):
-    _fields_ = fields("rows width slices", "x weight grad_y grad_total rstd grad_x grad_weight")
-
-
-class _Gated(Arguments):
-    _fields_ = fields("rows width stride", "gate up")
-
-
-class _Rotary(Arguments):
-    _fields_ = fields("rows heads d stride", "x cosine sine y", "sign")
+_Norm = struct("rows width", "x delta weight total y rstd", "eps")
+_NormBackward = struct("rows width slices", "x weight grad_y grad_total rstd grad_x grad_weight")
+_Gated = struct("rows width stride", "gate up")
+_Rotary = struct("rows heads d stride", "x cosine sine y", "sign")
 
 
 def norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(x + delta, its root mean square norm times weight, 1 / rms): [n, width] twice and float32 [n]."""
     rows, width = x.shape
-    x, delta = x.contiguous(), _contiguous(delta)
+    x, delta = x.contiguous(), None if delta is None else delta.contiguous()
     total, y, rstd = x if delta is None else torch.empty_like(x), torch.empty_like(x), floats(rows)
-    call("norm", _Norm(
-        rows=rows, width=width, x=x, delta=delta, weight=weight, total=total, y=y, rstd=rstd, eps=eps, half=_half(x)
-    ))  # fmt: skip
+    call("norm", _Norm(rows=rows, width=width, x=x, delta=delta, weight=weight, total=total, y=y, rstd=rstd, eps=eps))
     return total, y, rstd
 
 
@@ -69,17 +48,17 @@ def norm_backward(
     rows, width = x.shape
     slices = min(rows, SLICES)
     grad_x, grad_weight = torch.empty_like(x), floats(slices, -(-width // VECTOR) * VECTOR)
-    grad_y, grad_total = grad_y.contiguous(), _contiguous(grad_total)
+    grad_y, grad_total = grad_y.contiguous(), None if grad_total is None else grad_total.contiguous()
     call("norm_backward", _NormBackward(
         rows=rows, width=width, slices=slices, x=x, weight=weight, grad_y=grad_y, grad_total=grad_total, rstd=rstd,
-        grad_x=grad_x, grad_weight=grad_weight, half=_half(x),
+        grad_x=grad_x, grad_weight=grad_weight,
     ))  # fmt: skip
     return grad_x, grad_weight[:, :width].sum(0).to(weight.dtype)
 
 
-def _gated(gate: Tensor, up: Tensor) -> _Gated:
+def _gated(gate: Tensor, up: Tensor) -> Arguments:
     rows, width = gate.shape
-    return _Gated(rows=rows, width=width, stride=gate.stride(0), gate=gate, up=up, half=_half(gate))
+    return _Gated(rows=rows, width=width, stride=gate.stride(0), gate=gate, up=up)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -99,27 +78,19 @@ def swiglu_backward(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, T
 def rotary(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tensor:
     """x [n, heads, d] turned by the angles of [n, d], or turned `back`; d a multiple of 2 VECTOR."""
     rows, heads, d = x.shape
-    y = x.new_empty(x.shape)
+    y, sign = x.new_empty(x.shape), -1.0 if back else 1.0
     call("rotary", _Rotary(
-        rows=rows, heads=heads, d=d, stride=x.stride(0), x=x, cosine=cosine, sine=sine, y=y,
-        sign=-1.0 if back else 1.0, half=_half(x),
+        rows=rows, heads=heads, d=d, stride=x.stride(0), x=x, cosine=cosine, sine=sine, y=y, sign=sign,
     ))  # fmt: skip
     return y
 
 
 # ---- attention along a packed row ----
 
-
-class _Attention(Arguments):
-    _fields_ = fields("count heads kv_heads d stride", "segments q k_t v out lse", "scaling")
-
-
-class _AttentionBackward(Arguments):
-    _fields_ = fields(
-        "n_groups heads kv_heads d stride",
-        "groups segments q k k_t v_t out grad_out lse grad_q grad_k grad_v",
-        "scaling",
-    )
+_Attention = struct("count heads kv_heads d stride", "segments q k_t v out lse", "scaling")
+_AttentionBackward = struct(
+    "n_groups heads kv_heads d stride", "groups segments q k k_t v_t out grad_out lse grad_q grad_k grad_v", "scaling"
+)
 
 
 def numbers_in_a_lane(dtype: torch.dtype) -> int:
@@ -138,68 +109,50 @@ def transposed(x: Tensor) -> Tensor:
 
 def paired(x: Tensor) -> Tensor:
     """[rows, heads, d] as lanes of the same shape: in bfloat16 the pairs of each row and the next one."""
-    if not _half(x):
+    if x.dtype != torch.bfloat16:
         return x
     y = floats(*x.shape)
     call("pair_rows", len(x), x.shape[1] * x.shape[2], x, y)
     return y
 
 
-def attention(segments: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Shared-prefix attention of a packed row: out [rows, Hq, D] and log-sum-exps float32 [rows, Hq]. segments int64
-    [S, 4] as in PackedLayout. D a multiple of VECTOR. All contiguous."""
+def attention(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Shared-prefix attention of a packed row: out [rows, Hq, D] and log-sum-exps float32 [rows, Hq]. D a multiple of
+    VECTOR. All contiguous."""
     rows, heads, d = query.shape
     out, lse, keys, values = torch.empty_like(query), floats(rows, heads), transposed(key), paired(value)
     call("attention", _Attention(
-        count=len(segments), heads=heads, kv_heads=key.shape[1], d=d, stride=keys.shape[2], segments=segments,
-        q=query, k_t=keys, v=values, out=out, lse=lse, scaling=scaling, half=_half(query),
+        count=len(layout.segments), heads=heads, kv_heads=key.shape[1], d=d, stride=keys.shape[2],
+        segments=layout.segments, q=query, k_t=keys, v=values, out=out, lse=lse, scaling=scaling,
     ))  # fmt: skip
     return out, lse
 
 
-class Attended(NamedTuple):
-    """What `attention` was given and returned."""
-
-    segments: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    lse: Tensor
-    scaling: float
-
-
-def attention_backward(groups: Tensor, a: Attended, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value. groups int64 [N + 1]: the number of segments before each group."""
-    (_, heads, d), kv_heads = a.query.shape, a.key.shape[1]
-    grad_query = torch.empty_like(a.query)
-    grad_key, grad_value = (torch.zeros(t.shape, dtype=torch.float32, device="cpu") for t in (a.key, a.value))
-    pairs, keys, values = paired(a.key), transposed(a.key), transposed(a.value)
+def attention_backward(
+    layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value of `attention`, from what it was given and returned."""
+    (_, heads, d), kv_heads = query.shape, key.shape[1]
+    grad_query = torch.empty_like(query)
+    grad_key, grad_value = (torch.zeros(t.shape, dtype=torch.float32, device="cpu") for t in (key, value))
+    pairs, keys, values = paired(key), transposed(key), transposed(value)
     call("attention_backward", _AttentionBackward(
-        n_groups=len(groups) - 1, heads=heads, kv_heads=kv_heads, d=d, stride=keys.shape[2], groups=groups,
-        segments=a.segments, q=a.query, k=pairs, k_t=keys, v_t=values, out=a.out, grad_out=grad_out, lse=a.lse,
-        grad_q=grad_query, grad_k=grad_key, grad_v=grad_value, scaling=a.scaling, half=_half(a.query),
+        n_groups=len(layout.groups) - 1, heads=heads, kv_heads=kv_heads, d=d, stride=keys.shape[2],
+        groups=layout.groups, segments=layout.segments, q=query, k=pairs, k_t=keys, v_t=values, out=out,
+        grad_out=grad_out, lse=lse, grad_q=grad_query, grad_k=grad_key, grad_v=grad_value, scaling=scaling,
     ))  # fmt: skip
-    return grad_query, grad_key.to(a.key.dtype), grad_value.to(a.value.dtype)
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
 # ---- decoding ----
 
-
-class _Active(Arguments):
-    _fields_ = fields(
-        "n_groups own_batch own_room prompt_room",
-        "groups members prompts lengths own_keys own_values prompt_keys prompt_values",
-        half="",
-    )
-
-
-class _NewTokens(Arguments):
-    _fields_ = fields("heads kv_heads d v_stride", "q k v out", "scaling")
-
-
-class _Stack(Arguments):
-    _fields_ = fields("count width inner heads kv_heads d", "layers", "scaling eps", half="")
+_Active = struct(
+    "n_groups own_batch own_room prompt_room",
+    "groups members prompts lengths own_keys own_values prompt_keys prompt_values", half="",
+)  # fmt: skip
+_NewTokens = struct("heads kv_heads d v_stride", "q k v out", "scaling")
+_Stack = struct("count width inner heads kv_heads d", "layers", "scaling eps", half="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,24 +160,16 @@ class Active:
     """The rows of a decoding step and their caches. The caches are in lanes (see `numbers_in_a_lane`), of rows (own) or
     of groups (prompt); the room is in tokens, a multiple of VECTOR."""
 
-    groups: Tensor
-    """int64 [N + 1]: the number of members before each group."""
-    members: Tensor
-    """int64 [rows]: the rows, group after group."""
-    prompts: Tensor
-    """int64 [N]: tokens of each group's prompt."""
-    lengths: Tensor
-    """int64 [rows]: tokens in each row's own cache."""
-    own_keys: Tensor
-    """[layers, rows, Hkv, D or half of it, room]."""
-    own_values: Tensor
-    """[layers, rows, Hkv, room or half of it, D]."""
-    prompt_keys: Tensor
-    """[layers, N, Hkv, D or half of it, room]."""
-    prompt_values: Tensor
-    """[layers, N, Hkv, room or half of it, D]."""
+    groups: Tensor  # int64 [N + 1]: the number of members before each group
+    members: Tensor  # int64 [rows]: the rows, group after group
+    prompts: Tensor  # int64 [N]: tokens of each group's prompt
+    lengths: Tensor  # int64 [rows]: tokens in each row's own cache
+    own_keys: Tensor  # [layers, rows, Hkv, D or half of it, room]
+    own_values: Tensor  # [layers, rows, Hkv, room or half of it, D]
+    prompt_keys: Tensor  # [layers, N, Hkv, D or half of it, room]
+    prompt_values: Tensor  # [layers, N, Hkv, room or half of it, D]
 
-    def in_c(self, layer: int = 0) -> _Active:
+    def in_c(self, layer: int = 0) -> Arguments:
         """With the caches from `layer` on."""
         return _Active(
             n_groups=len(self.prompts), own_batch=self.own_keys.shape[1], own_room=self.own_keys.shape[4],
@@ -243,7 +188,7 @@ def decode(active: Active, layer: int, query: Tensor, key: Tensor, value: Tensor
     out = torch.empty_like(query)
     call("decode", active.in_c(layer), _NewTokens(
         heads=heads, kv_heads=key.shape[1], d=d, v_stride=value.stride(0), q=query, k=key, v=value, out=out,
-        scaling=scaling, half=_half(query),
+        scaling=scaling,
     ))  # fmt: skip
     return out
 
@@ -251,14 +196,12 @@ def decode(active: Active, layer: int, query: Tensor, key: Tensor, value: Tensor
 class Stack:
     """A decoder's layers, all alike, with packed weights, as `decode_step` takes them."""
 
-    def __init__(self, layers: Sequence[Sequence[Tensor | None]], sizes: Sequence[int], scaling: float, eps: float):
-        """For each layer the fields of kernels.h's Layer in their order, None for what a family lacks. `sizes`: layers,
-        width, width of the MLP, heads, key-value heads, D. `scaling` of the attention's scores, `eps` of the norms."""
+    def __init__(self, layers: Sequence[Sequence[Tensor | None]], **numbers: float) -> None:
+        """For each layer the fields of kernels.h's Layer in their order, None for what a family lacks; the numbers of
+        its Stack by their names."""
         self._held = layers  # C has only their addresses
         self._addresses = torch.tensor([0 if t is None else t.data_ptr() for layer in layers for t in layer])
-        names = ("count", "width", "inner", "heads", "kv_heads", "d")
-        counts = dict(zip(names, sizes, strict=True))
-        self.in_c = _Stack(**counts, layers=self._addresses, scaling=scaling, eps=eps)
+        self.in_c = _Stack(count=len(layers), layers=self._addresses, **numbers)
 
 
 def decode_step(stack: Stack, active: Active, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
@@ -271,14 +214,12 @@ def decode_step(stack: Stack, active: Active, x: Tensor, cosine: Tensor, sine: T
 
 # ---- the softmax over the vocabulary ----
 
-
-class _Logits(Arguments):
-    _fields_ = fields("rows width", "x", "over_tau")
+_Logits = struct("rows width", "x", "over_tau")
 
 
-def _logits(logits: Tensor, tau: float) -> _Logits:
+def _logits(logits: Tensor, tau: float) -> Arguments:
     rows, vocabulary = logits.shape
-    return _Logits(rows=rows, width=vocabulary, x=logits, over_tau=1.0 / tau, half=_half(logits))
+    return _Logits(rows=rows, width=vocabulary, x=logits, over_tau=1.0 / tau)
 
 
 def token_logp(logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | None = None) -> tuple[Tensor, Tensor]:

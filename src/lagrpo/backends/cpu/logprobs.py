@@ -18,15 +18,10 @@ KEPT_LOGITS = 1 << 27  # at most so many wait for the backward pass (256 MiB); t
 
 
 def token_logp(
-    hidden_TH: Tensor,
-    head: nn.Linear,
-    token_ids_T: Tensor,
-    tau: float,
-    entropy_T: Tensor | None = None,
+    hidden_TH: Tensor, head: nn.Linear, token_ids_T: Tensor, tau: float, entropy_T: Tensor | None = None,
     product: Product | None = None,
-) -> Tensor:
-    """As lagrpo.backends.logprobs.token_logp. `product` computes the logits of rows [n, H] into [n, V] in the place of
-    PyTorch's product."""
+) -> Tensor:  # fmt: skip
+    """As lagrpo.backends.logprobs.token_logp. `product` computes the logits in the place of PyTorch's product."""
     check_tokens(hidden_TH, head.weight, token_ids_T, tau)
     keep = min(len(token_ids_T), KEPT_LOGITS // head.weight.shape[0]) if torch.is_grad_enabled() else 0
     given = hidden_TH, head.weight, head.bias, token_ids_T
@@ -40,10 +35,9 @@ class _TokenLogp(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *asked: Any) -> Tensor:
         tau, entropy_T, ctx.product, keep = asked
         logp, lse = kernels.floats(len(token_ids)), kernels.floats(len(token_ids))
-        ctx.kept = _take_room("kept", (keep, weight.shape[0]), weight.dtype) if keep else None
+        ctx.kept = _room("kept", (keep, weight.shape[0]), weight.dtype, taken=True) if keep else None
         for rows in _kept_and_chunks(keep, len(token_ids), weight.shape[0]):
-            kept = ctx.kept if rows.stop <= keep else None
-            logits = _logits(hidden[rows], weight, bias, ctx.product, kept)
+            logits = _logits(hidden[rows], weight, bias, ctx.product, ctx.kept if rows.stop <= keep else None)
             entropy = None if entropy_T is None else entropy_T[rows]
             logp[rows], lse[rows] = kernels.token_logp(logits, token_ids[rows], tau, entropy)
         ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
@@ -71,15 +65,13 @@ class _TokenLogp(torch.autograd.Function):
                 grad_bias += dx.sum(0, dtype=torch.float32)
         if kept is not None:
             _return_room("kept", kept)
-        grad_bias = grad_bias.to(bias.dtype) if bias is not None and grad_bias is not None else None
+        grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
         grad_weight = share if total is None else total.to(weight.dtype, copy=True)
         return grad_hidden, grad_weight, grad_bias, *5 * (None,)
 
 
 def _kept_and_chunks(kept: int, rows: int, vocabulary: int) -> list[slice]:
-    """The first `kept` rows in one piece, the others in chunks."""
-    first = [slice(0, kept)] if kept else []
-    return first + chunks(kept, rows, vocabulary, KERNEL_LOGITS)
+    return [slice(0, kept)] * bool(kept) + chunks(kept, rows, vocabulary, KERNEL_LOGITS)
 
 
 def _logits(
@@ -95,24 +87,18 @@ def _logits(
 _rooms = threading.local()
 
 
-def _room(use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory that is kept for a use, with anything in it. To clear fresh pages for such large tensors takes the system
-    as long as the products that fill them."""
-    room = _take_room(use, shape, dtype)
-    _return_room(use, room)
-    return room
-
-
-def _take_room(use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """As `_room`, and nobody else's until it is returned (or forgotten)."""
+def _room(use: str, shape: Sequence[int], dtype: torch.dtype, taken: bool = False) -> Tensor:
+    """Memory kept for a use, with anything in it: clearing fresh pages takes as long as the products that fill them.
+    `taken`: nobody else's until it is returned (or forgotten)."""
     numbers = math.prod(shape)
     room: Tensor | None = _rooms.__dict__.pop(use, None)
     if room is None or room.numel() < numbers or room.dtype != dtype:
         room = torch.empty(numbers, dtype=dtype)
+    if not taken:
+        _rooms.__dict__[use] = room
     return room[:numbers].view(*shape)
 
 
 def _return_room(use: str, room: Tensor) -> None:
-    """For the next one who asks for it."""
     whole = room.untyped_storage().nbytes() // room.element_size()
     _rooms.__dict__[use] = room.as_strided((whole,), (1,), 0)

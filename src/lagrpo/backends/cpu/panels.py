@@ -1,9 +1,18 @@
-"""Matrix products of bfloat16 by the C kernels, from packed weights."""
+"""Weights packed into panels, in the order in which the C kernels multiply bfloat16 by them, and who reads which.
+
+The forward products of the learner, of the sampler and of π_ref are all ours (products.c): one order of sums, whatever
+lies beside a row. `OwnPanels` keeps the panels of one model: it packs them again when the weights have changed, and
+lends them to copies that hold the same version, so that right after a weight sync the same panels serve π and α.
+`BorrowedPanels` is what such a copy reads.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +59,99 @@ class Panels:
         return y
 
 
+def joined(layer: Any) -> list[list[nn.Linear]]:
+    """The linear layers of a decoder layer, those with the same input together."""
+    a, mlp = layer.self_attn, layer.mlp
+    return [[a.q_proj, a.k_proj, a.v_proj], [a.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
+
+
+class DecoderPanels:
+    """The linear layers of a decoder, and its head. `layers` has the four products of each layer, as `joined`."""
+
+    def __init__(self, decoder: Any, head: nn.Linear) -> None:
+        self.layers = [[Panels(group) for group in joined(layer)] for layer in decoder.layers]
+        self.head = Panels([head])
+        self.borrowers: set[int] = set()  # who reads them beside the model that they were made for
+
+    def fill(self, decoder: Any, head: nn.Linear) -> None:
+        """Take over other weights in the place of those before: new memory each time would tear the heap."""
+        groups = chain(*map(joined, decoder.layers), [[head]])
+        for panels, group in zip(chain(*self.layers, [self.head]), groups, strict=True):
+            panels.fill(group)
+
+
+class OwnPanels:
+    """The panels of one model, lent to copies of the same version."""
+
+    def __init__(self, decoder: Any, head: nn.Linear) -> None:
+        self._decoder, self._head = decoder, head
+        layers = [*chain.from_iterable(chain(*map(joined, decoder.layers))), head]
+        self._parameters = [p for m in layers for p in (m.weight, m.bias) if p is not None]
+        self._panels: DecoderPanels | None = None
+        self._spare: DecoderPanels | None = None
+        self._packed: list[tuple[int, int]] | None = None  # the state of the parameters that is in the panels
+
+    def current(self) -> DecoderPanels:
+        """The panels of the weights as they are now."""
+        now = [(p.data_ptr(), p._version) for p in self._parameters]
+        if self._panels is None or now != self._packed:
+            self._panels, self._packed = self._vacant(), None
+            self._panels.fill(self._decoder, self._head)
+            self._packed = now
+        return self._panels
+
+    def lend(self, borrower: object) -> DecoderPanels:
+        """The current panels, which keep their weights until they are given back."""
+        panels = self.current()
+        panels.borrowers.add(id(borrower))
+        return panels
+
+    def give_back(self, panels: DecoderPanels, borrower: object) -> None:
+        """`borrower` reads these panels no more."""
+        panels.borrowers.discard(id(borrower))
+        if panels is not self._panels and not panels.borrowers:
+            self._spare = panels
+
+    def owns(self, weights: Sequence[Tensor]) -> bool:
+        """Whether these tensors are this model's own weights."""
+        return {w.data_ptr() for w in weights} <= {p.data_ptr() for p in self._parameters}
+
+    def _vacant(self) -> DecoderPanels:
+        """Panels that nobody else reads."""
+        if self._panels is not None and not self._panels.borrowers:
+            return self._panels
+        spare, self._spare = self._spare, None
+        return spare or DecoderPanels(self._decoder, self._head)
+
+
+class BorrowedPanels:
+    """The panels of a copy without linear weights: the lender's while the copy has its weights, else its own."""
+
+    def __init__(self, lender: OwnPanels, decoder: Any, head: nn.Linear) -> None:
+        self._lender, self._decoder, self._head = lender, decoder, head
+        self._panels, self._lent = lender.lend(self), True
+
+    def current(self) -> DecoderPanels:
+        return self._panels
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[nn.Parameter, Tensor]) -> None:
+        """Read these weights from now on, each under the (empty) parameter that it stands for."""
+        if self._lender.owns([*weights.values()]):
+            self._lender.give_back(self._panels, self)
+            self._panels, self._lent = self._lender.lend(self), True
+            return
+        for parameter, weight in weights.items():
+            parameter.data = weight.to(parameter.dtype)  # no copy: only to be packed
+        if self._lent:
+            self._lender.give_back(self._panels, self)
+            self._panels, self._lent = DecoderPanels(self._decoder, self._head), False
+        else:
+            self._panels.fill(self._decoder, self._head)
+        for parameter in weights:
+            parameter.data = parameter.new_empty(0)
+
+
 def choose_products() -> str | None:
     """Let the library compute products by the first of its ways that this processor has and that is right here. Returns
     the name of that way, or None where there is none."""
@@ -64,10 +166,12 @@ def choose_products() -> str | None:
     return None
 
 
+chosen_products = cache(choose_products)  # once for this process, before any product is computed
+
+
 @torch.no_grad()
 def products_are_right() -> bool:
-    """Compare products, to the bit, with the sums that products.c writes down number after number: a few
-    milliseconds."""
+    """Compare products, to the bit, with sums number after number (products.c), in a few milliseconds."""
     numbers = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
