@@ -78,9 +78,11 @@ def isa_level() -> str:
 
 
 def optimization(level: str) -> tuple[str, ...]:
-    """The compiler's flags. Where a vector takes several registers, -O3 takes a minute, four times as long as -O2."""
+    """The compiler's flags. Where a vector takes several registers, -O3 takes a minute, four times as long as -O2.
+    Nothing is left out that this processor lacks, so that two levels with the same instructions share a library."""
     wide = "avx512f" in cpu_flags() and level not in ("avx2", "baseline")
-    return ("-O3" if wide else "-O2", *LEVELS[level].flags)
+    without_amx = (flag for flag in LEVELS[level].flags if flag not in NO_AMX or "amx_tile" in cpu_flags())
+    return ("-O3" if wide else "-O2", *without_amx)
 
 
 def cpu_flags() -> frozenset[str]:

@@ -142,7 +142,7 @@ typedef struct {
 
 void decode(const Live *live, const NewTokens *a);
 
-/* Weights of a decoder layer, bfloat16; linear layers as packs (products.c) and float32 biases. */
+/* Weights of a decoder layer, bfloat16; linear layers as panels (products.c) and float32 biases. */
 typedef struct {
     const void *input_norm, *query_norm, *key_norm, *mlp_norm; /* query_norm, key_norm: NULL in most families */
     const void *qkv, *output, *gate_up, *down;

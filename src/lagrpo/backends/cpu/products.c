@@ -54,13 +54,13 @@ EXPORT int has_dot_products(void) {
 
 /* ---- weights in the order of the products ---- */
 
-/* A pack: panels of `panel_width` rows of w, the last one filled up with zeros; in each, pair after pair of k, the pairs
- * filled up with zeros to a multiple of SIDE: [panels, pairs, panel_width, 2]. */
+/* Packed weights: panels of `panel_width` rows of w, the last one filled up with zeros; in each, pair after pair of k,
+ * the pairs filled up with zeros to a multiple of SIDE: [panels, pairs, panel_width, 2]. */
 EXPORT i64 panel_width(void) { return by == BY_TILES ? 2 * SIDE : COLUMNS * W; }
 
 EXPORT i64 pack_bytes(i64 n, i64 k) { return (n + panel_width() - 1) / panel_width() * panel_bytes(panel_width(), k); }
 
-/* Put rows of w [n, k], k even, as rows `first` .. in a pack that is zeros where nothing was put. */
+/* Put rows of w [n, k], k even, as rows `first` .. in packed weights that are zeros where nothing was put. */
 EXPORT void pack(i64 first, i64 n, i64 k, const void *w, void *packed) {
     i64 width = panel_width(), pairs = k / 2;
 #pragma omp parallel for schedule(static)
