@@ -38,12 +38,7 @@ def two_side(ratio_T: FloatT, epsilon_low: float, epsilon_high: float) -> BoolT:
 
 
 def ring(
-    ratio_T: FloatT,
-    advantage_T: FloatT,
-    epsilon_low: float,
-    epsilon_high: float,
-    outer_low: float,
-    outer_high: float,
+    ratio_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_high: float, outer_low: float, outer_high: float
 ) -> BoolT:
     """`two_side`, or (A >= 0 and r <= 1 - outer_low), or (A <= 0 and r >= 1 + outer_high): also the tokens that have
     gone far the wrong way. Raises ValueError also for an outer range inside the inner one."""
@@ -106,12 +101,7 @@ def opmd_kimi(
 
 
 def opmd_pairwise(
-    logp_T: FloatT,
-    logp_anchor_T: FloatT,
-    advantage_C: FloatC,
-    completion_T: IntT,
-    group_C: IntC,
-    strength: float,
+    logp_T: FloatT, logp_anchor_T: FloatT, advantage_C: FloatC, completion_T: IntT, group_C: IntC, strength: float
 ) -> FloatT:
     """- (a_i - mean of the group's a)^2 with a_i = r_i - strength log pi(y_i)/pi_t(y_i): pairwise OPMD [P2], as
     sum_{i<j} (a_i - a_j)^2 / G^2 is the biased variance of a in its group. Any advantage that differs from the reward
