@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lagrpo.errors import SettingsError
 from lagrpo.objective.compose import Recipe
 from lagrpo.objective.recipes import resolve
 from lagrpo.replay.findings import UnreadableError
@@ -48,6 +48,10 @@ class Row:
         return self["source"] == "sampler" and self["outcome"] != "failed"
 
     @property
+    def scored(self) -> bool:
+        return self["outcome"] == "scored"
+
+    @property
     def place(self) -> str:
         return f"row {self.number} (prompt {self['prompt_key']}, completion {self['completion']})"
 
@@ -70,7 +74,6 @@ class Source:
     metrics: dict[int, tuple[int, dict[str, Any]]]
     """The same by batch, each with its line number."""
     events: list[dict[str, Any]]
-    """The lines of events.jsonl."""
     batches: dict[int, list[Row]]
     own_task: bool
     """Whether the caller gave the run a task of its own."""
@@ -92,30 +95,40 @@ class Source:
         return count if offline.data is None else count - max(1, round(offline.share * count))
 
     @property
-    def rows(self) -> Iterator[Row]:
-        for rows in self.batches.values():
-            yield from rows
+    def rows(self) -> list[Row]:
+        return [row for rows in self.batches.values() for row in rows]
 
     @staticmethod
-    def open(path: Path | str) -> Source:
+    def open(run_dir: Path | str) -> Source:
         """Read a run. Raises RunNotFoundError for no run or no finished batch, UnreadableError for a broken file."""
-        run = open_run(path)
+        path = open_run(run_dir).path
         try:
-            settings = load_settings(run.path / "config.toml")
+            settings = load_settings(path / "config.toml")
             recipe = resolve(settings.objective.recipe, settings.objective.overrides)
-            environment = _environment(run.path / "environment.json")
-            lines, events = load_metrics(run), load_events(run)
+            environment = _environment(path / "environment.json")
+            lines, events = load_metrics(path), load_events(path)
             metrics = {line["batch"]: (n, line) for n, line in enumerate(lines, start=1)}
-            _require(run.path / "metrics.jsonl", lines)
-            batches = {batch: _rows(run.path, batch) for batch in rollout_batches(run)}
+            _require(path / "metrics.jsonl", lines)
+            batches = {batch: _rows(path, batch) for batch in rollout_batches(path)}
         except RunNotFoundError:
             raise
-        except (SettingsError, ValueError, KeyError, TypeError, OSError) as error:
-            raise UnreadableError(f"{run.path} cannot be replayed: {error}") from error
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise UnreadableError(f"{path} cannot be replayed: {error}") from error
         if not batches:
-            raise RunNotFoundError(f"{run.path} has no rollouts yet: its first batch is not finished")
-        own = (run.path / "config.toml").read_text(encoding="utf-8").startswith(OWN_TASK)
-        return Source(run.path, settings, recipe, environment, lines, metrics, events, batches, own)
+            raise RunNotFoundError(f"{path} has no rollouts yet: its first batch is not finished")
+        own = (path / "config.toml").read_text(encoding="utf-8").startswith(OWN_TASK)
+        return Source(path, settings, recipe, environment, lines, metrics, events, batches, own)
+
+
+def groups_of(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """The rows of each group."""
+    for _, members in groupby(rows, key=lambda row: (row["batch"], row.group)):
+        yield list(members)
+
+
+def scored_groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """The scored rows of each group that has some."""
+    return groups_of(row for row in rows if row.scored)
 
 
 def _environment(path: Path) -> dict[str, Any]:
@@ -141,8 +154,7 @@ def _rows(run: Path, batch: int) -> list[Row]:
     group, before = -1, None
     for number, columns in enumerate(load_rollouts(run, [batch])):
         key = (columns["source"], columns["epoch"], columns["prompt_key"])
-        if key != before or columns["completion"] == 0:
-            group += 1
-        before = key
+        group += key != before or columns["completion"] == 0
         rows.append(Row(columns, f"rollouts/step-{batch:06d}.parquet", number, group))
+        before = key
     return rows

@@ -8,9 +8,6 @@ the two sides then rounds.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +19,30 @@ from lagrpo.replay.findings import UnreadableError
 from lagrpo.replay.source import Source
 
 
-@dataclass(slots=True)
 class Weights:
-    """`directories` says where the weights of each version are; at most one model is in memory."""
+    """Where the weights of each version are (`directories`); at most one model is in memory. Version 0 is the model of
+    the settings, found from the directory that the run was started in (`absent` says why it was not found); weights/
+    has the others."""
 
-    directories: dict[int, str]
-    dtype: torch.dtype
-    tau: float
-    chat_template: str | None
-    absent: str = ""
-    _loaded: tuple[int, Any] | None = field(default=None, repr=False)
-
-    @staticmethod
-    def of(source: Source) -> Weights:
-        """Version 0 is the model of the settings, found from the directory that the run was started in; weights/ has
-        the others."""
-        found, absent = {}, ""
+    def __init__(self, source: Source) -> None:
+        settings = source.settings
+        self.directories: dict[int, str] = {}
+        self.absent = ""
         try:
-            found[0] = _base(source)
+            self.directories[0] = _base(source)
         except OSError as error:
-            absent = str(error)
+            self.absent = str(error)
         for folder in sorted((source.path / "weights").glob("v[0-9]*")):
             if folder.name[1:].isdigit():
-                found[int(folder.name[1:])] = str(folder)
+                self.directories[int(folder.name[1:])] = str(folder)
         final = source.path / "weights" / "final"
         if final.is_dir() and (version := _final_version(source.path)) is not None:
-            found.setdefault(version, str(final))
-        model = source.settings.model
-        template = _seen_from(source, model.chat_template).read_text("utf-8") if model.chat_template else None
-        return Weights(found, getattr(torch, source.dtype), source.settings.sampling.temperature, template, absent)
+            self.directories.setdefault(version, str(final))
+        template = settings.model.chat_template
+        self.chat_template = _seen_from(source, template).read_text("utf-8") if template else None
+        self.dtype: torch.dtype = getattr(torch, source.dtype)
+        self.tau = settings.sampling.temperature
+        self._loaded: tuple[int, Any] | None = None
 
     def tokenizer(self) -> Any:
         """The tokenizer of the run. Raises OSError where there is none on disk."""
@@ -89,12 +81,17 @@ class Weights:
 def _load(directory: str, dtype: torch.dtype) -> Any:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
-        with _quiet():
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
     except (OSError, ValueError, SafetensorError) as error:
-        raise UnreadableError(f"{directory} is no whole model directory: {str(error).partition(chr(10))[0]}") from error
+        raise UnreadableError(f"{directory} is no whole model directory: {_first_line(error)}") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     return model.float().eval()
 
 
@@ -108,7 +105,7 @@ def _base(source: Source) -> str:
     try:
         AutoConfig.from_pretrained(directory)
     except (OSError, ValueError) as error:
-        raise OSError(f"model.path = {name!r} is not at hand: {str(error).partition(chr(10))[0]}") from error
+        raise OSError(f"model.path = {name!r} is not at hand: {_first_line(error)}") from error
     return directory
 
 
@@ -126,15 +123,5 @@ def _final_version(run: Path) -> int | None:
         raise UnreadableError(f"{after} is not JSON: {error}") from error
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers' progress bars out of the way."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
