@@ -11,7 +11,7 @@ The sequence need not be monotone; what holds is p* > p_ref at every fixed point
 In practice GRPO normalizes by the statistics of a finite group; `group_weight` computes what that does to the gradient.
 """
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import exp, lgamma, log, log1p, sqrt
 
 import torch
@@ -29,10 +29,7 @@ def amplified(p: float, p_ref: float, beta: float, eps_std: float) -> float:
 
 def trajectory(p_ref: float, beta: float, eps_std: float, iterations: int) -> list[float]:
     """p_0 = p_ref, p_1 = h(p_0), ... p_iterations. Raises as `amplified` does."""
-    p = [p_ref]
-    for _ in range(iterations):
-        p.append(amplified(p[-1], p_ref, beta, eps_std))
-    return p
+    return list(accumulate(range(iterations), lambda p, _: amplified(p, p_ref, beta, eps_std), initial=p_ref))
 
 
 def slope(p: float, p_ref: float, beta: float, eps_std: float) -> float:

@@ -29,7 +29,8 @@ def reinforce(logp_T: FloatT, advantage_T: FloatT, mask_T: BoolT, weight_T: Floa
 
 def f_eps(ratio_T: FloatT, center_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_high: float) -> FloatT:
     """f_eps(r, c, A) = min(r A, clip(r, max(c - epsilon_low, 0), c + epsilon_high) A), [P1] above Eq. 6:
-    A min(r, c + epsilon_high) for A >= 0, A max(r, max(c - epsilon_low, 0)) for A < 0."""
+    A min(r, c + epsilon_high) for A >= 0, A max(r, max(c - epsilon_low, 0)) for A < 0. Around c = pi_k/alpha it is the
+    clip of Eq. 6: its range follows pi_k, wherever alpha is. Eq. 6 has the ratios of completions; any level will do."""
     return clipped_between(ratio_T, *clip_range(center_T, epsilon_low, epsilon_high), advantage_T)
 
 
@@ -37,14 +38,6 @@ def clipped(ratio_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_hi
     """f_eps(r, 1, A): the practice for every alpha = pi_{k-v}, end of section 3.2 of [P1]: pi_k/alpha taken as 1. With
     alpha = pi_k it is the on-policy GRPO objective (Shao et al., arXiv 2402.03300)."""
     return f_eps(ratio_T, torch.ones_like(ratio_T), advantage_T, epsilon_low, epsilon_high)
-
-
-def clipped_exact(
-    ratio_T: FloatT, center_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_high: float
-) -> FloatT:
-    """f_eps(pi/alpha, pi_k/alpha, A), the clip of Eq. 6 of [P1]: its range follows pi_k, wherever alpha is. Eq. 6 has
-    the ratios of completions; any level will do here."""
-    return f_eps(ratio_T, center_T, advantage_T, epsilon_low, epsilon_high)
 
 
 def clip_range(center_T: FloatT, epsilon_low: float, epsilon_high: float) -> tuple[FloatT, FloatT]:

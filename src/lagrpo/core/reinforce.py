@@ -83,9 +83,7 @@ def opmd_kimi(
     """- (A_i - strength log pi(y_i)/pi_ref(y_i))^2 with A = `log_mean_exp`: OPMD as in Kimi k1.5 (arXiv 2501.12599,
     section 2.3.2), the log-ratio of a completion regressed on its reward. Spread evenly over the tokens of the
     completion, so that the reduction `sequence_sum` gives the mean of the squares."""
-    require_vector(logp_T=logp_T, logp_anchor_T=logp_anchor_T, completion_T=completion_T)
-    require_above(0.0, strength=strength)
-    residual_C = advantage_C - strength * shapes.per_index(logp_T - logp_anchor_T, completion_T, advantage_C.shape[0])
+    residual_C = _residual(logp_T, logp_anchor_T, advantage_C, completion_T, strength)
     return _spread(-residual_C.square(), completion_T)
 
 
@@ -99,15 +97,19 @@ def opmd_pairwise(
     At pi = pi_t its gradient is 2 strength mean_i (r_i - mu) grad log pi(y_i), whoever generated the samples; its
     optimum is pi_t e^(r / strength) / Z. Spread over tokens as in `opmd_kimi`. All completions of a group must be in
     one call."""
-    require_vector(logp_T=logp_T, logp_anchor_T=logp_anchor_T, completion_T=completion_T)
     require_vector(advantage_C=advantage_C, group_C=group_C)
+    a_C = _residual(logp_T, logp_anchor_T, advantage_C, completion_T, strength)
+    return _spread(-(a_C - shapes.mean_per_index(a_C, group_C, len(a_C))[group_C]).square(), completion_T)
+
+
+def _residual(logp_T: FloatT, anchor_T: FloatT, advantage_C: FloatC, completion_T: IntT, strength: float) -> FloatC:
+    """A_i - strength log pi(y_i)/pi_anchor(y_i)."""
+    require_vector(logp_T=logp_T, logp_anchor_T=anchor_T, completion_T=completion_T)
     require_above(0.0, strength=strength)
-    C = advantage_C.shape[0]
-    a_C = advantage_C - strength * shapes.per_index(logp_T - logp_anchor_T, completion_T, C)
-    return _spread(-(a_C - shapes.mean_per_index(a_C, group_C, C)[group_C]).square(), completion_T)
+    return advantage_C - strength * shapes.per_index(logp_T - anchor_T, completion_T, len(advantage_C))
 
 
 def _spread(value_C: FloatC, completion_T: IntT) -> FloatT:
     """A completion's value in equal parts at its tokens."""
-    lengths_C = shapes.per_index(torch.ones_like(value_C[completion_T]), completion_T, value_C.shape[0])
+    lengths_C = shapes.per_index(torch.ones_like(value_C[completion_T]), completion_T, len(value_C))
     return (value_C / lengths_C.clamp(min=1))[completion_T]

@@ -37,7 +37,7 @@ def verify_run(
         RunNotFoundError: there is no run, or none of its batches is finished.
         UnreadableError: a file of the run is broken or of another format.
     """
-    source = Source.open(run)
+    source = Source(run)
     weights = Weights(source)
     report = Report(str(os.path.relpath(source.path)))
     whole = groups.whole_rows(source, report)

@@ -17,7 +17,6 @@ from lagrpo.replay.findings import Check, Report, UnreadableError
 from lagrpo.replay.formulas import mean_or_none
 from lagrpo.replay.source import Row, Source, groups_of
 from lagrpo.replay.weights import Weights
-from lagrpo.runs import load_evaluations
 from lagrpo.tasks import Task, load_task, order_prompts
 from lagrpo.types import Completion, Group, Outcome, Prompt
 from lagrpo.verify import Verifier
@@ -42,7 +41,7 @@ def task_of(source: Source, task: Task | None, report: Report) -> Task | None:
 def check_texts(source: Source, weights: Weights, task: Task | None, rows: Sequence[Row], report: Report) -> None:
     """Prompts against the task, ends and texts against the tokenizer."""
     try:
-        tokenizer, eos_ids = weights.tokenizer(), weights.eos_ids()
+        tokenizer, eos_ids = weights.tokenizer()
     except (OSError, ValueError) as error:
         report.skip("prompts, ends and texts: completions", f"no tokenizer: {error}", len(rows))
         return
@@ -136,16 +135,12 @@ def compare(found: Check, file: str, place: str, recorded: Outcome, verdict: Out
 
 def check_evaluations(source: Source, task: Task, judges: Verifier, report: Report) -> None:
     """Every evaluation, and whether one is missing. The last batch may have ended before its own."""
-    try:
-        summaries = load_evaluations(source.path)
-    except (ValueError, KeyError) as error:
-        raise UnreadableError(f"{source.path / 'evaluations'}: a summary cannot be read: {error}") from error
-    for summary in summaries:
+    for summary in source.evaluations:
         check_evaluation(source, task, judges, summary, report)
     settings, done = source.settings.evaluation, max(source.metrics, default=0)
     expected = ["before"] if settings.before_and_after else []
     expected += [f"batch-{b:06d}" for b in range(1, done) if settings.every and b % settings.every == 0]
-    if missing := [name for name in expected if name not in {summary["name"] for summary in summaries}]:
+    if missing := [name for name in expected if name not in {summary["name"] for summary in source.evaluations}]:
         found = report.check("evaluations that are missing")
         for name in missing:
             found.equal(f"evaluations/{name}.json", "", "the file", "missing", "there")
@@ -155,7 +150,7 @@ def check_evaluation(source: Source, task: Task, judges: Verifier, summary: dict
     """The completions of an evaluation judged again, and its means and pass@k from their rewards. The completions are
     recorded as text alone, so their samples are not replayed."""
     name = summary["name"]
-    file, samples = f"evaluations/{name}.parquet", source.settings.evaluation.samples
+    file = f"evaluations/{name}.parquet"
     found = report.check(f"evaluation {name}", note="prompts, rewards judged again, means, pass@k")
     records = read_records(source.path / file)
     check_held_out(source, task, found, file, records)
@@ -170,8 +165,7 @@ def check_evaluation(source: Source, task: Task, judges: Verifier, summary: dict
         compare(found, file, f"{places[n]}, completion {j}", recorded, verdict)
     for place, record in zip(places, records, strict=True):
         check_record(found, file, place, record, source.settings.task.reward_range[1])
-    check_place(source, found, f"evaluations/{name}.json", summary)
-    check_summary(found, f"evaluations/{name}.json", summary, records, samples)
+    check_summary(source, found, summary, records)
     report.skip("evaluations: samples", "their token ids are not recorded", len(answers))
 
 
@@ -208,23 +202,18 @@ def check_record(found: Check, file: str, place: str, record: dict[str, Any], be
     check_mean(found, file, place, "pass_at_1", record, right)
 
 
-def check_place(source: Source, found: Check, file: str, summary: dict[str, Any]) -> None:
-    """After which batch the evaluation was made, and of which version."""
-    name, done = summary["name"], max(source.metrics, default=0)
+def check_summary(source: Source, found: Check, summary: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
+    """After which batch the evaluation was made, and of which version; means over prompts, and
+    pass@k = 1 - C(n - c, k) / C(n, k) averaged over the prompts with n >= k."""
+    name, done, samples = summary["name"], max(source.metrics, default=0), source.settings.evaluation.samples
+    file = f"evaluations/{name}.json"
     last = int(name.removeprefix("batch-")) if name.startswith("batch-") else 0 if name == "before" else done
-    found.equal(file, "", "batch", summary.get("batch"), last)
-    if last + 1 in source.metrics:
-        found.equal(file, "", "version", summary.get("version"), source.metrics[last + 1][1]["version"])
-
-
-def check_summary(
-    found: Check, file: str, summary: dict[str, Any], records: Sequence[dict[str, Any]], samples: int
-) -> None:
-    """Means over prompts, and pass@k = 1 - C(n - c, k) / C(n, k) averaged over the prompts with n >= k."""
     without_reward = sum(r["samples"] - r["scored"] for r in records)
-    counts = {"prompts": len(records), "samples": samples, "without_reward": without_reward}
-    for name, count in counts.items():
-        found.equal(file, "", name, summary.get(name), count)
+    known = {"batch": last, "prompts": len(records), "samples": samples, "without_reward": without_reward}
+    if last + 1 in source.metrics:
+        known["version"] = source.metrics[last + 1][1]["version"]
+    for key, value in known.items():
+        found.equal(file, "", key, summary.get(key), value)
     check_mean(found, file, "", "reward_mean", summary, [r["reward_mean"] for r in records if r["scored"]])
     tries = [(r["scored"], r["right"]) for r in records]
     for k in {samples, *(1 << n for n in range(samples.bit_length()))}:

@@ -117,7 +117,7 @@ def lag_metrics(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
     recipe = source.recipe
     asked = source.settings.run.score_lag or not (recipe.silent or recipe.mask_zero_variance)
     groups = list(scored_groups(rows))
-    known = [row for members in groups for row in members if knows_alpha(row)]
+    known = [row for members in groups for row in members if row.knows_alpha]
     if not known or not asked or any(row["log_ratio"] is None for row in known):
         return dict.fromkeys(LAG)
     rho = [ratio(row) for row in known]
@@ -138,11 +138,6 @@ def lag_metrics(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
         "lag_certified": certified(source, rows),
     }
     return {name: value if value is not None and math.isfinite(value) else None for name, value in found.items()}
-
-
-def knows_alpha(row: Row) -> bool:
-    """Whether the log α of every sampled token is known."""
-    return not any(logp is None or math.isnan(logp) for logp in row.sampled("logp_alpha"))
 
 
 def improvement(source: Source, groups: Iterable[Sequence[Row]]) -> float | None:

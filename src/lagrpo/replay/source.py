@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
-from lagrpo.objective.compose import Recipe
 from lagrpo.objective.recipes import resolve
 from lagrpo.replay.findings import UnreadableError
-from lagrpo.runs import RunNotFoundError, load_events, load_metrics, load_rollouts
+from lagrpo.runs import RunNotFoundError, load_evaluations, load_events, load_metrics, load_rollouts
 from lagrpo.runs.reading import open_run, rollout_batches
-from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings
 
 OWN_TASK = "# The task was the caller's own object"
@@ -52,6 +51,11 @@ class Row:
         return self["outcome"] == "scored"
 
     @property
+    def knows_alpha(self) -> bool:
+        """Whether the log α of every sampled token is known."""
+        return not any(logp is None or math.isnan(logp) for logp in self.sampled("logp_alpha"))
+
+    @property
     def place(self) -> str:
         return f"row {self.number} (prompt {self['prompt_key']}, completion {self['completion']})"
 
@@ -61,22 +65,32 @@ class Row:
         return self["batch"], self["epoch"], self["prompt_key"], self["completion"]
 
 
-@dataclass(frozen=True, slots=True)
 class Source:
-    """A run on disk."""
+    """A run on disk: its settings, recipe and environment, the rows of its `batches`, the `lines` of metrics.jsonl and
+    the same by batch, each with its number (`metrics`), events, evaluations, and whether the task was the caller's own.
+    Raises RunNotFoundError for no run or no finished batch, UnreadableError for a broken file."""
 
-    path: Path
-    settings: Settings
-    recipe: Recipe
-    environment: dict[str, Any]
-    lines: list[dict[str, Any]]
-    """The lines of metrics.jsonl."""
-    metrics: dict[int, tuple[int, dict[str, Any]]]
-    """The same by batch, each with its line number."""
-    events: list[dict[str, Any]]
-    batches: dict[int, list[Row]]
-    own_task: bool
-    """Whether the caller gave the run a task of its own."""
+    def __init__(self, run: Path | str) -> None:
+        self.path = open_run(run).path
+        config, numbers = self.path / "config.toml", self.path / "metrics.jsonl"
+        try:
+            self.settings = load_settings(config)
+            self.own_task = config.read_text(encoding="utf-8").startswith(OWN_TASK)
+            self.recipe = resolve(self.settings.objective.recipe, self.settings.objective.overrides)
+            self.environment = _environment(self.path / "environment.json")
+            self.lines, self.events = load_metrics(self.path), load_events(self.path)
+            self.evaluations = load_evaluations(self.path)
+            self.metrics = {line["batch"]: (n, line) for n, line in enumerate(self.lines, start=1)}
+            for (n, line), name in product(enumerate(self.lines, start=1), ("version", "synced")):
+                if not isinstance(line.get(name), int):
+                    raise ValueError(f"{numbers}, line {n}: {name} is {line.get(name)!r}, not a number")
+            self.batches = {batch: _rows(self.path, batch) for batch in rollout_batches(self.path)}
+        except RunNotFoundError:
+            raise
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise UnreadableError(f"{self.path} cannot be replayed: {error}") from error
+        if not self.batches:
+            raise RunNotFoundError(f"{self.path} has no rollouts yet: its first batch is not finished")
 
     @property
     def dtype(self) -> str:
@@ -98,27 +112,6 @@ class Source:
     def rows(self) -> list[Row]:
         return [row for rows in self.batches.values() for row in rows]
 
-    @staticmethod
-    def open(run_dir: Path | str) -> Source:
-        """Read a run. Raises RunNotFoundError for no run or no finished batch, UnreadableError for a broken file."""
-        path = open_run(run_dir).path
-        try:
-            settings = load_settings(path / "config.toml")
-            recipe = resolve(settings.objective.recipe, settings.objective.overrides)
-            environment = _environment(path / "environment.json")
-            lines, events = load_metrics(path), load_events(path)
-            metrics = {line["batch"]: (n, line) for n, line in enumerate(lines, start=1)}
-            _require(path / "metrics.jsonl", lines)
-            batches = {batch: _rows(path, batch) for batch in rollout_batches(path)}
-        except RunNotFoundError:
-            raise
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise UnreadableError(f"{path} cannot be replayed: {error}") from error
-        if not batches:
-            raise RunNotFoundError(f"{path} has no rollouts yet: its first batch is not finished")
-        own = (path / "config.toml").read_text(encoding="utf-8").startswith(OWN_TASK)
-        return Source(path, settings, recipe, environment, lines, metrics, events, batches, own)
-
 
 def groups_of(rows: Iterable[Row]) -> Iterator[list[Row]]:
     """The rows of each group."""
@@ -138,14 +131,6 @@ def _environment(path: Path) -> dict[str, Any]:
     if not isinstance(environment, dict) or environment.get("dtype") not in DTYPES:
         raise ValueError(f"{path} does not say in which dtype the run computed ({' or '.join(DTYPES)})")
     return environment
-
-
-def _require(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Raise ValueError where a line lacks a number that every check needs."""
-    for number, line in enumerate(lines, start=1):
-        for name in ("version", "synced"):
-            if not isinstance(line.get(name), int):
-                raise ValueError(f"{path}, line {number}: {name} is {line.get(name)!r}, not a number")
 
 
 def _rows(run: Path, batch: int) -> list[Row]:

@@ -3,12 +3,8 @@
 A token y sampled at uniform u is right when F(y - 1) <= u < F(y), with F the cumulative distribution of α over the
 vocabulary. F is recomputed here, so it carries the noise of two arithmetics, and a token is judged in log-odds: logits
 that are off by at most e move the log-odds of any F by at most 2 e, because F/(1 - F) is a ratio of two sums of
-exponentials. The noise is read from the run itself: the median error of a token's own log-odds, which wrong values of
-up to half the tokens cannot move, within what the dtype explains.
-
-    right       u inside [F(y - 1), F(y)) by more than EDGE times the noise
-    undecided   u within EDGE times the noise of an end of it
-    differs     u outside by more
+exponentials. Within EDGE times the noise of an edge of its part a token is undecided. The noise is read from the run
+itself: the median error of a token's own log-odds, which wrong values of up to half the tokens cannot move.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ the two sides then rounds.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -36,33 +35,28 @@ class Weights:
             if folder.name[1:].isdigit():
                 self.directories[int(folder.name[1:])] = str(folder)
         final = source.path / "weights" / "final"
-        if final.is_dir() and (version := _final_version(source.path)) is not None:
-            self.directories.setdefault(version, str(final))
+        after = next((summary.get("version") for summary in source.evaluations if summary["name"] == "after"), None)
+        if final.is_dir() and after is not None:
+            self.directories.setdefault(after, str(final))
         template = settings.model.chat_template
         self.chat_template = _seen_from(source, template).read_text("utf-8") if template else None
         self.dtype: torch.dtype = getattr(torch, source.dtype)
         self.tau = settings.sampling.temperature
         self._loaded: tuple[int, Any] | None = None
 
-    def tokenizer(self) -> Any:
-        """The tokenizer of the run. Raises OSError where there is none on disk."""
-        from transformers import AutoTokenizer
+    def tokenizer(self) -> tuple[Any, set[int]]:
+        """The tokenizer of the run, and the ids that end a completion: the generation config's and the tokenizer's.
+        Raises OSError where there is none on disk."""
+        from transformers import AutoTokenizer, GenerationConfig
 
-        for directory in self.directories.values():
-            tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-            tokenizer.chat_template = self.chat_template or tokenizer.chat_template
-            return tokenizer
-        raise OSError(self.absent)
-
-    def eos_ids(self) -> set[int]:
-        """The ids that end a completion: the generation config's and the tokenizer's."""
-        from transformers import GenerationConfig
-
-        ids = {self.tokenizer().eos_token_id}
-        for directory in list(self.directories.values())[:1]:
-            configured = GenerationConfig.from_pretrained(directory).eos_token_id
-            ids |= set(configured) if isinstance(configured, list | tuple) else {configured}
-        return {int(i) for i in ids if i is not None}
+        if not self.directories:
+            raise OSError(self.absent)
+        directory = next(iter(self.directories.values()))
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        tokenizer.chat_template = self.chat_template or tokenizer.chat_template
+        configured = GenerationConfig.from_pretrained(directory).eos_token_id
+        ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list | tuple) else [configured])]
+        return tokenizer, {int(i) for i in ids if i is not None}
 
     @torch.no_grad()
     def scaled_logits(self, version: int, prompt_ids: list[int], token_ids: list[int]) -> Tensor:
@@ -112,15 +106,6 @@ def _base(source: Source) -> str:
 def _seen_from(source: Source, name: str) -> Path:
     """A path of the settings, relative to the directory that the run was started in."""
     return Path(source.environment.get("directory") or ".") / Path(name).expanduser()
-
-
-def _final_version(run: Path) -> int | None:
-    """The version of weights/final, as the evaluation of it says."""
-    after = run / "evaluations" / "after.json"
-    try:
-        return json.loads(after.read_bytes()).get("version") if after.is_file() else None
-    except ValueError as error:
-        raise UnreadableError(f"{after} is not JSON: {error}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -53,18 +53,22 @@ def load_events(run: Run | Path | str) -> list[dict[str, Any]]:
 
 def _load_lines(path: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
-    loaded = []
-    for number, line in enumerate(lines[:-1], start=1):  # after the last newline: nothing, or a torn line
-        try:
-            loaded.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-    return loaded
+    whole = enumerate(lines[:-1], start=1)  # after the last newline: nothing, or a torn line
+    return [_load_json(line, f"{path}, line {number}") for number, line in whole]
+
+
+def _load_json(text: bytes, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{place} is not JSON: {error}") from error
 
 
 def load_evaluations(run: Run | Path | str) -> list[dict[str, Any]]:
-    """The summaries of the run's evaluations, in the order of the batch they were made at."""
-    summaries = [json.loads(path.read_bytes()) for path in (open_run(run).path / "evaluations").glob("*.json")]
+    """The summaries of the run's evaluations, in the order of the batch they were made at. Raises ValueError for a file
+    that is not JSON."""
+    paths = (open_run(run).path / "evaluations").glob("*.json")
+    summaries = [_load_json(path.read_bytes(), str(path)) for path in paths]
     return sorted(summaries, key=lambda summary: (summary.get("batch") or 0, summary["name"]))
 
 
