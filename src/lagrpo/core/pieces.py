@@ -110,8 +110,9 @@ LEVELS: dict[str, Piece] = {
 }
 
 RATIOS: dict[str, Piece] = {name: _ratio(level) for name, level in LEVELS.items()}
-
+CORRECTION_LEVELS: dict[str, Piece] = {name: _mismatch(level) for name, level in LEVELS.items()}
 DENOMINATORS: dict[str, Piece] = {"alpha": lambda t: t.alpha, "pi_k": lambda t: t.pi_k}
+ANCHORS: dict[str, Piece] = {**DENOMINATORS, "pi_ref": lambda t: t.pi_ref}
 
 MASKS: dict[str, Piece] = {
     "none": lambda t: ~_nowhere(t),
@@ -140,15 +141,11 @@ REGULARIZERS: dict[str, Piece] = {
     "opmd": lambda t, *, anchor, strength: reinforce.opmd(t.logp, anchor(t), strength),
 }
 
-ANCHORS: dict[str, Piece] = {"alpha": lambda t: t.alpha, "pi_k": lambda t: t.pi_k, "pi_ref": lambda t: t.pi_ref}
-
 CORRECTIONS: dict[str, Piece] = {
     "none": _ones,
     "truncated": _correction(corrections.truncated),
     "masked": _correction(corrections.masked),
 }
-
-CORRECTION_LEVELS: dict[str, Piece] = {name: _mismatch(level) for name, level in LEVELS.items()}
 
 KLS: dict[str, Piece] = {
     "k1": lambda t: divergences.k1(t.logp, t.pi_ref),
