@@ -10,7 +10,8 @@ import torch
 from tiny import tiny_policy
 
 from lagrpo.data.offline import OfflineData, OfflineDataError
-from lagrpo.runs.rollouts import rollout_rows, write_rollouts
+from lagrpo.runs.files import write_table
+from lagrpo.runs.rollouts import rollout_rows, rollout_schema
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
@@ -65,7 +66,8 @@ def test_the_rollouts_of_a_run_are_read_back_but_for_its_versions(tmp_path):
         ),
     )  # fmt: skip
     path = tmp_path / "step-000001.parquet"
-    write_rollouts(path, list(rollout_rows([group], [[{"advantage": 0.5}, {}]], batch=1, stage=1, pi_k_version=5)))
+    rows = rollout_rows([group], [[{"advantage": 0.5}, {}]], batch=1, stage=1, pi_k_version=5)
+    write_table(path, rows, rollout_schema())
     offline_data = OfflineData(path, policy, G=16, seed=0)
     assert offline_data.has_logp
     (again,) = offline_data.batch(1, 1)
@@ -175,7 +177,7 @@ def rollouts(root, batches, name="run"):
     for b, completions in enumerate(batches, start=1):
         rows = rollout_rows([Group(prompt, tuple(completions))], [[{}] * len(completions)], batch=b, stage=1,
                             pi_k_version=5)  # fmt: skip
-        write_rollouts(folder / f"step-{b:06d}.parquet", list(rows))
+        write_table(folder / f"step-{b:06d}.parquet", rows, rollout_schema())
     return root / name
 
 

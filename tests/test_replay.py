@@ -22,7 +22,7 @@ from lagrpo.objective.composition import Composition
 from lagrpo.replay import verify_run
 from lagrpo.replay.findings import Difference, Report, UnreadableError
 from lagrpo.replay.formulas import ADVANTAGES, advantages
-from lagrpo.replay.replays import read_tokens, spans
+from lagrpo.replay.tokens import read_tokens, spans
 from lagrpo.runs import RunNotFoundError, load_events, load_rollouts
 
 pytestmark = pytest.mark.usefixtures("shared_templates")

@@ -162,8 +162,7 @@ def verify(
     if rows < 1:
         raise SettingsError(f"--rows is {rows}: name at least one completion to recompute")
     from lagrpo.replay import verify_run
-    from lagrpo.replay.findings import UnreadableError
-    from lagrpo.replay.report import print_report
+    from lagrpo.replay.findings import UnreadableError, print_report
 
     try:
         report = verify_run(run, rows, everything, seed)

@@ -10,7 +10,6 @@ from lagrpo.core.objectives import (
     clip_range,
     clipped,
     clipped_between,
-    clipped_exact,
     cut_between,
     dual_clipped,
     f_eps,
@@ -79,7 +78,7 @@ def test_cut_is_exactly_where_the_gradient_is_cut(ratio, center, advantage):
     "objective",
     [
         lambda logp_T, ratio_T, advantage_T: clipped(ratio_T, advantage_T, LOW, HIGH),
-        lambda logp_T, ratio_T, advantage_T: clipped_exact(ratio_T, torch.ones_like(ratio_T), advantage_T, LOW, HIGH),
+        lambda logp_T, ratio_T, advantage_T: f_eps(ratio_T, torch.ones_like(ratio_T), advantage_T, LOW, HIGH),
         lambda logp_T, ratio_T, advantage_T: unclipped(ratio_T, advantage_T),
         lambda logp_T, ratio_T, advantage_T: reinforce(logp_T, advantage_T, torch.ones(3).bool(), torch.ones(3)),
     ],
@@ -128,7 +127,7 @@ def test_a_dual_clip_around_any_center_is_the_smaller_push():
 def test_the_center_carries_no_gradient():
     center_T = tensor([0.5]).requires_grad_()
     ratio_T = tensor([2.0]).requires_grad_()
-    value = clipped_exact(ratio_T, center_T, tensor([1.0]), LOW, HIGH).sum()  # f_eps itself gives 1 in center_T
+    value = f_eps(ratio_T, center_T, tensor([1.0]), LOW, HIGH).sum()  # its slope in center_T would be 1
     gradients = torch.autograd.grad(value, (ratio_T, center_T), allow_unused=True)
     assert [None if gradient is None else float(gradient) for gradient in gradients] == [0.0, None]
 

@@ -25,39 +25,36 @@ from torch import Tensor
 from lagrpo.core import advantages
 from lagrpo.core.divergences import require_distributions, sampled_tv, tv
 from lagrpo.core.extended import times
-from lagrpo.core.shapes import require_above, require_at_least, require_same_shape
-
-Outcomes = Float[Tensor, "*N K"]
-Values = Float[Tensor, "*N"]
+from lagrpo.core.shapes import FloatG, FloatK, FloatN, require_above, require_at_least, require_same_shape
 
 
-def scaled(rewards: Float[Tensor, "*N"], low: float, high: float) -> Float[Tensor, "*N"]:
+def scaled(rewards: FloatN, low: float, high: float) -> FloatN:
     """(r - low) / (high - low). Raises ValueError unless low < high and all rewards lie between them."""
     require_above(low, high=high)
     return _in_unit_interval((rewards - low) / (high - low))
 
 
-def mean_reward(p: Outcomes, r: Outcomes) -> Values:
+def mean_reward(p: FloatK, r: FloatK) -> FloatN:
     """J(p) = E_p r, Eq. 1. Raises ValueError unless p is a distribution and r of its shape, in [0, 1]."""
     require_distributions(p=p)
     require_same_shape(p=p, r=r)
     return (p * _in_unit_interval(r)).sum(dim=-1)
 
 
-def sigma(alpha: Outcomes, r: Outcomes, eps_std: float) -> Values:
+def sigma(alpha: FloatK, r: FloatK, eps_std: float) -> FloatN:
     """s = sqrt(E_alpha (r - J(alpha))^2 + eps_std), the standard deviation of Eq. 2. Raises as `mean_reward` does."""
     require_at_least(0.0, eps_std=eps_std)
     return ((alpha * (r - mean_reward(alpha, r)[..., None]).square()).sum(dim=-1) + eps_std).sqrt()
 
 
-def surrogate(pi: Outcomes, alpha: Outcomes, r: Outcomes, eps_std: float) -> Values:
+def surrogate(pi: FloatK, alpha: FloatK, r: FloatK, eps_std: float) -> FloatN:
     """L_alpha(pi) = E_alpha[(pi/alpha) A_alpha] = (J(pi) - J(alpha)) / s, Eq. 3; 0 where s = 0, as A is 0 there.
     Raises as `mean_reward` does."""
     s, gain = sigma(alpha, r, eps_std), mean_reward(pi, r) - mean_reward(alpha, r)
     return torch.where(s > 0, gain / s, torch.zeros_like(gain))
 
 
-def penalty(s: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
+def penalty(s: FloatN) -> FloatN:
     """(1 - s) / s, what TV(pi, alpha) costs in Theorem 1; for a success probability p, s = sqrt(p (1-p) + eps_std) and
     this is Fig. 1. Infinite at s = 0. Raises ValueError for s > 1, where the proof needs it not to be negative."""
     if bool((s > 1).any()):
@@ -65,9 +62,7 @@ def penalty(s: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
     return (1 - s) / s
 
 
-def theorem1(
-    pi: Outcomes, pi_k: Outcomes, alpha: Outcomes, r: Outcomes, eps_std: float, constant: float = 2.0
-) -> Values:
+def theorem1(pi: FloatK, pi_k: FloatK, alpha: FloatK, r: FloatK, eps_std: float, constant: float = 2.0) -> FloatN:
     """The right side of Theorem 1, per prompt; `constant` 1 for its sharp form; minus infinity where s = 0 and pi is
     not alpha. Raises ValueError for s > 1 (counter-example: alpha = pi_k = (.5, .5), r = (0, 1), pi = (0, 1),
     eps_std = .9, where D = .5 and this would say .534), r outside [0, 1], constant below 1."""
@@ -76,13 +71,13 @@ def theorem1(
     return surrogate(pi, alpha, r, eps_std) - constant * (cost + tv(pi_k, alpha))
 
 
-def corollary1(pi: Outcomes, pi_k: Outcomes, r: Outcomes, eps_std: float, constant: float = 2.0) -> Values:
+def corollary1(pi: FloatK, pi_k: FloatK, r: FloatK, eps_std: float, constant: float = 2.0) -> FloatN:
     """Theorem 1 with alpha = pi_k: on-policy GRPO. Raises as `theorem1` does."""
     return theorem1(pi, pi_k, pi_k, r, eps_std, constant)
 
 
 def over_prompts(
-    pi: Outcomes, pi_k: Outcomes, alpha: Outcomes, r: Outcomes, eps_std: float, constant: float = 2.0
+    pi: FloatK, pi_k: FloatK, alpha: FloatK, r: FloatK, eps_std: float, constant: float = 2.0
 ) -> Float[Tensor, ""]:
     """The right side of Eq. 4, a lower bound on the mean of D over prompts (all leading dimensions, equal weights):
     mean L - c M sqrt(mean TV(pi, alpha)^2) - c mean TV(pi_k, alpha), M = sqrt(mean ((1-s)/s)^2).
@@ -93,7 +88,7 @@ def over_prompts(
     return surrogate(pi, alpha, r, eps_std).mean() - constant * (cost + tv(pi_k, alpha).mean())
 
 
-def identity_bound(pi: Outcomes, pi_k: Outcomes, alpha: Outcomes, r: Outcomes, eps_std: float) -> Values:
+def identity_bound(pi: FloatK, pi_k: FloatK, alpha: FloatK, r: FloatK, eps_std: float) -> FloatN:
     """s L_alpha(pi) - TV(pi_k, alpha), from D = s L_alpha(pi) - (J(pi_k) - J(alpha)). Minus infinity where s = 0: there
     alpha's samples say nothing about pi. Raises ValueError for r outside [0, 1]."""
     s = sigma(alpha, r, eps_std)
@@ -123,20 +118,18 @@ class Sampled(NamedTuple):
 
 
 def sampled(
-    rewards: Float[Tensor, "*N G"],
-    log_ratio: Float[Tensor, "*N G"],
-    log_ratio_k: Float[Tensor, "*N G"],
+    rewards: FloatG,
+    log_ratio: FloatG,
+    log_ratio_k: FloatG,
     eps_std: float,
     bounded: bool = False,
     bounded_k: bool = False,
 ) -> Sampled:
     """The bounds from groups of completions sampled by alpha: their rewards in [0, 1], and the log-ratios of whole
     completions log pi(y)/alpha(y) and log pi_k(y)/alpha(y). `bounded` and `bounded_k` choose the estimates of TV(pi,
-    alpha) and TV(pi_k, alpha), see `divergences.prefers_bounded`.
-
-    The estimates inherit the variance of the sequence ratio, which grows exponentially with the length of completions.
-    Once the effective sample size nears 1 the numbers mean nothing. Raises ValueError for G < 2, r outside [0, 1], s >
-    1."""
+    alpha) and TV(pi_k, alpha), see `divergences.prefers_bounded`. The variance of a sequence ratio grows exponentially
+    with its length: once the effective sample size nears 1 the estimates mean nothing. Raises ValueError for G < 2, r
+    outside [0, 1], s > 1."""
     require_same_shape(rewards=rewards, log_ratio=log_ratio, log_ratio_k=log_ratio_k)
     if rewards.shape[-1] < 2:
         raise ValueError("the bounds need groups of at least two completions: one has no spread")
@@ -150,7 +143,7 @@ def sampled(
     return Sampled(s, value, gain, tv_pi, tv_k, bound, gain - tv_k)
 
 
-def capped_gain(pi: Outcomes, alpha: Outcomes, r: Outcomes, cap: float) -> Values:
+def capped_gain(pi: FloatK, alpha: FloatK, r: FloatK, cap: float) -> FloatN:
     """E_alpha[min(pi/alpha, C) r] - E_alpha r <= J(pi) - J(alpha) for r >= 0; the gap, E_pi[max(1 - C alpha/pi, 0) r],
     is at most the probability under pi of a ratio above C. Raises ValueError as `mean_reward` does, and for C < 1."""
     require_at_least(1.0, cap=cap)
@@ -183,10 +176,9 @@ def certified_improvement(
     on the batch is not. To test m batches and use the first that certifies, give delta / m. Every completion of the
     groups must be there: if some are left out because of what they say, the rest are not a sample of alpha.
 
-    Never below -1, which rewards in [0, 1] certify without a sample: there it is vacuous. It cannot be positive unless
-    C > 1 and n > 1 + 7 C ln(2/delta) / (3 (C - 1)).
-
-    Raises ValueError for r outside [0, 1], log-ratios that are NaN or infinite, C < 1, delta outside (0, 1), n < 2."""
+    Never below -1, which rewards in [0, 1] certify without a sample. Not positive unless C > 1 and n > 1 +
+    7 C ln(2/delta) / (3 (C - 1)). Raises ValueError for r outside [0, 1], log-ratios that are NaN or infinite, C < 1,
+    delta outside (0, 1), n < 2."""
     require_same_shape(rewards=rewards, log_ratio=log_ratio)
     require_at_least(1.0, cap=cap)
     if not 0 < delta < 1:
@@ -205,7 +197,6 @@ def certified_improvement(
 
 def _in_unit_interval(r: Tensor) -> Tensor:
     if not bool(((r >= 0) & (r <= 1)).all()):
-        raise ValueError(
-            f"rewards must lie in [0, 1], but range from {float(r.min()):g} to {float(r.max()):g}: scale them"
-        )
+        found = f"range from {float(r.min()):g} to {float(r.max()):g}"
+        raise ValueError(f"rewards must lie in [0, 1], but {found}: scale them")
     return r

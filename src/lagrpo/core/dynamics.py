@@ -11,15 +11,13 @@ The sequence need not be monotone; what holds is p* > p_ref at every fixed point
 In practice GRPO normalizes by the statistics of a finite group; `group_weight` computes what that does to the gradient.
 """
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import exp, lgamma, log, log1p, sqrt
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from lagrpo.core.divergences import require_distributions
-from lagrpo.core.shapes import require_above, require_at_least, require_same_shape
+from lagrpo.core.shapes import FloatK, require_above, require_at_least, require_same_shape
 
 
 def amplified(p: float, p_ref: float, beta: float, eps_std: float) -> float:
@@ -31,10 +29,7 @@ def amplified(p: float, p_ref: float, beta: float, eps_std: float) -> float:
 
 def trajectory(p_ref: float, beta: float, eps_std: float, iterations: int) -> list[float]:
     """p_0 = p_ref, p_1 = h(p_0), ... p_iterations. Raises as `amplified` does."""
-    p = [p_ref]
-    for _ in range(iterations):
-        p.append(amplified(p[-1], p_ref, beta, eps_std))
-    return p
+    return list(accumulate(range(iterations), lambda p, _: amplified(p, p_ref, beta, eps_std), initial=p_ref))
 
 
 def slope(p: float, p_ref: float, beta: float, eps_std: float) -> float:
@@ -46,9 +41,8 @@ def slope(p: float, p_ref: float, beta: float, eps_std: float) -> float:
 def fixed_points(p_ref: float, beta: float, eps_std: float, cells: int = 10_000) -> list[tuple[float, bool]]:
     """Every p* = h(p*) that a grid of `cells` tells apart, in rising order, each with whether it is stable:
     |h'(p*)| < 1, so that iterations that start near it end in it. At least one exists, as h maps [0, 1] into (0, 1);
-    for a small eps_std there are three, the last at nearly 1 (1.0 where it rounds to that): certainty is stable.
-
-    Raises ValueError as `amplified` does, and for eps_std = 0, where h is not defined at 0 and 1."""
+    for a small eps_std there are three, the last at nearly 1 (1.0 where it rounds to that): certainty is stable. Raises
+    as `amplified` does, and for eps_std = 0, where h is not defined at 0 and 1."""
     require_above(0.0, eps_std=eps_std)
 
     def excess(p: float) -> float:
@@ -84,7 +78,7 @@ def group_weight(p: float, G: int, eps_std: float = 0.0) -> float:
     return total / (p * (1 - p))
 
 
-def tilted(p: Float[Tensor, "*N K"], advantage: Float[Tensor, "*N K"], beta: float) -> Float[Tensor, "*N K"]:
+def tilted(p: FloatK, advantage: FloatK, beta: float) -> FloatK:
     """p e^(A / beta) / Z: the maximizer over pi of E_pi[A] - beta KL(pi || p). Raises ValueError unless p is a
     distribution of A's shape and beta > 0."""
     require_distributions(p=p)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """The probability that k of n completions, drawn without replacement, hold at least one of the c correct ones:
-    1 - C(n-c, k) / C(n, k), unbiased for pass@k (Chen et al., arXiv 2107.03374, Eq. 1).
-
-    Computed in integers with one final division. Raises ValueError unless 0 <= c <= n and 1 <= k <= n."""
+    1 - C(n-c, k) / C(n, k), unbiased for pass@k (Chen et al., arXiv 2107.03374, Eq. 1), in integers with one final
+    division. Raises ValueError unless 0 <= c <= n and 1 <= k <= n."""
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass_at_k needs 0 <= c <= n and 1 <= k <= n, but n = {n}, c = {c}, k = {k}")
     return (comb(n, k) - comb(n - c, k)) / comb(n, k)
@@ -22,27 +21,23 @@ def bootstrap_interval(
     values_N: Float[Tensor, "N"], confidence: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
     """Percentile bootstrap interval for the mean over prompts (Efron 1979): prompts are resampled with replacement,
-    each with all its completions, and the interval holds the central `confidence` of the resampled means.
-
-    `values_N` is one number per prompt, for example its pass@k. Depends on its arguments and nothing else. Raises
-    ValueError for no prompts, no resamples or a confidence outside (0, 1)."""
+    each with all its completions, and the interval holds the central `confidence` of the resampled means. `values_N` is
+    one number per prompt, for example its pass@k. Raises ValueError for no prompts, no resamples or a confidence
+    outside (0, 1)."""
     if values_N.dim() != 1 or values_N.shape[0] == 0 or resamples < 1:
-        raise ValueError(
-            f"bootstrap needs values of shape [N >= 1] and resamples >= 1, but {tuple(values_N.shape)}, {resamples}"
-        )
+        found = f"{tuple(values_N.shape)}, {resamples}"
+        raise ValueError(f"bootstrap needs values of shape [N >= 1] and resamples >= 1, but {found}")
     _require_confidence(confidence)
     N = values_N.shape[0]
     drawn = torch.randint(N, (resamples, N), generator=torch.Generator().manual_seed(seed))
     means = values_N.double().cpu()[drawn].mean(dim=1)
-    low, high = torch.quantile(
-        means, torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=means.dtype)
-    ).tolist()
+    ends = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=means.dtype)
+    low, high = torch.quantile(means, ends).tolist()
     return low, high
 
 
 def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval for a proportion (1927): the p with |successes/trials - p| <= z sqrt(p (1-p) / trials).
-
     Sensible at 0 and at all successes, where the normal interval has width 0. Raises ValueError unless
     0 <= successes <= trials, trials >= 1 and confidence in (0, 1)."""
     if not 0 <= successes <= trials or trials < 1:
@@ -61,9 +56,8 @@ def clustered_interval(values_N: Float[Tensor, "N"], draws: float, confidence: f
     quantile of Student's t with N - 1 degrees of freedom, as that variance is estimated.
 
     Covers .94 to .96 of the time between .1 and .9 from 50 prompts on; with 20 prompts, or nearer to 0 or 1, .84 to .97
-    (tests/core/test_estimators.py; the least at .99 where most prompts are always solved and few never).
-
-    Raises ValueError for no prompts, values outside [0, 1], draws < 1."""
+    (tests/core/test_estimators.py; the least at .99 where most prompts are always solved and few never). Raises
+    ValueError for no prompts, values outside [0, 1], draws < 1."""
     _require_confidence(confidence)
     N = values_N.shape[0] if values_N.dim() == 1 else 0
     if N == 0 or draws < 1 or not bool(((values_N >= 0) & (values_N <= 1)).all()):
@@ -100,9 +94,7 @@ def _wilson(p: float, trials: float, z: float) -> tuple[float, float]:
     spread = z * z / trials
     center = (p + spread / 2) / (1 + spread)
     half = z * sqrt(p * (1 - p) / trials + spread / (4 * trials)) / (1 + spread)
-    low = 0.0 if p == 0 else center - half  # both ends are exact, up to rounding
-    high = 1.0 if p == 1 else center + half
-    return low, high
+    return 0.0 if p == 0 else center - half, 1.0 if p == 1 else center + half  # both are exact, up to rounding
 
 
 def _student(freedom: int, confidence: float) -> float:

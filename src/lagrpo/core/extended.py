@@ -14,12 +14,12 @@ from torch.autograd import Function
 
 def exp(x: Tensor) -> Tensor:
     """e^x; no gradient flows where none comes in, though e^x be infinite."""
-    return _Exp.apply(x)
+    return _Exp.apply(x, False)
 
 
 def expm1(x: Tensor) -> Tensor:
     """e^x - 1, with the gradient of `exp`."""
-    return _Expm1.apply(x)
+    return _Exp.apply(x, True)
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
@@ -36,33 +36,18 @@ class _Exp(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.exp()
+    def forward(x: Tensor, less_one: bool) -> Tensor:
+        return x.expm1() if less_one else x.exp()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(output)
+        ctx.less_one = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return _product(gradients[0], *ctx.saved_tensors)
-
-
-class _Expm1(Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.expm1()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (output,) = ctx.saved_tensors
-        return _product(gradients[0], output + 1)
+        return _product(gradients[0], output + 1 if ctx.less_one else output), None
 
 
 class _Times(Function):

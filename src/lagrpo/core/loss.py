@@ -1,8 +1,5 @@
-"""The loss of a micro-batch, composed from functions. It looks at no name and no flag.
-
-Everything is a sum over tokens: the loss because `weight_C` already holds its normalizer, the diagnostics so that the
-sums of the micro-batches add up to the sums of the batch.
-"""
+"""The loss of a micro-batch, composed from functions; it looks at no name and no flag. Everything is a sum over tokens:
+the loss because `weight_C` already holds its normalizer, the diagnostics so that micro-batches add up to the batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,9 +34,7 @@ class InfiniteGradientError(FloatingPointError):
 class Terms:
     """What an objective may look at. Per completion token, flat [T]: the log-probs under pi (differentiable), alpha,
     pi_k and pi_ref, and the index of its completion; per completion [C]: the `advantages`, and in `groups` the index of
-    its group.
-
-    An absent field is None. Its property raises `MissingError` when it is read."""
+    its group. An absent field is None; its property raises `MissingError` when it is read."""
 
     logp: FloatT
     logp_alpha: FloatT | None
@@ -114,13 +109,10 @@ def objective_sum(
     with torch.no_grad():
         cut_T = cut(terms)
         if not bool(loss.isfinite()):
-            _refuse_infinite(terms, (weight_T != 0) & _infinite(value_T, kl_T, cut_T))
+            # A cut value may be infinite, as the end of its clip is: no gradient flows there.
+            infinite_T = value_T.isnan() | (value_T.isinf() & ~cut_T) | ~kl_T.isfinite()
+            _refuse_infinite(terms, (weight_T != 0) & infinite_T)
         return loss, diagnostics(terms, times(weight_T, value_T), kl_T, cut_T)
-
-
-def _infinite(value_T: FloatT, kl_T: FloatT, cut_T: BoolT) -> BoolT:
-    """Where a gradient is not finite: where the value is not, except a cut one: the end of its clip is infinite."""
-    return value_T.isnan() | (value_T.isinf() & ~cut_T) | ~kl_T.isfinite()
 
 
 def _refuse_infinite(terms: Terms, infinite_T: BoolT) -> None:
@@ -129,14 +121,14 @@ def _refuse_infinite(terms: Terms, infinite_T: BoolT) -> None:
         return
     t = int(infinite_T.int().argmax())
     c = int(terms.completion[t])
-    of_it = terms.completion == c
+    own_T = terms.completion == c
     said = [f"its advantage is {float(terms.advantages[c]):g}, log pi {float(terms.logp[t]):g}"]
     for name, logp_T in (("alpha", terms.logp_alpha), ("pi_k", terms.logp_k), ("pi_ref", terms.logp_ref)):
         if logp_T is not None:
             gap_T = terms.logp - logp_T
-            whole = f"{float(gap_T[of_it].sum()):g} over the completion"
+            whole = f"{float(gap_T[own_T].sum()):g} over the completion"
             said.append(f"log pi/{name} {float(gap_T[t]):g} nats at the token and {whole}")
-    raise InfiniteGradientError(c, int(of_it[:t].sum()), ", ".join(said))
+    raise InfiniteGradientError(c, int(own_T[:t].sum()), ", ".join(said))
 
 
 def diagnostics(terms: Terms, weighted_value_T: FloatT, kl_T: FloatT, cut_T: BoolT) -> dict[str, Tensor]:

@@ -4,7 +4,8 @@
 completion. Sources: [P1] Mroueh et al., arXiv 2505.22257; [P2] Yao et al., arXiv 2509.24203.
 
 Each clip comes with the mask of the tokens whose gradient it cuts. The sign of the advantage decides which: beyond the
-upper end only A > 0 is cut, beyond the lower end only A < 0. All functions raise ValueError on shapes that differ.
+upper end only A > 0 is cut, beyond the lower end only A < 0. All functions raise ValueError on shapes that differ and
+for a negative epsilon.
 """
 
 import torch
@@ -27,10 +28,9 @@ def reinforce(logp_T: FloatT, advantage_T: FloatT, mask_T: BoolT, weight_T: Floa
 
 
 def f_eps(ratio_T: FloatT, center_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_high: float) -> FloatT:
-    """f_eps(r, c, A) = min(r A, clip(r, max(c - epsilon_low, 0), c + epsilon_high) A), [P1] above Eq. 6.
-
-    A >= 0: A min(r, c + epsilon_high);  A < 0: A max(r, max(c - epsilon_low, 0)).
-    Raises ValueError also for a negative epsilon."""
+    """f_eps(r, c, A) = min(r A, clip(r, max(c - epsilon_low, 0), c + epsilon_high) A), [P1] above Eq. 6:
+    A min(r, c + epsilon_high) for A >= 0, A max(r, max(c - epsilon_low, 0)) for A < 0. Around c = pi_k/alpha it is the
+    clip of Eq. 6: its range follows pi_k, wherever alpha is. Eq. 6 has the ratios of completions; any level will do."""
     return clipped_between(ratio_T, *clip_range(center_T, epsilon_low, epsilon_high), advantage_T)
 
 
@@ -40,26 +40,16 @@ def clipped(ratio_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_hi
     return f_eps(ratio_T, torch.ones_like(ratio_T), advantage_T, epsilon_low, epsilon_high)
 
 
-def clipped_exact(
-    ratio_T: FloatT, center_T: FloatT, advantage_T: FloatT, epsilon_low: float, epsilon_high: float
-) -> FloatT:
-    """f_eps(pi/alpha, pi_k/alpha, A), the clip of Eq. 6 of [P1]: its range follows pi_k, wherever alpha is. Eq. 6 has
-    the ratios of completions; any level will do here."""
-    return f_eps(ratio_T, center_T, advantage_T, epsilon_low, epsilon_high)
-
-
 def clip_range(center_T: FloatT, epsilon_low: float, epsilon_high: float) -> tuple[FloatT, FloatT]:
-    """The ends max(c - epsilon_low, 0) and c + epsilon_high of f_eps. Raises ValueError for a negative epsilon.
-
-    The max changes nothing, as no ratio is negative: without it (GePPO, Queeney et al., arXiv 2111.00072) the
-    objective is the same function."""
+    """The ends max(c - epsilon_low, 0) and c + epsilon_high of f_eps. The max changes nothing, as no ratio is negative:
+    without it (GePPO, Queeney et al., arXiv 2111.00072) the objective is the same function."""
     require_at_least(0.0, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     return (center_T.detach() - epsilon_low).clamp(min=0.0), center_T.detach() + epsilon_high
 
 
 def proportional_range(center_T: FloatT, epsilon_low: float, epsilon_high: float) -> tuple[FloatT, FloatT]:
     """The ends c (1 - epsilon_low) and c (1 + epsilon_high): pi may leave pi_k by a factor, wherever alpha is
-    (off-policy PPO, Meng et al. 2023). Raises ValueError for a negative epsilon."""
+    (off-policy PPO, Meng et al. 2023)."""
     require_at_least(0.0, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     return center_T.detach() * (1 - epsilon_low), center_T.detach() * (1 + epsilon_high)
 
@@ -72,9 +62,8 @@ def clipped_between(ratio_T: FloatT, low_T: FloatT, high_T: FloatT, advantage_T:
 
 def dual_clipped(value_T: FloatT, advantage_T: FloatT, dual_clip: float) -> FloatT:
     """max(value, delta A) where A < 0, delta = `dual_clip`: a bad token whose ratio is above delta is not pushed down.
-
     Dual-clip PPO (Ye et al., arXiv 1912.09729), two-sided GRPO (INTELLECT-2, arXiv 2505.07291); `delta` in TRL,
-    `clip_ratio_c` in verl. delta = inf: no such end. Raises ValueError on shapes and for delta < 1."""
+    `clip_ratio_c` in verl. delta = inf: no such end. Raises ValueError for delta < 1."""
     require_vector(value_T=value_T, advantage_T=advantage_T)
     require_at_least(1.0, dual_clip=dual_clip)
     lowest_T = torch.where(advantage_T < 0, dual_clip * advantage_T, torch.full_like(advantage_T, -torch.inf))

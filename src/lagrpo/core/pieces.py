@@ -24,8 +24,8 @@ from lagrpo.core import advantages, corrections, divergences, objectives, ratios
 Piece = Callable[..., Tensor]
 
 
-def _everywhere(t):
-    return torch.ones_like(t.logp, dtype=torch.bool)
+def _ones(t, ratio=None):
+    return torch.ones_like(t.logp)
 
 
 def _nowhere(t):
@@ -36,21 +36,16 @@ def _clip(ends: Callable[..., tuple[Tensor, Tensor]], center: Piece) -> tuple[Pi
     """A clipped surrogate and what it cuts, from the ends of its range around a center."""
 
     def value(t, *, ratio, epsilon_low, epsilon_high, dual_clip):
-        low_T, high_T = ends(center(t, ratio), epsilon_low, epsilon_high)
-        value_T = objectives.clipped_between(ratio(t, t.logp), low_T, high_T, t.advantage)
+        range_T = ends(center(t, ratio), epsilon_low, epsilon_high)
+        value_T = objectives.clipped_between(ratio(t, t.logp), *range_T, t.advantage)
         return objectives.dual_clipped(value_T, t.advantage, dual_clip)
 
     def cut(t, *, ratio, epsilon_low, epsilon_high, dual_clip):
-        low_T, high_T = ends(center(t, ratio), epsilon_low, epsilon_high)
-        ratio_T = ratio(t, t.logp)
-        cut_T = objectives.cut_between(ratio_T, low_T, high_T, t.advantage)
+        range_T, ratio_T = ends(center(t, ratio), epsilon_low, epsilon_high), ratio(t, t.logp)
+        cut_T = objectives.cut_between(ratio_T, *range_T, t.advantage)
         return cut_T | objectives.cut_by_dual_clip(ratio_T, t.advantage, dual_clip)
 
     return value, cut
-
-
-def _one(t, ratio):
-    return torch.ones_like(t.logp)
 
 
 def _pi_k_over_alpha(t, ratio):
@@ -65,6 +60,17 @@ def _mismatch(level: Piece) -> Piece:
     return lambda t: level(t, t.pi_k, t.alpha)
 
 
+def _correction(weigh: Piece) -> Piece:
+    def weight(t, *, correction_level, correction_floor, correction_cap):
+        return weigh(correction_level(t), correction_floor, correction_cap)
+
+    return weight
+
+
+def _mean(reduce: Piece) -> Piece:
+    return lambda lengths, kept, counted, max_length: reduce(lengths, kept, counted)
+
+
 ADVANTAGES: dict[str, Piece] = {
     "normalized": lambda r, u=None, *, eps_std: advantages.normalized(r, eps_std),
     "normalized_unbiased": lambda r, u=None, *, std_offset: advantages.normalized_unbiased(r, std_offset),
@@ -76,7 +82,7 @@ ADVANTAGES: dict[str, Piece] = {
 
 SURROGATES: dict[str, tuple[Piece, Piece]] = {
     "unclipped": (lambda t, *, ratio: objectives.unclipped(ratio(t, t.logp), t.advantage), _nowhere),
-    "clipped": _clip(objectives.clip_range, _one),
+    "clipped": _clip(objectives.clip_range, _ones),
     "clipped_exact": _clip(objectives.clip_range, _pi_k_over_alpha),
     "clipped_proportional": _clip(objectives.proportional_range, _pi_k_over_alpha),
     "reinforce": (
@@ -104,11 +110,12 @@ LEVELS: dict[str, Piece] = {
 }
 
 RATIOS: dict[str, Piece] = {name: _ratio(level) for name, level in LEVELS.items()}
-
+CORRECTION_LEVELS: dict[str, Piece] = {name: _mismatch(level) for name, level in LEVELS.items()}
 DENOMINATORS: dict[str, Piece] = {"alpha": lambda t: t.alpha, "pi_k": lambda t: t.pi_k}
+ANCHORS: dict[str, Piece] = {**DENOMINATORS, "pi_ref": lambda t: t.pi_ref}
 
 MASKS: dict[str, Piece] = {
-    "none": _everywhere,
+    "none": lambda t: ~_nowhere(t),
     "one_side": lambda t, *, ratio, epsilon_low, epsilon_high: reinforce.one_side(
         ratio(t, t.logp), t.advantage, epsilon_low, epsilon_high
     ),
@@ -121,7 +128,7 @@ MASKS: dict[str, Piece] = {
 }
 
 WEIGHTS: dict[str, Piece] = {
-    "one": lambda t: torch.ones_like(t.logp),
+    "one": _ones,
     "ratio": lambda t, *, ratio: ratio(t, t.logp),
     "capped_ratio": lambda t, *, ratio, epsilon_high: reinforce.capped_ratio(ratio(t, t.logp), epsilon_high),
     "tapered_ratio": lambda t, *, ratio: reinforce.tapered_ratio(ratio(t, t.logp), t.advantage),
@@ -134,19 +141,11 @@ REGULARIZERS: dict[str, Piece] = {
     "opmd": lambda t, *, anchor, strength: reinforce.opmd(t.logp, anchor(t), strength),
 }
 
-ANCHORS: dict[str, Piece] = {"alpha": lambda t: t.alpha, "pi_k": lambda t: t.pi_k, "pi_ref": lambda t: t.pi_ref}
-
 CORRECTIONS: dict[str, Piece] = {
-    "none": lambda t: torch.ones_like(t.logp),
-    "truncated": lambda t, *, correction_level, correction_floor, correction_cap: corrections.truncated(
-        correction_level(t), correction_floor, correction_cap
-    ),
-    "masked": lambda t, *, correction_level, correction_floor, correction_cap: corrections.masked(
-        correction_level(t), correction_floor, correction_cap
-    ),
+    "none": _ones,
+    "truncated": _correction(corrections.truncated),
+    "masked": _correction(corrections.masked),
 }
-
-CORRECTION_LEVELS: dict[str, Piece] = {name: _mismatch(level) for name, level in LEVELS.items()}
 
 KLS: dict[str, Piece] = {
     "k1": lambda t: divergences.k1(t.logp, t.pi_ref),
@@ -160,9 +159,9 @@ KLS: dict[str, Piece] = {
 }
 
 REDUCTIONS: dict[str, Piece] = {
-    "token_mean": lambda lengths, kept, counted, max_length: reductions.token_mean(lengths, kept, counted),
-    "sequence_mean": lambda lengths, kept, counted, max_length: reductions.sequence_mean(lengths, kept, counted),
-    "sequence_sum": lambda lengths, kept, counted, max_length: reductions.sequence_sum(lengths, kept, counted),
+    "token_mean": _mean(reductions.token_mean),
+    "sequence_mean": _mean(reductions.sequence_mean),
+    "sequence_sum": _mean(reductions.sequence_sum),
     "constant_length": reductions.constant_length,
 }
 

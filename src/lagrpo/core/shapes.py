@@ -1,5 +1,5 @@
-"""Shapes: their names in signatures, and the checks at the start of every function of core. A wrong shape raises an
-error that names the tensors; it never broadcasts."""
+"""Shapes: their names in signatures, and the checks at the start of every function of core. A wrong shape raises a
+ValueError that names the tensors; it never broadcasts."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,6 +11,9 @@ IntT = Int[Tensor, "T"]
 FloatC = Float[Tensor, "C"]
 BoolC = Bool[Tensor, "C"]
 IntC = Int[Tensor, "C"]
+FloatG = Float[Tensor, "*N G"]
+FloatK = Float[Tensor, "*N K"]
+FloatN = Float[Tensor, "*N"]
 
 
 def per_index(value_T: Tensor, index_T: Tensor, count: int) -> Tensor:
@@ -18,8 +21,13 @@ def per_index(value_T: Tensor, index_T: Tensor, count: int) -> Tensor:
     return torch.zeros(count, dtype=value_T.dtype, device=value_T.device).index_add(0, index_T, value_T)
 
 
+def mean_per_index(value_T: Tensor, index_T: Tensor, count: int) -> Tensor:
+    """Means of the values that share an index; 0 where none does."""
+    return per_index(value_T, index_T, count) / per_index(torch.ones_like(value_T), index_T, count).clamp(min=1)
+
+
 def require_same_shape(**tensors: Tensor) -> None:
-    """Raises ValueError, naming every tensor and its shape, unless all shapes are equal."""
+    """Raises ValueError unless all shapes are equal."""
     if len({tuple(tensor.shape) for tensor in tensors.values()}) > 1:
         found = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
         raise ValueError(f"these tensors must have one shape: {found}")

@@ -5,12 +5,9 @@ formulas written out here. Nothing of the sampler, the packed rows or the kernel
 defines the run: its settings, the addresses of its random numbers (rng.py), the task and its judge.
 
 source.py    a run's files, refused where they are not whole     weights.py   versions on disk, as models
-replays.py   log-probs and distributions of a subset of rows     tokens.py    samples, log-probs, divergences
-prompts.py   prompts, ends and texts                             groups.py    versions, masks, advantages
-judging.py   rewards, evaluations                                metrics.py   metrics that follow from rows
-formulas.py  advantages, written plainly                         lag.py       lag metrics, from log-ratios and rewards
-syncs.py     when the sampler got new weights                    report.py    all of it, for people
-findings.py  what was compared, what differs, what could not be checked
+tokens.py    samples, log-probs, divergences of a subset         judging.py   prompts, ends, texts, rewards, evaluations
+groups.py    weight syncs, versions, masks, advantages           formulas.py  advantages, written plainly
+metrics.py   metrics that follow from rows                       findings.py  what was found, and how it is printed
 
 `verify_run` is all of it at once; docs/verify.md says what each check can see and what it cannot.
 """
@@ -20,7 +17,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lagrpo.replay import groups, judging, metrics, prompts, syncs, tokens
+from lagrpo.replay import groups, judging, metrics, tokens
 from lagrpo.replay.findings import Report
 from lagrpo.replay.source import Source
 from lagrpo.replay.weights import Weights
@@ -40,15 +37,17 @@ def verify_run(
         RunNotFoundError: there is no run, or none of its batches is finished.
         UnreadableError: a file of the run is broken or of another format.
     """
-    source = Source.open(run)
-    weights = Weights.of(source)
+    source = Source(run)
+    weights = Weights(source)
     report = Report(str(os.path.relpath(source.path)))
     whole = groups.whole_rows(source, report)
     task = judging.task_of(source, task, report)
-    prompts.check(source, weights, task, whole, report)
+    judging.check_texts(source, weights, task, whole, report)
     tokens.check(source, weights, whole, None if everything else rows, seed, report)
-    syncs.check(source, report)
-    groups.check(source, whole, report)
-    judging.check(source, task, whole, report)
+    groups.check_syncs(source, report)
+    groups.check_versions(source, whole, report)
+    groups.check_masks(source, whole, report)
+    groups.check_advantages(source, whole, report)
+    judging.check_rewards(source, task, whole, report)
     metrics.check(source, whole, report)
     return report

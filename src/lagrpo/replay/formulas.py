@@ -14,17 +14,20 @@ from lagrpo.objective.composition import Composition
 Rewards = Sequence[float]
 
 
-def variance(r: Rewards) -> float:
-    """s0^2 = mean (r - mu)^2, exactly 0 for equal rewards."""
-    if len(set(r)) == 1:
-        return 0.0
-    mu = sum(r) / len(r)
-    return sum((x - mu) ** 2 for x in r) / len(r)
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def mean_or_none(values: Sequence[float]) -> float | None:
+    """The mean; None over nothing."""
+    return mean(values) if values else None
 
 
 def sigma(r: Rewards, eps_std: float) -> float:
-    """sqrt(s0^2 + eps_std), the denominator of Eq. 2 of Mroueh et al., arXiv 2505.22257."""
-    return sqrt(variance(r) + eps_std)
+    """sqrt(s0^2 + eps_std), the denominator of Eq. 2 of Mroueh et al., arXiv 2505.22257, with s0^2 = mean (r - mu)^2,
+    exactly 0 for equal rewards."""
+    mu = mean(r)
+    return sqrt((mean([(x - mu) ** 2 for x in r]) if len(set(r)) > 1 else 0.0) + eps_std)
 
 
 def normalized(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
@@ -34,13 +37,13 @@ def normalized(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
 
 def normalized_unbiased(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
     """(r - mu) / (s1 + std_offset), s1^2 = sum (r - mu)^2 / (G - 1): TRL's."""
-    s1 = sqrt(variance(r) * len(r) / (len(r) - 1))
+    s1 = sigma(r, 0.0) * sqrt(len(r) / (len(r) - 1))
     return [d / (s1 + made.std_offset) if d else 0.0 for d in centered(r, made, uniform)]
 
 
 def centered(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
     """r - mu."""
-    mu = sum(r) / len(r)
+    mu = mean(r)
     return [0.0 if len(set(r)) == 1 else x - mu for x in r]
 
 
@@ -54,33 +57,25 @@ def red_drop(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
     among themselves."""
     if len(set(r)) == 1:
         return [0.0] * len(r)
-    below = sorted((u, i) for i, (x, u) in enumerate(zip(r, uniform, strict=True)) if x < sum(r) / len(r))
+    below = sorted((u, i) for i, (x, u) in enumerate(zip(r, uniform, strict=True)) if x < mean(r))
     too_many = max(2 * len(below) - len(r), 0)
     dropped = {i for _, i in below[:too_many]}
     kept = [x for i, x in enumerate(r) if i not in dropped]
-    return [0.0 if i in dropped else x - sum(kept) / len(kept) for i, x in enumerate(r)]
+    return [0.0 if i in dropped else x - mean(kept) for i, x in enumerate(r)]
 
 
 def log_mean_exp(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
     """r - tau log mean e^(r / tau)."""
     tau, top = made.strength, max(r)
-    return [x - top - tau * log(sum(exp((y - top) / tau) for y in r) / len(r)) for x in r]
+    return [x - top - tau * log(mean([exp((y - top) / tau) for y in r])) for x in r]
 
 
-ADVANTAGES: dict[str, Callable[[Rewards, Composition, Rewards], list[float]]] = {
-    "normalized": normalized,
-    "normalized_unbiased": normalized_unbiased,
-    "centered": centered,
-    "leave_one_out": leave_one_out,
-    "red_drop": red_drop,
-    "log_mean_exp": log_mean_exp,
-}
+WRITTEN = (normalized, normalized_unbiased, centered, leave_one_out, red_drop, log_mean_exp)
+ADVANTAGES: dict[str, Callable[[Rewards, Composition, Rewards], list[float]]] = {f.__name__: f for f in WRITTEN}
 
 
-def advantages(r: Rewards, made: Composition, uniform: Rewards) -> list[float] | None:
-    """The advantages of a group, None where no formula is written out here."""
-    if made.advantage not in ADVANTAGES:
-        return None
+def advantages(r: Rewards, made: Composition, uniform: Rewards) -> list[float]:
+    """The advantages of a group. Raises KeyError where no formula is written out here."""
     return list(r) if len(r) == 1 else ADVANTAGES[made.advantage](r, made, uniform)
 
 

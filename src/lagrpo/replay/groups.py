@@ -1,20 +1,21 @@
-"""What every row says of itself and its group: whole lists, versions by the schedule, masks, sigma, advantages."""
+"""What every row says of itself and its group, and what the schedule says of versions: whole lists, weight syncs,
+versions, masks, sigma, advantages."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 
 from lagrpo.replay import formulas
 from lagrpo.replay.findings import Check, Report
-from lagrpo.replay.source import Row, Source
+from lagrpo.replay.source import Row, Source, groups_of, scored_groups
 from lagrpo.rng import uniforms
 
 PER_TOKEN = ("token_ids", "logp_alpha", "versions", "sampled")
 ALWAYS = ("batch", "stage", "source", "epoch", "prompt_key", "completion", "pi_k_version", "finished", "outcome")
 FLOAT32 = 2.0**-22  # advantages are float32 on disk: their relative rounding, with room for sums
+DECIDES = {"budget": "kl_sequence", "certified": "lag_certified"}  # the metric by which a schedule decides
 
 
 def whole_rows(source: Source, report: Report) -> list[Row]:
@@ -24,7 +25,7 @@ def whole_rows(source: Source, report: Report) -> list[Row]:
     for row in source.rows:
         ill = ill_column(source, row)
         values = [len(row[name] or ()) for name in PER_TOKEN] if ill.startswith("lengths") else row[ill] if ill else ""
-        found.equal(row.file, row.place, ill, values if ill else "", "another value" if ill else "")
+        found.equal(row.file, row.place, ill, values, "another value" if ill else "")
         whole += [] if ill else [row]
     for batch in range(1, max([*source.metrics, *source.batches]) + 1):
         name = f"rollouts/step-{batch:06d}.parquet"
@@ -46,15 +47,14 @@ def ill_column(source: Source, row: Row) -> str:
         "stage": row["stage"] == (batch - 1) // source.settings.schedule.batches + 1,
         "gold": is_json(row["gold"]),
         "outcome": kind in ("scored", "unscored", "failed"),
-        "reward": (kind == "scored") == (reward is not None and math.isfinite(reward)),
-        "advantage": (kind == "scored") == (row["advantage"] is not None),
+        "reward": row.scored == (reward is not None and math.isfinite(reward)),
+        "advantage": row.scored == (row["advantage"] is not None),
         "log_ratio": (row["log_ratio"] is None) == (row["kl_alpha"] is None),
     }
     return next((name for name, fits in fit.items() if not fits), "")
 
 
 def is_json(text: str | None) -> bool:
-    """Whether this is JSON text."""
     try:
         json.loads(text or "")
     except ValueError:
@@ -69,22 +69,39 @@ def check_numbers(source: Source, rows: Sequence[Row], file: str, found: Check) 
     generated = sum(members[0]["source"] == "sampler" for members in groups)
     found.equal(file, "", "number of groups that the sampler generated", generated, source.fresh)
     for members in groups:
-        numbers, G = [row["completion"] for row in members], source.settings.sampling.G
-        count = G if members[0]["source"] == "sampler" else len(members)
+        numbers = [row["completion"] for row in members]
+        count = source.settings.sampling.G if members[0]["source"] == "sampler" else len(members)
         found.equal(file, members[0].place, "numbers of the completions", numbers, list(range(count)))
 
 
-def check(source: Source, rows: Sequence[Row], report: Report) -> None:
-    """The schedule's versions, then masks, sigma and lag, then advantages."""
-    check_versions(source, rows, report)
-    check_masks(source, rows, report)
-    check_advantages(source, rows, report)
+def check_syncs(source: Source, report: Report) -> None:
+    """`synced` of every line, and the weight sync of its batch in events.jsonl with its reason and version."""
+    found = report.check("weight syncs", note="when the schedule says so")
+    events = {event["batch"]: event for event in source.events if event["event"] == "weight_sync"}
+    generated, said = 0, 0.0  # since the last weight sync: batches, and what the last of them said
+    for batch, (number, line) in sorted(source.metrics.items()):
+        reason = sync_reason(source, batch, generated, said)
+        found.equal("metrics.jsonl", f"line {number} (batch {batch})", "synced", line["synced"], int(bool(reason)))
+        recorded = {name: events.get(batch, {}).get(name) for name in ("reason", "version")}
+        expected = {"reason": reason or None, "version": line["version"] if reason else None}
+        found.equal("events.jsonl", f"batch {batch}", "weight_sync", recorded, expected)
+        generated, said = (1, 0.0) if reason else (generated + 1, said)
+        value = line.get(DECIDES.get(source.settings.schedule.kind, ""))
+        said = said if value is None else value
 
 
-def groups_of(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """The rows of each group."""
-    for _, members in groupby(rows, key=lambda row: (row["batch"], row.group)):
-        yield list(members)
+def sync_reason(source: Source, batch: int, generated: int, said: float) -> str:
+    """Why new weights are synced before a batch, "" where they are not: docs/off-policy.md, "Definitions"."""
+    schedule = source.settings.schedule
+    if batch == 1:
+        return "start"
+    if schedule.kind == "lagged":
+        return "schedule"
+    if schedule.kind == "every":
+        return "schedule" if ((batch - 1) % schedule.batches + 1) % schedule.v == 0 else ""
+    if said > (schedule.delta or 0.0):
+        return schedule.kind
+    return "cap" if generated >= schedule.v else ""
 
 
 def alpha_of(source: Source, batch: int) -> int | None:
@@ -94,10 +111,8 @@ def alpha_of(source: Source, batch: int) -> int | None:
     if schedule.kind == "lagged":
         line = metrics.get(max(1, batch - schedule.v))
         return line[1]["version"] if line else None
-    if batch not in metrics:
-        return None
     synced = [b for b in range(1, batch + 1) if b in metrics and metrics[b][1]["synced"]]
-    return metrics[synced[-1]][1]["version"] if synced else None
+    return metrics[synced[-1]][1]["version"] if synced and batch in metrics else None
 
 
 def check_versions(source: Source, rows: Sequence[Row], report: Report) -> None:
@@ -125,44 +140,23 @@ def check_masks(source: Source, rows: Sequence[Row], report: Report) -> None:
     found = report.check("masks, sigma", "sigma")
     made = source.recipe.composition
     for members in groups_of(rows):
-        rewards = [row["reward"] for row in members if row["outcome"] == "scored"]
-        flat = len(set(rewards)) == 1
+        rewards = [row["reward"] for row in members if row.scored]
+        mask = "zero_variance" if len(set(rewards)) == 1 and made.mask_zero_variance else ""
         for row in members:
-            scored = row["outcome"] == "scored"
-            masked = "" if scored else row["outcome"]
-            if scored and flat and made.mask_zero_variance:
-                masked = "zero_variance"
-            found.equal(row.file, row.place, "masked", row["masked"], masked)
-            sigma = formulas.sigma(rewards, made.eps_std) if scored else None
+            found.equal(row.file, row.place, "masked", row["masked"], mask if row.scored else row["outcome"])
+            sigma = formulas.sigma(rewards, made.eps_std) if row.scored else None
             found.near(row.file, row.place, "sigma", row["sigma"], sigma, 1e-9 * (1 + (sigma or 0)))
 
 
 def check_advantages(source: Source, rows: Sequence[Row], report: Report) -> None:
     """The advantages of each group from its rewards."""
     made = source.recipe.composition
-    plain = made.advantage in formulas.ADVANTAGES
-    by = "the formula written out in replay/formulas.py" if plain else "lagrpo.core: no formula is written out for them"
-    found = report.check("advantages", note=f"{made.advantage}, by {by}")
-    for members in groups_of(rows):
-        scored = [row for row in members if row["outcome"] == "scored"]
-        if not scored:
-            continue
+    found = report.check("advantages", note=f"{made.advantage}, by the formula written out in replay/formulas.py")
+    for scored in scored_groups(rows):
         address = (source.settings.run.seed, "advantage", scored[0]["batch"], scored[0].group)
-        expected = advantages(source, scored, uniforms(len(scored), *address).tolist())
+        rewards, lengths = [row["reward"] for row in scored], [row.length for row in scored]
+        r = formulas.shaped(rewards, lengths, source.settings.sampling.max_tokens, made)
+        expected = formulas.advantages(r, made, uniforms(len(scored), *address).tolist())
         scale = FLOAT32 * (1 + max(abs(value) for value in expected))
         for row, advantage in zip(scored, expected, strict=True):
             found.near(row.file, row.place, "advantage", row["advantage"], advantage, scale)
-
-
-def advantages(source: Source, scored: Sequence[Row], uniform: list[float]) -> list[float]:
-    """The advantages of the scored completions of a group."""
-    made = source.recipe.composition
-    lengths = [row.length for row in scored]
-    r = formulas.shaped([row["reward"] for row in scored], lengths, source.settings.sampling.max_tokens, made)
-    written = formulas.advantages(r, made, uniform)
-    if written is not None:
-        return written
-    import torch
-
-    given = torch.tensor(r, dtype=torch.float64), torch.tensor(uniform, dtype=torch.float64)
-    return source.recipe.advantage(*given).tolist()

@@ -1,9 +1,12 @@
-"""Rewards: every completion judged again by the task's judge, in training and in evaluations."""
+"""What the task and its tokenizer say: which prompt stands where, what the model read, how a completion ended, what its
+text is, and every reward judged again, in training and in evaluations."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,9 @@ from typing import Any
 import torch
 
 from lagrpo.replay.findings import Check, Report, UnreadableError
-from lagrpo.replay.source import Row, Source
-from lagrpo.runs import load_evaluations
+from lagrpo.replay.formulas import mean_or_none
+from lagrpo.replay.source import Row, Source, groups_of
+from lagrpo.replay.weights import Weights
 from lagrpo.tasks import Task, load_task, order_prompts
 from lagrpo.types import Completion, Group, Outcome, Prompt
 from lagrpo.verify import Verifier
@@ -30,11 +34,66 @@ def task_of(source: Source, task: Task | None, report: Report) -> Task | None:
             return load_task(source.settings.task, source.settings.run.seed)
         except (ValueError, TypeError, ImportError, OSError) as error:
             why = f"the task cannot be loaded: {error}"
-    report.skip("prompts and rewards: completions", why, sum(1 for _ in source.rows))
+    report.skip("prompts and rewards: completions", why, len(source.rows))
     return None
 
 
-def check(source: Source, task: Task | None, rows: Sequence[Row], report: Report) -> None:
+def check_texts(source: Source, weights: Weights, task: Task | None, rows: Sequence[Row], report: Report) -> None:
+    """Prompts against the task, ends and texts against the tokenizer."""
+    try:
+        tokenizer, eos_ids = weights.tokenizer()
+    except (OSError, ValueError) as error:
+        report.skip("prompts, ends and texts: completions", f"no tokenizer: {error}", len(rows))
+        return
+    if task is not None:
+        check_prompts(source, tokenizer, task, rows, report)
+    check_ends(source, tokenizer, eos_ids, rows, report)
+
+
+def check_prompts(source: Source, tokenizer: Any, task: Task, rows: Sequence[Row], report: Report) -> None:
+    """Which prompts a batch has, a function of the seed and the batch; their gold; their tokens by the template."""
+    found = report.check("prompts", note="which, their gold, their tokens")
+    size = task.size("train")
+    order = cache(lambda epoch: order_prompts(source.settings.run.seed, epoch, size))
+    before: Counter[int] = Counter()  # groups of a batch so far
+    for first in (members[0] for members in groups_of(rows) if members[0]["source"] == "sampler"):
+        batch, key = first["batch"], first["prompt_key"]
+        if first["epoch"] >= 0:  # a negative one stands for another prompt, drawn in its place
+            epoch, position = divmod((batch - 1) * source.fresh + before[batch], size)
+            recorded, expected = [first["epoch"], key], [epoch, order(epoch)[position]]
+            found.equal(first.file, first.place, "epoch and prompt_key", recorded, expected)
+        before[batch] += 1
+        if not 0 <= key < size:
+            found.equal(first.file, first.place, "prompt_key", key, f"one of 0 .. {size - 1}")
+            continue
+        prompt = task.prompt("train", key)
+        gold, tokens = json.dumps(prompt.gold, ensure_ascii=False), templated(tokenizer, prompt)
+        found.equal(first.file, first.place, "gold", first["gold"], gold)
+        found.equal(first.file, first.place, "prompt_token_ids", first["prompt_token_ids"], tokens)
+
+
+def templated(tokenizer: Any, prompt: Any) -> list[int]:
+    """A prompt as the model reads it: by the chat template, or as plain text where there is none."""
+    if tokenizer.chat_template is None:
+        return list(tokenizer("\n".join(message["content"] for message in prompt.messages))["input_ids"])
+    messages = [dict(message) for message in prompt.messages]
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+def check_ends(source: Source, tokenizer: Any, eos_ids: set[int], rows: Sequence[Row], report: Report) -> None:
+    """A completion ends at its first end-of-sequence token, or at the limit; its text is its tokens decoded."""
+    found = report.check("ends and texts")
+    own = [row for row in rows if row.generated]
+    for row in own:
+        tokens = row["token_ids"]
+        end = next((t for t, token in enumerate(tokens, start=1) if token in eos_ids), None)
+        found.equal(row.file, row.place, "number of tokens", len(tokens), end or source.settings.sampling.max_tokens)
+        found.equal(row.file, row.place, "finished", row["finished"], end is not None)
+        found.equal(row.file, row.place, "text", row["text"], tokenizer.decode(tokens, skip_special_tokens=True))
+    report.skip("ends and texts: completions", "failed, or offline data", len(rows) - len(own))
+
+
+def check_rewards(source: Source, task: Task | None, rows: Sequence[Row], report: Report) -> None:
     """Rewards and reasons of the rollouts, then the evaluations."""
     if task is None:
         return
@@ -45,8 +104,7 @@ def check(source: Source, task: Task | None, rows: Sequence[Row], report: Report
         found = report.check("rewards")
         verdicts = judge_answers(judges, ((row["text"], json.loads(row["gold"])) for row in own))
         for row, verdict in zip(own, verdicts, strict=True):
-            recorded = Outcome(row["outcome"], row["reward"], row["reason"])
-            compare(found, row.file, row.place, recorded, verdict)
+            compare(found, row.file, row.place, Outcome(row["outcome"], row["reward"], row["reason"]), verdict)
         check_evaluations(source, task, judges, report)
 
 
@@ -76,44 +134,42 @@ def compare(found: Check, file: str, place: str, recorded: Outcome, verdict: Out
 
 
 def check_evaluations(source: Source, task: Task, judges: Verifier, report: Report) -> None:
-    """The completions of each evaluation judged again, and its means and pass@k from their rewards. The completions
-    are recorded as text alone, so their samples are not replayed."""
-    found_names = []
-    for summary in summaries(source):
-        name = summary["name"]
-        found_names.append(name)
-        file = f"evaluations/{name}.parquet"
-        found = report.check(f"evaluation {name}", note="prompts, rewards judged again, means, pass@k")
-        records = read_records(source.path / file)
-        check_prompts(source, task, found, file, records)
-        records = [record for record in records if 0 <= record["prompt_key"] < task.size("test")]
-        answers = [(n, j, text) for n, record in enumerate(records) for j, text in enumerate(record["completions"])]
-        golds = [task.prompt("test", record["prompt_key"]).gold for record in records]
-        for (n, j, _), verdict in zip(
-            answers, judge_answers(judges, ((t, golds[n]) for n, _, t in answers)), strict=True
-        ):
-            reward = records[n]["rewards"][j]
-            recorded = Outcome.unscored("") if reward is None else Outcome.scored(reward)
-            compare(found, file, f"row {n} (prompt {records[n]['prompt_key']}), completion {j}", recorded, verdict)
-        for n, record in enumerate(records):
-            check_record(found, file, n, record, source.settings.task.reward_range[1])
-        check_place(source, found, f"evaluations/{name}.json", summary)
-        check_summary(found, f"evaluations/{name}.json", summary, records, source.settings.evaluation.samples)
-        report.skip("evaluations: samples", "their token ids are not recorded", len(answers))
-    if missing := [name for name in expected_names(source) if name not in found_names]:
+    """Every evaluation, and whether one is missing. The last batch may have ended before its own."""
+    for summary in source.evaluations:
+        check_evaluation(source, task, judges, summary, report)
+    settings, done = source.settings.evaluation, max(source.metrics, default=0)
+    expected = ["before"] if settings.before_and_after else []
+    expected += [f"batch-{b:06d}" for b in range(1, done) if settings.every and b % settings.every == 0]
+    if missing := [name for name in expected if name not in {summary["name"] for summary in source.evaluations}]:
         found = report.check("evaluations that are missing")
         for name in missing:
             found.equal(f"evaluations/{name}.json", "", "the file", "missing", "there")
 
 
-def expected_names(source: Source) -> list[str]:
-    """The evaluations that a run with these batches has made. The last batch may have ended before its own."""
-    settings, done = source.settings.evaluation, max(source.metrics, default=0)
-    before = ["before"] if settings.before_and_after else []
-    return before + [f"batch-{b:06d}" for b in range(1, done) if settings.every and b % settings.every == 0]
+def check_evaluation(source: Source, task: Task, judges: Verifier, summary: dict[str, Any], report: Report) -> None:
+    """The completions of an evaluation judged again, and its means and pass@k from their rewards. The completions are
+    recorded as text alone, so their samples are not replayed."""
+    name = summary["name"]
+    file = f"evaluations/{name}.parquet"
+    found = report.check(f"evaluation {name}", note="prompts, rewards judged again, means, pass@k")
+    records = read_records(source.path / file)
+    check_held_out(source, task, found, file, records)
+    records = [record for record in records if 0 <= record["prompt_key"] < task.size("test")]
+    golds = [task.prompt("test", record["prompt_key"]).gold for record in records]
+    places = [f"row {n} (prompt {record['prompt_key']})" for n, record in enumerate(records)]
+    answers = [(n, j, text) for n, record in enumerate(records) for j, text in enumerate(record["completions"])]
+    verdicts = judge_answers(judges, ((text, golds[n]) for n, _, text in answers))
+    for (n, j, _), verdict in zip(answers, verdicts, strict=True):
+        reward = records[n]["rewards"][j]
+        recorded = Outcome.unscored("") if reward is None else Outcome.scored(reward)
+        compare(found, file, f"{places[n]}, completion {j}", recorded, verdict)
+    for place, record in zip(places, records, strict=True):
+        check_record(found, file, place, record, source.settings.task.reward_range[1])
+    check_summary(source, found, summary, records)
+    report.skip("evaluations: samples", "their token ids are not recorded", len(answers))
 
 
-def check_prompts(source: Source, task: Task, found: Check, file: str, records: Sequence[dict[str, Any]]) -> None:
+def check_held_out(source: Source, task: Task, found: Check, file: str, records: Sequence[dict[str, Any]]) -> None:
     """Which prompts were held out, and what they ask."""
     size = task.size("test")
     order = order_prompts(source.settings.run.seed, -1, size)[: source.settings.evaluation.prompts]
@@ -123,23 +179,6 @@ def check_prompts(source: Source, task: Task, found: Check, file: str, records: 
             prompt, place = task.prompt("test", key), f"row {n} (prompt {key})"
             found.equal(file, place, "prompt", record["prompt"], prompt.messages[-1]["content"])
             found.equal(file, place, "gold", record["gold"], str(prompt.gold))
-
-
-def check_place(source: Source, found: Check, file: str, summary: dict[str, Any]) -> None:
-    """After which batch the evaluation was made, and of which version."""
-    name, done = summary["name"], max(source.metrics, default=0)
-    last = int(name.removeprefix("batch-")) if name.startswith("batch-") else 0 if name == "before" else done
-    found.equal(file, "", "batch", summary.get("batch"), last)
-    if last + 1 in source.metrics:
-        found.equal(file, "", "version", summary.get("version"), source.metrics[last + 1][1]["version"])
-
-
-def summaries(source: Source) -> list[dict[str, Any]]:
-    """The summaries of the run's evaluations. Raises UnreadableError for a file that is not JSON."""
-    try:
-        return load_evaluations(source.path)
-    except (ValueError, KeyError) as error:
-        raise UnreadableError(f"{source.path / 'evaluations'}: a summary cannot be read: {error}") from error
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -153,25 +192,28 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         raise UnreadableError(f"{path} is no whole Parquet file: {error}") from error
 
 
-def check_record(found: Check, file: str, n: int, record: dict[str, Any], best: float) -> None:
+def check_record(found: Check, file: str, place: str, record: dict[str, Any], best: float) -> None:
     """The counts and means of one prompt."""
     rewards = [reward for reward in record["rewards"] if reward is not None]
     right = [reward >= best for reward in rewards]
-    place = f"row {n} (prompt {record['prompt_key']})"
     found.equal(file, place, "scored", record["scored"], len(rewards))
     found.equal(file, place, "right", record["right"], sum(right))
     check_mean(found, file, place, "reward_mean", record, rewards)
     check_mean(found, file, place, "pass_at_1", record, right)
 
 
-def check_summary(
-    found: Check, file: str, summary: dict[str, Any], records: Sequence[dict[str, Any]], samples: int
-) -> None:
-    """Means over prompts, and pass@k = 1 - C(n - c, k) / C(n, k) averaged over the prompts with n >= k."""
+def check_summary(source: Source, found: Check, summary: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
+    """After which batch the evaluation was made, and of which version; means over prompts, and
+    pass@k = 1 - C(n - c, k) / C(n, k) averaged over the prompts with n >= k."""
+    name, done, samples = summary["name"], max(source.metrics, default=0), source.settings.evaluation.samples
+    file = f"evaluations/{name}.json"
+    last = int(name.removeprefix("batch-")) if name.startswith("batch-") else 0 if name == "before" else done
     without_reward = sum(r["samples"] - r["scored"] for r in records)
-    counts = {"prompts": len(records), "samples": samples, "without_reward": without_reward}
-    for name, count in counts.items():
-        found.equal(file, "", name, summary.get(name), count)
+    known = {"batch": last, "prompts": len(records), "samples": samples, "without_reward": without_reward}
+    if last + 1 in source.metrics:
+        known["version"] = source.metrics[last + 1][1]["version"]
+    for key, value in known.items():
+        found.equal(file, "", key, summary.get(key), value)
     check_mean(found, file, "", "reward_mean", summary, [r["reward_mean"] for r in records if r["scored"]])
     tries = [(r["scored"], r["right"]) for r in records]
     for k in {samples, *(1 << n for n in range(samples.bit_length()))}:
@@ -179,9 +221,6 @@ def check_summary(
         check_mean(found, file, "", f"pass_at_{k}", summary, values)
 
 
-def check_mean(
-    found: Check, file: str, place: str, name: str, recorded: dict[str, Any], values: Sequence[float]
-) -> None:
-    """The mean of values, None over nothing."""
-    mean = sum(values) / len(values) if values else None
+def check_mean(found: Check, file: str, place: str, name: str, recorded: dict[str, Any], values: list[float]) -> None:
+    mean = mean_or_none(values)
     found.near(file, place, name, recorded.get(name), mean, EXACT * (1 + abs(mean or 0.0)))

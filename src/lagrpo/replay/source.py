@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
-from lagrpo.errors import SettingsError
-from lagrpo.objective.compose import Recipe
 from lagrpo.objective.recipes import resolve
 from lagrpo.replay.findings import UnreadableError
-from lagrpo.runs import RunNotFoundError, load_events, load_metrics, load_rollouts
+from lagrpo.runs import RunNotFoundError, load_evaluations, load_events, load_metrics, load_rollouts
 from lagrpo.runs.reading import open_run, rollout_batches
-from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings
 
 OWN_TASK = "# The task was the caller's own object"
@@ -48,6 +47,15 @@ class Row:
         return self["source"] == "sampler" and self["outcome"] != "failed"
 
     @property
+    def scored(self) -> bool:
+        return self["outcome"] == "scored"
+
+    @property
+    def knows_alpha(self) -> bool:
+        """Whether the log α of every sampled token is known."""
+        return not any(logp is None or math.isnan(logp) for logp in self.sampled("logp_alpha"))
+
+    @property
     def place(self) -> str:
         return f"row {self.number} (prompt {self['prompt_key']}, completion {self['completion']})"
 
@@ -57,23 +65,32 @@ class Row:
         return self["batch"], self["epoch"], self["prompt_key"], self["completion"]
 
 
-@dataclass(frozen=True, slots=True)
 class Source:
-    """A run on disk."""
+    """A run on disk: its settings, recipe and environment, the rows of its `batches`, the `lines` of metrics.jsonl and
+    the same by batch, each with its number (`metrics`), events, evaluations, and whether the task was the caller's own.
+    Raises RunNotFoundError for no run or no finished batch, UnreadableError for a broken file."""
 
-    path: Path
-    settings: Settings
-    recipe: Recipe
-    environment: dict[str, Any]
-    lines: list[dict[str, Any]]
-    """The lines of metrics.jsonl."""
-    metrics: dict[int, tuple[int, dict[str, Any]]]
-    """The same by batch, each with its line number."""
-    events: list[dict[str, Any]]
-    """The lines of events.jsonl."""
-    batches: dict[int, list[Row]]
-    own_task: bool
-    """Whether the caller gave the run a task of its own."""
+    def __init__(self, run: Path | str) -> None:
+        self.path = open_run(run).path
+        config, numbers = self.path / "config.toml", self.path / "metrics.jsonl"
+        try:
+            self.settings = load_settings(config)
+            self.own_task = config.read_text(encoding="utf-8").startswith(OWN_TASK)
+            self.recipe = resolve(self.settings.objective.recipe, self.settings.objective.overrides)
+            self.environment = _environment(self.path / "environment.json")
+            self.lines, self.events = load_metrics(self.path), load_events(self.path)
+            self.evaluations = load_evaluations(self.path)
+            self.metrics = {line["batch"]: (n, line) for n, line in enumerate(self.lines, start=1)}
+            for (n, line), name in product(enumerate(self.lines, start=1), ("version", "synced")):
+                if not isinstance(line.get(name), int):
+                    raise ValueError(f"{numbers}, line {n}: {name} is {line.get(name)!r}, not a number")
+            self.batches = {batch: _rows(self.path, batch) for batch in rollout_batches(self.path)}
+        except RunNotFoundError:
+            raise
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise UnreadableError(f"{self.path} cannot be replayed: {error}") from error
+        if not self.batches:
+            raise RunNotFoundError(f"{self.path} has no rollouts yet: its first batch is not finished")
 
     @property
     def dtype(self) -> str:
@@ -92,30 +109,19 @@ class Source:
         return count if offline.data is None else count - max(1, round(offline.share * count))
 
     @property
-    def rows(self) -> Iterator[Row]:
-        for rows in self.batches.values():
-            yield from rows
+    def rows(self) -> list[Row]:
+        return [row for rows in self.batches.values() for row in rows]
 
-    @staticmethod
-    def open(path: Path | str) -> Source:
-        """Read a run. Raises RunNotFoundError for no run or no finished batch, UnreadableError for a broken file."""
-        run = open_run(path)
-        try:
-            settings = load_settings(run.path / "config.toml")
-            recipe = resolve(settings.objective.recipe, settings.objective.overrides)
-            environment = _environment(run.path / "environment.json")
-            lines, events = load_metrics(run), load_events(run)
-            metrics = {line["batch"]: (n, line) for n, line in enumerate(lines, start=1)}
-            _require(run.path / "metrics.jsonl", lines)
-            batches = {batch: _rows(run.path, batch) for batch in rollout_batches(run)}
-        except RunNotFoundError:
-            raise
-        except (SettingsError, ValueError, KeyError, TypeError, OSError) as error:
-            raise UnreadableError(f"{run.path} cannot be replayed: {error}") from error
-        if not batches:
-            raise RunNotFoundError(f"{run.path} has no rollouts yet: its first batch is not finished")
-        own = (run.path / "config.toml").read_text(encoding="utf-8").startswith(OWN_TASK)
-        return Source(run.path, settings, recipe, environment, lines, metrics, events, batches, own)
+
+def groups_of(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """The rows of each group."""
+    for _, members in groupby(rows, key=lambda row: (row["batch"], row.group)):
+        yield list(members)
+
+
+def scored_groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """The scored rows of each group that has some."""
+    return groups_of(row for row in rows if row.scored)
 
 
 def _environment(path: Path) -> dict[str, Any]:
@@ -127,22 +133,13 @@ def _environment(path: Path) -> dict[str, Any]:
     return environment
 
 
-def _require(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Raise ValueError where a line lacks a number that every check needs."""
-    for number, line in enumerate(lines, start=1):
-        for name in ("version", "synced"):
-            if not isinstance(line.get(name), int):
-                raise ValueError(f"{path}, line {number}: {name} is {line.get(name)!r}, not a number")
-
-
 def _rows(run: Path, batch: int) -> list[Row]:
     """The rows of a batch. A group begins where the completions start at 0 again, or another prompt comes."""
     rows: list[Row] = []
     group, before = -1, None
     for number, columns in enumerate(load_rollouts(run, [batch])):
         key = (columns["source"], columns["epoch"], columns["prompt_key"])
-        if key != before or columns["completion"] == 0:
-            group += 1
-        before = key
+        group += key != before or columns["completion"] == 0
         rows.append(Row(columns, f"rollouts/step-{batch:06d}.parquet", number, group))
+        before = key
     return rows

@@ -7,10 +7,6 @@ the two sides then rounds.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,55 +18,45 @@ from lagrpo.replay.findings import UnreadableError
 from lagrpo.replay.source import Source
 
 
-@dataclass(slots=True)
 class Weights:
-    """`directories` says where the weights of each version are; at most one model is in memory."""
+    """Where the weights of each version are (`directories`); at most one model is in memory. Version 0 is the model of
+    the settings, found from the directory that the run was started in (`absent` says why it was not found); weights/
+    has the others."""
 
-    directories: dict[int, str]
-    dtype: torch.dtype
-    tau: float
-    chat_template: str | None
-    absent: str = ""
-    _loaded: tuple[int, Any] | None = field(default=None, repr=False)
-
-    @staticmethod
-    def of(source: Source) -> Weights:
-        """Version 0 is the model of the settings, found from the directory that the run was started in; weights/ has
-        the others."""
-        found, absent = {}, ""
+    def __init__(self, source: Source) -> None:
+        settings = source.settings
+        self.directories: dict[int, str] = {}
+        self.absent = ""
         try:
-            found[0] = _base(source)
+            self.directories[0] = _base(source)
         except OSError as error:
-            absent = str(error)
+            self.absent = str(error)
         for folder in sorted((source.path / "weights").glob("v[0-9]*")):
             if folder.name[1:].isdigit():
-                found[int(folder.name[1:])] = str(folder)
+                self.directories[int(folder.name[1:])] = str(folder)
         final = source.path / "weights" / "final"
-        if final.is_dir() and (version := _final_version(source.path)) is not None:
-            found.setdefault(version, str(final))
-        model = source.settings.model
-        template = _seen_from(source, model.chat_template).read_text("utf-8") if model.chat_template else None
-        return Weights(found, getattr(torch, source.dtype), source.settings.sampling.temperature, template, absent)
+        after = next((summary.get("version") for summary in source.evaluations if summary["name"] == "after"), None)
+        if final.is_dir() and after is not None:
+            self.directories.setdefault(after, str(final))
+        template = settings.model.chat_template
+        self.chat_template = _seen_from(source, template).read_text("utf-8") if template else None
+        self.dtype: torch.dtype = getattr(torch, source.dtype)
+        self.tau = settings.sampling.temperature
+        self._loaded: tuple[int, Any] | None = None
 
-    def tokenizer(self) -> Any:
-        """The tokenizer of the run. Raises OSError where there is none on disk."""
-        from transformers import AutoTokenizer
+    def tokenizer(self) -> tuple[Any, set[int]]:
+        """The tokenizer of the run, and the ids that end a completion: the generation config's and the tokenizer's.
+        Raises OSError where there is none on disk."""
+        from transformers import AutoTokenizer, GenerationConfig
 
-        for directory in self.directories.values():
-            tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-            tokenizer.chat_template = self.chat_template or tokenizer.chat_template
-            return tokenizer
-        raise OSError(self.absent)
-
-    def eos_ids(self) -> set[int]:
-        """The ids that end a completion: the generation config's and the tokenizer's."""
-        from transformers import GenerationConfig
-
-        ids = {self.tokenizer().eos_token_id}
-        for directory in list(self.directories.values())[:1]:
-            configured = GenerationConfig.from_pretrained(directory).eos_token_id
-            ids |= set(configured) if isinstance(configured, list | tuple) else {configured}
-        return {int(i) for i in ids if i is not None}
+        if not self.directories:
+            raise OSError(self.absent)
+        directory = next(iter(self.directories.values()))
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        tokenizer.chat_template = self.chat_template or tokenizer.chat_template
+        configured = GenerationConfig.from_pretrained(directory).eos_token_id
+        ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list | tuple) else [configured])]
+        return tokenizer, {int(i) for i in ids if i is not None}
 
     @torch.no_grad()
     def scaled_logits(self, version: int, prompt_ids: list[int], token_ids: list[int]) -> Tensor:
@@ -89,12 +75,17 @@ class Weights:
 def _load(directory: str, dtype: torch.dtype) -> Any:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
-        with _quiet():
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
     except (OSError, ValueError, SafetensorError) as error:
-        raise UnreadableError(f"{directory} is no whole model directory: {str(error).partition(chr(10))[0]}") from error
+        raise UnreadableError(f"{directory} is no whole model directory: {_first_line(error)}") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     return model.float().eval()
 
 
@@ -108,7 +99,7 @@ def _base(source: Source) -> str:
     try:
         AutoConfig.from_pretrained(directory)
     except (OSError, ValueError) as error:
-        raise OSError(f"model.path = {name!r} is not at hand: {str(error).partition(chr(10))[0]}") from error
+        raise OSError(f"model.path = {name!r} is not at hand: {_first_line(error)}") from error
     return directory
 
 
@@ -117,24 +108,5 @@ def _seen_from(source: Source, name: str) -> Path:
     return Path(source.environment.get("directory") or ".") / Path(name).expanduser()
 
 
-def _final_version(run: Path) -> int | None:
-    """The version of weights/final, as the evaluation of it says."""
-    after = run / "evaluations" / "after.json"
-    try:
-        return json.loads(after.read_bytes()).get("version") if after.is_file() else None
-    except ValueError as error:
-        raise UnreadableError(f"{after} is not JSON: {error}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers' progress bars out of the way."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

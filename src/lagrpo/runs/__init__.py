@@ -1,9 +1,8 @@
 """What a run leaves on disk, and how it is read again. The layout and the schemas: docs/run-directory.md.
 
-files.py        atomic writes, JSON without NaN               reading.py   metrics, rollouts and evaluations of a run
-directory.py    Run: the directory and what is put into it    show.py      completions of a run, for people
-rollouts.py     one row per completion, as Parquet            plots.py     the reward curve
-environment.py  versions, machine, git commit, command line
+files.py     atomic writes, JSON without NaN               environment.py  versions, machine, git commit, command line
+directory.py Run: the directory and what is put into it    reading.py      metrics, rollouts and evaluations of a run
+rollouts.py  one row per completion, as Parquet            plots.py        the reward curve
 """
 
 from __future__ import annotations

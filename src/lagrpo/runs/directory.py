@@ -17,13 +17,15 @@ import datetime
 import json
 import numbers
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lagrpo.runs.files import append_line, to_json, write_atomically, write_directory_atomically, write_table
-from lagrpo.runs.rollouts import write_rollouts
+from lagrpo.runs.rollouts import rollout_schema
 
 
 class RunExistsError(FileExistsError):
@@ -32,7 +34,7 @@ class RunExistsError(FileExistsError):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run on disk. Cheap to make: it holds nothing but the path."""
+    """A run on disk; it holds nothing but the path."""
 
     path: Path
 
@@ -40,11 +42,8 @@ class Run:
     def create(
         root: Path, name: str | None, settings: Mapping[str, Any], settings_toml: str, environment: Mapping[str, Any]
     ) -> Run:
-        """Make root/name with config.toml (`settings_toml`) and environment.json. Without a name the run is named
-        after its settings and the time: task-recipe-vV-iI-YYYYMMDD-HHMMSS.
-
-        Raises RunExistsError if that directory is there and not empty, ValueError for a name that is not one.
-        """
+        """Make root/name with config.toml (`settings_toml`) and environment.json; without a name, root/`default_name`.
+        Raises as `check_new` does."""
         check_new(root, name)
         path = _new_directory(root, default_name(settings)) if name is None else root / name
         path.mkdir(parents=True, exist_ok=True)
@@ -74,7 +73,7 @@ class Run:
 
     def record_rollouts(self, batch: int, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Write rollouts/step-BATCH.parquet, with the rows of `rollouts.rollout_rows`."""
-        return write_rollouts(self.path / "rollouts" / f"step-{batch:06d}.parquet", rows)
+        return write_table(self.path / "rollouts" / f"step-{batch:06d}.parquet", rows, rollout_schema())
 
     def record_evaluation(self, name: str, summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Path:
         """Write evaluations/NAME.parquet, one row per prompt, then evaluations/NAME.json. For the reward curve the
@@ -97,11 +96,10 @@ def default_name(settings: Mapping[str, Any], now: datetime.datetime | None = No
     >>> default_name(settings, datetime.datetime(2026, 11, 20, 5, 45, 12))
     'arithmetic-grpo-v10-i1-20261120-054512'
     """
+    chosen = (settings.get(section, {}).get(key) for section, key in (("task", "name"), ("objective", "recipe")))
+    names = ((name or "").rpartition(":")[2] for name in chosen)  # package.module:function is called by its function
+    parts = [re.sub(r"[^\w.]", "-", name) for name in names]
     schedule = settings.get("schedule", {})
-    parts = [
-        _short_name(settings.get("task", {}).get("name")),
-        _short_name(settings.get("objective", {}).get("recipe")),
-    ]
     parts += [f"{knob}{schedule[knob]}" for knob in ("v", "i") if knob in schedule]
     parts.append((now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S"))
     return "-".join(part for part in parts if part)
@@ -112,9 +110,8 @@ def check_new(root: Path, name: str | None) -> None:
     name of a directory, OSError for a root that cannot be written."""
     if name is not None:
         if name in ("", ".", "..") or Path(name).name != name:
-            raise ValueError(
-                f"run name {name!r} is not the name of a directory: leave out slashes, and set the root instead"
-            )
+            wrong = "is not the name of a directory: leave out slashes, and set the root instead"
+            raise ValueError(f"run name {name!r} {wrong}")
         path = root / name
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise RunExistsError(f"the run {path} already exists and is not empty: choose another name, or remove it")
@@ -125,18 +122,11 @@ def check_new(root: Path, name: str | None) -> None:
         raise PermissionError(f"{there} cannot be written, so there can be no new run in {root}")
 
 
-def _short_name(name: str | None) -> str:
-    tail = (name or "").rpartition(":")[2]  # package.module:function is called by its function
-    return "".join(character if character.isalnum() or character in "_." else "-" for character in tail)
-
-
 def _new_directory(root: Path, name: str) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, 1000):  # runs that start within one second are numbered
         path = root / (name if attempt == 1 else f"{name}-{attempt}")
-        try:
+        with suppress(FileExistsError):
             path.mkdir()
             return path
-        except FileExistsError:
-            continue
     raise RunExistsError(f"a thousand runs called {root / name} exist already: give this one a name")

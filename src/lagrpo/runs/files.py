@@ -54,10 +54,8 @@ def append_line(path: Path, line: str) -> None:
 
 
 def to_json(value: Any, where: str = "") -> str:
-    """One line of strict JSON: NaN and infinities, which JSON lacks, become null; numpy scalars become numbers.
-
-    Raises TypeError naming the place of a value that is none of these, for example a tensor.
-    """
+    """One line of strict JSON: NaN and infinities, which JSON lacks, become null; numpy scalars become numbers. Raises
+    TypeError naming the place of a value that is none of these, for example a tensor."""
     return json.dumps(_plain(value, where), ensure_ascii=False, allow_nan=False)
 
 
@@ -74,9 +72,8 @@ def _plain(value: Any, where: str) -> Any:
         return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(
-        f"{where.lstrip('.') or 'value'} is a {type(value).__name__}; JSON takes numbers, text, lists and maps"
-    )
+    place = where.lstrip(".") or "value"
+    raise TypeError(f"{place} is a {type(value).__name__}; JSON takes numbers, text, lists and maps")
 
 
 def _end_of_last_line(file: Any) -> int:

@@ -1,15 +1,13 @@
 """The reward curve of a run as a PNG: reward and pass@1, the share of groups without a signal, and the measured lag.
-
-Drawn from the run's files alone, so it can be drawn while the run goes on, or long after it.
-"""
+Drawn from the run's files alone, while the run goes on or long after it."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lagrpo.runs.directory import Run
 from lagrpo.runs.files import write_atomically
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#8E4585"
 INK, FAINT, GRID, SYNC = "#222222", "#9a9a9a", "#ececec", "#cdb9d6"
 MOST_SYNCS = 40  # more vertical lines than this would be a gray wall
-
-Curve = tuple[list[float], list[float]]
 
 
 def reward_curve(run_dir: Run | Path | str) -> Path:
@@ -50,8 +46,14 @@ def draw(title: str, metrics: Sequence[dict[str, Any]], evaluations: Sequence[di
     for axes in (reward, variance, lag):
         _plain_axes(axes)
         _mark_events(axes, metrics)
-    _draw_zero_variance(variance, metrics)
-    _draw_lag(lag, metrics)
+    _draw_steps(variance, metrics, "zero_variance_share", GREEN)
+    variance.set_ylim(0, 1.05)
+    variance.set_ylabel("share of groups\nwithout signal", color=INK, fontsize=9)
+    _draw_steps(lag, metrics, "lag_max", PURPLE, down_to="lag_min")
+    top = max([1.0, *curve(metrics, "lag_max")[1]])
+    lag.set_ylim(-0.15 * top, 1.2 * top)
+    lag.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
+    lag.set_ylabel("measured lag\n(updates)", color=INK, fontsize=9)
     _draw_reward(reward, metrics, evaluations)
     lag.set_xlabel("batch k", color=INK)
     last = max([m["batch"] for m in metrics] + [e.get("batch") or 0 for e in evaluations])
@@ -72,7 +74,7 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def curve(metrics: Sequence[dict[str, Any]], key: str) -> Curve:
+def curve(metrics: Sequence[dict[str, Any]], key: str) -> tuple[list[float], list[float]]:
     """Batches and values of one metric, without the batches that do not have it."""
     points = [(m["batch"], m[key]) for m in metrics if m.get(key) is not None]
     return [batch for batch, _ in points], [value for _, value in points]
@@ -81,10 +83,8 @@ def curve(metrics: Sequence[dict[str, Any]], key: str) -> Curve:
 def _draw_reward(axes: Axes, metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> None:
     batches, values = curve(metrics, "reward_mean")
     width = 2 * max(1, len(values) // 30) + 1
-    size = 4.5 if len(values) > 300 else 7
-    axes.plot(
-        batches, values, ".", color=BLUE, alpha=0.4, markersize=size, markeredgewidth=0, label="reward of a batch"
-    )
+    dots = {"color": BLUE, "alpha": 0.4, "markersize": 4.5 if len(values) > 300 else 7, "markeredgewidth": 0}
+    axes.plot(batches, values, ".", label="reward of a batch", **dots)
     if len(values) > width:
         axes.plot(batches, smooth(values, width), color=BLUE, linewidth=1.8, label=f"mean of {width} batches")
     _draw_evaluations(axes, evaluations)
@@ -110,68 +110,37 @@ def _draw_evaluations(axes: Axes, evaluations: Sequence[dict[str, Any]]) -> None
         _name_value(axes, at[-1], values[-1], "right")
 
 
-def _name_value(axes: Axes, batch: int, value: float, align: Literal["left", "right"]) -> None:
+def _name_value(axes: Axes, batch: int, value: float, align: str) -> None:
     """The value of an evaluation in words: above its point in the lower half of the panel, below it in the upper."""
     from matplotlib.patheffects import withStroke
 
-    axes.annotate(
-        f"{value:.1%}",
-        (batch, value),
-        xytext=(-6 if align == "left" else 6, -26 if value > 0.5 else 18),
-        textcoords="offset points",
-        ha=align,
-        zorder=6,
-        color=ORANGE,
-        fontsize=10.5,
-        fontweight="bold",
-        path_effects=[withStroke(linewidth=3, foreground="white")],
-    )
+    offset = (-6 if align == "left" else 6, -26 if value > 0.5 else 18)
+    style: dict[str, Any] = {"color": ORANGE, "fontsize": 10.5, "fontweight": "bold", "zorder": 6, "ha": align}
+    style["path_effects"] = [withStroke(linewidth=3, foreground="white")]
+    axes.annotate(f"{value:.1%}", (batch, value), xytext=offset, textcoords="offset points", **style)
 
 
-def _draw_zero_variance(axes: Axes, metrics: Sequence[dict[str, Any]]) -> None:
-    edges, shares = _steps(metrics, "zero_variance_share")
-    axes.stairs(shares, edges, fill=True, color=GREEN, alpha=0.25, linewidth=0)
-    axes.stairs(shares, edges, baseline=None, color=GREEN, linewidth=_thin(shares))
-    axes.set_ylim(0, 1.05)
-    axes.set_ylabel("share of groups\nwithout signal", color=INK, fontsize=9)
-
-
-def _draw_lag(axes: Axes, metrics: Sequence[dict[str, Any]]) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    edges, highest = _steps(metrics, "lag_max")
-    _, lowest = _steps(metrics, "lag_min")
-    axes.stairs(highest, edges, baseline=lowest, fill=True, color=PURPLE, alpha=0.25, linewidth=0)
-    axes.stairs(highest, edges, baseline=None, color=PURPLE, linewidth=_thin(highest))
-    top = max([1.0, *curve(metrics, "lag_max")[1]])
-    axes.set_ylim(-0.15 * top, 1.2 * top)
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
-    axes.set_ylabel("measured lag\n(updates)", color=INK, fontsize=9)
-
-
-def _steps(metrics: Sequence[dict[str, Any]], key: str) -> Curve:
-    """The edges of the batches, half a batch to either side, and their values (NaN, a gap, where there is none)."""
-    values = [math.nan if m.get(key) is None else float(m[key]) for m in metrics]
-    return [m["batch"] - 0.5 for m in metrics] + [metrics[-1]["batch"] + 0.5], values
-
-
-def _thin(values: Sequence[float]) -> float:
-    return 1.0 if len(values) <= 300 else 0.4
+def _draw_steps(axes: Axes, metrics: Sequence[dict[str, Any]], key: str, color: str, down_to: str = "") -> None:
+    """A metric as steps of a batch each, filled down to another metric, or to 0; a gap where there is none."""
+    edges = [m["batch"] - 0.5 for m in metrics] + [metrics[-1]["batch"] + 0.5]
+    values, floor = ([math.nan if m.get(k) is None else float(m[k]) for m in metrics] for k in (key, down_to))
+    axes.stairs(values, edges, baseline=floor if down_to else 0, fill=True, color=color, alpha=0.25, linewidth=0)
+    axes.stairs(values, edges, baseline=None, color=color, linewidth=1.0 if len(values) <= 300 else 0.4)
 
 
 def _mark_events(axes: Axes, metrics: Sequence[dict[str, Any]]) -> None:
     """Light vertical lines: solid where the sampler got new weights, dashed where a stage begins."""
     synced = [m["batch"] for m in metrics if m.get("synced")]
-    if len(synced) <= min(MOST_SYNCS, len(metrics) // 2):
-        for at, batch in enumerate(synced):
-            label = "weight sync" if at == 0 else None
-            axes.axvline(batch - 0.5, color=SYNC, linewidth=0.8, zorder=0, label=label)
-    starts = [
-        after["batch"] for before, after in itertools.pairwise(metrics) if before.get("stage") != after.get("stage")
-    ]
-    for at, batch in enumerate(starts):
-        label = "new stage" if at == 0 else None
-        axes.axvline(batch - 0.5, color=FAINT, linewidth=1, linestyle=(0, (5, 3)), zorder=1, label=label)
+    starts = [after["batch"] for before, after in pairwise(metrics) if before.get("stage") != after.get("stage")]
+    if len(synced) > min(MOST_SYNCS, len(metrics) // 2):
+        synced = []
+    _mark(axes, synced, "weight sync", color=SYNC, linewidth=0.8, zorder=0)
+    _mark(axes, starts, "new stage", color=FAINT, linewidth=1, linestyle=(0, (5, 3)), zorder=1)
+
+
+def _mark(axes: Axes, batches: Sequence[int], label: str, **style: Any) -> None:
+    for at, batch in enumerate(batches):
+        axes.axvline(batch - 0.5, label=None if at else label, **style)
 
 
 def _plain_axes(axes: Axes) -> None:

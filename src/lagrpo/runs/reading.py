@@ -23,13 +23,14 @@ def open_run(run: Run | Path | str) -> Run:
     path = run.path if isinstance(run, Run) else Path(run).expanduser()
     if (path / "config.toml").is_file():
         return Run(path)
-    if not path.exists():
-        wrong = f"there is no run at {path}"
-    elif not path.is_dir():
-        wrong = f"{path} is a file; a run is a directory"
+    if path.is_dir():
+        wrong, folder = f"{path} is not a run: it has no config.toml", path
     else:
-        wrong = f"{path} is not a run: it has no config.toml"
-    raise RunNotFoundError(wrong + _runs_nearby(path))
+        wrong = f"{path} is a file; a run is a directory" if path.exists() else f"there is no run at {path}"
+        folder = path.parent
+    if runs := sorted(str(config.parent) for config in folder.glob("*/config.toml")):
+        wrong += f". Runs in {folder}: {', '.join(runs[-5:])}" + (f" and {len(runs) - 5} more" if len(runs) > 5 else "")
+    raise RunNotFoundError(wrong)
 
 
 def load_reward_range(run: Run | Path | str) -> tuple[float, float]:
@@ -52,18 +53,22 @@ def load_events(run: Run | Path | str) -> list[dict[str, Any]]:
 
 def _load_lines(path: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
-    loaded = []
-    for number, line in enumerate(lines[:-1], start=1):  # after the last newline: nothing, or a torn line
-        try:
-            loaded.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-    return loaded
+    whole = enumerate(lines[:-1], start=1)  # after the last newline: nothing, or a torn line
+    return [_load_json(line, f"{path}, line {number}") for number, line in whole]
+
+
+def _load_json(text: bytes, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{place} is not JSON: {error}") from error
 
 
 def load_evaluations(run: Run | Path | str) -> list[dict[str, Any]]:
-    """The summaries of the run's evaluations, in the order of the batch they were made at."""
-    summaries = [json.loads(path.read_bytes()) for path in (open_run(run).path / "evaluations").glob("*.json")]
+    """The summaries of the run's evaluations, in the order of the batch they were made at. Raises ValueError for a file
+    that is not JSON."""
+    paths = (open_run(run).path / "evaluations").glob("*.json")
+    summaries = [_load_json(path.read_bytes(), str(path)) for path in paths]
     return sorted(summaries, key=lambda summary: (summary.get("batch") or 0, summary["name"]))
 
 
@@ -103,10 +108,8 @@ def _files_at(path: Path) -> list[Path]:
 def load_rollouts(
     run: Run | Path | str, batches: Iterable[int] | None = None, columns: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """One dict per completion of these batches (default: all), in their order; `gold` is still JSON text.
-
-    Raises RunNotFoundError for a batch that is not on disk, ValueError for a file of another schema.
-    """
+    """One dict per completion of these batches (default: all), in their order; `gold` is still JSON text. Raises
+    RunNotFoundError for a batch that is not on disk, ValueError for a file of another schema."""
     run = open_run(run)
     there = rollout_batches(run)
     rows: list[dict[str, Any]] = []
@@ -130,12 +133,3 @@ def _read_rollouts(path: Path, columns: list[str] | None) -> list[dict[str, Any]
     if schema != SCHEMA_NAME:
         raise ValueError(f"{path} is written in {schema}; this version of lagrpo reads {SCHEMA_NAME}")
     return file.read(columns).to_pylist()
-
-
-def _runs_nearby(path: Path) -> str:
-    folder = path if path.is_dir() else path.parent
-    runs = sorted(config.parent for config in folder.glob("*/config.toml"))
-    if not runs:
-        return ""
-    named = ", ".join(str(run) for run in runs[-5:])
-    return f". Runs in {folder}: {named}" + (f" and {len(runs) - 5} more" if len(runs) > 5 else "")

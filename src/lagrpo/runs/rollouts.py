@@ -1,18 +1,13 @@
-"""Rollouts as Parquet: one row per completion, schema `lagrpo.rollouts/2`.
-
-docs/run-directory.md says what each column is. Nothing is padded: token quantities are lists of the completion's own
-length.
-"""
+"""Rollouts as Parquet: one row per completion. docs/run-directory.md says what each column is. Nothing is padded: token
+quantities are lists of the completion's own length."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lagrpo.runs.files import write_table
 from lagrpo.types import Completion, Group, Prompt
 
 if TYPE_CHECKING:
@@ -20,39 +15,23 @@ if TYPE_CHECKING:
 
 SCHEMA_NAME = "lagrpo.rollouts/2"
 SCHEMA_KEY = b"lagrpo.schema"
+COLUMNS = """
+    batch:int32  stage:int32  source:string  epoch:int32
+    prompt_key:int64  prompt_text:string  prompt_token_ids:int32[]  gold:string
+    completion:int32  text:string  token_ids:int32[]  logp_alpha:float[]  versions:int32[]  sampled:bool[]
+    pi_k_version:int32  lag:int32  finished:bool  outcome:string  reward:double  reason:string
+    advantage:double  masked:string  sigma:double  log_ratio:double  kl_alpha:double
+"""
 
 
 def rollout_schema() -> pyarrow.Schema:
     """The columns, in their order, with the schema's name in the metadata of the file."""
     import pyarrow as pa
 
-    columns: list[tuple[str, Any]] = [
-        ("batch", pa.int32()),
-        ("stage", pa.int32()),
-        ("source", pa.string()),
-        ("epoch", pa.int32()),
-        ("prompt_key", pa.int64()),
-        ("prompt_text", pa.string()),
-        ("prompt_token_ids", pa.list_(pa.int32())),
-        ("gold", pa.string()),
-        ("completion", pa.int32()),
-        ("text", pa.string()),
-        ("token_ids", pa.list_(pa.int32())),
-        ("logp_alpha", pa.list_(pa.float32())),
-        ("versions", pa.list_(pa.int32())),
-        ("sampled", pa.list_(pa.bool_())),
-        ("pi_k_version", pa.int32()),
-        ("lag", pa.int32()),
-        ("finished", pa.bool_()),
-        ("outcome", pa.string()),
-        ("reward", pa.float64()),
-        ("reason", pa.string()),
-        ("advantage", pa.float64()),
-        ("masked", pa.string()),
-        ("sigma", pa.float64()),
-        ("log_ratio", pa.float64()),
-        ("kl_alpha", pa.float64()),
-    ]
+    columns: list[tuple[str, Any]] = []
+    for name, _, kind in (column.partition(":") for column in COLUMNS.split()):
+        value = pa.type_for_alias(kind.removesuffix("[]"))
+        columns.append((name, pa.list_(value) if kind.endswith("[]") else value))
     return pa.schema(columns, metadata={SCHEMA_KEY: SCHEMA_NAME.encode()})
 
 
@@ -70,24 +49,13 @@ def rollout_rows(
     Raises ValueError when groups and columns do not fit together.
     """
     for group, group_columns in zip(groups, columns, strict=True):
+        place = {"batch": batch, "stage": stage, "source": group.source, "epoch": group.epoch}
         prompt = _prompt_columns(group.prompt)
         for index, (completion, known) in enumerate(zip(group.completions, group_columns, strict=True)):
-            yield {
-                "batch": batch,
-                "stage": stage,
-                "source": group.source,
-                "epoch": group.epoch,
-                **prompt,
-                "completion": index,
-                **_completion_columns(completion, pi_k_version),
-                **{name: known.get(name) for name in ("advantage", "sigma", "log_ratio", "kl_alpha")},
-                "masked": _mask_reason(completion, bool(known.get("masked"))),
-            }
-
-
-def write_rollouts(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write the rows of `rollout_rows`, whole or not at all."""
-    return write_table(path, rows, rollout_schema())
+            row = place | prompt | {"completion": index} | _completion_columns(completion, pi_k_version)
+            row |= {name: known.get(name) for name in ("advantage", "sigma", "log_ratio", "kl_alpha")}
+            mask = "zero_variance" if known.get("masked") else ""
+            yield row | {"masked": mask if row["outcome"] == "scored" else row["outcome"]}
 
 
 def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
@@ -117,9 +85,3 @@ def _completion_columns(completion: Completion, pi_k_version: int) -> dict[str, 
         "reward": completion.outcome.reward,
         "reason": completion.outcome.reason,
     }
-
-
-def _mask_reason(completion: Completion, zero_variance: bool) -> str:
-    if completion.outcome is not None and completion.outcome.kind != "scored":
-        return completion.outcome.kind
-    return "zero_variance" if zero_variance else ""
