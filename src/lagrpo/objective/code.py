@@ -13,11 +13,7 @@ from math import inf, log1p
 
 from lagrpo.objective.composition import Composition
 
-LEVELS = {
-    "token": "({0}).exp()",
-    "sequence": "total({0}).exp()",
-    "length_normalized": "(total({0}) / length).exp()",
-}
+LEVELS = {"token": "({0}).exp()", "sequence": "total({0}).exp()", "length_normalized": "(total({0}) / length).exp()"}
 ADVANTAGES = {
     "normalized": "(r - r.mean()) / (r.var(correction=0) + {eps_std}).sqrt()",
     "normalized_unbiased": "(r - r.mean()) / (r.std() + {std_offset})",

@@ -13,13 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lagrpo.objective.composition import (
-    Composition,
-    check_contradictions,
-    check_known,
-    check_numbers,
-    check_overrides,
-)
+from lagrpo.objective.composition import Composition, check_contradictions, check_known, check_numbers, check_overrides
 
 if TYPE_CHECKING:
     from torch import Tensor
