@@ -37,12 +37,8 @@ def show_recipe(name: str, console: Console | None = None) -> None:
     with refusing():
         preset = PRESETS[check_known("recipe", name, PRESETS)]
     head = Table.grid(padding=(0, 2, 0, 0))
-    for label, text in (
-        ("recipe", Text(name, "bold")),
-        ("formula", Text(preset.formula)),
-        ("source", Text(preset.source)),
-    ):
-        head.add_row(Text(label, "dim"), text)
+    for label, text in (("recipe", name), ("formula", preset.formula), ("source", preset.source)):
+        head.add_row(Text(label, "dim"), Text(text, "bold" if text == name else ""))
     console.print(head)
     table = Table("", "setting", "value", "default", box=SIMPLE, header_style="dim")
     for field in fields(Composition):

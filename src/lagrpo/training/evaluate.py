@@ -30,7 +30,7 @@ from lagrpo.sampling.base import Request, Sampler
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.settings.schema import EvalSettings
 from lagrpo.tasks import Task
-from lagrpo.terminal.text import formatted
+from lagrpo.terminal.text import formatted_interval
 from lagrpo.training.build import build_policy, build_task, build_verifier
 from lagrpo.training.checks import check_evaluation
 from lagrpo.types import Group, is_right
@@ -265,7 +265,5 @@ def interval(summary: Mapping[str, Any], name: str) -> str:
     >>> interval({"pass_at_1": 0.5, "pass_at_1_low": 0.25, "pass_at_1_high": 0.7}, "pass_at_1")
     'pass@1       50.0%   95 % interval 25.0% to 70.0%'
     """
-    form = ".3f" if name == "reward_mean" else ".1%"
-    label = name.replace("_at_", "@").replace("_", " ")
-    value, low, high = (formatted(summary.get(key), form) for key in (name, f"{name}_low", f"{name}_high"))
-    return f"{label:<11} {value:>6}   95 % interval {low} to {high}"
+    heading = name.replace("_at_", "@").replace("_", " ")
+    return f"{heading:<11} {formatted_interval(summary, name, '.3f' if name == 'reward_mean' else '.1%')}"
