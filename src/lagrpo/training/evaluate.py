@@ -29,9 +29,9 @@ from lagrpo.runs.files import to_json, write_atomically, write_table
 from lagrpo.sampling.base import Request, Sampler
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.settings.schema import EvalSettings
-from lagrpo.tasks import Task
+from lagrpo.tasks import Task, load_task
 from lagrpo.terminal.text import formatted_interval
-from lagrpo.training.build import build_policy, build_task, build_verifier
+from lagrpo.training.build import build_policy, build_verifier
 from lagrpo.training.checks import check_evaluation
 from lagrpo.types import Group, is_right
 from lagrpo.verify import Verifier
@@ -164,7 +164,8 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
         VerifierError: too many completions could not be scored.
     """
     check_evaluation(settings)
-    task = build_task(settings.task, settings.seed)
+    with refusing():
+        task = load_task(settings.task, settings.seed)
     output = place(settings, task.name)
     with restored():
         evaluation = _evaluated(settings, task)

@@ -137,7 +137,7 @@ def score_rest(a: Parts, clock: Clock, batch: Batch, rows: Sequence[FreshMicroBa
     with clock("scoring"):
         rest = left_out(batch, rows, a.settings.optimizer.micro_batch_tokens, learner.policy.device)
         completions = [batch.completion(c) for micro in rest for c in micro.members]
-        own = a.one_program and all(bool((c.versions[c.sampled] == version).all()) for c in completions)
+        own = a.sampled is not None and all(bool((c.versions[c.sampled] == version).all()) for c in completions)
         known = [micro.logp_alpha_T for micro in rest if micro.logp_alpha_T is not None]
         scores = known if own else learner.score(rest)
         return [micro.scored_by(logp_T) for micro, logp_T in zip(rest, scores, strict=True)]

@@ -23,7 +23,6 @@ from lagrpo.backends.process import restored
 from lagrpo.interrupts import Interrupted, interruptible, whole
 from lagrpo.runs import Run, collect_environment
 from lagrpo.runs.rollouts import rollout_rows
-from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import ParityError
 from lagrpo.sampling.prefetch import VersionError
 from lagrpo.sampling.schedule import LoopState
@@ -149,8 +148,7 @@ class Training:
     def begin(self) -> None:
         """Tell the observers what the run is."""
         parts, settings = self.parts, self.settings.model_dump()
-        sampled = parts.sampler.policy if isinstance(parts.sampler, LocalSampler) else None
-        lines = meaning(self.settings, parts.learner.recipe, self.policy, sampled, parts.parity)
+        lines = meaning(self.settings, parts.learner.recipe, self.policy, parts.sampled, parts.parity)
         lines += [f"offline     {parts.offline}"] if parts.offline is not None else []
         settings["run"]["name"] = self.store.path.name
         self.observers.start(settings, self.environment)
@@ -249,8 +247,7 @@ def describe_environment(parts: Parts) -> dict[str, Any]:
     policy, dtype = parts.learner.policy, parts.settings.model.dtype
     environment = collect_environment(str(policy.device))
     environment["computation"] = policy.model.computation
-    sampler = parts.sampler
-    environment["decoding"] = sampler.policy.model.decoding if isinstance(sampler, LocalSampler) else "by vLLM"
+    environment["decoding"] = parts.sampled.model.decoding if parts.sampled else "by vLLM"
     environment["dtype"], environment["dtype_reason"] = pick_dtype(dtype, policy.device)
     environment["parity"] = asdict(parts.parity) if parts.parity else None
     environment["offline"] = str(parts.offline) if parts.offline is not None else None
