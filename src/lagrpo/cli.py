@@ -86,9 +86,9 @@ def train(words: list[str]) -> None:
 
     recipe = check_settings(settings)
     if "--dry-run" in given.flags:
-        from lagrpo.training.explain import explained
+        from lagrpo.training.explain import meaning
 
-        return print(explained(settings, recipe, to_toml(settings)))
+        return print(to_toml(settings), *(f"# {line}" for line in meaning(settings, recipe)), sep="\n")
     from lagrpo.training.run import FAILURES
     from lagrpo.training.run import train as run
 

@@ -31,11 +31,9 @@ class Arguments:
     def put(self, name: str, value: str | list[str]) -> None:
         """Keep the value of the setting `name`."""
         section, dot, leaf = name.partition(".")
-        unset = value in ("None", ["None"])
-        if not dot:
-            self.overrides[section] = None if unset else value
-        elif isinstance(below := self.overrides.setdefault(section, {}), dict):
-            below[leaf] = None if unset else value
+        below = self.overrides.setdefault(section, {}) if dot else self.overrides
+        if isinstance(below, dict):
+            below[leaf if dot else section] = None if value in ("None", ["None"]) else value
 
 
 def parse(kind: type[BaseModel], words: Sequence[str], flags: Collection[str] = ()) -> Arguments:

@@ -1,6 +1,5 @@
 """What can be refused before anything heavy is loaded: after the settings' own classes (settings/schema.py), everything
-that needs a look at the recipes, the tasks and the disk. transformers and the task's data are not touched here.
-"""
+that needs a look at the recipes, the tasks and the disk, but neither transformers nor the task's data."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from lagrpo.errors import refusing
 from lagrpo.objective.compose import Recipe
 from lagrpo.objective.recipes import resolve
 from lagrpo.policy.embedded import check_path
+from lagrpo.runs.directory import check_new
 from lagrpo.runs.reading import completion_files
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, check_options
@@ -25,15 +25,13 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
         SettingsError: an unknown recipe or piece, a contradictory composition, options that the task does not take, a
             model or a chat template that is not there, a run that exists already or cannot be written.
     """
-    with refusing():
-        if task is None:
+    if task is None:
+        with refusing():
             check_options(settings.task)
     check_model(settings.model)
     with refusing("offline.data"):
         completion_files(settings.offline.data or ())
     with refusing("run"):
-        from lagrpo.runs.directory import check_new
-
         check_new(Path(settings.run.directory), settings.run.name)
     with refusing("objective"):
         recipe = resolve(settings.objective.recipe, settings.objective.overrides)
