@@ -14,31 +14,19 @@ is pi/alpha of a token, s of a sequence; sg stops the gradient. Importing this m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from lagrpo.objective.compose import Recipe, compose
+from lagrpo.objective.compose import Preset, Recipe, compose
 from lagrpo.objective.composition import Composition, check_known
 
 __all__ = ["PRESETS", "Composition", "Preset", "Recipe", "resolve"]
 
 
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """A row of the table: what it is made of, what that computes, and who says so."""
-
-    composition: Composition
-    formula: str
-    source: str
-
-
 def resolve(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """The preset `name`, with some of its pieces or numbers replaced.
-
-    Raises ValueError for an unknown name (with the nearest one), a number out of its domain, and a contradictory
-    composition, among them an override that nothing in the composition would read."""
-    preset = PRESETS[check_known("recipe", name, PRESETS)]
-    return compose(name, preset.source, preset.formula, preset.composition, dict(overrides or {}))
+    """The preset `name`, with some of its pieces or numbers replaced. Raises ValueError for an unknown name (with the
+    nearest one), and where `compose` does."""
+    return compose(name, PRESETS[check_known("recipe", name, PRESETS)], overrides or {})
 
 
 SHAO = "Shao et al., DeepSeekMath, arXiv 2402.03300"
@@ -51,9 +39,17 @@ GRPO = Composition(reduction="sequence_mean", beta=0.04)
 OFF_POLICY = replace(GRPO, beta=0.1)
 RECOMPUTED = replace(GRPO, denominator="pi_k", beta=0.0)
 REINFORCE = Composition(advantage="centered", surrogate="reinforce")
-REC = replace(REINFORCE, mask="one_side")
 GSPO = Composition(ratio="length_normalized", reduction="sequence_mean", epsilon_low=3e-4, epsilon_high=4e-4)
 WIDE = {"epsilon_low": 0.6, "epsilon_high": 2.0}
+
+
+def _rec(mask: str, weight: str = "one", ranges: str = "(.2, .2)", **numbers: float) -> Preset:
+    """A member of REC with the ratio of tokens: `one` leaves out importance sampling (NoIS)."""
+    name = "".join(part.capitalize() for part in mask.split("_"))
+    factor, kind = ("sg(rho) ", "IS") if weight == "ratio" else ("", "NoIS")
+    formula = f"M {factor}A logp, M = {mask.replace('_', ' ')} {ranges}, A centered"
+    return Preset(replace(REINFORCE, mask=mask, weight=weight, **numbers), formula, f"{YAO}: REC-{name}-{kind}")
+
 
 PRESETS: dict[str, Preset] = {
     "grpo": Preset(
@@ -167,38 +163,18 @@ PRESETS: dict[str, Preset] = {
     ),
     "reinforce": Preset(REINFORCE, "A logp, A centered; mean over the tokens of the batch", YAO),
     "rec_grpo": Preset(
-        replace(REC, advantage="normalized", weight="ratio"),
+        replace(REINFORCE, mask="one_side", advantage="normalized", weight="ratio"),
         "M sg(rho) A logp, M = one side (.2, .2), A normalized: the gradient of f_eps(rho, 1, A)",
         f"{YAO}: GRPO as a member of the family",
     ),
-    "rec_one_side_is": Preset(
-        replace(REC, weight="ratio"), "M sg(rho) A logp, M = one side (.2, .2), A centered", f"{YAO}: REC-OneSide-IS"
-    ),
-    "rec_one_side_is_wide": Preset(
-        replace(REC, weight="ratio", **WIDE),
-        "M sg(rho) A logp, M = one side (.6, 2), A centered",
-        f"{YAO}: REC-OneSide-IS",
-    ),
-    "rec_one_side_nois": Preset(REC, "M A logp, M = one side (.2, .2), A centered", f"{YAO}: REC-OneSide-NoIS"),
-    "rec_one_side_nois_wide": Preset(
-        replace(REC, **WIDE), "M A logp, M = one side (.6, 2), A centered", f"{YAO}: REC-OneSide-NoIS"
-    ),
-    "rec_two_side_is": Preset(
-        replace(REC, mask="two_side", weight="ratio"),
-        "M sg(rho) A logp, M = two side (.2, .2), A centered",
-        f"{YAO}: REC-TwoSide-IS",
-    ),
-    "rec_two_side_nois": Preset(
-        replace(REC, mask="two_side"), "M A logp, M = two side (.2, .2), A centered", f"{YAO}: REC-TwoSide-NoIS"
-    ),
-    "rec_ring_is": Preset(
-        replace(REC, mask="ring", weight="ratio"),
-        "M sg(rho) A logp, M = ring (.2, .2; .6, 2), A centered",
-        f"{YAO}: REC-Ring-IS",
-    ),
-    "rec_ring_nois": Preset(
-        replace(REC, mask="ring"), "M A logp, M = ring (.2, .2; .6, 2), A centered", f"{YAO}: REC-Ring-NoIS"
-    ),
+    "rec_one_side_is": _rec("one_side", "ratio"),
+    "rec_one_side_is_wide": _rec("one_side", "ratio", "(.6, 2)", **WIDE),
+    "rec_one_side_nois": _rec("one_side"),
+    "rec_one_side_nois_wide": _rec("one_side", ranges="(.6, 2)", **WIDE),
+    "rec_two_side_is": _rec("two_side", "ratio"),
+    "rec_two_side_nois": _rec("two_side"),
+    "rec_ring_is": _rec("ring", "ratio", "(.2, .2; .6, 2)"),
+    "rec_ring_nois": _rec("ring", ranges="(.2, .2; .6, 2)"),
     "rec_gspo_is": Preset(
         replace(GSPO, surrogate="reinforce", mask="one_side", weight="ratio", advantage="centered"),
         "M sg(s^(1/length)) A logp, M = one side (3e-4, 4e-4), A centered: the gradient of gspo, A centered",
