@@ -43,7 +43,7 @@ GSPO = Composition(ratio="length_normalized", reduction="sequence_mean", epsilon
 WIDE = {"epsilon_low": 0.6, "epsilon_high": 2.0}
 
 
-def _rec(mask: str, weight: str = "one", ranges: str = "(.2, .2)", **numbers: float) -> Preset:
+def _rec(mask: str, weight: str = "one", ranges: str = "(.2, .2)", **numbers: Any) -> Preset:
     """A member of REC with the ratio of tokens: `one` leaves out importance sampling (NoIS)."""
     name = "".join(part.capitalize() for part in mask.split("_"))
     factor, kind = ("sg(rho) ", "IS") if weight == "ratio" else ("", "NoIS")
