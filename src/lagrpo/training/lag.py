@@ -118,22 +118,19 @@ def lag_metrics(
     return metrics
 
 
-def spent(batch: Batch, rows: Sequence[MicroBatch]) -> float | None:
-    """What `budget(δ)` spends: the mean of `sequence_kl`, nats a completion; None where log α of none is known."""
-    mean = sequence_kl(batch, rows).nanmean().item()
-    return None if math.isnan(mean) else mean
-
-
 def lag_is_complete(settings: Settings, recipe: Recipe) -> bool:
     """Whether every scored completion is computed, so that metrics of the lag are over all of them."""
     return settings.run.score_lag or not (recipe.silent or recipe.mask_zero_variance)
 
 
 def measure_spending(settings: Settings, batch: Batch, rows: Sequence[MicroBatch]) -> float | None:
-    """What the schedule decides by; None where the batch does not tell, or the schedule does not look."""
-    if settings.schedule.kind == "certified":
-        return certified(batch, rows, settings.task.reward_range, settings.schedule.doubt)
-    return spent(batch, rows) if settings.schedule.kind == "budget" else None
+    """What the schedule decides by: of `budget` the mean of `sequence_kl`, nats a completion; of the others `certified`
+    alone looks. None where the batch does not tell, or the schedule does not look."""
+    schedule = settings.schedule
+    if schedule.kind == "certified":
+        return certified(batch, rows, settings.task.reward_range, schedule.doubt)
+    mean = sequence_kl(batch, rows).nanmean().item() if schedule.kind == "budget" else math.nan
+    return None if math.isnan(mean) else mean
 
 
 def certified(
