@@ -17,12 +17,10 @@ from lagrpo.policy.configs import read_config
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.loading import check_supported
 from lagrpo.policy.model import Policy
-from lagrpo.policy.replica import Replica
-from lagrpo.sampling.parity import Parity
 from lagrpo.sampling.schedule import Schedule, largest_lag
 from lagrpo.sampling.vllm.connecting import deadlines
 from lagrpo.settings.schema import Settings
-from lagrpo.training.build import loading, offline_prompts
+from lagrpo.training.build import Parts, loading, offline_prompts
 from lagrpo.training.lag import CAP
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -31,17 +29,10 @@ PROGRAM = 400 * 2**20  # Python, torch and transformers themselves
 IDLE = 0.15  # of all that is used: gaps that the allocator cannot fill
 
 
-def meaning(
-    settings: Settings,
-    recipe: Recipe,
-    policy: Policy | None = None,
-    sampled: Policy | Replica | None = None,
-    parity: Parity | None = None,
-) -> list[str]:
-    """One line for each thing that people get wrong about a run. Without a policy the model's sizes are read from its
-    config (no weights are loaded). `sampled`: the policy of the in-process sampler; `parity`: how far it agrees with
-    the learner."""
-    s, sampling = settings.schedule, settings.sampling
+def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> list[str]:
+    """One line for each thing that people get wrong about a run. Without its parts the model's sizes are read from its
+    config (no weights are loaded)."""
+    s, sampling, policy = settings.schedule, settings.sampling, parts.learner.policy if parts else None
     per_batch, batches = s.prompts * sampling.G, s.stages * s.batches
     config, parameters = (policy.model.config, policy.model.lm.num_parameters()) if policy else _sizes(settings)
     dtype, why = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
@@ -64,8 +55,9 @@ def meaning(
         f"arithmetic  {dtype} ({why}) on {policy.device if policy else settings.model.device}"
         + (f", {settings.optimizer.masters} float32 masters" if dtype == "bfloat16" else "")
         + (f"; {policy.model.computation}" if policy else ""),
-        *([f"decoding    {sampled.model.decoding}"] if sampled else []),
-        *([f"parity      {parity}"] if parity else []),
+        *([f"decoding    {parts.sampled.model.decoding}"] if parts and parts.sampled else []),
+        *([f"parity      {parts.parity}"] if parts and parts.parity else []),
+        *([f"offline     {parts.offline}"] if parts and parts.offline is not None else []),
     ]
 
 
@@ -155,22 +147,19 @@ def expected_memory(
     apart = s.i > 1 or largest_lag(Schedule(s.kind, s.v, s.delta), s.stages, s.batches, s.i) > 0
     copies = 2 + recipe.needs_pi_ref + (fused and size == 2 and apart)
     layers, _, kv_heads, d = Shape.of(config)
-    per_token = 2 * layers * kv_heads * d * size
-    sampling, prompts = settings.sampling, settings.schedule.prompts
-    rows = sampling.max_num_seqs
+    sampling, rows = settings.sampling, settings.sampling.max_num_seqs
     tokens_held = rows * sampling.max_tokens + rows // sampling.G * sampling.max_prompt_tokens
-    of_a_batch = prompts * (sampling.max_prompt_tokens + sampling.G * sampling.max_tokens)
+    of_a_batch = s.prompts * (sampling.max_prompt_tokens + sampling.G * sampling.max_tokens)
     learned = min(settings.optimizer.micro_batch_tokens, of_a_batch)
     numbers, head = learned * config.vocab_size, config.vocab_size * config.hidden_size
     by_pytorch = 4 * (4 * min(CHUNK_LOGITS, numbers) + head)
     by_kernels = size * min(KEPT_LOGITS + KERNEL_LOGITS, numbers) + (4 + size) * head
-    logits = max(by_pytorch, by_kernels)
     memory = {
         "program": PROGRAM,
         "weights": copies * parameters * size,
         "optimizer": parameters * (12 + (4 if dtype == "bfloat16" else 0)),
-        "activations": learned * activation_bytes(settings, config, size, fused) + logits,
-        "sampler": tokens_held * per_token,
+        "activations": learned * activation_bytes(settings, config, size, fused) + max(by_pytorch, by_kernels),
+        "sampler": tokens_held * 2 * layers * kv_heads * d * size,
     }
     return memory | {"idle": int(IDLE * sum(memory.values()))}
 
@@ -205,7 +194,8 @@ def _sizes(settings: Settings) -> tuple[Any, int]:
 
 
 def count_of(number: int, what: str, plural: str = "s") -> str:
-    """
+    """A number with its noun.
+
     >>> count_of(1, "batch", "es"), count_of(1200, "batch", "es")
     ('1 batch', '1,200 batches')
     """
@@ -213,8 +203,4 @@ def count_of(number: int, what: str, plural: str = "s") -> str:
 
 
 def _size(size: int) -> str:
-    """
-    >>> _size(3 * 2**29), _size(3 * 2**19)
-    ('1.5 GiB', '2 MiB')
-    """
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

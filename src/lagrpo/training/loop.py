@@ -1,7 +1,7 @@
 """Algorithm 1 of Mroueh et al. (arXiv 2505.22257), and nothing else.
 
-The numbers beside the lines are the paper's. Batches are counted through all stages: b = (s - 1)·M + k. What happens
-around the algorithm (building its parts, evaluating, the files of a run) is in training/run.py.
+The numbers beside the lines are the paper's. Batches are counted through all stages: b = (s - 1)·M + k. training/run.py
+does what stands around the algorithm: evaluations, the files of a run.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def update(
 
 def score_rest(a: Parts, clock: Clock, batch: Batch, rows: Sequence[FreshMicroBatch]) -> list[MicroBatch]:
     """The completions that the objective leaves out, with log π_k: a forward pass without gradient, where the run asks
-    for it. Where π_k itself sampled them, and by the same program, log π_k is log α up to the rounding that the parity
-    check measures, and costs nothing."""
+    for it. Where π_k itself sampled them in this process, log α stands for log π_k, up to the rounding that the parity
+    check measures."""
     if not a.settings.run.score_lag:
         return []
     learner, version = a.learner, a.learner.policy.version

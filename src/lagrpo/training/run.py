@@ -146,9 +146,8 @@ class Training:
     def begin(self) -> None:
         """Tell the observers what the run is."""
         parts, settings = self.parts, self.settings.model_dump()
-        lines = meaning(self.settings, parts.learner.recipe, self.policy, parts.sampled, parts.parity)
-        lines += [f"offline     {parts.offline}"] if parts.offline is not None else []
         settings["run"]["name"] = self.store.path.name
+        lines = meaning(self.settings, parts.learner.recipe, parts)
         self.observers.start(settings, self.environment)
         for line in [*lines, f"threads     {team.describe()}"]:
             self.display.note(line)
