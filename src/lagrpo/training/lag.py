@@ -123,7 +123,7 @@ def lag_is_complete(settings: Settings, recipe: Recipe) -> bool:
 
 
 def measure_spending(settings: Settings, batch: Batch, rows: Sequence[MicroBatch]) -> float | None:
-    """What the schedule decides by: the mean of `sequence_kl`, nats a completion (budget), or a certificate (certified).
+    """What the schedule decides by: the mean of `sequence_kl`, nats a completion (budget), or a certificate.
     None where the batch does not tell, and for other schedules."""
     schedule = settings.schedule
     if schedule.kind == "certified":
