@@ -42,9 +42,7 @@ class Composition:
         "none",
         "For a ratio over pi_k: weigh the surrogate by pi_k/alpha, truncated (TIS) or masked (MIS, IcePop), or none.",
     )
-    correction_level: str = knob(
-        "token", "Level at which the correction's pi_k/alpha is taken: token, sequence or length_normalized."
-    )
+    correction_level: str = knob("token", "Level of the correction's pi_k/alpha: token, sequence or length_normalized.")
     reduction: str = knob(
         "token_mean", "From tokens to the loss: token_mean, sequence_mean, sequence_sum or constant_length."
     )
@@ -68,9 +66,7 @@ class Composition:
     eps_std: float = knob(1e-4, "Variance floor under the root of sigma, in the normalized advantage.", ge=0)
     std_offset: float = knob(1e-4, "Added to the deviation in the advantage normalized_unbiased.", ge=0)
     kl_bound: float = knob(10.0, "Greatest value of k3_clamped, steepest slope of k3_linear.", ge=0)
-    strength: float = knob(
-        0.1, "Strength of asymre and opmd, and the temperature of log_mean_exp (the papers' tau).", ge=0
-    )
+    strength: float = knob(0.1, "Strength of asymre and opmd; temperature of log_mean_exp (the papers' tau).", ge=0)
     weight_temperature: float = knob(1.0, "Temperature of exp_advantage.", gt=0)
     overlong_buffer: int = knob(
         0, "Tokens before the limit over which DAPO's penalty for length falls from 0 to -1; 0: no penalty.", ge=0
