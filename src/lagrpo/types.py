@@ -47,6 +47,7 @@ class Prompt:
 
 
 Kind = Literal["scored", "unscored", "failed"]
+Range = tuple[float, float]  # the least and the greatest reward of a task
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Outcome:
         return Outcome("failed", reason=reason)
 
 
-def is_right(reward: float, reward_range: tuple[float, float]) -> bool:
+def is_right(reward: float, reward_range: Range) -> bool:
     """Whether a scored completion counts as right: no reward of `task.reward_range` is greater than its own.
 
     >>> is_right(1.0, (0.0, 1.0)), is_right(1.0, (0.0, 10.0)), is_right(0.0, (-1.0, 0.0))

@@ -54,25 +54,22 @@ def parse(kind: type[BaseModel], words: Sequence[str], flags: Collection[str] = 
             raise SettingsError(f"command line: {word} is no option; settings are given as --section.name VALUE")
         else:
             name, is_one_word, value = word[2:].partition("=")
-            name = name.replace("-", "_")
-            name = SHORT.get(name, name)
-            is_list = name in lists
-            if is_one_word:
-                given.put(name, [part for part in value.split(",") if part] if is_list else value)
+            name = SHORT.get(name := name.replace("-", "_"), name)
+            if not is_one_word:
+                given.put(name, _take(waiting, name, name in lists))
             else:
-                values = _take(waiting, name, is_list)
-                given.put(name, values if is_list else values[0])
+                given.put(name, [part for part in value.split(",") if part] if name in lists else value)
     return given
 
 
-def _take(waiting: deque[str], name: str, is_list: bool) -> list[str]:
+def _take(waiting: deque[str], name: str, is_list: bool) -> str | list[str]:
     """Take the value of the option `name` from the words that wait."""
     values: list[str] = []
     while waiting and not waiting[0].startswith("--") and (is_list or not values):
         values.append(waiting.popleft())
     if not values:
         raise SettingsError(f"command line: --{name} needs a value: --{name} VALUE")
-    return values
+    return values if is_list else values[0]
 
 
 def _is_list(annotation: Any) -> bool:

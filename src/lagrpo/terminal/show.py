@@ -16,7 +16,7 @@ from lagrpo.errors import refusing, visible
 from lagrpo.runs.directory import Run
 from lagrpo.runs.reading import RunNotFoundError, load_reward_range, load_rollouts, open_run, rollout_batches
 from lagrpo.terminal.text import MARKS
-from lagrpo.types import is_right
+from lagrpo.types import Range, is_right
 
 Only = Literal["all", "right", "wrong", "unscored"]
 
@@ -52,7 +52,7 @@ def show(
         console.print(_prompt(key, completions[0]), *(render_completion(row, scale) for row in completions))
 
 
-def is_kind(row: dict[str, Any], only: Only, reward_range: tuple[float, float]) -> bool:
+def is_kind(row: dict[str, Any], only: Only, reward_range: Range) -> bool:
     """Whether a row of the rollouts is of the kind that `only` names; see `show`."""
     scored = row["outcome"] == "scored"
     if only in ("all", "unscored"):
@@ -60,7 +60,7 @@ def is_kind(row: dict[str, Any], only: Only, reward_range: tuple[float, float]) 
     return scored and is_right(row["reward"], reward_range) == (only == "right")
 
 
-def render_completion(row: dict[str, Any], reward_range: tuple[float, float]) -> Group:
+def render_completion(row: dict[str, Any], reward_range: Range) -> Group:
     """One completion: a line of facts, and its text."""
     scored = row["outcome"] == "scored"
     mark, style = MARKS[is_right(row["reward"], reward_range) if scored else None]

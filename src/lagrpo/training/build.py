@@ -129,9 +129,7 @@ class Parts:
             return parts
 
     @staticmethod
-    def _build(
-        settings: Settings, recipe: Recipe, own: Task | None, servers: Sequence[Server], undo: ExitStack
-    ) -> Parts:
+    def _build(settings: Settings, recipe: Recipe, own: Task | None, servers: list[Server], undo: ExitStack) -> Parts:
         sampling, seed = settings.sampling, settings.run.seed
         with refusing():
             task = own if own is not None else load_task(settings.task, seed)

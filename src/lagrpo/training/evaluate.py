@@ -33,7 +33,7 @@ from lagrpo.tasks import Task, load_task
 from lagrpo.terminal.text import formatted_interval
 from lagrpo.training.build import build_policy, build_verifier
 from lagrpo.training.checks import check_evaluation
-from lagrpo.types import Group, is_right
+from lagrpo.types import Group, Range, is_right
 from lagrpo.verify import Verifier
 
 ENOUGH_PROMPTS = 50
@@ -48,12 +48,7 @@ class Evaluation:
 
 
 def evaluate(
-    sampler: Sampler,
-    verifier: Verifier,
-    requests: Sequence[Request],
-    samples: int,
-    seed: int,
-    reward_range: tuple[float, float] = (0.0, 1.0),
+    sampler: Sampler, verifier: Verifier, requests: Sequence[Request], samples: int, seed: int, reward_range: Range
 ) -> Evaluation:
     """Generate, judge and count. Raises ValueError for no prompts."""
     if not requests:
@@ -64,7 +59,7 @@ def evaluate(
     return Evaluation(_summary(records, samples, seed, reward_range), records)
 
 
-def _record(group: Group, reward_range: tuple[float, float]) -> dict[str, Any]:
+def _record(group: Group, reward_range: Range) -> dict[str, Any]:
     rewards, completions = group.rewards, group.completions
     right = sum(is_right(reward, reward_range) for reward in rewards)
     return {
@@ -83,9 +78,7 @@ def _record(group: Group, reward_range: tuple[float, float]) -> dict[str, Any]:
     }
 
 
-def _summary(
-    records: list[dict[str, Any]], samples: int, seed: int, reward_range: tuple[float, float]
-) -> dict[str, Any]:
+def _summary(records: list[dict[str, Any]], samples: int, seed: int, reward_range: Range) -> dict[str, Any]:
     without_reward = sum(r["samples"] - r["scored"] for r in records)
     summary: dict[str, Any] = {"prompts": len(records), "samples": samples, "without_reward": without_reward}
     for name, (values, tries) in _measures(records, samples).items():
@@ -106,7 +99,7 @@ def _measures(records: list[dict[str, Any]], samples: int) -> dict[str, tuple[di
     return measures
 
 
-def _interval(values: list[float], tries: float, seed: int, ends: tuple[float, float]) -> tuple[float, float]:
+def _interval(values: list[float], tries: float, seed: int, ends: Range) -> tuple[float, float]:
     """The 95 % interval of a metric that lies between these ends: `estimators.clustered_interval` in units of their
     distance, and a bootstrap over prompts for values outside."""
     values_N, (low, high) = torch.tensor(values, dtype=torch.float64), ends

@@ -21,6 +21,7 @@ from lagrpo.core.estimators import bootstrap_interval
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.batch import Batch, MicroBatch, knows_alpha
 from lagrpo.settings.schema import Settings
+from lagrpo.types import Range
 
 SIGMA_BINS = 10  # of the histogram of sigma over [0, 1/2], the range of rewards in [0, 1]
 ENOUGH = 25.0
@@ -94,7 +95,7 @@ def lag_metrics(
     batch: Batch,
     rows: Sequence[MicroBatch],
     eps_std: float,
-    reward_range: tuple[float, float] = (0.0, 1.0),
+    reward_range: Range = (0.0, 1.0),
     after_T: Sequence[Tensor] | None = None,
     delta: float | None = None,
 ) -> Row:
@@ -132,9 +133,7 @@ def measure_spending(settings: Settings, batch: Batch, rows: Sequence[MicroBatch
     return None if math.isnan(mean) else mean
 
 
-def certified(
-    batch: Batch, rows: Sequence[MicroBatch], reward_range: tuple[float, float], delta: float
-) -> float | None:
+def certified(batch: Batch, rows: Sequence[MicroBatch], reward_range: Range, delta: float) -> float | None:
     """A lower bound on J(π_k) - J(α), in units of the range, that is wrong with a chance of at most `delta`:
     `bounds.certified_improvement` with cap CAP over the completions that the sampler generated for this batch, J the
     mean over its prompts. A completion that could not be scored counts as one of the least reward, since leaving it out
@@ -176,7 +175,7 @@ def sigma_metrics(batch: Batch, eps_std: float) -> Row:
 
 
 def bound_metrics(
-    name: str, batch: Batch, log_ratio_C: Tensor, log_ratio_k_C: Tensor, eps_std: float, ends: tuple[float, float]
+    name: str, batch: Batch, log_ratio_C: Tensor, log_ratio_k_C: Tensor, eps_std: float, ends: Range
 ) -> Row:
     """The two sides of the bounds on J(π) - J(π_k), as means over the groups of two or more whose log α is known, in
     units of the range of rewards, from `ends[0]` to `ends[1]`.
