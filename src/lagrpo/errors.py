@@ -13,8 +13,7 @@ class SettingsError(ValueError):
 
 @contextmanager
 def refusing(what: str = "", *further: type[Exception]) -> Iterator[None]:
-    """Inside, turn a ValueError, OSError or ImportError (or one of `further`) into a SettingsError that begins with
-    `what`."""
+    """Turn ValueError, OSError, ImportError and `further` ones inside into a SettingsError that begins with `what`."""
     try:
         yield
     except SettingsError:

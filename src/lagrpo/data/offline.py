@@ -49,11 +49,8 @@ class OfflineDataError(ValueError):
 class OfflineData:
     """The groups of files, visited epoch after epoch in an order that is a function of (seed, epoch). `data` names the
     files (see `runs.reading.completion_files`); `reads_logp`: the recipe reads log α. `left_out` is how many rows are
-    not in the groups, by reason.
-
-    Raises:
-        OfflineDataError: a file or row that cannot be used, a prompt of more than `max_prompt_tokens`, no completions.
-    """
+    not in the groups, by reason. Raises OfflineDataError for a file or row that cannot be used, a prompt of more than
+    `max_prompt_tokens`, and where there are no completions."""
 
     def __init__(
         self,

@@ -55,8 +55,7 @@ class PromptSource:
         return [Request(b, -1 - again, self.tokenized("train", order[position])) for again, position in places]
 
     def held_out(self, count: int) -> list[Request]:
-        """Up to `count` test prompts, the same ones whenever it is asked: the first of a fixed random order. Raises
-        SettingsError where there are none."""
+        """Up to `count` test prompts, the first of a fixed random order. Raises SettingsError where there are none."""
         size = self.task.size("test")
         if size < 1:
             raise SettingsError(f"task {self.task.name!r} has no test prompts to evaluate on")
@@ -64,9 +63,8 @@ class PromptSource:
         return [Request(0, 0, self.tokenized("test", index)) for index in order[:count]]
 
     def tokenized(self, split: str, index: int) -> Prompt:
-        """A prompt with its token ids. Raises SettingsError when the task has none that can be asked there, it is
-        longer than max_prompt_tokens, the chat template refuses it (some know no system message), or the model lacks
-        one of its tokens."""
+        """A prompt with its token ids. Raises SettingsError where the task has none that can be asked, it exceeds
+        max_prompt_tokens, the chat template refuses it (some know no system message) or the model lacks its tokens."""
         where = f"prompt {index} of the {split} split of {self.task.name!r}"
         try:
             prompt = self.policy.chat.tokenize(self.task.prompt(split, index))

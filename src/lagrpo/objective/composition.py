@@ -1,7 +1,4 @@
-"""The names and numbers that make an objective: the one list behind recipes, settings, --help and TOML files.
-
-Importing this module loads no torch.
-"""
+"""The names and numbers that make an objective: the one list behind recipes, settings, --help and TOML files."""
 
 from __future__ import annotations
 

@@ -1,14 +1,11 @@
-"""The presets: one table. Each row is a composition of pieces of core (see objective/compose.py), with formula and
-source.
-
+"""The presets: one table. A row is a composition of pieces of core (see objective/compose.py), its formula and source.
 A new method is a new row, or an existing row with overrides in a settings file:
 
 >>> resolve("grpo", {"epsilon_high": 0.28}).composition.epsilon_high
 0.28
 
 Where a source leaves a number open the row says so. A = (r - mu)/sigma is written `normalized`, r - mu `centered`; rho
-is pi/alpha of a token, s of a sequence; sg stops the gradient. Importing this module does not load torch;
-`resolve` does.
+is pi/alpha of a token, s of a sequence; sg stops the gradient. Importing this module loads no torch; `resolve` does.
 """
 
 from __future__ import annotations

@@ -37,11 +37,8 @@ class Arguments:
 
 
 def parse(kind: type[BaseModel], words: Sequence[str], flags: Collection[str] = ()) -> Arguments:
-    """Sort the words. An option takes one value; where its setting is a list, all words up to the next option.
-
-    Raises:
-        SettingsError: an option without its value, a word that looks like an option and is none.
-    """
+    """Sort the words. An option takes one value; where its setting is a list, all words up to the next option. Raises
+    SettingsError for an option without its value, and a word that looks like an option and is none."""
     given, waiting = Arguments(), deque(words)
     lists = {name for name, field in list_settings(kind).items() if _is_list(field.annotation)}
     while waiting:

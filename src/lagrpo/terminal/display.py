@@ -1,9 +1,7 @@
-"""What a run shows while it goes on, and at its end.
+"""What a run shows while it goes on, and at its end: an observer of the run (see training/observers.py).
 
 On a terminal: a live table of the last batches, a progress bar and what is being done right now. Elsewhere (a file, a
-pipe, a CI log): one plain line per batch under a header, narrower than 120 columns. Both are observers of the run (see
-training/observers.py) and get the metrics that are recorded in metrics.jsonl; a metric that is missing, None or NaN is
-shown as "–".
+pipe, a CI log): one plain line per batch under a header, narrower than 120 columns. A metric without a value is "–".
 """
 
 from __future__ import annotations

@@ -19,12 +19,9 @@ LARGEST_EXPONENT = 80.0  # float32 ends at e^88.7; the rest is for the factors b
 
 
 def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
-    """The resolved recipe of settings that can be run; `task` stands in for settings.task.
-
-    Raises:
-        SettingsError: an unknown recipe or piece, a contradictory composition, options that the task does not take, a
-            model or a chat template that is not there, a run that exists already or cannot be written.
-    """
+    """The resolved recipe of settings that can be run; `task` stands in for settings.task. Raises SettingsError for an
+    unknown recipe or piece, a contradictory composition, options that the task does not take, a model or a chat
+    template that is not there, a run that exists already or cannot be written."""
     if task is None:
         with refusing():
             check_options(settings.task)

@@ -171,11 +171,8 @@ def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
 
 def place(settings: EvalSettings, task: str) -> Path:
     """The directory for an evaluation: settings.output, else evaluations/MODEL-TASK, or that with the first number
-    behind it (-2, -3 …) whose directory has no evaluation with other settings.
-
-    Raises:
-        SettingsError: settings.output has an evaluation with other settings, or something else's summary.json.
-    """
+    behind it (-2, -3 …) whose directory has no evaluation with other settings. Raises SettingsError where
+    settings.output has one, or something else's summary.json."""
     if settings.output:
         with refusing("output"):
             if problem := _occupied(Path(settings.output), settings):

@@ -16,10 +16,8 @@ AT_ONCE = 1e-3  # seconds: what took less to come was sampled before
 
 
 def batch_metrics(step: Step) -> dict[str, Any]:
-    """Everything that is recorded about a batch beside the lag. docs/run-directory.md says what each is.
-
-    Metrics of the objective describe the first update on the batch, where π = π_k. grad_norm, lr, moved, loss and the
-    clip shares that end in _last describe the last update."""
+    """What is recorded of a batch beside the lag (docs/run-directory.md). Metrics of the objective describe the first
+    update on the batch, where π = π_k; loss, grad_norm, lr, moved and the clip shares _last describe the last one."""
     updates, groups, clock = step.updates, step.batch.groups, step.clock
     first, last = (updates[0], updates[-1]) if updates else ({}, {})
     completions = [c for group in groups for c in group.completions]
@@ -48,8 +46,7 @@ SAMPLER_METRICS = (
 
 
 def sampler_metrics(weight_sync: Mapping[str, float], sampling: Mapping[str, float]) -> dict[str, float | None]:
-    """What the last weight sync cost and checked, and what happened to the sampler since the batch before: the same
-    keys whichever sampler it is, None where there is no such metric."""
+    """What the last weight sync cost and checked, and what happened to the sampler since the batch before."""
     return {name: sampling.get(name, weight_sync.get(name)) for name in SAMPLER_METRICS}
 
 

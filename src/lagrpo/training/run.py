@@ -1,9 +1,4 @@
-"""A training run: the parts built, evaluated before and after, observed; and stopped cleanly.
-
-import lagrpo
-result = lagrpo.train({"task": {"name": "arithmetic"}, "schedule": {"batches": 20}})
-result.after["pass_at_1"], result.weights
-"""
+"""A training run: the parts built, evaluated before and after, observed; and stopped cleanly."""
 
 from __future__ import annotations
 
