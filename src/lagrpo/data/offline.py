@@ -42,15 +42,11 @@ UNKNOWN_VERSION = -1
 ROUNDING = 1e-3  # nats above 0 at which a log-prob is still taken: some samplers round probabilities up to 1
 
 
-class OfflineDataError(ValueError):
-    """A file of completions that cannot be used, with the row and what is wrong with it."""
-
-
 class OfflineData:
     """The groups of files, visited epoch after epoch in an order that is a function of (seed, epoch). `data` names the
     files (see `runs.reading.completion_files`); `reads_logp`: the recipe reads log α. `left_out` is how many rows are
-    not in the groups, by reason. Raises OfflineDataError for a file or row that cannot be used, a prompt of more than
-    `max_prompt_tokens`, and where there are no completions."""
+    not in the groups, by reason. Raises FileNotFoundError for a file that is missing; ValueError, with file and row,
+    for one that cannot be used or has a prompt of more than `max_prompt_tokens`, and where no completions are left."""
 
     def __init__(
         self,
@@ -65,17 +61,14 @@ class OfflineData:
     ) -> None:
         self.seed, self.left_out = seed, Counter[str]()
         names = [data] if isinstance(data, str | Path) else data
-        try:
-            self.files = completion_files(names)
-        except FileNotFoundError as error:
-            raise OfflineDataError(str(error)) from error
+        self.files = completion_files(names)
         rows = [row for file in self.files for row in _read(file, policy, system_prompt, max_prompt_tokens)]
         rows = self._only(rows, "failed", lambda row: row.completion is not None)
         if reads_logp and any(_knows_alpha(row.completion) for row in rows):
             rows = self._only(rows, "without log-probs", lambda row: _knows_alpha(row.completion))
         self._groups = _grouped(rows, G)
         if not self._groups:
-            raise OfflineDataError(f"{', '.join(map(str, names))}: no completions in it{self._left_out(' ({})')}")
+            raise ValueError(f"{', '.join(map(str, names))}: no completions in it{self._left_out(' ({})')}")
 
     def _only(self, rows: list[_Row], reason: str, fits: Callable[[_Row], bool]) -> list[_Row]:
         kept = [row for row in rows if fits(row)]
@@ -115,18 +108,14 @@ class OfflineData:
         return [replace(self._groups[order_prompts(self.seed, epoch, N)[n]], epoch=epoch) for epoch, n in places]
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl or .parquet file. Raises OfflineDataError where it is neither."""
+def _read_rows(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
 
         return pq.read_table(path).to_pylist()
     if path.suffix not in (".jsonl", ".json"):
-        raise OfflineDataError(f"{path}: completions are read from .jsonl or .parquet files")
-    try:
-        return read_jsonl(path)
-    except ValueError as error:
-        raise OfflineDataError(str(error)) from error
+        raise ValueError(f"{path}: completions are read from .jsonl or .parquet files")
+    return read_jsonl(path)
 
 
 class _Row(NamedTuple):
@@ -143,7 +132,7 @@ def _knows_alpha(completion: Completion | None) -> bool:
 
 
 def _read(path: Path, policy: Policy, system_prompt: str | None, max_prompt_tokens: int | None) -> Iterator[_Row]:
-    for number, row in enumerate(read_rows(path), start=1):
+    for number, row in enumerate(_read_rows(path), start=1):
         try:
             prompt = _prompt(row, policy, system_prompt)
             if max_prompt_tokens is not None and (count := len(prompt.token_ids)) > max_prompt_tokens:
@@ -153,7 +142,7 @@ def _read(path: Path, policy: Policy, system_prompt: str | None, max_prompt_toke
             batch = (path, row.get("epoch")) if "prompt_text" in row else ()
             yield _Row(prompt, None if failed else _completion(row, policy), (*batch, prompt.token_ids))
         except (ValueError, TypeError, KeyError) as error:
-            raise OfflineDataError(f"{path}, row {number}: {error}") from error
+            raise ValueError(f"{path}, row {number}: {error}") from error
 
 
 def _prompt(row: Mapping[str, Any], policy: Policy, system_prompt: str | None) -> Prompt:

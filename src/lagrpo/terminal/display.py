@@ -192,8 +192,7 @@ class PlainDisplay(_Shown):
         self._print(visible(text))
 
     def _print(self, line: str) -> None:
-        self.console.file.write(line.rstrip() + "\n")
-        self.console.file.flush()
+        print(line.rstrip(), file=self.console.file, flush=True)
 
 
 class LiveDisplay(_Shown):

@@ -19,6 +19,7 @@ from lagrpo.terminal.text import MARKS
 from lagrpo.types import Range, is_right
 
 Only = Literal["all", "right", "wrong", "unscored"]
+KINDS = {True: "right", False: "wrong", None: "unscored"}
 
 
 def show(
@@ -43,7 +44,8 @@ def show(
     with refusing():
         rows = load_rollouts(run, [batches[-1] if batch is None else batch])
     scale = load_reward_range(run)
-    chosen = [row for row in rows if (prompt is None or row["prompt_key"] == prompt) and is_kind(row, only, scale)]
+    rows_of_prompt = [row for row in rows if prompt in (None, row["prompt_key"])]
+    chosen = [row for row in rows_of_prompt if only in ("all", KINDS[_is_right(row, scale)])]
     console.print(_title(run, rows, batches, min(count, len(chosen)), len(chosen)))
     if not chosen:
         console.print(Text(_nothing(rows, prompt, only)))
@@ -52,19 +54,15 @@ def show(
         console.print(_prompt(key, completions[0]), *(render_completion(row, scale) for row in completions))
 
 
-def is_kind(row: dict[str, Any], only: Only, reward_range: Range) -> bool:
-    """Whether a row of the rollouts is of the kind that `only` names; see `show`."""
-    scored = row["outcome"] == "scored"
-    if only in ("all", "unscored"):
-        return only == "all" or not scored
-    return scored and is_right(row["reward"], reward_range) == (only == "right")
+def _is_right(row: dict[str, Any], reward_range: Range) -> bool | None:
+    """None where it was not scored."""
+    return is_right(row["reward"], reward_range) if row["outcome"] == "scored" else None
 
 
 def render_completion(row: dict[str, Any], reward_range: Range) -> Group:
     """One completion: a line of facts, and its text."""
-    scored = row["outcome"] == "scored"
-    mark, style = MARKS[is_right(row["reward"], reward_range) if scored else None]
-    facts = [f"{row['reward']:g}" if scored else row["outcome"], f"{sum(row['sampled'])} tokens"]
+    mark, style = MARKS[_is_right(row, reward_range)]
+    facts = [f"{row['reward']:g}" if row["outcome"] == "scored" else row["outcome"], f"{sum(row['sampled'])} tokens"]
     facts += [] if row["finished"] else ["cut at the limit"]
     facts += _versions(row)
     facts += [f"advantage {row['advantage']:+.3f}"] if row["advantage"] is not None else []

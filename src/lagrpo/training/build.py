@@ -40,7 +40,6 @@ from lagrpo.types import Group
 from lagrpo.verify import Verifier
 
 _QUIET = threading.RLock()  # what transformers says is set for the process: runs in several threads take turns
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def build_policy(model: ModelSettings, tau: float, longest: int, templates: Templates | None = None) -> Policy:
@@ -50,7 +49,7 @@ def build_policy(model: ModelSettings, tau: float, longest: int, templates: Temp
     team.start(model.threads, device.type)
     if device.type == "cpu":
         keep_freed_memory()
-    dtype = DTYPES[pick_dtype(model.dtype, device)[0]]
+    dtype = getattr(torch, pick_dtype(model.dtype, device)[0])
     with refusing("model.kernels", NoKernels):
         backend = choose_backend(model.kernels, device, dtype)
     with loading(model):
@@ -165,11 +164,6 @@ class Parts:
     def parity(self) -> Parity | None:
         """How far learner and in-process sampler agree; None where that was not asked or the sampler is vLLM."""
         return self.check_parity.parity if self.check_parity is not None else None
-
-    @property
-    def prefetches(self) -> bool:
-        """Whether all batches up to the next weight sync are asked for at once."""
-        return self.settings.sampling.prefetch and not self.settings.sampling.dynamic_sampling
 
     def read_offline(self, b: int) -> Sequence[Group]:
         """The groups of batch b that come from a file."""

@@ -22,10 +22,7 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
     """The resolved recipe of settings that can be run; `task` stands in for settings.task. Raises SettingsError for an
     unknown recipe or piece, a contradictory composition, options that the task does not take, a model or a chat
     template that is not there, a run that exists already or cannot be written."""
-    if task is None:
-        with refusing():
-            check_options(settings.task)
-    check_model(settings.model)
+    check_evaluation(settings, task)
     with refusing("offline.data"):
         completion_files(settings.offline.data or ())
     with refusing("run"):
@@ -56,19 +53,16 @@ def _check_exponential(recipe: Recipe, settings: Settings) -> None:
         )
 
 
-def check_evaluation(settings: EvalSettings) -> None:
-    """The same for the settings of an evaluation."""
-    with refusing():
-        check_options(settings.task)
-    check_model(settings.model)
-
-
-def check_model(model: ModelSettings) -> None:
-    """Raises SettingsError for a model that is nowhere, and for a chat template that cannot be read."""
+def check_evaluation(settings: Settings | EvalSettings, task: Task | None = None) -> None:
+    """Raises SettingsError for options that the task does not take, a model that is nowhere, and a chat template that
+    cannot be read."""
+    if task is None:
+        with refusing():
+            check_options(settings.task)
     with refusing("model.path"):
-        check_path(model.path)
+        check_path(settings.model.path)
     with refusing("model.chat_template"):
-        chat_template(model)
+        chat_template(settings.model)
 
 
 def chat_template(model: ModelSettings) -> str | None:

@@ -81,9 +81,10 @@ def iterative_grpo(a: Parts, state: LoopState, tell: Callable[[str], None] = lam
     first batch: the paper leaves α undefined for k < v. `tell` is told what is being done from then on."""
     learner, policy, settings, synced = a.learner, a.learner.policy, a.settings, {}
     S, M, i = settings.schedule.stages, settings.schedule.batches, settings.schedule.i
+    prefetch = settings.sampling.prefetch and not settings.sampling.dynamic_sampling
     for s in range(state.batch // M + 1, S + 1):  # 5
         for k in range(state.batch % M + 1, M + 1):  # 6
-            b, clock, due = state.batch + 1, Clock(tell), a.schedule.next(state, S, M, a.prefetches)
+            b, clock, due = state.batch + 1, Clock(tell), a.schedule.next(state, S, M, prefetch)
             reason = "start" if state.alpha < 0 else due.reason
             if reason:  # 8
                 state, synced = state.after_sync(policy.version), sync_weights(a, clock)  # 9   α <- π_θ
