@@ -182,7 +182,7 @@ def _is_silent(objective: Callable[[Any], Tensor]) -> bool:
     from lagrpo.core.loss import Terms
 
     logp = torch.tensor([-0.7, -1.3], requires_grad=True)
-    others = (torch.tensor([-1.1, -0.4]) + shift for shift in (0.0, 0.1, 0.3))
-    terms = Terms(logp, *others, torch.tensor([0, 1]), torch.zeros(2), groups=torch.zeros(2, dtype=torch.long))
+    alpha, k, ref = (torch.tensor([-1.1, -0.4]) + shift for shift in (0.0, 0.1, 0.3))
+    terms = Terms(logp, alpha, k, ref, torch.tensor([0, 1]), torch.zeros(2), groups=torch.zeros(2, dtype=torch.long))
     gradient = torch.autograd.grad(objective(terms).sum(), logp, allow_unused=True)[0]
     return gradient is None or not bool(gradient.any())

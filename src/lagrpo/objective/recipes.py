@@ -37,7 +37,7 @@ OFF_POLICY = replace(GRPO, beta=0.1)
 RECOMPUTED = replace(GRPO, denominator="pi_k", beta=0.0)
 REINFORCE = Composition(advantage="centered", surrogate="reinforce")
 GSPO = Composition(ratio="length_normalized", reduction="sequence_mean", epsilon_low=3e-4, epsilon_high=4e-4)
-WIDE = {"epsilon_low": 0.6, "epsilon_high": 2.0}
+WIDE: dict[str, Any] = {"epsilon_low": 0.6, "epsilon_high": 2.0}
 
 
 def _rec(mask: str, weight: str = "one", ranges: str = "(.2, .2)", **numbers: Any) -> Preset:

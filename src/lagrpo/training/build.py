@@ -24,7 +24,6 @@ from lagrpo.policy.loading import check_context, check_files, load_policy
 from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import Replica, replica
 from lagrpo.policy.templates import Templates
-from lagrpo.sampling.base import Sampler
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import PARITY_PROMPTS, Parity, ParityCheck, ParityError
 from lagrpo.sampling.prefetch import Prefetcher
@@ -102,7 +101,7 @@ class Parts:
     """the caller gave the task as an object"""
     learner: Learner
     """with the policy, the recipe and the reference"""
-    sampler: Sampler
+    sampler: LocalSampler | VllmSampler
     evaluator: LocalSampler
     prefetcher: Prefetcher
     prompts: PromptSource
@@ -211,13 +210,14 @@ def build_verifier(settings: Settings | EvalSettings, task: Task) -> Verifier:
         return Verifier(task.judge, workers=v.workers, deadline=v.deadline, max_without_reward=v.max_without_reward)
 
 
-def build_parity_check(settings: Settings, policy: Policy, source: PromptSource, sampler: Sampler) -> ParityCheck:
+def build_parity_check(
+    settings: Settings, policy: Policy, source: PromptSource, sampler: LocalSampler | VllmSampler
+) -> ParityCheck:
     """What is called after every weight sync. Raises SettingsError where the in-process sampler computes something else
     than the learner."""
     parity_prompts = source.parity_prompts(PARITY_PROMPTS)
     if isinstance(sampler, VllmSampler):
         return ParityCheck(parity_prompts, sampler.dtype, settings.vllm.tolerance)
-    assert isinstance(sampler, LocalSampler)
     check = ParityCheck(parity_prompts, policy.dtype)
     with refusing("model.path", ParityError):
         check.start(policy, sampler)
