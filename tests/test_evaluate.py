@@ -150,7 +150,7 @@ def test_the_records_are_in_the_order_of_the_prompts():
 def test_nothing_to_evaluate_on_is_an_error():
     given: Any = Given({})
     with pytest.raises(ValueError, match="no test prompts"):
-        evaluate(given, given, [], 4, 0)
+        evaluate(given, given, [], 4, 0, (0.0, 1.0))
 
 
 def test_a_metric_in_words():

@@ -23,7 +23,7 @@ from lagrpo.interrupts import Interrupted, interruptible
 from lagrpo.policy.chat import Templates
 from lagrpo.runs import Run
 from lagrpo.settings.schema import EvalSettings, ModelSettings
-from lagrpo.training.build import loading, without_progress_bars
+from lagrpo.training.build import loading
 from lagrpo.training.evaluate import evaluate_model
 from lagrpo.training.run import train
 
@@ -126,12 +126,12 @@ def test_runs_in_two_threads_leave_transformers_as_it_was():
     second_is_in, first_is_out = threading.Event(), threading.Event()
 
     def second():
-        with loading(ModelSettings()), without_progress_bars():
+        with loading(ModelSettings()):
             second_is_in.set()
             first_is_out.wait(10)
 
     thread = threading.Thread(target=second)
-    with loading(ModelSettings()), without_progress_bars():
+    with loading(ModelSettings()):
         thread.start()
         second_is_in.wait(0.2)  # it waits for its turn
     first_is_out.set()

@@ -17,9 +17,11 @@ from __future__ import annotations
 import inspect
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import tyro
 from pydantic import BaseModel
@@ -41,35 +43,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print((__doc__ or "").strip())
         return
     if name == "--version":
-        from importlib.metadata import version
-
         print(f"lagrpo {version('lagrpo')}")
         return
     logs.print_records()
     try:
-        find_command(name)(rest)
+        with failing(SettingsError, FileNotFoundError, code=2):
+            find_command(name)(rest)
     except KeyboardInterrupt as stop:
         print("\nlagrpo: interrupted", file=sys.stderr)
         sys.exit(128 + getattr(stop, "signal", 2))
     except BrokenPipeError:  # the reader of our output has gone: `lagrpo … | head`
         sys.stderr.close()
-    except (SettingsError, FileNotFoundError) as error:
-        fail(error, 2)
 
 
 def find_command(name: str) -> Callable[[list[str]], None]:
     """The function of a command. Raises SettingsError for an unknown one, with the nearest."""
     if name not in COMMANDS:
-        raise SettingsError(
-            f"there is no command {name!r}; did you mean {find_nearest(name, COMMANDS)!r}? (lagrpo --help)"
-        )
+        nearest = find_nearest(name, COMMANDS)
+        raise SettingsError(f"there is no command {name!r}; did you mean {nearest!r}? (lagrpo --help)")
     return COMMANDS[name]
 
 
-def fail(error: Exception, code: int) -> NoReturn:
-    """Print the message of an error, without a traceback, and exit."""
-    print("\n".join([f"lagrpo: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
-    sys.exit(code)
+@contextmanager
+def failing(*errors: type[Exception], code: int = 1) -> Iterator[None]:
+    """Inside, let one of these errors print its message, without a traceback, and exit."""
+    try:
+        yield
+    except errors as error:
+        print("\n".join([f"lagrpo: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        sys.exit(code)
 
 
 def train(words: list[str]) -> None:
@@ -86,16 +88,13 @@ def train(words: list[str]) -> None:
 
     recipe = check_settings(settings)
     if "--dry-run" in given.flags:
-        from lagrpo.training.explain import explained
+        from lagrpo.training.explain import meaning
 
-        return print(explained(settings, recipe, to_toml(settings)))
-    from lagrpo.training.run import FAILURES
-    from lagrpo.training.run import train as run
+        return print(to_toml(settings), *(f"# {line}" for line in meaning(settings, recipe)), sep="\n")
+    from lagrpo.training import run
 
-    try:
-        stopped = run(settings).interrupted
-    except FAILURES as error:
-        fail(error, 1)
+    with failing(*run.FAILURES):
+        stopped = run.train(settings).interrupted
     if stopped:
         sys.exit(128 + stopped)
 
@@ -115,10 +114,8 @@ def evaluate(words: list[str]) -> None:
     from lagrpo.training.evaluate import evaluate_model
     from lagrpo.training.run import FAILURES
 
-    try:
+    with failing(*FAILURES):
         evaluate_model(settings)
-    except FAILURES as error:
-        fail(error, 1)
 
 
 def show(
@@ -164,10 +161,8 @@ def verify(
     from lagrpo.replay import verify_run
     from lagrpo.replay.findings import UnreadableError, print_report
 
-    try:
+    with failing(UnreadableError, code=2):
         report = verify_run(run, rows, everything, seed)
-    except UnreadableError as error:
-        fail(error, 2)
     print_report(report)
     if report.differences:
         sys.exit(1)
@@ -179,10 +174,8 @@ def serve(words: list[str]) -> None:
     from lagrpo.sampling.vllm.server import SamplerError
     from lagrpo.sampling.vllm.serving import serve as run
 
-    try:
+    with failing(SamplerError):
         run(settings)
-    except SamplerError as error:
-        fail(error, 1)
 
 
 def pass_rest_on(words: list[str]) -> list[str]:
@@ -211,15 +204,9 @@ def recipes(name: Annotated[str | None, tyro.conf.Positional] = None, code: bool
 
 def show_help(settings: BaseModel, prog: str, function: Callable[..., Any]) -> None:
     """Print every setting with its description and its present value."""
-    tyro.cli(
-        type(settings),
-        args=["--help"],
-        default=settings,
-        prog=prog,
-        description=inspect.getdoc(function),
-        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
-        use_underscores=True,
-    )
+    kind, text = type(settings), inspect.getdoc(function)
+    config = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
+    tyro.cli(kind, args=["--help"], default=settings, prog=prog, description=text, config=config, use_underscores=True)
 
 
 HELP = {"-h", "--help"}

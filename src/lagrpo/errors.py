@@ -13,8 +13,7 @@ class SettingsError(ValueError):
 
 @contextmanager
 def refusing(what: str = "", *further: type[Exception]) -> Iterator[None]:
-    """Inside, turn a ValueError, OSError or ImportError (or one of `further`) into a SettingsError that begins with
-    `what`."""
+    """Turn ValueError, OSError, ImportError and `further` ones inside into a SettingsError that begins with `what`."""
     try:
         yield
     except SettingsError:
@@ -38,6 +37,10 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {close!r}?" if close else ""
 
 
+_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
 def visible(text: str) -> str:
     """A model's text, safe to print: control characters other than newline and tab, which could move the cursor or
     recolor the terminal, become their pictures (ESC is ␛).
@@ -45,11 +48,4 @@ def visible(text: str) -> str:
     >>> visible("a\\x1b[31mb")
     'a␛[31mb'
     """
-    return "".join(_picture(character) for character in text)
-
-
-def _picture(character: str) -> str:
-    code = ord(character)
-    if character in "\n\t" or not (code < 0x20 or 0x7F <= code < 0xA0):
-        return character
-    return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else "�"
+    return text.translate(_PICTURES)

@@ -34,22 +34,23 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
         raise Interrupted(signum)
 
 
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Take over SIGINT and SIGTERM for the time of the block; do nothing outside of the main thread. An ignored signal,
     such as SIGINT in a script's background jobs, stays ignored."""
-    if not _in_main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    ours = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
+    numbers = (signal.SIGINT, signal.SIGTERM) if _in_main_thread() else ()
+    before = {n: handler for n in numbers if (handler := signal.getsignal(n)) not in (signal.SIG_IGN, None)}
     try:
-        for number in ours:
+        for number in before:
             signal.signal(number, _interrupt)
         yield
     finally:
-        for number in ours:
-            signal.signal(number, before[number])
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -68,7 +69,3 @@ def whole() -> Iterator[None]:
         if not _depth and _pending is not None:
             signum, _pending = _pending, None
             raise Interrupted(signum)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

@@ -20,11 +20,11 @@ class _Lines(logging.Handler):
     show: Callable[[str], None] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
-        if self.show is not None:
-            self.show(text)
-        else:
-            print(f"lagrpo: {text}", file=sys.stderr, flush=True)
+        (self.show or _print)(self.format(record))
+
+
+def _print(text: str) -> None:
+    print(f"lagrpo: {text}", file=sys.stderr, flush=True)
 
 
 _lines = _Lines()

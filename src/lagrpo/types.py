@@ -9,9 +9,7 @@ Shape suffixes, used everywhere:
     V   vocabulary
 
 `rewards_G` is one group's rewards, `logp_T` the log-probs of all completion tokens of a batch, one after the other,
-`completion_T` the index (0 .. C-1) of the completion that each of those tokens belongs to.
-
-A worked example, one group of two completions of three and two tokens:
+`completion_T` the index (0 .. C-1) of the completion that each of those tokens belongs to. One group of two:
 
 >>> import torch
 >>> prompt = Prompt(key=7, messages=({"role": "user", "content": "2+3="},), gold="5", token_ids=(11, 12, 13))
@@ -49,6 +47,7 @@ class Prompt:
 
 
 Kind = Literal["scored", "unscored", "failed"]
+Range = tuple[float, float]  # the least and the greatest reward of a task
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class Outcome:
         return Outcome("failed", reason=reason)
 
 
-def is_right(reward: float, reward_range: tuple[float, float]) -> bool:
+def is_right(reward: float, reward_range: Range) -> bool:
     """Whether a scored completion counts as right: no reward of `task.reward_range` is greater than its own.
 
     >>> is_right(1.0, (0.0, 1.0)), is_right(1.0, (0.0, 10.0)), is_right(0.0, (-1.0, 0.0))
@@ -136,7 +135,6 @@ class Group:
 
     @property
     def scored(self) -> tuple[Completion, ...]:
-        """The completions that have a reward."""
         return tuple(c for c in self.completions if c.outcome is not None and c.outcome.kind == "scored")
 
     @property

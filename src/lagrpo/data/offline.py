@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -41,18 +42,11 @@ UNKNOWN_VERSION = -1
 ROUNDING = 1e-3  # nats above 0 at which a log-prob is still taken: some samplers round probabilities up to 1
 
 
-class OfflineDataError(ValueError):
-    """A file of completions that cannot be used, with the row and what is wrong with it."""
-
-
 class OfflineData:
     """The groups of files, visited epoch after epoch in an order that is a function of (seed, epoch). `data` names the
     files (see `runs.reading.completion_files`); `reads_logp`: the recipe reads log α. `left_out` is how many rows are
-    not in the groups, by reason.
-
-    Raises:
-        OfflineDataError: a file or row that cannot be used, a prompt of more than `max_prompt_tokens`, no completions.
-    """
+    not in the groups, by reason. Raises FileNotFoundError for a file that is missing; ValueError, with file and row,
+    for one that cannot be used or has a prompt of more than `max_prompt_tokens`, and where no completions are left."""
 
     def __init__(
         self,
@@ -67,22 +61,18 @@ class OfflineData:
     ) -> None:
         self.seed, self.left_out = seed, Counter[str]()
         names = [data] if isinstance(data, str | Path) else data
-        try:
-            self.files = completion_files(names)
-        except FileNotFoundError as error:
-            raise OfflineDataError(str(error)) from error
-        rows = [row for file in self.files for row in _completions(file, policy, system_prompt, max_prompt_tokens)]
-        rows = self._without(rows, "failed", lambda row: row.completion is None)
-        if reads_logp and any(row.known for row in rows):
-            rows = self._without(rows, "without log-probs", lambda row: not row.known)
+        self.files = completion_files(names)
+        rows = [row for file in self.files for row in _read(file, policy, system_prompt, max_prompt_tokens)]
+        rows = self._only(rows, "failed", lambda row: row.completion is not None)
+        if reads_logp and any(_knows_alpha(row.completion) for row in rows):
+            rows = self._only(rows, "without log-probs", lambda row: _knows_alpha(row.completion))
         self._groups = _grouped(rows, G)
         if not self._groups:
-            raise OfflineDataError(f"{', '.join(map(str, names))}: no completions in it{self._left_out(' ({})')}")
+            raise ValueError(f"{', '.join(map(str, names))}: no completions in it{self._left_out(' ({})')}")
 
-    def _without(self, rows: list[_Row], reason: str, unfit: Callable[[_Row], bool]) -> list[_Row]:
-        kept = [row for row in rows if not unfit(row)]
-        if len(kept) < len(rows):
-            self.left_out[reason] += len(rows) - len(kept)
+    def _only(self, rows: list[_Row], reason: str, fits: Callable[[_Row], bool]) -> list[_Row]:
+        kept = [row for row in rows if fits(row)]
+        self.left_out += Counter({reason: len(rows) - len(kept)})  # without zeros
         return kept
 
     def _left_out(self, form: str) -> str:
@@ -93,80 +83,66 @@ class OfflineData:
         return len(self._groups)
 
     def __str__(self) -> str:
-        numbers = (sum(len(g.completions) for g in self._groups), len(self._groups), len(self.files))
-        completions, groups, files = (
-            f"{n:,} {what}{'s' * (n != 1)}" for n, what in zip(numbers, ("completion", "group", "file"), strict=True)
-        )
+        numbers = {"completion": len(self._completions), "group": len(self._groups), "file": len(self.files)}
+        completions, groups, files = (f"{n:,} {what}{'s' * (n != 1)}" for what, n in numbers.items())
         return f"{completions} of {groups} in {files}{self._left_out('; {}')}"
+
+    @property
+    def _completions(self) -> list[Completion]:
+        return [completion for group in self._groups for completion in group.completions]
 
     @property
     def has_logp(self) -> bool:
         """Whether every completion carries the log-probs of the policy that sampled it."""
-        completions = (c for group in self._groups for c in group.completions)
-        return all(map(_knows_alpha, completions))
+        return all(map(_knows_alpha, self._completions))
 
     @property
     def longest(self) -> int:
         """Sampled tokens of the longest completion."""
-        return max(c.length for group in self._groups for c in group.completions)
+        return max(completion.length for completion in self._completions)
 
     def batch(self, b: int, count: int) -> list[Group]:
         """`count` groups for batch b = 1, 2, …"""
-        groups = []
-        for place in range((b - 1) * count, b * count):
-            epoch, position = divmod(place, len(self._groups))
-            group = self._groups[order_prompts(self.seed, epoch, len(self._groups))[position]]
-            groups.append(replace(group, epoch=epoch))
-        return groups
+        N = len(self._groups)
+        places = (divmod(place, N) for place in range((b - 1) * count, b * count))
+        return [replace(self._groups[order_prompts(self.seed, epoch, N)[n]], epoch=epoch) for epoch, n in places]
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl or .parquet file. Raises OfflineDataError where it is neither."""
+def _read_rows(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
 
         return pq.read_table(path).to_pylist()
     if path.suffix not in (".jsonl", ".json"):
-        raise OfflineDataError(f"{path}: completions are read from .jsonl or .parquet files")
-    try:
-        return read_jsonl(path)
-    except ValueError as error:
-        raise OfflineDataError(str(error)) from error
+        raise ValueError(f"{path}: completions are read from .jsonl or .parquet files")
+    return read_jsonl(path)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """A row of a file; `completion` None for one that failed. Rows of one `group` stand for draws of one batch."""
 
     prompt: Prompt
     completion: Completion | None
     group: tuple[Any, ...]
 
-    @property
-    def known(self) -> bool:
-        """Whether all its log-probs are."""
-        return self.completion is not None and _knows_alpha(self.completion)
+
+def _knows_alpha(completion: Completion | None) -> bool:
+    """Whether all its log-probs are known."""
+    return completion is not None and not bool((completion.logp_alpha.isnan() & completion.sampled).any())
 
 
-def _knows_alpha(completion: Completion) -> bool:
-    return not bool((completion.logp_alpha.isnan() & completion.sampled).any())
-
-
-def _completions(
-    path: Path, policy: Policy, system_prompt: str | None, max_prompt_tokens: int | None
-) -> Iterator[_Row]:
-    for number, row in enumerate(read_rows(path), start=1):
+def _read(path: Path, policy: Policy, system_prompt: str | None, max_prompt_tokens: int | None) -> Iterator[_Row]:
+    for number, row in enumerate(_read_rows(path), start=1):
         try:
             prompt = _prompt(row, policy, system_prompt)
-            if max_prompt_tokens is not None and len(prompt.token_ids) > max_prompt_tokens:
-                raise ValueError(
-                    f"its prompt has {len(prompt.token_ids)} tokens; sampling.max_prompt_tokens is {max_prompt_tokens}"
-                )
+            if max_prompt_tokens is not None and (count := len(prompt.token_ids)) > max_prompt_tokens:
+                limit = f"sampling.max_prompt_tokens is {max_prompt_tokens}"
+                raise ValueError(f"its prompt has {count} tokens; {limit}")
             failed = row.get("outcome") == "failed"
             batch = (path, row.get("epoch")) if "prompt_text" in row else ()
             yield _Row(prompt, None if failed else _completion(row, policy), (*batch, prompt.token_ids))
         except (ValueError, TypeError, KeyError) as error:
-            raise OfflineDataError(f"{path}, row {number}: {error}") from error
+            raise ValueError(f"{path}, row {number}: {error}") from error
 
 
 def _prompt(row: Mapping[str, Any], policy: Policy, system_prompt: str | None) -> Prompt:
@@ -189,18 +165,15 @@ def _completion(row: Mapping[str, Any], policy: Policy) -> Completion:
     if ids is None:
         if text is None:
             raise ValueError("it has neither completion nor token_ids")
-        ids = policy.chat.encode(text, add_special_tokens=False)
-        ids = [*ids, policy.chat.tokenizer.eos_token_id] if finished else ids
-    ids = _token_ids("token_ids", ids, policy)
-    if not ids:
+        ids = [*policy.chat.encode(text, add_special_tokens=False), *[policy.chat.tokenizer.eos_token_id] * finished]
+    if not _token_ids("token_ids", ids, policy):
         raise ValueError("its completion has no tokens")
-    logp = row.get("logp_alpha")
     for column in ("logp_alpha", "sampled"):
         if row.get(column) is not None and row.get("token_ids") is None:
             raise ValueError(f"{column} needs token_ids: the text may be tokenized otherwise than it was sampled")
     return Completion(
         token_ids=torch.tensor(ids, dtype=torch.long),
-        logp_alpha=_logp_alpha(logp, len(ids)),
+        logp_alpha=_logp_alpha(row.get("logp_alpha"), len(ids)),
         versions=torch.full((len(ids),), UNKNOWN_VERSION),
         finished=finished,
         text=text if text is not None else policy.chat.decode(ids),
@@ -259,31 +232,26 @@ def _sampled(values: Any, count: int) -> torch.Tensor:
 
 def _outcome(row: Mapping[str, Any]) -> Outcome | None:
     """The recorded outcome; None where the judge is still to decide."""
-    kind, reward = row.get("outcome") or "scored", row.get("reward")
+    kind, reward, value = row.get("outcome") or "scored", row.get("reward"), math.nan
     if kind not in (known := get_args(Kind)):
         raise ValueError(f"its outcome is {kind!r:.80}, which is not one of {', '.join(known)}")
     if kind != "scored":
         return Outcome(kind, reason=str(row.get("reason") or "recorded so"))
     if reward is None:
         return None
-    try:
-        value = math.nan if isinstance(reward, str) else float(reward)
-    except (TypeError, OverflowError):
-        value = math.nan
+    with suppress(TypeError, OverflowError):
+        value = value if isinstance(reward, str) else float(reward)
     if not math.isfinite(value):
         raise ValueError(f"its reward is {reward!r:.80}, not a finite number")
     return Outcome.scored(value)
 
 
 def _grouped(rows: Iterable[_Row], G: int) -> list[Group]:
-    together: dict[tuple[Any, ...], list[tuple[Prompt, Completion]]] = {}
+    together: defaultdict[tuple[Any, ...], list[_Row]] = defaultdict(list)
     for row in rows:
-        if row.completion is not None:
-            together.setdefault(row.group, []).append((row.prompt, row.completion))
-    groups = []
-    for members in together.values():
-        for first in range(0, len(members), G):
-            chosen = members[first : first + G]
-            prompt = Prompt(len(groups), chosen[0][0].messages, chosen[0][0].gold, chosen[0][0].token_ids)
-            groups.append(Group(prompt, tuple(completion for _, completion in chosen), source="file"))
-    return groups
+        together[row.group].append(row)
+    chosen = [members[first : first + G] for members in together.values() for first in range(0, len(members), G)]
+    return [
+        Group(replace(some[0].prompt, key=key), tuple(c for _, c, _ in some if c is not None), source="file")
+        for key, some in enumerate(chosen)
+    ]

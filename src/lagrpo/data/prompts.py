@@ -16,8 +16,7 @@ from lagrpo.types import Prompt
 
 
 class PromptSource:
-    """The requests of training batches and of evaluations, tokenized. Raises SettingsError for a task without training
-    prompts."""
+    """The requests of training batches and of evaluations, tokenized. Raises SettingsError where the task has none."""
 
     def __init__(self, task: Task, policy: Policy, seed: int, N: int, max_prompt_tokens: int) -> None:
         self.task, self.policy, self.seed, self.N, self.max_prompt_tokens = task, policy, seed, N, max_prompt_tokens
@@ -42,15 +41,13 @@ class PromptSource:
             self.tokenized("train", index)
 
     def parity_prompts(self, count: int) -> list[Request]:
-        """Up to `count` training prompts for parity checks, under the address of batch 0, which no training batch
-        has."""
+        """Up to `count` training prompts for parity checks, at the address of batch 0, which no training batch has."""
         return [Request(0, 0, self.tokenized("train", index)) for index in range(min(count, self._size))]
 
     def extra(self, b: int, taken: int, count: int) -> list[Request]:
         """`count` further prompts for batch b, which had `taken` of them before: an endless sequence that is a function
-        of (seed, b). It has the prompts that are not in the batch, in an order of its own, and begins anew where all
-        of them were asked; all prompts of the split where every one is in the batch. Its passes count as epochs -1, -2,
-        …"""
+        of (seed, b), over the prompts that are not in the batch (or all, where every one is), in an order of its own.
+        Its passes count as epochs -1, -2, …"""
         own = {index for _, index in self._of_batch(b)}
         order = order_prompts(self.seed, -1 - b, self._size)
         order = [index for index in order if index not in own] or order
@@ -58,8 +55,7 @@ class PromptSource:
         return [Request(b, -1 - again, self.tokenized("train", order[position])) for again, position in places]
 
     def held_out(self, count: int) -> list[Request]:
-        """Up to `count` test prompts, the same ones whenever it is asked: the first of a fixed random order. Raises
-        SettingsError where there are none."""
+        """Up to `count` test prompts, the first of a fixed random order. Raises SettingsError where there are none."""
         size = self.task.size("test")
         if size < 1:
             raise SettingsError(f"task {self.task.name!r} has no test prompts to evaluate on")
@@ -67,16 +63,14 @@ class PromptSource:
         return [Request(0, 0, self.tokenized("test", index)) for index in order[:count]]
 
     def tokenized(self, split: str, index: int) -> Prompt:
-        """A prompt with its token ids. Raises SettingsError when the task has none that can be asked there, it is
-        longer than max_prompt_tokens, the chat template refuses it (some know no system message), or the model lacks
-        one of its tokens."""
+        """A prompt with its token ids. Raises SettingsError where the task has none that can be asked, it exceeds
+        max_prompt_tokens, the chat template refuses it (some know no system message) or the model lacks its tokens."""
         where = f"prompt {index} of the {split} split of {self.task.name!r}"
         try:
             prompt = self.policy.chat.tokenize(self.task.prompt(split, index))
         except ValueError as error:
             raise SettingsError(f"{where}: {error}") from error
         if len(prompt.token_ids) > self.max_prompt_tokens:
-            raise SettingsError(
-                f"{where} has {len(prompt.token_ids)} tokens; sampling.max_prompt_tokens is {self.max_prompt_tokens}"
-            )
+            limit = f"sampling.max_prompt_tokens is {self.max_prompt_tokens}"
+            raise SettingsError(f"{where} has {len(prompt.token_ids)} tokens; {limit}")
         return prompt

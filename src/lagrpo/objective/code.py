@@ -13,11 +13,7 @@ from math import inf, log1p
 
 from lagrpo.objective.composition import Composition
 
-LEVELS = {
-    "token": "({0}).exp()",
-    "sequence": "total({0}).exp()",
-    "length_normalized": "(total({0}) / length).exp()",
-}
+LEVELS = {"token": "({0}).exp()", "sequence": "total({0}).exp()", "length_normalized": "(total({0}) / length).exp()"}
 ADVANTAGES = {
     "normalized": "(r - r.mean()) / (r.var(correction=0) + {eps_std}).sqrt()",
     "normalized_unbiased": "(r - r.mean()) / (r.std() + {std_offset})",
@@ -121,25 +117,26 @@ def _uses(code: str, name: str) -> bool:
 
 def _counts(body: str) -> str:
     """The lengths, and what sums over a completion, where the body asks for it."""
-    lines = ["lengths = torch.bincount(completion, minlength=len(rewards))"]
-    if _uses(body, "total"):
-        lines.append(
-            "total = lambda x: x.new_zeros(len(rewards)).index_add(0, completion, x)[completion]  # of a completion"
-        )
-    return "\n".join([*lines, *(["length = lengths[completion]"] if _uses(body, "length") else [])])
+    lines = {
+        "lengths": "torch.bincount(completion, minlength=len(rewards))",
+        "total": "lambda x: x.new_zeros(len(rewards)).index_add(0, completion, x)[completion]  # of a completion",
+        "length": "lengths[completion]",
+    }
+    return "\n".join(f"{name} = {line}" for name, line in lines.items() if name == "lengths" or _uses(body, name))
 
 
 def _parts(made: Composition) -> list[tuple[str, str]]:
     """Titles and lines of the body, with the knobs still to be filled in."""
     parts = [("Advantage: from the rewards of each group", _advantage(made))]
-    surrogate = _surrogate(made)
-    kl = _kl(made)
+    surrogate, kl = _surrogate(made), _kl(made)
     if _uses(surrogate + kl, "ratio"):
         level = LEVELS[made.ratio].format(f"logp - {POLICIES[made.denominator]}")
         parts.append((f"Ratio of each {made.ratio}", f"ratio = {level}"))
     parts.append(("Surrogate, to be maximized", surrogate))
     if made.correction != "none":
-        parts.append(("Correction for what the sampler computes otherwise", _correction(made)))
+        weight = f"w = {LEVELS[made.correction_level].format('logp_k - logp_alpha')}.detach()"
+        lines = f"{weight}\n{CORRECTIONS[made.correction]}\nvalue, cut = w * value, cut | (w == 0)"
+        parts.append(("Correction for what the sampler computes otherwise", lines))
     if made.beta > 0:
         parts.append(("KL(pi || pi_ref)", kl))
     parts.append(("Reduction: weights that sum over the batch", _reduction(made)))
@@ -180,11 +177,6 @@ def _reinforce(made: Composition) -> str:
     lines.append(f"value = {f'({factors}).detach()' if lines else 'A'} * logp{less}")
     lines.append("cut = torch.zeros_like(A, dtype=torch.bool)" if made.mask == "none" else "cut = ~M")
     return "\n".join(lines)
-
-
-def _correction(made: Composition) -> str:
-    weight = LEVELS[made.correction_level].format("logp_k - logp_alpha")
-    return f"w = {weight}.detach()\n{CORRECTIONS[made.correction]}\nvalue, cut = w * value, cut | (w == 0)"
 
 
 def _kl(made: Composition) -> str:

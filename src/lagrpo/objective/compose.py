@@ -13,13 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lagrpo.objective.composition import (
-    Composition,
-    check_contradictions,
-    check_known,
-    check_numbers,
-    check_overrides,
-)
+from lagrpo.objective.composition import Composition, check_composition, check_known
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,16 +29,22 @@ ALIASES = {  # other names of pieces, which settings and recipes accept -> the n
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """An objective ready to use: the pieces as functions, what they read bound. `composition` says what it was made of.
+class Preset:
+    """A row of the table: what it is made of, what that computes, and who says so."""
+
+    composition: Composition
+    formula: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe(Preset):
+    """An objective ready to use: the pieces as functions, what they read bound.
 
     advantage(rewards_G, uniform_G) -> advantage_G    reduction(lengths_C, kept_C, counted_C, max_length) -> weight_C
     value, cut, kl: Terms -> [T], see core.loss       needs: names of the log-probs (and group_C) that they read"""
 
     name: str
-    source: str
-    formula: str
-    composition: Composition
     advantage: Callable[..., Tensor]
     value: Callable[..., Tensor]
     cut: Callable[..., Tensor]
@@ -66,10 +66,6 @@ class Recipe:
     def needs_logp_alpha(self) -> bool:
         """Whether data must come with the log-probs of the policy that sampled it."""
         return "logp_alpha" in self.needs
-
-    @property
-    def needs_pi_k(self) -> bool:
-        return "logp_k" in self.needs
 
     @property
     def needs_pi_ref(self) -> bool:
@@ -101,8 +97,8 @@ class Recipe:
         return objective_sum(terms, weight_C, value=self.value, cut=self.cut, kl=self.kl, beta=self.beta)
 
 
-def compose(name: str, source: str, formula: str, base: Composition, overrides: Mapping[str, Any]) -> Recipe:
-    """The recipe of `base` with some names or numbers replaced.
+def compose(name: str, preset: Preset, overrides: Mapping[str, Any]) -> Recipe:
+    """The recipe of a preset with some names or numbers replaced.
 
     Raises ValueError for an unknown name (with the nearest one), a number out of its domain, and a composition that
     contradicts itself, among them an override that nothing in the composition would read."""
@@ -111,14 +107,12 @@ def compose(name: str, source: str, formula: str, base: Composition, overrides: 
 
     for key in overrides:
         check_known("setting", key, [field.name for field in fields(Composition)])
-    made = replace(base, **{key: _table_name(key, value) for key, value in overrides.items()})
+    made = replace(preset.composition, **{key: ALIASES.get(value, value) for key, value in overrides.items()})
     pieces = _Pieces(made)
     surrogate, clip = (pieces.bind(function, "surrogate") for function in pieces.find("surrogate"))
     advantage, correction, reduction = (pieces.read(table) for table in ("advantage", "correction", "reduction"))
     kl = pieces.read("kl") if made.beta > 0 else no_kl
-    check_numbers(made)
-    check_overrides(made, overrides, pieces.readers)
-    check_contradictions(made, pieces.readers)
+    check_composition(made, overrides, pieces.readers)
 
     def value(terms: Terms) -> Tensor:
         return corrections.corrected(surrogate(terms), correction(terms))
@@ -132,7 +126,8 @@ def compose(name: str, source: str, formula: str, base: Composition, overrides: 
     used_kl = weighted_kl if made.kl_importance else kl
     needs = _find_needs(lambda terms: (value(terms), cut(terms), used_kl(terms)))
     silent = _is_silent(lambda terms: surrogate(terms) - made.beta * used_kl(terms))
-    return Recipe(name, source, formula, made, advantage, value, cut, used_kl, reduction, needs, silent)
+    about = made, preset.formula, preset.source, name
+    return Recipe(*about, advantage, value, cut, used_kl, reduction, needs, silent)
 
 
 class _Pieces:
@@ -163,13 +158,6 @@ class _Pieces:
         return getattr(self.made, knob)
 
 
-def _table_name(table: str, name: Any) -> Any:
-    """The name of a piece in its table, from an alias."""
-    from lagrpo.core.pieces import TABLES
-
-    return ALIASES.get(name, name) if name not in TABLES.get(table, ()) else name
-
-
 def _find_needs(objective: Callable[[Any], Any]) -> frozenset[str]:
     """What an objective reads of the things that may be absent: found by leaving out one after the other."""
     import torch
@@ -194,9 +182,7 @@ def _is_silent(objective: Callable[[Any], Tensor]) -> bool:
     from lagrpo.core.loss import Terms
 
     logp = torch.tensor([-0.7, -1.3], requires_grad=True)
-    shifts = {"logp_alpha": 0.0, "logp_k": 0.1, "logp_ref": 0.3}
-    others = {name: torch.tensor([-1.1, -0.4]) + shift for name, shift in shifts.items()}
-    pair = {"completion": torch.tensor([0, 1]), "groups": torch.zeros(2, dtype=torch.long)}
-    terms = Terms(logp=logp, advantages=torch.zeros(2), **pair, **others)
+    alpha, k, ref = (torch.tensor([-1.1, -0.4]) + shift for shift in (0.0, 0.1, 0.3))
+    terms = Terms(logp, alpha, k, ref, torch.tensor([0, 1]), torch.zeros(2), groups=torch.zeros(2, dtype=torch.long))
     gradient = torch.autograd.grad(objective(terms).sum(), logp, allow_unused=True)[0]
     return gradient is None or not bool(gradient.any())

@@ -1,11 +1,8 @@
-"""The names and numbers that make an objective: the one list behind recipes, settings, --help and TOML files.
-
-Importing this module loads no torch.
-"""
+"""The names and numbers that make an objective: the one list behind recipes, settings, --help and TOML files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any
@@ -31,9 +28,7 @@ class Composition:
         "unclipped, reinforce (M W A logp), opmd_kimi or opmd_pairwise.",
     )
     ratio: str = knob("token", "Level at which pi/alpha (or pi/pi_k) is taken: token, sequence or length_normalized.")
-    denominator: str = knob(
-        "alpha", "The policy under that ratio: alpha, or pi_k (the learner computes its log-probs)."
-    )
+    denominator: str = knob("alpha", "The policy under that ratio: alpha, or pi_k (scored by the learner).")
     mask: str = knob("none", "M of reinforce, which tokens count: none, one_side, two_side or ring.")
     weight: str = knob(
         "one", "W of reinforce: one, ratio, capped_ratio (CISPO), tapered_ratio (TOPR) or exp_advantage (RED-Weight)."
@@ -44,9 +39,7 @@ class Composition:
         "none",
         "For a ratio over pi_k: weigh the surrogate by pi_k/alpha, truncated (TIS) or masked (MIS, IcePop), or none.",
     )
-    correction_level: str = knob(
-        "token", "Level at which the correction's pi_k/alpha is taken: token, sequence or length_normalized."
-    )
+    correction_level: str = knob("token", "Level of the correction's pi_k/alpha: token, sequence or length_normalized.")
     reduction: str = knob(
         "token_mean", "From tokens to the loss: token_mean, sequence_mean, sequence_sum or constant_length."
     )
@@ -70,9 +63,7 @@ class Composition:
     eps_std: float = knob(1e-4, "Variance floor under the root of sigma, in the normalized advantage.", ge=0)
     std_offset: float = knob(1e-4, "Added to the deviation in the advantage normalized_unbiased.", ge=0)
     kl_bound: float = knob(10.0, "Greatest value of k3_clamped, steepest slope of k3_linear.", ge=0)
-    strength: float = knob(
-        0.1, "Strength of asymre and opmd, and the temperature of log_mean_exp (the papers' tau).", ge=0
-    )
+    strength: float = knob(0.1, "Strength of asymre and opmd; temperature of log_mean_exp (the papers' tau).", ge=0)
     weight_temperature: float = knob(1.0, "Temperature of exp_advantage.", gt=0)
     overlong_buffer: int = knob(
         0, "Tokens before the limit over which DAPO's penalty for length falls from 0 to -1; 0: no penalty.", ge=0
@@ -89,8 +80,19 @@ def check_known(kind: str, name: str, names: Iterable[str]) -> str:
     raise ValueError(f"unknown {kind} {name!r}; the nearest is {find_nearest(name, names)!r} (all: {', '.join(names)})")
 
 
-def check_numbers(made: Composition) -> None:
-    """Raises ValueError for a number out of its domain. NaN lies in none."""
+def check_composition(made: Composition, overrides: Mapping[str, Any], readers: Mapping[str, set[str]]) -> None:
+    """Raises ValueError for a number out of its domain (NaN lies in none), an override that nothing in the composition
+    reads, and pieces that contradict each other. `readers` says of each name and number which tables' pieces read it.
+    """
+    _check_numbers(made)
+    _check_overrides(made, overrides, readers)
+    # a mask keeps or drops, and a correction leaves the KL term alone: only what weighs could count pi/alpha twice
+    weighing = readers.get("ratio", set()) - {"mask", "kl"}
+    for message in _contradictions(made, " and ".join(sorted(weighing))):
+        raise ValueError(message)
+
+
+def _check_numbers(made: Composition) -> None:
     if not made.dual_clip >= 1 + made.epsilon_high:
         raise ValueError(
             "dual_clip is a ratio beyond the clip range: at least 1 + epsilon_high = "
@@ -111,9 +113,7 @@ def check_numbers(made: Composition) -> None:
             raise ValueError(f"{each.name} must be greater than {bounds['gt']}, but is {value}")
 
 
-def check_overrides(made: Composition, overrides: Mapping[str, Any], readers: Mapping[str, set[str]]) -> None:
-    """Raises ValueError for an override that nothing in the composition reads. `readers` says of each name and number
-    which tables' pieces read it."""
+def _check_overrides(made: Composition, overrides: Mapping[str, Any], readers: Mapping[str, set[str]]) -> None:
     always_read = {"beta", "kl_importance", "overlong_buffer", "mask_zero_variance", "masked_count"}
     for name in overrides:
         if name == "kl" and made.beta == 0:
@@ -126,45 +126,30 @@ def check_overrides(made: Composition, overrides: Mapping[str, Any], readers: Ma
             )
 
 
-def check_contradictions(made: Composition, readers: Mapping[str, set[str]]) -> None:
-    """Raises ValueError for pieces that contradict each other."""
-    # a mask keeps or drops, and a correction leaves the KL term alone: only what weighs could count pi/alpha twice
-    weighing = readers.get("ratio", set()) - {"mask", "kl"}
-    for wrong, message in _contradictions(made, " and ".join(sorted(weighing))):
-        if wrong:
-            raise ValueError(message)
-
-
-def _contradictions(made: Composition, weighing: str) -> list[tuple[bool, str]]:
-    corrected, no_kl = made.correction != "none", made.beta == 0
-    return [
-        (
-            made.surrogate in ("clipped_exact", "clipped_proportional") and made.denominator == "pi_k",
+def _contradictions(made: Composition, weighing: str) -> Iterator[str]:
+    if made.surrogate in ("clipped_exact", "clipped_proportional") and made.denominator == "pi_k":
+        yield (
             f"surrogate {made.surrogate!r} centers its range on pi_k/alpha; over denominator 'pi_k' that center is 1, "
-            "which is surrogate 'clipped'",
-        ),
-        (
-            corrected and made.denominator == "alpha" and bool(weighing),
+            "which is surrogate 'clipped'"
+        )
+    if made.correction != "none" and made.denominator == "alpha" and weighing:
+        yield (
             f"correction {made.correction!r} weighs by pi_k/alpha, which pi/alpha in the {weighing} already holds: it "
-            "would count twice; set denominator = 'pi_k', or correction = 'none'",
-        ),
-        (
-            corrected and made.surrogate == "opmd_pairwise",
+            "would count twice; set denominator = 'pi_k', or correction = 'none'"
+        )
+    if made.correction != "none" and made.surrogate == "opmd_pairwise":
+        yield (
             "a correction weighs completions one by one, but 'opmd_pairwise' compares them within a group; it needs "
-            "none: its argument holds whoever sampled the group",
-        ),
-        (
-            made.kl_importance and made.kl == "k3_bias_corrected",
-            "k3_bias_corrected is weighted by the ratio already, and kl_importance would count it twice: use one",
-        ),
-        (made.kl_importance and no_kl, "kl_importance weighs the KL term, but beta is 0: there is no KL term"),
-        (
-            made.masked_count and not made.mask_zero_variance,
-            "masked_count says how masked groups are counted, but mask_zero_variance is off: none is masked",
-        ),
-        (
-            made.kl == "k1" and not no_kl,
+            "none: its argument holds whoever sampled the group"
+        )
+    if made.kl_importance and made.kl == "k3_bias_corrected":
+        yield "k3_bias_corrected is weighted by the ratio already, and kl_importance would count it twice: use one"
+    if made.kl_importance and made.beta == 0:
+        yield "kl_importance weighs the KL term, but beta is 0: there is no KL term"
+    if made.masked_count and not made.mask_zero_variance:
+        yield "masked_count says how masked groups are counted, but mask_zero_variance is off: none is masked"
+    if made.kl == "k1" and made.beta > 0:
+        yield (
             "k1 = logp - logp_ref is no penalty: its gradient is grad logp, which is 0 in expectation and pushes away "
-            "from the samples when they are stale; use k2 (gradient of KL(pi || pi_ref)) or k3",
-        ),
-    ]
+            "from the samples when they are stale; use k2 (gradient of KL(pi || pi_ref)) or k3"
+        )

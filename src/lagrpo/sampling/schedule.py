@@ -6,7 +6,7 @@ Batches are counted through all stages: k = 1 .. M inside a stage, b = (stage - 
                 the initial policy. The lag is a sawtooth, 0 .. v-1 batches (0 .. v-2 in the first cycle).
 `lagged(v)`     α = π_{k-v} as the paper's text has it: a constant lag of v batches (less at the start), a pipeline that
                 generates v batches ahead. `lagged(0)` and `every(1)` are on-policy.
-`budget(δ, v)`  sync when the estimated KL(α‖π_k) of a completion (nats, lag.spent) passed δ in the batch before,
+`budget(δ, v)`  sync when the estimated KL(α‖π_k) of a completion (nats) passed δ in the batch before,
                 and at the latest after v batches. By Pinsker TV(α, π_k) <= sqrt(δ / 2), up to the estimate's error and
                 the updates that it is old.
 `certified(v)`  sync when the batch before certified that π_k is better than α (its lower bound on J(π_k) - J(α),

@@ -31,19 +31,14 @@ class Arguments:
     def put(self, name: str, value: str | list[str]) -> None:
         """Keep the value of the setting `name`."""
         section, dot, leaf = name.partition(".")
-        unset = value in ("None", ["None"])
-        if not dot:
-            self.overrides[section] = None if unset else value
-        elif isinstance(below := self.overrides.setdefault(section, {}), dict):
-            below[leaf] = None if unset else value
+        below = self.overrides.setdefault(section, {}) if dot else self.overrides
+        if isinstance(below, dict):
+            below[leaf if dot else section] = None if value in ("None", ["None"]) else value
 
 
 def parse(kind: type[BaseModel], words: Sequence[str], flags: Collection[str] = ()) -> Arguments:
-    """Sort the words. An option takes one value; where its setting is a list, all words up to the next option.
-
-    Raises:
-        SettingsError: an option without its value, a word that looks like an option and is none.
-    """
+    """Sort the words. An option takes one value; where its setting is a list, all words up to the next option. Raises
+    SettingsError for an option without its value, and a word that looks like an option and is none."""
     given, waiting = Arguments(), deque(words)
     lists = {name for name, field in list_settings(kind).items() if _is_list(field.annotation)}
     while waiting:
@@ -56,25 +51,22 @@ def parse(kind: type[BaseModel], words: Sequence[str], flags: Collection[str] = 
             raise SettingsError(f"command line: {word} is no option; settings are given as --section.name VALUE")
         else:
             name, is_one_word, value = word[2:].partition("=")
-            name = name.replace("-", "_")
-            name = SHORT.get(name, name)
-            is_list = name in lists
-            if is_one_word:
-                given.put(name, [part for part in value.split(",") if part] if is_list else value)
+            name = SHORT.get(name := name.replace("-", "_"), name)
+            if not is_one_word:
+                given.put(name, _take(waiting, name, name in lists))
             else:
-                values = _take(waiting, name, is_list)
-                given.put(name, values if is_list else values[0])
+                given.put(name, [part for part in value.split(",") if part] if name in lists else value)
     return given
 
 
-def _take(waiting: deque[str], name: str, is_list: bool) -> list[str]:
+def _take(waiting: deque[str], name: str, is_list: bool) -> str | list[str]:
     """Take the value of the option `name` from the words that wait."""
     values: list[str] = []
     while waiting and not waiting[0].startswith("--") and (is_list or not values):
         values.append(waiting.popleft())
     if not values:
         raise SettingsError(f"command line: --{name} needs a value: --{name} VALUE")
-    return values
+    return values if is_list else values[0]
 
 
 def _is_list(annotation: Any) -> bool:

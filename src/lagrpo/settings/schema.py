@@ -10,11 +10,18 @@ from dataclasses import fields
 from typing import Any, Literal, get_type_hints
 from urllib.parse import urlsplit
 
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
 
 from lagrpo.objective.composition import Composition
-from lagrpo.settings.base import Section
-from lagrpo.settings.task import TaskSettings as TaskSettings
+from lagrpo.tasks import option_takers, task_options
+
+
+class Section(BaseModel):
+    """Settings that cannot be changed, have no unknown names and no infinite numbers."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class RunSettings(Section):
@@ -56,6 +63,48 @@ class ModelSettings(Section):
     graphs."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the tokenizer's."""
+
+
+def _unset(kind: Any, text: str, **bounds: Any) -> Any:
+    """A field that is None where it is not given, with its help and its bounds (ge, gt, le)."""
+    return kind | None, Field(default=None, description=text, **bounds)
+
+
+class _OfEveryTask(Section):
+    name: str = "arithmetic"
+    """arithmetic, countdown, gsm8k, math, custom, or package.module:function that returns a Task."""
+    reward: str | None = None
+    """Built-in judge (exact, number, math …) or package.module:function, called as function(text, gold) -> float."""
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    """Least and greatest reward: the bounds are in units of this range."""
+    system_prompt: str | None = None
+    """System message in front of every prompt; "" for none."""
+
+    @model_validator(mode="after")
+    def _check_range(self) -> _OfEveryTask:
+        if not self.reward_range[0] < self.reward_range[1]:
+            raise ValueError(f"reward_range goes from the least to the greatest reward, not {self.reward_range}")
+        return self
+
+
+def _task_options() -> dict[str, Any]:
+    """The options that the tasks' own files declare."""
+    found: dict[str, Any] = {}
+    for options in task_options().values():
+        types = get_type_hints(options)
+        for option in fields(options):
+            help, least, most = (option.metadata[name] for name in ("help", "least", "most"))
+            default = f"; by default {option.default}" if option.default is not None else ""
+            text = f"{', '.join(option_takers()[option.name])}: {help}{default}."
+            found[option.name] = _unset(types[option.name], text, ge=least, le=most)
+    return found
+
+
+_WithOptions: Any = create_model("TaskOptions", __base__=_OfEveryTask, **_task_options())
+
+
+class TaskSettings(_WithOptions):
+    """What is asked, and how an answer is judged. An option can be given where the named task takes it."""
 
 
 class SamplingSettings(Section):
@@ -191,16 +240,9 @@ class _RecipeSettings(Section):
         return {k: v for k, v in self.model_dump().items() if v is not None and k != "recipe"}
 
 
-def _optional_knobs() -> dict[str, Any]:
-    """Every knob of a Composition, with its help and bounds, as a setting that is unset by default."""
-    kinds = get_type_hints(Composition)
-    return {
-        f.name: (kinds[f.name] | None, Field(default=None, description=f.metadata["help"], **f.metadata["bounds"]))
-        for f in fields(Composition)
-    }
-
-
-_WithKnobs: Any = create_model("_Knobs", __base__=_RecipeSettings, **_optional_knobs())
+_KINDS = get_type_hints(Composition)
+_KNOBS = {f.name: _unset(_KINDS[f.name], f.metadata["help"], **f.metadata["bounds"]) for f in fields(Composition)}
+_WithKnobs: Any = create_model("_Knobs", __base__=_RecipeSettings, **_KNOBS)
 
 
 class ObjectiveSettings(_WithKnobs):
@@ -285,15 +327,11 @@ class Settings(Section):
                 "sampling.dynamic_sampling replaces groups because of their rewards, and what is left certifies "
                 "nothing about alpha: set it to 0 with schedule.kind = 'certified'"
             )
-        sampling, evaluation, buffer = (
-            self.sampling,
-            self.evaluation,
-            self.objective.overrides.get("overlong_buffer", 0),
-        )
+        sampling, evaluation = self.sampling, self.evaluation
         _check_fit("sampling.G", sampling.G, "sampling.max_num_seqs", sampling.max_num_seqs)
         if evaluation.before_and_after or evaluation.every:
             _check_fit("evaluation.samples", evaluation.samples, "sampling.max_num_seqs", sampling.max_num_seqs)
-        if buffer > sampling.max_tokens:
+        if (buffer := self.objective.overrides.get("overlong_buffer", 0)) > sampling.max_tokens:
             raise ValueError(
                 f"objective.overlong_buffer = {buffer} is more than sampling.max_tokens = {sampling.max_tokens}: it "
                 "counts tokens before that limit"

@@ -1,7 +1,4 @@
-"""Settings from a TOML file, a mapping and the command line, with errors that say where and what; and back to TOML.
-
-Whatever the source, the classes in settings/schema.py validate.
-"""
+"""Settings from a TOML file, a mapping and the command line, with errors that say where and what; and back to TOML."""
 
 from __future__ import annotations
 
@@ -26,11 +23,8 @@ COMMAND_LINE = "command line"
 def load_settings(
     source: str | os.PathLike[str] | Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> Settings:
-    """Settings from a TOML file or a mapping (section -> name -> value). `overrides` take precedence.
-
-    Raises:
-        SettingsError: no such file, not TOML, an unknown name (with the nearest valid one), a value out of its range.
-    """
+    """Settings from a TOML file or a mapping (section -> name -> value). `overrides` take precedence. Raises
+    SettingsError for a file that is missing or not TOML, an unknown name (with the nearest) and an unfit value."""
     if source is None or isinstance(source, Mapping):
         return validate(Settings, source or {}, overrides or {}, "settings")
     return validate(Settings, read_toml(Path(source)), overrides or {}, str(source))

@@ -1,19 +1,16 @@
-"""What a run shows while it goes on, and at its end.
+"""What a run shows while it goes on, and at its end: an observer of the run (see training/observers.py).
 
 On a terminal: a live table of the last batches, a progress bar and what is being done right now. Elsewhere (a file, a
-pipe, a CI log): one plain line per batch under a header, narrower than 120 columns. Both are observers of the run (see
-training/observers.py) and get the metrics that are recorded in metrics.jsonl; a metric that is missing, None or NaN is
-shown as "–".
+pipe, a CI log): one plain line per batch under a header, narrower than 120 columns. A metric without a value is "–".
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -23,12 +20,75 @@ from rich.table import Table
 from rich.text import Text
 
 from lagrpo.errors import visible
-from lagrpo.terminal.columns import LEGEND, PLAIN_WIDTH, Metrics, columns_for
-from lagrpo.terminal.text import ABSENT, clipped, duration, finite, formatted, sparkline
+from lagrpo.terminal.text import ABSENT, MARKS, clipped, duration, finite, formatted, formatted_interval, sparkline
 from lagrpo.types import is_right
 
+Metrics = Mapping[str, Any]
 ROWS = 10  # batches in the live table
 SHOWN = 3  # completions shown before and after
+
+
+class Column(NamedTuple):
+    """One column of the table: its heading, its width, and the text of a batch's metrics."""
+
+    heading: str
+    width: int
+    text: Callable[[Metrics], str]
+
+
+def number(key: str, form: str) -> Callable[[Metrics], str]:
+    """The text of one metric, in a format of Python's mini-language."""
+    return lambda metrics: formatted(metrics.get(key), form)
+
+
+def lag(metrics: Metrics) -> str:
+    """The measured lag of the batch's tokens: one number, or the least and the greatest."""
+    low, high = (formatted(metrics.get(key), ".0f") for key in ("lag_min", "lag_max"))
+    return low if low == high else f"{low}..{high}"
+
+
+def clip_share(metrics: Metrics) -> str:
+    """The share of tokens outside the clip range on either side, at the last update on the batch."""
+    low, high = metrics.get("clip_low_share_last"), metrics.get("clip_high_share_last")
+    return ABSENT if low is None and high is None else formatted((low or 0) + (high or 0), ".1%")
+
+
+def gained(metrics: Metrics) -> str:
+    """J(π_k) - J(α), where its estimate means something."""
+    return formatted(metrics.get("lag_improvement"), "+.3f") if metrics.get("lag_reliable") else ABSENT
+
+
+PLAIN_WIDTH = 119  # of the lines of a log
+LEGEND = (
+    "no signal: groups with all rewards equal · lag: in updates, read from the tokens\n"
+    "clipped: tokens outside the clip range · sampled/s, learned/s: tokens a second\n"
+    "TV: between π_k and α, of whole completions · gained: J(π_k) - J(α), where enough completions estimate it"
+)
+# In order of importance: a narrow terminal shows the first ones, 80 columns hold the first eight.
+COLUMNS = (
+    Column("batch", 6, number("batch", "d")),
+    Column("reward", 7, number("reward_mean", ".3f")),
+    Column("no signal", 9, number("zero_variance_share", ".0%")),
+    Column("lag", 7, lag),
+    Column("KL to α", 8, number("kl_alpha", ".1e")),
+    Column("clipped", 7, clip_share),
+    Column("sampled/s", 9, number("tokens_per_s_sampling", ",.0f")),
+    Column("learned/s", 9, number("tokens_per_s_learning", ",.0f")),
+    Column("seconds", 7, number("seconds_total", ".1f")),
+    Column("TV", 5, number("tv_sequence", ".2f")),
+    Column("gained", 7, gained),
+    Column("new α", 5, lambda metrics: "yes" if metrics.get("synced") else ""),
+    Column("unscored", 8, number("unscored", "d")),
+    Column("tokens", 6, number("tokens_mean", ".0f")),
+    Column("stage", 5, number("stage", "d")),
+    Column("σ", 5, number("sigma_mean", ".2f")),
+)
+
+
+def columns_for(width: int) -> list[Column]:
+    """The columns that fit, with two spaces between them."""
+    ends = accumulate(column.width + 2 for column in COLUMNS)
+    return [column for column, end in zip(COLUMNS, ends, strict=True) if end - 2 <= width]
 
 
 def make_display(mode: Literal["auto", "live", "plain", "none"] = "auto", console: Console | None = None) -> Display:
@@ -65,23 +125,53 @@ class _Shown(Display):
         self.title, self.total = run["name"], schedule["stages"] * schedule["batches"]
         self._path = Path(run["directory"]) / run["name"]
         self._range = settings["task"]["reward_range"]
-        self._evaluations: dict[str, Evaluated] = {}
+        self._evaluations: dict[str, tuple[Metrics, Sequence[Metrics]]] = {}
         self._begun = False
 
     def batch(self, step: Any, metrics: Metrics, rollouts: Sequence[Metrics]) -> None:
         self._begun = True
 
     def evaluation(self, name: str, batch: int, summary: Metrics, records: Sequence[Metrics]) -> None:
-        self._evaluations[name] = Evaluated(summary, first_samples(records, self._range))
+        self._evaluations[name] = summary, records[:SHOWN]
 
     def end(self, status: str, detail: str) -> None:
+        """Print pass@1 before and after with their intervals, completions of the same prompts before and after side by
+        side, where the run and its reward curve lie, and the command to try next; nothing of a run that failed."""
         if status == "failed":
             return
         from lagrpo.runs.plots import reward_curve
 
-        before, after = (self._evaluations.get(name) for name in ("before", "after"))
         curve = reward_curve(self._path) if self._begun else None
-        print_summary(before, after, self._path, curve, detail, self.console)
+        before, after = (self._evaluations.get(name, ({}, ())) for name in ("before", "after"))
+        self.console.print(Text(f"\n{detail}", style="bold"))
+        lines = [f"pass@1 {name:<7}{_pass_at_1(e)}" for name, (e, _) in (("before", before), ("after", after)) if e]
+        if after[0].get("pass_at_1_change") is not None:
+            lines.append(f"change        {_change(after[0])}")
+        for line in lines:
+            self.console.print(Text(f"  {line}"), soft_wrap=True)
+        if before[1] or after[1]:
+            self.console.print(self._samples(before[1], after[1]))
+        for name, what in (("run", self._path), ("reward curve", curve), ("next", f"lagrpo show {self._path}")):
+            if what is not None:
+                # Never wrapped at the edge of the terminal: it is there to be copied.
+                self.console.print(Text.assemble((f"  {name:<14}", "dim"), str(what)), soft_wrap=True)
+
+    def _samples(self, before: Sequence[Metrics], after: Sequence[Metrics]) -> Table:
+        """The first completion of each of these records."""
+        table = Table(show_lines=True, header_style="dim", border_style="dim")
+        for heading in ("prompt", "before", "after"):
+            table.add_column(heading, overflow="fold")
+        for old, new in zip_longest(before, after, fillvalue={}):
+            prompt = old.get("prompt") or new.get("prompt") or ""
+            table.add_row(Text(clipped(visible(prompt), 300)), self._sample(old), self._sample(new))
+        return table
+
+    def _sample(self, record: Metrics) -> Text:
+        if not record:
+            return Text(ABSENT)
+        reward, text = record["rewards"][0], record["completions"][0]
+        mark, style = MARKS[None if reward is None else is_right(reward, self._range)]
+        return Text.assemble((f"{mark} ", f"bold {style}"), clipped(visible(text or "(empty)"), 300))
 
 
 class PlainDisplay(_Shown):
@@ -102,8 +192,7 @@ class PlainDisplay(_Shown):
         self._print(visible(text))
 
     def _print(self, line: str) -> None:
-        self.console.file.write(line.rstrip() + "\n")
-        self.console.file.flush()
+        print(line.rstrip(), file=self.console.file, flush=True)
 
 
 class LiveDisplay(_Shown):
@@ -178,55 +267,9 @@ def time_left(recent: Sequence[Metrics], batches: int) -> str:
     return duration(batches * sum(paces) / len(paces)) if paces else ABSENT
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """An evaluation as the summary shows it."""
-
-    summary: Metrics
-    """pass_at_1 and its `_low` and `_high`; if known also prompts, samples and the paired pass_at_1_change."""
-    samples: Sequence[Metrics]
-    """Each has `prompt`, `text` and `right` (None where it was not scored)."""
-
-
-def first_samples(records: Sequence[Metrics], reward_range: tuple[float, float]) -> list[dict[str, Any]]:
-    """The first completions of the first prompts of an evaluation, for people."""
-    firsts = [(record["prompt"], record["completions"][0], record["rewards"][0]) for record in records[:SHOWN]]
-    return [
-        {"prompt": prompt, "text": text, "right": None if reward is None else is_right(reward, reward_range)}
-        for prompt, text, reward in firsts
-    ]
-
-
-def print_summary(
-    before: Evaluated | None,
-    after: Evaluated | None,
-    run_dir: Path,
-    curve: Path | None,
-    headline: str,
-    console: Console,
-) -> None:
-    """What is printed at the end of a run: pass@1 before and after with their intervals, some completions before and
-    after side by side (of the same prompts in the same order), where the run and its reward curve lie, and the command
-    to try next. None stands for what is not there."""
-    console.print(Text(f"\n{headline}", style="bold"))
-    for name, evaluation in (("before", before), ("after", after)):
-        if evaluation is not None:
-            console.print(Text(f"  pass@1 {name:<7}{_interval(evaluation.summary)}"), soft_wrap=True)
-    if after is not None and after.summary.get("pass_at_1_change") is not None:
-        console.print(Text(f"  change        {_change(after.summary)}"), soft_wrap=True)
-    samples = [evaluation.samples if evaluation is not None else [] for evaluation in (before, after)]
-    if any(samples):
-        console.print(_samples(*samples))
-    for name, what in (("run", run_dir), ("reward curve", curve), ("next", f"lagrpo show {run_dir}")):
-        if what is not None:
-            # Never wrapped at the edge of the terminal: it is there to be copied.
-            console.print(Text.assemble((f"  {name:<14}", "dim"), str(what)), soft_wrap=True)
-
-
-def _interval(evaluation: Metrics) -> str:
-    value, low, high = (formatted(evaluation.get(f"pass_at_1{end}"), ".1%") for end in ("", "_low", "_high"))
-    counts = [f"{evaluation[key]:,} {what}" for key, what in COUNTS if evaluation.get(key) is not None]
-    return f"{value:>6}   95 % interval {low} to {high}" + (f"   ({', '.join(counts)})" if counts else "")
+def _pass_at_1(summary: Metrics) -> str:
+    counts = [f"{summary[key]:,} {what}" for key, what in COUNTS if summary.get(key) is not None]
+    return formatted_interval(summary, "pass_at_1", ".1%") + (f"   ({', '.join(counts)})" if counts else "")
 
 
 def _change(after: Metrics) -> str:
@@ -235,23 +278,3 @@ def _change(after: Metrics) -> str:
 
 
 COUNTS = (("prompts", "held-out prompts"), ("samples", "samples of each"))
-
-
-MARKS = {None: ("?", "yellow"), True: ("✓", "green"), False: ("✗", "red")}
-
-
-def _samples(before: Sequence[Metrics], after: Sequence[Metrics]) -> Table:
-    table = Table(show_lines=True, header_style="dim", border_style="dim")
-    for heading in ("prompt", "before", "after"):
-        table.add_column(heading, overflow="fold")
-    for old, new in zip_longest(before, after, fillvalue={}):
-        prompt = old.get("prompt") or new.get("prompt") or ""
-        table.add_row(Text(clipped(visible(prompt), 300)), _sample(old), _sample(new))
-    return table
-
-
-def _sample(sample: Metrics) -> Text:
-    if not sample:
-        return Text(ABSENT)
-    mark, style = MARKS[sample.get("right")]
-    return Text.assemble((f"{mark} ", f"bold {style}"), clipped(visible(sample.get("text") or "(empty)"), 300))

@@ -12,7 +12,7 @@ from rich.text import Text
 from lagrpo.errors import refusing
 from lagrpo.objective.code import write_code
 from lagrpo.objective.composition import Composition, check_known
-from lagrpo.objective.recipes import PRESETS
+from lagrpo.objective.recipes import PRESETS, Preset
 
 
 def show_recipes(console: Console | None = None) -> None:
@@ -28,21 +28,12 @@ def show_recipes(console: Console | None = None) -> None:
 
 
 def show_recipe(name: str, console: Console | None = None) -> None:
-    """One preset with every setting that makes it; those that differ from the default are marked.
-
-    Raises:
-        SettingsError: no preset of that name.
-    """
-    console = console or Console()
-    with refusing():
-        preset = PRESETS[check_known("recipe", name, PRESETS)]
+    """One preset with every setting that makes it; those that differ from the default are marked. Raises SettingsError
+    for an unknown one."""
+    console, preset = console or Console(), _find(name)
     head = Table.grid(padding=(0, 2, 0, 0))
-    for label, text in (
-        ("recipe", Text(name, "bold")),
-        ("formula", Text(preset.formula)),
-        ("source", Text(preset.source)),
-    ):
-        head.add_row(Text(label, "dim"), text)
+    for label, text in (("recipe", name), ("formula", preset.formula), ("source", preset.source)):
+        head.add_row(Text(label, "dim"), Text(text, "bold" if text == name else ""))
     console.print(head)
     table = Table("", "setting", "value", "default", box=SIMPLE, header_style="dim")
     for field in fields(Composition):
@@ -52,21 +43,19 @@ def show_recipe(name: str, console: Console | None = None) -> None:
         cells = ("*" if differs else "", f"objective.{field.name}", _say(value), _say(field.default))
         table.add_row(*(Text(cell, style if n < 3 else "dim") for n, cell in enumerate(cells)))
     console.print(table)
-    console.print(
-        Text("* differs from the default. A piece or number is replaced by --objective.SETTING VALUE; one that")
-    )
-    console.print(Text("  nothing in the composition would read is refused."))
+    hint = "* differs from the default. A piece or number is replaced by --objective.SETTING VALUE; one that"
+    console.print(Text(f"{hint}\n  nothing in the composition would read is refused."))
 
 
 def print_code(name: str) -> None:
-    """One preset as a function to read and to paste.
-
-    Raises:
-        SettingsError: no preset of that name.
-    """
-    with refusing():
-        preset = PRESETS[check_known("recipe", name, PRESETS)]
+    """One preset as a function to read and to paste. Raises SettingsError for an unknown one."""
+    preset = _find(name)
     print(write_code(name, preset.formula, preset.composition), end="")
+
+
+def _find(name: str) -> Preset:
+    with refusing():
+        return PRESETS[check_known("recipe", name, PRESETS)]
 
 
 def _say(value: object) -> str:

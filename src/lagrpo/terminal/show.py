@@ -15,9 +15,11 @@ from rich.text import Text
 from lagrpo.errors import refusing, visible
 from lagrpo.runs.directory import Run
 from lagrpo.runs.reading import RunNotFoundError, load_reward_range, load_rollouts, open_run, rollout_batches
-from lagrpo.types import is_right
+from lagrpo.terminal.text import MARKS
+from lagrpo.types import Range, is_right
 
 Only = Literal["all", "right", "wrong", "unscored"]
+KINDS = {True: "right", False: "wrong", None: "unscored"}
 
 
 def show(
@@ -42,32 +44,25 @@ def show(
     with refusing():
         rows = load_rollouts(run, [batches[-1] if batch is None else batch])
     scale = load_reward_range(run)
-    chosen = [row for row in rows if (prompt is None or row["prompt_key"] == prompt) and is_kind(row, only, scale)]
+    rows_of_prompt = [row for row in rows if prompt in (None, row["prompt_key"])]
+    chosen = [row for row in rows_of_prompt if only in ("all", KINDS[_is_right(row, scale)])]
     console.print(_title(run, rows, batches, min(count, len(chosen)), len(chosen)))
     if not chosen:
         console.print(Text(_nothing(rows, prompt, only)))
     for key, group in groupby(chosen[:count], key=lambda row: row["prompt_key"]):
         completions = list(group)
-        console.print(_prompt(key, completions[0]))
-        for row in completions:
-            console.print(render_completion(row, scale))
+        console.print(_prompt(key, completions[0]), *(render_completion(row, scale) for row in completions))
 
 
-def is_kind(row: dict[str, Any], only: Only, reward_range: tuple[float, float]) -> bool:
-    """Whether a row of the rollouts is of the kind that `only` names; see `show`."""
-    if only == "all":
-        return True
-    if only == "unscored":
-        return row["outcome"] != "scored"
-    return row["outcome"] == "scored" and is_right(row["reward"], reward_range) == (only == "right")
+def _is_right(row: dict[str, Any], reward_range: Range) -> bool | None:
+    """None where it was not scored."""
+    return is_right(row["reward"], reward_range) if row["outcome"] == "scored" else None
 
 
-def render_completion(row: dict[str, Any], reward_range: tuple[float, float]) -> Group:
+def render_completion(row: dict[str, Any], reward_range: Range) -> Group:
     """One completion: a line of facts, and its text."""
-    scored = row["outcome"] == "scored"
-    right = scored and is_right(row["reward"], reward_range)
-    mark, style = ("✓", "green") if right else ("✗", "red") if scored else ("?", "yellow")
-    facts = [f"{row['reward']:g}" if scored else row["outcome"], f"{sum(row['sampled'])} tokens"]
+    mark, style = MARKS[_is_right(row, reward_range)]
+    facts = [f"{row['reward']:g}" if row["outcome"] == "scored" else row["outcome"], f"{sum(row['sampled'])} tokens"]
     facts += [] if row["finished"] else ["cut at the limit"]
     facts += _versions(row)
     facts += [f"advantage {row['advantage']:+.3f}"] if row["advantage"] is not None else []
@@ -98,11 +93,9 @@ def _title(run: Run, rows: list[dict[str, Any]], batches: list[int], shown: int,
 
 def _prompt(key: int, row: dict[str, Any]) -> Group:
     gold = json.loads(row["gold"])
+    answer = Text(f"gold: {visible(gold if isinstance(gold, str) else row['gold'])}\n", style="cyan")
     head = Rule(Text(f"prompt {key}", style="bold"), align="left", style="dim")
-    question = Text(visible(row["prompt_text"]))
-    return Group(
-        head, question, Text(f"gold: {visible(gold if isinstance(gold, str) else row['gold'])}\n", style="cyan")
-    )
+    return Group(head, Text(visible(row["prompt_text"])), answer)
 
 
 def _nothing(rows: list[dict[str, Any]], prompt: int | None, only: Only) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 ABSENT = "–"
+MARKS = {None: ("?", "yellow"), True: ("✓", "green"), False: ("✗", "red")}  # of a completion: whether it is right
 
 
 def clipped(text: str, limit: int) -> str:
@@ -60,3 +61,9 @@ def formatted(value: Any, form: str) -> str:
     if known is None:
         return ABSENT
     return format(int(known) if form == "d" else known, form)
+
+
+def formatted_interval(metrics: Mapping[str, Any], name: str, form: str) -> str:
+    """A metric with its interval: `NAME`, `NAME_low` and `NAME_high`."""
+    value, low, high = (formatted(metrics.get(name + end), form) for end in ("", "_low", "_high"))
+    return f"{value:>6}   95 % interval {low} to {high}"

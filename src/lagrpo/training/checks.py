@@ -1,6 +1,5 @@
 """What can be refused before anything heavy is loaded: after the settings' own classes (settings/schema.py), everything
-that needs a look at the recipes, the tasks and the disk. transformers and the task's data are not touched here.
-"""
+that needs a look at the recipes, the tasks and the disk, but neither transformers nor the task's data."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from lagrpo.errors import refusing
 from lagrpo.objective.compose import Recipe
 from lagrpo.objective.recipes import resolve
 from lagrpo.policy.embedded import check_path
+from lagrpo.runs.directory import check_new
 from lagrpo.runs.reading import completion_files
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, check_options
@@ -19,21 +19,13 @@ LARGEST_EXPONENT = 80.0  # float32 ends at e^88.7; the rest is for the factors b
 
 
 def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
-    """The resolved recipe of settings that can be run; `task` stands in for settings.task.
-
-    Raises:
-        SettingsError: an unknown recipe or piece, a contradictory composition, options that the task does not take, a
-            model or a chat template that is not there, a run that exists already or cannot be written.
-    """
-    with refusing():
-        if task is None:
-            check_options(settings.task)
-    check_model(settings.model)
+    """The resolved recipe of settings that can be run; `task` stands in for settings.task. Raises SettingsError for an
+    unknown recipe or piece, a contradictory composition, options that the task does not take, a model or a chat
+    template that is not there, a run that exists already or cannot be written."""
+    check_evaluation(settings, task)
     with refusing("offline.data"):
         completion_files(settings.offline.data or ())
     with refusing("run"):
-        from lagrpo.runs.directory import check_new
-
         check_new(Path(settings.run.directory), settings.run.name)
     with refusing("objective"):
         recipe = resolve(settings.objective.recipe, settings.objective.overrides)
@@ -61,19 +53,16 @@ def _check_exponential(recipe: Recipe, settings: Settings) -> None:
         )
 
 
-def check_evaluation(settings: EvalSettings) -> None:
-    """The same for the settings of an evaluation."""
-    with refusing():
-        check_options(settings.task)
-    check_model(settings.model)
-
-
-def check_model(model: ModelSettings) -> None:
-    """Raises SettingsError for a model that is nowhere, and for a chat template that cannot be read."""
+def check_evaluation(settings: Settings | EvalSettings, task: Task | None = None) -> None:
+    """Raises SettingsError for options that the task does not take, a model that is nowhere, and a chat template that
+    cannot be read."""
+    if task is None:
+        with refusing():
+            check_options(settings.task)
     with refusing("model.path"):
-        check_path(model.path)
+        check_path(settings.model.path)
     with refusing("model.chat_template"):
-        chat_template(model)
+        chat_template(settings.model)
 
 
 def chat_template(model: ModelSettings) -> str | None:

@@ -29,11 +29,11 @@ from lagrpo.runs.files import to_json, write_atomically, write_table
 from lagrpo.sampling.base import Request, Sampler
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.settings.schema import EvalSettings
-from lagrpo.tasks import Task
-from lagrpo.terminal.text import formatted
-from lagrpo.training.build import build_policy, build_task, build_verifier
+from lagrpo.tasks import Task, load_task
+from lagrpo.terminal.text import formatted_interval
+from lagrpo.training.build import build_policy, build_verifier
 from lagrpo.training.checks import check_evaluation
-from lagrpo.types import Group, is_right
+from lagrpo.types import Group, Range, is_right
 from lagrpo.verify import Verifier
 
 ENOUGH_PROMPTS = 50
@@ -41,27 +41,16 @@ ENOUGH_PROMPTS = 50
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluation found."""
+    """What an evaluation found: a summary for people and plots, and one row per prompt."""
 
     summary: dict[str, Any]
-    """For people and plots."""
     records: list[dict[str, Any]]
-    """One row per prompt."""
 
 
 def evaluate(
-    sampler: Sampler,
-    verifier: Verifier,
-    requests: Sequence[Request],
-    samples: int,
-    seed: int,
-    reward_range: tuple[float, float] = (0.0, 1.0),
+    sampler: Sampler, verifier: Verifier, requests: Sequence[Request], samples: int, seed: int, reward_range: Range
 ) -> Evaluation:
-    """Generate, judge and count.
-
-    Raises:
-        ValueError: no prompts.
-    """
+    """Generate, judge and count. Raises ValueError for no prompts."""
     if not requests:
         raise ValueError("there are no test prompts to evaluate on")
     generated = (group for _, group in sampler.sample(requests, samples))
@@ -70,76 +59,66 @@ def evaluate(
     return Evaluation(_summary(records, samples, seed, reward_range), records)
 
 
-def _record(group: Group, reward_range: tuple[float, float]) -> dict[str, Any]:
-    rewards = group.rewards
+def _record(group: Group, reward_range: Range) -> dict[str, Any]:
+    rewards, completions = group.rewards, group.completions
     right = sum(is_right(reward, reward_range) for reward in rewards)
-    tokens = [c.length for c in group.completions]
     return {
         "prompt_key": group.prompt.key,
         "prompt": group.prompt.messages[-1]["content"],
         "gold": str(group.prompt.gold),
-        "samples": len(group.completions),
+        "samples": len(completions),
         "scored": len(rewards),
         "right": right,
         "reward_mean": sum(rewards) / len(rewards) if rewards else None,
         "pass_at_1": right / len(rewards) if rewards else None,
-        "tokens_mean": sum(tokens) / len(tokens),
-        "finished_share": sum(c.finished for c in group.completions) / len(group.completions),
-        "completions": [c.text for c in group.completions],
-        "rewards": [c.reward for c in group.completions],
+        "tokens_mean": sum(c.length for c in completions) / len(completions),
+        "finished_share": sum(c.finished for c in completions) / len(completions),
+        "completions": [c.text for c in completions],
+        "rewards": [c.reward for c in completions],
     }
 
 
-def _summary(
-    records: list[dict[str, Any]], samples: int, seed: int, reward_range: tuple[float, float]
-) -> dict[str, Any]:
+def _summary(records: list[dict[str, Any]], samples: int, seed: int, reward_range: Range) -> dict[str, Any]:
     without_reward = sum(r["samples"] - r["scored"] for r in records)
     summary: dict[str, Any] = {"prompts": len(records), "samples": samples, "without_reward": without_reward}
-    for name, values in _measures(records, samples).items():
+    for name, (values, tries) in _measures(records, samples).items():
         if values:
-            low, high = _interval(name, list(values.values()), samples, seed, reward_range)
+            ends = reward_range if name == "reward_mean" else (0.0, 1.0)
+            low, high = _interval(list(values.values()), tries, seed, ends)
             summary |= {name: sum(values.values()) / len(values), f"{name}_low": low, f"{name}_high": high}
     return summary
 
 
-def _measures(records: list[dict[str, Any]], samples: int) -> dict[str, dict[int, float]]:
-    """The metrics of an evaluation, each by prompt; prompts with too few scored completions are left out."""
-    measures = {"reward_mean": {r["prompt_key"]: r["reward_mean"] for r in records if r["scored"]}}
+def _measures(records: list[dict[str, Any]], samples: int) -> dict[str, tuple[dict[int, float], float]]:
+    """The metrics of an evaluation by prompt, without prompts of too few scored completions; and how many independent
+    tries of each the samples of a prompt hold: pass@k takes k for one."""
+    measures = {"reward_mean": ({r["prompt_key"]: r["reward_mean"] for r in records if r["scored"]}, float(samples))}
     for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))}):
-        enough = [r for r in records if r["scored"] >= k]
-        measures[f"pass_at_{k}"] = {r["prompt_key"]: pass_at_k(r["scored"], r["right"], k) for r in enough}
+        by_prompt = {r["prompt_key"]: pass_at_k(r["scored"], r["right"], k) for r in records if r["scored"] >= k}
+        measures[f"pass_at_{k}"] = by_prompt, samples / k
     return measures
 
 
-def _interval(
-    name: str, values: list[float], samples: int, seed: int, reward_range: tuple[float, float]
-) -> tuple[float, float]:
-    """The 95 % interval of a metric: `estimators.clustered_interval` in units of the range, and a bootstrap over
-    prompts for a mean of rewards that lie outside it."""
-    values_N = torch.tensor(values, dtype=torch.float64)
-    low, high = reward_range if name == "reward_mean" else (0.0, 1.0)
+def _interval(values: list[float], tries: float, seed: int, ends: Range) -> tuple[float, float]:
+    """The 95 % interval of a metric that lies between these ends: `estimators.clustered_interval` in units of their
+    distance, and a bootstrap over prompts for values outside."""
+    values_N, (low, high) = torch.tensor(values, dtype=torch.float64), ends
     if not all(low <= value <= high for value in values):
         return bootstrap_interval(values_N, seed=seed)
-    ends = clustered_interval((values_N - low) / (high - low), _tries(name, samples))
-    return low + ends[0] * (high - low), low + ends[1] * (high - low)
-
-
-def _tries(name: str, samples: int) -> float:
-    """How many independent tries of a metric the samples of a prompt hold: pass@k takes k for one."""
-    return samples / (1 if name == "reward_mean" else int(name.removeprefix("pass_at_")))
+    below, above = clustered_interval((values_N - low) / (high - low), tries)
+    return low + below * (high - low), low + above * (high - low)
 
 
 def change(before: Evaluation, after: Evaluation) -> dict[str, float]:
     """How pass@k changed between two evaluations, over the prompts that both have scores of: for each k the mean
     difference and its 95 % interval (`estimators.paired_interval`), for the summary of the second one."""
     found: dict[str, float] = {}
-    samples = after.summary["samples"]
-    old, new = (_measures(e.records, samples) for e in (before, after))
-    for name in (name for name in new if name != "reward_mean"):
-        both = sorted(old[name].keys() & new[name].keys())
-        if both:
-            b_N, a_N = (torch.tensor([m[name][key] for key in both], dtype=torch.float64) for m in (old, new))
-            low, high = paired_interval(b_N, a_N, _tries(name, samples))
+    old, new = (_measures(e.records, after.summary["samples"]) for e in (before, after))
+    for name, (values, tries) in new.items():
+        both = sorted(old[name][0].keys() & values.keys())
+        if both and name != "reward_mean":
+            b_N, a_N = (torch.tensor([m[key] for key in both], dtype=torch.float64) for m in (old[name][0], values))
+            low, high = paired_interval(b_N, a_N, tries)
             difference = float(a_N.mean() - b_N.mean())
             found |= {f"{name}_change": difference, f"{name}_change_low": low, f"{name}_change_high": high}
     return found
@@ -156,21 +135,23 @@ def few_prompts(prompts: int) -> str | None:
 
 
 def evaluate_model(settings: EvalSettings) -> Evaluation:
-    """Evaluate the model of the settings on the test prompts of their task; prints the summary, and writes summary and
-    per-prompt records where settings.output says (see `place`).
+    """Evaluate the model of the settings on the test prompts of their task; print the summary, and write summary and
+    per-prompt records to the directory that `place` names.
 
     Raises:
         SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
         VerifierError: too many completions could not be scored.
     """
     check_evaluation(settings)
-    task = build_task(settings.task, settings.seed)
+    with refusing():
+        task = load_task(settings.task, settings.seed)
     output = place(settings, task.name)
     with restored():
         evaluation = _evaluated(settings, task)
-    model = settings.model.path
-    summary = {"model": model, "task": task.name, **evaluation.summary, "settings": settings.model_dump()}
-    _write(output, summary, evaluation.records)
+    of = {"model": settings.model.path, "task": task.name}
+    summary = {**of, **evaluation.summary, "settings": settings.model_dump()}
+    write_table(output / "records.parquet", evaluation.records)
+    write_atomically(output / "summary.json", to_json(summary) + "\n")
     _print(summary, output)
     return evaluation
 
@@ -185,17 +166,13 @@ def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
     print(f"computing with {policy.model.computation}; decoding {policy.model.decoding}", file=sys.stderr, flush=True)
     sampler = LocalSampler(policy, settings.seed, settings.max_tokens, settings.max_num_seqs, purpose="evaluate")
     with build_verifier(settings, task) as verifier:
-        scale = settings.task.reward_range
-        return evaluate(sampler, verifier, requests, settings.samples, settings.seed, scale)
+        return evaluate(sampler, verifier, requests, settings.samples, settings.seed, settings.task.reward_range)
 
 
 def place(settings: EvalSettings, task: str) -> Path:
     """The directory for an evaluation: settings.output, else evaluations/MODEL-TASK, or that with the first number
-    behind it (-2, -3 …) whose directory has no evaluation with other settings.
-
-    Raises:
-        SettingsError: settings.output has an evaluation with other settings, or something else's summary.json.
-    """
+    behind it (-2, -3 …) whose directory has no evaluation with other settings. Raises SettingsError where
+    settings.output has one, or something else's summary.json."""
     if settings.output:
         with refusing("output"):
             if problem := _occupied(Path(settings.output), settings):
@@ -241,11 +218,6 @@ def label(model: str) -> str:
     return f"{path.parent.parent.name}-{path.name}" if path.parent.name == "weights" else path.name
 
 
-def _write(output: Path, summary: dict[str, Any], records: list[dict[str, Any]]) -> None:
-    write_table(output / "records.parquet", records)
-    write_atomically(output / "summary.json", to_json(summary) + "\n")
-
-
 def _print(summary: dict[str, Any], output: Path) -> None:
     print(f"{summary['model']} on {summary['task']}: {summary['prompts']} prompts x {summary['samples']} samples")
     names = [name for name in summary if f"{name}_low" in summary]
@@ -265,7 +237,5 @@ def interval(summary: Mapping[str, Any], name: str) -> str:
     >>> interval({"pass_at_1": 0.5, "pass_at_1_low": 0.25, "pass_at_1_high": 0.7}, "pass_at_1")
     'pass@1       50.0%   95 % interval 25.0% to 70.0%'
     """
-    form = ".3f" if name == "reward_mean" else ".1%"
-    label = name.replace("_at_", "@").replace("_", " ")
-    value, low, high = (formatted(summary.get(key), form) for key in (name, f"{name}_low", f"{name}_high"))
-    return f"{label:<11} {value:>6}   95 % interval {low} to {high}"
+    heading = name.replace("_at_", "@").replace("_", " ")
+    return f"{heading:<11} {formatted_interval(summary, name, '.3f' if name == 'reward_mean' else '.1%')}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from lagrpo.backends.attention import Shape
 from lagrpo.backends.cpu.fused import FAMILIES
 from lagrpo.backends.cpu.logprobs import KEPT_LOGITS, KERNEL_LOGITS
@@ -12,14 +14,13 @@ from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.backends.logprobs import CHUNK_LOGITS
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.configs import read_config
+from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.loading import check_supported
 from lagrpo.policy.model import Policy
-from lagrpo.policy.replica import Replica
-from lagrpo.sampling.parity import Parity
 from lagrpo.sampling.schedule import Schedule, largest_lag
 from lagrpo.sampling.vllm.connecting import deadlines
 from lagrpo.settings.schema import Settings
-from lagrpo.training.build import loading, offline_prompts
+from lagrpo.training.build import Parts, loading, offline_prompts
 from lagrpo.training.lag import CAP
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -28,29 +29,18 @@ PROGRAM = 400 * 2**20  # Python, torch and transformers themselves
 IDLE = 0.15  # of all that is used: gaps that the allocator cannot fill
 
 
-def explained(settings: Settings, recipe: Recipe, toml: str) -> str:
-    """What --dry-run prints: a settings file, with what it means as comments behind it."""
-    return "\n".join([toml, *(f"# {line}" for line in meaning(settings, recipe))])
-
-
-def meaning(
-    settings: Settings,
-    recipe: Recipe,
-    policy: Policy | None = None,
-    sampled: Policy | Replica | None = None,
-    parity: Parity | None = None,
-) -> list[str]:
-    """One line for each thing that people get wrong about a run. Without a policy the model's sizes are read from its
-    config (no weights are loaded). `sampled`: the policy of the in-process sampler; `parity`: how far it agrees with
-    the learner."""
-    s, sampling = settings.schedule, settings.sampling
+def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> list[str]:
+    """One line for each thing that people get wrong about a run. Without its parts the model's sizes are read from its
+    config (no weights are loaded)."""
+    s, sampling, policy = settings.schedule, settings.sampling, parts.learner.policy if parts else None
     per_batch, batches = s.prompts * sampling.G, s.stages * s.batches
-    config, parameters = (policy.model.config, _parameters(policy.model.lm)) if policy else _sizes(settings)
+    config, parameters = (policy.model.config, policy.model.lm.num_parameters()) if policy else _sizes(settings)
     dtype, why = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
     text = config.get_text_config()
     memory = expected_memory(settings, recipe, text, parameters, _fused(settings, text, policy))
+    changes = ", ".join(f"{name} = {value}" for name, value in settings.objective.overrides.items())
     return [
-        f"recipe      {recipe.name}: {recipe.formula}" + _changes(settings),
+        f"recipe      {recipe.name}: {recipe.formula}" + (f"; here with {changes}" if changes else ""),
         f"batch       {s.prompts} prompts x {sampling.G} completions = {per_batch:,} samples, used for "
         f"{count_of(s.i, 'update')} (i = {s.i}){_from_file(settings)}",
         f"schedule    {_weight_syncs(settings)}",
@@ -65,31 +55,25 @@ def meaning(
         f"arithmetic  {dtype} ({why}) on {policy.device if policy else settings.model.device}"
         + (f", {settings.optimizer.masters} float32 masters" if dtype == "bfloat16" else "")
         + (f"; {policy.model.computation}" if policy else ""),
-        *([f"decoding    {sampled.model.decoding}"] if sampled else []),
-        *([f"parity      {parity}"] if parity else []),
+        *([f"decoding    {parts.sampled.model.decoding}"] if parts and parts.sampled else []),
+        *([f"parity      {parts.parity}"] if parts and parts.parity else []),
+        *([f"offline     {parts.offline}"] if parts and parts.offline is not None else []),
     ]
 
 
-def certifiable(settings: Settings) -> float:
-    """The largest lower bound on J(pi_k) - J(alpha) that a batch can certify: all its completions have reward
-    1 and a ratio of at least C. Where it is not positive, no batch certifies anything, whatever the policies do."""
-    s = settings.schedule
-    n = (s.prompts - offline_prompts(settings)) * settings.sampling.G
-    return CAP - 1 - 7 * CAP * math.log(2 / s.doubt) / (3 * (n - 1)) if n > 1 else -1.0
-
-
 def _certificate(settings: Settings) -> list[str]:
-    """Of schedule certified: the least gain that it can see."""
+    """Of schedule certified: the least gain that a batch can certify, that of completions which all have reward 1 and a
+    ratio of at least C. Where it passes C - 1, no batch certifies anything, whatever the policies do."""
     s = settings.schedule
     if s.kind != "certified":
         return []
-    largest = certifiable(settings)
-    if largest <= 0:
+    n = (s.prompts - offline_prompts(settings)) * settings.sampling.G
+    least = 7 * CAP * math.log(2 / s.doubt) / (3 * (n - 1)) if n > 1 else math.inf
+    if least >= CAP - 1:
         return [
             "certified   WARNING: never; so few completions in a batch certify nothing, so that all weight syncs are "
             "those at the latest: raise schedule.prompts or sampling.G"
         ]
-    least = CAP - 1 - largest
     return [
         f"certified   J(pi_k) > J(alpha) with {s.confidence:.0%} over the batches of a weight sync; a batch certifies "
         f"no gain below {least:.3f} of the range of rewards, and where they vary none below about twice that"
@@ -113,19 +97,16 @@ def _weight_syncs(settings: Settings) -> str:
 
 def _sampler(settings: Settings) -> list[str]:
     """Who samples, how weights get there, and how long anything is waited for: of the vLLM sampler."""
-    v = settings.vllm
+    v, check = settings.vllm, settings.sampling.parity_check
+    parity = "off (sampling.parity_check = false)"
     if settings.sampling.sampler == "local":
-        return [] if settings.sampling.parity_check else ["parity      off (sampling.parity_check = false)"]
+        return [] if check else [f"parity      {parity}"]
     who = ", ".join(v.urls) if v.urls else f"{count_of(v.servers, 'server')} started with {v.python}"
-    tolerance = f"{v.tolerance:g} nats" if v.tolerance else "the tolerance of the dtype"
-    parity_check = (
-        f"mean difference at most {tolerance}"
-        if settings.sampling.parity_check
-        else "off (sampling.parity_check = false)"
-    )
+    if check:
+        parity = f"mean difference at most {f'{v.tolerance:g} nats' if v.tolerance else 'the tolerance of the dtype'}"
     return [
         f"sampler     vLLM: {who}; weights by {v.weight_sync}, {_IN_FLIGHT[v.in_flight]}",
-        f"parity      {parity_check}; at most {count_of(v.failures, 'failure')} of servers",
+        f"parity      {parity}; at most {count_of(v.failures, 'failure')} of servers",
         f"deadlines   {deadlines(v)}",
     ]
 
@@ -162,28 +143,23 @@ def expected_memory(
     float32 where this expects 5.0 and 6.7, as its prompts and completions are shorter than they may be; 4.8 with a
     reference and 48 tokens a completion in micro-batches of 2,048 (expected 5.0); 3.7 with checkpointing (4.1)."""
     dtype, _ = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
-    size = BYTES[dtype]
-    s = settings.schedule
+    size, s = BYTES[dtype], settings.schedule
     apart = s.i > 1 or largest_lag(Schedule(s.kind, s.v, s.delta), s.stages, s.batches, s.i) > 0
     copies = 2 + recipe.needs_pi_ref + (fused and size == 2 and apart)
     layers, _, kv_heads, d = Shape.of(config)
-    per_token = 2 * layers * kv_heads * d * size
-    sampling, prompts = settings.sampling, settings.schedule.prompts
-    tokens_held = (
-        sampling.max_num_seqs * sampling.max_tokens + sampling.max_num_seqs // sampling.G * sampling.max_prompt_tokens
-    )
-    of_a_batch = prompts * (sampling.max_prompt_tokens + sampling.G * sampling.max_tokens)
+    sampling, rows = settings.sampling, settings.sampling.max_num_seqs
+    tokens_held = rows * sampling.max_tokens + rows // sampling.G * sampling.max_prompt_tokens
+    of_a_batch = s.prompts * (sampling.max_prompt_tokens + sampling.G * sampling.max_tokens)
     learned = min(settings.optimizer.micro_batch_tokens, of_a_batch)
     numbers, head = learned * config.vocab_size, config.vocab_size * config.hidden_size
     by_pytorch = 4 * (4 * min(CHUNK_LOGITS, numbers) + head)
     by_kernels = size * min(KEPT_LOGITS + KERNEL_LOGITS, numbers) + (4 + size) * head
-    logits = max(by_pytorch, by_kernels)
     memory = {
         "program": PROGRAM,
         "weights": copies * parameters * size,
         "optimizer": parameters * (12 + (4 if dtype == "bfloat16" else 0)),
-        "activations": learned * activation_bytes(settings, config, size, fused) + logits,
-        "sampler": tokens_held * per_token,
+        "activations": learned * activation_bytes(settings, config, size, fused) + max(by_pytorch, by_kernels),
+        "sampler": tokens_held * 2 * layers * kv_heads * d * size,
     }
     return memory | {"idle": int(IDLE * sum(memory.values()))}
 
@@ -207,30 +183,19 @@ def activation_bytes(settings: Settings, config: Any, size: int, fused: bool = F
 
 
 def _sizes(settings: Settings) -> tuple[Any, int]:
-    import torch
+    """The config of the model, and how many parameters it has."""
     from transformers import AutoModelForCausalLM
-
-    from lagrpo.policy.embedded import resolve_model
 
     with loading(settings.model):
         config = read_config(resolve_model(settings.model.path))
         check_supported(config)
         with torch.device("meta"):
-            return config, _parameters(AutoModelForCausalLM.from_config(config))
-
-
-def _changes(settings: Settings) -> str:
-    """What the settings replace in the recipe; its formula is printed as the table has it."""
-    changes = ", ".join(f"{name} = {value}" for name, value in settings.objective.overrides.items())
-    return f"; here with {changes}" if changes else ""
-
-
-def _parameters(model: Any) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+            return config, AutoModelForCausalLM.from_config(config).num_parameters()
 
 
 def count_of(number: int, what: str, plural: str = "s") -> str:
-    """
+    """A number with its noun.
+
     >>> count_of(1, "batch", "es"), count_of(1200, "batch", "es")
     ('1 batch', '1,200 batches')
     """
@@ -238,8 +203,4 @@ def count_of(number: int, what: str, plural: str = "s") -> str:
 
 
 def _size(size: int) -> str:
-    """
-    >>> _size(3 * 2**29), _size(3 * 2**19)
-    ('1.5 GiB', '2 MiB')
-    """
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

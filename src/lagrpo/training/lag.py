@@ -21,6 +21,7 @@ from lagrpo.core.estimators import bootstrap_interval
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.batch import Batch, MicroBatch, knows_alpha
 from lagrpo.settings.schema import Settings
+from lagrpo.types import Range
 
 SIGMA_BINS = 10  # of the histogram of sigma over [0, 1/2], the range of rewards in [0, 1]
 ENOUGH = 25.0
@@ -94,17 +95,16 @@ def lag_metrics(
     batch: Batch,
     rows: Sequence[MicroBatch],
     eps_std: float,
-    reward_range: tuple[float, float] = (0.0, 1.0),
+    reward_range: Range = (0.0, 1.0),
     after_T: Sequence[Tensor] | None = None,
     delta: float | None = None,
 ) -> Row:
-    """The lag metrics of a batch: all KEYS, None where there is no such number. Those of the lag are there
-    only where `rows` hold every scored completion whose log α is known. `after_T` are the log-probs of the rows under π
-    after the updates, where somebody computed them: then the two sides of the bounds are also given for the step from
-    π_k to π. `delta` is the chance of a certificate that is wrong, None for no certificate."""
+    """The lag metrics of a batch: all KEYS, None where there is no such number. Those of the lag need `rows` with every
+    scored completion whose log α is known; those of the step from π_k to π need `after_T`, the log-probs of the rows
+    under π after the updates. `delta` is the chance of a certificate that is wrong, None for no certificate."""
     metrics: Row = dict.fromkeys(KEYS) | sigma_metrics(batch, eps_std)
     log_ratio_C = sequence_log_ratio(batch, rows)
-    known_C = _known(batch)
+    known_C = torch.tensor([knows_alpha(batch, [c]) for c in range(len(batch.member_C))], dtype=torch.bool)
     if not bool(known_C.any()) or bool(log_ratio_C[known_C].isnan().any()):
         return metrics
     metrics |= divergence_metrics(log_ratio_C[known_C], sequence_kl(batch, rows)[known_C])
@@ -118,27 +118,22 @@ def lag_metrics(
     return metrics
 
 
-def spent(batch: Batch, rows: Sequence[MicroBatch]) -> float | None:
-    """What `budget(δ)` spends: the mean of `sequence_kl`, nats a completion; None where log α of none is known."""
-    mean = sequence_kl(batch, rows).nanmean().item()
-    return None if math.isnan(mean) else mean
-
-
 def lag_is_complete(settings: Settings, recipe: Recipe) -> bool:
     """Whether every scored completion is computed, so that metrics of the lag are over all of them."""
     return settings.run.score_lag or not (recipe.silent or recipe.mask_zero_variance)
 
 
 def measure_spending(settings: Settings, batch: Batch, rows: Sequence[MicroBatch]) -> float | None:
-    """What the schedule decides by; None where the batch does not tell, or the schedule does not look."""
-    if settings.schedule.kind == "certified":
-        return certified(batch, rows, settings.task.reward_range, settings.schedule.doubt)
-    return spent(batch, rows) if settings.schedule.kind == "budget" else None
+    """What the schedule decides by: the mean of `sequence_kl`, nats a completion (budget), or a certificate.
+    None where the batch does not tell, and for other schedules."""
+    schedule = settings.schedule
+    if schedule.kind == "certified":
+        return certified(batch, rows, settings.task.reward_range, schedule.doubt)
+    mean = sequence_kl(batch, rows).nanmean().item() if schedule.kind == "budget" else math.nan
+    return None if math.isnan(mean) else mean
 
 
-def certified(
-    batch: Batch, rows: Sequence[MicroBatch], reward_range: tuple[float, float], delta: float
-) -> float | None:
+def certified(batch: Batch, rows: Sequence[MicroBatch], reward_range: Range, delta: float) -> float | None:
     """A lower bound on J(π_k) - J(α), in units of the range, that is wrong with a chance of at most `delta`:
     `bounds.certified_improvement` with cap CAP over the completions that the sampler generated for this batch, J the
     mean over its prompts. A completion that could not be scored counts as one of the least reward, since leaving it out
@@ -165,15 +160,9 @@ def divergence_metrics(log_ratio_C: Tensor, kl_C: Tensor) -> Row:
     """Sequence-level divergences of π_k and α, from log ρ and the token-wise KL estimate of each completion [C]. The
     interval of TV is for these prompts."""
     tv_C = divergences.tv_terms(log_ratio_C, divergences.prefers_bounded(log_ratio_C))
-    low, high = bootstrap_interval(tv_C)
-    return {
-        "kl_sequence": float(kl_C.mean()),
-        "pinsker": float(divergences.pinsker(kl_C.mean())),
-        "tv_sequence": float(tv_C.mean()),
-        "tv_sequence_low": low,
-        "tv_sequence_high": high,
-        "chi2_sequence": float(divergences.sampled_chi2(log_ratio_C)),
-    }
+    kl, tv, chi2 = kl_C.mean(), tv_C.mean(), divergences.sampled_chi2(log_ratio_C)
+    found = (kl, divergences.pinsker(kl), tv, *bootstrap_interval(tv_C), chi2)
+    return dict(zip(DIVERGENCE_KEYS, map(float, found), strict=True))
 
 
 def sigma_metrics(batch: Batch, eps_std: float) -> Row:
@@ -186,15 +175,10 @@ def sigma_metrics(batch: Batch, eps_std: float) -> Row:
 
 
 def bound_metrics(
-    name: str,
-    batch: Batch,
-    log_ratio_C: Tensor,
-    log_ratio_k_C: Tensor,
-    eps_std: float,
-    reward_range: tuple[float, float],
+    name: str, batch: Batch, log_ratio_C: Tensor, log_ratio_k_C: Tensor, eps_std: float, ends: Range
 ) -> Row:
     """The two sides of the bounds on J(π) - J(π_k), as means over the groups of two or more whose log α is known, in
-    units of the range.
+    units of the range of rewards, from `ends[0]` to `ends[1]`.
 
     `lag_…` is the step from α to π_k (Corollary 1 with α in the place of its π_k): what was gained since the weight
     sync. `step_…` is the step from π_k to π after the updates. The last three are None where a reward is outside the
@@ -215,9 +199,9 @@ def bound_metrics(
         log_ratio, log_ratio_k = log_ratio_C[members], log_ratio_k_C[members]
         if len(members) < 2 or bool(log_ratio.isnan().any()):
             continue
-        if bool((rewards < reward_range[0]).any() or (rewards > reward_range[1]).any()) or eps_std > 0.75:
+        if bool((rewards < ends[0]).any() or (rewards > ends[1]).any()) or eps_std > 0.75:
             return metrics
-        scaled = bounds.scaled(rewards, *reward_range)
+        scaled = bounds.scaled(rewards, *ends)
         side = bounds.sampled(scaled, log_ratio, log_ratio_k, eps_std, *bounded)
         gain_k = bounds.sampled(scaled, log_ratio_k, log_ratio_k, eps_std).gain
         found.append((float(side.gain - gain_k), float(side.theorem1), float(side.identity_bound)))
@@ -226,11 +210,6 @@ def bound_metrics(
     means = [sum(values) / len(found) for values in zip(*found, strict=True)]
     metrics |= {f"{name}_{key}": mean for key, mean in zip(BOUND_KEYS[2:], means, strict=True)}
     return metrics | {f"{name}_reliable": int(ess >= ENOUGH and abs(means[0]) <= 1)}
-
-
-def _known(batch: Batch) -> Tensor:
-    """Whether log α of each scored completion is known, bool [C]."""
-    return torch.tensor([knows_alpha(batch, [c]) for c in range(len(batch.member_C))], dtype=torch.bool)
 
 
 def _rewards(batch: Batch) -> list[tuple[list[int], Tensor]]:

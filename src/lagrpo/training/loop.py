@@ -1,12 +1,15 @@
 """Algorithm 1 of Mroueh et al. (arXiv 2505.22257), and nothing else.
 
-The numbers beside the lines are the paper's. Batches are counted through all stages: b = (s - 1)·M + k. What happens
-around the algorithm (building its parts, evaluating, the files of a run) is in training/run.py.
+The numbers beside the lines are the paper's. Batches are counted through all stages: b = (s - 1)·M + k. training/run.py
+does what stands around the algorithm: evaluations, the files of a run.
 """
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -15,9 +18,35 @@ from torch import Tensor
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, assemble, is_flat, left_out
 from lagrpo.sampling.schedule import LoopState
 from lagrpo.training.build import Parts
-from lagrpo.training.clock import Clock
 from lagrpo.training.lag import lag_is_complete, measure_spending
 from lagrpo.types import Group
+
+
+class Clock:
+    """Where the time of a batch goes: seconds by phase, and since it was made. `tell` is told what is done next."""
+
+    def __init__(self, tell: Callable[[str], None] = lambda phase: None) -> None:
+        self.tell = tell
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.generated = 0  # sampled tokens that came from the sampler meanwhile, for this batch or a later one
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - started
+
+    def move(self, source: str, to: str, seconds: float) -> None:
+        """Book seconds that were measured inside one phase under another."""
+        self.seconds[source] -= seconds
+        self.seconds[to] += seconds
+
+    @property
+    def total(self) -> float:
+        return time.perf_counter() - self._started
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +81,10 @@ def iterative_grpo(a: Parts, state: LoopState, tell: Callable[[str], None] = lam
     first batch: the paper leaves α undefined for k < v. `tell` is told what is being done from then on."""
     learner, policy, settings, synced = a.learner, a.learner.policy, a.settings, {}
     S, M, i = settings.schedule.stages, settings.schedule.batches, settings.schedule.i
+    prefetch = settings.sampling.prefetch and not settings.sampling.dynamic_sampling
     for s in range(state.batch // M + 1, S + 1):  # 5
         for k in range(state.batch % M + 1, M + 1):  # 6
-            b, clock, due = state.batch + 1, Clock(tell), a.schedule.next(state, S, M, a.prefetches)
+            b, clock, due = state.batch + 1, Clock(tell), a.schedule.next(state, S, M, prefetch)
             reason = "start" if state.alpha < 0 else due.reason
             if reason:  # 8
                 state, synced = state.after_sync(policy.version), sync_weights(a, clock)  # 9   α <- π_θ
@@ -129,15 +159,15 @@ def update(
 
 def score_rest(a: Parts, clock: Clock, batch: Batch, rows: Sequence[FreshMicroBatch]) -> list[MicroBatch]:
     """The completions that the objective leaves out, with log π_k: a forward pass without gradient, where the run asks
-    for it. Where π_k itself sampled them, and by the same program, log π_k is log α up to the rounding that the parity
-    check measures, and costs nothing."""
+    for it. Where π_k itself sampled them in this process, log α stands for log π_k, up to the rounding that the parity
+    check measures."""
     if not a.settings.run.score_lag:
         return []
     learner, version = a.learner, a.learner.policy.version
     with clock("scoring"):
         rest = left_out(batch, rows, a.settings.optimizer.micro_batch_tokens, learner.policy.device)
         completions = [batch.completion(c) for micro in rest for c in micro.members]
-        own = a.one_program and all(bool((c.versions[c.sampled] == version).all()) for c in completions)
+        own = a.sampled is not None and all(bool((c.versions[c.sampled] == version).all()) for c in completions)
         known = [micro.logp_alpha_T for micro in rest if micro.logp_alpha_T is not None]
         scores = known if own else learner.score(rest)
         return [micro.scored_by(logp_T) for micro, logp_T in zip(rest, scores, strict=True)]

@@ -9,18 +9,15 @@ from typing import Any
 
 import torch
 
-from lagrpo.training.clock import Clock
-from lagrpo.training.loop import Step
+from lagrpo.training.loop import Clock, Step
 from lagrpo.types import Completion
 
 AT_ONCE = 1e-3  # seconds: what took less to come was sampled before
 
 
 def batch_metrics(step: Step) -> dict[str, Any]:
-    """Everything that is recorded about a batch beside the lag. docs/run-directory.md says what each is.
-
-    Metrics of the objective describe the first update on the batch, where π = π_k. grad_norm, lr, moved, loss and the
-    clip shares that end in _last describe the last update."""
+    """What is recorded of a batch beside the lag (docs/run-directory.md). Metrics of the objective describe the first
+    update on the batch, where π = π_k; loss, grad_norm, lr, moved and the clip shares _last describe the last one."""
     updates, groups, clock = step.updates, step.batch.groups, step.clock
     first, last = (updates[0], updates[-1]) if updates else ({}, {})
     completions = [c for group in groups for c in group.completions]
@@ -36,10 +33,7 @@ def batch_metrics(step: Step) -> dict[str, Any]:
         **_objective_metrics(first),
         **_clip_shares(first),
         **{f"{name}_last": share for name, share in _clip_shares(last).items()},
-        "loss": last.get("loss"),
-        "grad_norm": last.get("grad_norm"),
-        "lr": last.get("lr"),
-        "moved": last.get("moved"),
+        **{name: last.get(name) for name in ("loss", "grad_norm", "lr", "moved")},
         **_pace(clock, sum(c.length for c in completions), sum(u.get("tokens", 0.0) for u in updates)),
     }
 
@@ -52,10 +46,8 @@ SAMPLER_METRICS = (
 
 
 def sampler_metrics(weight_sync: Mapping[str, float], sampling: Mapping[str, float]) -> dict[str, float | None]:
-    """What the last weight sync cost and checked, and what happened to the sampler since the batch before: the same
-    keys whichever sampler it is, None where there is no such metric."""
-    known = {**weight_sync, **sampling}
-    return {name: known.get(name) for name in SAMPLER_METRICS}
+    """What the last weight sync cost and checked, and what happened to the sampler since the batch before."""
+    return {name: sampling.get(name, weight_sync.get(name)) for name in SAMPLER_METRICS}
 
 
 def _lag(completions: Sequence[Completion], version: int) -> dict[str, float | None]:
@@ -63,7 +55,7 @@ def _lag(completions: Sequence[Completion], version: int) -> dict[str, float | N
     versions = torch.cat([torch.empty(0, dtype=torch.long), *(c.versions[c.sampled] for c in completions)])
     lag_T = version - versions[versions >= 0]
     if not len(lag_T):
-        return {"lag_min": None, "lag_max": None, "lag_mean": None}
+        return dict.fromkeys(("lag_min", "lag_max", "lag_mean"))
     return {"lag_min": int(lag_T.min()), "lag_max": int(lag_T.max()), "lag_mean": float(lag_T.double().mean())}
 
 
@@ -73,8 +65,7 @@ def _outcomes(completions: Sequence[Completion]) -> dict[str, float | None]:
     count = len(completions)
     return {
         "completions": count,
-        "unscored": kinds["unscored"],
-        "failed": kinds["failed"],
+        **{kind: kinds[kind] for kind in ("unscored", "failed")},
         "reward_mean": float(rewards.mean()) if len(rewards) else None,
         "reward_std": float(rewards.std(correction=0)) if len(rewards) else None,
         "tokens_mean": sum(c.length for c in completions) / count if count else None,

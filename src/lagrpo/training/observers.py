@@ -61,12 +61,9 @@ def check_observers(observers: Sequence[Any]) -> None:
     """Raise TypeError for an object that a run cannot tell."""
     calls = [name for name, value in vars(Observer).items() if callable(value) and not name.startswith("_")]
     for observer in observers:
-        missing = [name for name in calls if not callable(getattr(observer, name, None))]
-        if missing:
-            raise TypeError(
-                f"observers: {observer!r:.80} has no method {', '.join(missing)}; inherit from "
-                "lagrpo.training.observers.Observer and override what you need"
-            )
+        if missing := ", ".join(name for name in calls if not callable(getattr(observer, name, None))):
+            remedy = "inherit from lagrpo.training.observers.Observer and override what you need"
+            raise TypeError(f"observers: {observer!r:.80} has no method {missing}; {remedy}")
 
 
 def _tell_all(name: str) -> Callable[..., None]:

@@ -1,16 +1,11 @@
-"""A training run: the parts built, evaluated before and after, observed; and stopped cleanly.
-
-import lagrpo
-result = lagrpo.train({"task": {"name": "arithmetic"}, "schedule": {"batches": 20}})
-result.after["pass_at_1"], result.weights
-"""
+"""A training run: the parts built, evaluated before and after, observed; and stopped cleanly."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +18,6 @@ from lagrpo.backends.process import restored
 from lagrpo.interrupts import Interrupted, interruptible, whole
 from lagrpo.runs import Run, collect_environment
 from lagrpo.runs.rollouts import rollout_rows
-from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import ParityError
 from lagrpo.sampling.prefetch import VersionError
 from lagrpo.sampling.schedule import LoopState
@@ -32,6 +26,7 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings, to_toml
 from lagrpo.tasks import Task
 from lagrpo.terminal.display import make_display
+from lagrpo.terminal.text import formatted
 from lagrpo.threads import team
 from lagrpo.training.build import Parts, without_progress_bars
 from lagrpo.training.checks import check_settings
@@ -41,9 +36,9 @@ from lagrpo.training.lag import completion_columns, lag_is_complete, lag_metrics
 from lagrpo.training.loop import Step, iterative_grpo
 from lagrpo.training.metrics import batch_metrics, sampler_metrics
 from lagrpo.training.observers import Observer, Observers, RunFiles, Status, check_observers
-from lagrpo.training.warnings import Warnings
 from lagrpo.verify import VerifierError
 
+STILL = 1e-4  # a weight sync that changes a smaller share of the weights is warned of
 READ_OF_TASK = {"reward_range": "", "system_prompt": " (of questions in offline.data)"}
 """What is read of settings.task where the task is an object of the caller's, and for what."""
 FAILURES = (
@@ -56,8 +51,7 @@ FAILURES = (
 @dataclass(frozen=True, slots=True)
 class Result:
     """What a run leaves: its directory, the summaries of its evaluations, where the weights are and how many updates
-    they have had, and how it ended: `interrupted` is the signal that stopped it, None for a run that came to its end.
-    """
+    they have had, and the signal that stopped it, None for a run that came to its end."""
 
     run: Path
     before: dict[str, Any] | None
@@ -130,10 +124,8 @@ class Training:
                 self.learn()
                 weights, status = self.save(), "finished"
             except Interrupted as stop:
-                interrupted = stop.signal
-                self.observers.note(
-                    f"{stop.signal.name}: keeping the policy as it is ({self.progress()}); again: end at once"
-                )
+                interrupted, name = stop.signal, stop.signal.name
+                self.observers.note(f"{name}: keeping the policy as it is ({self.progress()}); again: end at once")
                 weights, status = self.save(), "interrupted"
             except BaseException as error:
                 error.add_note(f"The run until then: {self.store.path} ({self.progress()})")
@@ -149,10 +141,8 @@ class Training:
     def begin(self) -> None:
         """Tell the observers what the run is."""
         parts, settings = self.parts, self.settings.model_dump()
-        sampled = parts.sampler.policy if isinstance(parts.sampler, LocalSampler) else None
-        lines = meaning(self.settings, parts.learner.recipe, self.policy, sampled, parts.parity)
-        lines += [f"offline     {parts.offline}"] if parts.offline is not None else []
         settings["run"]["name"] = self.store.path.name
+        lines = meaning(self.settings, parts.learner.recipe, parts)
         self.observers.start(settings, self.environment)
         for line in [*lines, f"threads     {team.describe()}"]:
             self.display.note(line)
@@ -176,12 +166,8 @@ class Training:
 
     def progress(self) -> str:
         """How far the run has come."""
-        version = self.policy.version
-        policy = (
-            f"the policy has had {count_of(version, 'update')}"
-            if version
-            else "no update was made: it is the initial one"
-        )
+        updates = f"the policy has had {count_of(self.policy.version, 'update')}"
+        policy = updates if self.policy.version else "no update was made: it is the initial one"
         return f"{self.batches} of {self.total} batches are finished; {policy}"
 
     def record(self, step: Step) -> None:
@@ -194,10 +180,9 @@ class Training:
             self.batches = b
         for text in self.warnings.look(step, metrics):
             self.observers.note(text)
-        if self.settings.run.save_every and b % self.settings.run.save_every == 0:
+        if (every := self.settings.run.save_every) and b % every == 0:
             self.write_weights(self.policy.version)
-        every = self.settings.evaluation.every
-        if every and b % every == 0 and b < self.total:
+        if (every := self.settings.evaluation.every) and b % every == 0 and b < self.total:
             self.evaluate(f"batch-{b:06d}")
 
     def measure(self, step: Step) -> dict[str, Any]:
@@ -249,8 +234,7 @@ def describe_environment(parts: Parts) -> dict[str, Any]:
     policy, dtype = parts.learner.policy, parts.settings.model.dtype
     environment = collect_environment(str(policy.device))
     environment["computation"] = policy.model.computation
-    sampler = parts.sampler
-    environment["decoding"] = sampler.policy.model.decoding if isinstance(sampler, LocalSampler) else "by vLLM"
+    environment["decoding"] = parts.sampled.model.decoding if parts.sampled else "by vLLM"
     environment["dtype"], environment["dtype_reason"] = pick_dtype(dtype, policy.device)
     environment["parity"] = asdict(parts.parity) if parts.parity else None
     environment["offline"] = str(parts.offline) if parts.offline is not None else None
@@ -260,9 +244,56 @@ def describe_environment(parts: Parts) -> dict[str, Any]:
 def write_config(parts: Parts) -> str:
     """config.toml: the settings, and what they do not say where the task is an object of the caller's."""
     kind = type(parts.task)
-    read = " and ".join(name + what for name, what in READ_OF_TASK.items())
-    own = (
-        f"# The task was the caller's own object, a {kind.__module__}.{kind.__qualname__}; "
-        f"of [task] only {read} were read.\n"
-    )
+    read = f"of [task] only {' and '.join(name + what for name, what in READ_OF_TASK.items())} were read"
+    own = f"# The task was the caller's own object, a {kind.__module__}.{kind.__qualname__}; {read}.\n"
     return (own if parts.own_task else "") + to_toml(parts.settings)
+
+
+class Warnings:
+    """What a run warns of while it goes on, each once. `dtype` is the weights', `prompts` the size of the split."""
+
+    def __init__(self, settings: Settings, dtype: str, prompts: int) -> None:
+        self.settings, self.dtype, self.prompts = settings, dtype, prompts
+        self._given: set[str] = set()
+        self._pushed = False  # an update had a gradient since the last weight sync
+        self._before: Mapping[str, Any] = {}
+
+    def look(self, step: Step, metrics: Mapping[str, Any]) -> list[str]:
+        """What is to be said of this batch and was not said before."""
+        found = {name: text for name, text in self._find(step) if name not in self._given}
+        self._given |= found.keys()
+        self._before = metrics
+        pushed = any(update.get("grad_norm") for update in step.updates)
+        self._pushed = pushed or (self._pushed and not step.reason)
+        return list(found.values())
+
+    def _find(self, step: Step) -> Iterator[tuple[str, str]]:
+        share = step.sync.get("moved_synced")
+        if step.reason and self._pushed and share is not None and share < STILL:
+            yield "standstill", self._standstill(step.alpha, share)
+        if self.settings.schedule.kind == "certified" and step.reason == "cap":
+            yield "certificate", self._no_certificate()
+        keys = [group.prompt.key for group in step.batch.groups if group.source == "sampler"]
+        if len(set(keys)) < len(keys):
+            split = f"the {count_of(self.prompts, 'prompt')} of the split came to their end inside it (said once)"
+            yield "repetition", f"batch {step.b} asks a prompt more than once: {split}"
+
+    def _standstill(self, version: int, share: float) -> str:
+        remedies = ["a larger optimizer.lr", "more updates per weight sync (schedule.v, schedule.i)"]
+        if self.dtype == "bfloat16":
+            plain = self.settings.optimizer.masters == "plain"
+            remedies = ['optimizer.masters = "dithered"'] * plain + remedies + ['model.dtype = "float32"']
+        return (
+            f"the weight sync of version {version} changes {share:.4%} of the sampler's weights, less than 1 in "
+            f"10,000: its steps are lost in the rounding to {self.dtype}, and the sampler generates as before. What "
+            f"helps: {', '.join(remedies)}. See docs/precision.md; said once"
+        )
+
+    def _no_certificate(self) -> str:
+        shown = (("lag_certified", "+.3f"), ("lag_ess", ".1f"))
+        bound, ess = (formatted(self._before.get(key), form) for key, form in shown)
+        return (
+            f"schedule certified: {count_of(self.settings.schedule.v, 'batch', 'es')} are over and no batch certified "
+            f"that pi_k is better than alpha (the last: J(pi_k) - J(alpha) >= {bound}, with an effective sample size "
+            f"of {ess}). More completions in a batch (schedule.prompts, sampling.G) certify smaller gains; said once"
+        )
