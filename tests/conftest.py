@@ -76,10 +76,8 @@ def processes_of_other_tests_are_known() -> None:
 
 @pytest.fixture(scope="session")
 def renderer() -> Iterator[Any]:
-    """The process that renders chat templates for all tests that ask for `shared_templates`."""
-    from lagrpo.policy.chat import Templates
-
-    templates = Templates()
+    """The process that renders chat templates for tiny policies, and for all tests that ask for `shared_templates`."""
+    templates = tiny.shared_templates()
     templates.start()
     yield templates
     templates.close()

@@ -19,6 +19,7 @@ def tiny_settings(model: Path, root: Path, /, **sections: dict[str, Any]) -> dic
         "sampling": {"G": 4, "max_tokens": 6, "max_prompt_tokens": 64},
         "schedule": {"prompts": 2, "batches": 3},
         "optimizer": {"lr": 1e-2},
+        "verifier": {"workers": 1},
         "evaluation": {"prompts": 2, "samples": 3},
     }
     return {name: base.get(name, {}) | sections.get(name, {}) for name in base | sections}

@@ -19,6 +19,8 @@ from lagrpo.errors import SettingsError
 from lagrpo.policy.loading import check_attention, load_policy
 from lagrpo.training.run import train
 
+pytestmark = pytest.mark.usefixtures("shared_templates")
+
 Damage = Callable[[Path], object]
 
 

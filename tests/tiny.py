@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import string
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,15 @@ def tiny_policy(
     from lagrpo.policy.model import Policy
 
     model = tiny_model(kind, **changes).to(device, dtype)
-    return Policy.of(model, tiny_tokenizer(), tau, backend=backend or BACKEND)
+    return Policy.of(model, tiny_tokenizer(), tau, backend=backend or BACKEND, templates=shared_templates())
+
+
+@functools.cache
+def shared_templates() -> Any:
+    """One process to render the chat templates of all tests: starting it takes longer than most tests."""
+    from lagrpo.policy.chat import Templates
+
+    return Templates()
 
 
 def save_tiny(directory: Path, kind: str = "llama", **changes: Any) -> Path:
