@@ -70,6 +70,11 @@ def test_an_override_can_mend_what_the_file_contradicts(tmp_path):
         ("[schedule]\nlr = 1.0", "a.toml: unknown setting 'schedule.lr'; did you mean 'optimizer.lr'?"),
         ("[sampling]\ng = 4", "a.toml: unknown setting 'sampling.g'; did you mean 'sampling.G'?"),
         ("[run]\ndir = 4", "a.toml: unknown setting 'run.dir'; did you mean 'run.directory'?"),
+        (
+            "[optimizer]\nlearning_rate = 1.0",
+            "a.toml: unknown setting 'optimizer.learning_rate'; [optimizer] has optimizer.lr, ",
+        ),
+        ("[nothing]\nlike = 1", "a.toml: unknown setting 'nothing'; there are model, task, "),
         ("lr = 1.0", "a.toml: unknown setting 'lr'; did you mean 'optimizer.lr'?"),
         ("schedule = 3", "a.toml: schedule is a section, not a setting: set schedule.kind, schedule.v, schedule."),
         ('[optimizer]\nlr = "x"', "a.toml: optimizer.lr = 'x': Input should be a valid number"),

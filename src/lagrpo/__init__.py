@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 from lagrpo.threads import waiting
 
 if TYPE_CHECKING:
+    from lagrpo.training.observers import Observer
     from lagrpo.training.run import Result, train
 
 waiting.begin()  # before PyTorch is loaded, which loads OpenMP
 
-__all__ = ["Result", "train"]
+__all__ = ["Observer", "Result", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """`lagrpo.train` and `lagrpo.Result`, loaded when asked for: `import lagrpo.core` stays light."""
+    """`lagrpo.train` and what belongs to it, loaded when asked for: `import lagrpo.core` stays light."""
     if name not in __all__:
         raise AttributeError(f"module 'lagrpo' has no attribute {name!r}")
     import importlib

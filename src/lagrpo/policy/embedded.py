@@ -60,7 +60,8 @@ def resolve_model(path_or_alias: str) -> str:
 
 
 def check_path(path_or_alias: str) -> None:
-    """Raise ValueError or OSError for no alias, model directory or possible hub id. Nothing is converted or loaded."""
+    """Raise ValueError or OSError for no alias, model directory or possible hub id; say so where it will be looked for
+    on the hub. Nothing is converted or loaded."""
     if path_or_alias in ALIASES:
         return
     resolve_model(path_or_alias)
@@ -71,6 +72,8 @@ def check_path(path_or_alias: str) -> None:
         raise ValueError(f"{path_or_alias!r} is a file; a model is a directory or the name of one on the hub")
     if not path.is_dir() and not _HUB_ID.fullmatch(path_or_alias):
         raise ValueError(f"there is no directory {path_or_alias!r} (seen from {Path.cwd()}), and it is no hub id")
+    if not path.is_dir():
+        logger.info("%s is no directory here: asking the Hugging Face hub and its cache for it", path_or_alias)
 
 
 def find_gguf() -> Path:

@@ -115,11 +115,16 @@ def check_new(root: Path, name: str | None) -> None:
         path = root / name
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise RunExistsError(f"the run {path} already exists and is not empty: choose another name, or remove it")
-    there = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    check_writable(root)
+
+
+def check_writable(directory: Path) -> None:
+    """Raise OSError for a directory that cannot be written, or be made."""
+    there = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
     if not there.is_dir():
-        raise NotADirectoryError(f"{there} is a file, so there can be no runs in {root}")
+        raise NotADirectoryError(f"{there} is a file, so nothing can be written to {directory}")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"{there} cannot be written, so there can be no new run in {root}")
+        raise PermissionError(f"{there} cannot be written, so nothing can be written to {directory}")
 
 
 def _new_directory(root: Path, name: str) -> Path:

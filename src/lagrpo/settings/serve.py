@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from tyro.conf import Positional, UseAppendAction
+from tyro.conf import Positional, UseAppendAction, arg
 
 from lagrpo.settings.schema import SamplingSettings, VllmSettings
 
@@ -21,7 +21,7 @@ class ServeSettings:
     after -- go to vLLM unchanged: lagrpo serve MODEL -- --data-parallel-size 7
     """
 
-    model: Positional[str]
+    model: Positional[Annotated[str, arg(metavar="MODEL")]]
     """Hub id or directory of a causal language model, or smollm2."""
     port: int = 8000
     """Port that it listens on."""

@@ -27,6 +27,8 @@ def load_settings(
     SettingsError for a file that is missing or not TOML, an unknown name (with the nearest) and an unfit value."""
     if source is None or isinstance(source, Mapping):
         return validate(Settings, source or {}, overrides or {}, "settings")
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(f"settings are a Settings, a mapping or the path of a TOML file, not {source!r:.80}")
     return validate(Settings, read_toml(Path(source)), overrides or {}, str(source))
 
 
@@ -81,12 +83,16 @@ def _complain(kind: type[BaseModel], error: Any) -> str:
 
 def suggest_setting(kind: type[BaseModel], name: str) -> str:
     """ "did you mean 'x'?" for the setting most like `name`: the one of that name in another section, else one that
-    begins so, or is spelled or ends like it."""
-    by_leaf = {known.rpartition(".")[2]: known for known in reversed(list_settings(kind))}
-    leaf = name.rpartition(".")[2]
-    longer = next((known for known in list_settings(kind) if "." in name and known.startswith(name)), None)
-    close = by_leaf.get(leaf) or longer or find_nearest(name, list_settings(kind), likeness=0.75)
-    return f"did you mean {close or by_leaf[find_nearest(leaf, by_leaf) or '']!r}?"
+    begins so, or is spelled or ends like it. Without one, the settings of its section, or the sections."""
+    known = list_settings(kind)
+    by_leaf = {setting.rpartition(".")[2]: setting for setting in reversed(known)}
+    section, _, leaf = name.rpartition(".")
+    longer = next((setting for setting in known if section and setting.startswith(name)), None)
+    near = find_nearest(name, known, likeness=0.75) or by_leaf.get(find_nearest(leaf, by_leaf, likeness=0.75) or "")
+    if close := by_leaf.get(leaf) or longer or near:
+        return f"did you mean {close!r}?"
+    beside = [setting for setting in known if setting.rpartition(".")[0] == section]
+    return f"{f'[{section}] has' if beside and section else 'there are'} {', '.join(beside or kind.model_fields)}"
 
 
 def list_settings(kind: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:

@@ -20,7 +20,17 @@ from rich.table import Table
 from rich.text import Text
 
 from lagrpo.errors import visible
-from lagrpo.terminal.text import ABSENT, MARKS, clipped, duration, finite, formatted, formatted_interval, sparkline
+from lagrpo.terminal.text import (
+    ABSENT,
+    MARKS,
+    clipped,
+    count_of,
+    duration,
+    finite,
+    formatted,
+    formatted_interval,
+    sparkline,
+)
 from lagrpo.types import is_right
 
 Metrics = Mapping[str, Any]
@@ -268,7 +278,7 @@ def time_left(recent: Sequence[Metrics], batches: int) -> str:
 
 
 def _pass_at_1(summary: Metrics) -> str:
-    counts = [f"{summary[key]:,} {what}" for key, what in COUNTS if summary.get(key) is not None]
+    counts = [count_of(summary[key], one) + rest for key, one, rest in COUNTS if summary.get(key) is not None]
     return formatted_interval(summary, "pass_at_1", ".1%") + (f"   ({', '.join(counts)})" if counts else "")
 
 
@@ -277,4 +287,4 @@ def _change(after: Metrics) -> str:
     return f"{value:>6} points   95 % interval {low} to {high}   (paired by prompt; intervals: for all such prompts)"
 
 
-COUNTS = (("prompts", "held-out prompts"), ("samples", "samples of each"))
+COUNTS = (("prompts", "held-out prompt", ""), ("samples", "sample", " of each"))

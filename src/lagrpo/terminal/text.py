@@ -67,3 +67,12 @@ def formatted_interval(metrics: Mapping[str, Any], name: str, form: str) -> str:
     """A metric with its interval: `NAME`, `NAME_low` and `NAME_high`."""
     value, low, high = (formatted(metrics.get(name + end), form) for end in ("", "_low", "_high"))
     return f"{value:>6}   95 % interval {low} to {high}"
+
+
+def count_of(number: int, what: str, plural: str = "s") -> str:
+    """A number with its noun.
+
+    >>> count_of(1, "batch", "es"), count_of(1200, "batch", "es")
+    ('1 batch', '1,200 batches')
+    """
+    return f"{number:,} {what}{plural if number != 1 else ''}"

@@ -10,7 +10,7 @@ from lagrpo.errors import refusing
 from lagrpo.objective.compose import Recipe
 from lagrpo.objective.recipes import resolve
 from lagrpo.policy.embedded import check_path
-from lagrpo.runs.directory import check_new
+from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.reading import completion_files
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, check_options
@@ -54,8 +54,8 @@ def _check_exponential(recipe: Recipe, settings: Settings) -> None:
 
 
 def check_evaluation(settings: Settings | EvalSettings, task: Task | None = None) -> None:
-    """Raises SettingsError for options that the task does not take, a model that is nowhere, and a chat template that
-    cannot be read."""
+    """Raises SettingsError for options that the task does not take, a model that is nowhere, a chat template that
+    cannot be read, and an evaluation's directory that cannot be written."""
     if task is None:
         with refusing():
             check_options(settings.task)
@@ -63,6 +63,9 @@ def check_evaluation(settings: Settings | EvalSettings, task: Task | None = None
         check_path(settings.model.path)
     with refusing("model.chat_template"):
         chat_template(settings.model)
+    if isinstance(settings, EvalSettings):
+        with refusing("output"):
+            check_writable(Path(settings.output or "evaluations"))
 
 
 def chat_template(model: ModelSettings) -> str | None:

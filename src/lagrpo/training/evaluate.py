@@ -30,7 +30,7 @@ from lagrpo.sampling.base import Request, Sampler
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.settings.schema import EvalSettings
 from lagrpo.tasks import Task, load_task
-from lagrpo.terminal.text import formatted_interval
+from lagrpo.terminal.text import count_of, formatted_interval
 from lagrpo.training.build import build_policy, build_verifier
 from lagrpo.training.checks import check_evaluation
 from lagrpo.types import Group, Range, is_right
@@ -129,8 +129,9 @@ def few_prompts(prompts: int) -> str | None:
     if prompts >= ENOUGH_PROMPTS:
         return None
     return (
-        f"WARNING: only {prompts} test prompts: the 95 % intervals of pass@k are wide, and where nearly all or nearly "
-        f"no completions are right, they contain the true value 85 to 97 % of the time; use at least {ENOUGH_PROMPTS}"
+        f"WARNING: only {count_of(prompts, 'test prompt')}: the 95 % intervals of pass@k are wide, and where "
+        "nearly all or nearly no completions are right, they contain the true value 85 to 97 % of the time; use at "
+        f"least {ENOUGH_PROMPTS}"
     )
 
 

@@ -20,6 +20,7 @@ from lagrpo.policy.model import Policy
 from lagrpo.sampling.schedule import Schedule, largest_lag
 from lagrpo.sampling.vllm.connecting import deadlines
 from lagrpo.settings.schema import Settings
+from lagrpo.terminal.text import count_of
 from lagrpo.training.build import Parts, loading, offline_prompts
 from lagrpo.training.lag import CAP
 
@@ -191,15 +192,6 @@ def _sizes(settings: Settings) -> tuple[Any, int]:
         check_supported(config)
         with torch.device("meta"):
             return config, AutoModelForCausalLM.from_config(config).num_parameters()
-
-
-def count_of(number: int, what: str, plural: str = "s") -> str:
-    """A number with its noun.
-
-    >>> count_of(1, "batch", "es"), count_of(1200, "batch", "es")
-    ('1 batch', '1,200 batches')
-    """
-    return f"{number:,} {what}{plural if number != 1 else ''}"
 
 
 def _size(size: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal, Protocol
 
 from lagrpo.runs import Run
@@ -81,4 +82,10 @@ class Observers(Observer):
         self.observers = observers
 
     start, phase, batch = _tell_all("start"), _tell_all("phase"), _tell_all("batch")
-    evaluation, note, end = _tell_all("evaluation"), _tell_all("note"), _tell_all("end")
+    evaluation, note = _tell_all("evaluation"), _tell_all("note")
+
+    def end(self, status: Status, detail: str) -> None:
+        """Tell every one of them, even where another one's end raises."""
+        with ExitStack() as told:
+            for observer in reversed(self.observers):
+                told.callback(observer.end, status, detail)

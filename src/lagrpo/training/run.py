@@ -26,12 +26,12 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings, to_toml
 from lagrpo.tasks import Task
 from lagrpo.terminal.display import make_display
-from lagrpo.terminal.text import formatted
+from lagrpo.terminal.text import count_of, formatted
 from lagrpo.threads import team
 from lagrpo.training.build import Parts, without_progress_bars
 from lagrpo.training.checks import check_settings
 from lagrpo.training.evaluate import Evaluation, change, evaluate, few_prompts, interval
-from lagrpo.training.explain import count_of, meaning
+from lagrpo.training.explain import meaning
 from lagrpo.training.lag import completion_columns, lag_is_complete, lag_metrics
 from lagrpo.training.loop import Step, iterative_grpo
 from lagrpo.training.metrics import batch_metrics, sampler_metrics
