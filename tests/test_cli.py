@@ -174,7 +174,7 @@ def test_an_evaluation_into_the_directory_of_another_one_is_refused_before_a_mod
 def test_an_evaluation_into_a_file_is_refused_before_a_model_is_loaded(model, tmp_path):
     (tmp_path / "out").write_text("mine")
     code, _, err = lagrpo("eval", model, "--max_prompt_tokens", 64, "--output", "out")
-    assert (code, err) == (2, "lagrpo: output: out is a file: name another directory\n")
+    assert (code, err) == (2, "lagrpo: output: out is a file, so nothing can be written to out\n")
     assert (tmp_path / "out").read_text() == "mine"
 
 
@@ -213,7 +213,7 @@ def test_the_weights_of_a_run_evaluate_to_what_the_run_said(model, tmp_path):
         ("trian", "there is no command 'trian'; did you mean 'train'? (lagrpo --help)"),
         ("eval", "eval needs one model: lagrpo eval MODEL [--task NAME] …"),
         ("eval smollm2 other", "eval needs one model"),
-        ("eval smollm2 --schedule.v 3", "command line: unknown setting 'schedule'; there are model, task, "),
+        ("eval smollm2 --schedule.v 3", "command line: unknown setting 'schedule'; there are task, model, "),
         ("eval ./nosuch", "model.path: model directory './nosuch' does not exist"),
         ("eval smollm2 --task gsm", "task.name: there is no task 'gsm'"),
         ("eval smollm2 --samples 500", "command line: max_num_seqs = 128 is less than samples = 500"),

@@ -74,7 +74,12 @@ def test_an_override_can_mend_what_the_file_contradicts(tmp_path):
             "[optimizer]\nlearning_rate = 1.0",
             "a.toml: unknown setting 'optimizer.learning_rate'; [optimizer] has optimizer.lr, ",
         ),
-        ("[nothing]\nlike = 1", "a.toml: unknown setting 'nothing'; there are model, task, "),
+        (
+            "[optimizer]\ntokens = 9",
+            "a.toml: unknown setting 'optimizer.tokens'; did you mean 'optimizer.micro_batch_tokens'?",
+        ),
+        ("[vllm]\ndelivery = 9", "a.toml: unknown setting 'vllm.delivery'; [vllm] has vllm.urls, "),
+        ("[nothing]\nlike = 1", "a.toml: unknown setting 'nothing'; there are run, model, "),
         ("lr = 1.0", "a.toml: unknown setting 'lr'; did you mean 'optimizer.lr'?"),
         ("schedule = 3", "a.toml: schedule is a section, not a setting: set schedule.kind, schedule.v, schedule."),
         ('[optimizer]\nlr = "x"', "a.toml: optimizer.lr = 'x': Input should be a valid number"),

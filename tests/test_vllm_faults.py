@@ -13,7 +13,6 @@ from vllm_servers import PYTHON, kill, perturb, policy_of, sampler_over, start, 
 
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.sampling.vllm.process import StartedServer
-from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import SamplerError, Server
 from lagrpo.sampling.vllm.weights import FILE
 from lagrpo.training import build

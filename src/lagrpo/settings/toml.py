@@ -82,17 +82,17 @@ def _complain(kind: type[BaseModel], error: Any) -> str:
 
 
 def suggest_setting(kind: type[BaseModel], name: str) -> str:
-    """ "did you mean 'x'?" for the setting most like `name`: the one of that name in another section, else one that
-    begins so, or is spelled or ends like it. Without one, the settings of its section, or the sections."""
-    known = list_settings(kind)
-    by_leaf = {setting.rpartition(".")[2]: setting for setting in reversed(known)}
+    """ "did you mean 'x'?" for the setting most like `name`: the one of that name in another section, else one of its
+    section that begins or ends so or is spelled like it. Without one, the settings of its section, or the sections."""
     section, _, leaf = name.rpartition(".")
-    longer = next((setting for setting in known if section and setting.startswith(name)), None)
-    near = find_nearest(name, known, likeness=0.75) or by_leaf.get(find_nearest(leaf, by_leaf, likeness=0.75) or "")
-    if close := by_leaf.get(leaf) or longer or near:
+    named = {known.rpartition(".")[2]: known for known in reversed(list_settings(kind))}
+    beside = {own.rpartition(".")[2].lower(): own for own in list_settings(kind) if own.rpartition(".")[0] == section}
+    longer = next((own for word, own in beside.items() if section and word.startswith(leaf)), None)
+    longer = longer or next((own for word, own in beside.items() if section and word.endswith(leaf)), None)
+    if close := named.get(leaf) or longer or beside.get(find_nearest(leaf.lower(), beside, likeness=0.6) or ""):
         return f"did you mean {close!r}?"
-    beside = [setting for setting in known if setting.rpartition(".")[0] == section]
-    return f"{f'[{section}] has' if beside and section else 'there are'} {', '.join(beside or kind.model_fields)}"
+    here = f"[{section}] has" if section and beside else "there are"
+    return f"{here} {', '.join(beside.values() or kind.model_fields)}"
 
 
 def list_settings(kind: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
