@@ -63,7 +63,7 @@ def check_observers(observers: Sequence[Any]) -> None:
     calls = [name for name, value in vars(Observer).items() if callable(value) and not name.startswith("_")]
     for observer in observers:
         if missing := ", ".join(name for name in calls if not callable(getattr(observer, name, None))):
-            remedy = "inherit from lagrpo.training.observers.Observer and override what you need"
+            remedy = "inherit from lagrpo.Observer and override what you need"
             raise TypeError(f"observers: {observer!r:.80} has no method {missing}; {remedy}")
 
 
