@@ -74,6 +74,8 @@ def render_completion(row: dict[str, Any], reward_range: Range) -> Group:
 
 
 def _versions(row: dict[str, Any]) -> list[str]:
+    if row["source"] == "file":
+        return ["offline data"]
     versions = [version for version, own in zip(row["versions"], row["sampled"], strict=True) if own]
     if not versions:
         return []
