@@ -393,10 +393,10 @@ def test_show_prints_the_last_batch_with_its_facts(sampled):
 def test_show_says_which_completions_are_offline_data():
     row = dict.fromkeys(("reward", "advantage", "lag"), None) | {"outcome": "unscored", "masked": "", "reason": ""}
     row |= {"source": "file", "sampled": [True], "versions": [-1], "finished": True, "text": "x"}
-    console = Console(file=io.StringIO(), width=200)
-    console.print(render_completion(row, (0.0, 1.0)))
-    text = console.file.getvalue()
-    assert "? unscored  ·  1 tokens  ·  offline data" in text
+    out = io.StringIO()
+    Console(file=out, width=200).print(render_completion(row, (0.0, 1.0)))
+    text = out.getvalue()
+    assert "? unscored  ·  1 token  ·  offline data" in text
     assert "None" not in text
     assert "-1" not in text
 
