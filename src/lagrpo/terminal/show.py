@@ -62,7 +62,10 @@ def _is_right(row: dict[str, Any], reward_range: Range) -> bool | None:
 def render_completion(row: dict[str, Any], reward_range: Range) -> Group:
     """One completion: a line of facts, and its text."""
     mark, style = MARKS[_is_right(row, reward_range)]
-    facts = [f"{row['reward']:g}" if row["outcome"] == "scored" else row["outcome"], count_of(sum(row["sampled"]), "token")]
+    facts = [
+        f"{row['reward']:g}" if row["outcome"] == "scored" else row["outcome"],
+        count_of(sum(row["sampled"]), "token"),
+    ]
     facts += [] if row["finished"] else ["cut at the limit"]
     facts += _versions(row)
     facts += [f"advantage {row['advantage']:+.3f}"] if row["advantage"] is not None else []
