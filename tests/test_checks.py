@@ -47,7 +47,7 @@ def test_models_that_may_be_there(model, tmp_path, monkeypatch):
         ({"model": {"path": "file"}}, "model.path: 'file' is a file; a model is a directory"),
         ({"model": {"path": "model", "chat_template": "nosuch"}}, "model.chat_template: .*No such file.*nosuch"),
         ({"run": {"name": "taken"}}, "run: the run runs/taken already exists and is not empty: choose another name"),
-        ({"run": {"name": "a/b"}}, "run: run name 'a/b' is not the name of a directory"),
+        ({"run": {"name": "a/b"}}, "run: run name 'a/b' is not .*and set run.directory instead"),
         ({"run": {"directory": "file"}}, "run: file is a file, so nothing can be written to file"),
         ({"run": {"directory": "file/below", "name": "x"}}, "run: .*file is a file, so nothing can be written to"),
         ({"task": {"name": "gsm"}}, "task.name: there is no task 'gsm'.* Did you mean 'gsm8k'"),

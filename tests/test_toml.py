@@ -103,6 +103,7 @@ def test_complaints_about_a_file(tmp_path, text, message):
         ("", {"schedule": {"vv": "0"}}, "command line: unknown setting 'schedule.vv'"),
         ("[schedule]\ni = 0", {"schedule": {"v": "2"}}, "a.toml: schedule.i = 0: "),
         ("[schedule]\ni = 1", {"schedule": {"i": "0"}}, "command line: schedule.i = '0': "),
+        ("", {"schedule": {"i": None}}, "command line: schedule.i = None: "),
         ("[schedule]\ni = 1", {"schedule": {"v": "0"}}, "a.toml and command line: schedule: v = 0 never syncs weights"),
     ],
 )

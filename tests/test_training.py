@@ -281,6 +281,9 @@ def test_an_object_that_is_no_observer_is_refused_before_anything_is_loaded(sett
     stranger: Any = object()
     with pytest.raises(TypeError, match="has no method start, phase, batch, evaluation, note, end; inherit from"):
         train(settings(), observers=[stranger])
+    a_class: Any = Observer
+    with pytest.raises(TypeError, match=r"observers: .*Observer'> is a class; pass an instance of it"):
+        train(settings(), observers=[a_class])
     assert "loading" not in capsys.readouterr().out
 
 

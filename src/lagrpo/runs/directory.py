@@ -110,7 +110,7 @@ def check_new(root: Path, name: str | None) -> None:
     name of a directory, OSError for a root that cannot be written."""
     if name is not None:
         if name in ("", ".", "..") or Path(name).name != name:
-            wrong = "is not the name of a directory: leave out slashes, and set the root instead"
+            wrong = "is not the name of a directory: leave out slashes, and set run.directory instead"
             raise ValueError(f"run name {name!r} {wrong}")
         path = root / name
         if path.exists() and (not path.is_dir() or any(path.iterdir())):

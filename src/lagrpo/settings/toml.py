@@ -63,8 +63,10 @@ def _blame(where: tuple[Any, ...], values: Mapping[str, Any], overrides: Mapping
     """The source of what is complained about: the command line where it set that, or where nothing else was given."""
     found: Any = overrides
     for part in where[:2]:
-        found = found.get(part) if isinstance(found, Mapping) else None
-    if not overrides or found is None:
+        if not isinstance(found, Mapping) or part not in found:
+            return source
+        found = found[part]
+    if not overrides:
         return source
     return COMMAND_LINE if len(where) > 1 or not values else f"{source} and {COMMAND_LINE}"
 

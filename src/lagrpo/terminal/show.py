@@ -15,7 +15,7 @@ from rich.text import Text
 from lagrpo.errors import refusing, visible
 from lagrpo.runs.directory import Run
 from lagrpo.runs.reading import RunNotFoundError, load_reward_range, load_rollouts, open_run, rollout_batches
-from lagrpo.terminal.text import MARKS
+from lagrpo.terminal.text import MARKS, count_of
 from lagrpo.types import Range, is_right
 
 Only = Literal["all", "right", "wrong", "unscored"]
@@ -62,7 +62,10 @@ def _is_right(row: dict[str, Any], reward_range: Range) -> bool | None:
 def render_completion(row: dict[str, Any], reward_range: Range) -> Group:
     """One completion: a line of facts, and its text."""
     mark, style = MARKS[_is_right(row, reward_range)]
-    facts = [f"{row['reward']:g}" if row["outcome"] == "scored" else row["outcome"], f"{sum(row['sampled'])} tokens"]
+    facts = [
+        f"{row['reward']:g}" if row["outcome"] == "scored" else row["outcome"],
+        count_of(sum(row["sampled"]), "token"),
+    ]
     facts += [] if row["finished"] else ["cut at the limit"]
     facts += _versions(row)
     facts += [f"advantage {row['advantage']:+.3f}"] if row["advantage"] is not None else []
@@ -74,6 +77,8 @@ def render_completion(row: dict[str, Any], reward_range: Range) -> Group:
 
 
 def _versions(row: dict[str, Any]) -> list[str]:
+    if row["source"] == "file":
+        return ["offline data"]
     versions = [version for version, own in zip(row["versions"], row["sampled"], strict=True) if own]
     if not versions:
         return []

@@ -62,6 +62,8 @@ def check_observers(observers: Sequence[Any]) -> None:
     """Raise TypeError for an object that a run cannot tell."""
     calls = [name for name, value in vars(Observer).items() if callable(value) and not name.startswith("_")]
     for observer in observers:
+        if isinstance(observer, type):
+            raise TypeError(f"observers: {observer!r:.80} is a class; pass an instance of it")
         if missing := ", ".join(name for name in calls if not callable(getattr(observer, name, None))):
             remedy = "inherit from lagrpo.Observer and override what you need"
             raise TypeError(f"observers: {observer!r:.80} has no method {missing}; {remedy}")
