@@ -137,3 +137,12 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
 )
 def test_the_exact_reward(text, gold, reward):
     assert judge_exact(text, gold) == reward
+
+
+@pytest.mark.parametrize(("name", "text"), [("blank.jsonl", "\n\n"), ("header.csv", "question,answer\n")])
+def test_data_without_rows_is_named(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    options = {"data": str(path), "prompt_column": "question", "answer_column": "answer", "reward": "exact"}
+    with pytest.raises(ValueError, match=f"{name} has no rows"):
+        load_task(TaskSettings(name="custom", **options), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from dataclasses import replace
 from typing import Any
@@ -284,6 +285,19 @@ def test_an_object_that_is_no_observer_is_refused_before_anything_is_loaded(sett
     a_class: Any = Observer
     with pytest.raises(TypeError, match=r"observers: .*Observer'> is a class; pass an instance of it"):
         train(settings(), observers=[a_class])
+    assert "loading" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "task", "message"),
+    [
+        (None, None, "not None; {} are the defaults"),
+        ({}, "gsm8k", "task: 'gsm8k' is no Task: a Task has name, judge, "),
+    ],
+)
+def test_what_is_no_settings_or_no_task_is_refused_before_anything_is_loaded(given, task, message, capsys):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        train(given, task)
     assert "loading" not in capsys.readouterr().out
 
 

@@ -28,6 +28,7 @@ from pydantic import BaseModel
 
 from lagrpo import logs
 from lagrpo.errors import SettingsError, find_nearest
+from lagrpo.interrupts import interruptible
 from lagrpo.settings.arguments import parse
 from lagrpo.settings.schema import EvalSettings, Settings
 from lagrpo.settings.serve import ServeSettings
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     logs.print_records()
     try:
-        with failing(SettingsError, FileNotFoundError, code=2):
+        with interruptible(), failing(SettingsError, FileNotFoundError, code=2):
             find_command(name)(rest)
     except KeyboardInterrupt as stop:
         print("\nlagrpo: interrupted", file=sys.stderr)

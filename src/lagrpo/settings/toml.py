@@ -86,7 +86,7 @@ def _complain(kind: type[BaseModel], error: Any) -> str:
 def suggest_setting(kind: type[BaseModel], name: str) -> str:
     """ "did you mean 'x'?" for the setting most like `name`: the one of that name in another section, else one of its
     section that begins or ends so or is spelled like it. Without one, the settings of its section, or the sections."""
-    section, _, leaf = name.rpartition(".")
+    section, _, leaf = name.partition(".") if "." in name else ("", "", name)
     named = {known.rpartition(".")[2]: known for known in reversed(list_settings(kind))}
     beside = {own.rpartition(".")[2].lower(): own for own in list_settings(kind) if own.rpartition(".")[0] == section}
     longer = next((own for word, own in beside.items() if section and word.startswith(leaf)), None)

@@ -28,6 +28,7 @@ from lagrpo.tasks.base import (
 )
 
 __all__ = [
+    "NO_TASK",
     "Judge",
     "RowTask",
     "Task",
@@ -50,6 +51,7 @@ JUDGES = {
     "exact": "lagrpo.tasks.custom:judge",
 }
 """The built-in judges that the setting `reward` can name."""
+NO_TASK = "is no Task: a Task has name, judge, size(split) and prompt(split, index)"
 
 
 @cache
@@ -125,10 +127,7 @@ def load_task(settings: TaskSettings, seed: int) -> Task:
         return RowTask(name, rows, ask, judge, settings.system_prompt)
     task = load_function(name)(settings, seed)
     if not isinstance(task, Task):
-        raise TypeError(
-            f"task.name: {name!r} returned a {type(task).__name__}, which is no Task: a Task has name, judge, "
-            "size(split) and prompt(split, index)"
-        )
+        raise TypeError(f"task.name: {name!r} returned a {type(task).__name__}, which {NO_TASK}")
     return task
 
 

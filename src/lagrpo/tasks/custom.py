@@ -114,4 +114,6 @@ def _read(split: Any) -> Any:
     try:
         return datasets.load_dataset(FORMATS[split.suffix], data_files=str(split), split="train")
     except (DatasetGenerationError, ValueError) as error:
+        if "corresponds to no data" in str(error):
+            raise ValueError(f"{split} has no rows") from error
         raise ValueError(f"{split} cannot be read as {FORMATS[split.suffix]}: {error.__cause__ or error}") from error

@@ -138,7 +138,7 @@ def hold_out(count: int, seed: int) -> tuple[list[int], list[int]]:
     from lagrpo.rng import permutation
 
     if count < 2:
-        raise ValueError(f"the data has {count} rows: too few to hold any out for testing")
+        raise ValueError(f"the data has {count} row{'s' * (count != 1)}: too few to hold any out for testing")
     order = permutation(count, seed, "hold-out").tolist()
     test = max(1, min(1000, count // 10))
     return sorted(order[test:]), sorted(order[:test])

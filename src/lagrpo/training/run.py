@@ -24,7 +24,7 @@ from lagrpo.sampling.schedule import LoopState
 from lagrpo.sampling.vllm.server import SamplerError
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings, to_toml
-from lagrpo.tasks import Task
+from lagrpo.tasks import NO_TASK, Task
 from lagrpo.terminal.display import make_display
 from lagrpo.terminal.text import count_of, formatted
 from lagrpo.threads import team
@@ -79,8 +79,12 @@ def train(
         SamplerError: the vLLM servers are gone for good.
         VerifierError: too many completions could not be scored.
         FloatingPointError: a gradient is not finite.
-        TypeError: an observer lacks a method, before anything is loaded.
+        TypeError: the settings, the task or an observer are something else, before anything is loaded.
     """
+    if settings is None:
+        raise TypeError("settings are a Settings, a mapping or the path of a TOML file, not None; {} are the defaults")
+    if task is not None and not isinstance(task, Task):
+        raise TypeError(f"task: {task!r:.80} {NO_TASK}")
     settings = settings if isinstance(settings, Settings) else load_settings(settings)
     recipe = check_settings(settings, task)
     check_observers(observers)
