@@ -45,7 +45,7 @@ def test_models_that_may_be_there(model, tmp_path, monkeypatch):
         ({"model": {"path": "a/b/c"}}, r"model.path: there is no directory 'a/b/c' .*, and it is no hub id"),
         ({"model": {"path": "adapter"}}, "model.path: 'adapter' is no model directory: it has no config.json"),
         ({"model": {"path": "file"}}, "model.path: 'file' is a file; a model is a directory"),
-        ({"model": {"path": "model", "chat_template": "nosuch"}}, "model.chat_template: .*No such file.*nosuch"),
+        ({"model": {"path": "model", "chat_template": "nosuch"}}, "model.chat_template: nosuch: No such file"),
         ({"run": {"name": "taken"}}, "run: the run runs/taken already exists and is not empty: choose another name"),
         ({"run": {"name": "a/b"}}, "run: run name 'a/b' is not .*and set run.directory instead"),
         ({"run": {"directory": "file"}}, "run: file is a file, so nothing can be written to file"),

@@ -190,7 +190,7 @@ REFUSALS = [
     ("model --python python --max-model-len 1", "--max-model-len is at least 2, not 1"),
     ("model --python python --failures -1", "--failures is at least 0, not -1"),
     ("model --python python --deadline 0", "--deadline is more than 0 seconds, not 0"),
-    ("model --python python --log nosuch/log", "--log: [Errno 2] No such file or directory: '"),
+    ("model --python python --log nosuch/log", "--log: {cwd}/nosuch/log: No such file or directory"),
 ]
 
 
@@ -199,7 +199,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(stand_in, model, tmp_path, word
     stand_in()
     code, out, err = lagrpo("serve", *words.split(), *([] if "--port" in words else ["--port", find_free_port()]))
     assert (code, out) == (2, "")
-    assert err.startswith(f"lagrpo: {message}")
+    assert err.startswith(f"lagrpo: {message.replace('{cwd}', str(tmp_path))}")
     assert len(err.splitlines()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "python"]
 

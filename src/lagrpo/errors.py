@@ -19,7 +19,8 @@ def refusing(what: str = "", *further: type[Exception]) -> Iterator[None]:
     except SettingsError:
         raise
     except (ValueError, OSError, ImportError, *further) as error:
-        raise SettingsError(f"{what}: {error}" if what else str(error)) from error
+        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        raise SettingsError(f"{what}: {why}" if what else str(why)) from error
 
 
 def find_nearest(name: str, known: Iterable[str], likeness: float = 0.0) -> str | None:
