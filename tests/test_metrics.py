@@ -11,7 +11,8 @@ import torch
 
 from lagrpo.policy.batch import Batch
 from lagrpo.sampling.schedule import LoopState
-from lagrpo.training.loop import Clock, Step
+from lagrpo.training.clock import Clock
+from lagrpo.training.loop import Step
 from lagrpo.training.metrics import batch_metrics
 from lagrpo.types import Completion, Group, Outcome, Prompt
 

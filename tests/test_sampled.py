@@ -27,8 +27,9 @@ from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.runs.rollouts import rollout_rows
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.schedule import LoopState
+from lagrpo.training.clock import Clock
 from lagrpo.training.lag import sequence_kl, sequence_log_ratio
-from lagrpo.training.loop import Clock, Step
+from lagrpo.training.loop import Step
 from lagrpo.training.metrics import batch_metrics
 from lagrpo.types import Completion, Group, Outcome, Prompt
 

@@ -6,10 +6,7 @@ does what stands around the algorithm: evaluations, the files of a run.
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -18,35 +15,9 @@ from torch import Tensor
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, assemble, is_flat, left_out
 from lagrpo.sampling.schedule import LoopState
 from lagrpo.training.build import Parts
+from lagrpo.training.clock import Clock
 from lagrpo.training.lag import lag_is_complete, measure_spending
 from lagrpo.types import Group
-
-
-class Clock:
-    """Where the time of a batch goes: seconds by phase, and since it was made. `tell` is told what is done next."""
-
-    def __init__(self, tell: Callable[[str], None] = lambda phase: None) -> None:
-        self.tell = tell
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.generated = 0  # sampled tokens that came from the sampler meanwhile, for this batch or a later one
-        self._started = time.perf_counter()
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.perf_counter() - started
-
-    def move(self, source: str, to: str, seconds: float) -> None:
-        """Book seconds that were measured inside one phase under another."""
-        self.seconds[source] -= seconds
-        self.seconds[to] += seconds
-
-    @property
-    def total(self) -> float:
-        return time.perf_counter() - self._started
 
 
 @dataclass(frozen=True, slots=True)

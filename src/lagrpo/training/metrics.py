@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from lagrpo.training.loop import Clock, Step
+from lagrpo.training.clock import Clock
+from lagrpo.training.loop import Step
 from lagrpo.types import Completion
 
 AT_ONCE = 1e-3  # seconds: what took less to come was sampled before

@@ -1,0 +1,35 @@
+"""Where the time of a batch goes."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Clock:
+    """Seconds by phase, and since it was made. `tell` is told what is being done from now on."""
+
+    def __init__(self, tell: Callable[[str], None] = lambda phase: None) -> None:
+        self.tell = tell
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.generated = 0  # sampled tokens that came from the sampler meanwhile, for this batch or a later one
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - started
+
+    def move(self, source: str, to: str, seconds: float) -> None:
+        """Book seconds that were measured inside one phase under another."""
+        self.seconds[source] -= seconds
+        self.seconds[to] += seconds
+
+    @property
+    def total(self) -> float:
+        return time.perf_counter() - self._started
