@@ -52,6 +52,15 @@ def cells(seeds: Sequence[int]) -> list[Cell]:
     return half + [(lr, "float32", seed) for seed in seeds for lr in UPDATES]
 
 
+def named(among: Sequence[Cell], parts: Sequence[str] | None) -> list[Cell]:
+    """The cells whose name has one of `parts` in it; all of them where nothing is asked for.
+
+    >>> named([("5e-6", "plain", 0), ("5e-6", "float32", 0)], ["float32"])
+    [('5e-6', 'float32', 0)]
+    """
+    return [cell for cell in among if not parts or any(part in name_of(cell) for part in parts)]
+
+
 def result_path(results: Path, cell: Cell) -> Path:
     return results / "cells" / (name_of(cell).replace("/", "-") + ".json")
 
@@ -150,12 +159,11 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the markers of this page")
     asked = parser.parse_args()
     if asked.trl:
-        from precision_trl import train_trl
+        from precision_trl import train_trl, trl_cells
 
-        train_trl(asked.trl, asked.results, asked.seeds, asked.threads)
+        train_trl(asked.trl, named(trl_cells(asked.seeds), asked.cells), asked.results, asked.threads)
     elif not asked.report:
-        chosen = [c for c in cells(asked.seeds) if not asked.cells or any(part in name_of(c) for part in asked.cells)]
-        train_missing(chosen, asked.results, asked.threads)
+        train_missing(named(cells(asked.seeds), asked.cells), asked.results, asked.threads)
     found = read(asked.results)
     print(table(found))
     figure(found, HERE.parent / "docs" / "images" / "precision.png")

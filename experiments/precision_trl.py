@@ -20,7 +20,7 @@ from lagrpo.tasks import load_task, order_prompts
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
-from precision import UPDATES, name_of, result_path, write
+from precision import UPDATES, Cell, name_of, result_path, write
 from processes import HERE, Side, environment
 from work import SHORT, trl
 
@@ -39,18 +39,22 @@ def prompts(seed: int, updates: int) -> list[dict[str, Any]]:
     return rows
 
 
-def train_trl(python: Path, results: Path, seeds: Sequence[int], threads: int) -> None:
-    """Make the curves that are missing, and keep each when it ends."""
+def trl_cells(seeds: Sequence[int]) -> list[Cell]:
+    """All curves, in the order in which they are made."""
+    return [(lr, "trl", seed) for seed in seeds for lr in RATES]
+
+
+def train_trl(python: Path, chosen: Sequence[Cell], results: Path, threads: int) -> None:
+    """Make the chosen curves that are missing, and keep each when it ends."""
     if not python.exists():
         raise SystemExit(f"{python}: no such Python. `make check-trl` makes .venv-trl/bin/python")
-    for seed in seeds:
-        for lr in RATES:
-            cell = (lr, "trl", seed)
-            if updates_in(result_path(results, cell)) < UPDATES[lr]:
-                print(name_of(cell), flush=True)
-                with tempfile.TemporaryDirectory() as scratch:
-                    for metrics in curve(python, lr, seed, threads, Path(scratch)):
-                        write(result_path(results, cell), metrics)
+    for cell in chosen:
+        lr, _, seed = cell
+        if updates_in(result_path(results, cell)) < UPDATES[lr]:
+            print(name_of(cell), flush=True)
+            with tempfile.TemporaryDirectory() as scratch:
+                for metrics in curve(python, lr, seed, threads, Path(scratch)):
+                    write(result_path(results, cell), metrics)
 
 
 def updates_in(path: Path) -> int:
