@@ -203,7 +203,7 @@ def test_a_run_stopped_after_any_batch_goes_on_from_its_state(algorithm, monkeyp
         while state.batch < 9:
             for step in iterative_grpo(parts, state):
                 counted[0] = (state := step.state).batch + 1
-                states.append(state)
+                states.append(replace(state, sync={}))  # the optimizer's moments are not those of the first run
                 assert state.pi_ref == a.learner.reference.version
                 if state.batch in stops:
                     break

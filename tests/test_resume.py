@@ -39,7 +39,7 @@ def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def begin_in(root: Path, model: Path, name: str, *observers: Observer, **sections: dict[str, Any]) -> Result:
+def begin_in(root: Path, model: Path, name: str, /, *observers: Observer, **sections: dict[str, Any]) -> Result:
     return train(merged(tiny_settings(model, root), SMALL, sections, {"run": {"name": name}}), observers=observers)
 
 
@@ -77,10 +77,11 @@ def cut_to(run: Path, batch: int) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_from_every_checkpoint_it_goes_on_to_the_bit(begin, kind):
-    whole = begin("whole", **KINDS[kind]).run
-    for batch in (1, 3, 5):
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, "bfloat16") for kind in KINDS), ("asking ahead", "float32")])
+def test_from_every_checkpoint_it_goes_on_to_the_bit(begin, kind, dtype):
+    """In bfloat16 sampler and learner agree to the bit; in float32 the rows beside a row may change its last bits."""
+    whole = begin("whole", **merged(KINDS[kind], {"model": {"dtype": dtype}})).run
+    for batch in (1, 4):
         assert differing(go_on(cut_to(whole, batch)).run, leaves(whole, exact=True)) == []
 
 

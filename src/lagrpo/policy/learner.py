@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lagrpo.core.loss import InfiniteGradientError
-from lagrpo.interrupts import whole
+from lagrpo.interrupts import divisible, whole
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
 from lagrpo.policy.masters import Masters, Start, SyncedWeights
@@ -128,14 +128,15 @@ class Learner:
         log-probs are π_k's. Otherwise as `step`; the sums have the entropy too, where it is measured."""
         micro_batches: list[MicroBatch] = []
         sums: defaultdict[str, float] = defaultdict(float)
-        for row in fresh:
-            entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32) if self.entropy else None
-            logp_T = self.policy.logp(row.packed, entropy_T)
-            if entropy_T is not None:
-                sums["entropy"] += entropy_T.sum().item()
-                sums["tokens_entropy"] += len(entropy_T)
-            micro_batches.append(row.scored_by(logp_T.detach()))
-            self._backward(micro_batches[-1], logp_T, sums)
+        with divisible():  # nothing has moved yet
+            for row in fresh:
+                entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32) if self.entropy else None
+                logp_T = self.policy.logp(row.packed, entropy_T)
+                if entropy_T is not None:
+                    sums["entropy"] += entropy_T.sum().item()
+                    sums["tokens_entropy"] += len(entropy_T)
+                micro_batches.append(row.scored_by(logp_T.detach()))
+                self._backward(micro_batches[-1], logp_T, sums)
         return micro_batches, {**sums, **(self._update() if in_objective else {})}
 
     def step(self, micro_batches: Sequence[MicroBatch], in_objective: bool = True) -> dict[str, float]:

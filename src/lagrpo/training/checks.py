@@ -12,9 +12,9 @@ from lagrpo.objective.recipes import resolve
 from lagrpo.policy.embedded import check_path
 from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.reading import completion_files
-from lagrpo.settings.resuming import check_changes, find_run
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, check_options
+from lagrpo.training.changes import check_changes, find_run
 
 LARGEST_EXPONENT = 80.0  # float32 ends at e^88.7; the rest is for the factors beside it
 

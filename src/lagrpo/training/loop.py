@@ -54,8 +54,8 @@ def iterative_grpo(
 ) -> Generator[Step, None, None]:
     """Lines 5-17, from `state` on; yields every batch with the state after it. The initial policy is synced before the
     first batch: the paper leaves α undefined for k < v. Line 16 comes when the next stage begins. No interruption comes
-    between the first update on a batch and the request for the next one: π is always the policy after a batch that was
-    yielded. `tell` is told what is being done from then on."""
+    between the first update on a batch and the request for the next one: then π is the policy after the batch that was
+    yielded last. `tell` is told what is being done from then on."""
     learner, policy, settings = a.learner, a.learner.policy, a.settings
     S, M, i = settings.schedule.stages, settings.schedule.batches, settings.schedule.i
     prefetch = settings.sampling.prefetch and not settings.sampling.dynamic_sampling

@@ -1,4 +1,4 @@
-"""Going on with a run after its settings were checked (settings/resuming.py): its checkpoint, and its records.
+"""Going on with a run after its settings were checked (training/changes.py): its checkpoint, and its records.
 
 `cut_back` removes what was recorded of batches that come again; `describe_move` says what differs from the machine that
 the run began on.
@@ -16,8 +16,8 @@ from lagrpo.errors import SettingsError
 from lagrpo.runs import Run, load_evaluations, load_events
 from lagrpo.runs.checkpoints import Checkpoint, Checkpoints
 from lagrpo.runs.files import remove_directory, remove_leftovers
-from lagrpo.settings.resuming import changes
 from lagrpo.settings.schema import Settings
+from lagrpo.training.changes import changes
 from lagrpo.training.evaluate import Evaluation
 
 MACHINE = ("cpu", "threads", "device_name", "dtype", "computation", "decoding")

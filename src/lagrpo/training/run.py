@@ -28,7 +28,6 @@ from lagrpo.sampling.parity import ParityError
 from lagrpo.sampling.prefetch import VersionError
 from lagrpo.sampling.schedule import LoopState
 from lagrpo.sampling.vllm.server import SamplerError
-from lagrpo.settings.resuming import find_run
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings, to_toml
 from lagrpo.tasks import NO_TASK, Task
@@ -36,6 +35,7 @@ from lagrpo.terminal.display import make_display
 from lagrpo.terminal.text import count_of
 from lagrpo.threads import team
 from lagrpo.training.build import Parts, without_progress_bars
+from lagrpo.training.changes import find_run
 from lagrpo.training.checkpoint import Keeper, Stand, capture, fingerprint, restore
 from lagrpo.training.checks import check_settings
 from lagrpo.training.evaluate import Evaluation, change, evaluate, few_prompts, interval
@@ -224,7 +224,8 @@ class Training:
                 self.save()
         except (OSError, ArithmeticError, RuntimeError) as second:
             error.add_note(f"Nor could all of it be written to {self.store.path}: {second}")
-        error.add_note(self.way_on())
+        if self.batches:
+            error.add_note(self.way_on())
 
     def describe_end(self, status: Status, interrupted: signal.Signals | None) -> str:
         """What is said last."""
