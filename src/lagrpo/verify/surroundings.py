@@ -34,7 +34,7 @@ class Surroundings:
         directory, environment = _read_directory(), dict(os.environ)
         if sys.platform == "win32":
             return Surroundings(directory, environment, {}, {}, [])
-        handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        handlers = {int(number): signal.getsignal(number) for number in _SIGNALS}
         limits = {number: resource.getrlimit(number) for number in _LIMITS}
         parent = multiprocessing.parent_process()
         needed = [1, 2, *([parent.sentinel] if parent is not None else [])]
