@@ -15,7 +15,7 @@ if sys.platform != "win32":
 
     _LIMITS = {number for name, number in vars(resource).items() if name.startswith("RLIMIT_")}
     _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-    _SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    _SIGNALS = [n for n in signal.valid_signals() if n < 32 and n not in (signal.SIGKILL, signal.SIGSTOP)]
 
 
 @dataclass(frozen=True, slots=True)
