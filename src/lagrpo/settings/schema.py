@@ -300,6 +300,11 @@ class VerifierSettings(Section):
     """Processes that judge completions."""
     deadline: float = Field(default=5.0, gt=0)
     """Seconds for each verdict; then the completion is unscored and the worker replaced."""
+    memory: float = Field(default=4.0, ge=0.125)
+    """GiB that a worker may take with everything that it starts; past it the completion is unscored and the worker
+    replaced. On Linux."""
+    file_size: float = Field(default=1.0, gt=0)
+    """GiB that a worker may write into one file; writing more is an error that the judge gets (File too large)."""
     max_without_reward: float = Field(default=0.5, ge=0, le=1)
     """The run stops when a larger share of a batch is unscored or failed."""
 
