@@ -23,7 +23,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm check-trl conformance portability check-aarch64 bench-trl bench-scaling bench-peak \
+.PHONY: help demo test test-gpu test-vllm check-trl chaos conformance portability check-aarch64 bench-trl bench-scaling bench-peak \
 	bench-vllm bench-gpu bench-busy lint format install vllm-env clean
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make test-gpu   install, then run the tests that need one"
 	@echo "make test-vllm  install vLLM too, then run the tests that need it"
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
+	@echo "make chaos      kill 50 training runs at random instants, resume them, and compare what they leave to the bit"
 	@echo "make conformance  install the peers' loss code, compare it with ours, and write the table of docs/conformance.md"
 	@echo "make bench-trl, bench-scaling, bench-peak, bench-vllm, bench-gpu, bench-busy   see benchmarks/README.md"
 	@echo "make portability  two updates of the embedded model at every level of instructions of this processor"
@@ -61,6 +62,9 @@ test-vllm: $(STAMP) $(VLLM_STAMP)
 
 check-trl: $(STAMP) $(TRL)/installed
 	LAGRPO_TRL=$(TRL)/bin/python $(PYTEST) -m peer
+
+chaos: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python tests/chaos.py $(OPTIONS)
 
 conformance: $(CONFORMANCE)/installed
 	$(ONE_THREAD) $(CONFORMANCE)/bin/python conformance/compare.py $(OPTIONS)
