@@ -13,7 +13,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import reduction, spawn, util
 from multiprocessing.context import SpawnProcess, set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
@@ -23,6 +26,8 @@ from typing import Any
 from lagrpo.interrupts import whole
 
 _ROOT = Path(__file__).parents[1]  # the directory with the package
+STARTING = 120.0  # seconds until a new process has read what it is to do, on a busy machine
+ENDING = 10.0  # seconds until a process that was killed, or closed its pipes, is gone
 
 
 class Process(SpawnProcess):
@@ -69,8 +74,12 @@ class Launch(Popen):
             os.close(theirs)
             os.close(alive)
         self.pid = self._child.pid
-        with open(ours, "wb", closefd=False) as pipe:
-            pipe.write(task)
+        try:
+            with killing(self._child.kill, STARTING), open(ours, "wb", closefd=False) as pipe:
+                pipe.write(task)
+        except BrokenPipeError as error:
+            what = f"a worker process (pid {self.pid}) ended before it had read what it is to do"
+            raise OSError(f"{what}; it is ended where it does not read for {STARTING:g} s") from error
 
     def _pickle_task(self, process: Any) -> memoryview:
         """What a new process reads: its preparation (sys.path, directory, the main module if it needs that), and
@@ -88,9 +97,26 @@ class Launch(Popen):
         return task.getbuffer()
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._child.wait() if flag == 0 else self._child.poll()
+        """The exit code; None as long as the process is there. Where multiprocessing would wait without a limit (for a
+        process that closed its `sentinel`, or for the others at the end of the program), this waits ENDING seconds."""
+        if self.returncode is None and flag == 0:
+            with suppress(subprocess.TimeoutExpired):
+                self._child.wait(ENDING)
+        self.returncode = self._child.poll() if self.returncode is None else self.returncode
         return self.returncode
+
+
+@contextmanager
+def killing(kill: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Call `kill` after so many seconds, unless the block has ended: whoever waits inside for the process that is
+    killed then finds its pipes closed."""
+    timer = threading.Timer(seconds, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def die_with_parent() -> None:

@@ -24,6 +24,8 @@ from lagrpo.threads import waiting
 
 logger = logging.getLogger("lagrpo")
 SHOWN = 30  # lines of a server's log that a failure shows
+STOPPING = 20.0  # seconds for a guard to end its server; it needs at most ten
+CHECKING = 60.0  # seconds for a Python to say whether it has vLLM
 GUARD = """
 import os, select, signal, subprocess, sys
 server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
@@ -38,7 +40,8 @@ for end in (signal.SIGTERM, signal.SIGKILL):
         server.wait(5)
     except subprocess.TimeoutExpired:
         pass
-sys.exit(server.wait() & 255)
+code = server.poll()
+sys.exit(1 if code is None else code & 255)
 """
 
 
@@ -155,7 +158,7 @@ class StartedServer(Server):
             if (guard := self.guard) is not None and guard.stdin is not None:
                 guard.stdin.close()
                 try:
-                    guard.wait(20)
+                    guard.wait(STOPPING)
                 except TimeoutExpired:
                     guard.kill()
 
@@ -178,7 +181,13 @@ def check_python(python: str) -> str:
         raise ValueError(f"{python} cannot be executed; name the bin/python of an environment with vLLM")
     script = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     elsewhere = path.parent  # a directory `vllm` in our working directory is no package
-    if subprocess.run([str(path), "-c", script], capture_output=True, check=False, cwd=elsewhere).returncode:
+    try:
+        asked = subprocess.run(
+            [str(path), "-c", script], capture_output=True, check=False, cwd=elsewhere, timeout=CHECKING
+        )
+    except TimeoutExpired as error:
+        raise ValueError(f"{python} did not say within {CHECKING:g} s whether it has vllm; try it by hand") from error
+    if asked.returncode:
         raise ValueError(f"{python} has no vllm: `make vllm-env` makes an environment that has it")
     return str(path)
 
