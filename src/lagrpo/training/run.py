@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lagrpo import logs
 from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.backends.process import restored
@@ -34,6 +32,7 @@ from lagrpo.training.evaluate import Evaluation, change, evaluate, few_prompts, 
 from lagrpo.training.explain import meaning
 from lagrpo.training.lag import completion_columns, lag_is_complete, lag_metrics
 from lagrpo.training.loop import Step, iterative_grpo
+from lagrpo.training.memory import NoMemoryError, Place, explained
 from lagrpo.training.metrics import batch_metrics, sampler_metrics
 from lagrpo.training.observers import Observer, Observers, RunFiles, Status, check_observers
 from lagrpo.verify import VerifierError
@@ -43,7 +42,7 @@ READ_OF_TASK = {"reward_range": "", "system_prompt": " (of questions in offline.
 """What is read of settings.task where the task is an object of the caller's, and for what."""
 FAILURES = (
     *(VerifierError, ParityError, VersionError, SamplerError),
-    *(FloatingPointError, torch.OutOfMemoryError, OSError),
+    *(FloatingPointError, NoMemoryError, OSError),
 )
 """Errors that end a run without being the program's: what they say is for the user."""
 
@@ -78,7 +77,8 @@ def train(
         ParityError, VersionError: the sampler does not sample from the policy that the schedule announced.
         SamplerError: the vLLM servers are gone for good.
         VerifierError: too many completions could not be scored.
-        FloatingPointError: a gradient is not finite.
+        FloatingPointError: a gradient is not finite; it names the completion.
+        NoMemoryError: the memory does not suffice; it says where, and which setting to lower.
         TypeError: the settings, the task or an observer are something else, before anything is loaded.
     """
     if settings is None:
@@ -93,7 +93,8 @@ def train(
     with interruptible(), restored(), logs.shown_by(None, least):
         if settings.run.display != "none":
             print(f"loading {settings.model.path} on {device} …", flush=True)
-        parts = Parts.build(settings, recipe, task)
+        with explained(lambda: "loading"):
+            parts = Parts.build(settings, recipe, task)
         try:
             return Training(parts, observers).run()
         finally:
@@ -111,7 +112,8 @@ class Training:
         self.store = Run.create(Path(run.directory), run.name, named, write_config(parts), self.environment)
         parts.keep_logs(self.store.path)
         self.display = make_display(run.display)
-        self.observers = Observers(RunFiles(self.store), self.display, *observers)
+        self.place = Place()
+        self.observers = Observers(RunFiles(self.store), self.display, self.place, *observers)
         dtype = str(self.policy.dtype).removeprefix("torch.")
         self.warnings = Warnings(self.settings, dtype, parts.task.size("train"))
         self.total = self.settings.schedule.stages * self.settings.schedule.batches
@@ -124,8 +126,9 @@ class Training:
         status: Status = "failed"
         with logs.shown_by(self.display.note):
             try:
-                self.begin()
-                self.learn()
+                with explained(lambda: str(self.place)):
+                    self.begin()
+                    self.learn()
                 weights, status = self.save(), "finished"
             except Interrupted as stop:
                 interrupted, name = stop.signal, stop.signal.name
@@ -155,7 +158,7 @@ class Training:
         """Write the policy after an error; if that fails too, the first error remains the one that is told."""
         try:
             self.save()
-        except OSError as second:
+        except (OSError, MemoryError, RuntimeError) as second:
             error.add_note(f"Nor could the policy be written to {self.store.path}: {second}")
 
     def learn(self) -> None:
