@@ -1,11 +1,13 @@
 """A vLLM server that this process starts, watches and ends.
 
-It runs in an environment of its own (`make vllm-env`), bound to 127.0.0.1, with a generated API key. A guard stands
-between it and us: a small process that ends the server, with everything the server started, as soon as we are gone.
+It runs in an environment of its own (`make vllm-env`) and listens on 127.0.0.1, unless `lagrpo serve` was told
+otherwise. It always wants an API key: the user's, or one that is made up. A guard stands between it and us: a small
+process that ends the server, with everything the server started, as soon as we are gone.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import secrets
@@ -14,7 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
@@ -23,6 +25,9 @@ from lagrpo.sampling.vllm.server import Deadlines, Server, UnreachableError
 from lagrpo.threads import waiting
 
 logger = logging.getLogger("lagrpo")
+LOOPBACK = "127.0.0.1"
+SECRETS = {"key", "apikey", "token", "secret", "password", "passwd", "credential", "credentials"}
+"""Words of an option's name that make its value a secret."""
 SHOWN = 30  # lines of a server's log that a failure shows
 STOPPING = 20.0  # seconds for a guard to end its server; it needs at most ten
 CHECKING = 60.0  # seconds for a Python to say whether it has vLLM
@@ -56,6 +61,7 @@ class Launch:
     max_num_seqs: int  # most completions at a time
     wire: str = "directory"  # how weights will reach it
     options: tuple[str, ...] = ()  # further options of vLLM
+    host: str = LOOPBACK  # address that it listens on
 
     def command(self, port: int) -> list[str]:
         """The command line. Log-probs are given at the sampling temperature. The model's own generation settings are
@@ -72,7 +78,7 @@ class Launch:
         ]
         return [
             *(self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--dtype", self.dtype),
-            *("--host", "127.0.0.1", "--port", str(port), "--enable-scale-out", "--generation-config", "vllm"),
+            *("--host", self.host, "--port", str(port), "--enable-scale-out", "--generation-config", "vllm"),
             *("--logprobs-mode", "processed_logprobs", "--max-model-len", str(self.longest)),
             *("--max-num-seqs", str(self.max_num_seqs), *([] if _has_gpu() else on_cpu)),
             *(*transfer, *self.options),
@@ -101,7 +107,7 @@ class StartedServer(Server):
     ) -> None:
         self.key = key or secrets.token_urlsafe(24)
         self.port = port or find_free_port()
-        super().__init__(f"http://127.0.0.1:{self.port}", self.key, deadlines)
+        super().__init__(f"http://{_reachable(launch.host)}:{self.port}", self.key, deadlines)
         self.launch, self.log_path = launch, log_path
         self.guard: Popen[bytes] | None = None
         self._closed = False
@@ -166,7 +172,7 @@ class StartedServer(Server):
 def find_free_port() -> int:
     """A port of 127.0.0.1 that nobody listens on now."""
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+        sock.bind((LOOPBACK, 0))
         return sock.getsockname()[1]
 
 
@@ -199,6 +205,38 @@ def split_options(options: Sequence[str]) -> tuple[str, ...]:
     ('--seed', '3', '--dtype=float16')
     """
     return tuple(word for option in options for word in shlex.split(option))
+
+
+def check_options(options: Sequence[str], ours: Collection[str]) -> None:
+    """Raises ValueError for an option (as `split_options` gives them) that is one of `ours`, also where it is shortened
+    or written with underscores, and for one whose value is a secret: a command line can be read by every user. The
+    message holds no value."""
+    names = [word.partition("=")[0].replace("_", "-") for word in options if word.startswith("--")]
+    if taken := sorted({own for own in ours for name in names if len(name) > 2 and own.startswith(name)}):
+        raise ValueError(f"options: {', '.join(taken)} is set by lagrpo itself")
+    if secret := next((name for name in names if SECRETS & set(name.split("-"))), None):
+        raise ValueError(
+            f"options: {secret} holds a secret, and every user can read a command line (ps): give it to the server by "
+            "the environment, which it inherits (HF_TOKEN, for example)"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "example.org")]
+    [True, True, True, False, False]
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _reachable(host: str) -> str:
+    """The address as part of a URL; that of this machine where the server listens on all of them."""
+    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
 
 
 def _has_gpu() -> bool:
