@@ -31,6 +31,7 @@ from lagrpo.sampling.vllm import process
 from lagrpo.sampling.vllm import serving as serve
 from lagrpo.sampling.vllm.process import find_free_port
 from lagrpo.sampling.vllm.server import RefusedError, Server
+from lagrpo.settings import options as passed_on
 from lagrpo.settings.schema import VllmSettings
 from lagrpo.settings.serve import ServeSettings
 
@@ -192,10 +193,10 @@ REFUSALS = [
     ("model --python python --deadline 0", "--deadline is more than 0 seconds, not 0"),
     ("model --python python --host 0.0.0.0", "--host: other machines can reach 0.0.0.0: set LAGRPO_VLLM_API_KEY to an"),
     ("model --python python --host ::", "--host: other machines can reach ::: set LAGRPO_VLLM_API_KEY to an API key"),
-    ("model --python python -- --host 0.0.0.0", "options: --host is set by lagrpo itself"),
-    ("model --python python -- --api_key=s3cret", "options: --api-key is set by lagrpo itself"),
-    ("model --python python -- --api-k s3cret", "options: --api-key is set by lagrpo itself"),
-    ("model --python python -- --hf-token s3cret", "options: --hf-token holds a secret, and every user can"),
+    ("model --python python -- --host 0.0.0.0", "options: '--host' is set by lagrpo itself"),
+    ("model --python python -- --api_key=s3cret", "options: '--api_key' holds a secret, and every user can"),
+    ("model --python python -- --api-k s3cret", "options: '--api-key' is set by lagrpo itself"),
+    ("model --python python -- --hf-token s3cret", "options: '--hf-token' holds a secret, and every user can"),
     ("model --python python --log nosuch/log", "--log: {cwd}/nosuch/log: No such file or directory"),
 ]
 
@@ -308,7 +309,7 @@ def test_no_other_user_can_read_the_key_of_a_server_that_a_run_starts(tmp_path, 
     assert command[command.index("--host") + 1] == "127.0.0.1"
 
 
-@pytest.mark.parametrize("module", [cli, process, serve])
+@pytest.mark.parametrize("module", [cli, process, serve, passed_on])
 def test_the_examples(module):
     results = doctest.testmod(module)
     assert results.attempted > 0

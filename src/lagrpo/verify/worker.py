@@ -18,6 +18,7 @@ import threading
 import traceback
 from multiprocessing import resource_tracker
 
+from lagrpo.redaction import redact
 from lagrpo.tasks.base import Judge, Unjudgeable
 from lagrpo.workers import die_with_parent, limit_cpu_time
 
@@ -63,7 +64,7 @@ def give_verdict(payload: bytes) -> Verdict:
         text, gold = pickle.loads(payload)
         return _score(_judge(text, gold))
     except Unjudgeable as error:
-        return "unscored", str(error)[:_LONGEST_REASON]
+        return "unscored", redact(str(error))[:_LONGEST_REASON]
     except BaseException as error:  # noqa: BLE001 - whatever a judge raises, sys.exit too, concerns this completion only
         return "unscored", f"the judge raised {_describe(error)}"
 
@@ -80,7 +81,7 @@ def _score(value: object) -> Verdict:
 
 
 def _describe(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip()[:_LONGEST_REASON]
+    return redact(traceback.format_exception_only(error)[-1].strip())[:_LONGEST_REASON]
 
 
 def _give_way() -> None:

@@ -22,11 +22,12 @@ from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.vllm.fleet import Fleet
 from lagrpo.sampling.vllm.generation import Generation
-from lagrpo.sampling.vllm.process import Launch, StartedServer, check_options, check_python, split_options
+from lagrpo.sampling.vllm.process import Launch, StartedServer, check_options, check_python
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import GENERATE, HOW_TO_START, KEY, Deadlines, RefusedError, SamplerError, Server
 from lagrpo.sampling.vllm.weights import Directories, WeightSync
 from lagrpo.sampling.vllm.wire import DirectoryWire, IpcWire, NcclWire, Wire
+from lagrpo.settings.options import split_options
 from lagrpo.settings.schema import SamplingSettings, Settings, VllmSettings
 
 logger = logging.getLogger("lagrpo")

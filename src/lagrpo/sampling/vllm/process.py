@@ -11,7 +11,6 @@ import ipaddress
 import logging
 import os
 import secrets
-import shlex
 import socket
 import subprocess
 import sys
@@ -21,13 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 
+from lagrpo.redaction import redact
 from lagrpo.sampling.vllm.server import Deadlines, Server, UnreachableError
 from lagrpo.threads import waiting
 
 logger = logging.getLogger("lagrpo")
 LOOPBACK = "127.0.0.1"
-SECRETS = {"key", "apikey", "token", "secret", "password", "passwd", "credential", "credentials"}
-"""Words of an option's name that make its value a secret."""
 SHOWN = 30  # lines of a server's log that a failure shows
 STOPPING = 20.0  # seconds for a guard to end its server; it needs at most ten
 CHECKING = 60.0  # seconds for a Python to say whether it has vLLM
@@ -146,7 +144,7 @@ class StartedServer(Server):
             with self.log_path.open("rb") as file:
                 file.seek(max(0, self.log_path.stat().st_size - (1 << 16)))
                 text = file.read().decode(errors="replace")
-        shown = "\n".join(f"  {line[:300]}" for line in text.splitlines()[-SHOWN:])
+        shown = "\n".join(f"  {line[:300]}" for line in redact(text).splitlines()[-SHOWN:])
         return f" The end of its log, {self.log_path}:\n{shown}" if shown else f" Its log is {self.log_path}"
 
     def _start(self) -> None:
@@ -198,27 +196,12 @@ def check_python(python: str) -> str:
     return str(path)
 
 
-def split_options(options: Sequence[str]) -> tuple[str, ...]:
-    """Options as a shell would split them, whether they came as one string or as several.
-
-    >>> split_options(["--seed 3", "--dtype=float16"])
-    ('--seed', '3', '--dtype=float16')
-    """
-    return tuple(word for option in options for word in shlex.split(option))
-
-
 def check_options(options: Sequence[str], ours: Collection[str]) -> None:
-    """Raises ValueError for an option (as `split_options` gives them) that is one of `ours`, also where it is shortened
-    or written with underscores, and for one whose value is a secret: a command line can be read by every user. The
-    message holds no value."""
+    """Raises ValueError, without a value in it, for an option (word by word) that is one of `ours`,
+    also where it is shortened or written with underscores."""
     names = [word.partition("=")[0].replace("_", "-") for word in options if word.startswith("--")]
     if taken := sorted({own for own in ours for name in names if len(name) > 2 and own.startswith(name)}):
-        raise ValueError(f"options: {', '.join(taken)} is set by lagrpo itself")
-    if secret := next((name for name in names if SECRETS & set(name.split("-"))), None):
-        raise ValueError(
-            f"options: {secret} holds a secret, and every user can read a command line (ps): give it to the server by "
-            "the environment, which it inherits (HF_TOKEN, for example)"
-        )
+        raise ValueError(f"options: {', '.join(map(repr, taken))} is set by lagrpo itself")
 
 
 def is_loopback(host: str) -> bool:

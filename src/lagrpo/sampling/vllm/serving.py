@@ -23,9 +23,9 @@ from lagrpo.sampling.vllm.process import (
     check_options,
     check_python,
     is_loopback,
-    split_options,
 )
 from lagrpo.sampling.vllm.server import KEY, Deadlines, SamplerError, UnreachableError
+from lagrpo.settings.options import split_options
 from lagrpo.settings.serve import ServeSettings
 
 logger = logging.getLogger("lagrpo")
