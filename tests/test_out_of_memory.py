@@ -40,7 +40,7 @@ def at_call(number, original):
         return exhaust() if len(calls) == number else original(*args, **kwargs)
 
     def generate(*args, **kwargs):  # nothing happens before the first group is taken
-        yield from called(*args, **kwargs)
+        yield from called(*args, **kwargs) or ()
 
     return generate if inspect.isgeneratorfunction(original) else called
 
