@@ -43,6 +43,7 @@ HTTP = "every action is a call of one server, which has a deadline of Deadlines"
 SHORT = "held for a few statements that wait for nothing"
 STUCK = "runs in a thread that run_within leaves behind at its deadline"
 DONE = "called where the future is done"
+KEEPER = "Keeper.wait has DEADLINE of training/checkpoint.py inside"
 HUB_ASKED = "hub.limit_waits gives every request a deadline"
 BOUNDED = {
     "backends/cpu/build.py:_compile ThreadPoolExecutor": "every task is a compiler with DEADLINE",
@@ -79,6 +80,12 @@ BOUNDED = {
     "verify/verifier.py:_restart exception": DONE,
     "verify/verifier.py:_start ProcessPool": "each judgment has verifier.deadline, the end of the pool _CLOSING",
     "training/build.py:without_progress_bars with _QUIET": "another run of this process loads or writes a model",
+    "training/checkpoint.py:__init__ ThreadPoolExecutor": "Keeper.wait has a deadline, and close does not wait",
+    "training/checkpoint.py:close shutdown": "wait=False",
+    "training/checkpoint.py:write wait": KEEPER,
+    "training/run.py:finish wait": KEEPER,
+    "training/run.py:save_checkpoint wait": KEEPER,
+    "training/run.py:write_checkpoint wait": KEEPER,
     "policy/configs.py:file_of cached_file": HUB_ASKED,
     "policy/configs.py:read_config from_pretrained": HUB_ASKED,
     "policy/checkpoint.py:match_weights from_pretrained": HUB_ASKED,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +22,7 @@ from lagrpo.objective.compose import Recipe
 from lagrpo.policy import blame
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
 from lagrpo.policy.masters import Masters, Start, SyncedWeights
-from lagrpo.policy.model import Policy
+from lagrpo.policy.model import Policy, check_weights
 from lagrpo.policy.replica import Replica
 
 
@@ -69,7 +69,7 @@ class Learner:
             policy.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
             policy.model.lm.train()  # transformers checkpoints in training mode only; dropout is off
         self._masters = Masters(policy.model.lm, optimization.masters, optimization.seed)
-        self._synced_weights = SyncedWeights()
+        self.synced = SyncedWeights()
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
@@ -82,9 +82,34 @@ class Learner:
     def end_stage(self, reset_optimizer: bool) -> None:
         """Line 16 of Algorithm 1: π_ref <- π. With `reset_optimizer` the next stage starts with moments at zero."""
         if self.reference is not None:
-            self.reference.load(self.policy.weights, self.policy.version)
+            with whole():
+                self.reference.load(self.policy.weights, self.policy.version)
         if reset_optimizer:
             self.reset_optimizer()
+
+    def state(self) -> dict[str, Tensor]:
+        """What makes the next updates what they are, by name, in the memory that the learner goes on to change: the
+        float32 masters, AdamW's moments and its step count (none before the first update)."""
+        state: dict[str, Tensor] = {}
+        for name, master in zip(self._masters.names, self._masters.parameters, strict=True):
+            state[f"master/{name}"] = master.detach()
+            state |= {f"{key}/{name}": value for key, value in self._optimizer.state.get(master, {}).items()}
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Take over what `state` gave, for π_version. Raises ValueError where it is of another model."""
+        masters = dict(zip(self._masters.names, self._masters.parameters, strict=True))
+        shapes = {name: master.shape for name, master in masters.items()}
+        check_weights({n: state[f"master/{n}"] for n in shapes if f"master/{n}" in state}, shapes, version)
+        self.reset_optimizer()
+        for name, master in masters.items():
+            master.copy_(state[f"master/{name}"])
+            if f"step/{name}" in state:
+                kept = {key: state[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+                self._optimizer.state[master] = {key: tensor.to(master.device) for key, tensor in kept.items()}
+        self._masters.round()
+        self.policy.weights.version = version
 
     def pack(self, batch: Batch, tokens: int) -> list[FreshMicroBatch]:
         """The micro-batches of a batch, at most `tokens` tokens each, with log π_ref where the objective reads it."""
@@ -178,5 +203,5 @@ class Learner:
 
     def on_sync(self) -> dict[str, float]:
         """The share of the working weights that a weight sync changes, as `moved_synced`; nothing at the first one."""
-        share = self._synced_weights.share(self.policy.weights)
+        share = self.synced.share(self.policy.weights)
         return {} if share is None else {"moved_synced": share}

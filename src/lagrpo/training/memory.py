@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lagrpo.training.observers import Observer, Row
+from lagrpo.training.observers import Observer
 
 SIGNS = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """By which RuntimeErrors of PyTorch say that there was no memory, where they are not a torch.OutOfMemoryError."""
@@ -26,19 +26,17 @@ class NoMemoryError(MemoryError):
 
 
 class Place(Observer):
-    """Where a run is: "batch 3, learning"."""
+    """Keeps what a run is doing."""
 
     def __init__(self) -> None:
-        self.batches, self.now = 0, "start"
+        self.now = "start"
 
     def phase(self, name: str) -> None:
         self.now = name
 
-    def batch(self, step: object, metrics: Row, rollouts: object) -> None:
-        self.batches = int(metrics["batch"])
-
-    def __str__(self) -> str:
-        return self.now if self.now.startswith("evaluation") else f"batch {self.batches + 1}, {self.now}"
+    def at(self, batches: int) -> str:
+        """Where a run with so many finished batches is: "batch 3, learning"."""
+        return self.now if self.now.startswith("evaluation") else f"batch {batches + 1}, {self.now}"
 
 
 @contextmanager
