@@ -301,7 +301,9 @@ def test_a_token_whose_gradient_is_infinite_is_named_and_nothing_changes():
     assert logp_alpha_T is not None
     logp_alpha_T[own_T[-1]] -= 150
     before, stepping = policy.model.head.weight.detach().clone(), learner(policy, recipe)
-    named = rf"token {len(own_T) - 1} of scored completion {row.members[c]} of the batch .* log pi/alpha 1(49|50)\b"
+    g, j = row.batch.member_C[row.members[c]]
+    own = f"completion {j} of prompt {row.batch.groups[g].prompt.key}"
+    named = rf"token {len(own_T) - 1} of {own} .* log pi/alpha 1(49|50)\b"
     with pytest.raises(FloatingPointError, match=f"update 1 is not finite at {named}.*still version 0"):
         stepping.first_step(rows)
     assert torch.equal(policy.model.head.weight, before)
@@ -330,6 +332,26 @@ def test_an_infinite_gradient_stops_before_anything_changes():
     with pytest.raises(FloatingPointError, match=r"update 1 is not finite.*still version 0"):
         learner(policy, recipe).first_step(rows)
     assert torch.equal(policy.model.head.weight, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [40, 999])
+def test_the_completion_whose_gradient_overflows_is_named_and_nothing_changes(dtype, tokens):
+    """Its loss is finite, and so is the derivative by each log-prob: the gradient overflows inside the model."""
+    policy, recipe = tiny_policy(dtype=dtype), resolve("grpo", {"beta": 0.0})
+    rows = micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), tokens)
+    row, c = next((row, c) for row in rows[::-1] for c in (1, 0) if c < len(row.members) and row.advantage_C[c] > 0)
+    weight = float(row.weight_C[c])
+    row.weight_C[c] = 1e37
+    before, stepping = policy.model.head.weight.detach().clone(), learner(policy, recipe)
+    g, j = row.batch.member_C[row.members[c]]
+    own = rf"that of completion {j} of prompt {row.batch.groups[g].prompt.key}, alone (inf|nan) \(.*weight 1e\+37"
+    with pytest.raises(FloatingPointError, match=rf"update 1 is not finite \(norm (inf|nan)\).*{own}.*still version 0"):
+        stepping.first_step(rows)
+    assert torch.equal(policy.model.head.weight, before)
+    row.weight_C[c] = weight
+    norm = stepping.first_step(rows)[1]["grad_norm"]
+    assert norm == pytest.approx(learner(tiny_policy(dtype=dtype), recipe).first_step(rows)[1]["grad_norm"], rel=1e-6)
 
 
 def test_the_reference_is_swapped_at_the_end_of_a_stage_and_only_then():

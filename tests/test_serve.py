@@ -31,6 +31,7 @@ from lagrpo.sampling.vllm import process
 from lagrpo.sampling.vllm import serving as serve
 from lagrpo.sampling.vllm.process import find_free_port
 from lagrpo.sampling.vllm.server import RefusedError, Server
+from lagrpo.settings import options as passed_on
 from lagrpo.settings.schema import VllmSettings
 from lagrpo.settings.serve import ServeSettings
 
@@ -190,6 +191,12 @@ REFUSALS = [
     ("model --python python --max-model-len 1", "--max-model-len is at least 2, not 1"),
     ("model --python python --failures -1", "--failures is at least 0, not -1"),
     ("model --python python --deadline 0", "--deadline is more than 0 seconds, not 0"),
+    ("model --python python --host 0.0.0.0", "--host: other machines can reach 0.0.0.0: set LAGRPO_VLLM_API_KEY to an"),
+    ("model --python python --host ::", "--host: other machines can reach ::: set LAGRPO_VLLM_API_KEY to an API key"),
+    ("model --python python -- --host 0.0.0.0", "options: '--host' is set by lagrpo itself"),
+    ("model --python python -- --api_key=s3cret", "options: '--api_key' holds a secret, and every user can"),
+    ("model --python python -- --api-k s3cret", "options: '--api-key' is set by lagrpo itself"),
+    ("model --python python -- --hf-token s3cret", "options: '--hf-token' holds a secret, and every user can"),
     ("model --python python --log nosuch/log", "--log: {cwd}/nosuch/log: No such file or directory"),
 ]
 
@@ -197,10 +204,11 @@ REFUSALS = [
 @pytest.mark.parametrize(("words", "message"), REFUSALS)
 def test_wrong_input_is_one_line_and_exit_code_2(stand_in, model, tmp_path, words, message):
     stand_in()
-    code, out, err = lagrpo("serve", *words.split(), *([] if "--port" in words else ["--port", find_free_port()]))
+    code, out, err = lagrpo("serve", *([] if "--port" in words else ["--port", find_free_port()]), *words.split())
     assert (code, out) == (2, "")
     assert err.startswith(f"lagrpo: {message.replace('{cwd}', str(tmp_path))}")
     assert len(err.splitlines()) == 1
+    assert "s3cret" not in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "python"]
 
 
@@ -268,7 +276,40 @@ def test_a_key_of_the_users_is_used_and_not_printed(start, tmp_path, monkeypatch
     assert (tmp_path / "elsewhere.log").read_text() == "start number 1\n"
 
 
-@pytest.mark.parametrize("module", [cli, process, serve])
+def test_an_address_that_others_can_reach_takes_a_key_of_the_users_and_a_warning(start, tmp_path, monkeypatch):
+    monkeypatch.setenv(serve.KEY, "a-key-of-our-own")
+    serving = start("--host", "0.0.0.0")
+    serving.wait_for("lagrpo train")
+    ((command, key),) = starts(tmp_path)
+    assert command[command.index("--host") + 1] == "0.0.0.0"
+    assert key == "a-key-of-our-own"
+    assert "lagrpo: other machines can reach 0.0.0.0, and vLLM's endpoints that pause" in serving.output
+    assert "--vllm.urls http://127.0.0.1:" in serving.output
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:8000"), ("::", "http://[::1]:8000"), ("node2", "http://node2:8000")],
+)
+def test_where_a_started_server_is_asked(host, url, monkeypatch, tmp_path):
+    monkeypatch.setattr(process.StartedServer, "_start", lambda server: None)
+    launch = process.Launch("python", "model", "float32", 10, 1, host=host)
+    assert process.StartedServer(launch, DEADLINES, tmp_path / "log", 8000).url == url
+
+
+def test_no_other_user_can_read_the_key_of_a_server_that_a_run_starts(tmp_path, monkeypatch):
+    """Neither on a command line (of the guard or the server) nor in the log; the environment is the process's own."""
+    begun = []
+    monkeypatch.setattr(process, "Popen", lambda command, **how: begun.append((command, how["env"])))
+    server = process.StartedServer(process.Launch("python", "model", "float32", 10, 1), DEADLINES, tmp_path / "log")
+    ((command, environment),) = begun
+    assert len(server.key) >= 32
+    assert environment["VLLM_API_KEY"] == server.key
+    assert server.key not in " ".join(command) + server.tail() + str(server)
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("module", [cli, process, serve, passed_on])
 def test_the_examples(module):
     results = doctest.testmod(module)
     assert results.attempted > 0

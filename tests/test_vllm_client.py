@@ -519,8 +519,8 @@ def test_a_python_without_vllm_is_named_before_anything_is_loaded(tmp_path, monk
 @pytest.mark.parametrize(
     ("vllm", "message"),
     [
-        ({"options": ["--port 9000"]}, r"^vllm: options: --port is set by lagrpo itself"),
-        ({"options": ["--dtype=float16", "--x"]}, r"^vllm: options: --dtype is set by lagrpo itself"),
+        ({"options": ["--port 9000"]}, r"^vllm: options: '--port' is set by lagrpo itself"),
+        ({"options": ["--dtype=float16", "--x"]}, r"^vllm: options: '--dtype' is set by lagrpo itself"),
         ({"directory": "/proc/none"}, r"^vllm: directory = '/proc/none' is no directory, and cannot be made"),
         ({"weight_sync": "nccl"}, r"^vllm: weight_sync = 'nccl' sends weights from the memory of a GPU"),
     ],

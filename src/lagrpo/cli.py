@@ -29,6 +29,7 @@ from pydantic import BaseModel
 from lagrpo import logs
 from lagrpo.errors import SettingsError, find_nearest
 from lagrpo.interrupts import interruptible
+from lagrpo.redaction import redact
 from lagrpo.settings.arguments import parse
 from lagrpo.settings.schema import EvalSettings, Settings
 from lagrpo.settings.serve import ServeSettings
@@ -71,7 +72,7 @@ def failing(*errors: type[Exception], code: int = 1) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        print("\n".join([f"lagrpo: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        print(redact("\n".join([f"lagrpo: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
         sys.exit(code)
 
 
@@ -91,7 +92,7 @@ def train(words: list[str]) -> None:
     if "--dry-run" in given.flags:
         from lagrpo.training.explain import meaning
 
-        return print(to_toml(settings), *(f"# {line}" for line in meaning(settings, recipe)), sep="\n")
+        return print(redact(to_toml(settings)), *(f"# {line}" for line in meaning(settings, recipe)), sep="\n")
     from lagrpo.training import run
 
     with failing(*run.FAILURES):

@@ -6,9 +6,14 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from lagrpo.redaction import redact
+
 
 class SettingsError(ValueError):
-    """The settings cannot be run. Every complaint is on a line of its own."""
+    """The settings cannot be run. Every complaint is on a line of its own, without the secrets of a setting's value."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(redact(message))
 
 
 @contextmanager

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from lagrpo.redaction import redact
+
 logger = logging.getLogger("lagrpo")
 
 
@@ -20,7 +22,7 @@ class _Lines(logging.Handler):
     show: Callable[[str], None] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        (self.show or _print)(self.format(record))
+        (self.show or _print)(redact(self.format(record)))
 
 
 def _print(text: str) -> None:

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import reduction, spawn, util
 from multiprocessing.context import SpawnProcess, set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
@@ -26,6 +28,8 @@ from lagrpo.interrupts import whole
 
 _ROOT = Path(__file__).parents[1]  # the directory with the package
 _PATIENCE = 3.0  # seconds for a guard to end everything below it
+STARTING = 120.0  # seconds until a new process has read what it is to do, on a busy machine
+ENDING = 10.0  # seconds until a process that was killed, or closed its pipes, is gone
 
 
 class Process(SpawnProcess):
@@ -84,9 +88,14 @@ class Launch(Popen):
         finally:
             os.close(theirs)
             os.close(report)
-        with open(ours, "wb", closefd=False) as pipe:
-            pipe.write(task)
-        self.pid = int.from_bytes(os.read(self.sentinel, 8), "little") or self._guard.pid
+        try:
+            with killing(self._guard.kill, STARTING), open(ours, "wb", closefd=False) as pipe:
+                pipe.write(task)
+                pipe.flush()
+                self.pid = int.from_bytes(os.read(self.sentinel, 8), "little") or self._guard.pid
+        except BrokenPipeError as error:
+            what = f"a worker process (guard {self._guard.pid}) ended before it had read what it is to do"
+            raise OSError(f"{what}; it is ended where it does not read for {STARTING:g} s") from error
 
     def _pickle_task(self, process: Any) -> memoryview:
         """What a new process reads: its preparation (sys.path, directory, the main module if it needs that), and
@@ -104,7 +113,12 @@ class Launch(Popen):
         return task.getbuffer()
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        code = self._guard.wait() if flag == 0 else self._guard.poll()
+        """The exit code; None as long as the process is there. Where multiprocessing would wait without a limit (for a
+        process that closed its `sentinel`, or for the others at the end of the program), this waits ENDING seconds."""
+        if flag == 0:
+            with suppress(subprocess.TimeoutExpired):
+                self._guard.wait(ENDING)
+        code = self._guard.poll()
         with self._reading:
             if code is not None and self.returncode is None:
                 said, _, self.end = os.read(self.sentinel, 1000).decode().partition(" ")
@@ -119,6 +133,19 @@ class Launch(Popen):
                 self._guard.wait(_PATIENCE)
             except subprocess.TimeoutExpired:
                 self._guard.kill()
+
+
+@contextmanager
+def killing(kill: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Call `kill` after so many seconds, unless the block has ended: whoever waits inside for the process that is
+    killed then finds its pipes closed."""
+    timer = threading.Timer(seconds, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def die_with_parent() -> None:

@@ -84,6 +84,11 @@ class FreshMicroBatch:
     advantage_C: Tensor
     weight_C: Tensor
     group_C: Tensor  # the number of the group
+    batch: Batch
+
+    def alone(self, c: int) -> Packed:
+        """The c-th completion in a row of its own."""
+        return _pack(self.batch, [[self.members[c]]], self.weight_C.device).packed
 
     def scored_by(self, logp_k_T: Tensor) -> MicroBatch:
         return MicroBatch(**{field.name: getattr(self, field.name) for field in fields(self)}, logp_k_T=logp_k_T)
@@ -197,5 +202,5 @@ def _pack(batch: Batch, pieces: list[list[int]], device: torch.device | str) -> 
         logp_alpha_T=torch.cat([c.logp_alpha for c in completions])[sampled].to(device) if known else None,
         logp_ref_T=None, completion_T=torch.arange(len(members)).repeat_interleave(batch.lengths_C[members]).to(device),
         advantage_C=batch.advantage_C[members].to(device), weight_C=batch.weight_C[members].to(device),
-        group_C=torch.tensor([batch.member_C[c][0] for c in members]).to(device),
+        group_C=torch.tensor([batch.member_C[c][0] for c in members]).to(device), batch=batch,
     )  # fmt: skip

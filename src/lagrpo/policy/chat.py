@@ -18,7 +18,7 @@ from typing import Any
 from lagrpo.interrupts import whole
 from lagrpo.policy import rendering
 from lagrpo.types import Prompt
-from lagrpo.workers import Process
+from lagrpo.workers import ENDING, Process, killing
 
 DEADLINE = 10.0  # seconds for one prompt
 MEMORY = 512 * 2**20  # bytes beyond what the process has when it begins
@@ -60,11 +60,9 @@ class Templates:
         try:
             self.start()
             if not self._ready:
-                self._reply(START)
+                self._ask(START)
                 self._ready = True
-            assert self._process is not None
-            self._process[1].send((template, dict(special), list(messages)))
-            reply = self._reply(self._seconds)
+            reply = self._ask(self._seconds, (template, dict(special), list(messages)))
         except BaseException:
             self.close()
             raise
@@ -78,21 +76,26 @@ class Templates:
             self._process = None
             self._end()
 
-    def _reply(self, seconds: float) -> dict[str, str]:
+    def _ask(self, seconds: float, *request: Any) -> dict[str, str]:
+        """Send a request, if one is given, and return the next reply. A process that reads or writes half of one is
+        ended ENDING seconds after it should have replied."""
         assert self._process is not None
         process, connection = self._process
         try:
-            if not connection.poll(seconds):
-                raise TemplateError(f"no text within {seconds:g} s")
-            return json.loads(connection.recv_bytes(_LARGEST_REPLY))
+            with killing(process.kill, seconds + ENDING):
+                for what in request:
+                    connection.send(what)
+                if not connection.poll(seconds):
+                    raise TemplateError(f"no text within {seconds:g} s")
+                return json.loads(connection.recv_bytes(_LARGEST_REPLY))
         except (EOFError, OSError) as error:
-            process.join()
+            process.join(ENDING)
             raise TemplateError(f"the process that renders ended with exit code {process.exitcode}") from error
 
 
 def _end_process(process: Process, connection: Connection) -> None:
     process.kill()
-    process.join()
+    process.join(ENDING)
     connection.close()
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from lagrpo.core.loss import InfiniteGradientError
 from lagrpo.interrupts import divisible, whole
 from lagrpo.objective.compose import Recipe
+from lagrpo.policy import blame
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
 from lagrpo.policy.masters import Masters, Start, SyncedWeights
 from lagrpo.policy.model import Policy, check_weights
@@ -137,18 +138,19 @@ class Learner:
                     sums["tokens_entropy"] += len(entropy_T)
                 micro_batches.append(row.scored_by(logp_T.detach()))
                 self._backward(micro_batches[-1], logp_T, sums)
-        return micro_batches, {**sums, **(self._update() if in_objective else {})}
+        return micro_batches, {**sums, **(self._update(micro_batches) if in_objective else {})}
 
     def step(self, micro_batches: Sequence[MicroBatch], in_objective: bool = True) -> dict[str, float]:
         """Lines 14-15 of Algorithm 1: one more optimizer update on a batch; returns its sums and metrics. Nothing
         `in_objective` (every group masked) makes no update. A gradient known to be 0 makes one: AdamW moves on by its
         moments.
 
-        Raises FloatingPointError where the gradient is not finite; nothing has been changed."""
+        Raises FloatingPointError, which names the completion, where the gradient is not finite; nothing has been
+        changed."""
         sums: defaultdict[str, float] = defaultdict(float)
         for micro in micro_batches:
             self._backward(micro, self.policy.logp(micro.packed), sums)
-        return {**sums, **(self._update() if in_objective else {})}
+        return {**sums, **(self._update(micro_batches) if in_objective else {})}
 
     def _backward(self, micro: MicroBatch, logp_T: Tensor, sums: defaultdict[str, float]) -> None:
         loss, diagnostics = self._loss(micro, logp_T)
@@ -166,14 +168,14 @@ class Learner:
             return self.recipe.loss(micro.terms(logp_T), micro.weight_C)
         except InfiniteGradientError as error:
             self._optimizer.zero_grad()
-            token = f"token {error.position} of scored completion {micro.members[error.completion]} of the batch"
+            token = f"token {error.position} of {blame.name(micro, error.completion)}"
             raise FloatingPointError(
-                f"the gradient of update {self.policy.version + 1} is not finite at {token} (both from 0): "
+                f"the gradient of update {self.policy.version + 1} is not finite at {token} (all from 0): "
                 f"{error.reason}; the policy is still version {self.policy.version}. Choose a recipe that cuts or caps "
                 "such a ratio, or leave the completion out"
             ) from error
 
-    def _update(self) -> dict[str, float]:
+    def _update(self, rows: Sequence[MicroBatch] = ()) -> dict[str, float]:
         masters = self._masters.parameters
         for master in masters:
             master.grad = torch.zeros_like(master) if master.grad is None else master.grad
@@ -182,9 +184,11 @@ class Learner:
         norm = total.item()
         if not math.isfinite(norm):
             self._optimizer.zero_grad()
+            culprit = blame.find_culprit(self.policy, self.recipe, rows)
             raise FloatingPointError(
-                f"the gradient of update {self.policy.version + 1} is not finite (norm {norm}); the policy is still "
-                f"version {self.policy.version}. Lower optimizer.lr, or look at the last rollouts for extreme ratios"
+                f"the gradient of update {self.policy.version + 1} is not finite (norm {norm}); the largest is that of "
+                f"{culprit}; the policy is still version {self.policy.version}. Lower optimizer.lr, or leave the "
+                "completion out"
             )
         if norm > limit:
             torch.nn.utils.clip_grads_with_norm_(masters, limit, total)

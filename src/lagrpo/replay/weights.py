@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lagrpo import hub
 from lagrpo.policy.embedded import ALIASES, resolve_model
 from lagrpo.replay.findings import UnreadableError
 from lagrpo.replay.source import Source
@@ -96,6 +97,7 @@ def _base(source: Source) -> str:
     directory = resolve_model(name) if name in ALIASES else str(path) if path.is_dir() else name
     from transformers import AutoConfig
 
+    hub.limit_waits()
     try:
         AutoConfig.from_pretrained(directory)
     except (OSError, ValueError) as error:

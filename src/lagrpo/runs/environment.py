@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lagrpo.redaction import redact
 from lagrpo.threads import cores, waiting
 
 PACKAGES = ("lagrpo", "torch", "transformers", "numpy", "datasets", "math-verify")
@@ -19,13 +20,13 @@ PACKAGES = ("lagrpo", "torch", "transformers", "numpy", "datasets", "math-verify
 
 def collect_environment(device: str = "cpu") -> dict[str, Any]:
     """Versions, machine, its cores and what this process may use of them, threads and how they wait for each other,
-    device, git commit of the working directory (None outside a repository), command line and the time of the start
-    (UTC). Imports none of the packages whose versions it gives, but torch."""
+    device, git commit of the working directory (None outside a repository), command line (without its secrets) and the
+    time of the start (UTC). Imports none of the packages whose versions it gives, but torch."""
     import torch
 
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": redact(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])),
         "directory": os.getcwd(),
         "git": git_state(Path.cwd()),
         "python": platform.python_version(),

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
 
 from lagrpo.objective.composition import Composition
+from lagrpo.settings.options import split_options
 from lagrpo.tasks import option_takers, task_options
 
 
@@ -159,7 +160,7 @@ class VllmSettings(Section):
     python: str = ".venv-vllm/bin/python"
     """Python of the environment with vLLM that starts servers; `make vllm-env` makes one."""
     options: tuple[str, ...] = ()
-    """Further options of `vllm serve` for started servers."""
+    """Further options of `vllm serve` for started servers; none that hold a secret."""
     weight_sync: Literal["directory", "nccl", "ipc"] = "directory"
     """How weights travel: through a directory that both sides see, by NCCL between GPUs, or by CUDA IPC on one GPU."""
     directory: str | None = None
@@ -181,9 +182,17 @@ class VllmSettings(Section):
     """Seconds for any other answer."""
 
     @model_validator(mode="after")
+    def _check_options(self) -> VllmSettings:
+        split_options(self.options)
+        return self
+
+    @model_validator(mode="after")
     def _check_urls(self) -> VllmSettings:
         for url in self.urls:
             parts = urlsplit(url)
+            if "@" in parts.netloc:
+                has = "has a user name or a password, which would be on the disk"
+                raise ValueError(f"urls: {url!r} {has}; the API key goes into $LAGRPO_VLLM_API_KEY")
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"urls: {url!r} is no URL; write http://host:port")
             _ = parts.port  # raises ValueError for a number that is no port

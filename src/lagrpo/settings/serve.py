@@ -15,7 +15,7 @@ SAMPLING, VLLM = SamplingSettings(), VllmSettings()
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """Start a vLLM server on 127.0.0.1 for trainers to attach to, and keep it up until Ctrl-C.
+    """Start a vLLM server for trainers to attach to, and keep it up until Ctrl-C.
 
     It prints the URL, the settings that attach to it, and the API key unless $LAGRPO_VLLM_API_KEY sets it. The words
     after -- go to vLLM unchanged: lagrpo serve MODEL -- --data-parallel-size 7
@@ -23,6 +23,8 @@ class ServeSettings:
 
     model: Positional[Annotated[str, arg(metavar="MODEL")]]
     """Hub id or directory of a causal language model, or smollm2."""
+    host: str = "127.0.0.1"
+    """Address that it listens on. One that other machines can reach is refused unless $LAGRPO_VLLM_API_KEY is set."""
     port: int = 8000
     """Port that it listens on."""
     python: str = VLLM.python
@@ -42,4 +44,4 @@ class ServeSettings:
     log: Path | None = None
     """File for its output; vllm-PORT.log here by default."""
     options: UseAppendAction[tuple[str, ...]] = ()
-    """Further options of `vllm serve`: --options="--tensor-parallel-size 2", or after --."""
+    """Further options of `vllm serve`: --options="--tensor-parallel-size 2", or after --. None that hold a secret."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lagrpo.errors import suggest
+from lagrpo.hub import limit_waits
 from lagrpo.tasks.base import option
 
 logger = logging.getLogger("lagrpo")
@@ -86,6 +87,7 @@ def load_hub_rows(name: str, split: str | None) -> Any:
     import datasets
 
     repository, _, config = name.partition(":")
+    limit_waits()
     wanted = f"the split {split!r} of a dataset of that name" if split else "a dataset of that name"
     try:
         return datasets.load_dataset(repository, config or None, split=split)

@@ -34,6 +34,7 @@ from lagrpo.tasks import Task, load_task
 from lagrpo.terminal.text import count_of, formatted_interval
 from lagrpo.training.build import build_policy, build_verifier
 from lagrpo.training.checks import check_evaluation
+from lagrpo.training.memory import explained
 from lagrpo.types import Group, Range, is_right
 from lagrpo.verify import Verifier
 
@@ -143,12 +144,13 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
     Raises:
         SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
         VerifierError: too many completions could not be scored.
+        NoMemoryError: the memory does not suffice.
     """
     check_evaluation(settings)
     with refusing():
         task = load_task(settings.task, settings.seed)
     output = place(settings, task.name)
-    with restored():
+    with restored(), explained(lambda: "evaluation", {"evaluation": "lower max_num_seqs or max_tokens"}):
         evaluation = _evaluated(settings, task)
     of = {"model": settings.model.path, "task": task.name}
     summary = {**of, **evaluation.summary, "settings": settings.model_dump()}

@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lagrpo import logs
 from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.backends.process import restored
@@ -42,6 +40,7 @@ from lagrpo.training.evaluate import Evaluation, change, evaluate, few_prompts, 
 from lagrpo.training.explain import meaning
 from lagrpo.training.lag import completion_columns, lag_is_complete, lag_metrics
 from lagrpo.training.loop import Step, iterative_grpo
+from lagrpo.training.memory import NoMemoryError, Place, explained
 from lagrpo.training.metrics import batch_metrics, sampler_metrics
 from lagrpo.training.observers import Observer, Observers, RunFiles, Status, check_observers
 from lagrpo.training.resume import Earlier, cut_back, describe_move, read_evaluations
@@ -52,7 +51,7 @@ READ_OF_TASK = {"reward_range": "", "system_prompt": " (of questions in offline.
 """What is read of settings.task where the task is an object of the caller's, and for what."""
 FAILURES = (
     *(VerifierError, ParityError, VersionError, SamplerError),
-    *(FloatingPointError, torch.OutOfMemoryError, OSError, RunLockedError),
+    *(FloatingPointError, NoMemoryError, OSError, RunLockedError),
 )
 """Errors that end a run without being the program's: what they say is for the user."""
 
@@ -90,7 +89,8 @@ def train(
         ParityError, VersionError: the sampler does not sample from the policy that the schedule announced.
         SamplerError: the vLLM servers are gone for good.
         VerifierError: too many completions could not be scored.
-        FloatingPointError: a gradient is not finite.
+        FloatingPointError: a gradient is not finite; it names the completion.
+        NoMemoryError: the memory does not suffice; it says where, and which setting to lower.
         TypeError: the settings, the task or an observer are something else, before anything is loaded.
     """
     if settings is None:
@@ -112,7 +112,8 @@ def train(
         earlier = Earlier.find(directory, settings) if directory else None
         if settings.run.display != "none":
             print(f"loading {settings.model.path} on {device} …", flush=True)
-        parts = Parts.build(settings, recipe, task)
+        with explained(lambda: "loading"):
+            parts = Parts.build(settings, recipe, task)
         try:
             return Training(parts, observers, earlier).run()
         finally:
@@ -136,8 +137,9 @@ class Training:
             Checkpoints(self.store.path), run.checkpoint_every, run.checkpoint_minutes, run.keep_checkpoints
         )
         self.display = make_display(run.display)
+        self.place = Place()
         self.files = RunFiles(self.store)
-        self.observers = Observers(self.files, self.display, *observers)
+        self.observers = Observers(self.files, self.display, self.place, *observers)
         dtype = str(self.policy.dtype).removeprefix("torch.")
         self.warnings = Warnings(self.settings, dtype, parts.task.size("train"))
         self.total = self.settings.schedule.stages * self.settings.schedule.batches
@@ -160,8 +162,9 @@ class Training:
             closing(self.keeper),
         ):
             try:
-                self.begin()
-                self.learn()
+                with explained(lambda: self.place.at(self.batches)):
+                    self.begin()
+                    self.learn()
                 weights, status = self.finish(), "finished"
             except Interrupted as stop:
                 interrupted, name = stop.signal, stop.signal.name
@@ -222,7 +225,7 @@ class Training:
                 self.save_checkpoint()
             if self.policy.version:
                 self.save()
-        except (OSError, ArithmeticError, RuntimeError) as second:
+        except (OSError, ArithmeticError, MemoryError, RuntimeError) as second:
             error.add_note(f"Nor could all of it be written to {self.store.path}: {second}")
         if self.batches:
             error.add_note(self.way_on())

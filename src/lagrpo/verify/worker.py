@@ -18,6 +18,7 @@ import threading
 import traceback
 from multiprocessing import resource_tracker
 
+from lagrpo.redaction import redact
 from lagrpo.tasks.base import Judge, Unjudgeable
 from lagrpo.verify.surroundings import Surroundings
 from lagrpo.workers import Process, die_with_parent, limit_cpu_time
@@ -93,7 +94,7 @@ def _ask(judge: Judge, payload: bytes) -> Verdict:
         text, gold = pickle.loads(payload)
         return _score(judge(text, gold))
     except Unjudgeable as error:
-        return "unscored", str.__str__(str(error))[:_LONGEST_REASON]
+        return "unscored", redact(str.__str__(str(error)))[:_LONGEST_REASON]
     except BaseException as error:  # noqa: BLE001 - whatever a judge raises, sys.exit too, concerns this completion only
         return "unscored", f"the judge raised {_describe(error)}"
 
@@ -110,7 +111,7 @@ def _score(value: object) -> Verdict:
 
 
 def _describe(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip()[:_LONGEST_REASON]
+    return redact(traceback.format_exception_only(error)[-1].strip())[:_LONGEST_REASON]
 
 
 def _limit_files(size: int) -> None:

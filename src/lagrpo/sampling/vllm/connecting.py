@@ -22,11 +22,12 @@ from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.vllm.fleet import Fleet
 from lagrpo.sampling.vllm.generation import Generation
-from lagrpo.sampling.vllm.process import Launch, StartedServer, check_python, split_options
+from lagrpo.sampling.vllm.process import Launch, StartedServer, check_options, check_python
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import GENERATE, HOW_TO_START, KEY, Deadlines, RefusedError, SamplerError, Server
 from lagrpo.sampling.vllm.weights import Directories, WeightSync
 from lagrpo.sampling.vllm.wire import DirectoryWire, IpcWire, NcclWire, Wire
+from lagrpo.settings.options import split_options
 from lagrpo.settings.schema import SamplingSettings, Settings, VllmSettings
 
 logger = logging.getLogger("lagrpo")
@@ -91,9 +92,7 @@ def start_servers(settings: Settings) -> list[Server]:
     vllm, sampling, folder = settings.vllm, settings.sampling, Path(settings.run.directory)
     with refusing("vllm.python"):
         python = check_python(vllm.python)
-    options = split_options(vllm.options)
-    if taken := OURS & {word.partition("=")[0] for word in options}:
-        raise ValueError(f"options: {', '.join(sorted(taken))} is set by lagrpo itself")
+    check_options(options := split_options(vllm.options), OURS)
     model = resolve_model(settings.model.path)
     dtype, _ = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
     launch = Launch(python, model, dtype, _longest(sampling), sampling.max_num_seqs, vllm.weight_sync, options)

@@ -31,6 +31,11 @@ class Served:
         """What the servers should report; empty before the first sync."""
         return self.parcel.label if self.parcel else ""
 
+    @property
+    def version(self) -> int:
+        """The version that the servers should have; -1 before the first sync."""
+        return self.version_of(self.label)
+
     def label_of(self, version: int) -> str:
         return f"{self.run}:{version}"
 
@@ -87,6 +92,12 @@ class Fleet:
         self.recoveries = 0
         self._failures = failures
 
+    @property
+    def patience(self) -> float:
+        """Seconds after which some group has come, or failed for good: one group, and every failure that is left."""
+        d = self.servers[0].deadlines
+        return d.request + (1 + max(0, self._failures)) * (d.start + d.sync + d.request)
+
     def ask(self, member: Member, action: Callable[[Server], T]) -> T:
         """What `action` returns for a server; when the server dies, it is brought back and the action repeated. Raises
         SamplerError where the server is gone for good."""
@@ -130,6 +141,10 @@ class Fleet:
                 self.recover(member, member.life, again)
             except SamplerError as final:
                 self.give_up(final)
+            except Exception as unforeseen:  # noqa: BLE001 - a full disk, an answer that lacks something: nobody else
+                # hears of it in this thread, and whoever waits for a group would wait on
+                why = f"{type(unforeseen).__name__}: {unforeseen}"
+                self.give_up(SamplerError(f"{member.server} failed ({error}) and could not be brought back: {why}"))
             else:
                 with self.changed:
                     member.life, member.up = member.life + 1, True

@@ -21,7 +21,7 @@ import torch
 from lagrpo.rng import generator
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.vllm.fleet import Fleet, Member, Served
-from lagrpo.sampling.vllm.server import SamplerError, Server, UnreachableError
+from lagrpo.sampling.vllm.server import SamplerError, Server, UnreachableError, concerning
 from lagrpo.types import Completion, Group, Outcome
 
 NO_LOGPROB = -9000.0  # vLLM writes -9999 where a log-prob is -inf
@@ -67,7 +67,8 @@ class Generation:
         it says no."""
         ids, max_tokens = request.prompt.token_ids, min(self.max_tokens, longest or self.max_tokens)
         seed = int(generator(self.seed, "sample", *request.address).random_raw(1)[0]) >> 2
-        choices = server.generate(ids, G, seed, max_tokens, self.tau, sorted(self.eos_ids), served.label)
+        with concerning(f"{describe(request, G)} by version {served.version}"):
+            choices = server.generate(ids, G, seed, max_tokens, self.tau, sorted(self.eos_ids), served.label)
         answers = [Generated.of(choice) for choice in choices]
         if any(answer.end == "abort" for answer in answers):
             raise AbortedError(f"{server} broke off a group")
@@ -94,6 +95,10 @@ class Generation:
         )
 
 
+def describe(request: Request, G: int) -> str:
+    return f"{G} completions of prompt {request.prompt.key}, batch {request.batch}"
+
+
 def _find_fault(answer: Generated, versions: torch.Tensor) -> str | None:
     """Why a completion cannot be used; None if it can."""
     if not answer.token_ids or answer.end not in ("stop", "length"):
@@ -106,9 +111,10 @@ def _find_fault(answer: Generated, versions: torch.Tensor) -> str | None:
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """One call of `submit`: how many groups have not been taken yet, and those that are ready (or what went wrong)."""
+    """One call of `submit`: the requests whose groups have not been taken yet, and the groups that are ready (or what
+    went wrong)."""
 
-    remaining: int
+    missing: list[Request]
     ready: deque[tuple[Request, Group] | BaseException] = field(default_factory=deque)
 
 
@@ -137,14 +143,14 @@ class Dispatcher:
     def submit(self, requests: Sequence[Request], G: int, each: int) -> Iterator[tuple[Request, Group]]:
         """One group for each request, as they end, with `each` groups at a time at each server. The servers are asked
         at once, not when the first group is taken."""
-        call = _Call(len(requests))
+        call = _Call(list(requests))
         with self._change():
             if self._fleet.broken:
                 raise self._fleet.broken
             self._queue.extend(_Ticket(request, G, call) for request in requests)
             self.open += len(requests)
         self._start_threads(each)
-        return self._hand_out(call)
+        return self._hand_out(call, G)
 
     @contextmanager
     def halt(self, abort: bool) -> Iterator[None]:
@@ -183,22 +189,32 @@ class Dispatcher:
             yield
             self._fleet.changed.notify_all()
 
-    def _hand_out(self, call: _Call) -> Iterator[tuple[Request, Group]]:
+    def _hand_out(self, call: _Call, G: int) -> Iterator[tuple[Request, Group]]:
         try:
-            while call.remaining:
+            while call.missing:
                 with self._fleet.changed:
-                    self._fleet.changed.wait_for(lambda: call.ready or self._fleet.broken)
+                    patience = self._fleet.patience
+                    self._fleet.changed.wait_for(lambda: call.ready or self._fleet.broken, patience)
                     item = call.ready.popleft() if call.ready else self._fleet.broken
-                    assert item is not None
                     if isinstance(item, BaseException):
                         raise item
-                    call.remaining -= 1
+                    if item is None:
+                        raise SamplerError(self._overdue(call, G, patience))
+                    call.missing = [request for request in call.missing if request is not item[0]]
                     self.open -= 1
                 yield item
         finally:
             with self._change():  # nobody will take the rest: the one who asked has gone
                 self._queue = deque(ticket for ticket in self._queue if ticket.call is not call)
-                self.open -= call.remaining
+                self.open -= len(call.missing)
+
+    def _overdue(self, call: _Call, G: int, seconds: float) -> str:
+        more = f" and {len(call.missing) - 1} more groups" if len(call.missing) > 1 else ""
+        asked = f"{describe(call.missing[0], G)}{more} by version {self._fleet.served.version}"
+        return (
+            f"no group came from {', '.join(map(str, self._fleet.servers))} within {seconds:g} s, the time for a group "
+            f"(vllm.request_deadline) and for bringing servers back: {asked} are missing"
+        )
 
     def _start_threads(self, each: int) -> None:
         for _ in range(self._threads, each):
@@ -255,4 +271,8 @@ class Dispatcher:
             with self._fleet.changed:
                 self._fleet.changed.wait(0.05)
             if time.monotonic() > end:
-                raise SamplerError("completions under way could not be broken off before the deadline of a weight sync")
+                seconds, version = self._fleet.servers[0].deadlines.sync, self._fleet.served.version
+                raise SamplerError(
+                    f"{self._active} groups by version {version} could not be broken off within {seconds:g} s "
+                    "(vllm.sync_deadline), before a weight sync"
+                )

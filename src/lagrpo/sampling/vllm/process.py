@@ -1,29 +1,34 @@
 """A vLLM server that this process starts, watches and ends.
 
-It runs in an environment of its own (`make vllm-env`), bound to 127.0.0.1, with a generated API key. A guard stands
-between it and us: a small process that ends the server, with everything the server started, as soon as we are gone.
+It runs in an environment of its own (`make vllm-env`) and listens on 127.0.0.1, unless `lagrpo serve` was told
+otherwise. It always wants an API key: the user's, or one that is made up. A guard stands between it and us: a small
+process that ends the server, with everything the server started, as soon as we are gone.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import secrets
-import shlex
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 
+from lagrpo.redaction import redact
 from lagrpo.sampling.vllm.server import Deadlines, Server, UnreachableError
 from lagrpo.threads import waiting
 
 logger = logging.getLogger("lagrpo")
+LOOPBACK = "127.0.0.1"
 SHOWN = 30  # lines of a server's log that a failure shows
+STOPPING = 20.0  # seconds for a guard to end its server; it needs at most ten
+CHECKING = 60.0  # seconds for a Python to say whether it has vLLM
 GUARD = """
 import os, select, signal, subprocess, sys
 server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
@@ -38,7 +43,8 @@ for end in (signal.SIGTERM, signal.SIGKILL):
         server.wait(5)
     except subprocess.TimeoutExpired:
         pass
-sys.exit(server.wait() & 255)
+code = server.poll()
+sys.exit(1 if code is None else code & 255)
 """
 
 
@@ -53,6 +59,7 @@ class Launch:
     max_num_seqs: int  # most completions at a time
     wire: str = "directory"  # how weights will reach it
     options: tuple[str, ...] = ()  # further options of vLLM
+    host: str = LOOPBACK  # address that it listens on
 
     def command(self, port: int) -> list[str]:
         """The command line. Log-probs are given at the sampling temperature. The model's own generation settings are
@@ -69,7 +76,7 @@ class Launch:
         ]
         return [
             *(self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--dtype", self.dtype),
-            *("--host", "127.0.0.1", "--port", str(port), "--enable-scale-out", "--generation-config", "vllm"),
+            *("--host", self.host, "--port", str(port), "--enable-scale-out", "--generation-config", "vllm"),
             *("--logprobs-mode", "processed_logprobs", "--max-model-len", str(self.longest)),
             *("--max-num-seqs", str(self.max_num_seqs), *([] if _has_gpu() else on_cpu)),
             *(*transfer, *self.options),
@@ -98,7 +105,7 @@ class StartedServer(Server):
     ) -> None:
         self.key = key or secrets.token_urlsafe(24)
         self.port = port or find_free_port()
-        super().__init__(f"http://127.0.0.1:{self.port}", self.key, deadlines)
+        super().__init__(f"http://{_reachable(launch.host)}:{self.port}", self.key, deadlines)
         self.launch, self.log_path = launch, log_path
         self.guard: Popen[bytes] | None = None
         self._closed = False
@@ -137,7 +144,7 @@ class StartedServer(Server):
             with self.log_path.open("rb") as file:
                 file.seek(max(0, self.log_path.stat().st_size - (1 << 16)))
                 text = file.read().decode(errors="replace")
-        shown = "\n".join(f"  {line[:300]}" for line in text.splitlines()[-SHOWN:])
+        shown = "\n".join(f"  {line[:300]}" for line in redact(text).splitlines()[-SHOWN:])
         return f" The end of its log, {self.log_path}:\n{shown}" if shown else f" Its log is {self.log_path}"
 
     def _start(self) -> None:
@@ -155,7 +162,7 @@ class StartedServer(Server):
             if (guard := self.guard) is not None and guard.stdin is not None:
                 guard.stdin.close()
                 try:
-                    guard.wait(20)
+                    guard.wait(STOPPING)
                 except TimeoutExpired:
                     guard.kill()
 
@@ -163,7 +170,7 @@ class StartedServer(Server):
 def find_free_port() -> int:
     """A port of 127.0.0.1 that nobody listens on now."""
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+        sock.bind((LOOPBACK, 0))
         return sock.getsockname()[1]
 
 
@@ -178,18 +185,41 @@ def check_python(python: str) -> str:
         raise ValueError(f"{python} cannot be executed; name the bin/python of an environment with vLLM")
     script = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     elsewhere = path.parent  # a directory `vllm` in our working directory is no package
-    if subprocess.run([str(path), "-c", script], capture_output=True, check=False, cwd=elsewhere).returncode:
+    try:
+        asked = subprocess.run(
+            [str(path), "-c", script], capture_output=True, check=False, cwd=elsewhere, timeout=CHECKING
+        )
+    except TimeoutExpired as error:
+        raise ValueError(f"{python} did not say within {CHECKING:g} s whether it has vllm; try it by hand") from error
+    if asked.returncode:
         raise ValueError(f"{python} has no vllm: `make vllm-env` makes an environment that has it")
     return str(path)
 
 
-def split_options(options: Sequence[str]) -> tuple[str, ...]:
-    """Options as a shell would split them, whether they came as one string or as several.
+def check_options(options: Sequence[str], ours: Collection[str]) -> None:
+    """Raises ValueError, without a value in it, for an option (word by word) that is one of `ours`,
+    also where it is shortened or written with underscores."""
+    names = [word.partition("=")[0].replace("_", "-") for word in options if word.startswith("--")]
+    if taken := sorted({own for own in ours for name in names if len(name) > 2 and own.startswith(name)}):
+        raise ValueError(f"options: {', '.join(map(repr, taken))} is set by lagrpo itself")
 
-    >>> split_options(["--seed 3", "--dtype=float16"])
-    ('--seed', '3', '--dtype=float16')
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "example.org")]
+    [True, True, True, False, False]
     """
-    return tuple(word for option in options for word in shlex.split(option))
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _reachable(host: str) -> str:
+    """The address as part of a URL; that of this machine where the server listens on all of them."""
+    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
 
 
 def _has_gpu() -> bool:

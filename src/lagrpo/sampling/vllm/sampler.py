@@ -15,7 +15,7 @@ from torch import Tensor
 from lagrpo.sampling.base import Item, Request
 from lagrpo.sampling.vllm.fleet import Fleet, Member
 from lagrpo.sampling.vllm.generation import Dispatcher, Generation
-from lagrpo.sampling.vllm.server import Server
+from lagrpo.sampling.vllm.server import Server, concerning
 from lagrpo.sampling.vllm.weights import FILE, WeightSync
 from lagrpo.types import Group
 
@@ -101,7 +101,11 @@ class VllmSampler:
         self.weights.directories.close()
 
     def _score(self, member: Member, item: Item) -> list[float]:
-        return self.fleet.ask(member, lambda server: server.score(*item))
+        def score(server: Server) -> list[float]:
+            with concerning(f"the parity check of version {self.fleet.served.version}"):
+                return server.score(*item)
+
+        return self.fleet.ask(member, score)
 
     def _generate(self, server: Server, request: Request, G: int, longest: int | None = None) -> Group:
         return self.generation.generate(server, request, G, self.fleet.served, longest)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +36,15 @@ class SamplerError(RuntimeError):
 class UnreachableError(SamplerError):
     """No answer: nobody listens, the connection broke, the deadline passed, or the server failed inside. Worth another
     try once the server is up again."""
+
+
+@contextmanager
+def concerning(what: str) -> Iterator[None]:
+    """Inside, an UnreachableError also says what was being done: which version, which prompt."""
+    try:
+        yield
+    except UnreachableError as error:
+        raise UnreachableError(f"{error} ({what})") from error
 
 
 class RefusedError(SamplerError):
@@ -73,14 +83,14 @@ class Server:
     def call(
         self, method: str, path: str, body: Json | None = None, deadline: float | None = None, again: bool = True
     ) -> Any:
-        """The JSON that the server answers. If the server closed the connection before it answered (it closes idle
-        ones, and after a failed request), the request is sent once more, unless `again` is False. Raises
-        UnreachableError (see there), and RefusedError for 4xx, with what the server said."""
+        """The JSON that the server answers within `deadline` seconds: `control` of the deadlines unless given, and at
+        most twice that where it goes silent in the middle of its answer. If the server closed the connection before it
+        answered (it closes idle ones, and after a failed request), the request is sent once more, unless `again` is
+        False. Raises UnreachableError (see there), and RefusedError for 4xx, with what the server said."""
         seconds = self.deadlines.control if deadline is None else deadline
-        timeout = urllib3.Timeout(connect=min(10.0, seconds), read=seconds)
         content = None if body is None else json.dumps(body).encode()
         try:
-            answer = self._pool.request(method, self.url + path, body=content, timeout=timeout)
+            status, answer = self._exchange(method, self.url + path, content, seconds)
         except urllib3.exceptions.ProtocolError as error:
             if again:
                 return self.call(method, path, body, deadline, again=False)
@@ -89,9 +99,26 @@ class Server:
             raise UnreachableError(f"{self.url}{path} did not answer within {seconds:g} s") from error
         except urllib3.exceptions.HTTPError as error:
             raise UnreachableError(f"{self.url} cannot be reached: {_cause(error)}; is a server up there?") from error
-        if answer.status != 200:
-            self._raise(path, answer.status, answer.data.decode(errors="replace"))
-        return answer.json() if answer.data else None
+        if status != 200:
+            self._raise(path, status, answer.decode(errors="replace"))
+        return json.loads(answer) if answer else None
+
+    def _exchange(self, method: str, url: str, content: bytes | None, seconds: float) -> tuple[int, bytes]:
+        """Status and body of an answer. urllib3's own deadlines are for a single read: a server that sends a byte now
+        and then would pass them for ever, so the whole is timed here."""
+        end, timeout = time.monotonic() + seconds, urllib3.Timeout(connect=min(10.0, seconds), read=seconds)
+        answer = self._pool.request(method, url, body=content, timeout=timeout, preload_content=False)
+        body = bytearray()
+        try:
+            while chunk := answer.read1(1 << 16):
+                body += chunk
+                if time.monotonic() > end:
+                    raise urllib3.exceptions.ReadTimeoutError(self._pool.connection_from_url(url), url, "too slow")
+        except BaseException:
+            answer.close()
+            raise
+        answer.release_conn()
+        return answer.status, bytes(body)
 
     def _raise(self, path: str, status: int, text: str) -> NoReturn:
         if status == 401:

@@ -17,11 +17,19 @@ from pathlib import Path
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.interrupts import interruptible
 from lagrpo.policy.embedded import check_path, resolve_model
-from lagrpo.sampling.vllm.process import Launch, StartedServer, check_python, split_options
+from lagrpo.sampling.vllm.process import (
+    Launch,
+    StartedServer,
+    check_options,
+    check_python,
+    is_loopback,
+)
 from lagrpo.sampling.vllm.server import KEY, Deadlines, SamplerError, UnreachableError
+from lagrpo.settings.options import split_options
 from lagrpo.settings.serve import ServeSettings
 
 logger = logging.getLogger("lagrpo")
+OURS = {"--host", "--port", "--api-key"}  # `lagrpo serve` has options of its own, and the environment for the key
 LOOK = 0.2  # seconds between two looks at the server
 
 
@@ -29,7 +37,8 @@ def serve(settings: ServeSettings) -> None:
     """Start a server, print how to attach to it, and keep it up until a signal comes.
 
     Raises:
-        SettingsError: no such Python, model or log directory, a port in use, senseless numbers.
+        SettingsError: no such Python, model or log directory, a port in use, senseless numbers, an address that other
+            machines can reach without a key of the user's, options that lagrpo sets or that hold a secret.
         SamplerError: the server did not get ready within `deadline` seconds, or ended more than `failures` times.
         Interrupted: Ctrl-C or SIGTERM; the server has been ended.
     """
@@ -73,7 +82,10 @@ def plan_launch(settings: ServeSettings, log_path: Path) -> Launch:
             raise SettingsError(f"--{name.replace('_', '-')} is at least {least}, not {number}")
     if not s.deadline > 0:
         raise SettingsError(f"--deadline is more than 0 seconds, not {s.deadline:g}")
-    check_port(s.port)
+    check_host(s.host)
+    check_port(s.port, s.host)
+    with refusing():
+        check_options(options := split_options(s.options), OURS)
     with refusing("--python"):
         python = check_python(s.python)
     with refusing("model.path"):
@@ -81,20 +93,35 @@ def plan_launch(settings: ServeSettings, log_path: Path) -> Launch:
     with refusing("--log"):
         log_path.open("ab").close()
     sizes = s.max_model_len, s.max_num_seqs
-    return Launch(python, resolve_model(s.model), s.dtype, *sizes, s.weight_sync, split_options(s.options))
+    return Launch(python, resolve_model(s.model), s.dtype, *sizes, s.weight_sync, options, s.host)
 
 
-def check_port(port: int) -> None:
-    """Raises SettingsError for a port of 127.0.0.1 that cannot be listened on."""
+def check_host(host: str) -> None:
+    """Raises SettingsError for an address that other machines can reach, unless the user has set an API key. Says what
+    the key does not guard."""
+    if is_loopback(host):
+        return
+    if not os.environ.get(KEY):
+        raise SettingsError(
+            f"--host: other machines can reach {host}: set {KEY} to an API key of your own, here and for the trainer"
+        )
+    logger.warning(
+        "other machines can reach %s, and vLLM's endpoints that pause the server and load weights ask for no key: keep "
+        "it in a network of your own (docs/vllm.md)", host,
+    )  # fmt: skip
+
+
+def check_port(port: int, host: str) -> None:
+    """Raises SettingsError for a port of the address that cannot be listened on."""
     if not 1 <= port <= 65535:
         raise SettingsError(f"--port is a number from 1 to 65535, not {port}")
-    with socket.socket() as sock:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: closing connections are free
         try:
-            sock.bind(("127.0.0.1", port))
+            sock.bind((host, port))
         except OSError as error:
             reason = "is in use" if error.errno == errno.EADDRINUSE else f"is not available ({error.strerror})"
-            raise SettingsError(f"--port: {port} on 127.0.0.1 {reason}; name another") from error
+            raise SettingsError(f"--port: {port} on {host} {reason}; name another") from error
 
 
 def describe_attaching(url: str, model: str, wire: str, key: str | None) -> str:

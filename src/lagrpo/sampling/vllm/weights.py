@@ -95,7 +95,8 @@ class WeightSync:
                 self._fleet.ask(member, lambda server: server.label(before.label))
 
     def _recover(self, member: Member, failure: UnreachableError) -> None:
-        self._fleet.recover(member, member.life, failure)
+        loading = f"{failure} (version {self._fleet.served.version} was being loaded)"
+        self._fleet.recover(member, member.life, UnreachableError(loading))
         if self._fleet.broken:
             raise self._fleet.broken
 
