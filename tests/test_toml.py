@@ -122,7 +122,7 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(SettingsError, match=r"cannot be read as a settings file: Is a directory"):
         load_settings(tmp_path)
     (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
-    with pytest.raises(SettingsError, match=r"latin.toml: not valid TOML"):
+    with pytest.raises(SettingsError, match=r"latin.toml, line 1, byte 9: this is not UTF-8"):
         load_settings(tmp_path / "latin.toml")
 
 

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from lagrpo.errors import SettingsError, find_nearest
 from lagrpo.settings.schema import Settings
+from lagrpo.untrusted import read_text
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -34,14 +35,18 @@ def load_settings(
 
 def read_toml(path: Path) -> dict[str, Any]:
     """What a settings file says. Raises SettingsError where there is none or it is not TOML."""
-    if not path.exists():
-        raise SettingsError(f"{path}: no such settings file")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: not valid TOML: {error}") from error
+        return tomllib.loads(read_text(path))
+    except FileNotFoundError as error:
+        raise SettingsError(f"{path}: no such settings file") from error
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read as a settings file: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path}: not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise SettingsError(f"{path}: not valid TOML: lists or tables are nested too deeply") from error
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
 
 
 def validate(kind: type[M], values: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> M:
