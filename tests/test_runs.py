@@ -129,7 +129,7 @@ def test_an_empty_directory_is_taken(tmp_path):
 def test_names_that_would_leave_the_root_are_refused(tmp_path, name):
     with pytest.raises(ValueError, match="not the name of a directory"):
         Run.create(tmp_path, name, SETTINGS, "", {})
-    with pytest.raises(ValueError, match="evaluation name .* is not the name"):
+    with pytest.raises(ValueError, match=r"evaluation name .* is not the name"):
         Run(tmp_path).record_evaluation(name, {"batch": 0}, [])
     assert not list(tmp_path.iterdir())
 

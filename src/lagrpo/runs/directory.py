@@ -27,7 +27,6 @@ from typing import Any
 from lagrpo.runs.files import append_line, to_json, write_atomically, write_directory_atomically, write_table
 from lagrpo.runs.rollouts import rollout_schema
 
-
 LONGEST = 200  # bytes of a name; with what is put around it for a moment, file systems take 255
 
 
