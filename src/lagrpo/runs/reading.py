@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lagrpo.errors import one_line
 from lagrpo.runs.directory import Run
 from lagrpo.runs.rollouts import SCHEMA_KEY, SCHEMA_NAME, rollout_schema
 from lagrpo.untrusted import opened, parse_json, read_text
@@ -149,12 +150,11 @@ def _read_rollouts(path: Path, columns: list[str] | None) -> list[dict[str, Any]
             file = pq.ParquetFile(opened_file)
             schema = (file.schema_arrow.metadata or {}).get(SCHEMA_KEY, b"no schema").decode(errors="replace")
             if schema != SCHEMA_NAME:
-                raise ValueError(f"{path} is written in {schema:.80}; this version of lagrpo reads {SCHEMA_NAME}")
+                raise ValueError(f"{path} is written in {one_line(schema)}; this version of lagrpo reads {SCHEMA_NAME}")
             types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
             for column in rollout_schema():
                 if types.get(column.name) != column.type:
                     raise ValueError(f"{path} has no column {column.name} of type {column.type}")
             return file.read(columns).to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        why = " ".join(str(error).split())
-        raise RunNotFoundError(f"{path} is no whole Parquet file: {why}") from error
+        raise RunNotFoundError(f"{path} is no whole Parquet file: {one_line(str(error))}") from error

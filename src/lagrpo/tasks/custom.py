@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lagrpo.errors import suggest
+from lagrpo.errors import one_line, suggest
 from lagrpo.tasks.base import Ask, Messages, Unjudgeable, build_messages, option
 from lagrpo.tasks.files import DataOptions, Rows, check_columns, find_source, hold_out, load_hub_rows, logger
 from lagrpo.tasks.tables import FORMATS, Table, format_of, read_table, stem_of
@@ -67,7 +67,7 @@ def _check(options: Options, split: Any, where: str) -> Rows:
     columns = [column for column in (options.prompt_column, options.answer_column) if column is not None]
     check_columns(table.rows, columns, where if len(table.rows) else str(table.path))
     if options.prompt_column is None:
-        known = ", ".join(table.rows[0])
+        known = one_line(", ".join(table.rows[0]))
         raise ValueError(f"the task 'custom' needs task.prompt_column; the columns of {where} are {known}")
     looked_at = table if table is split else replace(table, rows=[table.rows[0]])
     looked_at.check(partial(_check_row, options, columns))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lagrpo.errors import suggest
+from lagrpo.errors import one_line, suggest
 from lagrpo.tasks.base import option
 from lagrpo.tasks.tables import Table, format_of, read_table
 
@@ -124,7 +124,7 @@ def check_columns(rows: Rows, columns: Iterable[str], where: str) -> None:
     known = list(rows[0])
     for column in columns:
         if column not in known:
-            names = ", ".join(known)
+            names = one_line(", ".join(known))
             raise ValueError(f"{where} has no column {column!r}; its columns are {names}.{suggest(column, known)}")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lagrpo.errors import one_line
 from lagrpo.untrusted import EXPANSION, LONGEST_LINE, UNPACKED, opened, parse_json, read_lines
 
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
@@ -121,7 +122,7 @@ def _csv_table(path: Path, lines: Iterator[tuple[int, str]], longest: int) -> Ta
         _check_names(path, names)
         for fields in reader:
             if fields and len(fields) != len(names):
-                raise csv.Error(f"{len(fields)} fields, but {len(names)} columns ({', '.join(names):.80})")
+                raise csv.Error(f"{len(fields)} fields, but {len(names)} columns ({one_line(', '.join(names), 80)})")
             found += [(reader.line_num, fields)] if fields else []
     except csv.Error as error:
         raise ValueError(f"{path}, line {reader.line_num}: this is not CSV: {error}") from error
@@ -157,8 +158,7 @@ def _parquet_rows(path: Path, unpacked: int) -> Iterator[dict[str, Any]]:
                     raise MemoryError(f"it unpacks to more than {most:,} bytes")
                 yield from batch.to_pylist()
         except (pa.ArrowException, OSError, OverflowError, UnicodeDecodeError, MemoryError) as error:
-            why = " ".join(str(error).split())
-            raise ValueError(f"{path} cannot be read as Parquet: {why}") from error
+            raise ValueError(f"{path} cannot be read as Parquet: {one_line(str(error))}") from error
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:
