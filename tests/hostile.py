@@ -20,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from rich.console import Console
 from tiny import tiny_policy
@@ -40,8 +41,11 @@ from lagrpo.tasks.countdown import judge as judge_countdown
 from lagrpo.tasks.custom import judge as judge_exact
 from lagrpo.tasks.gsm8k import judge as judge_number
 from lagrpo.terminal.show import show
+from lagrpo.training.checks import check_settings
+from lagrpo.training.explain import meaning
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
+UNHURRIED = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 LINES_OF_SETTINGS = 1000
 """A line for each complaint about settings, and there may be many."""
 
@@ -231,11 +235,13 @@ WORD = st.one_of(NAME.map("--{}".format), TEXT, st.tuples(NAME, TEXT).map(lambda
 
 
 def _check_settings(settings: Settings) -> None:
+    """They can be written, read again and explained, or are refused before anything is loaded."""
     text = to_toml(settings)
     text.encode()
     path = folder("settings") / "again.toml"
     path.write_text(text, encoding="utf-8", newline="")
     assert load_settings(path) == settings
+    meaning(settings, check_settings(settings))
 
 
 @target(st.one_of(TOML, damaged(TOML), st.binary(max_size=40)), SettingsError, lines=LINES_OF_SETTINGS)

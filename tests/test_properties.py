@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hypothesis
 import pytest
-from hostile import TARGETS
+from hostile import TARGETS, UNHURRIED
 
-FEW = hypothesis.settings(
-    max_examples=40, derandomize=True, database=None, suppress_health_check=list(hypothesis.HealthCheck)
-)
+FEW = hypothesis.settings(max_examples=40, derandomize=True, database=None, suppress_health_check=UNHURRIED)
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -168,21 +168,14 @@ def _read(path: Path, system_prompt: str | None) -> list[Record]:
 def _record(table: Table, index: int, row: Mapping[str, Any], system_prompt: str | None) -> Record:
     place = table.place(index)
     try:
-        prompt, text, ids = _prompt(row, system_prompt), _text(row), row.get("token_ids")
-        for column in ("logp_alpha", "sampled"):
-            if row.get(column) is not None and ids is None:
-                raise ValueError(f"{column} needs token_ids: the text may be tokenized otherwise than it was sampled")
-        failed = row.get("outcome") == "failed"
+        prompt, failed = _prompt(row, system_prompt), row.get("outcome") == "failed"
+        text, ids = (None, None) if failed else (_text(row), _completion_ids(row))
         if not failed and text is None and ids is None:
             raise ValueError("it has neither completion nor token_ids")
-        if not failed and ids is not None and not _token_ids("token_ids", ids):
-            raise ValueError("its completion has no tokens")
-        known = ids is not None and not failed
-        return Record(
-            place, prompt, failed, text, ids, _logp_alpha(row.get("logp_alpha"), len(ids)) if known else None,
-            _sampled(row.get("sampled"), len(ids)) if known else None, _finished(row), _outcome(row),
-            _batch(table.path, row),
-        )  # fmt: skip
+        logp_alpha = _logp_alpha(row.get("logp_alpha"), len(ids)) if ids else None
+        sampled = _sampled(row.get("sampled"), len(ids)) if ids else None
+        ends, batch = (_finished(row), _outcome(row)), _batch(table.path, row)
+        return Record(place, prompt, failed, text, ids, logp_alpha, sampled, *ends, batch)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{place}: {error}") from error
 
@@ -221,6 +214,18 @@ def _text(row: Mapping[str, Any]) -> str | None:
     if text is not None and not isinstance(text, str):
         raise ValueError(f"its completion is {text!r:.80}, not a text")
     return text
+
+
+def _completion_ids(row: Mapping[str, Any]) -> list[int] | None:
+    """The token ids of a row that has some. Raises ValueError where other columns need them."""
+    if (ids := row.get("token_ids")) is not None:
+        if not _token_ids("token_ids", ids):
+            raise ValueError("its completion has no tokens")
+        return ids
+    for column in ("logp_alpha", "sampled"):
+        if row.get(column) is not None:
+            raise ValueError(f"{column} needs token_ids: the text may be tokenized otherwise than it was sampled")
+    return None
 
 
 def _token_ids(column: str, ids: Any) -> list[int]:

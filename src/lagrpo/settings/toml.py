@@ -12,7 +12,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from lagrpo.errors import SettingsError, find_nearest
+from lagrpo.errors import SettingsError, find_nearest, one_line
 from lagrpo.settings.schema import Settings
 from lagrpo.untrusted import read_text
 
@@ -85,7 +85,14 @@ def _complain(kind: type[BaseModel], error: Any) -> str:
     if error["type"] == "model_type":
         names = [name for name in list_settings(kind) if name.startswith(f"{where}.")]
         return f"{where} is a section, not a setting: set {', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
-    return f"{where} = {error['input']!r}: {error['msg']}"
+    return f"{where} = {_shown(error['input'])}: {error['msg']}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return one_line(repr(value))
+    except (ValueError, RecursionError):  # Python writes no integer of more than 4,300 digits
+        return f"a {type(value).__name__} too large to show"
 
 
 def suggest_setting(kind: type[BaseModel], name: str) -> str:
