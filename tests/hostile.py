@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -200,7 +200,26 @@ def parquet_file(kind: str) -> bytes:
     return sink.getvalue()
 
 
-_NAMES = sorted(list_settings(Settings))
+_SETTINGS = list_settings(Settings)
+_NAMES = sorted(_SETTINGS)
+_OF_A_KIND: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(0, 200) | st.integers(-(2**63), 2**63 - 1),
+    float: st.floats(0, 2) | st.floats(),
+    bool: st.booleans(),
+    str: TEXT,
+}
+
+
+def fitting(name: str) -> st.SearchStrategy[Any]:
+    """Values of the type that a setting has, in its range or not."""
+    kinds = [_SETTINGS[name].annotation, *get_args(_SETTINGS[name].annotation)] if name in _SETTINGS else []
+    choices = [choice for kind in kinds for choice in get_args(kind) if isinstance(choice, str)]
+    choices += [choice for choice in kinds if isinstance(choice, str)]
+    if choices:
+        return st.sampled_from(choices)
+    return next((_OF_A_KIND[kind] for kind in kinds if kind in _OF_A_KIND), VALUE)
+
+
 NAME = st.sampled_from(_NAMES) | TEXT | st.sampled_from(_NAMES).map(lambda name: name + "s")
 
 
@@ -209,10 +228,10 @@ def mappings(draw: Any) -> dict[Any, Any]:
     """Settings by section and name, a few of them with a value of any kind."""
     found: dict[Any, Any] = {}
     for _ in range(draw(st.integers(0, 4))):
-        section, _, leaf = draw(NAME).partition(".")
+        section, _, leaf = (name := draw(NAME)).partition(".")
         below = found.setdefault(section, {})
         if leaf and isinstance(below, dict):
-            below[leaf] = draw(VALUE)
+            below[leaf] = draw(fitting(name) if draw(st.integers(0, 5)) else VALUE)
         elif draw(st.integers(0, 9)) == 0:
             found[draw(st.integers() | st.none() | TEXT)] = draw(VALUE)
     return found
