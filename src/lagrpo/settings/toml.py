@@ -36,17 +36,19 @@ def load_settings(
 def read_toml(path: Path) -> dict[str, Any]:
     """What a settings file says. Raises SettingsError where there is none or it is not TOML."""
     try:
-        return tomllib.loads(read_text(path))
+        text = read_text(path)
     except FileNotFoundError as error:
         raise SettingsError(f"{path}: no such settings file") from error
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read as a settings file: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{path}: not valid TOML: {error}") from error
-    except RecursionError as error:
-        raise SettingsError(f"{path}: not valid TOML: lists or tables are nested too deeply") from error
     except ValueError as error:
         raise SettingsError(str(error)) from error
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"{path}: not valid TOML: {one_line(str(error))}") from error
+    except RecursionError as error:
+        raise SettingsError(f"{path}: not valid TOML: lists or tables are nested too deeply") from error
 
 
 def validate(kind: type[M], values: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> M:
