@@ -18,7 +18,8 @@ SMALL = {"cache", "errors", "interrupts", "logs", "rng", "types", "untrusted"}
 LEAVES = {*SMALL, "core", "threads"}
 ALLOWED: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
-    "workers": {"interrupts"},
+    "guard": set(),
+    "workers": {"guard", "interrupts"},
     "objective": {"core", "errors"},
     "tasks": {*SMALL},
     "verify": {*SMALL, "tasks", "threads", "workers"},  # tasks say what an answer that cannot be scored is

@@ -313,7 +313,7 @@ def test_of_a_large_model_a_sample_tells(monkeypatch):
     monkeypatch.setattr("lagrpo.policy.masters.SAMPLE", 1000)
     synced, weights = SyncedWeights(), {"a": torch.zeros(300, 200).bfloat16(), "b": torch.zeros(40_000)}
     synced.share(weights)
-    assert 900 < sum(map(len, synced._last)) < 1100
+    assert 900 < sum(map(len, synced.last)) < 1100
     weights["a"][:, ::5] = 1
     assert synced.share(weights) == pytest.approx(0.12, abs=0.03)
 

@@ -36,7 +36,7 @@ def batch(*groups: Group) -> Batch:
 
 def metrics_of(stage: int, b: int, version: int, batch: Batch, updates: list, clock: Clock, synced: bool):
     reason = "schedule" if synced else ""
-    step = Step(stage, b, version, 0, reason, {}, {}, batch, (), updates, None, clock, LoopState(batch=b))
+    step = Step(stage, b, version, reason, {}, batch, (), updates, None, clock, LoopState(batch=b))
     return batch_metrics(step)
 
 

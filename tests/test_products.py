@@ -63,7 +63,7 @@ COMPARED = """
 import torch
 from lagrpo.backends.cpu import kernels, library, panels
 from lagrpo.backends.layout import PackedLayout
-assert library.why_not() is None
+assert library.why_not() is None, library.why_not()
 products = panels.chosen_products()
 assert panels.products_are_right()
 x, w = (torch.randn(n, 576, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (200, 77))

@@ -22,8 +22,10 @@ from lagrpo.objective.composition import Composition
 from lagrpo.replay import verify_run
 from lagrpo.replay.findings import Difference, Report, UnreadableError
 from lagrpo.replay.formulas import ADVANTAGES, advantages
+from lagrpo.replay.judging import compare
 from lagrpo.replay.tokens import read_tokens, spans
 from lagrpo.runs import RunNotFoundError, load_events, load_rollouts
+from lagrpo.types import Outcome
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
 
@@ -497,3 +499,17 @@ def test_a_token_s_part_of_the_distribution_by_hand():
 
 def test_spans():
     assert spans([1, 2, 3, 5, 8, 9]) == "1-3, 5, 8-9"
+
+
+@pytest.mark.parametrize(
+    ("reason", "undecided"),
+    [
+        ("no verdict within 5 s", 1),
+        ("the worker process took more than 4 GiB of memory while it judged", 1),
+        ("the judge raised ValueError: bad luck", 0),
+    ],
+)
+def test_a_verdict_that_the_machine_prevented_decides_nothing(reason, undecided):
+    found = Report("run").check("rewards")
+    compare(found, "file", "row 0", Outcome.unscored(reason), Outcome.scored(1.0))
+    assert (found.undecided, len(found.differences)) == (undecided, 1 - undecided)

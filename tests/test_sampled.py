@@ -135,7 +135,7 @@ def test_metrics_and_lag_are_those_of_the_sampled_tokens():
     kl_C = torch.stack([(x.exp() - 1 - x).double().sum() for x in log_rho])
     torch.testing.assert_close(sequence_kl(batch, rows), kl_C, rtol=1e-4, atol=1e-4)
 
-    step = Step(1, 1, 5, 3, "", {}, {}, batch, rows, updates, None, Clock(), LoopState(1))
+    step = Step(1, 1, 5, "", {}, batch, rows, updates, None, Clock(), LoopState(1, alpha=3))
     metrics, flat = batch_metrics(step), torch.cat(log_rho)
     assert metrics["tokens_sampled"] == metrics["tokens_learned"] == 4 + 2 + 2 + 3 + 2
     assert metrics["tokens_mean"] == 13 / 5

@@ -412,7 +412,7 @@ def check_whole(result: Result, batches: int) -> None:
         ),  # behind the 16 of the parity check, in the evaluation before batch 1
         (signal.SIGTERM, LocalSampler, "sync_weights", 2, 1, 1),  # at the second batch's weight sync
         (signal.SIGINT, Learner, "first_step", 2, 1, 1),  # in the second batch's learning
-        (signal.SIGTERM, Masters, "round", 2, 1, 2),  # in the middle of the second update, which is finished
+        (signal.SIGTERM, Masters, "round", 2, 2, 2),  # in the middle of the second update; its batch is finished
         (signal.SIGINT, Run, "record_rollouts", 2, 2, 2),  # in the middle of recording, which is finished
         (signal.SIGTERM, Run, "record", 3, 3, 3),
         (signal.SIGINT, Run, "record_evaluation", 2, 2, 2),  # in the evaluation after the second batch
@@ -491,8 +491,11 @@ def test_an_error_keeps_what_was_learned_and_says_where(run, settings, monkeypat
     with pytest.raises(type(error)) as raised:
         run(schedule={"batches": 4})
     (directory,) = (tmp_path / "runs").iterdir()
-    (note,) = raised.value.__notes__
+    note, way_on = raised.value.__notes__
     assert note.startswith(f"The run until then: {directory} (2 of 4 batches are finished; the policy has had ")
+    learned = name == "record"  # π has moved on from the last batch that is recorded
+    place = "There is no checkpoint yet; begin again" if learned else "Go on after batch 2"
+    assert way_on == f"{place} with: lagrpo train --resume {directory}"
     assert (directory / "weights" / "final" / "model.safetensors").is_file()
     assert leftovers(directory) == []
     assert [m["batch"] for m in load_metrics(directory)] == [1, 2]

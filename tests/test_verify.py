@@ -52,7 +52,7 @@ def test_any_finite_number_is_a_reward(verifier, text, reward):
         ("quit now", "the judge raised SystemExit: now"),
         ("unjudgeable no gold answer", "no gold answer"),
         ("exit 3", "the worker process ended itself with exit code 3 while it judged"),
-        ("exit 0", "no verdict within 1 s"),
+        ("exit 0", "the worker process ended itself with exit code 0 while it judged"),
         ("segfault", "the worker process was ended by SIGSEGV while it judged"),
         ("hang", "no verdict within 1 s"),
         ("spin", "no verdict within 1 s"),

@@ -130,7 +130,7 @@ def test_the_kernel_ends_a_worker_that_computes_on_after_its_parent_was_killed(t
         "from lagrpo.verify import worker\n"
         "os.cpu_count = lambda: 1\n"
         "worker._SPARE_SECONDS = 0\n"
-        "worker.start(pickle.dumps(verify_judges.by_name), 1.0)\n"
+        "worker.start(pickle.dumps(verify_judges.by_name), 1.0, 2**30)\n"
         "worker.give_verdict(pickle.dumps(('spin', '7')))\n",
     ])  # fmt: skip
     process.communicate(timeout=60)

@@ -69,3 +69,20 @@ def whole() -> Iterator[None]:
         if not _depth and _pending is not None:
             signum, _pending = _pending, None
             raise Interrupted(signum)
+
+
+@contextmanager
+def divisible() -> Iterator[None]:
+    """Inside `whole()`: an interruption may cut this block, and what waits for the end of `whole()` is raised now."""
+    global _depth, _pending
+    if not _in_main_thread():
+        yield
+        return
+    around, _depth = _depth, 0
+    try:
+        if _pending is not None:
+            signum, _pending = _pending, None
+            raise Interrupted(signum)
+        yield
+    finally:
+        _depth = around

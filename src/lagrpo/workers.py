@@ -1,8 +1,8 @@
 """How worker processes start and end.
 
 A worker is started as a module, `python -m lagrpo.workers`, because a process with torch's threads must not be forked.
-SIGINT is blocked in it, so that Ctrl-C reaches the parent alone. It ends with its parent, and when it has computed for
-too long.
+SIGINT is blocked in it, so that Ctrl-C reaches the parent alone. It has a guard (guard.py), and ends with the program
+and everything that it started, and when it has computed for too long.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import reduction, spawn, util
 from multiprocessing.context import SpawnProcess, set_spawning_popen
@@ -20,9 +21,11 @@ from multiprocessing.popen_spawn_posix import Popen
 from pathlib import Path
 from typing import Any
 
+from lagrpo import guard
 from lagrpo.interrupts import whole
 
 _ROOT = Path(__file__).parents[1]  # the directory with the package
+_PATIENCE = 3.0  # seconds for a guard to end everything below it
 
 
 class Process(SpawnProcess):
@@ -33,6 +36,14 @@ class Process(SpawnProcess):
     """Whether it imports the parent's main module, as spawned processes usually do. Unless something that it needs is
     defined there, that only costs: torch and transformers in every process, and a second training run where a script
     has no main guard."""
+    memory = 0
+    """Bytes that it may take with everything that it starts, on Linux; 0: no limit."""
+
+    @property
+    def end(self) -> str:
+        """How it ended, as a phrase; "" while it has not."""
+        launch: Any = self._popen  # type: ignore[attr-defined]
+        return "" if self.exitcode is None else getattr(launch, "end", "") or guard.describe(self.exitcode)
 
     def start(self) -> None:
         with whole():
@@ -51,26 +62,31 @@ class Process(SpawnProcess):
 
 
 class Launch(Popen):
-    """A process started as the module lagrpo.workers. Two pipes connect it with its parent, as in multiprocessing's own
-    start: it reads what it is to do from the first, whose end tells it that its parent has ended; the end of the second
-    (`sentinel`) tells the parent that the process has ended."""
+    """A process started as the module lagrpo.workers, with its guard. Two pipes connect them with the parent, as in
+    multiprocessing's own start: the process reads what it is to do from the first, whose end tells both that the parent
+    has ended or let go; on the second (`sentinel`) the guard tells who the process is and how it ended."""
+
+    end = ""
 
     def _launch(self, process_obj: Any) -> None:
-        task = self._pickle_task(process_obj)
-        (theirs, ours), (self.sentinel, alive) = os.pipe(), os.pipe()
-        self.finalizer = util.Finalize(self, util.close_fds, (ours, self.sentinel))  # type: ignore[attr-defined]
+        task, self._reading = self._pickle_task(process_obj), threading.Lock()
+        (theirs, ours), (self.sentinel, report) = os.pipe(), os.pipe()
+        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel,))  # type: ignore[attr-defined]
+        self._let_go = util.Finalize(self, util.close_fds, (ours,))  # type: ignore[attr-defined]
         flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        command = [sys.executable, *flags, "-m", "lagrpo.workers", "--multiprocessing-fork", str(theirs)]
+        numbers = [str(number) for number in (process_obj.memory, report, theirs)]
+        command = [sys.executable, *flags, "-m", "lagrpo.workers", "--multiprocessing-fork", *numbers]
         try:
             # In the package's directory, so that the module is found whatever the parent did to sys.path; the process
             # changes to the parent's directory and takes over its sys.path as soon as it has read them.
-            self._child = subprocess.Popen(command, cwd=_ROOT, pass_fds=[*self._fds, theirs, alive])  # type: ignore[attr-defined]
+            files = [*self._fds, theirs, report]  # type: ignore[attr-defined]
+            self._guard = subprocess.Popen(command, cwd=_ROOT, pass_fds=files, start_new_session=True)
         finally:
             os.close(theirs)
-            os.close(alive)
-        self.pid = self._child.pid
+            os.close(report)
         with open(ours, "wb", closefd=False) as pipe:
             pipe.write(task)
+        self.pid = int.from_bytes(os.read(self.sentinel, 8), "little") or self._guard.pid
 
     def _pickle_task(self, process: Any) -> memoryview:
         """What a new process reads: its preparation (sys.path, directory, the main module if it needs that), and
@@ -88,9 +104,21 @@ class Launch(Popen):
         return task.getbuffer()
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._child.wait() if flag == 0 else self._child.poll()
+        code = self._guard.wait() if flag == 0 else self._guard.poll()
+        with self._reading:
+            if code is not None and self.returncode is None:
+                said, _, self.end = os.read(self.sentinel, 1000).decode().partition(" ")
+                self.returncode = int(said) if said else code
         return self.returncode
+
+    def _send_signal(self, sig: int) -> None:
+        """End the process and all that it started, whatever the signal: none of it needs to be asked."""
+        self._let_go()
+        if sig == signal.SIGKILL and self.returncode is None:
+            try:
+                self._guard.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                self._guard.kill()
 
 
 def die_with_parent() -> None:
@@ -116,4 +144,6 @@ def limit_cpu_time(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    spawn.spawn_main(pipe_handle=int(sys.argv[-1]))
+    memory, report, program = map(int, sys.argv[-3:])
+    guard.split(program, report, memory)
+    spawn.spawn_main(pipe_handle=program)

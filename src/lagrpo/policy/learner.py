@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from lagrpo.core.loss import InfiniteGradientError
-from lagrpo.interrupts import whole
+from lagrpo.interrupts import divisible, whole
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
 from lagrpo.policy.masters import Masters, Start, SyncedWeights
-from lagrpo.policy.model import Policy
+from lagrpo.policy.model import Policy, check_weights
 from lagrpo.policy.replica import Replica
 
 
@@ -68,7 +68,7 @@ class Learner:
             policy.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
             policy.model.lm.train()  # transformers checkpoints in training mode only; dropout is off
         self._masters = Masters(policy.model.lm, optimization.masters, optimization.seed)
-        self._synced_weights = SyncedWeights()
+        self.synced = SyncedWeights()
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
@@ -81,9 +81,34 @@ class Learner:
     def end_stage(self, reset_optimizer: bool) -> None:
         """Line 16 of Algorithm 1: π_ref <- π. With `reset_optimizer` the next stage starts with moments at zero."""
         if self.reference is not None:
-            self.reference.load(self.policy.weights, self.policy.version)
+            with whole():
+                self.reference.load(self.policy.weights, self.policy.version)
         if reset_optimizer:
             self.reset_optimizer()
+
+    def state(self) -> dict[str, Tensor]:
+        """What makes the next updates what they are, by name, in the memory that the learner goes on to change: the
+        float32 masters, AdamW's moments and its step count (none before the first update)."""
+        state: dict[str, Tensor] = {}
+        for name, master in zip(self._masters.names, self._masters.parameters, strict=True):
+            state[f"master/{name}"] = master.detach()
+            state |= {f"{key}/{name}": value for key, value in self._optimizer.state.get(master, {}).items()}
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Take over what `state` gave, for π_version. Raises ValueError where it is of another model."""
+        masters = dict(zip(self._masters.names, self._masters.parameters, strict=True))
+        shapes = {name: master.shape for name, master in masters.items()}
+        check_weights({n: state[f"master/{n}"] for n in shapes if f"master/{n}" in state}, shapes, version)
+        self.reset_optimizer()
+        for name, master in masters.items():
+            master.copy_(state[f"master/{name}"])
+            if f"step/{name}" in state:
+                kept = {key: state[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+                self._optimizer.state[master] = {key: tensor.to(master.device) for key, tensor in kept.items()}
+        self._masters.round()
+        self.policy.weights.version = version
 
     def pack(self, batch: Batch, tokens: int) -> list[FreshMicroBatch]:
         """The micro-batches of a batch, at most `tokens` tokens each, with log π_ref where the objective reads it."""
@@ -103,14 +128,15 @@ class Learner:
         log-probs are π_k's. Otherwise as `step`; the sums have the entropy too, where it is measured."""
         micro_batches: list[MicroBatch] = []
         sums: defaultdict[str, float] = defaultdict(float)
-        for row in fresh:
-            entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32) if self.entropy else None
-            logp_T = self.policy.logp(row.packed, entropy_T)
-            if entropy_T is not None:
-                sums["entropy"] += entropy_T.sum().item()
-                sums["tokens_entropy"] += len(entropy_T)
-            micro_batches.append(row.scored_by(logp_T.detach()))
-            self._backward(micro_batches[-1], logp_T, sums)
+        with divisible():  # nothing has moved yet
+            for row in fresh:
+                entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32) if self.entropy else None
+                logp_T = self.policy.logp(row.packed, entropy_T)
+                if entropy_T is not None:
+                    sums["entropy"] += entropy_T.sum().item()
+                    sums["tokens_entropy"] += len(entropy_T)
+                micro_batches.append(row.scored_by(logp_T.detach()))
+                self._backward(micro_batches[-1], logp_T, sums)
         return micro_batches, {**sums, **(self._update() if in_objective else {})}
 
     def step(self, micro_batches: Sequence[MicroBatch], in_objective: bool = True) -> dict[str, float]:
@@ -174,5 +200,5 @@ class Learner:
 
     def on_sync(self) -> dict[str, float]:
         """The share of the working weights that a weight sync changes, as `moved_synced`; nothing at the first one."""
-        share = self._synced_weights.share(self.policy.weights)
+        share = self.synced.share(self.policy.weights)
         return {} if share is None else {"moved_synced": share}

@@ -31,6 +31,7 @@ class Masters:
 
     def __init__(self, model: nn.Module, start: Start, seed: int) -> None:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.names = list(named)
         self._working: list[nn.Parameter] = []
         self.parameters = list(named.values())
         if all(p.dtype == torch.float32 for p in self.parameters):
@@ -78,22 +79,28 @@ def differing(one: Tensor, other: Tensor) -> int | Tensor:
     return int(np.count_nonzero(unequal.numpy())) if unequal.device.type == "cpu" else unequal.sum()
 
 
+@torch.no_grad()
+def sample_weights(weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """A copy of every n-th weight of each parameter, about SAMPLE in all."""
+    every = max(1, sum(w.numel() for w in weights.values()) // SAMPLE) | 1
+    return [w.reshape(-1)[::every].clone() for w in weights.values()]
+
+
 class SyncedWeights:
     """How much of the weights each weight sync changes, by a sample of the weights: every n-th of each parameter, about
     a million in all, so that no further copy of the weights has to be kept. All of them in a small model; in a large
     one the share p has a standard error of about √(p / 10⁶)."""
 
     def __init__(self) -> None:
-        self._last: list[Tensor] = []
+        self.last: list[Tensor] = []
+        """What the last weight sync brought of each parameter; empty before the first."""
 
-    @torch.no_grad()
     def share(self, weights: Mapping[str, Tensor]) -> float | None:
         """The share of the weights that differ in their bits from what the call before got; None at the first call."""
-        every = max(1, sum(w.numel() for w in weights.values()) // SAMPLE) | 1
-        last, self._last = self._last, [w.reshape(-1)[::every].clone() for w in weights.values()]
+        last, self.last = self.last, sample_weights(weights)
         if not last:
             return None
-        moved = sum(differing(new, old) for new, old in zip(self._last, last, strict=True))
+        moved = sum(differing(new, old) for new, old in zip(self.last, last, strict=True))
         return int(moved) / sum(len(w) for w in last)
 
 

@@ -7,7 +7,7 @@ the version of the policy that learns, both read the same ones (backends/cpu/pan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,12 @@ class PackedWeights:
         self.version = origin.version
         self._shapes, self._own, self._panels = origin.shapes(), Weights(lm, origin.version), panels
         self._empty = {name: p for name, p in lm.named_parameters() if self._shapes[name] != p.shape}
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights by name, as `Weights.items` gives them."""
+        packed = self._panels.weights()
+        for name, tensor in self._own.items():
+            yield name, packed[id(self._empty[name])] if name in self._empty else tensor
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:

@@ -22,6 +22,7 @@ from lagrpo.types import Completion, Group, Outcome, Prompt
 from lagrpo.verify import Verifier
 
 EXACT = 1e-12  # relative: means of float64
+_BY_MACHINE = ("no verdict within ", "the worker process ")  # how reasons begin that another machine may not give
 
 
 def task_of(source: Source, task: Task | None, report: Report) -> Task | None:
@@ -97,10 +98,10 @@ def check_rewards(source: Source, task: Task | None, rows: Sequence[Row], report
     """Rewards and reasons of the rollouts, then the evaluations."""
     if task is None:
         return
-    settings = source.settings.verifier
+    settings = source.settings.verifier.model_copy(update={"max_without_reward": 1.0}).model_dump()
     own = [row for row in rows if row.generated]
     report.skip("rewards: completions", "failed, or offline data", len(rows) - len(own))
-    with Verifier(task.judge, workers=settings.workers, deadline=settings.deadline, max_without_reward=1.0) as judges:
+    with Verifier(task.judge, **settings) as judges:
         found = report.check("rewards")
         verdicts = judge_answers(judges, ((row["text"], json.loads(row["gold"])) for row in own))
         for row, verdict in zip(own, verdicts, strict=True):
@@ -122,11 +123,11 @@ def judge_answers(judges: Verifier, answers: Iterable[tuple[str, Any]]) -> Itera
 
 
 def compare(found: Check, file: str, place: str, recorded: Outcome, verdict: Outcome) -> None:
-    """An outcome and the one that judging again gives. A verdict that did not come in time on either side decides
-    nothing: that depends on the machine."""
+    """An outcome and the one that judging again gives. A verdict that did not come in time on either side, or whose
+    process ended, decides nothing: that depends on the machine."""
     if recorded.kind == verdict.kind == "scored":
         found.near(file, place, "reward", recorded.reward, verdict.reward, 0.0)
-    elif recorded.kind != verdict.kind and any("no verdict within" in o.reason for o in (recorded, verdict)):
+    elif recorded.kind != verdict.kind and any(o.reason.startswith(_BY_MACHINE) for o in (recorded, verdict)):
         found.compared += 1
         found.undecided += 1
     else:

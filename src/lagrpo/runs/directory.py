@@ -50,8 +50,13 @@ class Run:
         path = _new_directory(root, default_name(settings)) if name is None else root / name
         path.mkdir(parents=True, exist_ok=True)
         write_atomically(path / "environment.json", json.dumps(json.loads(to_json(environment)), indent=2) + "\n")
-        write_atomically(path / "config.toml", settings_toml)
-        return Run(path)
+        run = Run(path)
+        run.write_config(settings_toml)
+        return run
+
+    def write_config(self, settings_toml: str) -> None:
+        """Write config.toml."""
+        write_atomically(self.path / "config.toml", settings_toml)
 
     @property
     def metrics(self) -> Path:

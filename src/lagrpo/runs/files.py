@@ -1,4 +1,4 @@
-"""Files that are whole or absent: temporary names and renames, and JSON that any reader accepts."""
+"""Files that are whole or absent: temporary names, synced to the disk and renamed; and JSON that any reader accepts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import json
 import math
 import numbers
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+TEMPORARY = re.compile(r"\..+\.[0-9]+-[0-9a-f]{8}\.tmp")
 
 
 def write_atomically(path: Path, content: bytes | str | Callable[[Path], None]) -> Path:
@@ -22,7 +25,9 @@ def write_atomically(path: Path, content: bytes | str | Callable[[Path], None]) 
             content(scratch)
         else:
             scratch.write_bytes(content.encode() if isinstance(content, str) else content)
+        sync_to_disk(scratch)
         os.replace(scratch, path)
+    sync_to_disk(path.parent)
     return path
 
 
@@ -31,10 +36,41 @@ def write_directory_atomically(path: Path, write: Callable[[Path], None]) -> Pat
     with _temporary_name(path) as scratch, _temporary_name(path) as old:
         scratch.mkdir()
         write(scratch)
+        for part in (*scratch.rglob("*"), scratch):
+            sync_to_disk(part)
         if path.exists():
             path.rename(old)
         scratch.rename(path)
+    sync_to_disk(path.parent)
     return path
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory: it is whole until it is gone."""
+    with _temporary_name(path) as old, suppress(FileNotFoundError):
+        path.rename(old)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Return when the system has put a file, or the names in a directory, on the disk. Only POSIX can sync names."""
+    if path.is_dir() and os.name != "posix":
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers(directory: Path) -> list[Path]:
+    """Remove what killed writers left under temporary names, and return the names that it was to get."""
+    found = [path for path in directory.rglob(".*.tmp") if (TEMPORARY.fullmatch(path.name))]
+    for path in found:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    return [path.with_name(path.name[1:].rsplit(".", 2)[0]) for path in found]
 
 
 def write_table(path: Path, rows: Iterable[Mapping[str, Any]], schema: Any = None) -> Path:

@@ -26,13 +26,18 @@ COLUMNS = """
 
 def rollout_schema() -> pyarrow.Schema:
     """The columns, in their order, with the schema's name in the metadata of the file."""
+    return table_schema(COLUMNS, {SCHEMA_KEY: SCHEMA_NAME.encode()})
+
+
+def table_schema(described: str, metadata: Mapping[bytes, bytes] | None = None) -> pyarrow.Schema:
+    """The schema of columns that are written as `name:type`, or `name:type[]` for lists, with spaces between."""
     import pyarrow as pa
 
     columns: list[tuple[str, Any]] = []
-    for name, _, kind in (column.partition(":") for column in COLUMNS.split()):
+    for name, _, kind in (column.partition(":") for column in described.split()):
         value = pa.type_for_alias(kind.removesuffix("[]"))
         columns.append((name, pa.list_(value) if kind.endswith("[]") else value))
-    return pa.schema(columns, metadata={SCHEMA_KEY: SCHEMA_NAME.encode()})
+    return pa.schema(columns, metadata=metadata)
 
 
 def rollout_rows(

@@ -46,6 +46,10 @@ class Sampler(Protocol):
         """Load π_version and return the cost as metrics. Raises RuntimeError while groups are open, unless `spans`."""
         ...
 
+    def served(self) -> tuple[int, Mapping[str, Tensor]]:
+        """The version of the last weight sync and its weights by name, on any device."""
+        ...
+
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         """One group for each request, as they end. Servers start at once, this process when the first is taken."""
         ...

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lagrpo.interrupts import whole
 from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import Replica
 from lagrpo.rng import uniforms
@@ -81,8 +82,12 @@ class LocalSampler:
             raise RuntimeError(
                 f"version {version} was synced while {self._under_way} groups of version {self.version} are open"
             )
-        self.policy.weights.load(weights, version)
+        with whole():
+            self.policy.weights.load(weights, version)
         return {}
+
+    def served(self) -> tuple[int, Mapping[str, Tensor]]:
+        return self.version, dict(self.policy.weights.items())
 
     def rest(self) -> None:
         """Completions under way keep their caches, and the steps recorded on them."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -120,6 +120,19 @@ class ParityCheck:
             scores, self._likeliest = _score(policy, sampler, self._items), -math.inf
         self._before, self._likeliest = scores, max(self._likeliest, float(scores[0].mean()))
         return metrics
+
+    def memory(self) -> dict[str, Any]:
+        """What the next checks compare with, as JSON's lists and numbers."""
+        before = self._before and [scores.tolist() for scores in self._before]
+        items = [[list(prompt_ids), list(token_ids)] for prompt_ids, token_ids in self._items]
+        return {"items": items, "before": before, "likeliest": self._likeliest}
+
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        """Take over what `memory` gave."""
+        self._items = [(prompt_ids, token_ids) for prompt_ids, token_ids in memory["items"]]
+        before = memory["before"]
+        self._before = before and (torch.tensor(before[0]), torch.tensor(before[1]))
+        self._likeliest = memory["likeliest"]
 
     def _check_bits(self, policy: Policy, sampler: Checkable) -> Mapping[str, float]:
         """The grade exact."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lagrpo.sampling.base import Request, Sampler
 from lagrpo.types import Group
@@ -26,8 +26,9 @@ class Prefetcher:
     def __init__(self, sampler: Sampler, requests: Callable[[int], Sequence[Request]], G: int) -> None:
         self._sampler, self._requests, self._G = sampler, requests, G
         self._coming: deque[Iterator[tuple[Request, Group]]] = deque()
+        # By batch, until the batch after it is taken: a checkpoint made meanwhile may need the groups once more.
+        self._asked: dict[int, Sequence[Request]] = {}
         self._here: dict[int, list[Group]] = {}
-        self._asked: dict[int, Sequence[Request]] = {}  # by batch, until its groups are in order
         self._announced: dict[int, set[int]] = {}
         self._seconds, self._tokens = 0.0, 0
 
@@ -60,28 +61,51 @@ class Prefetcher:
     def more(self, requests: Sequence[Request], version: int) -> Iterator[Group]:
         """Groups of further requests, in their order, generated now by π_version."""
         self.finish()
-        self._coming.append(self._sampler.sample(requests, self._G))
-        self.finish()
-        for batch in {request.batch for request in requests}:
-            for group in _ordered(requests, self._here.pop(batch, [])):
-                _check_versions(group, {version}, batch)
-                yield group
+        stream, groups = self._sampler.sample(requests, self._G), []
+        while (item := self._next(stream)) is not None:
+            groups.append(item[1])
+        for group in _ordered(requests, groups):
+            _check_versions(group, {version}, requests[0].batch)
+            yield group
 
     def take(self, batch: int) -> Iterator[Group]:
         """The groups of a batch as they end. Raises VersionError for a token that α did not sample."""
-        expected, versions = len(self._asked[batch]), self._announced.pop(batch)
-        for _ in range(expected):
-            while not self._here.get(batch):
+        for earlier in [b for b in self._asked if b < batch]:
+            for kept in (self._asked, self._here, self._announced):
+                kept.pop(earlier, None)
+        here = self._here.setdefault(batch, [])
+        for place, _ in enumerate(self._asked[batch]):
+            while len(here) <= place:
                 if not self._receive():
+                    expected = len(self._asked[batch])
                     raise RuntimeError(f"the sampler ended without all {expected} groups of batch {batch}")
-            group = self._here[batch].pop(0)
-            _check_versions(group, versions, batch)
-            yield group
-        self._here.pop(batch, None)
+            _check_versions(here[place], self._announced[batch], batch)
+            yield here[place]
 
     def in_order(self, batch: int, groups: Sequence[Group]) -> list[Group]:
         """All groups of a batch in the order of its requests, whichever ended first; groups of a file stay in front."""
-        return _ordered(self._asked.pop(batch), groups)
+        return _ordered(self._asked[batch], groups)
+
+    def waiting(self, batches: range) -> tuple[dict[int, list[Group]], dict[int, list[int]]]:
+        """Of these batches, which were asked for: the groups that are here, and the versions that may sample the tokens
+        of each batch."""
+        return {b: list(self._here.get(b, ())) for b in batches}, {b: sorted(self._announced[b]) for b in batches}
+
+    def missing(self, batches: range) -> bool:
+        """Whether groups of these batches, which were asked for, are not here."""
+        return any(len(self._here.get(b, ())) < len(self._asked[b]) for b in batches)
+
+    def restore(self, here: Mapping[int, Sequence[Group]], announced: Mapping[int, Sequence[int]]) -> None:
+        """Go on from what `waiting` gave: the groups that are not there are asked for again."""
+        self._asked = {batch: self._requests(batch) for batch in announced}
+        self._here = {batch: list(groups) for batch, groups in here.items()}
+        self._announced = {batch: set(versions) for batch, versions in announced.items()}
+        there = {(batch, g.epoch, g.prompt.key) for batch, groups in here.items() for g in groups}
+        again = [r for requests in self._asked.values() for r in requests if r.address not in there]
+        for request in again:
+            self._announced[request.batch].add(self._sampler.version)
+        if again:
+            self._coming.append(self._sampler.sample(again, self._G))
 
     def read(self) -> tuple[float, int]:
         """Seconds spent waiting for the sampler since the last call, and the sampled tokens of the groups that came."""
@@ -89,17 +113,21 @@ class Prefetcher:
         return read
 
     def _receive(self) -> bool:
-        started = time.perf_counter()
-        item = None
-        while self._coming and (item := next(self._coming[0], None)) is None:
+        """Put one more group where its batch is; False where none is under way."""
+        while self._coming:
+            if (item := self._next(self._coming[0])) is not None:
+                self._here.setdefault(item[0].batch, []).append(item[1])
+                return True
             self._coming.popleft()
+        return False
+
+    def _next(self, stream: Iterator[tuple[Request, Group]]) -> tuple[Request, Group] | None:
+        started = time.perf_counter()
+        item = next(stream, None)
         self._seconds += time.perf_counter() - started
-        if item is None:
-            return False
-        request, group = item
-        self._tokens += sum(completion.length for completion in group.completions)
-        self._here.setdefault(request.batch, []).append(group)
-        return True
+        if item is not None:
+            self._tokens += sum(completion.length for completion in item[1].completions)
+        return item
 
 
 def _ordered(requests: Sequence[Request], groups: Sequence[Group]) -> list[Group]:

@@ -22,8 +22,8 @@ Batches are counted through all stages: k = 1 .. M inside a stage, b = (stage - 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -49,10 +49,17 @@ class LoopState:
     lower bound on J(π_k) - J(α)"""
     prefetched: tuple[int, ...] = ()
     """the versions of α that sample batches `batch` + 1, + 2, …, which were prefetched"""
+    sync: Mapping[str, float] = field(default_factory=dict)
+    """metrics of the last weight sync and its parity check"""
 
-    def after_sync(self, version: int) -> LoopState:
+    @property
+    def asked_ahead(self) -> range:
+        """The batches that were prefetched."""
+        return range(self.batch + 1, self.batch + 1 + len(self.prefetched))
+
+    def after_sync(self, version: int, sync: Mapping[str, float]) -> LoopState:
         """α <- π_version."""
-        return replace(self, alpha=version, since_sync=0, spent=0.0)
+        return replace(self, alpha=version, since_sync=0, spent=0.0, sync=sync)
 
     def after_request(self, batches: range) -> LoopState:
         """α was asked for these batches."""
@@ -109,7 +116,7 @@ class Schedule:
         """What happens at the start of the batch after `state`. `prefetch` asks for all batches up to the next sync as
         soon as their α is there; without it `every(v)` asks for them one by one. The samples are the same."""
         total, b = stages * batches, state.batch + 1
-        asked, last = state.batch + len(state.prefetched), b
+        asked, last = state.asked_ahead.stop - 1, b
         if self.kind == "lagged":
             last = min(b + self.v, total)
         elif self.kind == "every":
@@ -135,7 +142,7 @@ class Schedule:
                 state = replace(state, spent=latest())
             due = self.next(state, stages, batches, prefetch)
             yield due
-            state = (state.after_sync(0) if due.reason else state).after_request(due.to_generate).after_batch(None)
+            state = (state.after_sync(0, {}) if due.reason else state).after_request(due.to_generate).after_batch(None)
 
 
 every = partial(Schedule, "every")

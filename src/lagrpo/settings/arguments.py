@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from lagrpo.errors import SettingsError
 from lagrpo.settings.toml import list_settings
 
-SHORT = {"task": "task.name", "model": "model.path", "recipe": "objective.recipe"}
+SHORT = {"task": "task.name", "model": "model.path", "recipe": "objective.recipe", "resume": "run.resume"}
 """Settings that are given so often that their section may be left out."""
 
 

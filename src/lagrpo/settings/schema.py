@@ -44,6 +44,19 @@ class RunSettings(Section):
     """Write the final policy as a Hugging Face model directory."""
     save_every: int = Field(default=0, ge=0)
     """Also write the policy every so many batches, under its version; 0: only at the end."""
+    checkpoint_minutes: float = Field(default=10.0, ge=0)
+    """Minutes between checkpoints, from which a run that was stopped or killed goes on; 0: none by time."""
+    checkpoint_every: int = Field(default=0, ge=0)
+    """Also write a checkpoint every so many batches; 0: only by time."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """How many of the last checkpoints stay on disk, beside the one of the best evaluation."""
+    keep_optimizer: bool = True
+    """Keep a checkpoint of the finished run, so that it can be trained further: masters and moments take 12 bytes a
+    parameter."""
+    resume: str | None = None
+    """Directory of a run to go on with, or auto: the run called run.name where it is there, else a new one."""
+    allow: tuple[str, ...] = ()
+    """Settings that may differ from those of the run to go on with, such as optimizer.lr."""
     score_lag: bool = True
     """Where alpha lags, also score the completions that the loss leaves out, so that the metrics of the lag cover all
     completions. Without it these metrics are null where the loss leaves any out. budget and certified need it."""
@@ -51,6 +64,14 @@ class RunSettings(Section):
     """Score each batch again after its updates, for both sides of the bounds on the step (one forward pass)."""
     entropy: bool = False
     """Measure the policy's entropy over the tokens that it learns from, in nats per token."""
+
+    @model_validator(mode="after")
+    def _check_resume(self) -> RunSettings:
+        if self.resume == "auto" and self.name is None:
+            raise ValueError('resume = "auto" looks for a run by its name: set run.name')
+        if self.allow and self.resume is None:
+            raise ValueError("allow names settings in which a resumed run may differ: set run.resume, too")
+        return self
 
 
 class ModelSettings(Section):
@@ -286,6 +307,11 @@ class VerifierSettings(Section):
     """Processes that judge completions."""
     deadline: float = Field(default=5.0, gt=0)
     """Seconds for each verdict; then the completion is unscored and the worker replaced."""
+    memory: float = Field(default=4.0, ge=0.125)
+    """GiB that a worker may take with everything that it starts; past it the completion is unscored and the worker
+    replaced. On Linux."""
+    file_size: float = Field(default=1.0, gt=0)
+    """GiB that a worker may write into one file; writing more is an error that the judge gets (File too large)."""
     max_without_reward: float = Field(default=0.5, ge=0, le=1)
     """The run stops when a larger share of a batch is unscored or failed."""
 

@@ -24,10 +24,15 @@ COMMAND_LINE = "command line"
 def load_settings(
     source: str | os.PathLike[str] | Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> Settings:
-    """Settings from a TOML file or a mapping (section -> name -> value). `overrides` take precedence. Raises
-    SettingsError for a file that is missing or not TOML, an unknown name (with the nearest) and an unfit value."""
+    """Settings from a TOML file or a mapping (section -> name -> value). `overrides` take precedence. Where these name
+    a run to go on with and there is no file, its config.toml is the file. Raises SettingsError for a file that is
+    missing or not TOML, an unknown name (with the nearest) and an unfit value."""
     if source is None or isinstance(source, Mapping):
-        return validate(Settings, source or {}, overrides or {}, "settings")
+        source, overrides = source or {}, overrides or {}
+        if (run := _named_run(overrides) or _named_run(source)) is None:
+            return validate(Settings, source, overrides, "settings")
+        config = Path(run).expanduser() / "config.toml"
+        return validate(Settings, read_toml(config), merged(source, overrides), str(config))
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"settings are a Settings, a mapping or the path of a TOML file, not {source!r:.80}")
     return validate(Settings, read_toml(Path(source)), overrides or {}, str(source))
@@ -54,16 +59,36 @@ def read_toml(path: Path) -> dict[str, Any]:
 def validate(kind: type[M], values: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> M:
     """The settings of `values`, which come from `source`, with `overrides` on top. Raises SettingsError, one line per
     complaint."""
-    merged = dict(values)
-    for section, change in overrides.items():
-        below = values.get(section)
-        both = isinstance(change, Mapping) and isinstance(below, Mapping)
-        merged[section] = {**below, **change} if both else change  # type: ignore[dict-item]
     try:
-        return kind.model_validate(merged)
+        return kind.model_validate(merged(values, overrides))
     except ValidationError as error:
         lines = (f"{_blame(e['loc'], values, overrides, source)}: {_complain(kind, e)}" for e in error.errors())
         raise SettingsError("\n".join(lines)) from error
+
+
+def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, section by section; `overrides` win."""
+    found = dict(values)
+    for section, change in overrides.items():
+        below = values.get(section)
+        both = isinstance(change, Mapping) and isinstance(below, Mapping)
+        found[section] = {**below, **change} if both else change  # type: ignore[dict-item]
+    return found
+
+
+def _named_run(settings: Mapping[str, Any]) -> str | None:
+    """The directory of the run to go on with, where one is named."""
+    section = settings.get("run")
+    resume = section.get("resume") if isinstance(section, Mapping) else None
+    return resume if isinstance(resume, str) and resume != "auto" else None
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """section.name -> value."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
 
 
 def _blame(where: tuple[Any, ...], values: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> str:

@@ -81,7 +81,7 @@ def find_expression(text: str) -> str | None:
     >>> find_expression("First 7 - 3 = 4, so (7 − 3) × 5 = 20.")
     '(7 - 3) * 5'
     """
-    if tagged := _TAG.findall(text):
+    if tagged := _TAG.findall("".join(text.rpartition("</answer>")[:2])):  # what is never closed would be read again
         text = tagged[-1]
     text = _DELIMITER.sub(" ; ", _SIZE.sub("", text))
     for spelling, sign in _SPELLINGS.items():

@@ -56,7 +56,7 @@ _LIST = re.compile(r"(?:[ \t,;|&(){}\[\]$€£]|\b(?:or|and|to)\b)*", re.IGNOREC
 
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([0-9]{1,40})\s*\}\s*\{\s*([0-9]{1,40})\s*\}|\\[dt]?frac\s*([0-9])([0-9])")
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|left|right|displaystyle)(?![A-Za-z])\s*")
-_ROOT = re.compile(r"\\sqrt\s*(?:\[[^\]]*\])?\s*(?:\{[^{}]*\}|[0-9])")
+_ROOT = re.compile(r"\\sqrt\s*(?:\[[^\[\]]*\])?\s*(?:\{[^{}]*\}|[0-9])")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 
 

@@ -222,9 +222,8 @@ def build_learner(settings: Settings, recipe: Recipe, policy: Policy) -> Learner
 
 def build_verifier(settings: Settings | EvalSettings, task: Task) -> Verifier:
     """The judge of the task in worker processes. Raises SettingsError for one that cannot be sent to them."""
-    v = settings.verifier
     with refusing("task", TypeError):
-        return Verifier(task.judge, workers=v.workers, deadline=v.deadline, max_without_reward=v.max_without_reward)
+        return Verifier(task.judge, **settings.verifier.model_dump())
 
 
 def build_parity_check(

@@ -14,6 +14,7 @@ from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.reading import completion_files
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, check_options
+from lagrpo.training.changes import check_changes, find_run
 from lagrpo.untrusted import read_text
 
 LARGEST_EXPONENT = 80.0  # float32 ends at e^88.7; the rest is for the factors beside it
@@ -26,8 +27,12 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
     check_evaluation(settings, task)
     with refusing("offline.data"):
         completion_files(settings.offline.data or ())
-    with refusing("run"):
-        check_new(Path(settings.run.directory), settings.run.name)
+    with refusing("run.resume" if settings.run.resume else "run"):
+        if (run := find_run(settings)) is not None:
+            check_changes(settings, run)
+            check_writable(run)
+        else:
+            check_new(Path(settings.run.directory), settings.run.name)
     with refusing("objective"):
         recipe = resolve(settings.objective.recipe, settings.objective.overrides)
         _check_exponential(recipe, settings)

@@ -30,6 +30,7 @@ from lagrpo.runs.files import to_json, write_atomically, write_table
 from lagrpo.sampling.base import Request, Sampler
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.settings.schema import EvalSettings
+from lagrpo.settings.toml import flatten
 from lagrpo.tasks import Task, load_task
 from lagrpo.terminal.text import count_of, formatted_interval
 from lagrpo.training.build import build_policy, build_verifier
@@ -193,21 +194,13 @@ def _occupied(output: Path, settings: EvalSettings) -> str | None:
     if not file.exists():
         return None
     try:
-        earlier = _flat(json.loads(file.read_bytes())["settings"])
+        earlier = flatten(json.loads(file.read_bytes())["settings"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{file} is not the summary of an evaluation"
-    ours = _flat(json.loads(to_json(settings.model_dump())))
+    ours = flatten(json.loads(to_json(settings.model_dump())))
     names = [n for n in ours | earlier if ours.get(n) != earlier.get(n) and n != "output"]
     differing = ", ".join(f"{n} = {earlier.get(n)}, not {ours.get(n)}" for n in names[:3])
     return f"{output} holds an evaluation with other settings ({differing})" if names else None
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """section.name -> value."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat
 
 
 def label(model: str) -> str:

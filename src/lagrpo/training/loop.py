@@ -6,12 +6,13 @@ does what stands around the algorithm: evaluations, the files of a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from torch import Tensor
 
+from lagrpo.interrupts import whole
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, assemble, is_flat, left_out
 from lagrpo.sampling.schedule import LoopState
 from lagrpo.training.build import Parts
@@ -28,12 +29,8 @@ class Step:
     b: int
     version: int
     """of π_k"""
-    alpha: int
-    """version of the sampler's weights"""
     reason: str
-    """why they were synced just before this batch; "" when they were not"""
-    sync: Mapping[str, float]
-    """metrics of the last weight sync and its parity check"""
+    """why the sampler's weights were synced just before this batch; "" when they were not"""
     sampling: Mapping[str, float]
     """metrics of the sampler since the batch before"""
     batch: Batch
@@ -46,19 +43,31 @@ class Step:
     clock: Clock
     state: LoopState
 
+    @property
+    def alpha(self) -> int:
+        """Version of the sampler's weights."""
+        return self.state.alpha
 
-def iterative_grpo(a: Parts, state: LoopState, tell: Callable[[str], None] = lambda phase: None) -> Iterator[Step]:
+
+def iterative_grpo(
+    a: Parts, state: LoopState, tell: Callable[[str], None] = lambda phase: None
+) -> Generator[Step, None, None]:
     """Lines 5-17, from `state` on; yields every batch with the state after it. The initial policy is synced before the
-    first batch: the paper leaves α undefined for k < v. `tell` is told what is being done from then on."""
-    learner, policy, settings, synced = a.learner, a.learner.policy, a.settings, {}
+    first batch: the paper leaves α undefined for k < v. Line 16 comes when the next stage begins. No interruption comes
+    between the first update on a batch and the request for the next one: then π is the policy after the batch that was
+    yielded last. `tell` is told what is being done from then on."""
+    learner, policy, settings = a.learner, a.learner.policy, a.settings
     S, M, i = settings.schedule.stages, settings.schedule.batches, settings.schedule.i
     prefetch = settings.sampling.prefetch and not settings.sampling.dynamic_sampling
     for s in range(state.batch // M + 1, S + 1):  # 5
-        for k in range(state.batch % M + 1, M + 1):  # 6
+        if s > 1 and state.batch % M == 0:
+            learner.end_stage(settings.schedule.reset_optimizer)  # 16   π_ref <- π_θ
+            state = state.after_stage(policy.version)
+        for _ in range(state.batch % M, M):  # 6   k = 1 .. M
             b, clock, due = state.batch + 1, Clock(tell), a.schedule.next(state, S, M, prefetch)
             reason = "start" if state.alpha < 0 else due.reason
             if reason:  # 8
-                state, synced = state.after_sync(policy.version), sync_weights(a, clock)  # 9   α <- π_θ
+                state = state.after_sync(policy.version, sync_weights(a, clock))  # 9   α <- π_θ
             state = state.after_request(due.to_generate)
             a.prefetcher.ask(due.to_generate, state.alpha)  # 7, 10   prompts of D_b, y ~ α
             groups = judge_groups(a, clock, chain(a.read_offline(b), a.prefetcher.take(b)))  # 11   r(x, y)
@@ -70,15 +79,13 @@ def iterative_grpo(a: Parts, state: LoopState, tell: Callable[[str], None] = lam
                 batch = assemble(groups, learner.recipe, settings.sampling.max_tokens, settings.run.seed, b)  # 12-13
                 fresh = learner.pack(batch, settings.optimizer.micro_batch_tokens)
             rest = score_rest(a, clock, batch, fresh)
-            with clock("learning"):
-                rows, updates = update(a, batch, fresh, i)  # 14-15   Eq. 7 or 8
-            rows += rest
-            after_T = score_update(a, clock, rows)
-            if k == M:
-                learner.end_stage(settings.schedule.reset_optimizer)  # 16   π_ref <- π_θ
-                state = state.after_stage(policy.version)
-            state, read = state.after_batch(measure_spending(settings, batch, rows)), a.sampler.read()
-            yield Step(s, b, version, state.alpha, reason, synced, read, batch, rows, updates, after_T, clock, state)
+            with whole():
+                with clock("learning"):
+                    rows, updates = update(a, batch, fresh, i)  # 14-15   Eq. 7 or 8
+                rows += rest
+                after_T = score_update(a, clock, rows)
+                state, read = state.after_batch(measure_spending(settings, batch, rows)), a.sampler.read()
+                yield Step(s, b, version, reason, read, batch, rows, updates, after_T, clock, state)
 
 
 def sync_weights(a: Parts, clock: Clock) -> Mapping[str, float]:

@@ -57,6 +57,9 @@ class RunFiles(Observer):
     def note(self, text: str) -> None:
         self.run.record_event("warning", self.finished, text=text)
 
+    def end(self, status: Status, detail: str) -> None:
+        self.run.record_event("end", self.finished, status=status, detail=detail)
+
 
 def check_observers(observers: Sequence[Any]) -> None:
     """Raise TypeError for an object that a run cannot tell."""

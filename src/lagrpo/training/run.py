@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,11 @@ import torch
 from lagrpo import logs
 from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.backends.process import restored
-from lagrpo.interrupts import Interrupted, interruptible, whole
-from lagrpo.runs import Run, collect_environment
+from lagrpo.interrupts import Interrupted, divisible, interruptible, whole
+from lagrpo.runs import Run, collect_environment, load_metrics
+from lagrpo.runs.checkpoints import CheckpointError, Checkpoints
+from lagrpo.runs.files import to_json
+from lagrpo.runs.lock import RunLockedError, locked
 from lagrpo.runs.rollouts import rollout_rows
 from lagrpo.sampling.parity import ParityError
 from lagrpo.sampling.prefetch import VersionError
@@ -26,9 +32,11 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings, to_toml
 from lagrpo.tasks import NO_TASK, Task
 from lagrpo.terminal.display import make_display
-from lagrpo.terminal.text import count_of, formatted
+from lagrpo.terminal.text import count_of
 from lagrpo.threads import team
 from lagrpo.training.build import Parts, without_progress_bars
+from lagrpo.training.changes import find_run
+from lagrpo.training.checkpoint import Keeper, Stand, capture, fingerprint, restore
 from lagrpo.training.checks import check_settings
 from lagrpo.training.evaluate import Evaluation, change, evaluate, few_prompts, interval
 from lagrpo.training.explain import meaning
@@ -36,14 +44,15 @@ from lagrpo.training.lag import completion_columns, lag_is_complete, lag_metrics
 from lagrpo.training.loop import Step, iterative_grpo
 from lagrpo.training.metrics import batch_metrics, sampler_metrics
 from lagrpo.training.observers import Observer, Observers, RunFiles, Status, check_observers
+from lagrpo.training.resume import Earlier, cut_back, describe_move, read_evaluations
+from lagrpo.training.warnings import Warnings
 from lagrpo.verify import VerifierError
 
-STILL = 1e-4  # a weight sync that changes a smaller share of the weights is warned of
 READ_OF_TASK = {"reward_range": "", "system_prompt": " (of questions in offline.data)"}
 """What is read of settings.task where the task is an object of the caller's, and for what."""
 FAILURES = (
     *(VerifierError, ParityError, VersionError, SamplerError),
-    *(FloatingPointError, torch.OutOfMemoryError, OSError),
+    *(FloatingPointError, torch.OutOfMemoryError, OSError, RunLockedError),
 )
 """Errors that end a run without being the program's: what they say is for the user."""
 
@@ -70,11 +79,14 @@ def train(
     """Run Algorithm 1. `settings` are a Settings, a mapping, or the path of a TOML file; `task` replaces settings.task
     by a Task of your own (see lagrpo.tasks.base); `observers` are told about the run after its files and its display.
 
-    Ctrl-C and SIGTERM end the run after the update under way, with the policy as it then is. So does an error; what was
-    learned and recorded until then is kept.
+    Ctrl-C and SIGTERM end the run with the policy after the last batch, as soon as the updates on the batch under way
+    are made, and write a checkpoint. An error ends it, too; what was learned and recorded until then is kept. With
+    `run.resume` the run goes on from its newest checkpoint.
 
     Raises:
         SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
+        RunLockedError: another process is writing into the run that is to go on.
+        CheckpointError: a checkpoint could not be written, or read.
         ParityError, VersionError: the sampler does not sample from the policy that the schedule announced.
         SamplerError: the vLLM servers are gone for good.
         VerifierError: too many completions could not be scored.
@@ -90,54 +102,82 @@ def train(
     check_observers(observers)
     device = pick_device(settings.model.device)
     least = logging.WARNING if settings.run.display == "none" else logging.INFO
-    with interruptible(), restored(), logs.shown_by(None, least):
+    directory = find_run(settings)
+    with (
+        interruptible(),
+        restored(),
+        logs.shown_by(None, least),
+        locked(directory) if directory else nullcontext(),
+    ):
+        earlier = Earlier.find(directory, settings) if directory else None
         if settings.run.display != "none":
             print(f"loading {settings.model.path} on {device} …", flush=True)
         parts = Parts.build(settings, recipe, task)
         try:
-            return Training(parts, observers).run()
+            return Training(parts, observers, earlier).run()
         finally:
             parts.close()
 
 
 class Training:
-    """One run: what it does with its parts, and whom it tells."""
+    """One run: what it does with its parts, and whom it tells. `earlier`: the run that it goes on with."""
 
-    def __init__(self, parts: Parts, observers: Sequence[Observer] = ()) -> None:
+    def __init__(self, parts: Parts, observers: Sequence[Observer] = (), earlier: Earlier | None = None) -> None:
         self.parts, self.settings, self.policy = parts, parts.settings, parts.learner.policy
-        run = self.settings.run
-        named = self.settings.model_dump() | {"task": {"name": parts.task.name}}
-        self.environment = describe_environment(parts)
-        self.store = Run.create(Path(run.directory), run.name, named, write_config(parts), self.environment)
+        run, self.earlier = self.settings.run, earlier
+        self.environment, self.model = describe_environment(parts), fingerprint(self.policy)
+        if earlier is None:
+            named = self.settings.model_dump() | {"task": {"name": parts.task.name}}
+            self.store = Run.create(Path(run.directory), run.name, named, write_config(parts), self.environment)
+        else:
+            self.store = earlier.run
         parts.keep_logs(self.store.path)
+        self.keeper = Keeper(
+            Checkpoints(self.store.path), run.checkpoint_every, run.checkpoint_minutes, run.keep_checkpoints
+        )
         self.display = make_display(run.display)
-        self.observers = Observers(RunFiles(self.store), self.display, *observers)
+        self.files = RunFiles(self.store)
+        self.observers = Observers(self.files, self.display, *observers)
         dtype = str(self.policy.dtype).removeprefix("torch.")
         self.warnings = Warnings(self.settings, dtype, parts.task.size("train"))
         self.total = self.settings.schedule.stages * self.settings.schedule.batches
         self.evaluations: dict[str, Evaluation] = {}
-        self.batches = 0
+        self.stand = Stand.of(parts, LoopState(pi_ref=self.policy.version))
+        self.seconds_checkpoint = 0.0
+
+    @property
+    def batches(self) -> int:
+        """How many are finished."""
+        return self.stand.state.batch
 
     def run(self) -> Result:
         """Evaluate, train, evaluate; whatever happens, what was learned is written."""
         interrupted, weights = None, None
         status: Status = "failed"
-        with logs.shown_by(self.display.note):
+        with (
+            logs.shown_by(self.display.note),
+            nullcontext() if self.earlier else locked(self.store.path),
+            closing(self.keeper),
+        ):
             try:
                 self.begin()
                 self.learn()
-                weights, status = self.save(), "finished"
+                weights, status = self.finish(), "finished"
             except Interrupted as stop:
                 interrupted, name = stop.signal, stop.signal.name
                 self.observers.note(f"{name}: keeping the policy as it is ({self.progress()}); again: end at once")
+                self.save_checkpoint()
                 weights, status = self.save(), "interrupted"
             except BaseException as error:
                 error.add_note(f"The run until then: {self.store.path} ({self.progress()})")
-                if self.policy.version:
-                    self.rescue(error)
+                self.rescue(error)
                 raise
             finally:
-                stopped = f"Stopped by {interrupted.name}: {self.progress()}." if interrupted else self.progress()
+                stopped = (
+                    f"Stopped by {interrupted.name}: {self.progress()}. {self.way_on()}"
+                    if interrupted
+                    else self.progress()
+                )
                 self.observers.end(status, "Finished." if status == "finished" else stopped)
         before, after = (e.summary if (e := self.evaluations.get(name)) else None for name in ("before", "after"))
         return Result(self.store.path, before, after, weights, self.policy.version, self.batches, interrupted)
@@ -151,22 +191,120 @@ class Training:
         for line in [*lines, f"threads     {team.describe()}"]:
             self.display.note(line)
 
+        if self.earlier is not None:
+            self.resume(self.earlier)
+
+    def resume(self, earlier: Earlier) -> None:
+        """Go on where the run stood: cut its records back to the checkpoint, and restore the parts."""
+        checkpoint, changed = earlier.checkpoint, earlier.changed
+        said = [*earlier.said, *cut_back(self.store, checkpoint)]
+        moved = describe_move(earlier.environment, json.loads(to_json(self.environment)))
+        if checkpoint is not None:
+            self.observers.phase("restoring the checkpoint")
+            self.stand = Stand.of(self.parts, restore(self.parts, checkpoint, self.model))
+            self.files.finished = self.batches
+            self.warnings.restore(checkpoint.state["warnings"], load_metrics(self.store))
+            self.evaluations = read_evaluations(self.store, self.total)
+            self.keeper.take_over(checkpoint.batch, checkpoint.state["best"])
+        if changed:
+            self.store.write_config(write_config(self.parts))
+        self.store.record_event("resumed", self.batches, changed=changed, moved=moved)
+        said += [f"no longer to the bit: {name} was {old}, and is {new} now" for name, (old, new) in moved.items()]
+        place = f"resumed after batch {self.batches} of {self.total}" if self.batches else "no checkpoint: begins again"
+        for line in [*said, place]:
+            self.display.note(line)
+
     def rescue(self, error: BaseException) -> None:
-        """Write the policy after an error; if that fails too, the first error remains the one that is told."""
+        """Write the policy after an error, and a checkpoint where no update was made since the last batch; if that
+        fails too, the first error remains the one that is told."""
         try:
-            self.save()
-        except OSError as second:
-            error.add_note(f"Nor could the policy be written to {self.store.path}: {second}")
+            if not isinstance(error, CheckpointError):
+                self.save_checkpoint()
+            if self.policy.version:
+                self.save()
+        except (OSError, ArithmeticError, RuntimeError) as second:
+            error.add_note(f"Nor could all of it be written to {self.store.path}: {second}")
+        if self.batches:
+            error.add_note(self.way_on())
+
+    def describe_end(self, status: Status, interrupted: signal.Signals | None) -> str:
+        """What is said last."""
+        if status == "finished":
+            return "Finished."
+        return f"Stopped by {interrupted.name}: {self.progress()}. {self.way_on()}" if interrupted else self.progress()
+
+    def way_on(self) -> str:
+        """The command that goes on from here."""
+        last = self.keeper.written[-1:]
+        place = f"Go on after batch {last[0]}" if last else "There is no checkpoint yet; begin again"
+        return f"{place} with: lagrpo train --resume {self.store.path}"
 
     def learn(self) -> None:
         """Algorithm 1 between its evaluations."""
         around = self.settings.evaluation.before_and_after
-        if around:
+        if around and not self.batches:
             self.evaluate("before")
-        for step in iterative_grpo(self.parts, LoopState(pi_ref=self.policy.version), self.observers.phase):
-            self.record(step)
-        if around:
+        self.evaluate_where_due()
+        with closing(iterative_grpo(self.parts, self.stand.state, self.observers.phase)) as steps:
+            for step in steps:
+                self.record(step)
+                with divisible():
+                    self.evaluate_where_due()
+                    self.keep()
+        if self.settings.run.keep_optimizer:
+            self.write_checkpoint()
+        if around and "after" not in self.evaluations:
             self.evaluate("after")
+
+    def evaluate_where_due(self) -> None:
+        """The evaluation after this batch, unless it has been made."""
+        b, every, name = self.batches, self.settings.evaluation.every, f"batch-{self.batches:06d}"
+        if every and b and b % every == 0 and b < self.total and name not in self.evaluations:
+            self.evaluate(name)
+            self.keeper.rank(b, self.evaluations[name].summary.get("pass_at_1"))
+
+    def keep(self) -> None:
+        """A checkpoint where one is due; and what there is to tell of those that were written."""
+        if self.keeper.due(self.batches):
+            self.write_checkpoint()
+        self.tell_of_checkpoints()
+
+    def tell_of_checkpoints(self) -> None:
+        for news in self.keeper.tell():
+            self.store.record_event("checkpoint", **news)
+
+    def write_checkpoint(self, finish: bool = True) -> None:
+        """A checkpoint of this batch, written in the background."""
+        if self.batches in self.keeper.written:
+            return
+        self.observers.phase("checkpoint")
+        started = time.perf_counter()
+        self.keeper.wait()
+        further = {
+            "model": self.model,
+            "lengths": {f.name: f.stat().st_size if f.exists() else 0 for f in (self.store.metrics, self.store.events)},
+            "warnings": self.warnings.memory(),
+            "best": self.keeper.best,
+        }
+        with whole():
+            self.keeper.write(lambda: capture(self.parts, self.stand, further, finish))
+        self.seconds_checkpoint += time.perf_counter() - started
+
+    def save_checkpoint(self) -> None:
+        """A checkpoint of the last batch before the run ends, if π is still what it was then."""
+        if self.batches and self.policy.version == self.stand.version:
+            self.write_checkpoint(finish=False)
+        self.keeper.wait()
+        self.tell_of_checkpoints()
+
+    def finish(self) -> Path | None:
+        """Write what the finished run leaves: its weights, and one checkpoint or none."""
+        weights = self.save()
+        self.keeper.wait()
+        self.tell_of_checkpoints()
+        if not self.settings.run.keep_optimizer:
+            self.keeper.store.prune(())
+        return weights
 
     def progress(self) -> str:
         """How far the run has come."""
@@ -175,19 +313,16 @@ class Training:
         return f"{self.batches} of {self.total} batches are finished; {policy}"
 
     def record(self, step: Step) -> None:
-        """Tell the observers of a batch; then write weights and evaluate where it is time."""
+        """Tell the observers of a batch; then write weights where it is time."""
         b, metrics = step.b, self.measure(step)
         columns = completion_columns(step.batch, step.rows, self.parts.learner.recipe.composition.eps_std)
         rows = rollout_rows(step.batch.groups, columns, batch=b, stage=step.stage, pi_k_version=step.version)
-        with whole():
-            self.observers.batch(step, metrics, list(rows))
-            self.batches = b
+        self.observers.batch(step, metrics, list(rows))
         for text in self.warnings.look(step, metrics):
             self.observers.note(text)
         if (every := self.settings.run.save_every) and b % every == 0:
             self.write_weights(self.policy.version)
-        if (every := self.settings.evaluation.every) and b % every == 0 and b < self.total:
-            self.evaluate(f"batch-{b:06d}")
+        self.stand = Stand.of(self.parts, step.state)
 
     def measure(self, step: Step) -> dict[str, Any]:
         """The metrics of a batch. Metrics of the lag are null where the run leaves out completions that they need."""
@@ -196,10 +331,16 @@ class Training:
         delta = None if s.sampling.dynamic_sampling else s.schedule.doubt
         return (
             batch_metrics(step)
-            | sampler_metrics(step.sync, step.sampling)
+            | sampler_metrics(step.state.sync, step.sampling)
             | lag_metrics(step.batch, rows, recipe.composition.eps_std, s.task.reward_range, after_T, delta)
             | team.metrics()
+            | {"seconds_checkpoint": self.spent_on_checkpoints()}
         )
+
+    def spent_on_checkpoints(self) -> float:
+        """Seconds for which the run waited for checkpoints since the last call."""
+        spent, self.seconds_checkpoint = self.seconds_checkpoint, 0.0
+        return spent
 
     def evaluate(self, name: str) -> None:
         """pass@k of π as it is now, recorded under `name`."""
@@ -251,53 +392,3 @@ def write_config(parts: Parts) -> str:
     read = f"of [task] only {' and '.join(name + what for name, what in READ_OF_TASK.items())} were read"
     own = f"# The task was the caller's own object, a {kind.__module__}.{kind.__qualname__}; {read}.\n"
     return (own if parts.own_task else "") + to_toml(parts.settings)
-
-
-class Warnings:
-    """What a run warns of while it goes on, each once. `dtype` is the weights', `prompts` the size of the split."""
-
-    def __init__(self, settings: Settings, dtype: str, prompts: int) -> None:
-        self.settings, self.dtype, self.prompts = settings, dtype, prompts
-        self._given: set[str] = set()
-        self._pushed = False  # an update had a gradient since the last weight sync
-        self._before: Mapping[str, Any] = {}
-
-    def look(self, step: Step, metrics: Mapping[str, Any]) -> list[str]:
-        """What is to be said of this batch and was not said before."""
-        found = {name: text for name, text in self._find(step) if name not in self._given}
-        self._given |= found.keys()
-        self._before = metrics
-        pushed = any(update.get("grad_norm") for update in step.updates)
-        self._pushed = pushed or (self._pushed and not step.reason)
-        return list(found.values())
-
-    def _find(self, step: Step) -> Iterator[tuple[str, str]]:
-        share = step.sync.get("moved_synced")
-        if step.reason and self._pushed and share is not None and share < STILL:
-            yield "standstill", self._standstill(step.alpha, share)
-        if self.settings.schedule.kind == "certified" and step.reason == "cap":
-            yield "certificate", self._no_certificate()
-        keys = [group.prompt.key for group in step.batch.groups if group.source == "sampler"]
-        if len(set(keys)) < len(keys):
-            split = f"the {count_of(self.prompts, 'prompt')} of the split came to their end inside it (said once)"
-            yield "repetition", f"batch {step.b} asks a prompt more than once: {split}"
-
-    def _standstill(self, version: int, share: float) -> str:
-        remedies = ["a larger optimizer.lr", "more updates per weight sync (schedule.v, schedule.i)"]
-        if self.dtype == "bfloat16":
-            plain = self.settings.optimizer.masters == "plain"
-            remedies = ['optimizer.masters = "dithered"'] * plain + remedies + ['model.dtype = "float32"']
-        return (
-            f"the weight sync of version {version} changes {share:.4%} of the sampler's weights, less than 1 in "
-            f"10,000: its steps are lost in the rounding to {self.dtype}, and the sampler generates as before. What "
-            f"helps: {', '.join(remedies)}. See docs/precision.md; said once"
-        )
-
-    def _no_certificate(self) -> str:
-        shown = (("lag_certified", "+.3f"), ("lag_ess", ".1f"))
-        bound, ess = (formatted(self._before.get(key), form) for key, form in shown)
-        return (
-            f"schedule certified: {count_of(self.settings.schedule.v, 'batch', 'es')} are over and no batch certified "
-            f"that pi_k is better than alpha (the last: J(pi_k) - J(alpha) >= {bound}, with an effective sample size "
-            f"of {ess}). More completions in a batch (schedule.prompts, sampling.G) certify smaller gains; said once"
-        )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-import signal
 import sys
 import threading
 from collections import Counter, deque
@@ -47,6 +46,8 @@ class Verifier:
         judge: (text, gold) -> reward, picklable by reference.
         workers: number of processes; by default the number of CPUs at hand, at most 4.
         deadline: seconds for one completion.
+        memory: GiB that a process may take with everything that it starts (on Linux).
+        file_size: GiB that a process may write into one file.
         max_without_reward: largest share of a batch's completions without a reward (unscored or failed).
 
     The processes start in the background at once, and run until `close` or the end of the `with` block. Raises
@@ -54,14 +55,22 @@ class Verifier:
     """
 
     def __init__(
-        self, judge: Judge, *, workers: int | None = None, deadline: float = 5.0, max_without_reward: float = 0.5
+        self,
+        judge: Judge,
+        *,
+        workers: int | None = None,
+        deadline: float = 5.0,
+        memory: float = 4.0,
+        file_size: float = 1.0,
+        max_without_reward: float = 0.5,
     ) -> None:
         refuse_in_worker()
         self.deadline = deadline
+        self._file_size = int(file_size * 2**30)
         self.max_without_reward = max_without_reward
         self._workers = workers or cores.limit_threads(4, cores.read_quota(), cores.count_cores())
         self._judge = pickle_judge(judge)
-        self._context = WorkerContext(self._judge)
+        self._context = WorkerContext(self._judge, int(memory * 2**30))
         self._open: dict[_Job, None] = {}
         self._restarts = 0
         self._closed = False
@@ -135,9 +144,9 @@ class Verifier:
             try:
                 outcome = _read(job.future.result(timeout=self.deadline + _PATIENCE))
             except ProcessExpired as error:
-                outcome = Outcome.unscored(f"the worker process {_describe_end(error.exitcode)} while it judged")
+                outcome = Outcome.unscored(_describe_end(error, self._context))
             except (BrokenProcessPool, CancelledError) as error:
-                self._restart(str(error))
+                self._restart(f"{error}; {self._context.describe_ends()}".strip("; "))
             except TimeoutError:
                 if job.future.done() and isinstance(job.future.exception(), TimeoutError):
                     outcome = Outcome.unscored(f"no verdict within {self.deadline:g} s")
@@ -148,7 +157,7 @@ class Verifier:
         return outcome
 
     def _start(self) -> ProcessPool:
-        initial = (self._judge, self.deadline)
+        initial = (self._judge, self.deadline, self._file_size)
         pool = ProcessPool(self._workers, initializer=worker.start, initargs=initial, context=self._context)
         pool.schedule(worker.warm_up)
         return pool
@@ -228,11 +237,10 @@ def _read(verdict: worker.Verdict) -> Outcome:
     return Outcome.scored(float(value)) if kind == "scored" else Outcome.unscored(str(value))
 
 
-def _describe_end(exit_code: int) -> str:
-    if exit_code < 0:
-        names = {known.value: known.name for known in signal.Signals}
-        return f"was ended by {names.get(-exit_code, f'signal {-exit_code}')}"
-    return f"ended itself with exit code {exit_code}"
+def _describe_end(error: ProcessExpired, context: WorkerContext) -> str:
+    if error.exitcode == worker.SPOILED:
+        return "the judge closed files of its process, lowered its limits or removed its directory"
+    return f"the worker process {context.describe_end(error.pid)} while it judged"
 
 
 def pickle_judge(judge: Judge) -> bytes:
@@ -263,18 +271,31 @@ def refuse_in_worker() -> None:
 
 
 class WorkerContext(SpawnContext):
-    """The multiprocessing context of one judge's workers; it knows the processes that it started."""
+    """The multiprocessing context of one judge's workers, which may take so many bytes of memory each; it knows the
+    processes that it started."""
 
-    def __init__(self, judge: bytes) -> None:
+    def __init__(self, judge: bytes, memory: int) -> None:
         super().__init__()
-        self._imports_main = MAIN in judge
+        self._imports_main, self._memory = MAIN in judge, memory
         self._started: list[Process] = []
+        self._ends: dict[int | None, str] = {}
 
     def Process(self, *args: Any, **kwargs: Any) -> Process:  # type: ignore[override]  # noqa: N802
-        process = Process(*args, **kwargs)
-        process.imports_main = self._imports_main
-        self._started = [*(other for other in self._started if other.pid is None or other.is_alive()), process]
+        process = worker.JudgeProcess(*args, **kwargs)
+        process.imports_main, process.memory = self._imports_main, self._memory
+        ended = {other: end for other in self._started if (end := other.end)}
+        self._ends.update((other.pid, end) for other, end in ended.items())
+        self._started = [*(other for other in self._started if other not in ended), process]
         return process
+
+    def describe_end(self, process: int | None) -> str:
+        """How the process with this id ended, as a phrase."""
+        ends = {other.pid: other.end for other in self._started if other.end}
+        return ends.get(process) or self._ends.get(process) or "ended"
+
+    def describe_ends(self) -> str:
+        """How the processes ended that were not replaced yet."""
+        return ", ".join(f"a worker process {other.end}" for other in self._started if other.end)
 
     def kill(self) -> None:
         """Kill every process that is still there."""

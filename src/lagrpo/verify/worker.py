@@ -19,10 +19,12 @@ import traceback
 from multiprocessing import resource_tracker
 
 from lagrpo.tasks.base import Judge, Unjudgeable
-from lagrpo.workers import die_with_parent, limit_cpu_time
+from lagrpo.verify.surroundings import Surroundings
+from lagrpo.workers import Process, die_with_parent, limit_cpu_time
 
 Verdict = tuple[str, float | str]
 
+SPOILED = 100  # exit code: the process cannot be made as it was before the judge's call
 POLITENESS = 5  # niceness: of a core that both want, the policy gets three quarters and the judge one
 _SPARE_SECONDS = 5
 _LONGEST_REASON = 300
@@ -32,16 +34,29 @@ _SEGMENTS = "/dev/shm"  # where Linux lists them; elsewhere every segment counts
 _judge: Judge | None = None
 _problem = ""
 _deadline = math.inf
+_process = 0
 
 
-def start(judge: bytes, deadline: float) -> None:
-    """Prepare this process: give way to the policy, load the judge, end with the parent, leave nothing behind. SIGTERM
-    keeps its default effect, because a handler in Python would wait for a judge that hangs in C code."""
-    global _judge, _problem, _deadline
+class JudgeProcess(Process):
+    """A worker process, which never ends itself: not with exit code 0 either, which a pool takes for a proper end."""
+
+    @property
+    def exitcode(self) -> int | None:
+        code = super().exitcode
+        return 1 if code == 0 else code
+
+
+def start(judge: bytes, deadline: float, file_size: int) -> None:
+    """Prepare this process: give way to the policy, limit every file that it writes to `file_size` bytes, load the
+    judge, end with the parent, leave nothing behind. SIGTERM keeps its default effect, because a handler in Python
+    would wait for a judge that hangs in C code."""
+    global _judge, _problem, _deadline, _process
+    _process = os.getpid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is blocked; starting a resource tracker unblocks it
     track_alone()
     _give_way()
+    _limit_files(file_size)
     threading.Thread(target=die_with_parent, daemon=True).start()
     _deadline = deadline
     try:
@@ -59,11 +74,26 @@ def give_verdict(payload: bytes) -> Verdict:
     if _judge is None:
         return "unloadable", _problem
     limit_cpu_time((_deadline + _SPARE_SECONDS) * (os.cpu_count() or 1))
+    before = Surroundings.read()
+    try:
+        return _ask(_judge, payload)
+    except BaseException as error:  # noqa: BLE001 - an exception whose own text raises one
+        return "unscored", f"the judge raised {type(error).__name__}"
+    finally:
+        if os.getpid() != _process:  # the judge has forked, and this is the copy
+            os._exit(0)
+        try:
+            before.put_back()
+        except (OSError, ValueError):
+            os._exit(SPOILED)
+
+
+def _ask(judge: Judge, payload: bytes) -> Verdict:
     try:
         text, gold = pickle.loads(payload)
-        return _score(_judge(text, gold))
+        return _score(judge(text, gold))
     except Unjudgeable as error:
-        return "unscored", str(error)[:_LONGEST_REASON]
+        return "unscored", str.__str__(str(error))[:_LONGEST_REASON]
     except BaseException as error:  # noqa: BLE001 - whatever a judge raises, sys.exit too, concerns this completion only
         return "unscored", f"the judge raised {_describe(error)}"
 
@@ -81,6 +111,16 @@ def _score(value: object) -> Verdict:
 
 def _describe(error: BaseException) -> str:
     return traceback.format_exception_only(error)[-1].strip()[:_LONGEST_REASON]
+
+
+def _limit_files(size: int) -> None:
+    """Limit each file that this process writes; a core file has no use at all."""
+    if sys.platform != "win32":
+        import resource
+
+        for limit, most in ((resource.RLIMIT_FSIZE, size), (resource.RLIMIT_CORE, 0)):
+            hard = resource.getrlimit(limit)[1]
+            resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _give_way() -> None:

@@ -52,6 +52,13 @@ class Panels:
                 self.bias[first : first + layer.out_features] = 0 if layer.bias is None else layer.bias
             first += layer.out_features
 
+    def weights(self) -> list[Tensor]:
+        """The weights of the layers as they are here: bfloat16 [out, k] each."""
+        width, pairs = call("panel_width"), self.k // 2
+        of_panels = self.packed.view(torch.int32).view(-(-self.n // width), -1)[:, : pairs * width]
+        rows = of_panels.view(-1, pairs, width).transpose(1, 2).reshape(-1, pairs)[: self.n]
+        return list(rows.view(torch.bfloat16).split(self.widths))
+
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[rows, k] -> [rows, n], in `out` where it is given."""
         y = x.new_empty(len(x), self.n) if out is None else out
@@ -78,6 +85,12 @@ class DecoderPanels:
         groups = chain(*map(joined, decoder.layers), [[head]])
         for panels, group in zip(chain(*self.layers, [self.head]), groups, strict=True):
             panels.fill(group)
+
+    def weights(self, decoder: Any, head: nn.Linear) -> dict[int, Tensor]:
+        """The weights as they are here, each under the id of the parameter of `decoder` and `head` in its place."""
+        groups = chain(*map(joined, decoder.layers), [[head]])
+        pairs = zip(groups, chain(*self.layers, [self.head]), strict=True)
+        return {id(m.weight): w for group, panels in pairs for m, w in zip(group, panels.weights(), strict=True)}
 
 
 class OwnPanels:
@@ -133,6 +146,10 @@ class BorrowedPanels:
 
     def current(self) -> DecoderPanels:
         return self._panels
+
+    def weights(self) -> dict[int, Tensor]:
+        """The weights that are read, each under the id of the (empty) parameter that it stands for."""
+        return self._panels.weights(self._decoder, self._head)
 
     @torch.no_grad()
     def load(self, weights: Mapping[nn.Parameter, Tensor]) -> None:

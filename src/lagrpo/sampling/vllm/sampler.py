@@ -6,15 +6,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lagrpo.sampling.base import Item, Request
 from lagrpo.sampling.vllm.fleet import Fleet, Member
 from lagrpo.sampling.vllm.generation import Dispatcher, Generation
 from lagrpo.sampling.vllm.server import Server
-from lagrpo.sampling.vllm.weights import WeightSync
+from lagrpo.sampling.vllm.weights import FILE, WeightSync
 from lagrpo.types import Group
 
 InFlight = Literal["finish", "span", "regenerate"]
@@ -63,6 +65,12 @@ class VllmSampler:
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         return self._dispatcher.submit(requests, G, each=max(1, self.generation.max_num_seqs // G))
+
+    def served(self) -> tuple[int, Mapping[str, Tensor]]:
+        """As they were sent: in the dtype of the servers. Raises ValueError before the first sync."""
+        if (parcel := self.fleet.served.parcel) is None:
+            raise ValueError("no weights have been synced yet")
+        return self.fleet.served.version_of(parcel.label), load_file(Path(parcel.write()) / FILE)
 
     def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
         """log-probs at temperature 1 by every server: [server][item][token], nats. They are kept: a server that is

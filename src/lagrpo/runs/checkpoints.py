@@ -1,0 +1,214 @@
+"""The checkpoints of a run on disk: what is needed to go on from the end of a batch.
+
+    checkpoints/step-000120/state.json           numbers; written last, with the size of every file of the checkpoint
+                            learner.safetensors  float32 masters and moments
+                            waiting.parquet      completions that were sampled ahead, where there are any
+    checkpoints/weights/v000110.safetensors      weights of alpha or pi_ref, once for all checkpoints that need them
+
+A directory is written under a temporary name, synced to the disk and renamed, so a checkpoint is whole or absent.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lagrpo.runs.files import remove_directory, write_atomically, write_directory_atomically, write_table
+from lagrpo.runs.rollouts import table_schema
+from lagrpo.types import Completion, Group, Outcome
+
+SCHEMA = "lagrpo.checkpoint/1"
+STATE, LEARNER, WAITING = "state.json", "learner.safetensors", "waiting.parquet"
+COLUMNS = """
+    batch:int32  epoch:int32  prompt_key:int64  token_ids:int32[]  logp_alpha:float[]  versions:int32[]  sampled:bool[]
+    finished:bool  text:string  outcome:string  reason:string
+"""
+
+
+class CheckpointError(OSError):
+    """A checkpoint cannot be written, or cannot be read back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a checkpoint holds. Nothing in it may be in memory that the run goes on to change."""
+
+    batch: int
+    state: Mapping[str, Any]
+    """what JSON holds"""
+    learner: Mapping[str, Tensor]
+    waiting: Mapping[int, Sequence[Group]]
+    """by batch: groups that were sampled ahead"""
+    weights: Mapping[int, Mapping[str, Tensor]]
+    """by version: what alpha and pi_ref need, beside the weights of pi and of the initial policy"""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that is whole."""
+
+    path: Path
+    batch: int
+    state: Mapping[str, Any]
+
+    def read_learner(self) -> dict[str, Tensor]:
+        return _load(self.path / LEARNER)
+
+    def read_weights(self, version: int) -> dict[str, Tensor]:
+        return _load(_weights_file(self.path.parent, version))
+
+    def read_waiting(self) -> dict[int, list[dict[str, Any]]]:
+        """By batch, the rows of the completions that were sampled ahead: see `group_of`."""
+        import pyarrow.parquet as pq
+
+        path, found = self.path / WAITING, dict[int, list[dict[str, Any]]]()
+        for row in pq.read_table(path).to_pylist() if path.exists() else ():
+            found.setdefault(row["batch"], []).append(row)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """The checkpoints in the directory of a run."""
+
+    run: Path
+
+    @property
+    def path(self) -> Path:
+        return self.run / "checkpoints"
+
+    def write(self, content: Content) -> int:
+        """Write a checkpoint, and return its bytes. Raises CheckpointError where that fails; what was there stays."""
+        target = self._of(content.batch)
+        try:
+            for version, weights in content.weights.items():
+                if not (file := _weights_file(self.path, version)).exists():
+                    write_atomically(file, partial(_save, weights))
+            write_directory_atomically(target, partial(self._fill, content))
+        except Exception as error:
+            raise CheckpointError(
+                f"the checkpoint of batch {content.batch} could not be written to {self.path}: {error}. "
+                f"{self._remedy()}"
+            ) from error
+        return sum(file.stat().st_size for file in target.iterdir())
+
+    def newest(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest whole checkpoint, and why newer ones are none."""
+        complaints = []
+        for batch in sorted(self._batches(), reverse=True):
+            try:
+                return _open(self._of(batch)), complaints
+            except CheckpointError as error:
+                complaints.append(str(error))
+        return None, complaints
+
+    def prune(self, keep: Collection[int]) -> None:
+        """Remove the checkpoints of other batches, and weights that none needs any more."""
+        for batch in self._batches() - set(keep):
+            remove_directory(self._of(batch))
+        needed = {version for batch in self._batches() for version in _versions(self._of(batch))}
+        for file in (self.path / "weights").glob("v*.safetensors"):
+            if int(file.stem[1:]) not in needed:
+                file.unlink()
+
+    def _batches(self) -> set[int]:
+        names = (re.fullmatch(r"step-(\d+)", path.name) for path in self.path.glob("step-*"))
+        return {int(name[1]) for name in names if name}
+
+    def _of(self, batch: int) -> Path:
+        return self.path / f"step-{batch:06d}"
+
+    def _fill(self, content: Content, folder: Path) -> None:
+        _save(content.learner, folder / LEARNER)
+        if any(content.waiting.values()):
+            rows = [row for batch, groups in content.waiting.items() for g in groups for row in _rows(batch, g)]
+            write_table(folder / WAITING, rows, table_schema(COLUMNS))
+        sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+        about = {"schema": SCHEMA, "batch": content.batch, "files": sizes, "weights": sorted(content.weights)}
+        (folder / STATE).write_text(json.dumps({**about, **content.state}, default=float, indent=1) + "\n")
+
+    def _remedy(self) -> str:
+        last, _ = self.newest()
+        whole = f"The one of batch {last.batch} is whole" if last else "There is none before it"
+        return f"{whole}. Make room or mend the directory, then go on with: lagrpo train --resume {self.run}"
+
+
+def _open(path: Path) -> Checkpoint:
+    """Raises CheckpointError for one that lacks something."""
+    try:
+        state = json.loads((path / STATE).read_bytes())
+        if state.get("schema") != SCHEMA:
+            raise CheckpointError(f"{path} is written in {state.get('schema')}; this version of lagrpo reads {SCHEMA}")
+        for name, size in state["files"].items():
+            if (found := (path / name).stat().st_size) != size:
+                raise CheckpointError(f"{path / name} has {found} bytes, not {size}")
+        for version in state["weights"]:
+            _weights_file(path.parent, version).stat()
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} is no whole checkpoint: {error}") from error
+    return Checkpoint(path, state["batch"], state)
+
+
+def _versions(path: Path) -> list[int]:
+    try:
+        return _open(path).state["weights"]
+    except CheckpointError:
+        return []
+
+
+def _weights_file(checkpoints: Path, version: int) -> Path:
+    return checkpoints / "weights" / f"v{version:06d}.safetensors"
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _rows(batch: int, group: Group) -> list[dict[str, Any]]:
+    place = {"batch": batch, "epoch": group.epoch, "prompt_key": group.prompt.key}
+    return [
+        {
+            **place,
+            **{name: getattr(c, name).tolist() for name in ("token_ids", "logp_alpha", "versions", "sampled")},
+            "finished": c.finished,
+            "text": c.text,
+            "outcome": c.outcome.kind if c.outcome else None,
+            "reason": c.outcome.reason if c.outcome else None,
+        }
+        for c in group.completions
+    ]
+
+
+def completion_of(row: Mapping[str, Any]) -> Completion:
+    """The completion of a row of `Checkpoint.read_waiting`; it was not judged, so an outcome says that it failed."""
+    return Completion(
+        token_ids=torch.tensor(row["token_ids"], dtype=torch.long),
+        logp_alpha=torch.tensor(row["logp_alpha"], dtype=torch.float32),
+        versions=torch.tensor(row["versions"], dtype=torch.long),
+        finished=row["finished"],
+        text=row["text"],
+        outcome=Outcome(row["outcome"], reason=row["reason"]) if row["outcome"] else None,
+        sampled=torch.tensor(row["sampled"], dtype=torch.bool),
+    )

@@ -1,0 +1,51 @@
+"""The lock of a run's directory: one process writes into it at a time.
+
+The system gives a lock back when its process ends, however it ends, so a lock that is held has a living holder.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+LOCK, HOLDER = ".lock", ".lock-holder.json"
+
+
+class RunLockedError(RuntimeError):
+    """Another process is writing into the run."""
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of the run at `path`, which is there. Raises RunLockedError, which names the holder, at once where
+    another process has it."""
+    lock = FileLock(path / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise RunLockedError(
+            f"another process is writing into {path}{_holder(path)}; wait for its end, or stop it first"
+        ) from error
+    try:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        holder = {"pid": os.getpid(), "host": platform.node(), "since": now}
+        (path / HOLDER).write_text(json.dumps(holder) + "\n")
+        yield
+    finally:
+        (path / HOLDER).unlink(missing_ok=True)
+        lock.release()
+
+
+def _holder(path: Path) -> str:
+    try:
+        holder = json.loads((path / HOLDER).read_bytes())
+        return f": process {holder['pid']} on {holder['host']}, since {holder['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it has just begun
+        return ""

@@ -1,0 +1,70 @@
+"""What a run warns of while it goes on, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lagrpo.settings.schema import Settings
+from lagrpo.terminal.text import count_of, formatted
+from lagrpo.training.loop import Step
+
+STILL = 1e-4  # a weight sync that changes a smaller share of the weights is warned of
+
+
+class Warnings:
+    """The warnings of a run. `dtype` is the weights', `prompts` the size of the split."""
+
+    def __init__(self, settings: Settings, dtype: str, prompts: int) -> None:
+        self.settings, self.dtype, self.prompts = settings, dtype, prompts
+        self._given: set[str] = set()
+        self._pushed = False  # an update had a gradient since the last weight sync
+        self._before: Mapping[str, Any] = {}
+
+    def memory(self) -> dict[str, Any]:
+        """What has been said, for a checkpoint."""
+        return {"given": sorted(self._given), "pushed": self._pushed}
+
+    def restore(self, memory: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what `memory` gave, and the metrics of the batches until then."""
+        self._given, self._pushed, self._before = set(memory["given"]), memory["pushed"], metrics[-1]
+
+    def look(self, step: Step, metrics: Mapping[str, Any]) -> list[str]:
+        """What is to be said of this batch and was not said before."""
+        found = {name: text for name, text in self._find(step) if name not in self._given}
+        self._given |= found.keys()
+        self._before = metrics
+        pushed = any(update.get("grad_norm") for update in step.updates)
+        self._pushed = pushed or (self._pushed and not step.reason)
+        return list(found.values())
+
+    def _find(self, step: Step) -> Iterator[tuple[str, str]]:
+        share = step.state.sync.get("moved_synced")
+        if step.reason and self._pushed and share is not None and share < STILL:
+            yield "standstill", self._standstill(step.alpha, share)
+        if self.settings.schedule.kind == "certified" and step.reason == "cap":
+            yield "certificate", self._no_certificate()
+        keys = [group.prompt.key for group in step.batch.groups if group.source == "sampler"]
+        if len(set(keys)) < len(keys):
+            split = f"the {count_of(self.prompts, 'prompt')} of the split came to their end inside it (said once)"
+            yield "repetition", f"batch {step.b} asks a prompt more than once: {split}"
+
+    def _standstill(self, version: int, share: float) -> str:
+        remedies = ["a larger optimizer.lr", "more updates per weight sync (schedule.v, schedule.i)"]
+        if self.dtype == "bfloat16":
+            plain = self.settings.optimizer.masters == "plain"
+            remedies = ['optimizer.masters = "dithered"'] * plain + remedies + ['model.dtype = "float32"']
+        return (
+            f"the weight sync of version {version} changes {share:.4%} of the sampler's weights, less than 1 in "
+            f"10,000: its steps are lost in the rounding to {self.dtype}, and the sampler generates as before. What "
+            f"helps: {', '.join(remedies)}. See docs/precision.md; said once"
+        )
+
+    def _no_certificate(self) -> str:
+        shown = (("lag_certified", "+.3f"), ("lag_ess", ".1f"))
+        bound, ess = (formatted(self._before.get(key), form) for key, form in shown)
+        return (
+            f"schedule certified: {count_of(self.settings.schedule.v, 'batch', 'es')} are over and no batch certified "
+            f"that pi_k is better than alpha (the last: J(pi_k) - J(alpha) >= {bound}, with an effective sample size "
+            f"of {ess}). More completions in a batch (schedule.prompts, sampling.G) certify smaller gains; said once"
+        )

@@ -1,0 +1,209 @@
+"""Kills training runs at random instants, resumes them, and compares what they leave with runs that nobody disturbed.
+
+    python tests/chaos.py                            50 kills of a tiny model's runs: `make chaos`
+    python tests/chaos.py --kills 5 --model smollm2  the embedded model
+    python tests/chaos.py --kills 5 --model smollm2 --vllm .venv-vllm/bin/python    with a vLLM server, too
+
+A trial is one run: its process group gets SIGKILL at an instant drawn by the seed, and it is resumed; every third trial
+is killed again while it resumes. With the in-process sampler every number must be equal to the bit: the final weights,
+float32 masters and moments, metrics but for times, rollouts, evaluations. With vLLM every batch must be there once,
+sampled by the versions that the schedule announced. Prints a line per trial; exits with 1 where one differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from running import options, tiny_settings, without_timings
+
+from lagrpo import cli
+from lagrpo.runs import load_events, load_metrics
+from lagrpo.training import run as _warm  # noqa: F401 - what the forked processes would import each by itself
+
+Sections = Mapping[str, Mapping[str, Any]]
+KINDS: dict[str, Sections] = {
+    "asking ahead": {"schedule": {"v": 3}},
+    "dynamic sampling": {"schedule": {"v": 3}, "sampling": {"dynamic_sampling": 2}},
+    "lagged": {"schedule": {"kind": "lagged", "v": 2}},
+    "budget": {"schedule": {"kind": "budget", "v": 3, "delta": 0.02}},
+}
+COMMON: Sections = {
+    "run": {"checkpoint_every": 2, "checkpoint_minutes": 0},
+    "model": {"dtype": "bfloat16"},
+    "schedule": {"i": 2, "stages": 2, "batches": 6, "prompts": 3},
+    "objective": {"recipe": "grpo"},
+    "evaluation": {"every": 4},
+}
+REAL: Sections = {
+    "run": {"checkpoint_every": 2, "checkpoint_minutes": 0, "display": "plain"},
+    "task": {"name": "arithmetic", "digits": 1, "max_result": 9},
+    "sampling": {"G": 8, "max_tokens": 16},
+    "schedule": {"i": 2, "stages": 2, "batches": 4, "prompts": 4},
+    "objective": {"recipe": "grpo"},
+    "optimizer": {"lr": 2e-5},
+    "evaluation": {"every": 3, "prompts": 8, "samples": 2},
+    "verifier": {"workers": 1},
+}
+
+
+class Started:
+    """`lagrpo train` in a process group of its own, with what it prints in `log`; forked, as imports take seconds."""
+
+    def __init__(self, words: Sequence[str], log: Path) -> None:
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._be_the_command(words, log)
+
+    def _be_the_command(self, words: Sequence[str], log: Path) -> None:
+        code: Any = 1
+        try:
+            os.setsid()
+            with log.open("ab", buffering=0) as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            cli.main(["train", *words])
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        finally:
+            sys.stdout.flush()
+            os._exit(code if isinstance(code, int) else 1)
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit code; None where it goes on after so many seconds."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.005)
+        return None
+
+    def kill(self) -> None:
+        os.killpg(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def merged(*layers: Sections) -> dict[str, dict[str, Any]]:
+    names = [name for layer in layers for name in layer]
+    return {name: {k: v for layer in layers for k, v in layer.get(name, {}).items()} for name in dict.fromkeys(names)}
+
+
+def leaves(run: Path, exact: bool) -> dict[str, Any]:
+    """What must be the same however often the run was killed."""
+    events = [e for e in load_events(run) if e["event"] == "weight_sync" or "WARNING" in e.get("text", "")]
+    found: dict[str, Any] = {"batches": [m["batch"] for m in load_metrics(run)], "syncs": events}
+    found["rollouts"] = sorted(path.name for path in (run / "rollouts").iterdir())
+    found["leftovers"] = [str(path) for path in run.rglob("*.tmp")]
+    if not exact:
+        return found
+    found["metrics"] = without_timings(load_metrics(run))
+    for table in sorted([*(run / "rollouts").iterdir(), *(run / "evaluations").glob("*.parquet")]):
+        found[table.name] = pq.read_table(table).to_pylist()
+    for summary in sorted((run / "evaluations").glob("*.json")):
+        found[summary.name] = json.loads(summary.read_bytes())
+    found["weights"] = (run / "weights/final/model.safetensors").read_bytes()
+    (last,) = (run / "checkpoints").glob(f"step-{len(found['batches']):06d}")
+    found["masters and moments"] = (last / "learner.safetensors").read_bytes()
+    return found
+
+
+class Trials:
+    """Runs of one model under `root`, killed at instants of `draws`."""
+
+    def __init__(self, root: Path, base: Sections, exact: bool, draws: random.Random) -> None:
+        self.root, self.base, self.exact, self.draws = root, base, exact, draws
+        self._undisturbed: dict[str, tuple[dict[str, Any], float]] = {}
+
+    def undisturbed(self, kind: str) -> tuple[dict[str, Any], float]:
+        """What a run of this kind leaves, and the seconds that it took."""
+        if kind not in self._undisturbed:
+            started, name = time.monotonic(), f"undisturbed {kind}"
+            self._finish(name, Started(self._words(name, kind), self._log(name)))
+            self._undisturbed[kind] = leaves(self.root / name, self.exact), time.monotonic() - started
+        return self._undisturbed[kind]
+
+    def trial(self, number: int, kind: str) -> tuple[str, list[str]]:
+        """How the run was killed, and what then differs from the undisturbed one."""
+        expected, seconds = self.undisturbed(kind)
+        name, said = f"trial {number}", []
+        for _ in range(2 if number % 3 == 2 else 1):
+            after = self.draws.uniform(0, seconds)
+            run = Started([*self._words(name, kind), "--run.resume", "auto"], self._log(name))
+            if run.wait(after) is None:
+                run.kill()
+                said.append(f"{after:.2f} s, batch {self._batches(name)}")
+            else:
+                said.append("had ended")
+        self._finish(name, Started([*self._words(name, kind), "--run.resume", "auto"], self._log(name)))
+        found = leaves(self.root / name, self.exact)
+        return "; ".join(said), [key for key in expected if found.get(key) != expected[key]]
+
+    def _batches(self, name: str) -> int:
+        metrics = self.root / name / "metrics.jsonl"
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+    def _log(self, name: str) -> Path:
+        return self.root / f"{name}.log"
+
+    def _words(self, name: str, kind: str) -> list[str]:
+        return options(merged(self.base, KINDS[kind], {"run": {"name": name, "directory": str(self.root)}}))
+
+    def _finish(self, name: str, run: Started) -> None:
+        code = run.wait(1800)
+        if code != 0:
+            raise SystemExit(f"{name} ended with {code}:\n{self._log(name).read_text()[-3000:]}")
+
+
+def tiny(root: Path) -> Sections:
+    """Settings of a tiny model, with half of each batch from the rollouts of a run that is made here."""
+    code = "import sys; from tiny import save_tiny; from pathlib import Path; save_tiny(Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, str(root / "model")], check=True, capture_output=True)
+    settings = merged(tiny_settings(root / "model", root), COMMON)
+    log = root / "earlier.log"
+    words = options(merged(settings, {"run": {"name": "earlier"}, "schedule": {"stages": 1, "batches": 2}}))
+    if Started(words, log).wait(600) != 0:
+        raise SystemExit(log.read_text())
+    return merged(settings, {"offline": {"data": str(root / "earlier"), "share": 0.34}})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50, help="how many trials")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", help="a model directory or smollm2; by default a tiny one")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="sample by a vLLM server of this Python")
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="which schedules")
+    asked = parser.parse_args()
+    os.chdir(Path(__file__).parent)  # where the tiny model's task is
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        base = merged(REAL, {"model": {"path": asked.model}}) if asked.model else tiny(root)
+        if asked.vllm:
+            base = merged(base, {"sampling": {"sampler": "vllm"}, "vllm": {"python": str(asked.vllm.absolute())}})
+        trials = Trials(root, base, not asked.vllm, random.Random(asked.seed))
+        failed = 0
+        for number in range(asked.kills):
+            kind = asked.kinds[number % len(asked.kinds)]
+            killed, differing = trials.trial(number, kind)
+            failed += bool(differing)
+            outcome = f"DIFFERS: {', '.join(differing)}" if differing else "equal"
+            print(f"{number + 1:3} {kind:16} killed after {killed:40} {outcome}", flush=True)
+        print(f"{asked.kills - failed} of {asked.kills} equal", flush=True)
+        sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
