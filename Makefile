@@ -23,8 +23,8 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm fuzz check-trl conformance portability check-aarch64 bench-trl bench-scaling bench-peak \
-	bench-vllm bench-gpu bench-busy lint format install vllm-env clean
+.PHONY: help demo test test-gpu test-vllm fuzz check-trl chaos conformance portability check-aarch64 bench-trl \
+	bench-scaling bench-peak bench-vllm bench-gpu bench-busy lint format install vllm-env clean
 
 help:
 	@echo "make demo       install, then train the embedded 135M model on single-digit addition and show what it learned"
@@ -33,6 +33,7 @@ help:
 	@echo "make test-vllm  install vLLM too, then run the tests that need it"
 	@echo "make fuzz       a minute of malformed settings, data and runs; OPTIONS='--seconds 600' for more"
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
+	@echo "make chaos      kill 50 training runs at random instants, resume them, and compare what they leave to the bit"
 	@echo "make conformance  install the peers' loss code, compare it with ours, and write the table of docs/conformance.md"
 	@echo "make bench-trl, bench-scaling, bench-peak, bench-vllm, bench-gpu, bench-busy   see benchmarks/README.md"
 	@echo "make portability  two updates of the embedded model at every level of instructions of this processor"
@@ -65,6 +66,9 @@ fuzz: $(STAMP)
 
 check-trl: $(STAMP) $(TRL)/installed
 	LAGRPO_TRL=$(TRL)/bin/python $(PYTEST) -m peer
+
+chaos: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python tests/chaos.py $(OPTIONS)
 
 conformance: $(CONFORMANCE)/installed
 	$(ONE_THREAD) $(CONFORMANCE)/bin/python conformance/compare.py $(OPTIONS)
