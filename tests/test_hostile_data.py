@@ -91,7 +91,7 @@ LINES: dict[str, tuple[Make, Expected]] = {
     "nested": (nested(90), 1),
     "empty": (b"", "has no rows|no completions"),
     "only blank": (b"\n \n\r\n", "has no rows|no completions"),
-    "truncated": (GOOD + GOOD[:30], r"line 2: this is not JSON \(.*column \d+\)"),
+    "truncated": (GOOD + GOOD[:30] + b"\n", r"line 2: this is not JSON \([^,]*, column \d+\)"),
     "truncated number": (GOOD + b'{"answer": -\n', "line 2: this is not JSON"),
     "single quotes": (b"{'question': 1}", r"line 1: this is not JSON \(Expecting property name.*column 2\)"),
     "no commas": (GOOD[:-1] + GOOD, "line 1: this is not JSON .Extra data"),

@@ -73,7 +73,9 @@ def read_table(path: Path, longest: int = LONGEST_LINE, unpacked: int = UNPACKED
     first = next(((number, line) for number, line in lines if line.strip()), (1, ""))
     if kind == ".json" and first[1].lstrip()[:1] == "[":
         return _json_array(path, first, lines, longest)
-    found = [(n, _json_row(line, f"{path}, line {n}")) for n, line in _chained(first, lines) if line.strip()]
+    found = [
+        (n, _json_row(line.rstrip("\r\n"), f"{path}, line {n}")) for n, line in _chained(first, lines) if line.strip()
+    ]
     return Table(path, [row for _, row in found], [n for n, _ in found], "line")
 
 
