@@ -23,14 +23,15 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm check-trl chaos conformance portability check-aarch64 bench-trl bench-scaling bench-peak \
-	bench-vllm bench-gpu bench-busy lint format install vllm-env clean
+.PHONY: help demo test test-gpu test-vllm fuzz check-trl chaos conformance portability check-aarch64 bench-trl \
+	bench-scaling bench-peak bench-vllm bench-gpu bench-busy lint format install vllm-env clean
 
 help:
 	@echo "make demo       install, then train the embedded 135M model on single-digit addition and show what it learned"
 	@echo "make test       install, then run the tests that need no GPU"
 	@echo "make test-gpu   install, then run the tests that need one"
 	@echo "make test-vllm  install vLLM too, then run the tests that need it"
+	@echo "make fuzz       a minute of malformed settings, data and runs; OPTIONS='--seconds 600' for more"
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
 	@echo "make chaos      kill 50 training runs at random instants, resume them, and compare what they leave to the bit"
 	@echo "make conformance  install the peers' loss code, compare it with ours, and write the table of docs/conformance.md"
@@ -59,6 +60,9 @@ test-gpu: $(STAMP)
 
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	LAGRPO_VLLM_PYTHON=$(abspath $(VLLM_ENV))/bin/python $(PYTEST) -m vllm
+
+fuzz: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python tests/fuzz.py $(OPTIONS)
 
 check-trl: $(STAMP) $(TRL)/installed
 	LAGRPO_TRL=$(TRL)/bin/python $(PYTEST) -m peer

@@ -104,7 +104,7 @@ def test_a_prompt_of_a_file_that_is_too_long_is_refused(tmp_path, model):
     data = tmp_path / "texts.jsonl"
     rows = (row | {"prompt": "x" * length} for row, length in zip(TEXTS, (3, 60), strict=True))
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    message = r"offline\.data: .*texts\.jsonl, row 2: its prompt has 77 tokens; sampling\.max_prompt_tokens is 64"
+    message = r"offline\.data: .*texts\.jsonl, line 2: its prompt has 77 tokens; sampling\.max_prompt_tokens is 64"
     with pytest.raises(SettingsError, match=message):
         trained(tmp_path, model, offline={"data": str(data)})
 

@@ -9,12 +9,16 @@ import pytest
 import torch
 from tiny import tiny_policy
 
-from lagrpo.data.offline import OfflineData
+from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.runs.files import write_table
 from lagrpo.runs.rollouts import rollout_rows, rollout_schema
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
+
+
+def loaded(data, policy, **options):
+    return OfflineData(read_records(data), policy, **options)
 
 
 def written(tmp_path, rows, name="data.jsonl"):
@@ -33,7 +37,7 @@ ROWS = [
 
 def test_rows_of_one_prompt_form_groups_of_at_most_g(tmp_path):
     policy = tiny_policy()
-    offline_data = OfflineData(written(tmp_path, ROWS), policy, G=2, seed=0)
+    offline_data = loaded(written(tmp_path, ROWS), policy, G=2, seed=0)
     assert len(offline_data) == 3
     assert not offline_data.has_logp
     by_text = {tuple(c.text for c in g.completions): g for g in offline_data.batch(1, 3)}
@@ -49,7 +53,7 @@ def test_rows_of_one_prompt_form_groups_of_at_most_g(tmp_path):
 
 
 def test_every_group_is_visited_once_per_epoch(tmp_path):
-    offline_data = OfflineData(written(tmp_path, ROWS), tiny_policy(), G=2, seed=3)
+    offline_data = loaded(written(tmp_path, ROWS), tiny_policy(), G=2, seed=3)
     keys = [g.prompt.key for b in range(1, 7) for g in offline_data.batch(b, 1)]
     assert sorted(keys[:3]) == sorted(keys[3:]) == [0, 1, 2]
 
@@ -68,7 +72,7 @@ def test_the_rollouts_of_a_run_are_read_back_but_for_its_versions(tmp_path):
     path = tmp_path / "step-000001.parquet"
     rows = rollout_rows([group], [[{"advantage": 0.5}, {}]], batch=1, stage=1, pi_k_version=5)
     write_table(path, rows, rollout_schema())
-    offline_data = OfflineData(path, policy, G=16, seed=0)
+    offline_data = loaded(path, policy, G=16, seed=0)
     assert offline_data.has_logp
     (again,) = offline_data.batch(1, 1)
     assert (again.prompt.token_ids, again.prompt.gold) == (prompt.token_ids, "5")
@@ -82,33 +86,33 @@ def test_the_rollouts_of_a_run_are_read_back_but_for_its_versions(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"completion": "2"}, "row 1: it has neither prompt nor prompt_token_ids"),
-        ({"prompt": "1+1="}, "row 1: it has neither completion nor token_ids"),
-        ({"prompt": "1+1=", "token_ids": []}, "row 1: its completion has no tokens"),
-        ({"prompt": "1+1=", "token_ids": [5, 1000]}, "row 1: token 1000 of token_ids is outside the model's"),
+        ({"completion": "2"}, "line 1: it has neither prompt nor prompt_token_ids"),
+        ({"prompt": "1+1="}, "line 1: it has neither completion nor token_ids"),
+        ({"prompt": "1+1=", "token_ids": []}, "line 1: its completion has no tokens"),
+        ({"prompt": "1+1=", "token_ids": [5, 1000]}, "line 1: token 1000 of token_ids is outside the model's"),
         ({"prompt": "1+1=", "completion": "2", "logp_alpha": [-1.0]}, "logp_alpha needs token_ids"),
         ({"prompt": "1+1=", "token_ids": [5, 1], "logp_alpha": [-1.0]}, "logp_alpha has 1 entries for 2 tokens"),
         ({"prompt": "1+1=", "completion": "2", "reward": float("nan")}, "its reward is nan"),
         (
             {"prompt": "1+1=", "token_ids": [5, 1], "logp_alpha": [-1.0, 5.0]},
-            r"row 1: logp_alpha\[1\] is 5: .*at most 0",
+            r"line 1: logp_alpha\[1\] is 5: .*at most 0",
         ),
-        ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": [float("inf")]}, r"row 1: logp_alpha\[0\] is inf"),
-        ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": [float("-inf")]}, r"row 1: logp_alpha\[0\] is -inf"),
-        ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": ["low"]}, r"row 1: logp_alpha\[0\] is 'low'"),
-        ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": -1.0}, "row 1: logp_alpha is -1.0, not a list"),
-        ({"prompt": {"role": "user"}, "completion": "2"}, "row 1: its prompt is {'role': 'user'}: a prompt is a text"),
-        ({"prompt": ["1+1="], "completion": "2"}, r"row 1: its prompt is \['1\+1='\]: a prompt is a text"),
-        ({"prompt": [{"role": "user"}], "completion": "2"}, "row 1: its prompt is .*the last of which has a text"),
-        ({"prompt": 2, "completion": "2"}, "row 1: its prompt is 2: a prompt is a text"),
-        ({"prompt": "\ud800", "completion": "2"}, "row 1: its character 6 is '.ud800', half of a surrogate pair"),
+        ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": [float("inf")]}, r"line 1: logp_alpha\[0\] is inf"),
+        ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": [float("-inf")]}, r"line 1: logp_alpha\[0\] is -inf"),
+        ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": ["low"]}, r"line 1: logp_alpha\[0\] is 'low'"),
+        ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": -1.0}, "line 1: logp_alpha is -1.0, not a list"),
+        ({"prompt": {"role": "user"}, "completion": "2"}, "line 1: its prompt is {'role': 'user'}: a prompt is a text"),
+        ({"prompt": ["1+1="], "completion": "2"}, r"line 1: its prompt is \['1\+1='\]: a prompt is a text"),
+        ({"prompt": [{"role": "user"}], "completion": "2"}, "line 1: its prompt is .*the last of which has a text"),
+        ({"prompt": 2, "completion": "2"}, "line 1: its prompt is 2: a prompt is a text"),
+        ({"prompt": "\ud800", "completion": "2"}, "line 1: its text has '.ud800', half of a surrogate pair"),
         ({"prompt_token_ids": [5, 1000], "completion": "2"}, "token 1000 of prompt_token_ids is outside the model's"),
         ({"prompt_token_ids": [5.5], "completion": "2"}, r"prompt_token_ids is \[5\.5\], not a list of whole numbers"),
         ({"prompt_token_ids": "55", "completion": "2"}, "prompt_token_ids is '55', not a list of whole numbers"),
-        ({"prompt": "1+1=", "token_ids": [5.5]}, r"row 1: token_ids is \[5\.5\], not a list of whole numbers"),
-        ({"prompt": "1+1=", "token_ids": 5}, "row 1: token_ids is 5, not a list of whole numbers"),
-        ({"prompt": "1+1=", "completion": 2}, "row 1: its completion is 2, not a text"),
-        ({"prompt": "1+1=", "completion": "\ud800"}, "row 1: its character 0 is '.ud800', half of a surrogate pair"),
+        ({"prompt": "1+1=", "token_ids": [5.5]}, r"line 1: token_ids is \[5\.5\], not a list of whole numbers"),
+        ({"prompt": "1+1=", "token_ids": 5}, "line 1: token_ids is 5, not a list of whole numbers"),
+        ({"prompt": "1+1=", "completion": 2}, "line 1: its completion is 2, not a text"),
+        ({"prompt": "1+1=", "completion": "\ud800"}, "line 1: its text has '.ud800', half of a surrogate pair"),
         ({"prompt": "1+1=", "completion": "2", "finished": "false"}, "finished is 'false', neither true nor false"),
         ({"prompt": "1+1=", "completion": "2", "outcome": "lost"}, "its outcome is 'lost', which is not one of scored"),
         ({"prompt": "1+1=", "completion": "2", "reward": "1"}, "its reward is '1', not a finite number"),
@@ -117,13 +121,13 @@ def test_the_rollouts_of_a_run_are_read_back_but_for_its_versions(tmp_path):
 )
 def test_bad_rows_are_named(tmp_path, row, message):
     with pytest.raises(ValueError, match=message):
-        OfflineData(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)
+        loaded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)
 
 
 @pytest.mark.parametrize("logp_alpha", [None, [None, -0.5], [float("nan"), -0.5]])
 def test_a_log_prob_of_null_is_unknown(tmp_path, logp_alpha):
     row = {"prompt": "1+1=", "token_ids": [5, 1], "logp_alpha": logp_alpha, "reward": 1.0}
-    offline_data = OfflineData(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)
+    offline_data = loaded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)
     assert not offline_data.has_logp
     known = [] if logp_alpha is None else [-0.5]
     (group,) = offline_data.batch(1, 1)
@@ -133,31 +137,31 @@ def test_a_log_prob_of_null_is_unknown(tmp_path, logp_alpha):
 
 def test_a_log_prob_that_rounding_left_above_0_is_taken(tmp_path):
     row = {"prompt": "1+1=", "token_ids": [5], "logp_alpha": [1e-6], "reward": 1.0}
-    assert OfflineData(written(tmp_path, [row]), tiny_policy(), G=2, seed=0).has_logp
+    assert loaded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0).has_logp
 
 
 def test_bad_files_are_named(tmp_path):
     policy = tiny_policy()
     with pytest.raises(FileNotFoundError, match="no such file"):
-        OfflineData(tmp_path / "nowhere.jsonl", policy, G=2, seed=0)
+        loaded(tmp_path / "nowhere.jsonl", policy, G=2, seed=0)
     (tmp_path / "x.csv").write_text("a,b\n")
     with pytest.raises(ValueError, match=r"\.jsonl or \.parquet"):
-        OfflineData(tmp_path / "x.csv", policy, G=2, seed=0)
+        loaded(tmp_path / "x.csv", policy, G=2, seed=0)
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{broken\n')
     with pytest.raises(ValueError, match="line 2: this is not JSON"):
-        OfflineData(tmp_path / "broken.jsonl", policy, G=2, seed=0)
+        loaded(tmp_path / "broken.jsonl", policy, G=2, seed=0)
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é", "completion": "b"}'.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.jsonl: this is not UTF-8"):
-        OfflineData(tmp_path / "latin.jsonl", policy, G=2, seed=0)
+    with pytest.raises(ValueError, match=r"latin\.jsonl, line 1, byte 13: this is not UTF-8"):
+        loaded(tmp_path / "latin.jsonl", policy, G=2, seed=0)
     with pytest.raises(ValueError, match="no completions"):
-        OfflineData(written(tmp_path, []), policy, G=2, seed=0)
+        loaded(written(tmp_path, []), policy, G=2, seed=0)
 
 
 def test_only_a_newline_ends_a_line(tmp_path):
     """JSON may hold U+2028 and U+0085 as they are, and texts of models do; some editors put a mark before it all."""
     rows = (json.dumps({"prompt": "1+1=", "completion": f"2{c}"}, ensure_ascii=False) for c in "\u2028\x85\x0c")
     (tmp_path / "data.jsonl").write_text("\ufeff" + "\r\n".join(rows), encoding="utf-8", newline="")
-    (group,) = OfflineData(tmp_path / "data.jsonl", tiny_policy(), G=4, seed=0).batch(1, 1)
+    (group,) = loaded(tmp_path / "data.jsonl", tiny_policy(), G=4, seed=0).batch(1, 1)
     assert [c.text for c in group.completions] == ["2\u2028", "2\x85", "2\x0c"]
 
 
@@ -197,7 +201,7 @@ def test_a_run_a_glob_a_list_and_a_file(tmp_path):
         ([run, os.path.relpath(run), files[0]], both),
         (files[1], both[1:]),
     ):
-        offline_data = OfflineData(data, policy, G=4, seed=0)
+        offline_data = loaded(data, policy, G=4, seed=0)
         groups = offline_data.batch(1, len(offline_data))
         assert sorted(tuple(c.text for c in g.completions) for g in groups) == expected
 
@@ -208,7 +212,7 @@ def test_completions_that_failed_are_left_out_and_counted(tmp_path):
     torn = completion(policy, "8", logp=(-0.5, float("nan")), outcome=Outcome.failed("no finite log-prob"))
     judged = completion(policy, "9", outcome=Outcome.unscored("no verdict"))
     run = rollouts(tmp_path, [[completion(policy, "1"), lost, judged], [torn]])
-    offline_data = OfflineData(run, policy, G=4, seed=0)
+    offline_data = loaded(run, policy, G=4, seed=0)
     (group,) = offline_data.batch(1, 1)
     assert [(c.text, c.outcome.kind) for c in group.completions if c.outcome] == [("1", "scored"), ("9", "unscored")]
     assert offline_data.left_out == {"failed": 2}
@@ -219,33 +223,33 @@ def test_log_probs_that_lack_are_unknown_and_their_rows_left_out_where_they_are_
     policy = tiny_policy()
     nan = float("nan")
     run = rollouts(tmp_path, [[completion(policy, "1"), completion(policy, "2", logp=(-0.5, nan))]])
-    every = OfflineData(run, policy, G=4, seed=0)
+    every = loaded(run, policy, G=4, seed=0)
     assert not every.has_logp
     assert every.left_out == {}
     assert [bool(c.logp_alpha.isnan().any()) for c in every.batch(1, 1)[0].completions] == [False, True]
-    known = OfflineData(run, policy, G=4, seed=0, reads_logp=True)
+    known = loaded(run, policy, G=4, seed=0, reads_logp=True)
     assert known.has_logp
     assert known.left_out == {"without log-probs": 1}
     assert [c.text for c in known.batch(1, 1)[0].completions] == ["1"]
-    none = OfflineData(written(tmp_path, ROWS), policy, G=2, seed=0, reads_logp=True)
+    none = loaded(written(tmp_path, ROWS), policy, G=2, seed=0, reads_logp=True)
     assert not none.has_logp  # for the caller to refuse
     assert len(none) == 3
 
 
 def test_a_prompt_that_is_too_long_is_named(tmp_path):
     rows = [ROWS[0], ROWS[0] | {"prompt": "x" * 50}]
-    message = r"data\.jsonl, row 2: its prompt has 67 tokens; sampling\.max_prompt_tokens is 64"
+    message = r"data\.jsonl, line 2: its prompt has 67 tokens; sampling\.max_prompt_tokens is 64"
     with pytest.raises(ValueError, match=message):
-        OfflineData(written(tmp_path, rows), tiny_policy(), G=2, seed=0, max_prompt_tokens=64)
+        loaded(written(tmp_path, rows), tiny_policy(), G=2, seed=0, max_prompt_tokens=64)
 
 
 def test_places_without_completions_are_named(tmp_path):
     policy = tiny_policy()
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"empty is a directory without rollouts"):
-        OfflineData(tmp_path / "empty", policy, G=2, seed=0)
+        loaded(tmp_path / "empty", policy, G=2, seed=0)
     with pytest.raises(FileNotFoundError, match=r"no file or run with batches matches .*nothing-\*\.parquet"):
-        OfflineData(f"{tmp_path}/nothing-*.parquet", policy, G=2, seed=0)
+        loaded(f"{tmp_path}/nothing-*.parquet", policy, G=2, seed=0)
     failed = completion(policy, "", outcome=Outcome.failed("the server died"))
     with pytest.raises(ValueError, match=r"no completions in it \(left out: 1 failed\)"):
-        OfflineData(rollouts(tmp_path, [[failed]]), policy, G=2, seed=0)
+        loaded(rollouts(tmp_path, [[failed]]), policy, G=2, seed=0)

@@ -434,7 +434,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path, capsys):
 def test_a_run_without_rollouts_or_with_a_broken_line_is_refused(run):
     metrics = run / "metrics.jsonl"
     metrics.write_text("{" + metrics.read_text())
-    with pytest.raises(UnreadableError, match="line 1 is not JSON"):
+    with pytest.raises(UnreadableError, match="line 1: this is not JSON"):
         verify_run(run)
     metrics.unlink()
     shutil.rmtree(run / "rollouts")

@@ -123,10 +123,15 @@ def test_an_empty_directory_is_taken(tmp_path):
     assert Run.create(tmp_path, "empty", SETTINGS, "", {}).path == tmp_path / "empty"
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", "/tmp"])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "/tmp", "../a", "a/", "a\0b", "a\nb", "\x1b[31m", "a" * 300, "\ud800"]
+)
 def test_names_that_would_leave_the_root_are_refused(tmp_path, name):
     with pytest.raises(ValueError, match="not the name of a directory"):
         Run.create(tmp_path, name, SETTINGS, "", {})
+    with pytest.raises(ValueError, match=r"evaluation name .* is not the name"):
+        Run(tmp_path).record_evaluation(name, {"batch": 0}, [])
+    assert not list(tmp_path.iterdir())
 
 
 # Metrics
@@ -186,7 +191,7 @@ def test_a_torn_line_longer_than_any_block_is_removed(tmp_path):
 
 def test_a_broken_line_in_the_middle_is_an_error_with_its_number(run):
     run.metrics.write_text('{"batch": 1}\n{"bat\n{"batch": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is not JSON"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: this is not JSON"):
         load_metrics(run)
 
 

@@ -16,7 +16,7 @@ from tiny import save_tiny, tiny_policy
 from torch import Tensor, tensor
 
 import lagrpo
-from lagrpo.data.offline import OfflineData
+from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.objective.recipes import resolve
 from lagrpo.policy.batch import Batch, assemble, left_out, micro_batches
 from lagrpo.policy.learner import Learner, Optimization
@@ -169,11 +169,11 @@ def written(path: Path, **columns: Any) -> Path:
 def test_offline_data_may_say_which_tokens_were_sampled(tmp_path):
     policy = tiny_policy()
     given = written(tmp_path / "given.parquet", sampled=[True, True, False, True])
-    data = OfflineData(given, policy, 4, 0, reads_logp=True)
+    data = OfflineData(read_records(given), policy, 4, 0, reads_logp=True)
     (c,) = data.batch(1, 1)[0].completions
     assert c.sampled.tolist() == [True, True, False, True]
     assert (data.has_logp, data.longest) == (True, 3)
-    silent = OfflineData(written(tmp_path / "silent.parquet"), policy, 4, 0)
+    silent = OfflineData(read_records(written(tmp_path / "silent.parquet")), policy, 4, 0)
     assert (silent.batch(1, 1)[0].completions[0].length, silent.has_logp) == (4, False)
 
 
@@ -183,7 +183,7 @@ def test_offline_data_may_say_which_tokens_were_sampled(tmp_path):
 )
 def test_a_mask_that_cannot_be_one_is_refused(tmp_path, sampled, message):
     with pytest.raises(ValueError, match=message):
-        OfflineData(written(tmp_path / "bad.parquet", sampled=sampled), tiny_policy(), 4, 0)
+        OfflineData(read_records(written(tmp_path / "bad.parquet", sampled=sampled)), tiny_policy(), 4, 0)
 
 
 def test_a_run_with_unsampled_tokens_agrees_with_its_replay(tmp_path, monkeypatch):

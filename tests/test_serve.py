@@ -32,8 +32,8 @@ from lagrpo.sampling.vllm import serving as serve
 from lagrpo.sampling.vllm.process import find_free_port
 from lagrpo.sampling.vllm.server import RefusedError, Server
 from lagrpo.settings import options as passed_on
-from lagrpo.settings.schema import VllmSettings
 from lagrpo.settings.serve import ServeSettings
+from lagrpo.settings.vllm import VllmSettings
 
 HERE = Path(__file__).parent
 STAND_IN = """#!{python}

@@ -127,7 +127,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"rows.txt is no file that ends in .jsonl, .json, .csv, .parquet"):
         load_task(settings(str(tmp_path / "rows.txt")), seed=0)
     (tmp_path / "rows.jsonl").write_text("{'q': not JSON")
-    with pytest.raises(ValueError, match=r"rows.jsonl cannot be read as json"):
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 1: this is not JSON .*column 2"):
         load_task(settings(str(tmp_path / "rows.jsonl")), seed=0)
 
 

@@ -92,7 +92,7 @@ def test_rows_without_an_answer_are_left_out_and_that_is_said(tmp_path, caplog):
          "no gsm8k_test.jsonl or test.jsonl.*there are gsm8k_train.jsonl, gsm8k_tset.jsonl. Did you mean 'gsm8k_tset"),
         ({"gsm8k_train.jsonl": '{"question": "?"\n'}, "gsm8k_train.jsonl, line 1: this is not JSON"),
         ({"gsm8k_train.jsonl": "\n[1]\n"}, "gsm8k_train.jsonl, line 2: this is a list, not an object"),
-        ({"gsm8k_train.jsonl": ""}, "the train split has no rows"),
+        ({"gsm8k_train.jsonl": ""}, "gsm8k_train.jsonl has no rows"),
         ({"gsm8k_train.jsonl": '{"questions": "?", "answer": "1"}\n'},
          "the train split has no column 'question'; its columns are questions, answer. Did you mean 'questions'?"),
     ],

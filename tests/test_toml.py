@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 
 import pytest
@@ -122,8 +123,39 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(SettingsError, match=r"cannot be read as a settings file: Is a directory"):
         load_settings(tmp_path)
     (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
-    with pytest.raises(SettingsError, match=r"latin.toml: not valid TOML"):
+    with pytest.raises(SettingsError, match=r"latin.toml, line 1, byte 9: this is not UTF-8"):
         load_settings(tmp_path / "latin.toml")
+
+
+HOSTILE = {
+    "UTF-16": ("[run]\nseed = 1".encode("utf-16"), r"a\.toml, line 1: this is UTF-16, not UTF-8"),
+    "NUL": (b"[run]\n\0", r"a\.toml, line 2, column 1: there is a NUL"),
+    "nested": (b"a = " + b"[" * 10**5, r"a\.toml: not valid TOML: .*nested too deeply"),
+    "huge integer": (b"run.seed = 1" + b"0" * 5000, r"a\.toml: not valid TOML: .*digits"),
+    "huge integer, hexadecimal": (b"run.seed = 0x" + b"f" * 5000, r"run\.seed: it is an integer of at most 64 bits"),
+    "huge integer for a text": (b"run.name = 0x" + b"f" * 5000, r"run\.name = a int too large to show"),
+    "key twice": (b"[run]\nseed = 1\nseed = 2", r"a\.toml: not valid TOML: Cannot overwrite a value"),
+    "a long text": (b"run.seed = '" + b"x" * 10**6 + b"'", r"run\.seed = 'x+ …: Input should be a valid"),
+    "a pipe": (os.mkfifo, r"a\.toml is a pipe or a device"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), r"a\.toml is a pipe or a device"),
+    "a broken link": (lambda path: path.symlink_to("nowhere"), "no such settings file"),
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(("make", "message"), HOSTILE.values(), ids=list(HOSTILE))
+def test_a_hostile_settings_file_is_refused_in_one_line(tmp_path, make, message):
+    path = tmp_path / "a.toml"
+    make(path) if callable(make) else path.write_bytes(make)
+    with pytest.raises(SettingsError, match=message) as refused:
+        load_settings(path)
+    assert len(str(refused.value).splitlines()) == 1
+    assert len(str(refused.value)) < 600
+
+
+def test_a_mark_of_byte_order_and_other_line_ends_do_no_harm(tmp_path):
+    (tmp_path / "a.toml").write_bytes("\ufeff[run]\r\nseed = 7\r\n".encode())
+    assert load_settings(tmp_path / "a.toml").run.seed == 7
 
 
 def test_the_same_names_and_messages_for_an_evaluation():

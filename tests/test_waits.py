@@ -46,6 +46,7 @@ DONE = "called where the future is done"
 KEEPER = "Keeper.wait has DEADLINE of training/checkpoint.py inside"
 HUB_ASKED = "hub.limit_waits gives every request a deadline"
 BOUNDED = {
+    "guard.py:_reap waitpid": "with WNOHANG it never blocks",
     "backends/cpu/build.py:_compile ThreadPoolExecutor": "every task is a compiler with DEADLINE",
     "policy/chat.py:_ask recv_bytes": "a reply has begun to come, and `killing` ends the process that sends it",
     "policy/rendering.py:serve recv": "an idle worker, for the life of its parent: its end closes the connection",

@@ -43,6 +43,16 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {close!r}?" if close else ""
 
 
+def one_line(text: str, most: int = 300) -> str:
+    """A stranger's text as a part of a message: on one line, safe to print, and not longer than a message should be.
+
+    >>> one_line("a\\n\\x1b[31mb")
+    'a ␛[31mb'
+    """
+    line = visible(" ".join(text.split()))
+    return line if len(line) <= most else f"{line[:most]} …"
+
+
 _PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 

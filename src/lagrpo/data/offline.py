@@ -17,6 +17,9 @@ that failed are left out. Elsewhere rows of the same prompt form groups of at mo
 completion without log-probs (no `logp_alpha`, or null for a sampled token) carries NaN, and only recipes that never
 read log α may use it; for the others it is left out where some have them. `left_out` counts. Its version is -1, of no
 policy of this run: versions that the file names belong to another run, whose policy 3 is not this run's.
+
+`read_records` refuses what can be refused without a model: syntax, columns, types. `OfflineData` makes tokens of the
+rest, and refuses what the model does not have.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -35,40 +38,74 @@ import torch
 from lagrpo.policy.model import Policy
 from lagrpo.runs.reading import completion_files
 from lagrpo.tasks import build_messages, order_prompts
-from lagrpo.tasks.files import read_jsonl
+from lagrpo.tasks.tables import Table, format_of, read_table
 from lagrpo.types import Completion, Group, Kind, Outcome, Prompt
+from lagrpo.untrusted import parse_json
 
 UNKNOWN_VERSION = -1
+LOWEST = torch.finfo(torch.float32).min
 ROUNDING = 1e-3  # nats above 0 at which a log-prob is still taken: some samplers round probabilities up to 1
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A row of a file, as far as no model is needed to read it. `prompt` has token ids where the row has;
+    `token_ids` is None for a text that is to be tokenized, and rows of one `batch` were drawn together."""
+
+    place: str
+    prompt: Prompt
+    failed: bool
+    text: str | None
+    token_ids: list[int] | None
+    logp_alpha: torch.Tensor | None
+    sampled: torch.Tensor | None
+    finished: bool
+    outcome: Outcome | None
+    batch: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The records of `files`, which were named by `names`."""
+
+    names: Sequence[str | Path]
+    files: Sequence[Path]
+    records: Sequence[Record]
+
+
+def read_records(data: str | Path | Sequence[str | Path], system_prompt: str | None = None) -> Records:
+    """The records of the files that `data` names (see `runs.reading.completion_files`). Raises FileNotFoundError for a
+    file that is missing, OSError for one that cannot be read; ValueError, with file and line, for one that is
+    malformed."""
+    names = [data] if isinstance(data, str | Path) else data
+    files = completion_files(names)
+    return Records(names, files, [record for file in files for record in _read(file, system_prompt)])
+
+
 class OfflineData:
-    """The groups of files, visited epoch after epoch in an order that is a function of (seed, epoch). `data` names the
-    files (see `runs.reading.completion_files`); `reads_logp`: the recipe reads log α. `left_out` is how many rows are
-    not in the groups, by reason. Raises FileNotFoundError for a file that is missing; ValueError, with file and row,
-    for one that cannot be used or has a prompt of more than `max_prompt_tokens`, and where no completions are left."""
+    """The groups of files, visited epoch after epoch in an order that is a function of (seed, epoch). `found` are the
+    files' records; `reads_logp`: the recipe reads log α. `left_out` is how many rows are not in the groups, by reason.
+    Raises ValueError, with file and line, for a record that the model has no tokens for or that has a prompt of more
+    than `max_prompt_tokens`, and where no completions are left."""
 
     def __init__(
         self,
-        data: str | Path | Sequence[str | Path],
+        found: Records,
         policy: Policy,
         G: int,
         seed: int,
-        system_prompt: str | None = None,
         *,
         max_prompt_tokens: int | None = None,
         reads_logp: bool = False,
     ) -> None:
-        self.seed, self.left_out = seed, Counter[str]()
-        names = [data] if isinstance(data, str | Path) else data
-        self.files = completion_files(names)
-        rows = [row for file in self.files for row in _read(file, policy, system_prompt, max_prompt_tokens)]
+        self.seed, self.left_out, self.files = seed, Counter[str](), found.files
+        rows = [_tokenized(record, policy, max_prompt_tokens) for record in found.records]
         rows = self._only(rows, "failed", lambda row: row.completion is not None)
         if reads_logp and any(_knows_alpha(row.completion) for row in rows):
             rows = self._only(rows, "without log-probs", lambda row: _knows_alpha(row.completion))
         self._groups = _grouped(rows, G)
         if not self._groups:
-            raise ValueError(f"{', '.join(map(str, names))}: no completions in it{self._left_out(' ({})')}")
+            raise ValueError(f"{', '.join(map(str, found.names))}: no completions in it{self._left_out(' ({})')}")
 
     def _only(self, rows: list[_Row], reason: str, fits: Callable[[_Row], bool]) -> list[_Row]:
         kept = [row for row in rows if fits(row)]
@@ -108,16 +145,6 @@ class OfflineData:
         return [replace(self._groups[order_prompts(self.seed, epoch, N)[n]], epoch=epoch) for epoch, n in places]
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
-
-        return pq.read_table(path).to_pylist()
-    if path.suffix not in (".jsonl", ".json"):
-        raise ValueError(f"{path}: completions are read from .jsonl or .parquet files")
-    return read_jsonl(path)
-
-
 class _Row(NamedTuple):
     """A row of a file; `completion` None for one that failed. Rows of one `group` stand for draws of one batch."""
 
@@ -131,65 +158,122 @@ def _knows_alpha(completion: Completion | None) -> bool:
     return completion is not None and not bool((completion.logp_alpha.isnan() & completion.sampled).any())
 
 
-def _read(path: Path, policy: Policy, system_prompt: str | None, max_prompt_tokens: int | None) -> Iterator[_Row]:
-    for number, row in enumerate(_read_rows(path), start=1):
-        try:
-            prompt = _prompt(row, policy, system_prompt)
-            if max_prompt_tokens is not None and (count := len(prompt.token_ids)) > max_prompt_tokens:
-                limit = f"sampling.max_prompt_tokens is {max_prompt_tokens}"
-                raise ValueError(f"its prompt has {count} tokens; {limit}")
-            failed = row.get("outcome") == "failed"
-            batch = (path, row.get("epoch")) if "prompt_text" in row else ()
-            yield _Row(prompt, None if failed else _completion(row, policy), (*batch, prompt.token_ids))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}, row {number}: {error}") from error
+def _read(path: Path, system_prompt: str | None) -> list[Record]:
+    if format_of(path) not in (".jsonl", ".json", ".parquet"):
+        raise ValueError(f"{path}: completions are read from .jsonl or .parquet files")
+    table = read_table(path)
+    return [_record(table, index, row, system_prompt) for index, row in enumerate(table.rows)]
 
 
-def _prompt(row: Mapping[str, Any], policy: Policy, system_prompt: str | None) -> Prompt:
+def _record(table: Table, index: int, row: Mapping[str, Any], system_prompt: str | None) -> Record:
+    place = table.place(index)
+    try:
+        prompt, failed = _prompt(row, system_prompt), row.get("outcome") == "failed"
+        text, ids = (None, None) if failed else (_text(row), _completion_ids(row))
+        if not failed and text is None and ids is None:
+            raise ValueError("it has neither completion nor token_ids")
+        logp_alpha = _logp_alpha(row.get("logp_alpha"), len(ids)) if ids else None
+        sampled = _sampled(row.get("sampled"), len(ids)) if ids else None
+        ends, batch = (_finished(row), _outcome(row)), _batch(table.path, row)
+        return Record(place, prompt, failed, text, ids, logp_alpha, sampled, *ends, batch)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def _prompt(row: Mapping[str, Any], system_prompt: str | None) -> Prompt:
+    """The prompt of a row, without token ids where the chat template is to make them."""
     question, gold = row.get("prompt"), row.get("gold")
     if "prompt_text" in row:
-        question, gold = row["prompt_text"], json.loads(gold or "null")
+        question, gold = row["prompt_text"], parse_json(gold or "null")
+    _check_gold(gold)
     if ids := row.get("prompt_token_ids"):
         messages = build_messages(question if question is not None else "")
-        return Prompt(0, messages, gold, tuple(_token_ids("prompt_token_ids", ids, policy)))
+        return Prompt(0, messages, gold, tuple(_token_ids("prompt_token_ids", ids)))
     if not question:
         raise ValueError("it has neither prompt nor prompt_token_ids")
-    return policy.chat.tokenize(Prompt(0, build_messages(question, system_prompt), gold))
+    return Prompt(0, build_messages(question, system_prompt), gold)
 
 
-def _completion(row: Mapping[str, Any], policy: Policy) -> Completion:
+def _check_gold(gold: Any) -> None:
+    try:
+        json.dumps(gold)
+    except TypeError as error:
+        raise ValueError(f"its gold cannot be written as JSON: {error}") from error
+
+
+def _batch(path: Path | str, row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells apart the rows of a run that ask the same prompt: of these a file is a batch."""
+    epoch = row.get("epoch")
+    if epoch is not None and not isinstance(epoch, int):
+        raise ValueError(f"its epoch is {epoch!r:.80}, not a whole number")
+    return (path, epoch) if "prompt_text" in row else ()
+
+
+def _text(row: Mapping[str, Any]) -> str | None:
     text = row["text"] if "text" in row else row.get("completion")
     if text is not None and not isinstance(text, str):
         raise ValueError(f"its completion is {text!r:.80}, not a text")
-    finished, ids = _finished(row), row.get("token_ids")
-    if ids is None:
-        if text is None:
-            raise ValueError("it has neither completion nor token_ids")
-        ids = [*policy.chat.encode(text, add_special_tokens=False), *[policy.chat.tokenizer.eos_token_id] * finished]
-    if not _token_ids("token_ids", ids, policy):
-        raise ValueError("its completion has no tokens")
+    return text
+
+
+def _completion_ids(row: Mapping[str, Any]) -> list[int] | None:
+    """The token ids of a row that has some. Raises ValueError where other columns need them."""
+    if (ids := row.get("token_ids")) is not None:
+        if not _token_ids("token_ids", ids):
+            raise ValueError("its completion has no tokens")
+        return ids
     for column in ("logp_alpha", "sampled"):
-        if row.get(column) is not None and row.get("token_ids") is None:
+        if row.get(column) is not None:
             raise ValueError(f"{column} needs token_ids: the text may be tokenized otherwise than it was sampled")
+    return None
+
+
+def _token_ids(column: str, ids: Any) -> list[int]:
+    """The ids as they are. Raises ValueError for what is no list of token ids."""
+    if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise ValueError(f"{column} is {ids!r:.80}, not a list of whole numbers")
+    return ids
+
+
+def _tokenized(record: Record, policy: Policy, max_prompt_tokens: int | None) -> _Row:
+    try:
+        if record.prompt.token_ids:
+            prompt = record.prompt
+            _check_vocabulary("prompt_token_ids", prompt.token_ids, policy)
+        else:
+            prompt = policy.chat.tokenize(record.prompt)
+        if max_prompt_tokens is not None and (count := len(prompt.token_ids)) > max_prompt_tokens:
+            limit = f"sampling.max_prompt_tokens is {max_prompt_tokens}"
+            raise ValueError(f"its prompt has {count} tokens; {limit}")
+        completion = None if record.failed else _completion(record, policy)
+        return _Row(prompt, completion, (*record.batch, prompt.token_ids))
+    except ValueError as error:
+        raise ValueError(f"{record.place}: {error}") from error
+
+
+def _completion(record: Record, policy: Policy) -> Completion:
+    text, ids = record.text, record.token_ids
+    if ids is None:
+        ends = [policy.chat.tokenizer.eos_token_id] * record.finished
+        ids = [*policy.chat.encode(text or "", add_special_tokens=False), *ends]
+        if not ids:
+            raise ValueError("its completion has no tokens")
+    _check_vocabulary("token_ids", ids, policy)
     return Completion(
         token_ids=torch.tensor(ids, dtype=torch.long),
-        logp_alpha=_logp_alpha(row.get("logp_alpha"), len(ids)),
+        logp_alpha=record.logp_alpha if record.logp_alpha is not None else torch.full((len(ids),), math.nan),
         versions=torch.full((len(ids),), UNKNOWN_VERSION),
-        finished=finished,
+        finished=record.finished,
         text=text if text is not None else policy.chat.decode(ids),
-        outcome=_outcome(row),
-        sampled=_sampled(row.get("sampled"), len(ids)),
+        outcome=record.outcome,
+        sampled=record.sampled if record.sampled is not None else torch.ones(len(ids), dtype=torch.bool),
     )
 
 
-def _token_ids(column: str, ids: Any, policy: Policy) -> list[int]:
-    """The ids as they are. Raises ValueError for what is no list of tokens of the model."""
-    if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise ValueError(f"{column} is {ids!r:.80}, not a list of whole numbers")
+def _check_vocabulary(column: str, ids: Sequence[int], policy: Policy) -> None:
     vocabulary = policy.chat.vocabulary
     if strange := [i for i in ids if not 0 <= i < vocabulary]:
-        raise ValueError(f"token {strange[0]} of {column} is outside the model's vocabulary of {vocabulary}")
-    return ids
+        raise ValueError(f"token {strange[0]!s:.40} of {column} is outside the model's vocabulary of {vocabulary}")
 
 
 def _finished(row: Mapping[str, Any]) -> bool:
@@ -210,8 +294,8 @@ def _logp_alpha(values: Any, count: int) -> torch.Tensor:
         raise ValueError(f"logp_alpha has {len(values)} entries for {count} tokens")
     for n, value in enumerate(values):
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and (math.isnan(value) or -math.inf < value <= ROUNDING)):
-            said = f"{value:g}" if number else repr(value)
+        if value is not None and not (number and (value != value or LOWEST <= value <= ROUNDING)):
+            said = f"{value:g}" if isinstance(value, float) else f"{value!r:.40}"
             raise ValueError(
                 f"logp_alpha[{n}] is {said}: the log-prob of a token that was sampled is a number of at most 0, or "
                 "null where nobody knows it"

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from lagrpo import hub
 from lagrpo.errors import visible
+from lagrpo.untrusted import read_text
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SIDES = {
@@ -65,7 +66,7 @@ def file_of(path: str, name: str, needed: bool = False) -> Path | None:
 def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ValueError for anything else."""
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file.name} is not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -78,6 +79,7 @@ def read_config(path: str) -> Any:
     name, OSError where there is none."""
     from transformers import AutoConfig, GenerationConfig
 
+    check_plain(Path(path))
     file = file_of(path, CONFIG, needed=True)
     assert file is not None
     check_fields(read_object(file))
@@ -90,6 +92,13 @@ def read_config(path: str) -> Any:
         with blaming(GENERATION):
             GenerationConfig.from_pretrained(path)
     return config
+
+
+def check_plain(directory: Path) -> None:
+    """Raise ValueError for pipes and devices in a model directory: who reads them may wait for ever."""
+    for file in directory.iterdir() if directory.is_dir() else ():
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise ValueError(f"{file.name} is a pipe or a device, not a file")
 
 
 def check_fields(config: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from lagrpo.replay.findings import UnreadableError
 from lagrpo.runs import RunNotFoundError, load_evaluations, load_events, load_metrics, load_rollouts
 from lagrpo.runs.reading import open_run, rollout_batches
 from lagrpo.settings.toml import load_settings
+from lagrpo.untrusted import parse_json, read_text
 
 OWN_TASK = "# The task was the caller's own object"
 DTYPES = ("bfloat16", "float32")
@@ -127,7 +127,7 @@ def scored_groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
 def _environment(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} is missing; it says in which dtype the run computed")
-    environment = json.loads(path.read_bytes())
+    environment = parse_json(read_text(path))
     if not isinstance(environment, dict) or environment.get("dtype") not in DTYPES:
         raise ValueError(f"{path} does not say in which dtype the run computed ({' or '.join(DTYPES)})")
     return environment

@@ -27,6 +27,8 @@ from typing import Any
 from lagrpo.runs.files import append_line, to_json, write_atomically, write_directory_atomically, write_table
 from lagrpo.runs.rollouts import rollout_schema
 
+LONGEST = 200  # bytes of a name; with what is put around it for a moment, file systems take 255
+
 
 class RunExistsError(FileExistsError):
     """The directory of a new run already has something in it."""
@@ -82,7 +84,9 @@ class Run:
 
     def record_evaluation(self, name: str, summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Path:
         """Write evaluations/NAME.parquet, one row per prompt, then evaluations/NAME.json. For the reward curve the
-        summary has `batch` (0 before the first), `pass_at_1`, `pass_at_1_low` and `pass_at_1_high`."""
+        summary has `batch` (0 before the first), `pass_at_1`, `pass_at_1_low` and `pass_at_1_high`. Raises ValueError
+        for a name that is no name of a file."""
+        check_name("evaluation", name)
         folder = self.path / "evaluations"
         write_table(folder / f"{name}.parquet", records)
         return write_atomically(folder / f"{name}.json", to_json({"name": name, **summary}) + "\n")
@@ -103,24 +107,37 @@ def default_name(settings: Mapping[str, Any], now: datetime.datetime | None = No
     """
     chosen = (settings.get(section, {}).get(key) for section, key in (("task", "name"), ("objective", "recipe")))
     names = ((name or "").rpartition(":")[2] for name in chosen)  # package.module:function is called by its function
-    parts = [re.sub(r"[^\w.]", "-", name) for name in names]
+    parts = [plain_name(name) for name in names]
     schedule = settings.get("schedule", {})
     parts += [f"{knob}{schedule[knob]}" for knob in ("v", "i") if knob in schedule]
     parts.append((now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S"))
     return "-".join(part for part in parts if part)
 
 
+def plain_name(name: str) -> str:
+    """A part of a file's name, at most 60 characters, made of any text.
+
+    >>> plain_name("../my task")
+    '..-my-task'
+    """
+    return re.sub(r"[^\w.]", "-", name)[:60]
+
+
 def check_new(root: Path, name: str | None) -> None:
     """Raise what `Run.create` would, before anything heavy is loaded: RunExistsError, ValueError for a name that is no
     name of a directory, OSError for a root that cannot be written."""
     if name is not None:
-        if name in ("", ".", "..") or Path(name).name != name:
-            wrong = "is not the name of a directory: leave out slashes, and set run.directory instead"
-            raise ValueError(f"run name {name!r} {wrong}")
+        check_name("run", name, ": leave out slashes, and set run.directory instead")
         path = root / name
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise RunExistsError(f"the run {path} already exists and is not empty: choose another name, or remove it")
     check_writable(root)
+
+
+def check_name(what: str, name: str, advice: str = "") -> None:
+    """Raise ValueError for a name that would lead out of the directory it is for, or that no file can have."""
+    if name in ("", ".", "..") or Path(name).name != name or not name.isprintable() or len(os.fsencode(name)) > LONGEST:
+        raise ValueError(f"{what} name {name!r:.80} is not the name of a directory{advice}")
 
 
 def check_writable(directory: Path) -> None:

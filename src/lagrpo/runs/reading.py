@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import glob
-import json
 import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lagrpo.errors import one_line
 from lagrpo.runs.directory import Run
-from lagrpo.runs.rollouts import SCHEMA_KEY, SCHEMA_NAME
+from lagrpo.runs.rollouts import SCHEMA_KEY, SCHEMA_NAME, rollout_schema
+from lagrpo.untrusted import opened, parse_json, read_text
 
 
 class RunNotFoundError(FileNotFoundError):
@@ -34,10 +35,15 @@ def open_run(run: Run | Path | str) -> Run:
 
 
 def load_reward_range(run: Run | Path | str) -> tuple[float, float]:
-    """The least and the greatest reward of the run's task, by its config.toml; 0 and 1 where that does not say."""
-    config = tomllib.loads((open_run(run).path / "config.toml").read_text(encoding="utf-8"))
-    low, high = config.get("task", {}).get("reward_range", (0.0, 1.0))
-    return float(low), float(high)
+    """The least and the greatest reward of the run's task, by its config.toml; 0 and 1 where that does not say. Raises
+    ValueError for a config.toml that is none."""
+    path = open_run(run).path / "config.toml"
+    try:
+        config = tomllib.loads(read_text(path))
+        low, high = config.get("task", {}).get("reward_range", (0.0, 1.0))
+        return float(low), float(high)
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{path} does not say the range of rewards: {error}") from error
 
 
 def load_metrics(run: Run | Path | str) -> list[dict[str, Any]]:
@@ -52,24 +58,38 @@ def load_events(run: Run | Path | str) -> list[dict[str, Any]]:
 
 
 def _load_lines(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    if not path.exists():
+        return []
+    with opened(path) as file:
+        lines = file.read().split(b"\n")
     whole = enumerate(lines[:-1], start=1)  # after the last newline: nothing, or a torn line
-    return [_load_json(line, f"{path}, line {number}") for number, line in whole]
+    return [_load_object(line, f"{path}, line {number}") for number, line in whole]
 
 
-def _load_json(text: bytes, place: str) -> Any:
+def _load_object(text: bytes, place: str) -> dict[str, Any]:
     try:
-        return json.loads(text)
+        found = parse_json(text.decode())
     except ValueError as error:
-        raise ValueError(f"{place} is not JSON: {error}") from error
+        raise ValueError(f"{place}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{place}: this is a {type(found).__name__}, not an object")
+    return found
 
 
 def load_evaluations(run: Run | Path | str) -> list[dict[str, Any]]:
     """The summaries of the run's evaluations, in the order of the batch they were made at. Raises ValueError for a file
-    that is not JSON."""
-    paths = (open_run(run).path / "evaluations").glob("*.json")
-    summaries = [_load_json(path.read_bytes(), str(path)) for path in paths]
+    that is no summary."""
+    paths = sorted((open_run(run).path / "evaluations").glob("*.json"))
+    summaries = [_load_summary(path) for path in paths]
     return sorted(summaries, key=lambda summary: (summary.get("batch") or 0, summary["name"]))
+
+
+def _load_summary(path: Path) -> dict[str, Any]:
+    with opened(path) as file:
+        summary = _load_object(file.read(), str(path))
+    if not isinstance(summary.get("name"), str) or not isinstance(summary.get("batch", 0), int | None):
+        raise ValueError(f"{path} is no summary of an evaluation, which has a name and a batch")
+    return summary
 
 
 def rollout_batches(run: Run | Path | str) -> list[int]:
@@ -126,10 +146,15 @@ def _read_rollouts(path: Path, columns: list[str] | None) -> list[dict[str, Any]
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
-        raise RunNotFoundError(f"{path} is no whole Parquet file: {error}") from error
-    schema = (file.schema_arrow.metadata or {}).get(SCHEMA_KEY, b"no schema").decode()
-    if schema != SCHEMA_NAME:
-        raise ValueError(f"{path} is written in {schema}; this version of lagrpo reads {SCHEMA_NAME}")
-    return file.read(columns).to_pylist()
+        with opened(path) as opened_file:
+            file = pq.ParquetFile(opened_file)
+            schema = (file.schema_arrow.metadata or {}).get(SCHEMA_KEY, b"no schema").decode(errors="replace")
+            if schema != SCHEMA_NAME:
+                raise ValueError(f"{path} is written in {one_line(schema)}; this version of lagrpo reads {SCHEMA_NAME}")
+            types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
+            for column in rollout_schema():
+                if types.get(column.name) != column.type:
+                    raise ValueError(f"{path} has no column {column.name} of type {column.type}")
+            return file.read(columns).to_pylist()
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise RunNotFoundError(f"{path} is no whole Parquet file: {one_line(str(error))}") from error

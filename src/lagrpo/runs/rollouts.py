@@ -64,7 +64,8 @@ def rollout_rows(
 
 
 def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
-    texts = [m["content"] if len(prompt.messages) == 1 else f"{m['role']}: {m['content']}" for m in prompt.messages]
+    turns = [(m["role"], m.get("content") or "") for m in prompt.messages]
+    texts = [content if len(turns) == 1 else f"{role}: {content}" for role, content in turns]
     return {
         "prompt_key": prompt.key,
         "prompt_text": "\n".join(texts),

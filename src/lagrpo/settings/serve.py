@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from lagrpo.settings.schema import SamplingSettings, VllmSettings
+from lagrpo.settings.schema import SamplingSettings
+from lagrpo.settings.vllm import VllmSettings
 
 SAMPLING, VLLM = SamplingSettings(), VllmSettings()
 

@@ -12,8 +12,9 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from lagrpo.errors import SettingsError, find_nearest
+from lagrpo.errors import SettingsError, find_nearest, one_line
 from lagrpo.settings.schema import Settings
+from lagrpo.untrusted import read_text
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -39,14 +40,20 @@ def load_settings(
 
 def read_toml(path: Path) -> dict[str, Any]:
     """What a settings file says. Raises SettingsError where there is none or it is not TOML."""
-    if not path.exists():
-        raise SettingsError(f"{path}: no such settings file")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: not valid TOML: {error}") from error
+        text = read_text(path)
+    except FileNotFoundError as error:
+        raise SettingsError(f"{path}: no such settings file") from error
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read as a settings file: {error.strerror}") from error
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"{path}: not valid TOML: {one_line(str(error))}") from error
+    except RecursionError as error:
+        raise SettingsError(f"{path}: not valid TOML: lists or tables are nested too deeply") from error
 
 
 def validate(kind: type[M], values: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> M:
@@ -105,7 +112,14 @@ def _complain(kind: type[BaseModel], error: Any) -> str:
     if error["type"] == "model_type":
         names = [name for name in list_settings(kind) if name.startswith(f"{where}.")]
         return f"{where} is a section, not a setting: set {', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
-    return f"{where} = {error['input']!r}: {error['msg']}"
+    return f"{where} = {_shown(error['input'])}: {error['msg']}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return one_line(repr(value))
+    except (ValueError, RecursionError):  # Python writes no integer of more than 4,300 digits
+        return f"a {type(value).__name__} too large to show"
 
 
 def suggest_setting(kind: type[BaseModel], name: str) -> str:

@@ -56,8 +56,8 @@ def judge(text: str, gold: Any) -> float:
     """
     try:
         right = int(gold)
-    except (TypeError, ValueError) as error:
-        raise Unjudgeable(f"the gold answer {gold!r} is no integer") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Unjudgeable(f"the gold answer {gold!r:.80} is no integer") from error
     text = simplify(text)
     last = find_last_numeral(text, find_numerals(text))
     return float(last is not None and last.value == right)

@@ -1,9 +1,10 @@
 """Task `custom`: a dataset and a reward of the user's own.
 
-`data` is a file (.jsonl, .json, .csv, .parquet), a directory of such files named after their splits, or a dataset of
-the hub (see `lagrpo.tasks.files`). `prompt_column` holds a text or a list of chat messages; `answer_column` what a
-completion is judged against; `reward` is a built-in reward or "package.module:function", called as function(text, gold)
-with the answer column's value as gold, or with the whole row as a dict when `answer_column` is not set.
+`data` is a file (.jsonl, .json, .csv, each also packed as .gz, or .parquet), a directory of such files named after
+their splits, or a dataset of the hub (see `lagrpo.tasks.files`). `prompt_column` holds a text or a list of chat
+messages; `answer_column` what a completion is judged against; `reward` is a built-in reward or
+"package.module:function", called as function(text, gold) with the answer column's value as gold, or with the whole row
+as a dict when `answer_column` is not set.
 
 Where there is only one split, the seed chooses a tenth of its rows (at most 1,000) for testing, which is logged.
 """
@@ -11,15 +12,16 @@ Where there is only one split, the seed chooses a tenth of its rows (at most 1,0
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lagrpo.errors import suggest
-from lagrpo.tasks.base import Ask, Messages, Unjudgeable, option
-from lagrpo.tasks.files import FORMATS, DataOptions, Rows, check_columns, find_source, hold_out, load_hub_rows, logger
+from lagrpo.errors import one_line, suggest
+from lagrpo.tasks.base import Ask, Messages, Unjudgeable, build_messages, option
+from lagrpo.tasks.files import DataOptions, Rows, check_columns, find_source, hold_out, load_hub_rows, logger
+from lagrpo.tasks.tables import FORMATS, Table, format_of, read_table, stem_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +34,8 @@ class Options(DataOptions):
 
 def load(options: Options, seed: int) -> tuple[dict[str, Rows], Ask]:
     """The rows of each split, and how one is asked. Raises ValueError for missing or unfit settings or data."""
-    rows, ask = _load_splits(options, seed), partial(_ask, options)
-    for side, split in rows.items():
-        columns = [column for column in (options.prompt_column, options.answer_column) if column is not None]
-        check_columns(split, columns, f"the {side} split")
-        if options.prompt_column is None:
-            raise ValueError(
-                f"the task 'custom' needs task.prompt_column; the columns of the {side} split are {', '.join(split[0])}"
-            )
-        _, gold = ask(split[0])
-        try:
-            json.dumps(gold)
-        except TypeError as error:
-            column = options.answer_column or "the whole row, as task.answer_column is not set"
-            raise ValueError(f"the gold answers ({column}) cannot be written as JSON: {error}") from error
-    return rows, ask
+    ask = partial(_ask, options)
+    return _load_splits(options, seed), ask
 
 
 def judge(text: str, gold: Any) -> float:
@@ -70,6 +59,34 @@ def _ask(options: Options, row: Mapping[str, Any]) -> tuple[str | Messages, Any]
     )
 
 
+def _check(options: Options, split: Any, where: str) -> Rows:
+    """The rows of a split. Raises ValueError for a column that is not there, and for a row that cannot be asked, or
+    whose gold answer cannot be recorded. Of a file every row is looked at; of a hub dataset, whose columns have types,
+    the first."""
+    table = split if isinstance(split, Table) else Table(where, split, [1], "row")
+    columns = [column for column in (options.prompt_column, options.answer_column) if column is not None]
+    check_columns(table.rows, columns, where if len(table.rows) else str(table.path))
+    if options.prompt_column is None:
+        known = one_line(", ".join(table.rows[0]))
+        raise ValueError(f"the task 'custom' needs task.prompt_column; the columns of {where} are {known}")
+    looked_at = table if table is split else replace(table, rows=[table.rows[0]])
+    looked_at.check(partial(_check_row, options, columns))
+    if options.answer_column and table is split and all(row[options.answer_column] is None for row in table.rows):
+        raise ValueError(f"{table.path}: no row has an answer (column {options.answer_column!r})")
+    return table.rows
+
+
+def _check_row(options: Options, columns: Sequence[str], row: Mapping[str, Any]) -> None:
+    check_columns([row], columns, "it")
+    question, gold = _ask(options, row)
+    build_messages(question)
+    try:
+        json.dumps(gold)
+    except TypeError as error:
+        column = options.answer_column or "the whole row, as task.answer_column is not set"
+        raise ValueError(f"the gold answers ({column}) cannot be written as JSON: {error}") from error
+
+
 def _load_splits(options: Options, seed: int) -> dict[str, Rows]:
     there = _find_splits(options)
     train, test = options.train_split or "train", options.test_split or "test"
@@ -79,15 +96,20 @@ def _load_splits(options: Options, seed: int) -> dict[str, Rows]:
         if split is not None and split not in there:
             known = ", ".join(there)
             raise ValueError(f"task.{setting}: there is no split {split!r}; there are {known}.{suggest(split, there)}")
+    rows = _check(options, _read(there[train]), "the train split")
     if test in there:
-        return {"train": _read(there[train]), "test": _read(there[test])}
-    rows = _read(there[train])
+        return {"train": rows, "test": _check(options, _read(there[test]), "the test split")}
     kept, held_out = hold_out(len(rows), seed)
     logger.warning(
         "%s has no test split: %d rows are for training, %d drawn by seed %d are held out for testing",
         options.data, len(kept), len(held_out), seed,
     )  # fmt: skip
-    return {"train": rows.select(kept), "test": rows.select(held_out)}
+    return {"train": _select(rows, kept), "test": _select(rows, held_out)}
+
+
+def _select(rows: Any, chosen: Sequence[int]) -> Rows:
+    """These rows of a list, or of a dataset, which stays on the disk."""
+    return [rows[n] for n in chosen] if isinstance(rows, list) else rows.select(chosen)
 
 
 def _find_splits(options: Options) -> dict[str, Any]:
@@ -97,23 +119,11 @@ def _find_splits(options: Options) -> dict[str, Any]:
     if isinstance(source, str):
         return dict(load_hub_rows(source, None))
     files = sorted(source.iterdir()) if source.is_dir() else [source]
-    there = {path.stem: path for path in files if path.suffix in FORMATS}
+    there = {stem_of(path): path for path in files if format_of(path)}
     if not there:
         raise ValueError(f"task.data: {source} is no file that ends in {endings}, nor a directory of such files")
     return there
 
 
 def _read(split: Any) -> Any:
-    if not isinstance(split, Path):
-        return split
-    if split.stat().st_size == 0:
-        raise ValueError(f"{split} is empty")
-    import datasets
-    from datasets.exceptions import DatasetGenerationError
-
-    try:
-        return datasets.load_dataset(FORMATS[split.suffix], data_files=str(split), split="train")
-    except (DatasetGenerationError, ValueError) as error:
-        if "corresponds to no data" in str(error):
-            raise ValueError(f"{split} has no rows") from error
-        raise ValueError(f"{split} cannot be read as {FORMATS[split.suffix]}: {error.__cause__ or error}") from error
+    return read_table(split) if isinstance(split, Path) else split

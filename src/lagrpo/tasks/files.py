@@ -7,8 +7,8 @@ its own, whatever `task.data` says.
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lagrpo.errors import suggest
+from lagrpo.errors import one_line, suggest
 from lagrpo.hub import limit_waits
 from lagrpo.tasks.base import option
+from lagrpo.tasks.tables import Table, format_of, read_table
 
 logger = logging.getLogger("lagrpo")
 
 Rows = Sequence[Mapping[str, Any]]
-FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
 
 
@@ -53,15 +53,36 @@ def load_rows(
         else:
             source = find_source(options.data, f"{' or '.join(file_names(split))} is looked for there", hub)
             if isinstance(source, Path):
-                found = read_jsonl(_find_file(source, file_names(split)))
+                found = read_table(_find_file(source, file_names(split)))
             else:
                 found = load_hub_rows(hub if source == hub.partition(":")[0] else source, split)
-        check_columns(found, (question, answer), f"the {side} split")
-        rows[side] = [row for row in found if row[answer] not in (None, "")]
-        if left_out := len(found) - len(rows[side]):
-            message = "%d of the %d rows of the %s split have no answer and are left out"
-            logger.warning(message, left_out, len(found), side)
+        rows[side] = _answered(found, question, answer, side)
     return rows
+
+
+def _answered(found: Any, question: str, answer: str, side: str) -> Rows:
+    """The rows that have an answer. Raises ValueError for one whose question or answer cannot be used, and for none."""
+    split = f"the {side} split"
+    table = found if isinstance(found, Table) else Table(split, found, range(1, len(found) + 1), "row")
+    check_columns(table.rows, (question, answer), split if len(table.rows) else str(table.path))
+    table.check(lambda row: _check_row(row, question, answer))
+    rows = [row for row in table.rows if row[answer] not in (None, "")]
+    if not rows:
+        raise ValueError(f"{table.path}: none of its {len(table.rows)} rows has an answer (column {answer!r})")
+    if left_out := len(table.rows) - len(rows):
+        message = "%d of the %d rows of the %s split have no answer and are left out"
+        logger.warning(message, left_out, len(table.rows), side)
+    return rows
+
+
+def _check_row(row: Mapping[str, Any], question: str, answer: str) -> None:
+    check_columns([row], (question, answer), "it")
+    asked, right = row[question], row[answer]
+    if not isinstance(asked, str) or not asked.strip():
+        raise ValueError(f"its {question} is {asked!r:.80}, not a text")
+    finite = math.isfinite(right) if isinstance(right, float) else isinstance(right, int)
+    if right is not None and not isinstance(right, str) and (not finite or isinstance(right, bool)):
+        raise ValueError(f"its {answer} is {right!r:.80}, neither a text nor a number")
 
 
 def find_source(data: str | None, needed: str, hub: str) -> Path | str:
@@ -76,7 +97,7 @@ def find_source(data: str | None, needed: str, hub: str) -> Path | str:
     path = Path(named).expanduser()
     if path.exists():
         return path
-    if data and _HUB_ID.fullmatch(named) and path.suffix not in FORMATS and not path.parent.is_dir():
+    if data and _HUB_ID.fullmatch(named) and format_of(path) is None and not path.parent.is_dir():
         return named
     setting = "task.data" if data else "LAGRPO_DATA"
     raise ValueError(f"{setting}: there is no file or directory {named!r} (seen from {os.getcwd()})")
@@ -98,27 +119,6 @@ def load_hub_rows(name: str, split: str | None) -> Any:
         ) from error
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file. Only a newline ends a line: JSON strings may hold other line ends, such as
-    U+2028. Raises ValueError, with file and line, for a line that is no object."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: this is not UTF-8 ({error})") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: this is not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: this is a {type(row).__name__}, not an object with columns")
-        rows.append(row)
-    return rows
-
-
 def check_columns(rows: Rows, columns: Iterable[str], where: str) -> None:
     """Raise ValueError where there are no rows, or the first row lacks one of these columns."""
     if not len(rows):
@@ -126,7 +126,7 @@ def check_columns(rows: Rows, columns: Iterable[str], where: str) -> None:
     known = list(rows[0])
     for column in columns:
         if column not in known:
-            names = ", ".join(known)
+            names = one_line(", ".join(known))
             raise ValueError(f"{where} has no column {column!r}; its columns are {names}.{suggest(column, known)}")
 
 
@@ -147,12 +147,13 @@ def hold_out(count: int, seed: int) -> tuple[list[int], list[int]]:
 
 
 def _find_file(directory: Path, names: Sequence[str]) -> Path:
+    """The first of these files that is there, packed with gzip or not."""
     if not directory.is_dir():
         raise ValueError(f"{directory} is a file; this task wants the directory that holds {' or '.join(names)}")
-    for name in names:
-        if (directory / name).is_file():
-            return directory / name
-    there = sorted(path.name for path in directory.glob("*.jsonl"))
+    for path in (directory / (name + packed) for name in names for packed in ("", ".gz")):
+        if os.path.lexists(path):
+            return path
+    there = sorted(path.name for path in directory.iterdir() if format_of(path) == ".jsonl")
     raise ValueError(
         f"there is no {' or '.join(names)} in {directory}; "
         + (f"there are {', '.join(there)}.{suggest(names[0], there)}" if there else "no .jsonl file is there")

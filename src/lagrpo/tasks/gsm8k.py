@@ -124,7 +124,9 @@ def _find_counting_part(text: str) -> tuple[str, bool]:
 
 def _read_gold(gold: Any) -> Numeral:
     """The gold number. Raises Unjudgeable where `gold` is not one number."""
-    if isinstance(gold, int | float) and not isinstance(gold, bool) and math.isfinite(gold):
+    if isinstance(gold, int) and not isinstance(gold, bool):
+        return Numeral(Fraction(gold), 0, 0)
+    if isinstance(gold, float) and math.isfinite(gold):
         if gold == int(gold):
             return Numeral(Fraction(int(gold)), 0, 0)
         written = Decimal(f"{gold:.15g}")  # a 16th digit may be off: 0.1 + 0.2 is 0.3

@@ -34,7 +34,7 @@ def show(
 
     `only`: "right" are those with the greatest reward of the run's task.reward_range, "wrong" the other scored ones,
     "unscored" those without a reward (unscored or failed). Raises RunNotFoundError when the run, its rollouts or the
-    batch are not there, SettingsError when the rollouts have another schema.
+    batch are not there, SettingsError when the rollouts have another schema, or config.toml is none.
     """
     console = console or Console()
     run = open_run(run_dir)
@@ -43,7 +43,7 @@ def show(
         raise RunNotFoundError(f"{run.path} has no rollouts yet: its first batch is not finished")
     with refusing():
         rows = load_rollouts(run, [batches[-1] if batch is None else batch])
-    scale = load_reward_range(run)
+        scale = load_reward_range(run)
     rows_of_prompt = [row for row in rows if prompt in (None, row["prompt_key"])]
     chosen = [row for row in rows_of_prompt if only in ("all", KINDS[_is_right(row, scale)])]
     console.print(_title(run, rows, batches, min(count, len(chosen)), len(chosen)))

@@ -14,7 +14,7 @@ from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.cpu.build import NoKernels
 from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.backends.process import keep_freed_memory
-from lagrpo.data.offline import OfflineData
+from lagrpo.data.offline import OfflineData, Records, read_records
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.objective.compose import Recipe
@@ -92,6 +92,23 @@ def without_progress_bars() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
+class Data:
+    """What a run reads before a model is loaded: its task, and the offline completions if it has any."""
+
+    task: Task
+    records: Records | None
+
+    @staticmethod
+    def read(settings: Settings, task: Task | None) -> Data:
+        """`task` stands in for settings.task. Raises SettingsError for data that is missing or malformed."""
+        with refusing():
+            task = task if task is not None else load_task(settings.task, settings.run.seed)
+        with refusing("offline.data"):
+            names = settings.offline.data
+            return Data(task, read_records(names, settings.task.system_prompt) if names else None)
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
     """What a run is made of."""
 
@@ -114,35 +131,35 @@ class Parts:
 
     @staticmethod
     def build(settings: Settings, recipe: Recipe, task: Task | None = None) -> Parts:
-        """The task's data first, then the model: what is cheap to refuse is refused first. Where something fails,
-        whatever was started is ended. Raises SettingsError for data or a model that is missing, or does not fit."""
+        """The data first, then the model: what is cheap to refuse is refused first. Where something fails, whatever was
+        started is ended. Raises SettingsError for data or a model that is missing, or does not fit."""
         with ExitStack() as undo:
-            servers = []
+            servers, data = [], Data.read(settings, task)
             if settings.sampling.sampler == "vllm":  # starting them writes files and takes minutes
                 with loading(settings.model):
                     check_files(resolve_model(settings.model.path))
                 servers = [undo.enter_context(closing(server)) for server in open_servers(settings)]
-            parts = Parts._build(settings, recipe, task, servers, undo)
+            parts = Parts._build(settings, recipe, data, task is not None, servers, undo)
             undo.pop_all()
             return parts
 
     @staticmethod
-    def _build(settings: Settings, recipe: Recipe, own: Task | None, servers: list[Server], undo: ExitStack) -> Parts:
-        sampling, seed = settings.sampling, settings.run.seed
-        with refusing():
-            task = own if own is not None else load_task(settings.task, seed)
+    def _build(
+        settings: Settings, recipe: Recipe, data: Data, own_task: bool, servers: list[Server], undo: ExitStack
+    ) -> Parts:
+        sampling, seed, task = settings.sampling, settings.run.seed, data.task
         templates = undo.enter_context(closing(Templates()))
         longest = sampling.max_prompt_tokens + sampling.max_tokens
         policy = build_policy(settings.model, sampling.temperature, longest, templates)
         prompts = build_prompts(settings, task, policy)
-        offline = build_offline(settings, recipe, policy) if settings.offline.data else None
+        offline = build_offline(settings, recipe, policy, data.records) if data.records else None
         learner = build_learner(settings, recipe, policy)
         limits = sampling.max_tokens, sampling.max_num_seqs
         sampler = build_vllm(settings, policy, servers) if servers else LocalSampler(replica(policy), seed, *limits)
         return Parts(
             settings=settings,
             task=task,
-            own_task=own is not None,
+            own_task=own_task,
             learner=learner,
             sampler=sampler,
             evaluator=LocalSampler(policy, seed, *limits, settings.evaluation.temperature, "evaluate"),
@@ -229,14 +246,14 @@ def offline_prompts(settings: Settings) -> int:
     return max(1, round(share * settings.schedule.prompts)) if data is not None else 0
 
 
-def build_offline(settings: Settings, recipe: Recipe, policy: Policy) -> OfflineData:
-    """The completions of settings.offline.data. Raises SettingsError for a file that cannot be used, and for one
-    without log-probs where the recipe reads log α."""
+def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: Records) -> OfflineData:
+    """The completions of settings.offline.data. Raises SettingsError for those that cannot be used with the model, and
+    for files without log-probs where the recipe reads log α."""
     sampling, data = settings.sampling, settings.offline.data
     assert data is not None
     with refusing("offline.data"):
         limits = {"max_prompt_tokens": sampling.max_prompt_tokens, "reads_logp": recipe.needs_logp_alpha}
-        found = OfflineData(data, policy, sampling.G, settings.run.seed, settings.task.system_prompt, **limits)
+        found = OfflineData(records, policy, sampling.G, settings.run.seed, **limits)
     if recipe.needs_logp_alpha and not found.has_logp:
         raise SettingsError(
             f"offline.data = {', '.join(data)} does not say how likely its completions were (logp_alpha), and recipe "

@@ -15,6 +15,7 @@ from lagrpo.runs.reading import completion_files
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, check_options
 from lagrpo.training.changes import check_changes, find_run
+from lagrpo.untrusted import read_text
 
 LARGEST_EXPONENT = 80.0  # float32 ends at e^88.7; the rest is for the factors beside it
 
@@ -75,4 +76,4 @@ def check_evaluation(settings: Settings | EvalSettings, task: Task | None = None
 
 def chat_template(model: ModelSettings) -> str | None:
     """The chat template that the settings put in place of the tokenizer's own."""
-    return Path(model.chat_template).expanduser().read_text(encoding="utf-8") if model.chat_template else None
+    return read_text(Path(model.chat_template).expanduser()) if model.chat_template else None

@@ -25,6 +25,7 @@ from lagrpo.core.estimators import bootstrap_interval, clustered_interval, paire
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import refusing
 from lagrpo.policy.chat import Templates
+from lagrpo.runs.directory import plain_name
 from lagrpo.runs.files import to_json, write_atomically, write_table
 from lagrpo.sampling.base import Request, Sampler
 from lagrpo.sampling.local import LocalSampler
@@ -182,7 +183,7 @@ def place(settings: EvalSettings, task: str) -> Path:
             if problem := _occupied(Path(settings.output), settings):
                 raise ValueError(f"{problem}: name another directory")
         return Path(settings.output)
-    name = f"evaluations/{label(settings.model.path)}-{task}"
+    name = f"evaluations/{label(settings.model.path)}-{plain_name(task)}"
     places = (Path(name if n == 1 else f"{name}-{n}") for n in count(1))
     return next(path for path in places if not _occupied(path, settings))
 
@@ -196,7 +197,7 @@ def _occupied(output: Path, settings: EvalSettings) -> str | None:
         return None
     try:
         earlier = flatten(json.loads(file.read_bytes())["settings"])
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{file} is not the summary of an evaluation"
     ours = flatten(json.loads(to_json(settings.model_dump())))
     names = [n for n in ours | earlier if ours.get(n) != earlier.get(n) and n != "output"]

@@ -28,7 +28,8 @@ from lagrpo.sampling.vllm.server import GENERATE, HOW_TO_START, KEY, Deadlines, 
 from lagrpo.sampling.vllm.weights import Directories, WeightSync
 from lagrpo.sampling.vllm.wire import DirectoryWire, IpcWire, NcclWire, Wire
 from lagrpo.settings.options import split_options
-from lagrpo.settings.schema import SamplingSettings, Settings, VllmSettings
+from lagrpo.settings.schema import SamplingSettings, Settings
+from lagrpo.settings.vllm import VllmSettings
 
 logger = logging.getLogger("lagrpo")
 WIRES: dict[str, Callable[[], Wire]] = {"directory": DirectoryWire, "nccl": NcclWire, "ipc": IpcWire}
