@@ -33,7 +33,7 @@ from lagrpo.runs import load_events, load_metrics
 from lagrpo.training import run as _warm  # noqa: F401 - what the forked processes would import each by itself
 
 Sections = Mapping[str, Mapping[str, Any]]
-KINDS: dict[str, Sections] = {
+KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "asking ahead": {"schedule": {"v": 3}},
     "dynamic sampling": {"schedule": {"v": 3}, "sampling": {"dynamic_sampling": 2}},
     "lagged": {"schedule": {"kind": "lagged", "v": 2}},

@@ -146,6 +146,9 @@ class FakeSampler:
     def __init__(self) -> None:
         self.version, self.calls = -1, []
 
+    def served(self):
+        return self.version, {}
+
     def sync_weights(self, weights, version):
         self.version = version
         self.calls.append(("sync", version))

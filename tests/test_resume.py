@@ -278,3 +278,31 @@ def test_an_error_between_updates_keeps_the_last_batch(begin, monkeypatch):
     monkeypatch.undo()
     run = Path(error.value.__notes__[-1].rpartition(" ")[2])
     assert differing(go_on(run).run, leaves(begin("whole").run, exact=True)) == []
+
+
+def test_data_that_has_changed_is_refused(begin, tmp_path):
+    file, columns = tmp_path / "sums.jsonl", {"prompt_column": "question", "answer_column": "answer"}
+    rows = [json.dumps({"question": f"{n}+1?", "answer": str(n + 1)}) for n in range(8)]
+    file.write_text("\n".join(rows) + "\n")
+    task = {"name": "custom", "data": str(file), "reward": "exact", **columns}
+    run = begin("run", schedule={"stages": 1, "batches": 1}, task=task, evaluation={"before_and_after": False}).run
+    file.write_text("\n".join(rows[:-1]) + "\n")
+    with pytest.raises(SettingsError, match=r"the data has changed since the run began.*--run.allow task.data"):
+        go_on(run)
+    assert go_on(run, run={"allow": ["task.data"]}, schedule={"batches": 2}).batches == 2
+
+
+def test_an_error_while_a_run_is_restored_leaves_its_weights(begin, monkeypatch):
+    run = begin("run", schedule={"stages": 1}).run
+    before = (run / "weights" / "final" / "model.safetensors").read_bytes()
+    monkeypatch.setattr(training_run, "restore", lambda *parts: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        go_on(run, schedule={"stages": 2})
+    monkeypatch.undo()
+    assert (run / "weights" / "final" / "model.safetensors").read_bytes() == before
+    assert go_on(run, schedule={"stages": 2}).batches == 6
+
+
+def test_a_directory_without_a_run_is_named(tmp_path):
+    with pytest.raises(SettingsError, match=r"run.resume = '.*nothing': there is no run in that directory"):
+        go_on(tmp_path / "nothing")

@@ -32,6 +32,8 @@ def load_settings(
         if (run := _named_run(overrides) or _named_run(source)) is None:
             return validate(Settings, source, overrides, "settings")
         config = Path(run).expanduser() / "config.toml"
+        if not config.is_file():
+            raise SettingsError(f"run.resume = {run!r}: there is no run in that directory (no config.toml)")
         return validate(Settings, read_toml(config), merged(source, overrides), str(config))
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"settings are a Settings, a mapping or the path of a TOML file, not {source!r:.80}")

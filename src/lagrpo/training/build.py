@@ -194,7 +194,8 @@ class Parts:
     def keep_logs(self, run: Path) -> None:
         """The logs of the servers that were started for a run go to its directory."""
         if isinstance(self.sampler, VllmSampler):
-            for number, server in enumerate(self.sampler.servers, start=1):
+            earlier = len([*run.glob("vllm-*.log")])  # of the servers of a run that is resumed
+            for number, server in enumerate(self.sampler.servers, start=1 + earlier):
                 server.keep_log(run / f"vllm-{number}.log")
 
 

@@ -56,6 +56,13 @@ class Stand:
         return Stand(state, a.learner.policy.version, parity, a.learner.synced.last)
 
 
+def fingerprint_data(a: Parts) -> str:
+    """Tells the data of a run apart: the size of the split, the prompts of the first batch, the offline completions."""
+    prompts = [(r.prompt.key, r.prompt.token_ids, str(r.prompt.gold)) for r in a.prompts.batch(1)]
+    seen = repr((a.task.size("train"), prompts, str(a.offline)))
+    return hashlib.blake2b(seen.encode("utf-8", "replace"), digest_size=8).hexdigest()
+
+
 def capture(a: Parts, stand: Stand, further: Mapping[str, Any], finish: bool = True) -> Content:
     """The checkpoint of a run that stands there, its policy too; `further` goes into the JSON. With `finish` the
     in-process sampler completes what was asked for first: it would do so before the next weight sync anyway, and what
@@ -71,6 +78,7 @@ def capture(a: Parts, stand: Stand, further: Mapping[str, Any], finish: bool = T
     if reference is not None and pi_ref not in (0, version, *weights):
         weights[reference.version] = dict(reference.weights.items())
     about = {
+        "data": fingerprint_data(a),
         "loop": asdict(state),
         "versions": {"policy": version, "alpha": alpha, "pi_ref": pi_ref},
         "announced": announced,
@@ -105,6 +113,12 @@ def restore(a: Parts, checkpoint: Checkpoint, model: str) -> LoopState:
         raise SettingsError(
             f"model.path = {a.settings.model.path!r} is not the model that the run began with: its weights have the "
             f"fingerprint {model}, those of the run {saved['model']}"
+        )
+    allowed = any(name.startswith(("task.", "offline.", "schedule.prompts")) for name in a.settings.run.allow)
+    if not allowed and fingerprint_data(a) != saved["data"]:
+        raise SettingsError(
+            "the data has changed since the run began: its size, the prompts of the first batch or the offline "
+            "completions. To go on with the data as it is now: --run.allow task.data"
         )
     versions, memory = saved["versions"], saved["parity"]
     pi, alpha, pi_ref = versions["policy"], versions["alpha"], versions["pi_ref"]

@@ -144,6 +144,7 @@ class Training:
         self.warnings = Warnings(self.settings, dtype, parts.task.size("train"))
         self.total = self.settings.schedule.stages * self.settings.schedule.batches
         self.evaluations: dict[str, Evaluation] = {}
+        self.restored = earlier is None  # π is the run's
         self.stand = Stand.of(parts, LoopState(pi_ref=self.policy.version))
         self.seconds_checkpoint = 0.0
 
@@ -216,6 +217,7 @@ class Training:
         place = f"resumed after batch {self.batches} of {self.total}" if self.batches else "no checkpoint: begins again"
         for line in [*said, place]:
             self.display.note(line)
+        self.restored = True
 
     def rescue(self, error: BaseException) -> None:
         """Write the policy after an error, and a checkpoint where no update was made since the last batch; if that
@@ -366,7 +368,7 @@ class Training:
 
     def save(self) -> Path | None:
         """The final policy as a Hugging Face model directory."""
-        if not self.settings.run.save_weights:
+        if not (self.settings.run.save_weights and self.restored):
             return None
         self.observers.phase("writing weights")
         return self.write_weights()
