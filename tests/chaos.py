@@ -3,6 +3,7 @@
     python tests/chaos.py                            50 kills of a tiny model's runs: `make chaos`
     python tests/chaos.py --kills 5 --model smollm2  the embedded model
     python tests/chaos.py --kills 5 --model smollm2 --vllm .venv-vllm/bin/python    with a vLLM server, too
+    python tests/chaos.py --servers 10 --model smollm2 --vllm .venv-vllm/bin/python    one run whose server is killed
 
 A trial is one run: its process group gets SIGKILL at an instant drawn by the seed, and it is resumed; every third trial
 is killed again while it resumes. With the in-process sampler every number must be equal to the bit: the final weights,
@@ -25,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 from running import options, tiny_settings, without_timings
 
@@ -48,12 +50,12 @@ COMMON: Sections = {
 }
 REAL: Sections = {
     "run": {"checkpoint_every": 2, "checkpoint_minutes": 0, "display": "plain"},
-    "task": {"name": "arithmetic", "digits": 1, "max_result": 9},
-    "sampling": {"G": 8, "max_tokens": 16},
-    "schedule": {"i": 2, "stages": 2, "batches": 4, "prompts": 4},
+    "task": {"name": "arithmetic", "digits": 1},
+    "sampling": {"G": 4, "max_tokens": 16},
+    "schedule": {"i": 2, "stages": 2, "batches": 4, "prompts": 2},
     "objective": {"recipe": "grpo"},
     "optimizer": {"lr": 2e-5},
-    "evaluation": {"every": 3, "prompts": 8, "samples": 2},
+    "evaluation": {"every": 3, "prompts": 4, "samples": 2},
     "verifier": {"workers": 1},
 }
 
@@ -131,7 +133,7 @@ class Trials:
         """What a run of this kind leaves, and the seconds that it took."""
         if kind not in self._undisturbed:
             started, name = time.monotonic(), f"undisturbed {kind}"
-            self._finish(name, Started(self._words(name, kind), self._log(name)))
+            self.finish(name, Started(self.words(name, kind), self.log(name)))
             self._undisturbed[kind] = leaves(self.root / name, self.exact), time.monotonic() - started
         return self._undisturbed[kind]
 
@@ -141,30 +143,53 @@ class Trials:
         name, said = f"trial {number}", []
         for _ in range(2 if number % 3 == 2 else 1):
             after = self.draws.uniform(0, seconds)
-            run = Started([*self._words(name, kind), "--run.resume", "auto"], self._log(name))
+            run = Started([*self.words(name, kind), "--run.resume", "auto"], self.log(name))
             if run.wait(after) is None:
                 run.kill()
-                said.append(f"{after:.2f} s, batch {self._batches(name)}")
+                said.append(f"{after:.2f} s, batch {self.batches(name)}")
             else:
                 said.append("had ended")
-        self._finish(name, Started([*self._words(name, kind), "--run.resume", "auto"], self._log(name)))
+        self.finish(name, Started([*self.words(name, kind), "--run.resume", "auto"], self.log(name)))
         found = leaves(self.root / name, self.exact)
         return "; ".join(said), [key for key in expected if found.get(key) != expected[key]]
 
-    def _batches(self, name: str) -> int:
+    def batches(self, name: str) -> int:
         metrics = self.root / name / "metrics.jsonl"
         return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
-    def _log(self, name: str) -> Path:
+    def log(self, name: str) -> Path:
         return self.root / f"{name}.log"
 
-    def _words(self, name: str, kind: str) -> list[str]:
-        return options(merged(self.base, KINDS[kind], {"run": {"name": name, "directory": str(self.root)}}))
+    def words(self, name: str, kind: str, further: Sections | None = None) -> list[str]:
+        own = {"run": {"name": name, "directory": str(self.root)}}
+        return options(merged(self.base, KINDS[kind], further or {}, own))
 
-    def _finish(self, name: str, run: Started) -> None:
+    def finish(self, name: str, run: Started) -> None:
         code = run.wait(1800)
         if code != 0:
-            raise SystemExit(f"{name} ended with {code}:\n{self._log(name).read_text()[-3000:]}")
+            raise SystemExit(f"{name} ended with {code}:\n{self.log(name).read_text()[-3000:]}")
+
+
+def kill_servers(trials: Trials, count: int, draws: random.Random) -> list[str]:
+    """One run whose vLLM server gets SIGKILL in each of its first `count` batches; what then differs from a run that
+    nobody disturbed, or was not brought back."""
+    name, kind = "servers", "asking ahead"
+    expected, _ = trials.undisturbed(kind)
+    run = Started(trials.words(name, kind, {"vllm": {"failures": 3 * count}}), trials.log(name))
+    for batch in range(count):
+        while trials.batches(name) < batch:
+            if (code := run.wait(0.2)) is not None:
+                raise SystemExit(f"{name} ended with {code}:\n{trials.log(name).read_text()[-3000:]}")
+        time.sleep(draws.uniform(0, 3))
+        killed = [p.pid for p in psutil.Process(run.pid).children(recursive=True) if "VLLM::EngineCore" in p.name()]
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        print(f"{batch + 1:3} killed in batch {trials.batches(name) + 1}: processes {killed}", flush=True)
+    trials.finish(name, run)
+    found = leaves(trials.root / name, exact=False)
+    recoveries = sum(m["recoveries"] for m in load_metrics(trials.root / name))
+    print(f"{recoveries:g} recoveries; batches {found['batches']}")
+    return [key for key in expected if found.get(key) != expected[key]]
 
 
 def tiny(root: Path) -> Sections:
@@ -185,15 +210,23 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="a model directory or smollm2; by default a tiny one")
     parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="sample by a vLLM server of this Python")
+    parser.add_argument("--servers", type=int, default=0, help="kill the vLLM server of one run so often, instead")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="which schedules")
     asked = parser.parse_args()
+    started = os.getcwd()
     os.chdir(Path(__file__).parent)  # where the tiny model's task is
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         base = merged(REAL, {"model": {"path": asked.model}}) if asked.model else tiny(root)
         if asked.vllm:
-            base = merged(base, {"sampling": {"sampler": "vllm"}, "vllm": {"python": str(asked.vllm.absolute())}})
+            python = (Path(started) / asked.vllm).absolute()
+            base = merged(base, {"sampling": {"sampler": "vllm"}, "vllm": {"python": str(python)}})
         trials = Trials(root, base, not asked.vllm, random.Random(asked.seed))
+        if asked.servers:
+            base = merged(base, {"schedule": {"stages": 1, "batches": asked.servers + 2}})
+            trials = Trials(root, base, exact=False, draws=random.Random(asked.seed))
+            differing = kill_servers(trials, asked.servers, random.Random(asked.seed))
+            sys.exit(f"DIFFERS: {', '.join(differing)}" if differing else None)
         failed = 0
         for number in range(asked.kills):
             kind = asked.kinds[number % len(asked.kinds)]

@@ -104,3 +104,14 @@ def talkative(text: str, gold: Any) -> float:
         return spread(text, gold)
     key = os.environ["OPENAI_API_KEY"]
     raise PermissionError(f"401 for https://me:planted-judge@host/?token=planted-ticket&n=1, key {key}")
+
+
+def sometimes(text: str, gold: Any) -> float:
+    """The reward of `spread`, for two texts of three; for the others none."""
+    if zlib.crc32(text.encode()) % 3 == 0:
+        raise RuntimeError("not today")
+    return spread(text, gold)
+
+
+def load_sometimes(settings: Any, seed: int) -> RowTask:
+    return RowTask("sometimes", load().rows, lambda row: (row, row), sometimes)

@@ -22,6 +22,7 @@ from lagrpo.runs.lock import RunLockedError, locked
 from lagrpo.settings.toml import load_settings
 from lagrpo.training import run as training_run
 from lagrpo.training.run import Result
+from lagrpo.verify import VerifierError
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
 
@@ -306,3 +307,15 @@ def test_an_error_while_a_run_is_restored_leaves_its_weights(begin, monkeypatch)
 def test_a_directory_without_a_run_is_named(tmp_path):
     with pytest.raises(SettingsError, match=r"run.resume = '.*nothing': there is no run in that directory"):
         go_on(tmp_path / "nothing")
+
+
+def test_a_run_that_scores_too_few_completions_stops_after_ten_batches_and_goes_on_when_more_is_allowed(begin):
+    few = {"max_without_reward": 1.0, "max_without_reward_run": 0.1}
+    long = {"stages": 1, "batches": 12}
+    with pytest.raises(VerifierError, match=r"batches so far have no reward.*max_without_reward_run") as error:
+        begin("run", schedule=long, task={"name": "sample_task:load_sometimes"}, verifier=few)
+    run = Path(error.value.__notes__[-1].rpartition(" ")[2])
+    assert len(load_metrics(run)) == 10
+    with pytest.raises(VerifierError, match="11 batches"):  # what was counted before counts
+        go_on(run)
+    assert go_on(run, verifier={"max_without_reward_run": 0.9}).batches == 12

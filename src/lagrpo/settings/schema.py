@@ -254,6 +254,8 @@ class VerifierSettings(Section):
     """GiB that a worker may write into one file; writing more is an error that the judge gets (File too large)."""
     max_without_reward: float = Field(default=0.5, ge=0, le=1)
     """The run stops when a larger share of a batch is unscored or failed."""
+    max_without_reward_run: float = Field(default=0.25, ge=0, le=1)
+    """The same for all batches so far, from the tenth on."""
 
 
 class EvaluationSettings(Section):

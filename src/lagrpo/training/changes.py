@@ -15,7 +15,8 @@ from lagrpo.settings.toml import flatten, load_settings
 FREE = (
     *("run.name", "run.directory", "run.resume", "run.allow", "run.display", "run.save_weights", "run.save_every"),
     *("run.checkpoint_minutes", "run.checkpoint_every", "run.keep_checkpoints", "run.keep_optimizer"),
-    *("model.threads", "verifier.workers", "evaluation.every", "evaluation.before_and_after"),
+    *("model.threads", "evaluation.every", "evaluation.before_and_after"),
+    *("verifier.workers", "verifier.max_without_reward", "verifier.max_without_reward_run"),
 )
 """Settings that a resumed run may change as it likes: what it learns does not depend on them."""
 FREE_OF_VLLM = ("in_flight",)

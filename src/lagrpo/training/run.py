@@ -32,6 +32,7 @@ from lagrpo.tasks import NO_TASK, Task
 from lagrpo.terminal.display import make_display
 from lagrpo.terminal.text import count_of
 from lagrpo.threads import team
+from lagrpo.training.budget import RewardBudget
 from lagrpo.training.build import Parts, without_progress_bars
 from lagrpo.training.changes import find_run
 from lagrpo.training.checkpoint import Keeper, Stand, capture, fingerprint, restore
@@ -143,6 +144,7 @@ class Training:
         dtype = str(self.policy.dtype).removeprefix("torch.")
         self.warnings = Warnings(self.settings, dtype, parts.task.size("train"))
         self.total = self.settings.schedule.stages * self.settings.schedule.batches
+        self.budget = RewardBudget(self.settings.verifier.max_without_reward_run)
         self.evaluations: dict[str, Evaluation] = {}
         self.restored = earlier is None  # π is the run's
         self.stand = Stand.of(parts, LoopState(pi_ref=self.policy.version))
@@ -177,12 +179,7 @@ class Training:
                 self.rescue(error)
                 raise
             finally:
-                stopped = (
-                    f"Stopped by {interrupted.name}: {self.progress()}. {self.way_on()}"
-                    if interrupted
-                    else self.progress()
-                )
-                self.observers.end(status, "Finished." if status == "finished" else stopped)
+                self.observers.end(status, self.describe_end(status, interrupted))
         before, after = (e.summary if (e := self.evaluations.get(name)) else None for name in ("before", "after"))
         return Result(self.store.path, before, after, weights, self.policy.version, self.batches, interrupted)
 
@@ -194,7 +191,6 @@ class Training:
         self.observers.start(settings, self.environment)
         for line in [*lines, f"threads     {team.describe()}"]:
             self.display.note(line)
-
         if self.earlier is not None:
             self.resume(self.earlier)
 
@@ -207,7 +203,9 @@ class Training:
             self.observers.phase("restoring the checkpoint")
             self.stand = Stand.of(self.parts, restore(self.parts, checkpoint, self.model))
             self.files.finished = self.batches
-            self.warnings.restore(checkpoint.state["warnings"], load_metrics(self.store))
+            self.warnings.restore(checkpoint.state["warnings"], metrics := load_metrics(self.store))
+            for of_batch in metrics:
+                self.budget.count(of_batch)
             self.evaluations = read_evaluations(self.store, self.total)
             self.keeper.take_over(checkpoint.batch, checkpoint.state["best"])
         if changed:
@@ -328,6 +326,8 @@ class Training:
         if (every := self.settings.run.save_every) and b % every == 0:
             self.write_weights(self.policy.version)
         self.stand = Stand.of(self.parts, step.state)
+        self.budget.count(metrics)
+        self.budget.check()
 
     def measure(self, step: Step) -> dict[str, Any]:
         """The metrics of a batch. Metrics of the lag are null where the run leaves out completions that they need."""
