@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pyarrow.parquet as pq
@@ -63,15 +63,19 @@ REAL: Sections = {
 class Started:
     """`lagrpo train` in a process group of its own, with what it prints in `log`; forked, as imports take seconds."""
 
+    running: ClassVar[set[int]] = set()
+
     def __init__(self, words: Sequence[str], log: Path) -> None:
         self.pid = os.fork()
         if self.pid == 0:
             self._be_the_command(words, log)
+        self.running.add(self.pid)
 
     def _be_the_command(self, words: Sequence[str], log: Path) -> None:
         code: Any = 1
         try:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             with log.open("ab", buffering=0) as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
@@ -89,6 +93,7 @@ class Started:
         while time.monotonic() < end:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
+                self.running.discard(pid)
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.005)
         return None
@@ -96,6 +101,12 @@ class Started:
     def kill(self) -> None:
         os.killpg(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
+        self.running.discard(self.pid)
+
+    @classmethod
+    def end_all(cls) -> None:
+        for pid in cls.running:
+            os.killpg(pid, signal.SIGKILL)
 
 
 def merged(*layers: Sections) -> dict[str, dict[str, Any]]:
@@ -239,4 +250,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        main()
+    finally:
+        Started.end_all()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -138,7 +139,7 @@ class Checkpoints:
     def _remedy(self) -> str:
         last, _ = self.newest()
         whole = f"The one of batch {last.batch} is whole" if last else "There is none before it"
-        return f"{whole}. Make room or mend the directory, then go on with: lagrpo train --resume {self.run}"
+        return f"{whole}. Make room or mend the directory, then go on with: lagrpo train --resume {shlex.quote(str(self.run))}"
 
 
 def _open(path: Path) -> Checkpoint:

@@ -102,9 +102,10 @@ class Prefetcher:
         self._announced = {batch: set(versions) for batch, versions in announced.items()}
         there = {(batch, g.epoch, g.prompt.key) for batch, groups in here.items() for g in groups}
         again = [r for requests in self._asked.values() for r in requests if r.address not in there]
-        for request in again:
-            self._announced[request.batch].add(self._sampler.version)
         if again:
+            version = self._sampler.version  # a vLLM server is asked for it
+            for request in again:
+                self._announced[request.batch].add(version)
             self._coming.append(self._sampler.sample(again, self._G))
 
     def read(self) -> tuple[float, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -240,7 +241,7 @@ class Training:
         """The command that goes on from here."""
         last = self.keeper.written[-1:]
         place = f"Go on after batch {last[0]}" if last else "There is no checkpoint yet; begin again"
-        return f"{place} with: lagrpo train --resume {self.store.path}"
+        return f"{place} with: lagrpo train --resume {shlex.quote(str(self.store.path))}"
 
     def learn(self) -> None:
         """Algorithm 1 between its evaluations."""
@@ -278,11 +279,11 @@ class Training:
 
     def write_checkpoint(self, finish: bool = True) -> None:
         """A checkpoint of this batch, written in the background."""
+        started = time.perf_counter()
+        self.observers.phase("checkpoint")
+        self.keeper.wait()
         if self.batches in self.keeper.written:
             return
-        self.observers.phase("checkpoint")
-        started = time.perf_counter()
-        self.keeper.wait()
         further = {
             "model": self.model,
             "lengths": {f.name: f.stat().st_size if f.exists() else 0 for f in (self.store.metrics, self.store.events)},
