@@ -139,7 +139,8 @@ class Checkpoints:
     def _remedy(self) -> str:
         last, _ = self.newest()
         whole = f"The one of batch {last.batch} is whole" if last else "There is none before it"
-        return f"{whole}. Make room or mend the directory, then go on with: lagrpo train --resume {shlex.quote(str(self.run))}"
+        command = f"lagrpo train --resume {shlex.quote(str(self.run))}"
+        return f"{whole}. Make room or mend the directory, then go on with: {command}"
 
 
 def _open(path: Path) -> Checkpoint:
