@@ -319,3 +319,73 @@ def test_a_run_that_scores_too_few_completions_stops_after_ten_batches_and_goes_
     with pytest.raises(VerifierError, match="11 batches"):  # what was counted before counts
         go_on(run)
     assert go_on(run, verifier={"max_without_reward_run": 0.9}).batches == 12
+
+
+def test_checkpoints_that_cannot_be_read_do_not_make_a_run_begin_again(begin):
+    run = begin("run", schedule={"stages": 1}).run
+    for state in (run / "checkpoints").glob("*/state.json"):
+        state.write_text(state.read_text().replace("lagrpo.checkpoint/1", "lagrpo.checkpoint/2"))
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(SettingsError, match=r"(?s)in lagrpo.checkpoint/2.*No checkpoint of the run can be read"):
+        go_on(run, schedule={"stages": 2})
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_was_allowed_once_is_not_allowed_for_ever(begin):
+    run = begin("run", schedule={"stages": 1}).run
+    go_on(run, optimizer={"lr": 0.5}, run={"allow": ["optimizer.lr"]})
+    kept = load_settings(run / "config.toml").run
+    assert (kept.resume, kept.allow) == (None, ())
+    with pytest.raises(SettingsError, match=r"optimizer\.lr = 0\.1, and the run has 0\.5"):
+        go_on(run, optimizer={"lr": 0.1})
+
+
+def test_a_copy_of_a_run_goes_on_where_it_is(begin, tmp_path, monkeypatch):
+    run = begin("run", schedule={"stages": 1}, run={"display": "plain"}).run
+    copy = tmp_path / "elsewhere" / "copy"
+    shutil.copytree(run, copy)
+    before = (run / "reward.png").read_bytes()
+    assert go_on(copy, schedule={"stages": 2}).run == copy
+    assert (run / "reward.png").read_bytes() == before
+    assert (copy / "reward.png").read_bytes() != before
+
+
+def test_auto_begins_where_only_a_directory_was_made(begin, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".config.toml.12-0123abcd.tmp").touch()
+    assert begin("run", run={"resume": "auto"}, schedule={"stages": 1}).batches == 3
+
+
+def test_what_is_refused_leaves_the_records_as_they_were(begin, tmp_path):
+    run = begin("run", schedule={"stages": 1}).run
+    files = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "events.jsonl")}
+    other = save_tiny(tmp_path / "other", seed=1)
+    with pytest.raises(SettingsError) as error:
+        go_on(run, run={"allow": ["model.path"]}, **{"model": {"path": str(other)}})
+    assert error.value.__notes__ == [f"The run is as it was: {run}"]
+    assert files == {name: (run / name).read_bytes() for name in files}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"run": {"seed": 9, "allow": ["run.seed"]}}, "run.seed cannot change"),
+        ({"model": {"dtype": "float32"}}, "the run computes in bfloat16, and here it would in float32"),
+        ({"run": {"name": "another"}}, "run.name = 'another': a resumed run keeps its directory"),
+        ({"schedule": {"batches": 1}, "run": {"allow": ["schedule.batches"]}}, "has 3 batches, more than the 1 it is"),
+    ],
+)
+def test_what_cannot_change_is_refused_whatever_is_allowed(begin, change, message):
+    run = begin("run", schedule={"stages": 1}).run
+    with pytest.raises(SettingsError, match=message):
+        go_on(run, **change)
+
+
+def test_damaged_records_are_named(begin):
+    run = begin("run", schedule={"stages": 1}).run
+    (run / "evaluations" / "before.json").write_text("")
+    with pytest.raises(SettingsError, match=r"before.json is damaged"):
+        go_on(run)
+    (run / "config.toml").write_text("")
+    with pytest.raises(SettingsError, match=r"config.toml is empty"):
+        go_on(run)

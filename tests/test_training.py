@@ -494,8 +494,8 @@ def test_an_error_keeps_what_was_learned_and_says_where(run, settings, monkeypat
     note, way_on = raised.value.__notes__
     assert note.startswith(f"The run until then: {directory} (2 of 4 batches are finished; the policy has had ")
     learned = name == "record"  # π has moved on from the last batch that is recorded
-    place = "There is no checkpoint yet; begin again" if learned else "Go on after batch 2"
-    assert way_on == f"{place} with: lagrpo train --resume {directory}"
+    place = "No checkpoint yet; to begin again" if learned else "Go on after batch 2 with"
+    assert way_on == f"{place}: lagrpo train --resume {directory}"
     assert (directory / "weights" / "final" / "model.safetensors").is_file()
     assert leftovers(directory) == []
     assert [m["batch"] for m in load_metrics(directory)] == [1, 2]

@@ -97,7 +97,6 @@ BOUNDED = {
     "replay/weights.py:_base from_pretrained": HUB_ASKED,
     "replay/weights.py:_load from_pretrained": HUB_ASKED,
     "replay/weights.py:tokenizer from_pretrained": HUB_ASKED,
-    "tasks/custom.py:_read load_dataset": "reads a file",
     "tasks/files.py:load_hub_rows load_dataset": HUB_ASKED,
 }
 """What bounds a wait that has no deadline of its own."""

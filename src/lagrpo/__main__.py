@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from lagrpo.cli import main
-
 if __name__ == "__main__":  # not in the worker processes, which import this file
     sys.argv[0] = "lagrpo"
+    try:
+        from lagrpo.cli import main
+    except KeyboardInterrupt:
+        sys.exit(130)
     main()

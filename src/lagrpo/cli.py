@@ -51,11 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with interruptible(), failing(SettingsError, FileNotFoundError, code=2):
             find_command(name)(rest)
-    except KeyboardInterrupt as stop:
-        print("\nlagrpo: interrupted", file=sys.stderr)
-        sys.exit(128 + getattr(stop, "signal", 2))
     except BrokenPipeError:  # the reader of our output has gone: `lagrpo … | head`
         sys.stderr.close()
+    except BaseException as error:
+        if (stop := find_interruption(error)) is None:
+            raise
+        print("\nlagrpo: interrupted", file=sys.stderr)
+        sys.exit(128 + getattr(stop, "signal", 2))
+
+
+def find_interruption(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The interruption behind an error: libraries that load their parts when these are needed make an error of it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def find_command(name: str) -> Callable[[list[str]], None]:

@@ -133,7 +133,8 @@ class Checkpoints:
             rows = [row for batch, groups in content.waiting.items() for g in groups for row in _rows(batch, g)]
             write_table(folder / WAITING, rows, table_schema(COLUMNS))
         sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-        about = {"schema": SCHEMA, "batch": content.batch, "files": sizes, "weights": sorted(content.weights)}
+        weights = {version: _weights_file(self.path, version).stat().st_size for version in content.weights}
+        about = {"schema": SCHEMA, "batch": content.batch, "files": sizes, "weights": weights}
         (folder / STATE).write_text(json.dumps({**about, **content.state}, default=float, indent=1) + "\n")
 
     def _remedy(self) -> str:
@@ -149,11 +150,12 @@ def _open(path: Path) -> Checkpoint:
         state = json.loads((path / STATE).read_bytes())
         if state.get("schema") != SCHEMA:
             raise CheckpointError(f"{path} is written in {state.get('schema')}; this version of lagrpo reads {SCHEMA}")
-        for name, size in state["files"].items():
-            if (found := (path / name).stat().st_size) != size:
-                raise CheckpointError(f"{path / name} has {found} bytes, not {size}")
-        for version in state["weights"]:
-            _weights_file(path.parent, version).stat()
+        files = {path / name: size for name, size in state["files"].items()}
+        files |= {_weights_file(path.parent, int(version)): size for version, size in state["weights"].items()}
+        for file, size in files.items():
+            if (found := file.stat().st_size) != size:
+                raise CheckpointError(f"{file} has {found} bytes, not {size}")
+            _check_header(file)
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -163,7 +165,7 @@ def _open(path: Path) -> Checkpoint:
 
 def _versions(path: Path) -> list[int]:
     try:
-        return _open(path).state["weights"]
+        return [int(version) for version in _open(path).state["weights"]]
     except CheckpointError:
         return []
 
@@ -176,6 +178,18 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def _check_header(file: Path) -> None:
+    """Raise CheckpointError for a safetensors file whose header is damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    if file.suffix == ".safetensors":
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                tensors.keys()
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is damaged: {error}") from error
 
 
 def _load(path: Path) -> dict[str, Tensor]:

@@ -24,7 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lagrpo.runs.files import append_line, to_json, write_atomically, write_directory_atomically, write_table
+from lagrpo.runs.files import (
+    TEMPORARY,
+    append_line,
+    to_json,
+    write_atomically,
+    write_directory_atomically,
+    write_table,
+)
 from lagrpo.runs.rollouts import rollout_schema
 
 LONGEST = 200  # bytes of a name; with what is put around it for a moment, file systems take 255
@@ -49,9 +56,9 @@ class Run:
         check_new(root, name)
         path = _new_directory(root, default_name(settings)) if name is None else root / name
         path.mkdir(parents=True, exist_ok=True)
-        write_atomically(path / "environment.json", json.dumps(json.loads(to_json(environment)), indent=2) + "\n")
         run = Run(path)
-        run.write_config(settings_toml)
+        run.write_config(settings_toml)  # first: with it the directory is a run
+        write_atomically(path / "environment.json", json.dumps(json.loads(to_json(environment)), indent=2) + "\n")
         return run
 
     def write_config(self, settings_toml: str) -> None:
@@ -129,7 +136,7 @@ def check_new(root: Path, name: str | None) -> None:
     if name is not None:
         check_name("run", name, ": leave out slashes, and set run.directory instead")
         path = root / name
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or not all(TEMPORARY.fullmatch(p.name) for p in path.iterdir())):
             raise RunExistsError(f"the run {path} already exists and is not empty: choose another name, or remove it")
     check_writable(root)
 

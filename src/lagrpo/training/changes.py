@@ -15,10 +15,13 @@ from lagrpo.settings.toml import flatten, load_settings
 FREE = (
     *("run.name", "run.directory", "run.resume", "run.allow", "run.display", "run.save_weights", "run.save_every"),
     *("run.checkpoint_minutes", "run.checkpoint_every", "run.keep_checkpoints", "run.keep_optimizer"),
-    *("model.threads", "evaluation.every", "evaluation.before_and_after"),
+    *("model.threads", "model.dtype", "evaluation.every", "evaluation.before_and_after"),
     *("verifier.workers", "verifier.max_without_reward", "verifier.max_without_reward_run"),
 )
-"""Settings that a resumed run may change as it likes: what it learns does not depend on them."""
+"""Settings that a resumed run may change as it likes: what it learns does not depend on them. Of model.dtype only the
+spelling may change, from auto to what that chose; the run looks at what it computes in."""
+FIXED = {"run.seed": "every random number of the run is a function of it"}
+"""Settings that never change, and why."""
 FREE_OF_VLLM = ("in_flight",)
 """Settings of section vllm that it may not."""
 
@@ -40,6 +43,10 @@ def check_changes(settings: Settings, run: Path) -> None:
     now, before = (flatten(s.model_dump()) for s in (settings, own_settings(run)))
     if unknown := [name for name in settings.run.allow if name not in now]:
         raise SettingsError(f"run.allow: {', '.join(unknown)} is no setting; write section.name")
+    if settings.run.name not in (None, before["run.name"], run.name):
+        raise SettingsError(f"run.name = {settings.run.name!r}: a resumed run keeps its directory, {run}")
+    if moved := [f"{name} cannot change: {why}" for name, why in FIXED.items() if now[name] != before[name]]:
+        raise SettingsError("\n".join(moved))
     changed = {n: (before[n], now[n]) for n in now if before[n] != now[n] and not _may_change(n, settings, before)}
     if refused := {name: values for name, values in changed.items() if name not in settings.run.allow}:
         lines = [f"{name} = {_shown(new)}, and the run has {_shown(old)}" for name, (old, new) in refused.items()]
@@ -49,8 +56,11 @@ def check_changes(settings: Settings, run: Path) -> None:
 
 
 def own_settings(run: Path) -> Settings:
-    """The settings in a run's config.toml."""
-    return load_settings(run / "config.toml")
+    """The settings in a run's config.toml. Raises SettingsError for a file that is not whole."""
+    file = run / "config.toml"
+    if not file.stat().st_size:
+        raise SettingsError(f"{file} is empty: the settings of the run are lost, and it cannot go on")
+    return load_settings(file)
 
 
 def changes(settings: Settings, run: Path) -> dict[str, Any]:

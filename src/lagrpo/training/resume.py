@@ -16,7 +16,9 @@ from lagrpo.errors import SettingsError
 from lagrpo.runs import Run, load_evaluations, load_events
 from lagrpo.runs.checkpoints import Checkpoint, Checkpoints
 from lagrpo.runs.files import remove_directory, remove_leftovers
+from lagrpo.runs.reading import rollout_batches
 from lagrpo.settings.schema import Settings
+from lagrpo.terminal.text import count_of
 from lagrpo.training.changes import changes
 from lagrpo.training.evaluate import Evaluation
 
@@ -40,19 +42,29 @@ class Earlier:
 
     @staticmethod
     def find(directory: Path, settings: Settings) -> Earlier:
-        """Raises SettingsError for a finished run that kept no checkpoint."""
-        run = Run(directory)
+        """Raises SettingsError for a run that cannot go on from any checkpoint, or has more batches than it is to."""
+        run, total = Run(directory), settings.schedule.stages * settings.schedule.batches
         checkpoint, said = find_checkpoint(run)
-        environment = json.loads((directory / "environment.json").read_bytes())
+        if checkpoint is not None:
+            if total < checkpoint.batch:
+                raise SettingsError(f"{directory} has {checkpoint.batch} batches, more than the {total} it is to make")
+            gone = {*range(1, checkpoint.batch + 1)} - {*rollout_batches(run)}
+            if gone:
+                said.append(f"{count_of(len(gone), 'batch', 'es')} before the checkpoint have no rollouts any more")
+        environment = read_json(directory / "environment.json")
         return Earlier(run, checkpoint, said, changes(settings, directory), environment)
 
 
 def find_checkpoint(run: Run) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint, and what there is to say of others. Raises SettingsError for a finished run that
-    kept none: it would begin again in its own place."""
-    found, complaints = Checkpoints(run.path).newest()
+    """The newest whole checkpoint, and what there is to say of others. Raises SettingsError where there are some and
+    none can be read, and for a finished run that kept none: it would begin again in its own place."""
+    store = Checkpoints(run.path)
+    found, complaints = store.newest()
     said = [f"ignored: {complaint}" for complaint in complaints]
     if found is None:
+        if complaints:
+            remedy = f"No checkpoint of the run can be read. To begin it again, remove {store.path}"
+            raise SettingsError("\n".join([*complaints, remedy]))
         ends = [event for event in load_events(run) if event["event"] == "end"]
         if ends and ends[-1]["status"] == "finished":
             raise SettingsError(
@@ -77,12 +89,20 @@ def cut_back(run: Run, checkpoint: Checkpoint | None) -> list[str]:
             remove_directory(folder)
     Checkpoints(run.path).prune(range(batch + 1))
     for file in (run.path / "evaluations").glob("*.json"):
-        made_at = json.loads(file.read_bytes()).get("batch")
+        made_at = read_json(file).get("batch")
         if checkpoint is None or made_at is None or made_at > batch:
             file.unlink()
             file.with_suffix(".parquet").unlink(missing_ok=True)
     leftovers = remove_leftovers(run.path)
     return [f"ignored, as it was only half written: {path.relative_to(run.path)}" for path in leftovers]
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file of the run; empty where the file is gone. Raises SettingsError for a damaged one."""
+    try:
+        return json.loads(file.read_bytes()) if file.exists() else {}
+    except ValueError as error:
+        raise SettingsError(f"{file} is damaged ({error}); remove it, and the run makes it again") from error
 
 
 def _shorten(file: Path, length: int) -> None:
@@ -95,6 +115,15 @@ def _shorten(file: Path, length: int) -> None:
     if found > length:
         with file.open("rb+") as stream:
             stream.truncate(length)
+
+
+def check_dtype(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise SettingsError where the run computed in another dtype than it would now."""
+    if before.get("dtype", now["dtype"]) != now["dtype"]:
+        raise SettingsError(
+            f"the run computes in {before['dtype']}, and here it would in {now['dtype']} ({now['dtype_reason']}): set "
+            f"--model.dtype {before['dtype']}"
+        )
 
 
 def describe_move(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -10,15 +10,17 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from lagrpo import logs
-from lagrpo.backends.hardware import pick_device, pick_dtype
+from lagrpo.backends.hardware import pick_device
 from lagrpo.backends.process import restored
 from lagrpo.interrupts import Interrupted, divisible, interruptible, whole
-from lagrpo.runs import Run, collect_environment, load_metrics
+from lagrpo.runs import load_metrics
 from lagrpo.runs.checkpoints import CheckpointError, Checkpoints
 from lagrpo.runs.files import to_json
 from lagrpo.runs.lock import RunLockedError, locked
@@ -28,11 +30,12 @@ from lagrpo.sampling.prefetch import VersionError
 from lagrpo.sampling.schedule import LoopState
 from lagrpo.sampling.vllm.server import SamplerError
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.toml import load_settings, to_toml
+from lagrpo.settings.toml import load_settings
 from lagrpo.tasks import NO_TASK, Task
 from lagrpo.terminal.display import make_display
 from lagrpo.terminal.text import count_of
 from lagrpo.threads import team
+from lagrpo.training.beginning import create_run, describe_environment, write_config
 from lagrpo.training.budget import RewardBudget
 from lagrpo.training.build import Parts, without_progress_bars
 from lagrpo.training.changes import find_run
@@ -45,12 +48,10 @@ from lagrpo.training.loop import Step, iterative_grpo
 from lagrpo.training.memory import NoMemoryError, Place, explained
 from lagrpo.training.metrics import batch_metrics, sampler_metrics
 from lagrpo.training.observers import Observer, Observers, RunFiles, Status, check_observers
-from lagrpo.training.resume import Earlier, cut_back, describe_move, read_evaluations
+from lagrpo.training.resume import Earlier, check_dtype, cut_back, describe_move, read_evaluations
 from lagrpo.training.warnings import Warnings
 from lagrpo.verify import VerifierError
 
-READ_OF_TASK = {"reward_range": "", "system_prompt": " (of questions in offline.data)"}
-"""What is read of settings.task where the task is an object of the caller's, and for what."""
 FAILURES = (
     *(VerifierError, ParityError, VersionError, SamplerError),
     *(FloatingPointError, NoMemoryError, OSError, RunLockedError),
@@ -131,7 +132,7 @@ class Training:
         self.environment, self.model = describe_environment(parts), fingerprint(self.policy)
         if earlier is None:
             named = self.settings.model_dump() | {"task": {"name": parts.task.name}}
-            self.store = Run.create(Path(run.directory), run.name, named, write_config(parts), self.environment)
+            self.store = create_run(run, named, write_config(parts), self.environment)
         else:
             self.store = earlier.run
         parts.keep_logs(self.store.path)
@@ -176,18 +177,18 @@ class Training:
                 self.save_checkpoint()
                 weights, status = self.save(), "interrupted"
             except BaseException as error:
-                error.add_note(f"The run until then: {self.store.path} ({self.progress()})")
                 self.rescue(error)
                 raise
             finally:
-                self.observers.end(status, self.describe_end(status, interrupted))
+                observers = self.observers if self.restored else self.display  # a run that was refused stays as it was
+                observers.end(status, self.describe_end(status, interrupted))
         before, after = (e.summary if (e := self.evaluations.get(name)) else None for name in ("before", "after"))
         return Result(self.store.path, before, after, weights, self.policy.version, self.batches, interrupted)
 
     def begin(self) -> None:
         """Tell the observers what the run is."""
         parts, settings = self.parts, self.settings.model_dump()
-        settings["run"]["name"] = self.store.path.name
+        settings["run"] |= {"name": self.store.path.name, "directory": str(self.store.path.parent)}
         lines = meaning(self.settings, parts.learner.recipe, parts)
         self.observers.start(settings, self.environment)
         for line in [*lines, f"threads     {team.describe()}"]:
@@ -198,11 +199,15 @@ class Training:
     def resume(self, earlier: Earlier) -> None:
         """Go on where the run stood: cut its records back to the checkpoint, and restore the parts."""
         checkpoint, changed = earlier.checkpoint, earlier.changed
-        said = [*earlier.said, *cut_back(self.store, checkpoint)]
         moved = describe_move(earlier.environment, json.loads(to_json(self.environment)))
-        if checkpoint is not None:
+        stand = self.stand
+        if checkpoint is not None:  # all that can be refused is refused before the records are cut
             self.observers.phase("restoring the checkpoint")
-            self.stand = Stand.of(self.parts, restore(self.parts, checkpoint, self.model))
+            check_dtype(earlier.environment, self.environment)
+            stand = Stand.of(self.parts, restore(self.parts, checkpoint, self.model))
+        said = [*earlier.said, *cut_back(self.store, checkpoint)]
+        self.stand, self.restored = stand, True
+        if checkpoint is not None:
             self.files.finished = self.batches
             self.warnings.restore(checkpoint.state["warnings"], metrics := load_metrics(self.store))
             for of_batch in metrics:
@@ -213,14 +218,17 @@ class Training:
             self.store.write_config(write_config(self.parts))
         self.store.record_event("resumed", self.batches, changed=changed, moved=moved)
         said += [f"no longer to the bit: {name} was {old}, and is {new} now" for name, (old, new) in moved.items()]
-        place = f"resumed after batch {self.batches} of {self.total}" if self.batches else "no checkpoint: begins again"
-        for line in [*said, place]:
+        left = "" if self.batches < self.total else ": all its batches are made"
+        place = f"resumed after batch {self.batches} of {self.total}{left}"
+        for line in [*said, place if self.batches else "no checkpoint: it begins again"]:
             self.display.note(line)
-        self.restored = True
 
     def rescue(self, error: BaseException) -> None:
         """Write the policy after an error, and a checkpoint where no update was made since the last batch; if that
-        fails too, the first error remains the one that is told."""
+        fails too, the first error remains the one that is told. A run that could not be restored stays as it was."""
+        if not self.restored:
+            return error.add_note(f"The run is as it was: {self.store.path}")
+        error.add_note(f"The run until then: {self.store.path} ({self.progress()})")
         try:
             if not isinstance(error, CheckpointError):
                 self.save_checkpoint()
@@ -239,9 +247,9 @@ class Training:
 
     def way_on(self) -> str:
         """The command that goes on from here."""
-        last = self.keeper.written[-1:]
-        place = f"Go on after batch {last[0]}" if last else "There is no checkpoint yet; begin again"
-        return f"{place} with: lagrpo train --resume {shlex.quote(str(self.store.path))}"
+        last, command = self.keeper.written[-1:], f"lagrpo train --resume {shlex.quote(str(self.store.path))}"
+        place = f"Go on after batch {last[0]} with" if last else "No checkpoint yet; to begin again"
+        return f"{place}: {command}"
 
     def learn(self) -> None:
         """Algorithm 1 between its evaluations."""
@@ -377,24 +385,7 @@ class Training:
     def write_weights(self, version: int | None = None) -> Path:
         """π as it is now, as weights/final or under its version."""
         with without_progress_bars():
-            return self.store.record_weights(self.policy.save, version)
-
-
-def describe_environment(parts: Parts) -> dict[str, Any]:
-    """What environment.json says: versions, machine, and what computes."""
-    policy, dtype = parts.learner.policy, parts.settings.model.dtype
-    environment = collect_environment(str(policy.device))
-    environment["computation"] = policy.model.computation
-    environment["decoding"] = parts.sampled.model.decoding if parts.sampled else "by vLLM"
-    environment["dtype"], environment["dtype_reason"] = pick_dtype(dtype, policy.device)
-    environment["parity"] = asdict(parts.parity) if parts.parity else None
-    environment["offline"] = str(parts.offline) if parts.offline is not None else None
-    return environment
-
-
-def write_config(parts: Parts) -> str:
-    """config.toml: the settings, and what they do not say where the task is an object of the caller's."""
-    kind = type(parts.task)
-    read = f"of [task] only {' and '.join(name + what for name, what in READ_OF_TASK.items())} were read"
-    own = f"# The task was the caller's own object, a {kind.__module__}.{kind.__qualname__}; {read}.\n"
-    return (own if parts.own_task else "") + to_toml(parts.settings)
+            try:
+                return self.store.record_weights(self.policy.save, version)
+            except SafetensorError as error:
+                raise OSError(f"the weights could not be written to {self.store.path / 'weights'}: {error}") from error

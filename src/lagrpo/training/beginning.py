@@ -1,0 +1,48 @@
+"""What a run records when it begins: its directory, its settings, and where it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lagrpo.backends.hardware import pick_dtype
+from lagrpo.runs import Run, RunExistsError, collect_environment
+from lagrpo.runs.lock import locked
+from lagrpo.settings.schema import RunSettings
+from lagrpo.settings.toml import to_toml
+from lagrpo.training.build import Parts
+
+READ_OF_TASK = {"reward_range": "", "system_prompt": " (of questions in offline.data)"}
+"""What is read of settings.task where the task is an object of the caller's, and for what."""
+
+
+def describe_environment(parts: Parts) -> dict[str, Any]:
+    """What environment.json says: versions, machine, and what computes."""
+    policy, dtype = parts.learner.policy, parts.settings.model.dtype
+    environment = collect_environment(str(policy.device))
+    environment["computation"] = policy.model.computation
+    environment["decoding"] = parts.sampled.model.decoding if parts.sampled else "by vLLM"
+    environment["dtype"], environment["dtype_reason"] = pick_dtype(dtype, policy.device)
+    environment["parity"] = asdict(parts.parity) if parts.parity else None
+    environment["offline"] = str(parts.offline) if parts.offline is not None else None
+    return environment
+
+
+def write_config(parts: Parts) -> str:
+    """config.toml: the settings, and what they do not say where the task is an object of the caller's."""
+    kind = type(parts.task)
+    read = f"of [task] only {' and '.join(name + what for name, what in READ_OF_TASK.items())} were read"
+    own = f"# The task was the caller's own object, a {kind.__module__}.{kind.__qualname__}; {read}.\n"
+    of_run = parts.settings.run.model_copy(update={"resume": None, "allow": ()})  # said anew each time
+    return (own if parts.own_task else "") + to_toml(parts.settings.model_copy(update={"run": of_run}))
+
+
+def create_run(run: RunSettings, settings: Mapping[str, Any], config: str, environment: Mapping[str, Any]) -> Run:
+    """The directory of a new run. Raises RunLockedError where another process has begun one of this name meanwhile."""
+    try:
+        return Run.create(Path(run.directory), run.name, settings, config, environment)
+    except RunExistsError:
+        with locked(Path(run.directory) / str(run.name)):
+            raise
