@@ -26,8 +26,9 @@ from lagrpo.sampling.parity import ParityError
 from lagrpo.sampling.schedule import Schedule, lags
 from lagrpo.settings.schema import Settings, TaskSettings
 from lagrpo.settings.toml import load_settings, to_toml
+from lagrpo.training.beginning import READ_OF_TASK
 from lagrpo.training.observers import Observer
-from lagrpo.training.run import READ_OF_TASK, Result, train
+from lagrpo.training.run import Result, train
 from lagrpo.verify import VerifierError
 
 

@@ -20,6 +20,8 @@ class PromptSource:
 
     def __init__(self, task: Task, policy: Policy, seed: int, N: int, max_prompt_tokens: int) -> None:
         self.task, self.policy, self.seed, self.N, self.max_prompt_tokens = task, policy, seed, N, max_prompt_tokens
+        self.first: list[tuple[int, Prompt]] = []
+        """prompts of the first batch with their indices, once they were checked"""
         self._size = task.size("train")
         if self._size < 1:
             raise SettingsError(f"task {task.name!r} has no training prompts")
@@ -37,8 +39,10 @@ class PromptSource:
     def check(self, batches: int) -> None:
         """Tokenize every prompt that batches 1 .. `batches` visit, so that none of them ends the run later on. Raises
         ValueError for one that cannot be asked, or is too long."""
-        for index in self._order(0)[: batches * self.N]:  # later epochs have no other prompts
-            self.tokenized("train", index)
+        for place, index in enumerate(self._order(0)[: batches * self.N]):  # later epochs have no other prompts
+            prompt = self.tokenized("train", index)
+            if place < self.N:
+                self.first.append((index, prompt))
 
     def parity_prompts(self, count: int) -> list[Request]:
         """Up to `count` training prompts for parity checks, at the address of batch 0, which no training batch has."""

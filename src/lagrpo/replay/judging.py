@@ -98,7 +98,7 @@ def check_rewards(source: Source, task: Task | None, rows: Sequence[Row], report
     """Rewards and reasons of the rollouts, then the evaluations."""
     if task is None:
         return
-    settings = source.settings.verifier.model_copy(update={"max_without_reward": 1.0}).model_dump()
+    settings = source.settings.verifier.model_copy(update={"max_without_reward": 1.0}).of_a_batch
     own = [row for row in rows if row.generated]
     report.skip("rewards: completions", "failed, or offline data", len(rows) - len(own))
     with Verifier(task.judge, **settings) as judges:

@@ -257,6 +257,11 @@ class VerifierSettings(Section):
     max_without_reward_run: float = Field(default=0.25, ge=0, le=1)
     """The same for all batches so far, from the tenth on."""
 
+    @property
+    def of_a_batch(self) -> dict[str, Any]:
+        """What the verifier takes, which knows of one batch at a time."""
+        return self.model_dump(exclude={"max_without_reward_run"})
+
 
 class EvaluationSettings(Section):
     before_and_after: bool = True

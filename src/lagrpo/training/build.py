@@ -224,7 +224,7 @@ def build_learner(settings: Settings, recipe: Recipe, policy: Policy) -> Learner
 def build_verifier(settings: Settings | EvalSettings, task: Task) -> Verifier:
     """The judge of the task in worker processes. Raises SettingsError for one that cannot be sent to them."""
     with refusing("task", TypeError):
-        return Verifier(task.judge, **settings.verifier.model_dump(exclude={"max_without_reward_run"}))
+        return Verifier(task.judge, **settings.verifier.of_a_batch)
 
 
 def build_parity_check(

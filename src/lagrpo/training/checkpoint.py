@@ -58,7 +58,7 @@ class Stand:
 
 def fingerprint_data(a: Parts) -> str:
     """Tells the data of a run apart: the size of the split, the prompts of the first batch, the offline completions."""
-    prompts = [(r.prompt.key, r.prompt.token_ids, str(r.prompt.gold)) for r in a.prompts.batch(1)]
+    prompts = [(index, prompt.token_ids, str(prompt.gold)) for index, prompt in a.prompts.first]
     seen = repr((a.task.size("train"), prompts, str(a.offline)))
     return hashlib.blake2b(seen.encode("utf-8", "replace"), digest_size=8).hexdigest()
 
