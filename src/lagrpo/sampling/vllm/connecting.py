@@ -22,7 +22,7 @@ from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.vllm.fleet import Fleet
 from lagrpo.sampling.vllm.generation import Generation
-from lagrpo.sampling.vllm.process import Launch, StartedServer, check_options, check_python
+from lagrpo.sampling.vllm.process import EXTENDED, Launch, StartedServer, check_options, check_python
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import GENERATE, HOW_TO_START, KEY, Deadlines, RefusedError, SamplerError, Server
 from lagrpo.sampling.vllm.weights import Directories, WeightSync
@@ -78,7 +78,9 @@ def attach_server(url: str, settings: Settings) -> Server:
     server.call("GET", "/health")
     root = server.model()["root"]
     server.version()
-    server.config()
+    parallel = server.config().get("parallel_config")
+    if isinstance(parallel, dict) and parallel.get("worker_extension_cls") == EXTENDED:
+        server.reloading = StartedServer.reloading  # `lagrpo serve` started it
     if GENERATE not in server.call("GET", "/openapi.json")["paths"]:
         raise ValueError(f"{url} has no {GENERATE}: {HOW_TO_START}")
     theirs, ours = (_read_sizes(path) for path in (root, resolve_model(settings.model.path)))

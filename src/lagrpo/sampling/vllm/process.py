@@ -48,6 +48,10 @@ sys.exit(1 if code is None else code & 255)
 """
 
 
+EXTENDED = "lagrpo_extension.Worker"
+EXTENSION = Path(__file__).parent / "extension"  # the only directory of ours that vLLM's Python sees
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """How a server is started."""
@@ -79,6 +83,7 @@ class Launch:
             *("--host", self.host, "--port", str(port), "--enable-scale-out", "--generation-config", "vllm"),
             *("--logprobs-mode", "processed_logprobs", "--max-model-len", str(self.longest)),
             *("--max-num-seqs", str(self.max_num_seqs), *([] if _has_gpu() else on_cpu)),
+            *("--worker-extension-cls", EXTENDED),
             *(*transfer, *self.options),
         ]
 
@@ -94,11 +99,13 @@ class Launch:
         ours = ("OMP_NUM_THREADS", "PYTHONPATH")
         inherited = {name: value for name, value in waiting.drop_own(os.environ).items() if name not in ours}
         cpu = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
-        return {**cpu, **inherited, **own}
+        return {**cpu, **inherited, **own, "PYTHONPATH": str(EXTENSION)}
 
 
 class StartedServer(Server):
     """A server of our own, whose output goes to the file `log_path`. Port and API key are made up unless given."""
+
+    reloading = "reload_with_head"
 
     def __init__(
         self, launch: Launch, deadlines: Deadlines, log_path: Path, port: int = 0, key: str | None = None

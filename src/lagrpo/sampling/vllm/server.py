@@ -72,6 +72,9 @@ class Server:
 
     running = True  # whether it can still get healthy
 
+    reloading = "reload_weights"
+    """What a server calls to load a directory of weights."""
+
     def __init__(self, url: str, key: str | None, deadlines: Deadlines, connections: int = 64) -> None:
         self.url, self.deadlines = url.rstrip("/"), deadlines
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -192,7 +195,7 @@ class Server:
 
     def reload(self, directory: str) -> None:
         """Load the safetensors of a directory that the server can read."""
-        body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
+        body = {"method": self.reloading, "kwargs": {"weights_path": directory}}
         self.call("POST", "/collective_rpc", body, self.deadlines.sync)
 
     def generate(
