@@ -9,5 +9,5 @@ class Worker:
         not renew it where the head shares its weights with the embedding."""
         self.reload_weights(weights_path=weights_path)  # type: ignore[attr-defined]
         head = getattr(self.get_model(), "lm_head", None)  # type: ignore[attr-defined]
-        if hasattr(head, "cpu_linear"):
+        if head is not None and hasattr(head, "cpu_linear"):
             head.quant_method.process_weights_after_loading(head)
