@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from lagrpo.interrupts import Interrupted, interruptible, whole
+from lagrpo.interrupts import Interrupted, divisible, interruptible, whole
 
 
 def press(signum: int = signal.SIGINT) -> None:
@@ -118,3 +118,26 @@ def test_another_thread_neither_takes_over_signals_nor_holds_them_up():
             press()
         leave.set()
         thread.join()
+
+
+def test_a_divisible_block_inside_whole_lets_interruptions_through_at_once():
+    done: list[str] = []
+
+    def work() -> None:
+        with whole():
+            press()
+            done.append("whole")
+            with divisible():
+                done.append("never")
+
+    with pytest.raises(Interrupted), interruptible():
+        work()
+    assert done == ["whole"]
+    with interruptible(), whole():
+        with divisible():
+            pass
+        press()  # held back again
+        done.append("whole again")
+        with pytest.raises(Interrupted), divisible():
+            pass
+    assert done == ["whole", "whole again"]

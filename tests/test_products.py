@@ -31,7 +31,7 @@ def linear(out: int, k: int, bias: bool = True, seed: int = 0) -> nn.Linear:
     return layer
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (48, 2), (101, 576), (7, 1536), (200, 2500)])
+@pytest.mark.parametrize("shape", [(1, 2), (1, 64), (48, 2), (101, 576), (7, 1536), (200, 2500)])
 def test_a_product_is_that_of_its_layers_whatever_the_rows_beside_a_row(shape):
     """Two layers as one, refilled; any number of rows; outputs that fill no panel; every slice has the same bits."""
     out, k = shape
@@ -40,6 +40,7 @@ def test_a_product_is_that_of_its_layers_whatever_the_rows_beside_a_row(shape):
     for layer in layers:
         layer.weight.mul_(1.25)
     product.fill(layers)
+    assert all(map(torch.equal, product.weights(), (m.weight for m in layers)))
     x = random(700, k, seed=2)
     whole = product(x)
     exact = torch.cat(

@@ -145,7 +145,7 @@ def test_auto_begins_a_run_or_goes_on_with_it(begin):
 
 
 @pytest.mark.parametrize("name", ["state.json", "learner.safetensors", "waiting.parquet"])
-def test_a_checkpoint_that_lacks_something_makes_way_for_the_one_before(begin, name, caplog):
+def test_a_checkpoint_that_lacks_something_makes_way_for_the_one_before(begin, name):
     run = begin("run", schedule={"v": 3, "stages": 1, "batches": 5}).run
     damaged = run / "checkpoints" / "step-000004" / name
     damaged.write_bytes(damaged.read_bytes()[:-2])
@@ -155,19 +155,13 @@ def test_a_checkpoint_that_lacks_something_makes_way_for_the_one_before(begin, n
     assert name in complaints[0] or "no whole checkpoint" in complaints[0]
 
 
-def test_what_was_half_written_is_removed_and_named(begin):
+def test_what_was_half_written_is_removed_and_named(begin, capsys):
     run = begin("run", schedule={"stages": 1}).run
     scratch = run / "checkpoints" / ".step-000009.123-0123abcd.tmp"
     scratch.mkdir()
     (scratch / "learner.safetensors").write_bytes(b"half")
-    said: list[str] = []
-
-    class Listen(Observer):
-        def note(self, text: str) -> None:
-            said.append(text)
-
-    settings = load_settings(None, {"run": {"resume": str(run)}, "schedule": {"stages": 2}})
-    train(settings, observers=[Listen()])
+    go_on(run, schedule={"stages": 2}, run={"display": "plain"})
+    assert "ignored, as it was only half written: checkpoints/step-000009" in capsys.readouterr().out
     assert not scratch.exists()
 
 
@@ -389,3 +383,21 @@ def test_damaged_records_are_named(begin):
     (run / "config.toml").write_text("")
     with pytest.raises(SettingsError, match=r"config.toml is empty"):
         go_on(run)
+
+
+def test_a_signal_while_a_run_is_restored_leaves_it_as_it_was(begin):
+    run = begin("run", schedule={"stages": 1}).run
+    before = {
+        path: path.read_bytes() for path in run.rglob("*") if path.is_file() and not path.name.startswith(".lock")
+    }
+
+    class Press(Observer):
+        def phase(self, name: str) -> None:
+            if name == "restoring the checkpoint":
+                signal.raise_signal(signal.SIGTERM)
+
+    settings = load_settings(None, {"run": {"resume": str(run)}, "schedule": {"stages": 2}})
+    stopped = train(settings, observers=[Press()])
+    assert (stopped.interrupted, stopped.weights) == (signal.SIGTERM, None)
+    assert before == {path: path.read_bytes() for path in before}
+    assert go_on(run, schedule={"stages": 2}).batches == 6

@@ -67,7 +67,7 @@ class Checkpoint:
         return _load(_weights_file(self.path.parent, version))
 
     def read_waiting(self) -> dict[int, list[dict[str, Any]]]:
-        """By batch, the rows of the completions that were sampled ahead: see `group_of`."""
+        """By batch, the rows of the completions that were sampled ahead: see `completion_of`."""
         import pyarrow.parquet as pq
 
         path, found = self.path / WAITING, dict[int, list[dict[str, Any]]]()

@@ -106,9 +106,29 @@ def alpha_is_needed(a: Parts, state: LoopState) -> bool:
 def restore(a: Parts, checkpoint: Checkpoint, model: str) -> LoopState:
     """Put the parts, as they were just built, where they were. `model` is the fingerprint of the initial policy. Each
     version goes where it was; what the sampler gets is proven as after a weight sync. Raises SettingsError where
-    model.path is another model than the run's, ParityError where the sampler does not compute as the policy did,
+    model.path or the data is not the run's, ParityError where the sampler does not compute as the policy did,
     CheckpointError for files that cannot be read."""
-    saved, learner, policy = checkpoint.state, a.learner, a.learner.policy
+    saved = checkpoint.state
+    check_same(a, saved, model)
+    if a.check_parity is not None and saved["parity"] is not None:
+        a.check_parity.remember({**saved["parity"], "before": None})
+    pi, alpha, pi_ref = (saved["versions"][name] for name in ("policy", "alpha", "pi_ref"))
+    for version in sorted({alpha, pi_ref, pi} - {None}, key=lambda v: (v == pi, v)):  # π last: it stays
+        load_version(a, checkpoint, version, pi)
+        if version == pi_ref and a.learner.reference is not None:
+            a.learner.reference.load(a.learner.policy.weights, version)
+        if version == alpha:
+            a.sampler.sync_weights(a.learner.policy.weights, version)
+            if a.check_parity is not None:
+                a.check_parity(a.learner.policy, a.sampler)
+    if a.check_parity is not None and saved["parity"] is not None:
+        a.check_parity.remember(saved["parity"])
+    a.prefetcher.restore(read_waiting(a, checkpoint), {int(b): of for b, of in saved["announced"].items()})
+    return LoopState(**{**saved["loop"], "prefetched": tuple(saved["loop"]["prefetched"])})
+
+
+def check_same(a: Parts, saved: Mapping[str, Any], model: str) -> None:
+    """Raise SettingsError for another initial policy or other data than the checkpoint's."""
     if model != saved["model"]:
         raise SettingsError(
             f"model.path = {a.settings.model.path!r} is not the model that the run began with: its weights have the "
@@ -120,33 +140,18 @@ def restore(a: Parts, checkpoint: Checkpoint, model: str) -> LoopState:
             "the data has changed since the run began: its size, the prompts of the first batch or the offline "
             "completions. To go on with the data as it is now: --run.allow task.data"
         )
-    versions, memory = saved["versions"], saved["parity"]
-    pi, alpha, pi_ref = versions["policy"], versions["alpha"], versions["pi_ref"]
-    if memory is not None and a.check_parity is not None:
-        a.check_parity.remember({**memory, "before": None})
-    for version in sorted({alpha, pi_ref, pi} - {None}, key=lambda v: (v == pi, v)):  # π last: it stays
-        if version == pi:
-            kept = checkpoint.read_learner()
-            learner.load_state(kept, pi)
-            learner.synced.last = [kept[f"synced/{n}"].to(policy.device) for n in range(count_named(kept, "synced/"))]
-        elif version:
-            policy.weights.load(checkpoint.read_weights(version), version)
-        if version == pi_ref and learner.reference is not None:
-            learner.reference.load(policy.weights, version)
-        if version == alpha:
-            a.sampler.sync_weights(policy.weights, version)
-            if a.check_parity is not None:
-                a.check_parity(policy, a.sampler)
-    if memory is not None and a.check_parity is not None:
-        a.check_parity.remember(memory)
-    announced = {int(batch): of for batch, of in saved["announced"].items()}
-    a.prefetcher.restore(read_waiting(a, checkpoint), announced)
-    loop = saved["loop"]
-    return LoopState(**{**loop, "prefetched": tuple(loop["prefetched"])})
 
 
-def count_named(tensors: Mapping[str, Tensor], prefix: str) -> int:
-    return sum(name.startswith(prefix) for name in tensors)
+def load_version(a: Parts, checkpoint: Checkpoint, version: int, pi: int) -> None:
+    """π_version into the policy, with masters and moments where it is `pi`. Version 0 is there from the start."""
+    policy = a.learner.policy
+    if version == pi:
+        kept = checkpoint.read_learner()
+        a.learner.load_state(kept, pi)
+        samples = {int(name.partition("/")[2]): t for name, t in kept.items() if name.startswith("synced/")}
+        a.learner.synced.last = [samples[n].to(policy.device) for n in sorted(samples)]
+    elif version:
+        policy.weights.load(checkpoint.read_weights(version), version)
 
 
 def read_waiting(a: Parts, checkpoint: Checkpoint) -> dict[int, list[Group]]:

@@ -137,12 +137,14 @@ def expected_memory(
 ) -> dict[str, int]:
     """Bytes by purpose, at the most: the program; π, α (and π_ref) in the working dtype, and π once more, packed, where
     the kernels multiply and α lags behind; masters, gradients and AdamW's two moments in float32; activations of one
-    micro-batch and the logits in hand; keys and values of the sampler; and what lies idle between them, as the
-    allocator cannot fill every gap. `fused`: see `activation_bytes`.
+    micro-batch and the logits in hand; keys and values of the sampler; what lies idle between them, as the allocator
+    cannot fill every gap; and the copy of masters, moments and lagging weights that a checkpoint is written from, in
+    the host's memory. `fused`: see `activation_bytes`.
 
-    Measured peaks (CPU, SmolLM2-135M, two or three batches of experiments/demo.toml): 3.8 GiB in bfloat16 and 5.1 in
-    float32 where this expects 5.0 and 6.7, as its prompts and completions are shorter than they may be; 4.8 with a
-    reference and 48 tokens a completion in micro-batches of 2,048 (expected 5.0); 3.7 with checkpointing (4.1)."""
+    Measured peaks without a checkpoint (CPU, SmolLM2-135M, two or three batches of experiments/demo.toml): 3.8 GiB in
+    bfloat16 and 5.1 in float32 where this expects 5.0 and 6.7, as its prompts and completions are shorter than they may
+    be; 4.8 with a reference and 48 tokens a completion in micro-batches of 2,048 (expected 5.0); 3.7 with checkpointing
+    (4.1)."""
     dtype, _ = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
     size, s = BYTES[dtype], settings.schedule
     apart = s.i > 1 or largest_lag(Schedule(s.kind, s.v, s.delta), s.stages, s.batches, s.i) > 0
@@ -162,7 +164,10 @@ def expected_memory(
         "activations": learned * activation_bytes(settings, config, size, fused) + max(by_pytorch, by_kernels),
         "sampler": tokens_held * 2 * layers * kv_heads * d * size,
     }
-    return memory | {"idle": int(IDLE * sum(memory.values()))}
+    idle = {"idle": int(IDLE * sum(memory.values()))}
+    run, lagging = settings.run, int(apart) + recipe.needs_pi_ref
+    writes = run.checkpoint_minutes or run.checkpoint_every or run.keep_optimizer
+    return memory | idle | ({"checkpoint": parameters * (12 + lagging * size)} if writes else {})
 
 
 def activation_bytes(settings: Settings, config: Any, size: int, fused: bool = False) -> int:

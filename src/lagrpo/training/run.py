@@ -172,10 +172,8 @@ class Training:
                     self.learn()
                 weights, status = self.finish(), "finished"
             except Interrupted as stop:
-                interrupted, name = stop.signal, stop.signal.name
-                self.observers.note(f"{name}: keeping the policy as it is ({self.progress()}); again: end at once")
-                self.save_checkpoint()
-                weights, status = self.save(), "interrupted"
+                interrupted, status = stop.signal, "interrupted"
+                weights = self.keep_as_it_is(stop.signal.name) if self.restored else None
             except BaseException as error:
                 self.rescue(error)
                 raise
@@ -205,6 +203,7 @@ class Training:
             self.observers.phase("restoring the checkpoint")
             check_dtype(earlier.environment, self.environment)
             stand = Stand.of(self.parts, restore(self.parts, checkpoint, self.model))
+            self.keeper.take_over(checkpoint.batch, checkpoint.state["best"])
         said = [*earlier.said, *cut_back(self.store, checkpoint)]
         self.stand, self.restored = stand, True
         if checkpoint is not None:
@@ -213,7 +212,6 @@ class Training:
             for of_batch in metrics:
                 self.budget.count(of_batch)
             self.evaluations = read_evaluations(self.store, self.total)
-            self.keeper.take_over(checkpoint.batch, checkpoint.state["best"])
         if changed:
             self.store.write_config(write_config(self.parts))
         self.store.record_event("resumed", self.batches, changed=changed, moved=moved)
@@ -239,10 +237,18 @@ class Training:
         if self.batches:
             error.add_note(self.way_on())
 
+    def keep_as_it_is(self, name: str) -> Path | None:
+        """What an interruption leaves: a checkpoint and the policy."""
+        self.observers.note(f"{name}: keeping the policy as it is ({self.progress()}); again: end at once")
+        self.save_checkpoint()
+        return self.save()
+
     def describe_end(self, status: Status, interrupted: signal.Signals | None) -> str:
         """What is said last."""
         if status == "finished":
             return "Finished."
+        if not self.restored:
+            return f"Nothing was changed in {self.store.path}."
         return f"Stopped by {interrupted.name}: {self.progress()}. {self.way_on()}" if interrupted else self.progress()
 
     def way_on(self) -> str:
@@ -377,7 +383,7 @@ class Training:
 
     def save(self) -> Path | None:
         """The final policy as a Hugging Face model directory."""
-        if not (self.settings.run.save_weights and self.restored):
+        if not self.settings.run.save_weights:
             return None
         self.observers.phase("writing weights")
         return self.write_weights()

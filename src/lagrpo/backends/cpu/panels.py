@@ -56,8 +56,8 @@ class Panels:
         """The weights of the layers as they are here: bfloat16 [out, k] each."""
         width, pairs = call("panel_width"), self.k // 2
         of_panels = self.packed.view(torch.int32).view(-(-self.n // width), -1)[:, : pairs * width]
-        rows = of_panels.view(-1, pairs, width).transpose(1, 2).reshape(-1, pairs)[: self.n]
-        return list(rows.view(torch.bfloat16).split(self.widths))
+        rows = of_panels.view(-1, pairs, width).transpose(1, 2).reshape(-1)[: self.n * pairs]
+        return list(rows.clone().view(torch.bfloat16).view(self.n, self.k).split(self.widths))
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[rows, k] -> [rows, n], in `out` where it is given."""
