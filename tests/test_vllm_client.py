@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_graphs
 import pytest
@@ -28,6 +30,7 @@ from lagrpo.sampling.parity import ParityCheck, ParityError, check_fresh
 from lagrpo.sampling.vllm import connecting, wire
 from lagrpo.sampling.vllm.fleet import Fleet
 from lagrpo.sampling.vllm.generation import Generated, Generation
+from lagrpo.sampling.vllm.process import EXTENSION
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import Deadlines, RefusedError, SamplerError, Server, UnreachableError
 from lagrpo.sampling.vllm.weights import FILE, CorruptError, Directories, WeightSync, check_file
@@ -533,3 +536,18 @@ def test_what_cannot_be_started_is_refused_before_anything_is(tmp_path, monkeypa
     settings = tiny_settings(save_tiny(tmp_path / "model"), tmp_path, sampling={"sampler": "vllm"}, vllm=vllm)
     with pytest.raises(SettingsError, match=message):
         training.train(settings)
+
+
+def test_a_head_that_multiplies_by_older_weights_is_refused(monkeypatch):
+    """What our worker extension asks of a server's head after a weight sync."""
+    monkeypatch.syspath_prepend(str(EXTENSION))
+    check_head = importlib.import_module("lagrpo_extension").check_head
+    weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed = weight.clone()
+    head = SimpleNamespace(weight=weight, cpu_linear=lambda x, weight, bias: torch.nn.functional.linear(x, packed))
+    check_head(head)
+    weight.view(torch.int16)[:, ::8] += 1  # the least that a bfloat16 weight can change
+    with pytest.raises(RuntimeError, match=r"packed copy of lm_head was not renewed"):
+        check_head(head)
+    packed.copy_(weight)
+    check_head(head)

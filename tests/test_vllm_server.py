@@ -19,7 +19,7 @@ from lagrpo.policy.replica import replica
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import ParityCheck, ParityError
-from lagrpo.sampling.vllm import weights
+from lagrpo.sampling.vllm import connecting, weights
 from lagrpo.sampling.vllm.connecting import KEY
 from lagrpo.sampling.vllm.server import SamplerError, Server
 from lagrpo.sampling.vllm.weights import CorruptError
@@ -290,6 +290,31 @@ def test_another_model_is_refused(attached, model, tmp_path):
     other = tiny_directory(tmp_path / "other", num_hidden_layers=3)
     with pytest.raises(SettingsError, match=r"serves another model.*num_hidden_layers 2"):
         run(other, tmp_path, attached)
+
+
+def test_a_head_that_is_the_embedding_is_renewed(tmp_path, monkeypatch):
+    """In bfloat16, where the tolerance of log-probs may hide an old head."""
+    model = tiny_directory(tmp_path, tie_word_embeddings=True)
+    server = start(model, tmp_path / "vllm.log", "bfloat16")
+    try:
+        policy = policy_of(model, dtype=torch.bfloat16)
+        sampler = sampler_over([server], policy, tmp_path)
+        check = ParityCheck(requests_for(policy, 4), torch.bfloat16, tolerance=0.02)
+        for version in range(3):
+            sampler.sync_weights(policy.weights, version)
+            check(policy, sampler)
+            perturb(policy, 0.3)
+        monkeypatch.setattr(server, "reloading", Server.reloading)
+        sampler.sync_weights(policy.weights, 3)
+        with pytest.raises(ParityError):
+            check(policy, sampler)
+        sampler.close()
+        monkeypatch.setattr(connecting, "EXTENDED", "somebody.Else")
+        monkeypatch.setenv(KEY, server.key)
+        with pytest.raises(SettingsError, match="would go on with the head of its first weights"):
+            run(model, tmp_path, server)
+    finally:
+        server.close()
 
 
 def test_another_tokenizer_is_refused(attached, model, tmp_path):

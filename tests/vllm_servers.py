@@ -34,23 +34,23 @@ def tiny_directory(root: Path, **changes: Any) -> Path:
     return save_tiny(root / "model", **SIZES | changes)
 
 
-def start(model: Path, log: Path) -> StartedServer:
-    """A server of the model in float32, ready."""
-    launch = Launch(PYTHON, str(model), "float32", longest=256, max_num_seqs=64)
+def start(model: Path, log: Path, dtype: str = "float32") -> StartedServer:
+    """A server of the model, ready."""
+    launch = Launch(PYTHON, str(model), dtype, longest=256, max_num_seqs=64)
     server = StartedServer(launch, DEADLINES, log)
     server.wait(DEADLINES.start)
     return server
 
 
-def policy_of(model: Path, tau: float = 1.0) -> Policy:
-    return load_policy(str(model), torch.float32, tau=tau)
+def policy_of(model: Path, tau: float = 1.0, dtype: torch.dtype = torch.float32) -> Policy:
+    return load_policy(str(model), dtype, tau=tau)
 
 
 def sampler_over(servers: Sequence[Server], policy: Policy, root: Path) -> VllmSampler:
-    """A sampler of seed 0 and up to 12 tokens over the servers, its directory below `root`."""
+    """A sampler of seed 0 and up to 12 tokens over the servers, in the policy's dtype, its directory below `root`."""
     generation = Generation(0, 12, policy.tau, sorted(policy.chat.eos_ids), 32, policy.chat.decode)
     fleet = Fleet(servers)
-    weights = WeightSync(fleet, DirectoryWire(), Directories(str(root)), torch.float32)
+    weights = WeightSync(fleet, DirectoryWire(), Directories(str(root)), policy.dtype)
     return VllmSampler(fleet, generation, weights)
 
 

@@ -78,15 +78,23 @@ def attach_server(url: str, settings: Settings) -> Server:
     server.call("GET", "/health")
     root = server.model()["root"]
     server.version()
-    parallel = server.config().get("parallel_config")
-    if isinstance(parallel, dict) and parallel.get("worker_extension_cls") == EXTENDED:
-        server.reloading = StartedServer.reloading  # `lagrpo serve` started it
+    config = server.config()
     if GENERATE not in server.call("GET", "/openapi.json")["paths"]:
         raise ValueError(f"{url} has no {GENERATE}: {HOW_TO_START}")
-    theirs, ours = (_read_sizes(path) for path in (root, resolve_model(settings.model.path)))
-    differing = [f"{n} {theirs[n]} (not {ours[n]})" for n in theirs if n in ours and theirs[n] != ours[n]]
+    theirs, ours = (_read_config(path) for path in (root, resolve_model(settings.model.path)))
+    differing = [
+        f"{n} {theirs[n]} (not {ours[n]})" for n in SIZES if n in theirs and n in ours and theirs[n] != ours[n]
+    ]
     if differing:
         raise ValueError(f"{url} serves another model than model.path: {root} has {', '.join(differing[:3])}")
+    if config["parallel_config"].get("worker_extension_cls") == EXTENDED:
+        server.reloading = StartedServer.reloading  # `lagrpo serve` started it
+    elif config["device_config"]["device"] == "cpu" and ours.get("tie_word_embeddings"):
+        raise ValueError(
+            f"{url} would go on with the head of its first weights: on a CPU vLLM does not renew the head of a model "
+            "that shares it with the embedding, as model.path does. Start the server with `lagrpo serve`, which adds "
+            "what is missing"
+        )
     return server
 
 
@@ -163,8 +171,7 @@ def _longest(sampling: SamplingSettings) -> int:
     return sampling.max_prompt_tokens + sampling.max_tokens + 1
 
 
-def _read_sizes(path: str) -> dict[str, Any]:
-    """The sizes in the config.json of a model directory; empty if it cannot be read from here."""
+def _read_config(path: str) -> dict[str, Any]:
+    """The config.json of a model directory; empty if it cannot be read from here."""
     file = Path(path).expanduser() / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
-    return {name: config[name] for name in SIZES if name in config}
+    return json.loads(file.read_text()) if file.is_file() else {}
