@@ -1,0 +1,238 @@
+"""The ranks of a run. Rank 0 leads: it announces a command, every rank does its part, the results go back to rank 0.
+
+A rank that computes lets nobody wait in a collective: waits are on the store of torch.distributed, where every rank
+leaves a sign of life each second (signs.py). So rank 0 finds out which rank has failed, ended or fallen silent, and in
+what phase. Objects travel by gloo, on CPUs; the learner's collectives have a group of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lagrpo.interrupts import whole
+from lagrpo.ranks.place import Place
+from lagrpo.ranks.signs import EVERY, RankError, Seen, Signs
+
+LOST = 5 * EVERY  # seconds of silence after which a rank is taken for gone when a connection has just broken
+SHORTEST, LONGEST = 0.0005, 0.02  # seconds between two looks for a key
+CLOSE, STOP = "close", "stop"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long ranks wait for each other, in seconds: `deadline` for one command, `collective` for one collective in
+    which all ranks are, `silence` without a sign of life."""
+
+    deadline: float = 3600.0
+    collective: float = 300.0
+    silence: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What a command left on a rank that raised."""
+
+    error: BaseException
+
+
+class World:
+    """This process among the others. `ranks` is the process group of the learner's collectives."""
+
+    def __init__(self, place: Place, store: dist.Store, backend: str, patience: Patience) -> None:
+        self.place, self.patience = place, patience
+        self.rank, self.size = place.rank, place.size
+        self.broken: RankError | None = None
+        self._store, self._count = store, 0
+        self._seen = {rank: Seen() for rank in range(self.size) if rank != self.rank}
+        self._signs = Signs(store, self.rank)
+        limit = timedelta(seconds=patience.collective)
+        groups = dist.PrefixStore("groups", store)
+        dist.init_process_group(backend, store=groups, rank=self.rank, world_size=self.size, timeout=limit)
+        self.ranks = dist.group.WORLD
+        self._control = dist.new_group(backend="gloo", timeout=limit) if backend != "gloo" else self.ranks
+
+    @staticmethod
+    def join(place: Place, device: str, patience: Patience) -> World:
+        """Meet the other ranks. Raises RankError where they do not come within the deadline of a collective."""
+        limit = timedelta(seconds=patience.collective)
+        master = place.rank == 0 and not place.hosted
+        try:
+            store = dist.TCPStore(
+                place.address, place.port, is_master=master, timeout=limit, wait_for_workers=False, multi_tenant=True
+            )
+            own = dist.PrefixStore(f"lagrpo/{place.restarts}", store)
+            return World(place, own, "nccl" if device == "cuda" else "gloo", patience)
+        except (RuntimeError, ValueError) as error:
+            raise RankError(
+                f"{place}: the {place.size} ranks did not meet at {place.address}:{place.port} within "
+                f"{patience.collective:g} s (distributed.collective): {str(error).splitlines()[0]}"
+            ) from error
+
+    def tell(self, phase: str) -> None:
+        """What this rank is doing, for the others' messages."""
+        self._signs.tell(phase, self._store)
+
+    def lead(self, name: str, own: Callable[[], Any], payload: Any = None) -> list[Any]:
+        """Rank 0: have every rank do command `name` with `payload`; rank 0 does `own`. Returns what it gave on each
+        rank. An interruption of `own` lets the others stop early, and is raised when they have.
+
+        Raises what a rank raised, with a note that says which; RankError for a rank that ended, fell silent, or was not
+        ready within the deadline."""
+        if self.broken is not None:
+            raise RankError(f"the ranks are no longer together: {self.broken}")
+        with whole():
+            self._announce(name, payload)
+        try:
+            result = self._attempt(own)
+        except KeyboardInterrupt:
+            with whole():
+                self._store.set(f"{STOP}/{self._count}", "")
+                self._collect(None)
+            raise
+        with whole():
+            return self._raise_failures(self._collect(result))
+
+    def follow(self, commands: Mapping[str, Callable[[Any], Any]]) -> None:
+        """Every other rank: do what rank 0 announces until it closes. Raises RankError where rank 0 is gone."""
+        while True:
+            self._count += 1
+            self.tell("waiting for rank 0")
+            self._wait(f"command/{self._count}", [0], float("inf"))
+            name, payload = self._receive()
+            if name == CLOSE:
+                return
+            self.tell(name)
+            result = self._attempt(lambda name=name, payload=payload: commands[name](payload))
+            self._store.set(f"done/{self._count}/{self.rank}", "")
+            self._translating(lambda result=result: dist.gather_object(result, None, 0, self._control))
+
+    def stopped(self) -> bool:
+        """Whether rank 0 wants no more of the present command."""
+        return self._store.check([f"{STOP}/{self._count}"])
+
+    def fail(self, error: BaseException) -> None:
+        """Tell rank 0 why this rank ends."""
+        self._store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """End: rank 0 sends the others home. What cannot be told any more is not."""
+        if self.rank == 0 and self.broken is None:
+            try:
+                with whole():
+                    self._announce(CLOSE, None)
+            except RankError:
+                pass
+        self._signs.close()
+        if self.broken is None:
+            dist.destroy_process_group()
+
+    def _announce(self, name: str, payload: Any) -> None:
+        self._count += 1
+        self.tell(name)
+        self._store.set(f"command/{self._count}", name)
+        self._translating(lambda: dist.broadcast_object_list([(name, payload)], 0, self._control))
+
+    def _receive(self) -> tuple[str, Any]:
+        box: list[Any] = [None]
+        self._translating(lambda: dist.broadcast_object_list(box, 0, self._control))
+        return box[0]
+
+    def _attempt(self, part: Callable[[], Any]) -> Any:
+        """What it gives, or Failed. A connection that broke under it is a rank that ended."""
+        try:
+            return self._translating(part)
+        except RankError:
+            raise
+        except Exception as error:
+            if self.rank:
+                error.add_note(f"This was on {self.place}.")
+            return Failed(error)
+
+    def _collect(self, result: Any) -> list[Any]:
+        for rank in self._seen:
+            self._wait(f"done/{self._count}/{rank}", self._seen, self.patience.deadline)
+        found: list[Any] = [None] * self.size
+        self._translating(lambda: dist.gather_object(result, found, 0, self._control))
+        return found
+
+    def _raise_failures(self, results: list[Any]) -> list[Any]:
+        for result in results:
+            if isinstance(result, Failed):
+                raise result.error
+        return results
+
+    def _wait(self, key: str, others: Sequence[int] | Mapping[int, Seen], seconds: float) -> None:
+        """Until the key is there. Raises RankError where one of the `others` is in trouble, or time is over."""
+        start = looked = time.monotonic()
+        pause = SHORTEST
+        while not self._is_there(key):
+            time.sleep(pause)
+            pause, now = min(2 * pause, LONGEST), time.monotonic()
+            if now - looked > EVERY:
+                looked = now
+                self._look(others, self.patience.silence)
+            if now - start > seconds:
+                slow = int(key.rpartition("/")[2])
+                limit = f"{seconds:g} s (distributed.deadline)"
+                raise self._break(RankError(f"{self._seen[slow].describe(slow)} was not ready within {limit}"))
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            return self._store.check([key])
+        except (dist.DistNetworkError, RuntimeError) as error:
+            raise self._break(RankError(f"the store of the ranks is gone: {_first_line(error)}")) from error
+
+    def _look(self, others: Sequence[int] | Mapping[int, Seen], silence: float) -> None:
+        """Raise RankError for a rank that said why it ended, or has left no sign of life for so many seconds."""
+        for rank in others:
+            seconds, seen = self._seen[rank].look(self._store, rank), self._seen[rank]
+            if self._store.check([f"failed/{rank}"]):
+                why = self._store.get(f"failed/{rank}").decode(errors="replace")
+                raise self._break(RankError(f"{seen.describe(rank)} has failed: {why}"))
+            if seconds > silence:
+                raise self._break(RankError(
+                    f"{seen.describe(rank)} has given no sign of life for {seconds:.0f} s: it was killed, hangs, or "
+                    "has lost its network"
+                ))  # fmt: skip
+
+    def _translating(self, call: Callable[[], T]) -> T:
+        """What the call gives. Raises RankError, which names the rank, where a collective fails."""
+        try:
+            return call()
+        except (dist.DistBackendError, dist.DistNetworkError, RuntimeError) as error:
+            if isinstance(error, RankError) or not _of_a_collective(error):
+                raise
+            raise self._find_culprit(error) from error
+
+    def _find_culprit(self, error: Exception) -> RankError:
+        end = time.monotonic() + 2 * LOST
+        while time.monotonic() < end:
+            try:
+                self._look(self._seen, LOST)
+            except RankError as found:
+                return found
+            except RuntimeError:
+                break
+            time.sleep(EVERY / 4)
+        doing = self._signs.phase
+        return self._break(RankError(f"the ranks lost each other during {doing}: {_first_line(error)}"))
+
+    def _break(self, error: RankError) -> RankError:
+        self.broken = error
+        return error
+
+
+def _of_a_collective(error: Exception) -> bool:
+    kinds = (dist.DistBackendError, dist.DistNetworkError)
+    return isinstance(error, kinds) or "gloo" in str(error).lower()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
