@@ -85,6 +85,17 @@ def failing(*errors: type[Exception], code: int = 1) -> Iterator[None]:
         sys.exit(code)
 
 
+@contextmanager
+def led_quietly() -> Iterator[None]:
+    """Inside, exit without a word where rank 0 of several ranks has ended the run: it says why."""
+    from lagrpo.ranks.signs import EndedError
+
+    try:
+        yield
+    except EndedError:
+        sys.exit(1)
+
+
 def train(words: list[str]) -> None:
     """Train on the settings of a file (the defaults without one), overridden by --section.name VALUE.
 
@@ -104,7 +115,7 @@ def train(words: list[str]) -> None:
         return print(redact(to_toml(settings)), *(f"# {line}" for line in meaning(settings, recipe)), sep="\n")
     from lagrpo.training import run
 
-    with failing(*run.FAILURES):
+    with failing(*run.FAILURES), led_quietly():
         stopped = run.train(settings).interrupted
     if stopped:
         sys.exit(128 + stopped)

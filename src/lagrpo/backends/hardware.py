@@ -10,6 +10,7 @@ import torch
 
 from lagrpo.backends.cpu.build import ISA, LEVELS, cpu_flags, isa_level
 from lagrpo.errors import SettingsError
+from lagrpo.ranks.rank import Rank
 
 Dtype = Literal["bfloat16", "float32"]
 ONEDNN = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
@@ -18,9 +19,12 @@ BEFORE_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE"
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a setting. Raises SettingsError for one that is not there."""
+    """The device of a setting; of the ranks of one host each has a GPU of its own. Raises SettingsError for a device
+    that is not there."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and (rank := Rank.find()) is not None:
+        name = f"cuda:{rank.local_number}"
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import compress
+from itertools import compress, groupby
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class FreshMicroBatch:
 
     def alone(self, c: int) -> Packed:
         """The c-th completion in a row of its own."""
-        return _pack(self.batch, [[self.members[c]]], self.weight_C.device).packed
+        return row_of(self.batch, [self.members[c]], self.weight_C.device).packed
 
     def scored_by(self, logp_k_T: Tensor) -> MicroBatch:
         return MicroBatch(**{field.name: getattr(self, field.name) for field in fields(self)}, logp_k_T=logp_k_T)
@@ -132,6 +132,11 @@ def left_out(
     wanted_C = torch.tensor([knows_alpha(batch, [c]) for c in range(len(batch.member_C))], dtype=torch.bool)
     wanted_C[[c for micro in rows for c in micro.members]] = False
     return _rows(batch, wanted_C, tokens, device)
+
+
+def row_of(batch: Batch, members: Sequence[int], device: torch.device | str = "cpu") -> FreshMicroBatch:
+    """One row of these completions of the batch, in their order; neighbors of one group share its prompt."""
+    return _pack(batch, [list(piece) for _, piece in groupby(members, lambda c: batch.member_C[c][0])], device)
 
 
 def _rows(

@@ -8,6 +8,7 @@ master's. docs/precision.md derives that.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Literal
@@ -84,6 +85,15 @@ def sample_weights(weights: Mapping[str, Tensor]) -> list[Tensor]:
     """A copy of every n-th weight of each parameter, about SAMPLE in all."""
     every = max(1, sum(w.numel() for w in weights.values()) // SAMPLE) | 1
     return [w.reshape(-1)[::every].clone() for w in weights.values()]
+
+
+def fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """Tells versions of a model's weights apart, by a sample of them."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in zip(weights, sample_weights(weights), strict=True):
+        digest.update(name.encode())
+        digest.update(tensor.cpu().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 class SyncedWeights:

@@ -17,6 +17,10 @@ class RankError(RuntimeError):
     """A rank has failed, ended or fallen silent, so the run cannot go on."""
 
 
+class EndedError(RankError):
+    """Rank 0 has ended the run with an error of its own."""
+
+
 class Signs:
     """Leaves this rank's signs in `store`, from a thread of its own and over a connection of its own, until `close`.
     `phase` is what the rank is doing."""

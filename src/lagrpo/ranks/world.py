@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lagrpo.interrupts import whole
-from lagrpo.ranks.place import Place
+from lagrpo.ranks.rank import Rank
 from lagrpo.ranks.signs import EVERY, RankError, Seen, Signs
 
 LOST = 5 * EVERY  # seconds of silence after which a rank is taken for gone when a connection has just broken
@@ -45,11 +46,11 @@ class Failed:
 class World:
     """This process among the others. `ranks` is the process group of the learner's collectives."""
 
-    def __init__(self, place: Place, store: dist.Store, backend: str, patience: Patience) -> None:
-        self.place, self.patience = place, patience
-        self.rank, self.size = place.rank, place.size
+    def __init__(self, own: Rank, store: dist.Store, backend: str, patience: Patience) -> None:
+        self.own, self.patience = own, patience
+        self.rank, self.size = own.number, own.size
         self.broken: RankError | None = None
-        self._store, self._count = store, 0
+        self._store, self._count, self._next_look = store, 0, 0.0
         self._seen = {rank: Seen() for rank in range(self.size) if rank != self.rank}
         self._signs = Signs(store, self.rank)
         limit = timedelta(seconds=patience.collective)
@@ -59,19 +60,14 @@ class World:
         self._control = dist.new_group(backend="gloo", timeout=limit) if backend != "gloo" else self.ranks
 
     @staticmethod
-    def join(place: Place, device: str, patience: Patience) -> World:
+    def join(own: Rank, device: str, patience: Patience) -> World:
         """Meet the other ranks. Raises RankError where they do not come within the deadline of a collective."""
-        limit = timedelta(seconds=patience.collective)
-        master = place.rank == 0 and not place.hosted
         try:
-            store = dist.TCPStore(
-                place.address, place.port, is_master=master, timeout=limit, wait_for_workers=False, multi_tenant=True
-            )
-            own = dist.PrefixStore(f"lagrpo/{place.restarts}", store)
-            return World(place, own, "nccl" if device == "cuda" else "gloo", patience)
+            shared = dist.PrefixStore(f"lagrpo/{own.restarts}", own.store(patience.collective))
+            return World(own, shared, "nccl" if device == "cuda" else "gloo", patience)
         except (RuntimeError, ValueError) as error:
             raise RankError(
-                f"{place}: the {place.size} ranks did not meet at {place.address}:{place.port} within "
+                f"{own}: the {own.size} ranks did not meet at {own.address}:{own.port} within "
                 f"{patience.collective:g} s (distributed.collective): {str(error).splitlines()[0]}"
             ) from error
 
@@ -87,48 +83,71 @@ class World:
         ready within the deadline."""
         if self.broken is not None:
             raise RankError(f"the ranks are no longer together: {self.broken}")
-        with whole():
-            self._announce(name, payload)
+        before = self._count
         try:
+            with whole():
+                self._announce(name, payload)
             result = self._attempt(own)
         except KeyboardInterrupt:
-            with whole():
-                self._store.set(f"{STOP}/{self._count}", "")
-                self._collect(None)
+            if self._count > before:
+                with whole():
+                    self._store.set(f"{STOP}/{self._count}", "")
+                    self._collect(None)
             raise
         with whole():
             return self._raise_failures(self._collect(result))
 
-    def follow(self, commands: Mapping[str, Callable[[Any], Any]]) -> None:
-        """Every other rank: do what rank 0 announces until it closes. Raises RankError where rank 0 is gone."""
+    def follow(self, commands: Mapping[str, Callable[[Any], Any]]) -> Any:
+        """Every other rank: do what rank 0 announces until it closes; returns what it closes with. Raises RankError
+        where rank 0 is gone."""
         while True:
             self._count += 1
             self.tell("waiting for rank 0")
             self._wait(f"command/{self._count}", [0], float("inf"))
             name, payload = self._receive()
             if name == CLOSE:
-                return
+                return payload
             self.tell(name)
             result = self._attempt(lambda name=name, payload=payload: commands[name](payload))
             self._store.set(f"done/{self._count}/{self.rank}", "")
             self._translating(lambda result=result: dist.gather_object(result, None, 0, self._control))
 
-    def stopped(self) -> bool:
-        """Whether rank 0 wants no more of the present command."""
+    def wants_no_more(self) -> bool:
+        """Whether rank 0 wants no more of the present command; looks every half second."""
+        if self.rank == 0 or time.monotonic() < self._next_look:
+            return False
+        self._next_look = time.monotonic() + 0.5
         return self._store.check([f"{STOP}/{self._count}"])
+
+    def report(self, name: str, value: str) -> None:
+        """Leave a text for rank 0, from any thread: see `await_reports`."""
+        self._store.clone().set(f"report/{name}/{self.rank}", value)
+
+    def await_reports(self, name: str, seconds: float) -> dict[int, str]:
+        """Rank 0: what every other rank reports under this name, from any thread. Raises TimeoutError for one that does
+        not within so many seconds, RankError where the ranks have lost each other."""
+        store, found, end = self._store.clone(), dict[int, str](), time.monotonic() + seconds
+        while len(found) < self.size - 1:
+            for rank in self._seen.keys() - found.keys():
+                if store.check([key := f"report/{name}/{rank}"]):
+                    found[rank] = store.get(key).decode()
+            if self.broken is not None:
+                raise RankError(f"the ranks are no longer together: {self.broken}")
+            if time.monotonic() > end:
+                missing = min(self._seen.keys() - found.keys())
+                raise TimeoutError(f"{self._seen[missing].describe(missing)} has not reported within {seconds:g} s")
+            time.sleep(LONGEST)
+        return found
 
     def fail(self, error: BaseException) -> None:
         """Tell rank 0 why this rank ends."""
         self._store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
 
-    def close(self) -> None:
-        """End: rank 0 sends the others home. What cannot be told any more is not."""
+    def close(self, result: Any = None) -> None:
+        """End: rank 0 sends the others home, with `result`. What cannot be told any more is not."""
         if self.rank == 0 and self.broken is None:
-            try:
-                with whole():
-                    self._announce(CLOSE, None)
-            except RankError:
-                pass
+            with whole(), suppress(RankError):
+                self._announce(CLOSE, result)
         self._signs.close()
         if self.broken is None:
             dist.destroy_process_group()
@@ -150,9 +169,9 @@ class World:
             return self._translating(part)
         except RankError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - rank 0 raises it, whatever it is
             if self.rank:
-                error.add_note(f"This was on {self.place}.")
+                error.add_note(f"This was on {self.own}.")
             return Failed(error)
 
     def _collect(self, result: Any) -> list[Any]:

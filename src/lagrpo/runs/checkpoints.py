@@ -1,7 +1,8 @@
 """The checkpoints of a run on disk: what is needed to go on from the end of a batch.
 
     checkpoints/step-000120/state.json           numbers; written last, with the size of every file of the checkpoint
-                            learner.safetensors  float32 masters and moments
+                            learner.safetensors  float32 masters and moments; of several ranks that of each, as
+                            learner-00001-of-00002.safetensors
                             waiting.parquet      completions that were sampled ahead, where there are any
     checkpoints/weights/v000110.safetensors      weights of alpha or pi_ref, once for all checkpoints that need them
 
@@ -13,7 +14,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,6 +52,39 @@ class Content:
     """by batch: groups that were sampled ahead"""
     weights: Mapping[int, Mapping[str, Tensor]]
     """by version: what alpha and pi_ref need, beside the weights of pi and of the initial policy"""
+    of_ranks: Callable[[], Sequence[Path]] = tuple
+    """waits for the files that the other ranks write, and returns them: they become part of the checkpoint"""
+
+
+class Stored(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, each read when it is asked for. It holds the path alone, so that other
+    processes can be sent it. Raises CheckpointError for a file that cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __iter__(self) -> Iterator[str]:
+        with self._open() as file:
+            yield from file.keys()
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with self._open() as file:
+            if name not in file.keys():  # noqa: SIM118 - it is no mapping
+                raise KeyError(name)
+            return file.get_tensor(name)
+
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                yield file
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +95,12 @@ class Checkpoint:
     batch: int
     state: Mapping[str, Any]
 
-    def read_learner(self) -> dict[str, Tensor]:
-        return _load(self.path / LEARNER)
+    def read_learner(self) -> list[Stored]:
+        """What each rank had, in their order."""
+        return [Stored(file) for file in sorted(self.path.glob("learner*.safetensors"))]
 
-    def read_weights(self, version: int) -> dict[str, Tensor]:
-        return _load(_weights_file(self.path.parent, version))
+    def read_weights(self, version: int) -> Stored:
+        return Stored(_weights_file(self.path.parent, version))
 
     def read_waiting(self) -> dict[int, list[dict[str, Any]]]:
         """By batch, the rows of the completions that were sampled ahead: see `completion_of`."""
@@ -92,7 +128,7 @@ class Checkpoints:
         try:
             for version, weights in content.weights.items():
                 if not (file := _weights_file(self.path, version)).exists():
-                    write_atomically(file, partial(_save, weights))
+                    write_atomically(file, partial(save_tensors, weights))
             write_directory_atomically(target, partial(self._fill, content))
         except Exception as error:
             raise CheckpointError(
@@ -128,7 +164,10 @@ class Checkpoints:
         return self.path / f"step-{batch:06d}"
 
     def _fill(self, content: Content, folder: Path) -> None:
-        _save(content.learner, folder / LEARNER)
+        shards = content.of_ranks()
+        save_tensors(content.learner, folder / (learner_file(0, len(shards) + 1)))
+        for shard in shards:
+            shard.replace(folder / shard.name)
         if any(content.waiting.values()):
             rows = [row for batch, groups in content.waiting.items() for g in groups for row in _rows(batch, g)]
             write_table(folder / WAITING, rows, table_schema(COLUMNS))
@@ -174,7 +213,17 @@ def _weights_file(checkpoints: Path, version: int) -> Path:
     return checkpoints / "weights" / f"v{version:06d}.safetensors"
 
 
-def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+def learner_file(rank: int, size: int) -> str:
+    """Where a checkpoint has what rank `rank` of `size` learned.
+
+    >>> learner_file(0, 1), learner_file(1, 2)
+    ('learner.safetensors', 'learner-00002-of-00002.safetensors')
+    """
+    return LEARNER if size == 1 else f"learner-{rank + 1:05d}-of-{size:05d}.safetensors"
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file."""
     from safetensors.torch import save_file
 
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
@@ -190,16 +239,6 @@ def _check_header(file: Path) -> None:
                 tensors.keys()
         except SafetensorError as error:
             raise CheckpointError(f"{file} is damaged: {error}") from error
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _rows(batch: int, group: Group) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ sampling temperature.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,6 +66,8 @@ class LocalSampler:
         self.policy, self.model = policy, policy.model
         self.seed, self.max_tokens, self.max_num_seqs, self.purpose = seed, max_tokens, max_num_seqs, purpose
         self.tau = policy.tau if tau is None else tau
+        self.stopped: Callable[[], bool] = lambda: False
+        """whether nobody wants the rest of what is being sampled"""
         self._under_way = 0
         self._kept: DecodeState | None = None
         self._room: Room | None = None  # what the last one had grown to
@@ -115,7 +117,7 @@ class LocalSampler:
         tokens = torch.empty(0, dtype=torch.long)
         self._under_way = len(waiting)
         try:
-            while waiting or active:
+            while (waiting or active) and not self.stopped():
                 tokens, full = self._step(state, waiting, active, tokens, G)
                 if not waiting and not active:
                     del state  # nobody may ever ask for what comes behind the last group

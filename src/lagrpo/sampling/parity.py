@@ -137,16 +137,17 @@ class ParityCheck:
     def _check_bits(self, policy: Policy, sampler: Checkable) -> Mapping[str, float]:
         """The grade exact."""
         step = -(-len(self._items) // EXACT_PROMPTS)
-        learner_T, (sampler_T,) = _score(
+        learner_T, samplers_ST = _score(
             policy, sampler, [(i, tokens[:EXACT_TOKENS]) for i, tokens in self._items[::step]]
         )
         check_finite(learner_T, f"version {policy.version}")
-        if not torch.equal(learner_T, sampler_T):
-            raise ParityError(
-                f"after the sync of version {policy.version} learner and sampler disagree by "
-                f"{float((learner_T - sampler_T).abs().max()):.3g} nats about a token, though their arithmetic is the "
-                "same to the bit: the sampler serves other weights"
-            )
+        for name, sampler_T in zip(sampler.servers, samplers_ST, strict=True):
+            if not torch.equal(learner_T, sampler_T):
+                raise ParityError(
+                    f"after the sync of version {policy.version} the learner and {name} disagree by "
+                    f"{float((learner_T - sampler_T).abs().max()):.3g} nats about a token, though their arithmetic is "
+                    "the same to the bit: the sampler serves other weights"
+                )
         return {"parity_mean": 0.0, "parity_max": 0.0, "parity_kl": 0.0}
 
     def _check_servers(self, sampler: Checkable, scores: tuple[Tensor, Tensor], where: str) -> dict[str, float]:
@@ -211,10 +212,11 @@ def _measure(policy: Policy, sampler: Checkable, requests: Sequence[Request]) ->
             f"learner and in-process sampler differ by {mean:.3g} nats a token, with the same weights: this model "
             "computes something else when it decodes; it is not supported"
         )
+    learner_T, samplers_ST = _score(policy, sampler, items)
     equal = (
         torch.equal(together_T, sampled_T)
         and torch.equal(torch.cat([_score_groups(policy, [group]) for group in groups])[is_sampled_T], sampled_T)
-        and torch.equal(*(logp.flatten() for logp in _score(policy, sampler, items)))
+        and all(torch.equal(learner_T, sampler_T) for sampler_T in samplers_ST)
     )
     reason = None if equal and policy.model.exact else _why_close(policy, equal)
     return Parity("close" if reason else "exact", mean, largest, len(sampled_T), reason), items

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_type_hints
 from pydantic import Field, create_model, field_validator, model_validator
 
 from lagrpo.objective.composition import Composition
+from lagrpo.settings.distributed import DistributedSettings
 from lagrpo.settings.section import Section
 from lagrpo.settings.vllm import VllmSettings
 from lagrpo.tasks import option_takers, task_options
@@ -284,6 +285,7 @@ class Settings(Section):
     task: TaskSettings = TaskSettings()
     sampling: SamplingSettings = SamplingSettings()
     vllm: VllmSettings = VllmSettings()
+    distributed: DistributedSettings = DistributedSettings()
     offline: OfflineSettings = OfflineSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     objective: ObjectiveSettings = ObjectiveSettings()

@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 import torch
 
+from lagrpo.ranks.rank import Rank
 from lagrpo.threads import cores, waiting
 from lagrpo.threads.readings import Reading, Window, compare, read
 
@@ -147,10 +148,15 @@ def start(asked: int | None, device: str = "cpu") -> None:
 
 
 def choose_threads(threads: int) -> int:
-    """The number the user set, else PyTorch's own, but at most what affinity and the container's quota allow."""
-    if any(os.environ.get(name) for name in DECIDED):
+    """The number the user set, else PyTorch's own, but at most what affinity and the container's quota allow. The ranks
+    of one host share it; the 1 that torchrun sets for each of them is no choice of the user's."""
+    rank = Rank.find()
+    sharing = rank.local_size if rank is not None else 1
+    decided = {os.environ.get(name) for name in DECIDED} - {None, "", "1" if sharing > 1 else None}
+    if decided:
         return threads
-    return cores.limit_threads(threads, cores.read_quota(), cores.count_cores())
+    most = cores.count_cores() if sharing > 1 else threads
+    return max(1, cores.limit_threads(most, cores.read_quota(), cores.count_cores()) // sharing)
 
 
 def look() -> None:

@@ -22,6 +22,7 @@ def describe_environment(parts: Parts) -> dict[str, Any]:
     """What environment.json says: versions, machine, and what computes."""
     policy, dtype = parts.learner.policy, parts.settings.model.dtype
     environment = collect_environment(str(policy.device))
+    environment["ranks"] = parts.world.size if parts.world is not None else 1
     environment["computation"] = policy.model.computation
     environment["decoding"] = parts.sampled.model.decoding if parts.sampled else "by vLLM"
     environment["dtype"], environment["dtype_reason"] = pick_dtype(dtype, policy.device)

@@ -22,8 +22,10 @@ from lagrpo.policy.chat import Templates
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.learner import Learner, Optimization
 from lagrpo.policy.loading import check_context, check_files, load_policy
+from lagrpo.policy.masters import fingerprint
 from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import Replica, replica
+from lagrpo.ranks.world import World
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import PARITY_PROMPTS, Parity, ParityCheck, ParityError
 from lagrpo.sampling.prefetch import Prefetcher
@@ -35,6 +37,7 @@ from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, load_task
 from lagrpo.threads import team
 from lagrpo.training.checks import chat_template
+from lagrpo.training.lead import LeadLearner, LeadSampler
 from lagrpo.types import Group
 from lagrpo.verify import Verifier
 
@@ -118,8 +121,8 @@ class Parts:
     """the caller gave the task as an object"""
     learner: Learner
     """with the policy, the recipe and the reference"""
-    sampler: LocalSampler | VllmSampler
-    evaluator: LocalSampler
+    sampler: LocalSampler | LeadSampler | VllmSampler
+    evaluator: LocalSampler | LeadSampler
     prefetcher: Prefetcher
     prompts: PromptSource
     offline: OfflineData | None
@@ -128,53 +131,62 @@ class Parts:
     schedule: Schedule
     check_parity: ParityCheck | None
     """None where the run asks for no check"""
+    world: World | None = None
+    """the other ranks; None in a run of one process"""
 
     @staticmethod
-    def build(settings: Settings, recipe: Recipe, task: Task | None = None) -> Parts:
+    def build(settings: Settings, recipe: Recipe, task: Task | None = None, world: World | None = None) -> Parts:
         """The data first, then the model: what is cheap to refuse is refused first. Where something fails, whatever was
-        started is ended. Raises SettingsError for data or a model that is missing, or does not fit."""
+        started is ended. With `world` this is rank 0. Raises SettingsError for data or a model that is missing, or does
+        not fit."""
         with ExitStack() as undo:
             servers, data = [], Data.read(settings, task)
             if settings.sampling.sampler == "vllm":  # starting them writes files and takes minutes
                 with loading(settings.model):
                     check_files(resolve_model(settings.model.path))
                 servers = [undo.enter_context(closing(server)) for server in open_servers(settings)]
-            parts = Parts._build(settings, recipe, data, task is not None, servers, undo)
+            parts = Parts._build(settings, recipe, data, task is not None, servers, undo, world)
             undo.pop_all()
             return parts
 
     @staticmethod
     def _build(
-        settings: Settings, recipe: Recipe, data: Data, own_task: bool, servers: list[Server], undo: ExitStack
-    ) -> Parts:
-        sampling, seed, task = settings.sampling, settings.run.seed, data.task
+        settings: Settings, recipe: Recipe, data: Data, own_task: bool, servers: list[Server], undo: ExitStack,
+        world: World | None,
+    ) -> Parts:  # fmt: skip
+        sampling, task = settings.sampling, data.task
         templates = undo.enter_context(closing(Templates()))
         longest = sampling.max_prompt_tokens + sampling.max_tokens
         policy = build_policy(settings.model, sampling.temperature, longest, templates)
         prompts = build_prompts(settings, task, policy)
         offline = build_offline(settings, recipe, policy, data.records) if data.records else None
-        learner = build_learner(settings, recipe, policy)
-        limits = sampling.max_tokens, sampling.max_num_seqs
-        sampler = build_vllm(settings, policy, servers) if servers else LocalSampler(replica(policy), seed, *limits)
+        learner = build_learner(settings, recipe, policy, world)
+        evaluator = build_evaluator(settings, policy)
+        sampler = build_vllm(settings, policy, servers) if servers else build_local_sampler(settings, policy)
+        if world is not None:
+            meet(world, policy)
+            evaluator = LeadSampler(world, evaluator, "evaluation")
+            sampler = LeadSampler(world, sampler, "sampling") if isinstance(sampler, LocalSampler) else sampler
         return Parts(
             settings=settings,
             task=task,
             own_task=own_task,
             learner=learner,
             sampler=sampler,
-            evaluator=LocalSampler(policy, seed, *limits, settings.evaluation.temperature, "evaluate"),
+            evaluator=evaluator,
             prefetcher=Prefetcher(sampler, prompts.batch, sampling.G),
             prompts=prompts,
             offline=offline,
             check_parity=build_parity_check(settings, policy, prompts, sampler) if sampling.parity_check else None,
             schedule=Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.delta),
             verifier=undo.enter_context(build_verifier(settings, task)),
+            world=world,
         )
 
     @property
     def sampled(self) -> Policy | Replica | None:
         """The policy of the in-process sampler, which computes as the learner does, up to rounding; None for vLLM."""
-        return self.sampler.policy if isinstance(self.sampler, LocalSampler) else None
+        return None if isinstance(self.sampler, VllmSampler) else self.sampler.policy
 
     @property
     def parity(self) -> Parity | None:
@@ -209,8 +221,32 @@ def build_prompts(settings: Settings, task: Task, policy: Policy) -> PromptSourc
     return prompts
 
 
-def build_learner(settings: Settings, recipe: Recipe, policy: Policy) -> Learner:
-    """The learner, with a reference where the recipe has a KL term, and AdamW's schedule over all S·M·i updates."""
+def build_local_sampler(settings: Settings, policy: Policy) -> LocalSampler:
+    """The in-process sampler, with a copy of the policy."""
+    sampling = settings.sampling
+    return LocalSampler(replica(policy), settings.run.seed, sampling.max_tokens, sampling.max_num_seqs)
+
+
+def build_evaluator(settings: Settings, policy: Policy) -> LocalSampler:
+    """What samples from the policy itself, for evaluations."""
+    sampling, tau = settings.sampling, settings.evaluation.temperature
+    limits = sampling.max_tokens, sampling.max_num_seqs
+    return LocalSampler(policy, settings.run.seed, *limits, tau, "evaluate")
+
+
+def meet(world: World, policy: Policy) -> None:
+    """Wait until every rank has its model. Raises SettingsError where one has another model."""
+    own, *others = world.lead("ready", lambda: fingerprint(policy.weights))
+    if strange := [rank for rank, found in enumerate(others, start=1) if found != own]:
+        raise SettingsError(
+            f"model.path is another model on rank {strange[0]} than on rank 0: its weights have the fingerprint "
+            f"{others[strange[0] - 1]}, not {own}. All hosts need the same files"
+        )
+
+
+def build_learner(settings: Settings, recipe: Recipe, policy: Policy, world: World | None = None) -> Learner:
+    """The learner, with a reference where the recipe has a KL term, and AdamW's schedule over all S·M·i updates. With
+    `world` one of several, whose masters are sharded; that of rank 0 leads the others."""
     o, s = settings.optimizer, settings.schedule
     same = o.model_dump(include={"lr", "weight_decay", "schedule", "warmup", "masters"})
     betas, max_grad_norm, updates = (o.beta1, o.beta2), o.max_grad_norm or None, s.stages * s.batches * s.i
@@ -218,7 +254,10 @@ def build_learner(settings: Settings, recipe: Recipe, policy: Policy) -> Learner
         **same, betas=betas, max_grad_norm=max_grad_norm, updates=updates, seed=settings.run.seed
     )
     reference = replica(policy) if recipe.needs_pi_ref else None
-    return Learner(policy, recipe, optimization, reference, o.activation_checkpointing, settings.run.entropy)
+    given = policy, recipe, optimization, reference, o.activation_checkpointing, settings.run.entropy
+    if world is None or world.rank:
+        return Learner(*given, ranks=world.ranks if world is not None else None)
+    return LeadLearner(world, *given)
 
 
 def build_verifier(settings: Settings | EvalSettings, task: Task) -> Verifier:
@@ -228,7 +267,7 @@ def build_verifier(settings: Settings | EvalSettings, task: Task) -> Verifier:
 
 
 def build_parity_check(
-    settings: Settings, policy: Policy, source: PromptSource, sampler: LocalSampler | VllmSampler
+    settings: Settings, policy: Policy, source: PromptSource, sampler: LocalSampler | LeadSampler | VllmSampler
 ) -> ParityCheck:
     """What is called after every weight sync. Raises SettingsError where the in-process sampler computes something else
     than the learner."""

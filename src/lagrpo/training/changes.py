@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lagrpo.errors import SettingsError
+from lagrpo.ranks.rank import Rank
 from lagrpo.runs.reading import open_run
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import flatten, load_settings
@@ -16,14 +17,25 @@ FREE = (
     *("run.name", "run.directory", "run.resume", "run.allow", "run.display", "run.save_weights", "run.save_every"),
     *("run.checkpoint_minutes", "run.checkpoint_every", "run.keep_checkpoints", "run.keep_optimizer"),
     *("model.threads", "model.dtype", "evaluation.every", "evaluation.before_and_after"),
+    *("distributed.deadline", "distributed.collective", "distributed.silence"),
     *("verifier.workers", "verifier.max_without_reward", "verifier.max_without_reward_run"),
 )
 """Settings that a resumed run may change as it likes: what it learns does not depend on them. Of model.dtype only the
 spelling may change, from auto to what that chose; the run looks at what it computes in."""
 FIXED = {"run.seed": "every random number of the run is a function of it"}
 """Settings that never change, and why."""
+RUN = "run"
+"""Under which torchrun's store keeps the directory of the run."""
 FREE_OF_VLLM = ("in_flight",)
 """Settings of section vllm that it may not."""
+
+
+def after_restart(settings: Settings, rank: Rank | None) -> Settings:
+    """Settings that go on with the run, where torchrun has started its processes again."""
+    if rank is None or not rank.restarts or settings.run.resume is not None:
+        return settings
+    resume = "auto" if settings.run.name else rank.recall(RUN)
+    return settings.model_copy(update={"run": settings.run.model_copy(update={"resume": resume})})
 
 
 def find_run(settings: Settings) -> Path | None:

@@ -13,29 +13,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lagrpo.errors import SettingsError
-from lagrpo.policy.masters import sample_weights
-from lagrpo.policy.model import Policy
+from lagrpo.policy.spans import Merged
 from lagrpo.runs.checkpoints import Checkpoint, Checkpoints, Content, completion_of
 from lagrpo.sampling.schedule import LoopState
 from lagrpo.training.build import Parts
+from lagrpo.training.shards import DEADLINE, copied, have_written
 from lagrpo.types import Group
-
-DEADLINE = 3600.0  # seconds for the disk to take a checkpoint
-
-
-def fingerprint(policy: Policy) -> str:
-    """Tells initial policies apart, by a sample of their weights."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in zip(policy.weights, sample_weights(policy.weights), strict=True):
-        digest.update(name.encode())
-        digest.update(tensor.cpu().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +52,10 @@ def fingerprint_data(a: Parts) -> str:
     return hashlib.blake2b(seen.encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 
-def capture(a: Parts, stand: Stand, further: Mapping[str, Any], finish: bool = True) -> Content:
-    """The checkpoint of a run that stands there, its policy too; `further` goes into the JSON. With `finish` the
-    in-process sampler completes what was asked for first: it would do so before the next weight sync anyway, and what
-    it draws then has the same rows beside it, so that even arithmetic that is not exact repeats it."""
+def capture(a: Parts, stand: Stand, further: Mapping[str, Any], path: Path, finish: bool = True) -> Content:
+    """The checkpoint, below `path`, of a run that stands there, its policy too; `further` goes into the JSON. With
+    `finish` the in-process sampler completes what was asked for first: it would do so before the next weight sync
+    anyway, and what it draws then has the same rows beside it, so that even arithmetic that is not exact repeats it."""
     if finish and a.sampled is not None:
         a.prefetcher.finish()
     state = stand.state
@@ -87,12 +76,8 @@ def capture(a: Parts, stand: Stand, further: Mapping[str, Any], finish: bool = T
     copies = {name: copied(tensor) for name, tensor in a.learner.state().items()}
     copies |= {f"synced/{n}": tensor.cpu() for n, tensor in enumerate(stand.synced)}
     kept = {version: {name: copied(tensor) for name, tensor in of.items()} for version, of in weights.items()}
-    return Content(state.batch, {**about, **further}, copies, waiting, kept)
-
-
-def copied(tensor: Tensor) -> Tensor:
-    """In the memory of the host, and nobody else's."""
-    return tensor.detach().to("cpu", copy=True)
+    of_ranks = tuple if a.world is None else have_written(a.world, path)
+    return Content(state.batch, {**about, **further}, copies, waiting, kept, of_ranks)
 
 
 def alpha_is_needed(a: Parts, state: LoopState) -> bool:
@@ -116,7 +101,7 @@ def restore(a: Parts, checkpoint: Checkpoint, model: str) -> LoopState:
     for version in sorted({alpha, pi_ref, pi} - {None}, key=lambda v: (v == pi, v)):  # π last: it stays
         load_version(a, checkpoint, version, pi)
         if version == pi_ref and a.learner.reference is not None:
-            a.learner.reference.load(a.learner.policy.weights, version)
+            a.learner.load_reference()
         if version == alpha:
             a.sampler.sync_weights(a.learner.policy.weights, version)
             if a.check_parity is not None:
@@ -146,12 +131,12 @@ def load_version(a: Parts, checkpoint: Checkpoint, version: int, pi: int) -> Non
     """π_version into the policy, with masters and moments where it is `pi`. Version 0 is there from the start."""
     policy = a.learner.policy
     if version == pi:
-        kept = checkpoint.read_learner()
+        kept = Merged(checkpoint.read_learner())
         a.learner.load_state(kept, pi)
         samples = {int(name.partition("/")[2]): t for name, t in kept.items() if name.startswith("synced/")}
         a.learner.synced.last = [samples[n].to(policy.device) for n in sorted(samples)]
     elif version:
-        policy.weights.load(checkpoint.read_weights(version), version)
+        a.learner.load_weights(checkpoint.read_weights(version), version)
 
 
 def read_waiting(a: Parts, checkpoint: Checkpoint) -> dict[int, list[Group]]:

@@ -10,6 +10,7 @@ from lagrpo.errors import refusing
 from lagrpo.objective.compose import Recipe
 from lagrpo.objective.recipes import resolve
 from lagrpo.policy.embedded import check_path
+from lagrpo.ranks.rank import Rank
 from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.reading import completion_files
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
@@ -27,16 +28,22 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
     check_evaluation(settings, task)
     with refusing("offline.data"):
         completion_files(settings.offline.data or ())
+    if (rank := Rank.find()) is None or rank.number == 0:
+        check_run(settings)
+    with refusing("objective"):
+        recipe = resolve(settings.objective.recipe, settings.objective.overrides)
+        _check_exponential(recipe, settings)
+    return recipe
+
+
+def check_run(settings: Settings) -> None:
+    """Raises SettingsError for a run that exists already, cannot go on with these settings, or cannot be written."""
     with refusing("run.resume" if settings.run.resume else "run"):
         if (run := find_run(settings)) is not None:
             check_changes(settings, run)
             check_writable(run)
         else:
             check_new(Path(settings.run.directory), settings.run.name)
-    with refusing("objective"):
-        recipe = resolve(settings.objective.recipe, settings.objective.overrides)
-        _check_exponential(recipe, settings)
-    return recipe
 
 
 def _check_exponential(recipe: Recipe, settings: Settings) -> None:

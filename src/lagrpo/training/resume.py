@@ -22,7 +22,7 @@ from lagrpo.terminal.text import count_of
 from lagrpo.training.changes import changes
 from lagrpo.training.evaluate import Evaluation
 
-MACHINE = ("cpu", "threads", "device_name", "dtype", "computation", "decoding")
+MACHINE = ("cpu", "ranks", "threads", "device_name", "dtype", "computation", "decoding")
 """What of environment.json decides the bits, beside the packages."""
 
 
@@ -128,6 +128,7 @@ def check_dtype(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 def describe_move(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
     """What differs between two environments and decides the bits of a run: name -> [before, now]."""
+    before = {"ranks": 1, **before}
     differing = {name: [before.get(name), now.get(name)] for name in MACHINE if before.get(name) != now.get(name)}
     packages = (before.get("packages", {}), now.get("packages", {}))
     names = [name for name in ("lagrpo", "torch", "transformers") if packages[0].get(name) != packages[1].get(name)]

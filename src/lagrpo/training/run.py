@@ -20,6 +20,11 @@ from lagrpo import logs
 from lagrpo.backends.hardware import pick_device
 from lagrpo.backends.process import restored
 from lagrpo.interrupts import Interrupted, divisible, interruptible, whole
+from lagrpo.objective.compose import Recipe
+from lagrpo.policy.masters import fingerprint
+from lagrpo.ranks.rank import Rank
+from lagrpo.ranks.signs import EndedError, RankError
+from lagrpo.ranks.world import Patience, World
 from lagrpo.runs import load_metrics
 from lagrpo.runs.checkpoints import CheckpointError, Checkpoints
 from lagrpo.runs.files import to_json
@@ -38,11 +43,12 @@ from lagrpo.threads import team
 from lagrpo.training.beginning import create_run, describe_environment, write_config
 from lagrpo.training.budget import RewardBudget
 from lagrpo.training.build import Parts, without_progress_bars
-from lagrpo.training.changes import find_run
-from lagrpo.training.checkpoint import Keeper, Stand, capture, fingerprint, restore
+from lagrpo.training.changes import RUN, after_restart, find_run
+from lagrpo.training.checkpoint import Keeper, Stand, capture, restore
 from lagrpo.training.checks import check_settings
 from lagrpo.training.evaluate import Evaluation, change, evaluate, few_prompts, interval
 from lagrpo.training.explain import meaning
+from lagrpo.training.follow import follow
 from lagrpo.training.lag import completion_columns, lag_is_complete, lag_metrics
 from lagrpo.training.loop import Step, iterative_grpo
 from lagrpo.training.memory import NoMemoryError, Place, explained
@@ -53,7 +59,7 @@ from lagrpo.training.warnings import Warnings
 from lagrpo.verify import VerifierError
 
 FAILURES = (
-    *(VerifierError, ParityError, VersionError, SamplerError),
+    *(VerifierError, ParityError, VersionError, SamplerError, RankError),
     *(FloatingPointError, NoMemoryError, OSError, RunLockedError),
 )
 """Errors that end a run without being the program's: what they say is for the user."""
@@ -85,12 +91,16 @@ def train(
     are made, and write a checkpoint. An error ends it, too; what was learned and recorded until then is kept. With
     `run.resume` the run goes on from its newest checkpoint.
 
+    Under torchrun all processes call this. The one of rank 0 owns the run, its files and its observers; all return the
+    same.
+
     Raises:
         SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
         RunLockedError: another process is writing into the run that is to go on.
         CheckpointError: a checkpoint could not be written, or read.
         ParityError, VersionError: the sampler does not sample from the policy that the schedule announced.
         SamplerError: the vLLM servers are gone for good.
+        RankError: one of the processes that torchrun started has failed, ended or fallen silent.
         VerifierError: too many completions could not be scored.
         FloatingPointError: a gradient is not finite; it names the completion.
         NoMemoryError: the memory does not suffice; it says where, and which setting to lower.
@@ -100,23 +110,45 @@ def train(
         raise TypeError("settings are a Settings, a mapping or the path of a TOML file, not None; {} are the defaults")
     if task is not None and not isinstance(task, Task):
         raise TypeError(f"task: {task!r:.80} {NO_TASK}")
-    settings = settings if isinstance(settings, Settings) else load_settings(settings)
+    rank = Rank.find()
+    settings = after_restart(settings if isinstance(settings, Settings) else load_settings(settings), rank)
     recipe = check_settings(settings, task)
     check_observers(observers)
-    device = pick_device(settings.model.device)
+    with interruptible(), restored():
+        if rank is None:
+            return lead(settings, recipe, task, observers)
+        return train_together(rank, settings, recipe, task, observers)
+
+
+def train_together(
+    rank: Rank, settings: Settings, recipe: Recipe, task: Task | None, observers: Sequence[Observer]
+) -> Result:
+    """One of several ranks: rank 0 leads, the others follow and return its result."""
+    patience, result = Patience(**settings.distributed.model_dump()), None
+    world = World.join(rank, pick_device(settings.model.device).type, patience)
+    try:
+        leads = rank.number == 0
+        result = lead(settings, recipe, task, observers, world) if leads else follow(world, settings, recipe)
+    finally:
+        world.close(result)
+    if result is None:
+        raise EndedError("rank 0 has ended the run; its own message says why")
+    return result
+
+
+def lead(
+    settings: Settings, recipe: Recipe, task: Task | None, observers: Sequence[Observer], world: World | None = None
+) -> Result:
+    """The run itself, in one process or as rank 0 of several."""
     least = logging.WARNING if settings.run.display == "none" else logging.INFO
     directory = find_run(settings)
-    with (
-        interruptible(),
-        restored(),
-        logs.shown_by(None, least),
-        locked(directory) if directory else nullcontext(),
-    ):
+    with logs.shown_by(None, least), locked(directory) if directory else nullcontext():
         earlier = Earlier.find(directory, settings) if directory else None
         if settings.run.display != "none":
-            print(f"loading {settings.model.path} on {device} …", flush=True)
+            ranks = f", with {count_of(world.size, 'rank')}" if world is not None else ""
+            print(f"loading {settings.model.path} on {pick_device(settings.model.device)}{ranks} …", flush=True)
         with explained(lambda: "loading"):
-            parts = Parts.build(settings, recipe, task)
+            parts = Parts.build(settings, recipe, task, world)
         try:
             return Training(parts, observers, earlier).run()
         finally:
@@ -129,13 +161,15 @@ class Training:
     def __init__(self, parts: Parts, observers: Sequence[Observer] = (), earlier: Earlier | None = None) -> None:
         self.parts, self.settings, self.policy = parts, parts.settings, parts.learner.policy
         run, self.earlier = self.settings.run, earlier
-        self.environment, self.model = describe_environment(parts), fingerprint(self.policy)
+        self.environment, self.model = describe_environment(parts), fingerprint(self.policy.weights)
         if earlier is None:
             named = self.settings.model_dump() | {"task": {"name": parts.task.name}}
             self.store = create_run(run, named, write_config(parts), self.environment)
         else:
             self.store = earlier.run
         parts.keep_logs(self.store.path)
+        if parts.world is not None:
+            parts.world.own.remember(RUN, str(self.store.path.resolve()))
         self.keeper = Keeper(
             Checkpoints(self.store.path), run.checkpoint_every, run.checkpoint_minutes, run.keep_checkpoints
         )
@@ -305,7 +339,8 @@ class Training:
             "best": self.keeper.best,
         }
         with whole():
-            self.keeper.write(lambda: capture(self.parts, self.stand, further, finish))
+            path = self.keeper.store.path
+            self.keeper.write(lambda: capture(self.parts, self.stand, further, path, finish))
         self.seconds_checkpoint += time.perf_counter() - started
 
     def save_checkpoint(self) -> None:

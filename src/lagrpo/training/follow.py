@@ -1,0 +1,84 @@
+"""The ranks beside rank 0: they build their own learner and samplers, and do what rank 0 announces until it closes."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lagrpo.logs import shown_by
+from lagrpo.objective.compose import Recipe
+from lagrpo.policy.learner import Learner
+from lagrpo.policy.masters import fingerprint
+from lagrpo.ranks.world import World
+from lagrpo.sampling.local import LocalSampler
+from lagrpo.settings.schema import Settings
+from lagrpo.training.build import build_evaluator, build_learner, build_local_sampler, build_policy
+from lagrpo.training.lead import generate_on, sample_share
+from lagrpo.training.shards import ShardWriter
+from lagrpo.training.shares import Share
+
+Command = Callable[[Any], Any]
+
+
+def follow(world: World, settings: Settings, recipe: Recipe) -> Any:
+    """Be one of the ranks that rank 0 leads, and return the run's result. Signals are rank 0's business: torchrun sends
+    them to all. Raises RankError where rank 0 is gone, and what keeps this rank from going on, which rank 0 is told."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with shown_by(None, logging.WARNING):
+            return world.follow(build(world, settings, recipe))
+    except BaseException as error:
+        world.fail(error)
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def build(world: World, settings: Settings, recipe: Recipe) -> Mapping[str, Command]:
+    """What this rank does, by the name of the command."""
+    sampling = settings.sampling
+    policy = build_policy(settings.model, sampling.temperature, sampling.max_prompt_tokens + sampling.max_tokens)
+    learner = build_learner(settings, recipe, policy, world)
+    evaluator = build_evaluator(settings, policy)
+    sampler = build_local_sampler(settings, policy) if sampling.sampler == "local" else None
+    share = Share(learner, world.rank, world.size)
+    writer = ShardWriter(world, learner)
+    samplers = [found for found in (sampler, evaluator) if found is not None]
+    return {
+        "ready": lambda _: fingerprint(policy.weights),
+        "copying for a checkpoint": writer.write,
+        "evaluation": lambda asked: sample_share(evaluator, world, *asked),
+        **learning(learner, share, samplers),
+        **(sampling_of(sampler, learner, world) if sampler is not None else {}),
+    }
+
+
+def learning(learner: Learner, share: Share, samplers: list[LocalSampler]) -> Mapping[str, Command]:
+    def pack(asked: Any) -> None:
+        for sampler in samplers:
+            sampler.rest()
+        share.pack(*asked)
+
+    return {
+        "packing": pack,
+        "learning": lambda _: share.first(),
+        "learning again": lambda _: share.step(),
+        "updating": lambda _: share.update(),
+        "scoring": share.score,
+        "ending the stage": learner.end_stage,
+        "loading a checkpoint": lambda asked: learner.load_state(*asked),
+        "loading weights": lambda asked: learner.load_weights(*asked),
+        "loading the reference": lambda _: learner.load_reference(),
+    }
+
+
+def sampling_of(sampler: LocalSampler, learner: Learner, world: World) -> Mapping[str, Command]:
+    return {
+        "sampling": lambda asked: sample_share(sampler, world, *asked),
+        "weight sync": lambda version: sampler.sync_weights(learner.policy.weights, version),
+        "parity check": lambda asked: generate_on(sampler, world.rank, *asked),
+        "parity scores": sampler.scores,
+    }
