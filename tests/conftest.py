@@ -12,6 +12,7 @@ import hypothesis
 import jaxtyping
 import pytest
 import tiny
+from ranks import Ranks
 from running import note_processes
 
 jaxtyping.install_import_hook("lagrpo.core", "beartype.beartype")
@@ -81,6 +82,14 @@ def renderer() -> Iterator[Any]:
     templates.start()
     yield templates
     templates.close()
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Three processes that form a group, for all tests that ask for them: see ranks.py."""
+    processes = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield processes
+    processes.close()
 
 
 @pytest.fixture

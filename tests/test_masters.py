@@ -226,7 +226,7 @@ class Bandit:
         for _ in range(updates):
             pi = self.parameters["logits"].float().softmax(1)
             (-(pi * REWARDS).sum(1)).sum().backward()
-            self.learner._update()
+            self.learner.update()
 
     def pi(self) -> torch.Tensor:
         return self.parameters["logits"].detach().double().softmax(1)
@@ -331,7 +331,7 @@ def test_moved_and_moved_synced_agree_where_a_weight_sync_brings_one_update():
     assert learner.on_sync() == {}
     for master in learner._masters.parameters:
         master.grad = torch.randn_like(master)
-    metrics = learner._update()
+    metrics = learner.update()
     assert 0.01 < metrics["moved"] < 1
     assert learner.on_sync() == {"moved_synced": metrics["moved"]}
 

@@ -22,8 +22,9 @@ def name(row: FreshMicroBatch, c: int) -> str:
     return f"completion {number} of prompt {row.batch.groups[group].prompt.key}"
 
 
-def find_culprit(policy: Policy, recipe: Recipe, rows: Sequence[MicroBatch]) -> str:
-    """The completion whose own gradient is not finite, else the one whose is largest, with its numbers."""
+def find_culprit(policy: Policy, recipe: Recipe, rows: Sequence[MicroBatch]) -> tuple[float, str]:
+    """The completion whose own gradient is not finite, else the one whose is largest, with its numbers; first the norm
+    of that gradient, infinite where it is not finite, and -1 where there are no rows."""
     largest, said = -1.0, "none of its completions"
     for row in rows:
         logp_T, pull_T = _pull(policy, recipe, row)
@@ -32,7 +33,7 @@ def find_culprit(policy: Policy, recipe: Recipe, rows: Sequence[MicroBatch]) -> 
             norm = _norm(policy, row, c, pull_T[own_T])
             if (size := norm if math.isfinite(norm) else math.inf) > largest:
                 largest, said = size, f"{name(row, c)}, alone {norm:g} ({_numbers(row, c, logp_T, own_T)})"
-    return said
+    return largest, said
 
 
 def _pull(policy: Policy, recipe: Recipe, row: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,9 @@
 The working copy of the weights is what sampler and learner compute with (bfloat16, or float32 throughout). In bfloat16
 the optimizer keeps float32 masters (masters.py): gradients of the micro-batches are added up in float32, AdamW steps on
 the masters and the working copy is their rounding. No autocast anywhere.
+
+With `ranks`, the processes of a group learn together: each computes the gradient of its own rows and steps on its shard
+of the masters (sharded.py). What says "collective" has to be called on all ranks, in the same order.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lagrpo.core.loss import InfiniteGradientError
@@ -22,8 +26,10 @@ from lagrpo.objective.compose import Recipe
 from lagrpo.policy import blame
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
 from lagrpo.policy.masters import Masters, Start, SyncedWeights
-from lagrpo.policy.model import Policy, check_weights
+from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import Replica
+from lagrpo.policy.sharded import ShardedMasters, say_largest
+from lagrpo.policy.spans import Merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,61 +61,78 @@ class Optimization:
 
 class Learner:
     """Steps `policy` along the objective of `recipe`, with `reference` = π_ref where it has a KL term. `policy.version`
-    counts the updates. With `entropy` the first update on a batch also measures π's entropy."""
+    counts the updates. With `entropy` the first update on a batch also measures π's entropy. `ranks` learn together:
+    all start from the same weights, and have them after every update."""
 
     def __init__(
         self, policy: Policy, recipe: Recipe, optimization: Optimization, reference: Replica | None = None,
-        activation_checkpointing: bool = False, entropy: bool = False,
+        activation_checkpointing: bool = False, entropy: bool = False, ranks: dist.ProcessGroup | None = None,
     ) -> None:  # fmt: skip
         if recipe.needs_pi_ref and reference is None:
             raise ValueError(f"recipe {recipe.name!r} has a KL term (beta > 0): the learner needs a reference policy")
         self.policy, self.recipe, self.optimization, self.reference = policy, recipe, optimization, reference
-        self.entropy = entropy
+        self.entropy, self._ranks = entropy, ranks
         if activation_checkpointing:
             policy.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
             policy.model.lm.train()  # transformers checkpoints in training mode only; dropout is off
-        self._masters = Masters(policy.model.lm, optimization.masters, optimization.seed)
+        given = (policy.model.lm, optimization.masters, optimization.seed)
+        self._masters = Masters(*given) if ranks is None else ShardedMasters(*given, ranks)
         self.synced = SyncedWeights()
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
         """A fresh AdamW, moments at zero. Matrices decay; scales of norms and biases, of one dimension, do not."""
-        o, masters = self.optimization, self._masters.parameters
-        matrices, others = [p for p in masters if p.ndim > 1], [p for p in masters if p.ndim <= 1]
-        groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        o, pairs = self.optimization, list(zip(self._masters.spans, self._masters.parameters, strict=True))
+        groups = [
+            {"params": [p for span, p in pairs if len(span.shape) > 1], "weight_decay": o.weight_decay},
+            {"params": [p for span, p in pairs if len(span.shape) <= 1], "weight_decay": 0.0},
+        ]
         self._optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
 
     def end_stage(self, reset_optimizer: bool) -> None:
         """Line 16 of Algorithm 1: π_ref <- π. With `reset_optimizer` the next stage starts with moments at zero."""
-        if self.reference is not None:
-            with whole():
-                self.reference.load(self.policy.weights, self.policy.version)
+        Learner.load_reference(self)
         if reset_optimizer:
             self.reset_optimizer()
 
     def state(self) -> dict[str, Tensor]:
         """What makes the next updates what they are, by name, in the memory that the learner goes on to change: the
-        float32 masters, AdamW's moments and its step count (none before the first update)."""
+        float32 masters, AdamW's moments and its step count (none before the first update). With ranks, what this one
+        has of them; `Merged` of the states of all has everything."""
         state: dict[str, Tensor] = {}
-        for name, master in zip(self._masters.names, self._masters.parameters, strict=True):
-            state[f"master/{name}"] = master.detach()
-            state |= {f"{key}/{name}": value for key, value in self._optimizer.state.get(master, {}).items()}
+        for span, master in zip(self._masters.spans, self._masters.parameters, strict=True):
+            state[f"master/{span.label}"] = master.detach()
+            state |= {f"{key}/{span.label}": value for key, value in self._optimizer.state.get(master, {}).items()}
         return state
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Take over what `state` gave, for π_version. Raises ValueError where it is of another model."""
-        masters = dict(zip(self._masters.names, self._masters.parameters, strict=True))
-        shapes = {name: master.shape for name, master in masters.items()}
-        check_weights({n: state[f"master/{n}"] for n in shapes if f"master/{n}" in state}, shapes, version)
+        """Take over what `state` gave, for π_version: the state of a learner in one process, that of the same rank of
+        as many, or `Merged` of the states of any number of ranks. Collective. Raises ValueError where it is of another
+        model."""
+        saved = state if isinstance(state, Merged) else Merged([state])
+        for span in self._masters.spans:
+            saved.check(f"master/{span.name}", span)
         self.reset_optimizer()
-        for name, master in masters.items():
-            master.copy_(state[f"master/{name}"])
-            if f"step/{name}" in state:
-                kept = {key: state[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+        for span, master in zip(self._masters.spans, self._masters.parameters, strict=True):
+            master.copy_(saved.part(f"master/{span.name}", span))
+            if f"step/{span.name}" in saved:
+                kept = {key: saved.part(f"{key}/{span.name}", span) for key in ("exp_avg", "exp_avg_sq")}
+                kept |= {"step": saved.scalar(f"step/{span.name}")}
                 self._optimizer.state[master] = {key: tensor.to(master.device) for key, tensor in kept.items()}
         self._masters.round()
         self.policy.weights.version = version
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """π_version into the working weights alone; its masters stay behind. Raises ValueError for other names or
+        shapes than its own."""
+        self.policy.weights.load(weights, version)
+
+    def load_reference(self) -> None:
+        """π_ref <- π."""
+        if self.reference is not None:
+            with whole():
+                self.reference.load(self.policy.weights, self.policy.version)
 
     def pack(self, batch: Batch, tokens: int) -> list[FreshMicroBatch]:
         """The micro-batches of a batch, at most `tokens` tokens each, with log π_ref where the objective reads it."""
@@ -127,6 +150,22 @@ class Learner:
     ) -> tuple[list[MicroBatch], dict[str, float]]:
         """The first update on a batch, with the micro-batches for those that follow. It starts at π = π_k, so its own
         log-probs are π_k's. Otherwise as `step`; the sums have the entropy too, where it is measured."""
+        micro_batches, sums = self.accumulate_first(fresh)
+        return micro_batches, {**sums, **(self.update(micro_batches) if in_objective else {})}
+
+    def step(self, micro_batches: Sequence[MicroBatch], in_objective: bool = True) -> dict[str, float]:
+        """Lines 14-15 of Algorithm 1: one more optimizer update on a batch; returns its sums and metrics. Nothing
+        `in_objective` (every group masked) makes no update. A gradient known to be 0 makes one: AdamW moves on by its
+        moments. Collective; micro-batches and sums are this rank's.
+
+        Raises FloatingPointError, which names the completion, where the gradient is not finite; nothing has been
+        changed."""
+        sums = self.accumulate(micro_batches)
+        return {**sums, **(self.update(micro_batches) if in_objective else {})}
+
+    def accumulate_first(self, fresh: Sequence[FreshMicroBatch]) -> tuple[list[MicroBatch], dict[str, float]]:
+        """The gradient of the first update on a batch, from the rows of this rank, which may have none: returns the
+        micro-batches for the updates that follow, and the sums. `update` or `discard` is next."""
         micro_batches: list[MicroBatch] = []
         sums: defaultdict[str, float] = defaultdict(float)
         with divisible():  # nothing has moved yet
@@ -138,19 +177,21 @@ class Learner:
                     sums["tokens_entropy"] += len(entropy_T)
                 micro_batches.append(row.scored_by(logp_T.detach()))
                 self._backward(micro_batches[-1], logp_T, sums)
-        return micro_batches, {**sums, **(self._update(micro_batches) if in_objective else {})}
+        return micro_batches, dict(sums)
 
-    def step(self, micro_batches: Sequence[MicroBatch], in_objective: bool = True) -> dict[str, float]:
-        """Lines 14-15 of Algorithm 1: one more optimizer update on a batch; returns its sums and metrics. Nothing
-        `in_objective` (every group masked) makes no update. A gradient known to be 0 makes one: AdamW moves on by its
-        moments.
+    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """The gradient of a further update on a batch, as `accumulate_first`; returns the sums.
 
-        Raises FloatingPointError, which names the completion, where the gradient is not finite; nothing has been
-        changed."""
+        Raises FloatingPointError, on this rank alone, where the loss of a token has no finite derivative; then the
+        other ranks have to `discard`."""
         sums: defaultdict[str, float] = defaultdict(float)
         for micro in micro_batches:
             self._backward(micro, self.policy.logp(micro.packed), sums)
-        return {**sums, **(self._update(micro_batches) if in_objective else {})}
+        return dict(sums)
+
+    def discard(self) -> None:
+        """Drop the gradient that was accumulated."""
+        self._masters.discard()
 
     def _backward(self, micro: MicroBatch, logp_T: Tensor, sums: defaultdict[str, float]) -> None:
         loss, diagnostics = self._loss(micro, logp_T)
@@ -167,7 +208,7 @@ class Learner:
         try:
             return self.recipe.loss(micro.terms(logp_T), micro.weight_C)
         except InfiniteGradientError as error:
-            self._optimizer.zero_grad()
+            self.discard()
             token = f"token {error.position} of {blame.name(micro, error.completion)}"
             raise FloatingPointError(
                 f"the gradient of update {self.policy.version + 1} is not finite at {token} (all from 0): "
@@ -175,32 +216,40 @@ class Learner:
                 "such a ratio, or leave the completion out"
             ) from error
 
-    def _update(self, rows: Sequence[MicroBatch] = ()) -> dict[str, float]:
-        masters = self._masters.parameters
-        for master in masters:
-            master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+    def update(self, rows: Sequence[MicroBatch] = ()) -> dict[str, float]:
+        """One step of AdamW along the gradient that was accumulated, of all ranks; returns its metrics, the same on
+        all. Collective.
+
+        Raises FloatingPointError, on all ranks, where the gradient is not finite; it names the completion among the
+        `rows` that were accumulated. The gradient is dropped, and nothing has been changed."""
+        masters = self._masters
+        masters.collect()
         limit = self.optimization.max_grad_norm or math.inf
-        total = torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
+        total = masters.norm()
         norm = total.item()
         if not math.isfinite(norm):
-            self._optimizer.zero_grad()
-            culprit = blame.find_culprit(self.policy, self.recipe, rows)
-            raise FloatingPointError(
-                f"the gradient of update {self.policy.version + 1} is not finite (norm {norm}); the largest is that of "
-                f"{culprit}; the policy is still version {self.policy.version}. Lower optimizer.lr, or leave the "
-                "completion out"
-            )
+            self._refuse(norm, rows)
         if norm > limit:
-            torch.nn.utils.clip_grads_with_norm_(masters, limit, total)
+            torch.nn.utils.clip_grads_with_norm_(masters.parameters, limit, total)
         rate = self.optimization.rate(self.policy.version)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         with whole():
             self._optimizer.step()
-            self._optimizer.zero_grad()
-            moved = self._masters.round()
+            masters.discard()
+            moved = masters.round()
             self.policy.weights.version += 1
         return {"grad_norm": norm, "lr": rate} | ({} if moved is None else {"moved": moved})
+
+    def _refuse(self, norm: float, rows: Sequence[MicroBatch]) -> None:
+        self.discard()
+        size, said = blame.find_culprit(self.policy, self.recipe, rows)
+        culprit = said if self._ranks is None else say_largest(self._ranks, size, said, self.policy.device)
+        raise FloatingPointError(
+            f"the gradient of update {self.policy.version + 1} is not finite (norm {norm}); the largest is that of "
+            f"{culprit}; the policy is still version {self.policy.version}. Lower optimizer.lr, or leave the "
+            "completion out"
+        )
 
     def on_sync(self) -> dict[str, float]:
         """The share of the working weights that a weight sync changes, as `moved_synced`; nothing at the first one."""

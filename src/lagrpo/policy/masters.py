@@ -9,7 +9,7 @@ master's. docs/precision.md derives that.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Literal
 
@@ -17,48 +17,88 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lagrpo.policy.spans import Span
 from lagrpo.rng import signed16
 
 Start = Literal["dithered", "plain"]
+EXACT = (torch.float32, torch.float64)  # weights of these are their own masters: nothing is rounded
 CHUNK = 2**20  # numbers rounded and compared at a time: what lies between stays in the cache
 SAMPLE = 2**20  # about so many weights tell how many a weight sync moves
 
 
 class Masters:
     """`parameters` is what the optimizer steps on: a float32 master of every trained weight of `model`, or the weight
-    itself where `model` is float32. Weights pass their gradients on to their masters as soon as they have them, so no
-    gradient in bfloat16 is kept or added up. Draws of a dithered start are addressed by (seed, "masters", parameter's
-    name)."""
+    itself where the whole model is float32 or float64; `spans` says which weight each is of. Weights pass their
+    gradients on to their masters as soon as they have them, so no gradient in bfloat16 is kept or added up. Draws of a
+    dithered start are addressed by (seed, "masters", parameter's name).
+
+    ShardedMasters (sharded.py) does the same for several processes."""
 
     def __init__(self, model: nn.Module, start: Start, seed: int) -> None:
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.names = list(named)
+        named = trained(model)
+        self.spans = [Span.whole(name, p) for name, p in named.items()]
         self._working: list[nn.Parameter] = []
         self.parameters = list(named.values())
-        if all(p.dtype == torch.float32 for p in self.parameters):
+        if are_exact(self.parameters):
             return
         self._working, self.parameters = self.parameters, []
         for name, working in named.items():
-            value = working.detach().float()
-            if start == "dithered" and working.dtype == torch.bfloat16:
-                dither_(value, signed16(value.numel(), seed, "masters", name))
-            master = nn.Parameter(value)
+            master = nn.Parameter(start_master(Span.whole(name, working), working.detach(), start, seed))
             working.register_post_accumulate_grad_hook(partial(_pass_gradient, master))
             self.parameters.append(master)
+
+    def collect(self) -> None:
+        """Give every master the gradient of the whole batch: zeros where there is none."""
+        for master in self.parameters:
+            master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+
+    def norm(self) -> Tensor:
+        """The norm of what was collected, a tensor of one number."""
+        return torch.nn.utils.get_total_norm([m.grad for m in self.parameters if m.grad is not None])
+
+    def discard(self) -> None:
+        """Drop the gradients."""
+        for master in self.parameters:
+            master.grad = None
 
     @torch.no_grad()
     def round(self) -> float | None:
         """Every weight becomes its master, rounded to nearest, ties to even. Returns the share of the weights whose
-        bits changed; None in float32, where nothing is rounded."""
+        bits changed; None where nothing is rounded."""
         if not self._working:
             return None
         moved: int | Tensor = 0
         for working, master in zip(self._working, self.parameters, strict=True):
-            for old, exact in zip(_chunks(working), _chunks(master), strict=True):
-                new = exact.to(old.dtype)
-                moved += differing(new, old)
-                old.copy_(new)
+            for old, exact in zip(chunks(working), chunks(master), strict=True):
+                moved += round_(old, exact)
         return int(moved) / sum(working.numel() for working in self._working)
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights that are trained, tied ones once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def are_exact(weights: Iterable[Tensor]) -> bool:
+    """Whether all of a model's weights are their own masters."""
+    return all(w.dtype in EXACT for w in weights)
+
+
+def start_master(span: Span, weight: Tensor, start: Start, seed: int) -> Tensor:
+    """The masters of a span of a weight, in the span's own shape. What is drawn for a number does not depend on the
+    span."""
+    value = span.of(weight).to(torch.float64 if weight.dtype == torch.float64 else torch.float32, copy=True)
+    if start == "dithered" and weight.dtype == torch.bfloat16:
+        dither_(value, signed16(span.stop, seed, "masters", span.name)[span.start :])
+    return value
+
+
+def round_(weights: Tensor, masters: Tensor) -> int | Tensor:
+    """Weights become their masters, rounded to nearest, in place. Returns of how many the bits changed."""
+    new = masters.to(weights.dtype)
+    moved = differing(new, weights)
+    weights.copy_(new)
+    return moved
 
 
 def dither_(value: Tensor, draws: np.ndarray) -> None:
@@ -114,7 +154,8 @@ class SyncedWeights:
         return int(moved) / sum(len(w) for w in last)
 
 
-def _chunks(parameter: nn.Parameter) -> Iterator[Tensor]:
+def chunks(parameter: Tensor) -> Iterator[Tensor]:
+    """Views of a tensor's rows, of about CHUNK numbers each."""
     rows = torch.atleast_1d(parameter.detach())
     yield from rows.split(max(1, CHUNK // max(1, rows[0].numel())))
 
@@ -122,7 +163,7 @@ def _chunks(parameter: nn.Parameter) -> Iterator[Tensor]:
 def _pass_gradient(master: nn.Parameter, working: Tensor) -> None:
     assert working.grad is not None
     if master.grad is None:
-        master.grad = working.grad.float()
+        master.grad = working.grad.to(master.dtype)
     else:
         master.grad += working.grad
     working.grad = None

@@ -6,12 +6,9 @@ import os
 import platform
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lagrpo.errors import SettingsError
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -55,11 +52,12 @@ class Rank:
             restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
         )
 
-    def store(self, seconds: float = 60.0) -> dist.TCPStore:
-        """A connection to the store in which the ranks meet. Raises RuntimeError where it is not there in time."""
+    def store(self, seconds: float = 60.0) -> Any:
+        """A connection to the store in which the ranks meet, a TCPStore of torch.distributed. Raises RuntimeError where
+        it is not there in time."""
         import torch.distributed as dist
 
-        return dist.TCPStore(
+        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             self.address,
             self.port,
             is_master=self.number == 0 and not self.hosted,

@@ -7,8 +7,7 @@ import platform
 import threading
 import time
 from dataclasses import dataclass, field
-
-import torch.distributed as dist
+from typing import Any
 
 EVERY = 1.0  # seconds between two signs
 
@@ -25,7 +24,7 @@ class Signs:
     """Leaves this rank's signs in `store`, from a thread of its own and over a connection of its own, until `close`.
     `phase` is what the rank is doing."""
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: Any, rank: int) -> None:
         self.phase = "starting"
         self._store, self._key = store.clone(), key_of(rank)
         self._ended = threading.Event()
@@ -33,7 +32,7 @@ class Signs:
         self._thread = threading.Thread(target=self._go_on, name="signs of life", daemon=True)
         self._thread.start()
 
-    def tell(self, phase: str, store: dist.Store) -> None:
+    def tell(self, phase: str, store: Any) -> None:
         """Leave a sign of what comes now, over the caller's connection."""
         self.phase = phase
         self._leave(store)
@@ -49,7 +48,7 @@ class Signs:
             except (RuntimeError, OSError):  # the store has ended: the main thread notices by itself
                 return
 
-    def _leave(self, store: dist.Store) -> None:
+    def _leave(self, store: Any) -> None:
         store.set(self._key, json.dumps([time.time(), platform.node(), self.phase]))
 
 
@@ -64,7 +63,7 @@ class Seen:
     text: bytes = b""
     since: float = field(default_factory=time.monotonic)
 
-    def look(self, store: dist.Store, rank: int) -> float:
+    def look(self, store: Any, rank: int) -> float:
         """Read the rank's sign; return for how many seconds it has been the same."""
         text = store.get(key_of(rank)) if store.check([key_of(rank)]) else b""
         if text != self.text:

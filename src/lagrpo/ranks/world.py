@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from lagrpo.interrupts import whole
 from lagrpo.ranks.rank import Rank
@@ -46,7 +47,7 @@ class Failed:
 class World:
     """This process among the others. `ranks` is the process group of the learner's collectives."""
 
-    def __init__(self, own: Rank, store: dist.Store, backend: str, patience: Patience) -> None:
+    def __init__(self, own: Rank, store: Any, backend: str, patience: Patience) -> None:
         self.own, self.patience = own, patience
         self.rank, self.size = own.number, own.size
         self.broken: RankError | None = None
@@ -54,16 +55,16 @@ class World:
         self._seen = {rank: Seen() for rank in range(self.size) if rank != self.rank}
         self._signs = Signs(store, self.rank)
         limit = timedelta(seconds=patience.collective)
-        groups = dist.PrefixStore("groups", store)
+        groups = PrefixStore("groups", store)
         dist.init_process_group(backend, store=groups, rank=self.rank, world_size=self.size, timeout=limit)
         self.ranks = dist.group.WORLD
-        self._control = dist.new_group(backend="gloo", timeout=limit) if backend != "gloo" else self.ranks
+        self._control: Any = dist.new_group(backend="gloo", timeout=limit) if backend != "gloo" else self.ranks
 
     @staticmethod
     def join(own: Rank, device: str, patience: Patience) -> World:
         """Meet the other ranks. Raises RankError where they do not come within the deadline of a collective."""
         try:
-            shared = dist.PrefixStore(f"lagrpo/{own.restarts}", own.store(patience.collective))
+            shared = PrefixStore(f"lagrpo/{own.restarts}", own.store(patience.collective))
             return World(own, shared, "nccl" if device == "cuda" else "gloo", patience)
         except (RuntimeError, ValueError) as error:
             raise RankError(

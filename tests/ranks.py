@@ -1,0 +1,131 @@
+"""Ranks: processes that form a group of torch.distributed (gloo), and run a test's functions on request.
+
+They start at the first request and stay for the tests that follow. Every wait has a deadline. Where a rank fails, dies or
+is late, the error has what each of them did, all are ended, and the next request starts others.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+COLLECTIVE = 30.0  # seconds that a rank waits for others in a collective
+STARTED = 120.0  # seconds to start on a busy machine
+GRACE = 3.0  # seconds for the others to answer once one has failed: it may be waited for in a collective
+
+
+class RanksError(AssertionError):
+    """A function failed on a rank, or did not return. Says what each rank did."""
+
+
+class Ranks:
+    """`size` processes. Their files lie in `scratch`."""
+
+    def __init__(self, scratch: Path, size: int = 3) -> None:
+        self.size, self._scratch, self._starts = size, scratch, 0
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *given: Any, size: int | None = None, deadline: float = 60.0) -> list:
+        """What function(group, *given) returns on each rank of a group of `size`. The function is one that can be
+        imported: on the top level of a module. What it is given, and what it returns, is pickled. Raises RanksError
+        where it raises, or where a rank has not returned after `deadline` seconds."""
+        size = self.size if size is None else size
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes[:size]:
+            pipe.send_bytes(pickle.dumps((function, given, size, deadline)))
+        return self._answers(size, deadline)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        """Start the processes, and wait until they are a group."""
+        self._starts += 1
+        for rank in range(self.size):
+            ours, theirs = (context := get_context("spawn")).Pipe()
+            given = (rank, self.size, self._scratch / f"store-{self._starts}", self._log(rank), theirs)
+            process = context.Process(target=_work, args=given, daemon=True, name=f"rank {rank}")
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        self._answers(self.size, STARTED)
+
+    def _answers(self, size: int, deadline: float) -> list[Any]:
+        end, answers = time.monotonic() + deadline, dict[int, tuple[bool, Any]]()
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:size])}
+        while waiting and (ready := connection.wait([*waiting], max(0.0, end - time.monotonic()))):
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                answers[rank] = self._answer(rank, pipe)
+                if not answers[rank][0]:
+                    end = min(end, time.monotonic() + GRACE)
+        if waiting or not all(fine for fine, _ in answers.values()):
+            complaints = [self._complaint(rank, answers.get(rank)) for rank in range(size)]
+            self.close()
+            raise RanksError("\n\n".join(complaints))
+        return [answers[rank][1] for rank in range(size)]
+
+    def _answer(self, rank: int, pipe: Connection) -> tuple[bool, Any]:
+        try:
+            return pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(GRACE)
+            return False, f"ended with exit code {self._processes[rank].exitcode}"
+
+    def _complaint(self, rank: int, answer: tuple[bool, Any] | None) -> str:
+        if answer is not None:
+            return f"rank {rank}: {'returned' if answer[0] else answer[1]}"
+        log = self._log(rank)
+        stack = log.read_text() if log.exists() else ""
+        return f"rank {rank}: still running\n{stack}"
+
+    def _log(self, rank: int) -> Path:
+        return self._scratch / f"stack-{self._starts}-{rank}"
+
+
+def _work(rank: int, size: int, store: Path, log: Path, pipe: Connection) -> None:
+    """What a rank does until its pipe is closed."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=COLLECTIVE)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    groups = {n: dist.new_group(range(n), timeout=timeout) for n in range(1, size + 1)}
+    pipe.send_bytes(pickle.dumps((True, None)))
+    with log.open("w") as stack:
+        while True:
+            try:
+                request = pipe.recv_bytes()
+            except EOFError:
+                return
+            pipe.send_bytes(_returned(groups, request, stack))
+
+
+def _returned(groups: dict[int, Any], request: bytes, stack: Any) -> bytes:
+    """What a request's function returns or raises, pickled. Shortly before its deadline, the stack is written down."""
+    try:
+        function, given, size, deadline = pickle.loads(request)
+        faulthandler.dump_traceback_later(0.8 * deadline, file=stack)
+        return pickle.dumps((True, function(groups[size], *given)))
+    except BaseException:  # noqa: BLE001   whatever it is, the test is told
+        return pickle.dumps((False, traceback.format_exc()))
+    finally:
+        faulthandler.cancel_dump_traceback_later()

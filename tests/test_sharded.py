@@ -1,0 +1,465 @@
+"""Masters over ranks: R processes make the updates of one.
+
+Functions without `test_` run on the ranks (ranks.py), or with None as their group in this process, by Masters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_learner import assembled, generate_groups, judge_groups
+from test_masters import module
+from tiny import tiny_policy
+from torch import Tensor
+
+from lagrpo.objective.recipes import resolve
+from lagrpo.policy.batch import FreshMicroBatch, micro_batches
+from lagrpo.policy.learner import Learner, Optimization
+from lagrpo.policy.masters import Masters
+from lagrpo.policy.replica import replica
+from lagrpo.policy.sharded import ShardedMasters, say_largest
+from lagrpo.policy.spans import Merged
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+STATE = ("master", "exp_avg", "exp_avg_sq", "step")
+
+
+def share(group: Any, rows: Sequence[Any], first_takes_all: bool) -> list[Any]:
+    """The rows of a rank: every R-th, or all for the first rank and none for the others."""
+    if group is None:
+        return [*rows]
+    if first_takes_all:
+        return [*rows] if group.rank() == 0 else []
+    return [*rows][group.rank() :: group.size()]
+
+
+def make(group: Any, dtype: str, kind: str = "llama", tie: bool = False, **changes: Any) -> Learner:
+    policy = tiny_policy(kind, DTYPES[dtype], backend="torch", tie_word_embeddings=tie)
+    optimization = Optimization(**({"lr": 1e-3, "updates": 9, "weight_decay": 0.1, "warmup": 2, "seed": 5} | changes))
+    return Learner(policy, resolve("grpo", {"beta": 0.0}), optimization, ranks=group)
+
+
+def rows_of(learner: Learner, batch: int = 1) -> list[FreshMicroBatch]:
+    """Rows of a batch that a policy sampled which is the same everywhere and at all times."""
+    groups = judge_groups(generate_groups(tiny_policy(backend="torch"), batch=batch))
+    return micro_batches(assembled(learner.recipe, groups, batch), 40)
+
+
+def learn(group: Any, learner: Learner, batches: Sequence[tuple[int, int]], first_takes_all: bool = True) -> list[dict]:
+    """(batch, i): the metrics of i updates on each of the batches."""
+    metrics = []
+    for batch, i in batches:
+        rows, _ = learner.accumulate_first(share(group, rows_of(learner, batch), first_takes_all))
+        metrics.append(learner.update(rows))
+        for _ in range(i - 1):
+            learner.accumulate(rows)
+            metrics.append(learner.update(rows))
+    return metrics
+
+
+def copied(tensors: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether all tensors of two mappings have the same bits, whatever their shapes."""
+    return one.keys() == other.keys() and all(torch.equal(one[n].reshape(-1), other[n].reshape(-1)) for n in one)
+
+
+# Five updates, i = 3 and then 2
+
+
+def five_updates(group: Any, made: dict[str, Any], first_takes_all: bool) -> tuple[list[dict], dict, dict]:
+    learner = make(group, **made)
+    metrics = learn(group, learner, [(1, 3), (2, 2)], first_takes_all)
+    return metrics, copied(learner.state()), copied(learner.policy.weights)
+
+
+@pytest.mark.parametrize("R", [2, 3])
+@pytest.mark.parametrize("first_takes_all", [False, True])
+def test_the_updates_of_R_ranks_are_those_of_one_process_to_rounding(ranks, R, first_takes_all):
+    """In float64, where rounding is far below the steps. Clipped: the limit is a third of the norms."""
+    made = {"dtype": "float64", "max_grad_norm": 0.05}
+    metrics, state, weights = five_updates(None, made, first_takes_all)
+    assert min(m["grad_norm"] for m in metrics) > 0.1
+    found = ranks.run(five_updates, made, first_takes_all, size=R)
+    merged = Merged([rank[1] for rank in found])
+    assert merged.keys() == state.keys()
+    for name, expected in state.items():
+        torch.testing.assert_close(merged[name].view_as(expected), expected, rtol=1e-9, atol=1e-9)
+    for own, _, own_weights in found:
+        assert [m["lr"] for m in own] == [m["lr"] for m in metrics]
+        assert [m["grad_norm"] for m in own] == pytest.approx([m["grad_norm"] for m in metrics], rel=1e-9)
+        assert same(own_weights, found[0][2])
+        assert own == found[0][0]
+        for name, expected in weights.items():
+            torch.testing.assert_close(own_weights[name], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("R", [1, 2, 3])
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "masters": "plain", "tie": True},
+        {"dtype": "float32", "kind": "qwen2"},
+        {"dtype": "float32", "tie": True, "weight_decay": 0.0},
+        {"dtype": "float64"},
+    ],
+    ids=str,
+)
+def test_where_the_gradients_are_the_same_bits_so_are_the_updates(ranks, R, made):
+    """One rank has all rows, the others none: nothing is added but zeros. Without clipping, since norms are rounded in
+    another order."""
+    made = {"max_grad_norm": None, **made}
+    metrics, state, weights = five_updates(None, made, True)
+    found = ranks.run(five_updates, made, True, size=R)
+    assert same(Merged([rank[1] for rank in found]), state)
+    for own, _, own_weights in found:
+        assert same(own_weights, weights)
+        assert [m.get("moved") for m in own] == [m.get("moved") for m in metrics]
+        assert [m["grad_norm"] for m in own] == pytest.approx([m["grad_norm"] for m in metrics], rel=1e-6)
+    assert (metrics[0].get("moved") is None) == (made["dtype"] != "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_one_rank_makes_the_updates_of_a_process_without_ranks_to_the_bit(ranks, dtype):
+    """Clipping and all, and its state looks the same."""
+    made = {"dtype": dtype, "max_grad_norm": 0.05}
+    metrics, state, weights = five_updates(None, made, True)
+    [found] = ranks.run(five_updates, made, True, size=1)
+    assert metrics[0]["grad_norm"] > 0.1
+    assert found[0] == metrics
+    assert {name: tensor.shape for name, tensor in found[1].items()} == {n: t.shape for n, t in state.items()}
+    assert same(found[1], state)
+    assert same(found[2], weights)
+
+
+def accumulated(group: Any, dtype: str, parts: int) -> dict[str, Tensor]:
+    """The gradient of the batch, as the optimizer would get it; in one process the rows in `parts` sums."""
+    learner = make(group, dtype)
+    rows, sums = rows_of(learner), dict[str, Tensor]()
+    for n in range(parts if group is None else 1):
+        learner.accumulate_first(rows[n::parts] if group is None else share(group, rows, False))
+        masters = learner._masters
+        masters.collect()
+        for span, p in zip(masters.spans, masters.parameters, strict=True):
+            assert p.grad is not None
+            sums[span.label] = p.grad.clone() + sums.get(span.label, 0)
+        learner.discard()
+    return sums
+
+
+@pytest.mark.parametrize("R", [2, 3])
+def test_the_gradient_of_R_ranks_is_that_of_one_process_to_rounding(ranks, R):
+    expected, merged = accumulated(None, "float64", 1), Merged(ranks.run(accumulated, "float64", R, size=R))
+    assert merged.keys() == expected.keys()
+    assert max(gradient.abs().max().item() for gradient in expected.values()) > 0.01
+    for name, gradient in expected.items():
+        torch.testing.assert_close(merged[name].view_as(gradient), gradient, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_gradients_of_two_ranks_are_added_in_float32(ranks, dtype):
+    """To the bit: a sum of two numbers has one rounding."""
+    merged = Merged(ranks.run(accumulated, dtype, 2, size=2))
+    assert same(merged, accumulated(None, dtype, 2))
+
+
+# Where weights are cut
+
+
+def spans_and_masters(group: Any, sizes: Sequence[tuple[int, ...]], dtype: str) -> tuple[list, list, dict[str, Tensor]]:
+    """After two updates of a bare module: what this rank has, its masters, and the weights."""
+    draws = torch.Generator().manual_seed(0)
+    model = module(*(torch.randn(size, generator=draws).to(DTYPES[dtype]) for size in sizes))
+    policy = SimpleNamespace(model=SimpleNamespace(lm=model), weights=SimpleNamespace(version=0), version=0, device="cpu")
+    learner = Learner(
+        policy,  # type: ignore[arg-type]
+        SimpleNamespace(needs_pi_ref=False),  # type: ignore[arg-type]
+        Optimization(0.1, max_grad_norm=None, weight_decay=0.3, seed=2),
+        ranks=group,
+    )
+    for turn in range(2):
+        if group is None or group.rank() == 0:
+            sum((p.float() * (n + turn)).sin().sum() for n, p in enumerate(model.parameters())).backward()  # type: ignore[union-attr]
+        learner.update()
+    masters = learner._masters
+    return (
+        [(span.name, span.start, span.stop) for span in masters.spans],
+        [master.detach().reshape(-1) for master in masters.parameters],
+        copied(dict(model.named_parameters())),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("R", [2, 3])
+@pytest.mark.parametrize("sizes", [[(3,)], [(5,), (2, 2), ()], [(33,), (7, 11), (1,), (40, 5)]], ids=str)
+def test_tiny_weights_are_cut_wherever_a_part_ends(ranks, sizes, R, dtype):
+    """Also where ranks are left without any. Every number is on one rank, and becomes what it does in one process."""
+    spans, masters, weights = spans_and_masters(None, sizes, dtype)
+    found = ranks.run(spans_and_masters, sizes, dtype, size=R)
+    names, parts = [], []
+    for own_spans, own_masters, own_weights in found:
+        assert same(own_weights, weights)
+        names += [(name, n) for name, start, stop in own_spans for n in range(start, stop)]
+        parts += own_masters
+    assert names == [(name, n) for name, start, stop in spans for n in range(start, stop)]
+    assert torch.equal(torch.cat(parts), torch.cat(masters))
+    if len(sizes) == 1:
+        assert found[-1][0] == []
+    if len(sizes) == 4:
+        cut = [span for own_spans, _, _ in found for span in own_spans if span[1] > 0]
+        assert cut
+        assert all(start * DTYPES[dtype].itemsize % 64 == 0 for _, start, _ in cut)
+
+
+def started(group: Any) -> dict[str, Tensor]:
+    learner = make(group, "bfloat16")
+    moved = learner._masters.round()
+    assert moved == 0
+    return copied(learner.state())
+
+
+def test_dithered_masters_start_as_the_same_numbers_on_any_number_of_ranks(ranks):
+    expected = started(None)
+    for R in (1, 2, 3):
+        assert same(Merged(ranks.run(started, size=R)), expected)
+
+
+def mixed_updates(group: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Weights of two dtypes in one model, without an optimizer: masters go down by their gradients."""
+    model = module(torch.linspace(1, 2, 50).bfloat16(), torch.linspace(-1, 1, 40), torch.ones(6, 7).bfloat16())
+    given = (model, "dithered", 1)
+    masters = Masters(*given) if group is None else ShardedMasters(*given, group)  # type: ignore[arg-type]
+    moved = []
+    for scale in (0.001, 0.0):
+        if group is None or group.rank() == 0:
+            sum((p.float() * p.float() * scale).sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+        masters.collect()
+        with torch.no_grad():
+            for master in masters.parameters:
+                assert master.grad is not None
+                master -= master.grad
+        masters.discard()
+        moved.append(masters.round())
+    return moved, copied(dict(model.named_parameters()))
+
+
+def test_weights_of_two_dtypes_have_masters_too(ranks):
+    moved, weights = mixed_updates(None)
+    assert 0.2 < moved[0] < 1
+    assert moved[1] == 0
+    for R in (1, 2):
+        for own_moved, own_weights in ranks.run(mixed_updates, size=R):
+            assert own_moved == moved
+            assert same(own_weights, weights)
+
+
+# What computes by the weights
+
+
+def tied_weights(group: Any) -> tuple[bool, bool, bool]:
+    learner = make(group, "bfloat16", tie=True)
+    lm, buffers = learner.policy.model.lm, copied(dict(learner.policy.model.lm.named_buffers()))
+    addresses = [p.data_ptr() for p in lm.parameters()]
+    before = lm.lm_head.weight.detach().clone()
+    learn(group, learner, [(1, 1)])
+    tied = lm.lm_head.weight is lm.model.embed_tokens.weight and not torch.equal(lm.lm_head.weight, before)
+    return tied, addresses == [p.data_ptr() for p in lm.parameters()], same(dict(lm.named_buffers()), buffers)
+
+
+def test_tied_weights_stay_tied_and_all_stay_where_they_are(ranks):
+    assert ranks.run(tied_weights, size=2) == [(True, True, True)] * 2
+
+
+def frozen_weights(group: Any) -> bool:
+    policy = tiny_policy(dtype=torch.bfloat16, backend="torch")
+    policy.model.lm.model.embed_tokens.weight.requires_grad_(False)
+    learner = Learner(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-2), ranks=group)
+    before = copied(policy.weights)
+    learn(group, learner, [(1, 1)])
+    return [n for n, w in policy.weights.items() if torch.equal(w, before[n])] == ["model.embed_tokens.weight"]
+
+
+def test_weights_that_are_not_trained_do_not_move(ranks):
+    assert ranks.run(frozen_weights, size=2) == [True, True]
+
+
+def log_probs_after_updates(group: Any) -> list[tuple[bool, bool, bool]]:
+    """By the kernels, from panels. After each of two updates: whether the log-probs are others than before, are those of
+    a fresh policy with the same weights, and are those of a copy that reads the same panels."""
+    policy = tiny_policy(dtype=torch.bfloat16, backend="c")
+    learner = Learner(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-2), ranks=group)
+    assert policy.model.exact
+    copy, rows, found = replica(policy), rows_of(learner), []
+    for _ in range(2):
+        before = learner.score(rows)
+        learner.accumulate_first(share(group, rows, False))
+        learner.update()
+        fresh = tiny_policy(dtype=torch.bfloat16, backend="c")
+        fresh.weights.load(policy.weights, policy.version)
+        copy.load(policy.weights, policy.version)
+        with torch.no_grad():
+            expected, copied_T = ([p.logp(row.packed) for row in rows] for p in (fresh, copy))
+        after = learner.score(rows)
+        equal = [all(map(torch.equal, after, other)) for other in (before, expected, copied_T)]
+        found.append((not equal[0], equal[1], equal[2]))
+    return found
+
+
+def test_the_kernels_compute_by_the_new_weights_after_an_update(ranks, with_kernels):
+    assert ranks.run(log_probs_after_updates, size=2) == [[(True, True, True)] * 2] * 2
+
+
+# Gradients that are not finite
+
+
+def refused(group: Any, on: int) -> tuple[str, bool, bool]:
+    """The message; whether nothing changed, and whether the next update is the one of a learner that was never
+    refused."""
+    learner, untouched = make(group, "bfloat16"), make(group, "bfloat16")
+    rows = share(group, rows_of(learner), False)
+    before, weights = copied(learner.state()), copied(learner.policy.weights)
+    advantage = rows[0].advantage_C.clone()
+    if group.rank() == on:
+        rows[0].advantage_C[0] = torch.inf
+    scored, _ = learner.accumulate_first(rows)
+    with pytest.raises(FloatingPointError) as raised:
+        learner.update(scored)
+    same_as_before = same(learner.state(), before) and same(copied(learner.policy.weights), weights)
+    rows[0].advantage_C.copy_(advantage)
+    for one in (learner, untouched):
+        one.accumulate_first(rows)
+        one.update()
+    same_after = same(learner.state(), untouched.state()) and learner.policy.version == 1
+    return str(raised.value), same_as_before, same_after
+
+
+@pytest.mark.parametrize("R", [2, 3])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all_and_nothing_changes(ranks, R):
+    """All name the same completion, which only the last rank has."""
+    row = rows_of(make(None, "bfloat16"))[R - 1]
+    group, number = row.batch.member_C[row.members[0]]
+    own = f"that of completion {number} of prompt {row.batch.groups[group].prompt.key}, alone nan "
+    found = ranks.run(refused, R - 1, size=R)
+    messages, unchanged, as_if_never = zip(*found, strict=True)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("the gradient of update 1 is not finite (norm nan); the largest is ")
+    assert own in messages[0]
+    assert f", of rank {R - 1}; the policy is still version 0" in messages[0]
+    assert all(unchanged)
+    assert all(as_if_never)
+
+
+def say(group: Any, sizes: Sequence[float], texts: Sequence[str]) -> str:
+    return say_largest(group, sizes[group.rank()], texts[group.rank()], torch.device("cpu"))
+
+
+def test_the_rank_with_the_largest_gradient_has_the_word(ranks):
+    assert ranks.run(say, (1.0, math.inf, math.inf), ("a", "π", "c")) == ["π, of rank 1"] * 3
+    assert ranks.run(say, (-1.0, -1.0), ("x" * 2000, ""), size=2) == ["x" * 1000 + ", of rank 0"] * 2
+
+
+# States
+
+
+def state_after(group: Any, states: list[dict[str, Tensor]] | None, dtype: str, batch: int, check: bool = True) -> tuple:
+    """From `states`, or from the start: one update on a batch. The state that was loaded, and the one after it."""
+    learner = make(group, dtype, max_grad_norm=None)
+    if states is not None:
+        learner.load_state(Merged(states), 1)
+    loaded, version = copied(learner.state()), learner.policy.version
+    weights = copied(learner.policy.weights)
+    learn(group, learner, [(batch, 1)])
+    return version, loaded, weights, copied(learner.state()), copied(learner.policy.weights)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_state_of_any_number_of_ranks_is_taken_over_by_any_other(ranks, dtype):
+    """To the bit, and so is the update after it. None is one process without ranks."""
+
+    def run(R: int | None, *given: Any) -> list[tuple]:
+        return [state_after(None, *given)] if R is None else ranks.run(state_after, *given, size=R)
+
+    first = state_after(None, None, dtype, 1)
+    expected = state_after(None, [first[3]], dtype, 2)
+    for R in (None, 1, 2, 3):
+        saved = [rank[3] for rank in run(R, None, dtype, 1)]
+        assert same(Merged(saved), first[3])
+        for other in (None, 1, 2, 3):
+            found = run(other, saved, dtype, 2)
+            assert same(Merged([rank[1] for rank in found]), first[3])
+            assert same(Merged([rank[3] for rank in found]), expected[3])
+            for version, _, weights, _, after in found:
+                assert version == 1
+                assert same(weights, first[4])
+                assert same(after, expected[4])
+
+
+class Watched(dict):
+    """A mapping that notes what is read."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self.read: list[str] = []
+
+    def __getitem__(self, key: str) -> Tensor:
+        self.read.append(key)
+        return super().__getitem__(key)
+
+
+def reads_its_own(group: Any, states: list[dict[str, Tensor]]) -> tuple[bool, bool, float]:
+    """From the state of this rank alone; then from those of all, of which it reads no other."""
+    learner, watched = make(group, "bfloat16"), [Watched(state) for state in states]
+    learner.load_state(states[group.rank()], 1)
+    alone = same(learner.state(), states[group.rank()])
+    learner.load_state(Merged(watched), 1)
+    others = [key for n, of in enumerate(watched) for key in of.read if n != group.rank()]
+    return alone, same(learner.state(), states[group.rank()]), sum(not key.startswith("step/") for key in others)
+
+
+def test_a_rank_of_as_many_reads_nothing_but_its_own(ranks):
+    saved = [found[3] for found in ranks.run(state_after, None, "bfloat16", 1, size=3)]
+    assert [sum(t.numel() for n, t in state.items() if n.startswith("master/")) for state in saved][0] > 1000
+    assert ranks.run(reads_its_own, saved, size=3) == [(True, True, 0)] * 3
+
+
+def test_merged_states_are_read_when_asked_for():
+    a, b = Watched({"master/x@0:5": torch.arange(3.0), "synced/0": torch.ones(2)}), Watched({"master/x@3:5": torch.tensor([3.0, 4.0])})
+    merged = Merged([b, a])
+    assert sorted(merged) == ["master/x", "synced/0"]
+    assert a.read == b.read == []
+    assert torch.equal(merged["master/x"], torch.arange(5.0))
+    assert torch.equal(merged["synced/0"], torch.ones(2))
+
+
+def test_numbers_that_no_state_has_are_missed():
+    parts = {"master/x@0:6": torch.zeros(2), "master/x@4:6": torch.zeros(2)}
+    with pytest.raises(ValueError, match="the numbers 2 to 5 of master/x are in none of the states"):
+        Merged([parts])["master/x"]
+    with pytest.raises(ValueError, match="the numbers 2 to 3 of master/x are in none of the states"):
+        Merged([{"master/x@0:4": torch.zeros(2)}])["master/x"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (lambda name, t: {}, "master/lm_head.weight is missing"),
+        (lambda name, t: {name: t[:-1]}, r"master/lm_head.weight is \(102, 32\) in .*, not \(103, 32\)"),
+        (lambda name, t: {f"{name}@0:99": t.flatten()[:99]}, "master/lm_head.weight has 99 numbers in .*, not 3296"),
+    ],
+)
+def test_the_state_of_another_model_is_refused_before_anything_changes(changed, said):
+    learner = make(None, "bfloat16")
+    before, name = copied(learner.state()), "master/lm_head.weight"
+    state = {n: t + 1 for n, t in before.items() if n != name} | changed(name, before[name])
+    with pytest.raises(ValueError, match=said):
+        learner.load_state(state, 1)
+    assert same(learner.state(), before)
+    assert learner.policy.version == 0
