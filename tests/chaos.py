@@ -36,6 +36,7 @@ from lagrpo.training import run as _warm  # noqa: F401 - what the forked process
 
 Sections = Mapping[str, Mapping[str, Any]]
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
+    "on-policy": {"schedule": {"v": 1}},
     "asking ahead": {"schedule": {"v": 3}},
     "dynamic sampling": {"schedule": {"v": 3}, "sampling": {"dynamic_sampling": 2}},
     "lagged": {"schedule": {"kind": "lagged", "v": 2}},
@@ -184,15 +185,16 @@ class Trials:
 def kill_servers(trials: Trials, count: int, draws: random.Random) -> list[str]:
     """One run whose vLLM server gets SIGKILL in each of its first `count` batches; what then differs from a run that
     nobody disturbed, or was not brought back."""
-    name, kind = "servers", "asking ahead"
+    name, kind = "servers", "on-policy"
     expected, _ = trials.undisturbed(kind)
     run = Started(trials.words(name, kind, {"vllm": {"failures": 3 * count}}), trials.log(name))
     for batch in range(count):
-        while trials.batches(name) < batch:
+        instant = draws.uniform(0, 3)
+        while trials.batches(name) < batch or not engines(run):
             if (code := run.wait(0.2)) is not None:
                 raise SystemExit(f"{name} ended with {code}:\n{trials.log(name).read_text()[-3000:]}")
-        time.sleep(draws.uniform(0, 3))
-        killed = [p.pid for p in psutil.Process(run.pid).children(recursive=True) if "VLLM::EngineCore" in p.name()]
+        time.sleep(instant)
+        killed = engines(run)
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
         print(f"{batch + 1:3} killed in batch {trials.batches(name) + 1}: processes {killed}", flush=True)
@@ -201,6 +203,12 @@ def kill_servers(trials: Trials, count: int, draws: random.Random) -> list[str]:
     recoveries = sum(m["recoveries"] for m in load_metrics(trials.root / name))
     print(f"{recoveries:g} recoveries; batches {found['batches']}")
     return [key for key in expected if found.get(key) != expected[key]]
+
+
+def engines(run: Started) -> list[int]:
+    """The processes of a run's vLLM servers that compute."""
+    below = psutil.Process(run.pid).children(recursive=True)
+    return [p.pid for p in below if p.is_running() and "VLLM::EngineCore" in p.name()]
 
 
 def tiny(root: Path) -> Sections:

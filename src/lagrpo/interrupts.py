@@ -53,6 +53,11 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def is_waiting() -> bool:
+    """Whether an interruption waits for the end of a `whole()` block."""
+    return _pending is not None
+
+
 @contextmanager
 def whole() -> Iterator[None]:
     """Let no interruption cut the block in two: what arrives inside is raised at the end of the outermost such block.

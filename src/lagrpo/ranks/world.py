@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lagrpo.interrupts import whole
+from lagrpo.interrupts import is_waiting, whole
 from lagrpo.ranks.rank import Rank
 from lagrpo.ranks.signs import EVERY, RankError, Seen, Signs
 
@@ -93,7 +93,7 @@ class World:
             if self._count > before:
                 with whole():
                     self._store.set(f"{STOP}/{self._count}", "")
-                    self._collect(None)
+                    self._collect(None, LOST)
             raise
         with whole():
             return self._raise_failures(self._collect(result))
@@ -175,9 +175,9 @@ class World:
                 error.add_note(f"This was on {self.own}.")
             return Failed(error)
 
-    def _collect(self, result: Any) -> list[Any]:
+    def _collect(self, result: Any, silence: float | None = None) -> list[Any]:
         for rank in self._seen:
-            self._wait(f"done/{self._count}/{rank}", self._seen, self.patience.deadline)
+            self._wait(f"done/{self._count}/{rank}", self._seen, self.patience.deadline, silence)
         found: list[Any] = [None] * self.size
         self._translating(lambda: dist.gather_object(result, found, 0, self._control))
         return found
@@ -188,8 +188,11 @@ class World:
                 raise result.error
         return results
 
-    def _wait(self, key: str, others: Sequence[int] | Mapping[int, Seen], seconds: float) -> None:
-        """Until the key is there. Raises RankError where one of the `others` is in trouble, or time is over."""
+    def _wait(
+        self, key: str, others: Sequence[int] | Mapping[int, Seen], seconds: float, silence: float | None = None
+    ) -> None:
+        """Until the key is there. Raises RankError where one of the `others` is in trouble, or time is over. A run that
+        is being stopped, as torchrun does when a rank has ended, has less patience with silence."""
         start = looked = time.monotonic()
         pause = SHORTEST
         while not self._is_there(key):
@@ -197,7 +200,7 @@ class World:
             pause, now = min(2 * pause, LONGEST), time.monotonic()
             if now - looked > EVERY:
                 looked = now
-                self._look(others, self.patience.silence)
+                self._look(others, silence or (LOST if is_waiting() else self.patience.silence))
             if now - start > seconds:
                 slow = int(key.rpartition("/")[2])
                 limit = f"{seconds:g} s (distributed.deadline)"

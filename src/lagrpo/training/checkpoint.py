@@ -133,8 +133,8 @@ def load_version(a: Parts, checkpoint: Checkpoint, version: int, pi: int) -> Non
     if version == pi:
         kept = Merged(checkpoint.read_learner())
         a.learner.load_state(kept, pi)
-        samples = {int(name.partition("/")[2]): t for name, t in kept.items() if name.startswith("synced/")}
-        a.learner.synced.last = [samples[n].to(policy.device) for n in sorted(samples)]
+        samples = sorted((name for name in kept if name.startswith("synced/")), key=lambda name: int(name[7:]))
+        a.learner.synced.last = [kept[name].to(policy.device) for name in samples]
     elif version:
         a.learner.load_weights(checkpoint.read_weights(version), version)
 

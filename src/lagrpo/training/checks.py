@@ -15,7 +15,7 @@ from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.reading import completion_files
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, check_options
-from lagrpo.training.changes import check_changes, find_run
+from lagrpo.training.changes import after_restart, check_changes, find_run
 from lagrpo.untrusted import read_text
 
 LARGEST_EXPONENT = 80.0  # float32 ends at e^88.7; the rest is for the factors beside it
@@ -29,7 +29,7 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
     with refusing("offline.data"):
         completion_files(settings.offline.data or ())
     if (rank := Rank.find()) is None or rank.number == 0:
-        check_run(settings)
+        check_run(after_restart(settings, rank))
     with refusing("objective"):
         recipe = resolve(settings.objective.recipe, settings.objective.overrides)
         _check_exponential(recipe, settings)

@@ -262,7 +262,7 @@ class Training:
             return error.add_note(f"The run is as it was: {self.store.path}")
         error.add_note(f"The run until then: {self.store.path} ({self.progress()})")
         try:
-            if not isinstance(error, CheckpointError):
+            if not isinstance(error, CheckpointError | RankError):
                 self.save_checkpoint()
             if self.policy.version:
                 self.save()
@@ -272,10 +272,14 @@ class Training:
             error.add_note(self.way_on())
 
     def keep_as_it_is(self, name: str) -> Path | None:
-        """What an interruption leaves: a checkpoint and the policy."""
+        """What an interruption leaves: a checkpoint and the policy; the policy also where a rank has ended, which was
+        why torchrun interrupted."""
         self.observers.note(f"{name}: keeping the policy as it is ({self.progress()}); again: end at once")
-        self.save_checkpoint()
-        return self.save()
+        try:
+            self.save_checkpoint()
+        finally:
+            weights = self.save()
+        return weights
 
     def describe_end(self, status: Status, interrupted: signal.Signals | None) -> str:
         """What is said last."""
