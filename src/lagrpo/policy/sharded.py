@@ -2,8 +2,8 @@
 
 Every rank has the whole working copy of the weights, and for its own rows the gradient of all of them, in float32. An
 update sums the gradients of all ranks, each rank steps on its shard of the masters, and an all-gather of the rounded
-shards brings the new weights to all. The sum is a plain one: the weights of completions have the normalizer of the whole
-batch. Waits for other ranks have the timeout of the group.
+shards brings the new weights to all. The sum is a plain one: the weights of completions have the normalizer of the
+whole batch. Waits for other ranks have the timeout of the group.
 """
 
 from __future__ import annotations
