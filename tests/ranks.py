@@ -124,6 +124,7 @@ def _work(rank: int, size: int, store: Path, log: Path, pipe: Connection) -> Non
         while True:
             pipe.send_bytes(answer)
             answer = _returned(groups, pipe.recv_bytes())
+    dist.destroy_process_group()
 
 
 def _returned(groups: dict[int, Any], request: bytes) -> bytes:

@@ -9,11 +9,13 @@ import functools
 import math
 import re
 from collections.abc import Sequence
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_learner import MAX_TOKENS, assembled, judge_groups
 from test_masters import module
 from tiny import tiny_policy
@@ -400,6 +402,24 @@ def say(group: Any, sizes: Sequence[float], texts: Sequence[str]) -> str:
 def test_the_rank_with_the_largest_gradient_has_the_word(ranks):
     assert ranks.run(say, (1.0, math.inf, math.inf), ("a", "π", "c")) == ["π, of rank 1"] * 3
     assert ranks.run(say, (-1.0, -1.0), ("x" * 2000, ""), size=2) == ["x" * 1000 + ", of rank 0"] * 2
+
+
+def update_alone(group: Any) -> str:
+    """The first rank of two makes an update, the second one does not."""
+    impatient = dist.new_group([0, 1])
+    if group.rank() == 0:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), impatient)
+        learner = make(impatient, "bfloat16")
+        with pytest.raises(RuntimeError) as raised:
+            learner.update()
+        return f"{raised.value}; version {learner.policy.version}"
+    return ""
+
+
+def test_a_rank_that_others_do_not_follow_waits_no_longer_than_the_timeout_of_the_group(ranks):
+    said, *_ = ranks.run(update_alone)
+    assert re.search(r"(?i)timed out|timeout", said)
+    assert said.endswith("; version 0")
 
 
 # States
