@@ -1,25 +1,29 @@
 """Ranks: processes that form a group of torch.distributed (gloo), and run a test's functions on request.
 
-They start at the first request and stay for the tests that follow. Every wait has a deadline. Where a rank fails, dies or
-is late, the error has what each of them did, all are ended, and the next request starts others.
+They start at the first request and stay for the tests that follow. Every wait has a deadline. Where a rank fails, dies
+or is late, the error has what each of them did, all are ended, and the next request starts others.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import os
 import pickle
+import signal
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+STACK = signal.SIGUSR1  # has a rank write down where it is
 COLLECTIVE = 30.0  # seconds that a rank waits for others in a collective
 STARTED = 120.0  # seconds to start on a busy machine
-GRACE = 3.0  # seconds for the others to answer once one has failed: it may be waited for in a collective
+GRACE = 3.0  # seconds for the others to answer once one has failed, as they may wait for it; and to end
 
 
 class RanksError(AssertionError):
@@ -42,15 +46,18 @@ class Ranks:
         if not self._processes:
             self._start()
         for pipe in self._pipes[:size]:
-            pipe.send_bytes(pickle.dumps((function, given, size, deadline)))
+            pipe.send_bytes(pickle.dumps((function, given, size)))
         return self._answers(size, deadline)
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
+        """End them: those that wait for a request by themselves, with what they have started."""
         for pipe in self._pipes:
             pipe.close()
+        end = time.monotonic() + GRACE
+        for process in self._processes:
+            process.join(max(0.0, end - time.monotonic()))
+            process.kill()
+            process.join()
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
@@ -59,7 +66,7 @@ class Ranks:
         for rank in range(self.size):
             ours, theirs = (context := get_context("spawn")).Pipe()
             given = (rank, self.size, self._scratch / f"store-{self._starts}", self._log(rank), theirs)
-            process = context.Process(target=_work, args=given, daemon=True, name=f"rank {rank}")
+            process = context.Process(target=_work, args=given, name=f"rank {rank}")
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -92,9 +99,11 @@ class Ranks:
     def _complaint(self, rank: int, answer: tuple[bool, Any] | None) -> str:
         if answer is not None:
             return f"rank {rank}: {'returned' if answer[0] else answer[1]}"
-        log = self._log(rank)
-        stack = log.read_text() if log.exists() else ""
-        return f"rank {rank}: still running\n{stack}"
+        process, log = self._processes[rank], self._log(rank)
+        if process.is_alive() and log.exists():
+            os.kill(process.pid, STACK)
+            process.join(GRACE / 10)
+        return f"rank {rank}: still running\n{log.read_text() if log.exists() else ''}"
 
     def _log(self, rank: int) -> Path:
         return self._scratch / f"stack-{self._starts}-{rank}"
@@ -109,23 +118,19 @@ def _work(rank: int, size: int, store: Path, log: Path, pipe: Connection) -> Non
     timeout = timedelta(seconds=COLLECTIVE)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     groups = {n: dist.new_group(range(n), timeout=timeout) for n in range(1, size + 1)}
-    pipe.send_bytes(pickle.dumps((True, None)))
-    with log.open("w") as stack:
+    with log.open("w") as stack, suppress(EOFError, BrokenPipeError):
+        faulthandler.register(STACK, file=stack)
+        answer = pickle.dumps((True, None))
         while True:
-            try:
-                request = pipe.recv_bytes()
-            except EOFError:
-                return
-            pipe.send_bytes(_returned(groups, request, stack))
+            pipe.send_bytes(answer)
+            answer = _returned(groups, pipe.recv_bytes())
+    dist.destroy_process_group()
 
 
-def _returned(groups: dict[int, Any], request: bytes, stack: Any) -> bytes:
-    """What a request's function returns or raises, pickled. Shortly before its deadline, the stack is written down."""
+def _returned(groups: dict[int, Any], request: bytes) -> bytes:
+    """What a request's function returns or raises, pickled."""
     try:
-        function, given, size, deadline = pickle.loads(request)
-        faulthandler.dump_traceback_later(0.8 * deadline, file=stack)
+        function, given, size = pickle.loads(request)
         return pickle.dumps((True, function(groups[size], *given)))
     except BaseException:  # noqa: BLE001   whatever it is, the test is told
         return pickle.dumps((False, traceback.format_exc()))
-    finally:
-        faulthandler.cancel_dump_traceback_later()

@@ -5,14 +5,18 @@ Functions without `test_` run on the ranks (ranks.py), or with None as their gro
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections.abc import Sequence
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_learner import assembled, generate_groups, judge_groups
+import torch.distributed as dist
+from test_learner import MAX_TOKENS, assembled, judge_groups
 from test_masters import module
 from tiny import tiny_policy
 from torch import Tensor
@@ -24,9 +28,11 @@ from lagrpo.policy.masters import Masters
 from lagrpo.policy.replica import replica
 from lagrpo.policy.sharded import ShardedMasters, say_largest
 from lagrpo.policy.spans import Merged
+from lagrpo.sampling.base import Request
+from lagrpo.sampling.local import LocalSampler
+from lagrpo.types import Group, Prompt
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-STATE = ("master", "exp_avg", "exp_avg_sq", "step")
 
 
 def share(group: Any, rows: Sequence[Any], first_takes_all: bool) -> list[Any]:
@@ -44,10 +50,17 @@ def make(group: Any, dtype: str, kind: str = "llama", tie: bool = False, **chang
     return Learner(policy, resolve("grpo", {"beta": 0.0}), optimization, ranks=group)
 
 
+@functools.cache
+def sampled(batch: int) -> list[Group]:
+    """A batch of a policy that is the same everywhere and at all times."""
+    prompts = [Prompt(key, (), "3", tuple(range(3, 8 + 4 * key))) for key in range(3)]
+    sampler = LocalSampler(replica(tiny_policy(backend="torch")), 0, MAX_TOKENS, 64)
+    found = {r.prompt.key: group for r, group in sampler.sample([Request(batch, 0, p) for p in prompts], 4)}
+    return judge_groups([found[key] for key in sorted(found)], lambda g, j, c: float(j % 2))
+
+
 def rows_of(learner: Learner, batch: int = 1) -> list[FreshMicroBatch]:
-    """Rows of a batch that a policy sampled which is the same everywhere and at all times."""
-    groups = judge_groups(generate_groups(tiny_policy(backend="torch"), batch=batch))
-    return micro_batches(assembled(learner.recipe, groups, batch), 40)
+    return micro_batches(assembled(learner.recipe, sampled(batch), batch), 40)
 
 
 def learn(group: Any, learner: Learner, batches: Sequence[tuple[int, int]], first_takes_all: bool = True) -> list[dict]:
@@ -82,7 +95,7 @@ def five_updates(group: Any, made: dict[str, Any], first_takes_all: bool) -> tup
 
 @pytest.mark.parametrize("R", [2, 3])
 @pytest.mark.parametrize("first_takes_all", [False, True])
-def test_the_updates_of_R_ranks_are_those_of_one_process_to_rounding(ranks, R, first_takes_all):
+def test_the_updates_of_several_ranks_are_those_of_one_process_to_rounding(ranks, R, first_takes_all):
     """In float64, where rounding is far below the steps. Clipped: the limit is a third of the norms."""
     made = {"dtype": "float64", "max_grad_norm": 0.05}
     metrics, state, weights = five_updates(None, made, first_takes_all)
@@ -156,7 +169,7 @@ def accumulated(group: Any, dtype: str, parts: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("R", [2, 3])
-def test_the_gradient_of_R_ranks_is_that_of_one_process_to_rounding(ranks, R):
+def test_the_gradient_of_several_ranks_is_that_of_one_process_to_rounding(ranks, R):
     expected, merged = accumulated(None, "float64", 1), Merged(ranks.run(accumulated, "float64", R, size=R))
     assert merged.keys() == expected.keys()
     assert max(gradient.abs().max().item() for gradient in expected.values()) > 0.01
@@ -178,7 +191,9 @@ def spans_and_masters(group: Any, sizes: Sequence[tuple[int, ...]], dtype: str) 
     """After two updates of a bare module: what this rank has, its masters, and the weights."""
     draws = torch.Generator().manual_seed(0)
     model = module(*(torch.randn(size, generator=draws).to(DTYPES[dtype]) for size in sizes))
-    policy = SimpleNamespace(model=SimpleNamespace(lm=model), weights=SimpleNamespace(version=0), version=0, device="cpu")
+    policy = SimpleNamespace(
+        model=SimpleNamespace(lm=model), weights=SimpleNamespace(version=0), version=0, device="cpu"
+    )
     learner = Learner(
         policy,  # type: ignore[arg-type]
         SimpleNamespace(needs_pi_ref=False),  # type: ignore[arg-type]
@@ -292,8 +307,8 @@ def test_weights_that_are_not_trained_do_not_move(ranks):
 
 
 def log_probs_after_updates(group: Any) -> list[tuple[bool, bool, bool]]:
-    """By the kernels, from panels. After each of two updates: whether the log-probs are others than before, are those of
-    a fresh policy with the same weights, and are those of a copy that reads the same panels."""
+    """By the kernels, from panels. After each of two updates: whether the log-probs are others than before, are those
+    of a fresh policy with the same weights, and are those of a copy that reads the same panels."""
     policy = tiny_policy(dtype=torch.bfloat16, backend="c")
     learner = Learner(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-2), ranks=group)
     assert policy.model.exact
@@ -322,23 +337,42 @@ def test_the_kernels_compute_by_the_new_weights_after_an_update(ranks, with_kern
 
 def refused(group: Any, on: int) -> tuple[str, bool, bool]:
     """The message; whether nothing changed, and whether the next update is the one of a learner that was never
-    refused."""
+    refused. On one rank a weight is so large that the gradient overflows inside the model."""
     learner, untouched = make(group, "bfloat16"), make(group, "bfloat16")
     rows = share(group, rows_of(learner), False)
-    before, weights = copied(learner.state()), copied(learner.policy.weights)
-    advantage = rows[0].advantage_C.clone()
+    before, weights, weight_C = copied(learner.state()), copied(learner.policy.weights), rows[0].weight_C.clone()
     if group.rank() == on:
-        rows[0].advantage_C[0] = torch.inf
+        rows[0].weight_C[0] = 1e37
     scored, _ = learner.accumulate_first(rows)
     with pytest.raises(FloatingPointError) as raised:
         learner.update(scored)
-    same_as_before = same(learner.state(), before) and same(copied(learner.policy.weights), weights)
-    rows[0].advantage_C.copy_(advantage)
+    unchanged = same(learner.state(), before) and same(copied(learner.policy.weights), weights)
+    rows[0].weight_C.copy_(weight_C)
+    return str(raised.value), unchanged, as_untouched(learner, untouched, rows)
+
+
+def as_untouched(learner: Learner, untouched: Learner, rows: list[FreshMicroBatch]) -> bool:
+    """Whether the next update is the first of a learner that was never refused."""
     for one in (learner, untouched):
         one.accumulate_first(rows)
         one.update()
-    same_after = same(learner.state(), untouched.state()) and learner.policy.version == 1
-    return str(raised.value), same_as_before, same_after
+    return same(learner.state(), untouched.state()) and learner.policy.version == 1
+
+
+def discarded(group: Any, on: int) -> bool:
+    """One rank finds a token without a finite derivative, and then no rank makes an update."""
+    learner, untouched = make(group, "bfloat16"), make(group, "bfloat16")
+    rows = share(group, rows_of(learner), False)
+    advantage_C = rows[0].advantage_C.clone()
+    if group.rank() == on:
+        rows[0].advantage_C[0] = torch.inf
+        with pytest.raises(FloatingPointError, match="the gradient of update 1 is not finite at token 0 of completion"):
+            learner.accumulate_first(rows[::-1])
+    else:
+        learner.accumulate_first(rows)
+        learner.discard()
+    rows[0].advantage_C.copy_(advantage_C)
+    return as_untouched(learner, untouched, rows)
 
 
 @pytest.mark.parametrize("R", [2, 3])
@@ -346,19 +380,23 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all_and_nothing
     """All name the same completion, which only the last rank has."""
     row = rows_of(make(None, "bfloat16"))[R - 1]
     group, number = row.batch.member_C[row.members[0]]
-    own = f"that of completion {number} of prompt {row.batch.groups[group].prompt.key}, alone nan "
+    own = rf"completion {number} of prompt {row.batch.groups[group].prompt.key}, alone (inf|nan) .*, of rank {R - 1}"
     found = ranks.run(refused, R - 1, size=R)
     messages, unchanged, as_if_never = zip(*found, strict=True)
     assert len(set(messages)) == 1
-    assert messages[0].startswith("the gradient of update 1 is not finite (norm nan); the largest is ")
-    assert own in messages[0]
-    assert f", of rank {R - 1}; the policy is still version 0" in messages[0]
+    start = r"the gradient of update 1 is not finite \(norm (inf|nan)\)"
+    assert re.match(rf"{start}; the largest is that of {own}; the policy is still version 0", messages[0])
     assert all(unchanged)
     assert all(as_if_never)
 
 
+def test_what_was_accumulated_can_be_discarded_on_all_ranks(ranks):
+    assert ranks.run(discarded, 1, size=2) == [True, True]
+
+
 def say(group: Any, sizes: Sequence[float], texts: Sequence[str]) -> str:
-    return say_largest(group, sizes[group.rank()], texts[group.rank()], torch.device("cpu"))
+    rank: int = group.rank()
+    return say_largest(group, sizes[rank], texts[rank], torch.device("cpu"))
 
 
 def test_the_rank_with_the_largest_gradient_has_the_word(ranks):
@@ -366,14 +404,32 @@ def test_the_rank_with_the_largest_gradient_has_the_word(ranks):
     assert ranks.run(say, (-1.0, -1.0), ("x" * 2000, ""), size=2) == ["x" * 1000 + ", of rank 0"] * 2
 
 
+def update_alone(group: Any) -> str:
+    """The first rank of two makes an update, the second one does not."""
+    impatient = dist.new_group([0, 1])
+    if group.rank() == 0:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), impatient)
+        learner = make(impatient, "bfloat16")
+        with pytest.raises(RuntimeError) as raised:
+            learner.update()
+        return f"{raised.value}; version {learner.policy.version}"
+    return ""
+
+
+def test_a_rank_that_others_do_not_follow_waits_no_longer_than_the_timeout_of_the_group(ranks):
+    said, *_ = ranks.run(update_alone)
+    assert re.search(r"(?i)timed out|timeout", said)
+    assert said.endswith("; version 0")
+
+
 # States
 
 
-def state_after(group: Any, states: list[dict[str, Tensor]] | None, dtype: str, batch: int, check: bool = True) -> tuple:
+def state_after(group: Any, states: list[dict[str, Tensor]] | None, dtype: str, batch: int) -> tuple:
     """From `states`, or from the start: one update on a batch. The state that was loaded, and the one after it."""
     learner = make(group, dtype, max_grad_norm=None)
     if states is not None:
-        learner.load_state(Merged(states), 1)
+        learner.load_state(Merged([copied(state) for state in states]), 1)
     loaded, version = copied(learner.state()), learner.policy.version
     weights = copied(learner.policy.weights)
     learn(group, learner, [(batch, 1)])
@@ -426,12 +482,15 @@ def reads_its_own(group: Any, states: list[dict[str, Tensor]]) -> tuple[bool, bo
 
 def test_a_rank_of_as_many_reads_nothing_but_its_own(ranks):
     saved = [found[3] for found in ranks.run(state_after, None, "bfloat16", 1, size=3)]
-    assert [sum(t.numel() for n, t in state.items() if n.startswith("master/")) for state in saved][0] > 1000
+    assert all(sum(t.numel() for n, t in state.items() if n.startswith("master/")) > 1000 for state in saved)
     assert ranks.run(reads_its_own, saved, size=3) == [(True, True, 0)] * 3
 
 
 def test_merged_states_are_read_when_asked_for():
-    a, b = Watched({"master/x@0:5": torch.arange(3.0), "synced/0": torch.ones(2)}), Watched({"master/x@3:5": torch.tensor([3.0, 4.0])})
+    a, b = (
+        Watched({"master/x@0:5": torch.arange(3.0), "synced/0": torch.ones(2)}),
+        Watched({"master/x@3:5": torch.tensor([3.0, 4.0])}),
+    )
     merged = Merged([b, a])
     assert sorted(merged) == ["master/x", "synced/0"]
     assert a.read == b.read == []

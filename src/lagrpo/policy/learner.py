@@ -102,14 +102,15 @@ class Learner:
         state: dict[str, Tensor] = {}
         for span, master in zip(self._masters.spans, self._masters.parameters, strict=True):
             state[f"master/{span.label}"] = master.detach()
-            state |= {f"{key}/{span.label}": value for key, value in self._optimizer.state.get(master, {}).items()}
+            for key, value in self._optimizer.state.get(master, {}).items():
+                state[f"{key}/{span.name if key == 'step' else span.label}"] = value
         return state
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor], version: int) -> None:
         """Take over what `state` gave, for π_version: the state of a learner in one process, that of the same rank of
-        as many, or `Merged` of the states of any number of ranks. Collective. Raises ValueError where it is of another
-        model."""
+        as many, or `Merged` of the states of any number of ranks; the learner may go on in its tensors. Collective.
+        Raises ValueError where it is of another model."""
         saved = state if isinstance(state, Merged) else Merged([state])
         for span in self._masters.spans:
             saved.check(f"master/{span.name}", span)
@@ -118,7 +119,7 @@ class Learner:
             master.copy_(saved.part(f"master/{span.name}", span))
             if f"step/{span.name}" in saved:
                 kept = {key: saved.part(f"{key}/{span.name}", span) for key in ("exp_avg", "exp_avg_sq")}
-                kept |= {"step": saved.scalar(f"step/{span.name}")}
+                kept |= {"step": saved[f"step/{span.name}"]}
                 self._optimizer.state[master] = {key: tensor.to(master.device) for key, tensor in kept.items()}
         self._masters.round()
         self.policy.weights.version = version

@@ -2,8 +2,8 @@
 
 Every rank has the whole working copy of the weights, and for its own rows the gradient of all of them, in float32. An
 update sums the gradients of all ranks, each rank steps on its shard of the masters, and an all-gather of the rounded
-shards brings the new weights to all. The sum is a plain one: the weights of completions have the normalizer of the whole
-batch. Waits for other ranks have the timeout of the group.
+shards brings the new weights to all. The sum is a plain one: the weights of completions have the normalizer of the
+whole batch. Waits for other ranks have the timeout of the group.
 """
 
 from __future__ import annotations
@@ -61,10 +61,8 @@ class Flat:
 
     def sum_gradients(self) -> Tensor:
         """The part of this rank in the sum of all ranks' gradients, which is then no longer kept."""
-        given = self._zeros() if self.gradient is None else self.gradient
-        part, self.gradient = given.new_empty(self.part), None
-        reduce_scatter(part, given, self._ranks)
-        return part
+        given, self.gradient = self._zeros() if self.gradient is None else self.gradient, None
+        return reduce_scatter(given, self._ranks)
 
     def gather(self, part: Tensor) -> None:
         """Every weight becomes what the ranks have of it in their parts."""
@@ -161,6 +159,12 @@ def all_gather(everything: Tensor, part: Tensor, ranks: dist.ProcessGroup) -> No
     (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(everything, part, group=ranks)
 
 
-def reduce_scatter(part: Tensor, everything: Tensor, ranks: dist.ProcessGroup) -> None:
-    """This rank's part [n] of the sum over all ranks of [ranks · n]."""
+def reduce_scatter(everything: Tensor, ranks: dist.ProcessGroup) -> Tensor:
+    """This rank's part [n] of the sum over all ranks of [ranks · n], which is overwritten."""
+    n = len(everything) // ranks.size()
+    if everything.device.type == "cpu":  # gloo has no other way than to reduce all of it, and would do so in a copy
+        dist.all_reduce(everything, group=ranks)
+        return everything[ranks.rank() * n :][:n].clone()
+    part = everything.new_empty(n)
     (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, everything, group=ranks)
+    return part

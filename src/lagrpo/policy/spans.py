@@ -1,7 +1,8 @@
 """Parts of weights by name: what a rank has of each, how its state calls them, and how states are read again.
 
 The state of a learner has a weight's numbers under `master/NAME`, `exp_avg/NAME`, ... A rank that has the numbers
-A .. B - 1 of a weight of N numbers has them flat, under `master/NAME@A:N`. `Merged` reads the states of any number of
+A .. B - 1 of a weight of N numbers has them flat, under `master/NAME@A:N`. AdamW's step count is the same on all that
+have part of a weight: `step/NAME`. `Merged` reads the states of any number of
 ranks as one.
 """
 
@@ -83,6 +84,9 @@ class Merged(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._pieces)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._pieces
+
     def __getitem__(self, name: str) -> Tensor:
         """Raises ValueError where some of its numbers are in none of the states."""
         first = self._pieces[name][0]
@@ -105,10 +109,6 @@ class Merged(Mapping[str, Tensor]):
             return _own(span.of(self._pieces[name][0].read()))
         numbers = self._numbers(name, span.start, span.stop)
         return numbers.view(span.shape) if span.is_whole else numbers
-
-    def scalar(self, name: str) -> Tensor:
-        """A tensor of one number, which every rank that has part of the weight has alike."""
-        return self._pieces[name][0].read()
 
     def _numbers(self, name: str, start: int, stop: int) -> Tensor:
         """The numbers `start` .. `stop` - 1, flat. Parts that have none of them are not read."""
