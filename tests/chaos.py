@@ -130,7 +130,7 @@ def leaves(run: Path, exact: bool) -> dict[str, Any]:
         found[summary.name] = json.loads(summary.read_bytes())
     found["weights"] = (run / "weights/final/model.safetensors").read_bytes()
     (last,) = (run / "checkpoints").glob(f"step-{len(found['batches']):06d}")
-    found["masters and moments"] = (last / "learner.safetensors").read_bytes()
+    found["masters and moments"] = [file.read_bytes() for file in sorted(last.glob("learner*.safetensors"))]
     return found
 
 
@@ -190,7 +190,8 @@ def kill_servers(trials: Trials, count: int, draws: random.Random) -> list[str]:
     run = Started(trials.words(name, kind, {"vllm": {"failures": 3 * count}}), trials.log(name))
     for batch in range(count):
         instant = draws.uniform(0, 3)
-        while trials.batches(name) < batch or not engines(run):
+        begun = trials.root / name / "environment.json"  # what is not up when a run starts is no failure of the run's
+        while not begun.exists() or trials.batches(name) < batch or not engines(run):
             if (code := run.wait(0.2)) is not None:
                 raise SystemExit(f"{name} ended with {code}:\n{trials.log(name).read_text()[-3000:]}")
         time.sleep(instant)

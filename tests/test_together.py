@@ -1,0 +1,222 @@
+"""Several ranks make the run that one process makes; and what becomes of a run when one of them fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from chaos import KINDS, leaves, merged
+from running import tiny_settings, without_timings
+from safetensors.torch import load_file
+from tiny import save_tiny
+from together import QUICK, RankEndError, together
+
+from lagrpo import Observer, train
+from lagrpo.runs import load_events, load_metrics
+from lagrpo.runs.checkpoints import Checkpoints
+from lagrpo.training import shards
+from lagrpo.training.run import Result
+
+pytestmark = pytest.mark.usefixtures("shared_templates")
+
+SMALL: dict[str, dict[str, Any]] = {
+    "run": {"checkpoint_every": 1, "checkpoint_minutes": 0, "keep_checkpoints": 20},
+    "schedule": {"i": 2, "stages": 2, "batches": 3, "prompts": 3},
+    "objective": {"recipe": "grpo", "beta": 0.05},
+    "evaluation": {"every": 2},
+    "distributed": QUICK,
+}
+SAME_TO_ROUNDING = {"rel": 2e-3, "abs": 1e-4}
+OF_SUMS_NEAR_0 = {"objective", "loss"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def settings(model, tmp_path):
+    """Settings of a tiny run of 6 batches under a name, with these sections."""
+    return lambda name, /, *more: merged(tiny_settings(model, tmp_path), SMALL, *more, {"run": {"name": name}})
+
+
+def only_result(found: list[Any]) -> Result:
+    """What all ranks return, which is the same."""
+    assert all(isinstance(one, Result) for one in found), found
+    assert len({str(one) for one in found}) == 1
+    return found[0]
+
+
+def rollouts(run: Path) -> list[dict[str, Any]]:
+    return [row for table in sorted((run / "rollouts").iterdir()) for row in pq.read_table(table).to_pylist()]
+
+
+@pytest.fixture(scope="module")
+def offline(model, tmp_path_factory):
+    """Completions of an earlier run."""
+    root = tmp_path_factory.mktemp("earlier")
+    made = train(merged(tiny_settings(model, root), {"schedule": {"prompts": 3}, "run": {"name": "earlier"}}))
+    return {"offline": {"data": str(made.run), "share": 0.34}}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", [*KINDS, "offline"])
+def test_several_ranks_make_the_run_of_one(settings, offline, kind, size):
+    """The same completions token for token; metrics, final weights to float32's rounding of six batches of updates."""
+    further = KINDS.get(kind, offline)
+    alone = train(settings("alone", further)).run
+    run = only_result(together(size, settings("ranks", further))).run
+    assert [row["token_ids"] for row in rollouts(run)] == [row["token_ids"] for row in rollouts(alone)]
+    for one, other in zip(*(without_timings(load_metrics(r)) for r in (run, alone)), strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - OF_SUMS_NEAR_0:
+            close = one[name] is other[name] or one[name] == pytest.approx(other[name], **SAME_TO_ROUNDING)
+            assert close, (name, one[name], other[name])
+    of_ranks, of_one = (load_file(r / "weights/final/model.safetensors") for r in (run, alone))
+    for name, weight in of_one.items():
+        torch.testing.assert_close(of_ranks[name], weight, rtol=1e-3, atol=2e-4)
+
+
+class Signal(Observer):
+    """Sends a signal to a process in the first phase of this name after two batches."""
+
+    def __init__(self, phase: str, number: int, pid: Callable[[], int]) -> None:
+        self.wanted, self.number, self.pid, self.batches = phase, number, pid, 0
+
+    def phase(self, name: str) -> None:
+        if name == self.wanted and self.batches >= 2:
+            self.wanted = ""
+            os.kill(self.pid(), self.number)
+
+    def batch(self, step, metrics, rollouts) -> None:
+        self.batches = step.b
+
+
+def strike(root: Path, phase: str, number: int, victim: int, rank: int) -> list[Observer]:
+    """On rank 0: send the signal to rank `victim` in that phase."""
+    (root / f"pid-{rank}").write_text(str(os.getpid()))
+    return [Signal(phase, number, lambda: int((root / f"pid-{victim}").read_text()))] if rank == 0 else []
+
+
+@pytest.mark.parametrize("phase", ["sampling", "learning", "weight sync", "checkpoint", "evaluation (batch-000004)"])
+def test_a_rank_that_is_killed_ends_the_run_and_is_named(settings, tmp_path, phase):
+    prepare = partial(strike, tmp_path, phase, signal.SIGKILL, 1)
+    first, killed = together(2, settings("run", KINDS["asking ahead"]), prepare)
+    assert killed is None
+    assert isinstance(first, RankEndError)
+    assert str(first).startswith("RankError: ")
+    assert "rank 1 on " in str(first)
+    last, complaints = Checkpoints(tmp_path / "run").newest()
+    assert last is not None
+    assert not complaints
+    assert load_events(tmp_path / "run")[-1]["status"] == "failed"
+
+
+def test_a_rank_that_hangs_is_given_up(settings, tmp_path):
+    first, *_ = together(2, settings("run"), partial(strike, tmp_path, "learning", signal.SIGSTOP, 1))
+    assert "no sign of life" in str(first)
+
+
+def test_a_run_whose_rank_0_is_killed_ends_on_the_others(settings, tmp_path):
+    killed, other = together(2, settings("run"), partial(strike, tmp_path, "learning", signal.SIGKILL, 0))
+    assert killed is None
+    assert str(other).startswith("RankError: rank 0 on ")
+
+
+@pytest.mark.parametrize("phase", ["sampling", "learning", "weight sync"])
+def test_a_stopped_run_goes_on_to_the_bit_on_as_many_ranks(settings, tmp_path, phase):
+    whole = only_result(together(2, settings("whole", KINDS["asking ahead"]))).run
+    prepare = partial(strike, tmp_path, phase, signal.SIGTERM, 0)
+    stopped = only_result(together(2, settings("run", KINDS["asking ahead"]), prepare))
+    assert stopped.interrupted == signal.SIGTERM
+    assert 2 <= stopped.batches < 6
+    again = only_result(together(2, {"run": {"resume": str(stopped.run)}}))
+    found, expected = leaves(again.run, exact=True), leaves(whole, exact=True)
+    assert [key for key in expected if found.get(key) != expected[key]] == []
+
+
+def test_torchrun_starts_a_killed_run_again_where_it_was(settings, tmp_path):
+    whole = only_result(together(2, settings("whole"))).run
+    together(2, settings("run"), partial(strike, tmp_path, "learning", signal.SIGKILL, 1))
+    again = only_result(together(2, settings("run"), restarts=1))
+    found, expected = leaves(again.run, exact=True), leaves(whole, exact=True)
+    assert [key for key in expected if found.get(key) != expected[key]] == []
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 2), (2, 1)])
+def test_a_run_goes_on_with_another_number_of_ranks(settings, before, after):
+    def make(size: int, of: dict[str, Any]) -> Result:
+        return only_result(together(size, of)) if size > 1 else train(of)
+
+    whole = make(1, settings("whole")).run
+    short = make(before, settings("run", {"schedule": {"stages": 1}}))
+    long = make(after, {"run": {"resume": str(short.run)}, "schedule": {"stages": 2}})
+    assert [row["token_ids"] for row in rollouts(long.run)] == [row["token_ids"] for row in rollouts(whole)]
+    of_ranks, of_one = (load_file(r / "weights/final/model.safetensors") for r in (long.run, whole))
+    for name, weight in of_one.items():
+        torch.testing.assert_close(of_ranks[name], weight, rtol=1e-3, atol=2e-4)
+    resumed = next(event for event in load_events(long.run) if event["event"] == "resumed")
+    assert resumed["moved"]["ranks"] == [before, after]
+
+
+def fill_disk(rank: int) -> tuple[()]:
+    """Rank 1 cannot write what it has of the third checkpoint."""
+    written = 0
+
+    def write(path: Path, content: Callable[[Path], object]) -> Path:
+        nonlocal written
+        if (written := written + 1) == 3:
+            raise OSError(28, "No space left on device", str(path))
+        content(path)
+        return path
+
+    if rank == 1:
+        shards.write_atomically = write
+    return ()
+
+
+def test_a_full_disk_on_one_rank_leaves_the_checkpoint_before(settings, tmp_path):
+    first, other = together(2, settings("run"), fill_disk)
+    assert str(first).startswith("CheckpointError: ")
+    assert "rank 1: OSError: [Errno 28] No space left on device" in str(first)
+    assert "The one of batch 2 is whole" in str(first)
+    assert str(other).startswith("EndedError")
+    last, _ = Checkpoints(tmp_path / "run").newest()
+    assert last is not None
+    assert last.batch == 2
+
+
+def test_what_is_refused_is_refused_on_all_ranks(settings, model):
+    first, other = together(2, settings("run", {"task": {"name": "nowhere"}}))
+    assert "SettingsError" in str(first)
+    assert "SettingsError" in str(other)
+
+
+def lose_model(model: Path, rank: int) -> tuple[()]:
+    from lagrpo.training import build
+
+    if rank == 1:
+        load = build.load_policy
+
+        def other(*given: Any) -> Any:
+            policy = load(*given)
+            with torch.no_grad():
+                next(policy.model.parameters()).add_(1)
+            return policy
+
+        build.load_policy = other
+    return ()
+
+
+def test_ranks_with_different_models_are_told_apart(settings, model):
+    first, other = together(2, settings("run"), partial(lose_model, model))
+    assert "model.path is another model on rank 1 than on rank 0" in str(first)
+    assert str(other).startswith("EndedError")

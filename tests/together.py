@@ -1,0 +1,71 @@
+"""Runs of several ranks for tests: processes with the environment that torchrun gives, forked from one process that has
+imported everything."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lagrpo.training.observers import Observer
+
+DEADLINE = 180.0  # seconds for a run of several ranks on a busy machine
+QUICK = {"collective": 60, "silence": 5}  # how long ranks wait for each other
+Prepare = Callable[[int], Sequence[Observer]]
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["lagrpo.training.run", "sample_task"])
+
+
+class RankEndError(Exception):
+    """A rank ended with an error; the text names its type first."""
+
+
+def together(size: int, settings: dict[str, Any], prepare: Prepare | None = None, restarts: int = 0) -> list[Any]:
+    """A run of `size` ranks: what each returns, RankEndError where it raises, None where it was killed. On every rank
+    `prepare(rank)`, which must be importable, comes first, and gives its observers."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    processes, ends = [], list[Connection]()
+    for rank in range(size):
+        ours, theirs = _forks.Pipe()
+        environment = {
+            "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": restarts,
+        }  # fmt: skip
+        given = theirs, {name: str(value) for name, value in environment.items()}, settings, prepare
+        process = _forks.Process(target=_be_rank, args=given)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        ends.append(ours)
+    try:
+        return [_result(end) for end in ends]
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+
+
+def _result(end: Connection) -> Any:
+    try:
+        return end.recv() if end.poll(DEADLINE) else RankEndError("nothing: it still runs")
+    except EOFError:
+        return None
+
+
+def _be_rank(end: Connection, environment: dict[str, str], settings: dict[str, Any], prepare: Prepare | None) -> None:
+    os.environ |= environment
+    from lagrpo.training.run import train
+
+    try:
+        observers = prepare(int(environment["RANK"])) if prepare is not None else ()
+        end.send(train(settings, observers=observers))
+    except BaseException as error:  # noqa: BLE001 - the test is told
+        notes = getattr(error, "__notes__", ())
+        end.send(RankEndError("\n".join([f"{type(error).__name__}: {error}", *notes])))
