@@ -408,6 +408,7 @@ def update_alone(group: Any) -> str:
     """The first rank of two makes an update, the second one does not."""
     impatient = dist.new_group([0, 1])
     if group.rank() == 0:
+        assert isinstance(impatient, dist.ProcessGroup)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), impatient)
         learner = make(impatient, "bfloat16")
         with pytest.raises(RuntimeError) as raised:

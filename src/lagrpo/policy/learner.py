@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -242,7 +242,7 @@ class Learner:
             self.policy.weights.version += 1
         return {"grad_norm": norm, "lr": rate} | ({} if moved is None else {"moved": moved})
 
-    def _refuse(self, norm: float, rows: Sequence[MicroBatch]) -> None:
+    def _refuse(self, norm: float, rows: Sequence[MicroBatch]) -> NoReturn:
         self.discard()
         size, said = blame.find_culprit(self.policy, self.recipe, rows)
         culprit = said if self._ranks is None else say_largest(self._ranks, size, said, self.policy.device)
