@@ -128,7 +128,8 @@ def test_a_rank_that_hangs_is_given_up(settings, tmp_path):
 def test_a_run_whose_rank_0_is_killed_ends_on_the_others(settings, tmp_path):
     killed, other = together(2, settings("run"), partial(strike, tmp_path, "learning", signal.SIGKILL, 0))
     assert killed is None
-    assert str(other).startswith("RankError: rank 0 on ")
+    assert str(other).startswith("RankError: ")
+    assert "rank 0" in str(other)
 
 
 @pytest.mark.parametrize("phase", ["sampling", "learning", "weight sync"])

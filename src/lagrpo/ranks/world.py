@@ -210,7 +210,9 @@ class World:
         try:
             return self._store.check([key])
         except (dist.DistNetworkError, RuntimeError) as error:
-            raise self._break(RankError(f"the store of the ranks is gone: {_first_line(error)}")) from error
+            host = "torchrun" if self.own.hosted else "rank 0"
+            gone = f"the store in which the ranks meet is gone, and {host} with it: {_first_line(error)}"
+            raise self._break(RankError(gone)) from error
 
     def _look(self, others: Sequence[int] | Mapping[int, Seen], silence: float) -> None:
         """Raise RankError for a rank that said why it ended, or has left no sign of life for so many seconds."""
