@@ -89,6 +89,17 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def fill(page: Path, name: str, text: str) -> None:
+    """Put a text between the lines `<!-- NAME -->` and `<!-- end of NAME -->` of a page. Raises ValueError where they
+    are missing."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found and found_end):
+        raise ValueError(f"{page} has no lines {begin!r} and {end!r}")
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
+
+
 class Report:
     """A Markdown page and the raw measurements beside it, written under `directory` as NAME.md and NAME.json; may be
     written again when there is more."""

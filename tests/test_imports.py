@@ -38,7 +38,8 @@ ALLOWED: dict[str, set[str]] = {
 BELOW = set(ALLOWED)
 ALLOWED |= {
     "training": BELOW - {"replay"},
-    "cli": BELOW | {"training"},
+    "planning": BELOW | {"training"},
+    "cli": BELOW | {"training", "planning"},
     "__init__": {"threads", "training"},
     "__main__": {"cli"},
 }

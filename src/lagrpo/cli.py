@@ -6,6 +6,7 @@
     lagrpo verify RUN [--rows N | --all]
     lagrpo serve MODEL [--port P] [--weight-sync directory|nccl|ipc] … [-- OPTIONS OF VLLM]
     lagrpo recipes [NAME [--code]]
+    lagrpo plan [SETTINGS.toml] --gpus 8 --gpu h200 [--network 400Gb] [--servers N] [--from RUN] [--json]
 
 --task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --objective.recipe.
 `lagrpo COMMAND --help` lists what each takes. Exit codes: 0 done, 1 the run failed (verify: something differs), 2 wrong
@@ -15,6 +16,9 @@ input, 130 stopped by Ctrl-C, 143 by SIGTERM.
 from __future__ import annotations
 
 import inspect
+import json
+import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +34,8 @@ from lagrpo import logs
 from lagrpo.errors import SettingsError, find_nearest
 from lagrpo.interrupts import interruptible
 from lagrpo.redaction import redact
-from lagrpo.settings.arguments import parse
+from lagrpo.settings.arguments import Arguments, parse
+from lagrpo.settings.plan import PlanSettings
 from lagrpo.settings.schema import EvalSettings, Settings
 from lagrpo.settings.serve import ServeSettings
 from lagrpo.settings.toml import load_settings, to_toml, validate
@@ -112,7 +117,8 @@ def train(words: list[str]) -> None:
     if "--dry-run" in given.flags:
         from lagrpo.training.explain import meaning
 
-        return print(redact(to_toml(settings)), *(f"# {line}" for line in meaning(settings, recipe)), sep="\n")
+        lines = meaning(settings, recipe, ranks=int(os.environ.get("WORLD_SIZE", 1)))
+        return print(redact(to_toml(settings)), *(f"# {line}" for line in lines), sep="\n")
     from lagrpo.training import run
 
     with failing(*run.FAILURES), led_quietly():
@@ -224,6 +230,34 @@ def recipes(name: Annotated[str | None, tyro.conf.Positional] = None, code: bool
     show_recipes() if name is None else print_code(name) if code else show_recipe(name)
 
 
+def plan(words: list[str]) -> None:
+    """Model where the time and the memory of a batch go, and which GPUs should serve and which learn.
+
+    Settings of the run are given as for train (--section.name VALUE); --json prints the plan for programs. No GPU is
+    needed and no weights are loaded. --from RUN takes the rates from a finished run."""
+    given, asked = read_plan(words)
+    if given.flags & HELP:
+        return show_help(asked, "lagrpo plan [SETTINGS.toml]", plan)
+    if len(given.files) > 1:
+        raise SettingsError(f"one settings file, not {len(given.files)}: {' '.join(given.files)}")
+    from lagrpo.planning.measured import Measured
+    from lagrpo.planning.plan import make_plan
+    from lagrpo.planning.show import show_plan
+
+    run = Measured.read(asked.from_run) if asked.from_run else None
+    source = given.files[0] if given.files else run.path / "config.toml" if run else None
+    made = make_plan(load_settings(source, given.overrides), asked, run)
+    print(json.dumps(made.to_dict(), indent=1)) if "--json" in given.flags else show_plan(made)
+
+
+def read_plan(words: list[str]) -> tuple[Arguments, PlanSettings]:
+    """The words of `lagrpo plan`: those of a run's settings, and the plan's own."""
+    words = [re.sub(r"^--from(?==|$)", "--from-run", word) for word in words]
+    given = parse(Settings, words, HELP | {"--json"})
+    own = {name: given.overrides.pop(name) for name in [*given.overrides] if name in PlanSettings.model_fields}
+    return given, validate(PlanSettings, {}, own, "command line")
+
+
 def show_help(settings: BaseModel, prog: str, function: Callable[..., Any]) -> None:
     """Print every setting with its description and its present value."""
     kind, text = type(settings), inspect.getdoc(function)
@@ -240,4 +274,5 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "verify": lambda words: tyro.cli(verify, args=words, prog="lagrpo verify"),
     "serve": serve,
     "recipes": lambda words: tyro.cli(recipes, args=words, prog="lagrpo recipes"),
+    "plan": plan,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,17 +28,20 @@ BYTES = {"bfloat16": 2, "float32": 4}
 HIDDEN_BYTES = {2: 44, 4: 54}  # by the bytes of a number
 PROGRAM = 400 * 2**20  # Python, torch and transformers themselves
 IDLE = 0.15  # of all that is used: gaps that the allocator cannot fill
+IN_HAND = 2  # layers that FSDP2 holds whole: one computes, the next is gathered
+Sharding = Literal["masters", "layers"]
+"""What ranks share among them: masters and moments alone, or also working weights and gradients (FSDP2)."""
 
 
-def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> list[str]:
-    """One line for each thing that people get wrong about a run. Without its parts the model's sizes are read from its
-    config (no weights are loaded)."""
+def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None, ranks: int = 1) -> list[str]:
+    """One line for each thing that people get wrong about a run on so many ranks. Without its parts the model's sizes
+    are read from its config (no weights are loaded)."""
     s, sampling, policy = settings.schedule, settings.sampling, parts.learner.policy if parts else None
     per_batch, batches = s.prompts * sampling.G, s.stages * s.batches
     config, parameters = (policy.model.config, policy.model.lm.num_parameters()) if policy else _sizes(settings)
     dtype, why = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
     text = config.get_text_config()
-    memory = expected_memory(settings, recipe, text, parameters, _fused(settings, text, policy))
+    memory = expected_memory(settings, recipe, text, parameters, _fused(settings, text, policy), ranks=ranks)
     changes = ", ".join(f"{name} = {value}" for name, value in settings.objective.overrides.items())
     return [
         f"recipe      {recipe.name}: {recipe.formula}" + (f"; here with {changes}" if changes else ""),
@@ -51,8 +54,9 @@ def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> l
         f"{count_of(batches * s.i, 'update')}, {batches * per_batch:,} samples",
         f"tokens      at most {per_batch * sampling.max_tokens:,} sampled per batch, "
         f"{settings.optimizer.micro_batch_tokens:,} in a micro-batch",
-        f"memory      at most about {_size(sum(memory.values()))}: "
+        f"memory      at most about {_size(sum(memory.values()))}{' for each rank' if ranks > 1 else ''}: "
         + ", ".join(f"{name} {_size(size)}" for name, size in memory.items()),
+        *_moved(settings, parameters, BYTES[dtype], ranks),
         f"arithmetic  {dtype} ({why}) on {policy.device if policy else settings.model.device}"
         + (f", {settings.optimizer.masters} float32 masters" if dtype == "bfloat16" else "")
         + (f"; {policy.model.computation}" if policy else ""),
@@ -112,6 +116,18 @@ def _sampler(settings: Settings) -> list[str]:
     ]
 
 
+def _moved(settings: Settings, parameters: int, size: int, ranks: int) -> list[str]:
+    """What goes between processes: weights to servers, and between ranks the gradients and weights of an update."""
+    moved = []
+    if settings.sampling.sampler == "vllm":
+        moved.append(f"a weight sync {_size(parameters * size)} to each server by {settings.vllm.weight_sync}")
+    if ranks > 1:
+        part = (ranks - 1) / ranks
+        gradients, weights = (_size(int(parameters * each * part)) for each in (4, size))
+        moved.append(f"an update {gradients} of gradients and {weights} of weights from each of {ranks} ranks")
+    return [f"moves       {'; '.join(moved)}"] if moved else []
+
+
 _IN_FLIGHT = {
     "finish": "completions under way are waited for",
     "span": "completions under way go on with the new weights and span versions",
@@ -133,41 +149,87 @@ def _fused(settings: Settings, config: Any, policy: Policy | None) -> bool:
 
 
 def expected_memory(
-    settings: Settings, recipe: Recipe, config: Any, parameters: int, fused: bool = False
-) -> dict[str, int]:
-    """Bytes by purpose, at the most: the program; π, α (and π_ref) in the working dtype, and π once more, packed, where
-    the kernels multiply and α lags behind; masters, gradients and AdamW's two moments in float32; activations of one
-    micro-batch and the logits in hand; keys and values of the sampler; what lies idle between them, as the allocator
-    cannot fill every gap; and the copy of masters, moments and lagging weights that a checkpoint is written from, in
-    the host's memory. `fused`: see `activation_bytes`.
+    settings: Settings, recipe: Recipe, config: Any, parameters: int, fused: bool = False, size: int | None = None,
+    ranks: int = 1, sharding: Sharding = "masters",
+) -> dict[str, int]:  # fmt: skip
+    """Bytes of a rank by purpose, at the most: the program; π, α (unless vLLM samples) and π_ref in the working dtype,
+    and π once more, packed, where the kernels multiply and α lags behind; gradients in float32; masters and AdamW's two
+    moments in float32, of which a rank has its part; activations of one micro-batch and the logits in hand; keys and
+    values of the sampler; what lies idle between them, as the allocator cannot fill every gap; and the copy of masters,
+    moments and lagging weights that a checkpoint is written from, in the host's memory. `size`: bytes of a working
+    number, by default those of the settings' dtype here; `fused`: see `activation_bytes`. With P parameters in bfloat16
+    on R ranks:
+
+        sharding   π    π_ref   α    gradient   masters and moments
+        masters    2P   2P      2P   4P         12P/R
+        layers     2P/R 2P/R    2P   4P/R       12P/R                 and two layers that are gathered whole
 
     Measured peaks without a checkpoint (CPU, SmolLM2-135M, two or three batches of experiments/demo.toml): 3.8 GiB in
     bfloat16 and 5.1 in float32 where this expects 5.0 and 6.7, as its prompts and completions are shorter than they may
     be; 4.8 with a reference and 48 tokens a completion in micro-batches of 2,048 (expected 5.0); 3.7 with checkpointing
-    (4.1)."""
-    dtype, _ = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
-    size, s = BYTES[dtype], settings.schedule
+    (4.1). With more than one rank it is a formula that has not been measured."""
+    size = size or BYTES[pick_dtype(settings.model.dtype, pick_device(settings.model.device))[0]]
+    s, local = settings.schedule, settings.sampling.sampler == "local"
     apart = s.i > 1 or largest_lag(Schedule(s.kind, s.v, s.delta), s.stages, s.batches, s.i) > 0
-    copies = 2 + recipe.needs_pi_ref + (fused and size == 2 and apart)
+    own, lagging = 1 + recipe.needs_pi_ref, int(apart) + recipe.needs_pi_ref
+    weights = parameters * size * (own + local + (fused and size == 2 and apart))
+    gradient, sharded = parameters * 4, parameters * (12 if size == 2 or ranks > 1 else 8)
+    if sharding == "layers" and ranks > 1:
+        weights = (
+            own * parameters * size // ranks + (parameters * size if local else 0) + _in_hand(config, parameters, size)
+        )
+        gradient //= ranks
+    activations = _activations(settings, config, size, fused, -(-s.prompts // ranks))
+    memory = {
+        "program": PROGRAM,
+        "weights": weights,
+        "optimizer": gradient + sharded // ranks,
+        "activations": activations,
+        "sampler": _tokens_held(settings, ranks) * _kv_bytes(config, size),
+    }
+    idle = {"idle": int(IDLE * sum(memory.values()))}
+    writes = settings.run.checkpoint_minutes or settings.run.checkpoint_every or settings.run.keep_optimizer
+    return memory | idle | ({"checkpoint": parameters * 12 // ranks + parameters * lagging * size} if writes else {})
+
+
+HOST = ("program", "checkpoint")
+"""What of `expected_memory` lies in the host's memory where the device has its own."""
+
+
+def _in_hand(config: Any, parameters: int, size: int) -> int:
+    """Bytes of the weights that are gathered at a time: layers, or embedding and head where these are larger."""
+    head = config.vocab_size * config.hidden_size
+    layer = max(0, parameters - head) // Shape.of(config).layers
+    return size * max(IN_HAND * layer, head + layer)
+
+
+def _kv_bytes(config: Any, size: int) -> int:
+    """Bytes of the keys and values of a token."""
     layers, _, kv_heads, d = Shape.of(config)
-    sampling, rows = settings.sampling, settings.sampling.max_num_seqs
-    tokens_held = rows * sampling.max_tokens + rows // sampling.G * sampling.max_prompt_tokens
-    of_a_batch = s.prompts * (sampling.max_prompt_tokens + sampling.G * sampling.max_tokens)
+    return 2 * layers * kv_heads * d * size
+
+
+def _tokens_held(settings: Settings, ranks: int) -> int:
+    """Tokens whose keys and values are held at the most: by one rank as many rows as may be decoded at a time; with
+    more ranks those of its share of the prompts, or of an evaluation."""
+    s, sampling, e, rows = settings.schedule, settings.sampling, settings.evaluation, settings.sampling.max_num_seqs
+    if ranks > 1:
+        together = s.v if s.kind == "every" and sampling.prefetch else 1
+        share = -(-s.prompts * together // ranks) * sampling.G if sampling.sampler == "local" else 0
+        evaluated = e.prompts * e.samples if e.before_and_after or e.every else 0
+        rows = min(rows, max(share, evaluated))
+    return rows * sampling.max_tokens + rows // sampling.G * sampling.max_prompt_tokens
+
+
+def _activations(settings: Settings, config: Any, size: int, fused: bool, prompts: int) -> int:
+    """Bytes that a micro-batch of at most so many prompts leaves for the backward pass, and its logits."""
+    sampling = settings.sampling
+    of_a_batch = prompts * (sampling.max_prompt_tokens + sampling.G * sampling.max_tokens)
     learned = min(settings.optimizer.micro_batch_tokens, of_a_batch)
     numbers, head = learned * config.vocab_size, config.vocab_size * config.hidden_size
     by_pytorch = 4 * (4 * min(CHUNK_LOGITS, numbers) + head)
     by_kernels = size * min(KEPT_LOGITS + KERNEL_LOGITS, numbers) + (4 + size) * head
-    memory = {
-        "program": PROGRAM,
-        "weights": copies * parameters * size,
-        "optimizer": parameters * (12 + (4 if dtype == "bfloat16" else 0)),
-        "activations": learned * activation_bytes(settings, config, size, fused) + max(by_pytorch, by_kernels),
-        "sampler": tokens_held * 2 * layers * kv_heads * d * size,
-    }
-    idle = {"idle": int(IDLE * sum(memory.values()))}
-    run, lagging = settings.run, int(apart) + recipe.needs_pi_ref
-    writes = run.checkpoint_minutes or run.checkpoint_every or run.keep_optimizer
-    return memory | idle | ({"checkpoint": parameters * (12 + lagging * size)} if writes else {})
+    return learned * activation_bytes(settings, config, size, fused) + max(by_pytorch, by_kernels)
 
 
 def activation_bytes(settings: Settings, config: Any, size: int, fused: bool = False) -> int:
@@ -190,13 +252,20 @@ def activation_bytes(settings: Settings, config: Any, size: int, fused: bool = F
 
 def _sizes(settings: Settings) -> tuple[Any, int]:
     """The config of the model, and how many parameters it has."""
+    lm = empty_model(settings)
+    return lm.config, lm.num_parameters()
+
+
+def empty_model(settings: Settings) -> Any:
+    """The model of the settings by its config alone: on the device meta, no weight is read or has storage. Raises
+    SettingsError for one that is not there or cannot be run."""
     from transformers import AutoModelForCausalLM
 
     with loading(settings.model):
         config = read_config(resolve_model(settings.model.path))
         check_supported(config)
         with torch.device("meta"):
-            return config, AutoModelForCausalLM.from_config(config).num_parameters()
+            return AutoModelForCausalLM.from_config(config)
 
 
 def _size(size: int) -> str:
