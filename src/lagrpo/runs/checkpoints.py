@@ -168,6 +168,8 @@ class Checkpoints:
         save_tensors(content.learner, folder / (learner_file(0, len(shards) + 1)))
         for shard in shards:
             shard.replace(folder / shard.name)
+        for emptied in {shard.parent for shard in shards}:
+            emptied.rmdir()
         if any(content.waiting.values()):
             rows = [row for batch, groups in content.waiting.items() for g in groups for row in _rows(batch, g)]
             write_table(folder / WAITING, rows, table_schema(COLUMNS))
