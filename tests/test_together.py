@@ -33,10 +33,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "evaluation": {"every": 2},
     "distributed": QUICK,
 }
-SAME_TO_ROUNDING = {"rel": 2e-3, "abs": 1e-4}
 MEAN_ROUNDING = 1e-5
-"""of weights after twelve steps of .01: AdamW divides a gradient of the size of rounding by its own size, so a few weights
-differ by whole steps"""
+"""of weights after twelve steps of .01: AdamW divides a gradient of the size of rounding by its own size, so a few
+weights differ by whole steps"""
 OF_SUMS_NEAR_0 = {"objective", "loss"}
 
 
@@ -80,7 +79,7 @@ def test_several_ranks_make_the_run_of_one(settings, offline, kind, size):
     for one, other in zip(*(without_timings(load_metrics(r)) for r in (run, alone)), strict=True):
         assert one.keys() == other.keys()
         for name in one.keys() - OF_SUMS_NEAR_0:
-            close = one[name] is other[name] or one[name] == pytest.approx(other[name], **SAME_TO_ROUNDING)
+            close = one[name] is other[name] or one[name] == pytest.approx(other[name], rel=2e-3, abs=1e-4)
             assert close, (name, one[name], other[name])
     of_ranks, of_one = (load_file(r / "weights/final/model.safetensors") for r in (run, alone))
     for name, weight in of_one.items():

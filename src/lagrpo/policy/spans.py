@@ -78,9 +78,6 @@ class Merged(Mapping[str, Tensor]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._pieces  # without reading it
-
     def __len__(self) -> int:
         return len(self._pieces)
 
