@@ -52,7 +52,7 @@ def settings(model, tmp_path):
 
 def only_result(found: list[Any]) -> Result:
     """What all ranks return, which is the same."""
-    assert all(isinstance(one, Result) for one in found), found
+    assert all(isinstance(one, Result) for one in found), "\n\n".join(map(str, found))
     assert len({str(one) for one in found}) == 1
     return found[0]
 

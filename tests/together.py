@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -15,6 +16,7 @@ from typing import Any
 from lagrpo.training.observers import Observer
 
 DEADLINE = 180.0  # seconds for a run of several ranks on a busy machine
+GRACE = 20.0  # seconds for the others, when one has failed
 QUICK = {"collective": 60, "silence": 5}  # how long ranks wait for each other
 Prepare = Callable[[int], Sequence[Observer]]
 _forks = multiprocessing.get_context("forkserver")
@@ -44,7 +46,12 @@ def together(size: int, settings: dict[str, Any], prepare: Prepare | None = None
         processes.append(process)
         ends.append(ours)
     try:
-        return [_result(end) for end in ends]
+        found, deadline = [], DEADLINE
+        for end in ends:
+            found.append(_result(end, deadline))
+            if isinstance(found[-1], RankEndError):
+                deadline = GRACE
+        return found
     finally:
         for process in processes:
             with suppress(ProcessLookupError):
@@ -52,9 +59,9 @@ def together(size: int, settings: dict[str, Any], prepare: Prepare | None = None
             process.join()
 
 
-def _result(end: Connection) -> Any:
+def _result(end: Connection, deadline: float) -> Any:
     try:
-        return end.recv() if end.poll(DEADLINE) else RankEndError("nothing: it still runs")
+        return end.recv() if end.poll(deadline) else RankEndError("nothing: it still runs")
     except EOFError:
         return None
 
@@ -67,5 +74,5 @@ def _be_rank(end: Connection, environment: dict[str, str], settings: dict[str, A
         observers = prepare(int(environment["RANK"])) if prepare is not None else ()
         end.send(train(settings, observers=observers))
     except BaseException as error:  # noqa: BLE001 - the test is told
-        notes = getattr(error, "__notes__", ())
-        end.send(RankEndError("\n".join([f"{type(error).__name__}: {error}", *notes])))
+        said = f"{type(error).__name__}: {error}"
+        end.send(RankEndError("\n".join([said, *getattr(error, "__notes__", ()), traceback.format_exc()])))

@@ -103,14 +103,14 @@ class World:
         where rank 0 is gone."""
         while True:
             self._count += 1
-            self.tell("waiting for rank 0")
+            self._on_store(lambda: self.tell("waiting for rank 0"))
             self._wait(f"command/{self._count}", [0], float("inf"))
             name, payload = self._receive()
             if name == CLOSE:
                 return payload
             self.tell(name)
             result = self._attempt(lambda name=name, payload=payload: commands[name](payload))
-            self._store.set(f"done/{self._count}/{self.rank}", "")
+            self._on_store(lambda: self._store.set(f"done/{self._count}/{self.rank}", ""))
             self._translating(lambda result=result: dist.gather_object(result, None, 0, self._control))
 
     def wants_no_more(self) -> bool:
@@ -142,7 +142,8 @@ class World:
 
     def fail(self, error: BaseException) -> None:
         """Tell rank 0 why this rank ends."""
-        self._store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
+        with suppress(RuntimeError):  # the store may be gone, and why with it
+            self._store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
 
     def close(self, result: Any = None) -> None:
         """End: rank 0 sends the others home, with `result`. What cannot be told any more is not."""
@@ -195,7 +196,7 @@ class World:
         is being stopped, as torchrun does when a rank has ended, has less patience with silence."""
         start = looked = time.monotonic()
         pause = SHORTEST
-        while not self._is_there(key):
+        while not self._on_store(lambda: self._store.check([key])):
             time.sleep(pause)
             pause, now = min(2 * pause, LONGEST), time.monotonic()
             if now - looked > EVERY:
@@ -206,9 +207,10 @@ class World:
                 limit = f"{seconds:g} s (distributed.deadline)"
                 raise self._break(RankError(f"{self._seen[slow].describe(slow)} was not ready within {limit}"))
 
-    def _is_there(self, key: str) -> bool:
+    def _on_store(self, call: Callable[[], T]) -> T:
+        """What the call gives. Raises RankError where the store is gone."""
         try:
-            return self._store.check([key])
+            return call()
         except (dist.DistNetworkError, RuntimeError) as error:
             host = "torchrun" if self.own.hosted else "rank 0"
             gone = f"the store in which the ranks meet is gone, and {host} with it: {_first_line(error)}"

@@ -155,7 +155,7 @@ class ParityCheck:
         (learner_T, servers_ST), found = scores, []
         for number, server in enumerate(sampler.servers):
             found.append(self._check_distance(learner_T, servers_ST[number], f"{where} {server}"))
-            if self._before is not None:
+            if self._before is not None and len(self._before[1]) == len(servers_ST):  # a resumed run may have others
                 old_T, before_T = self._before[0], self._before[1][number]
                 telling = check_fresh(old_T, learner_T, before_T, servers_ST[number], f"{where} {server}")
                 found[-1]["parity_telling"] = telling

@@ -37,11 +37,13 @@ class VllmSampler:
     @property
     def version(self) -> int:
         """The version that all servers report; -1 if one reports weights of another run or version."""
-        versions = {self.fleet.served.version_of(server.version()) for server in self.servers}
+        labels = {self.fleet.ask(member, Server.version) for member in self.fleet.members}
+        versions = {self.fleet.served.version_of(label) for label in labels}
         return versions.pop() if len(versions) == 1 else -1
 
     def describe_versions(self) -> str:
-        return ", ".join(f"{server}: {server.version()!r}" for server in self.servers)
+        labels = [self.fleet.ask(member, Server.version) for member in self.fleet.members]
+        return ", ".join(f"{server}: {label!r}" for server, label in zip(self.servers, labels, strict=True))
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
         """π_version into all servers; what it cost: bytes, seconds of writing and of having the servers paused.
