@@ -18,7 +18,7 @@ SMALL = {"cache", "errors", "hub", "interrupts", "logs", "redaction", "rng", "ty
 LEAVES = {*SMALL, "core", "threads"}
 ALLOWED: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
-    "guard": set(),
+    "guard": {"redaction"},
     "errors": {"redaction"},
     "logs": {"redaction"},
     "workers": {"guard", "interrupts"},
