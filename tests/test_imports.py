@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +41,7 @@ ALLOWED |= {
     "training": BELOW - {"replay"},
     "cli": BELOW | {"training"},
     "__init__": {"threads", "training"},
-    "__main__": {"cli"},
+    "__main__": {"cli", "interrupts"},
 }
 CORE_MAY_USE = {"torch", "jaxtyping"} | set(sys.stdlib_module_names)
 
@@ -153,6 +154,15 @@ def test_the_package_itself_loads_what_must_come_before_pytorch_and_nothing_else
 )
 def test_settings_and_display_load_nothing_heavy(module):
     assert loaded(f"import lagrpo.{module}") & HEAVY == set()
+
+
+def test_the_command_begins_with_a_module_that_loads_next_to_nothing():
+    project = tomllib.loads((SOURCES.parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["scripts"] == {"lagrpo": "lagrpo.__main__:main"}
+    names = loaded("import lagrpo.__main__")
+    ours = {"lagrpo.__main__", "lagrpo.interrupts"}
+    assert {name for name in names if name.startswith("lagrpo")} == WITH_LAGRPO | ours
+    assert names & (HEAVY | {"tyro", "pydantic", "rich", "numpy"}) == set()
 
 
 @pytest.mark.parametrize(
