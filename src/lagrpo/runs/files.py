@@ -16,6 +16,10 @@ from typing import Any
 
 TEMPORARY = re.compile(r"\..+\.[0-9]+-[0-9a-f]{8}\.tmp")
 
+_OF_SYSTEM = re.compile(
+    r"(?:os error |Os \{ code: )([0-9]{1,4})\b"
+)  # how Rust, in which safetensors is written, says it
+
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
@@ -25,9 +29,9 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        if (system := re.search(r"\bOs \{ code: (\d+)", str(error))) is None:
+        if (system := _OF_SYSTEM.search(str(error))) is None:
             raise OSError(f"{path} could not be written: {error}") from error
-        raise OSError(int(system[1]), os.strerror(int(system[1])), str(path)) from error
+        raise OSError(code := int(system[1]), os.strerror(code), str(path)) from error
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
