@@ -268,6 +268,8 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_one_before_is_
     with pytest.raises(CheckpointError, match=r"batch 3 could not be written .* The one of batch 2 is whole") as error:
         begin("run")
     monkeypatch.undo()
+    assert "step-000003'" in str(error.value)
+    assert "\n".join([str(error.value), *error.value.__notes__]).count("--resume") == 1
     run = Path(next(iter(error.value.__notes__)).split(": ")[1].partition(" (")[0])
     assert Checkpoints(run).newest()[0].batch == 2  # type: ignore[union-attr]
     assert differing(go_on(run).run, leaves(begin("whole").run, exact=True)) == []
@@ -638,9 +640,18 @@ def test_checkpoints_of_another_run_are_none_of_this_one(run, begin, monkeypatch
     shutil.rmtree(run / "checkpoints")
     shutil.copytree(other / "checkpoints", run / "checkpoints")
     assert "step-000003 is a checkpoint of another run" in refused(run, monkeypatch)
-    (run / "environment.json").unlink()  # now nothing says whose they are but the records
-    said = refused(run, monkeypatch, run={"allow": ["schedule.i"]})
-    assert "has no end of a line after" in said
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_records_are_never_cut_in_the_middle_of_a_line(run, monkeypatch, name):
+    edit_state(run, lambda state: state["lengths"].update({name: state["lengths"][name] - 3}))
+    assert f"{name} has no end of a line after" in refused(run, monkeypatch)
+
+
+def test_a_checkpoint_that_does_not_belong_to_the_last_line_of_metrics_is_refused(run, monkeypatch):
+    two = sum(map(len, (run / "metrics.jsonl").read_bytes().splitlines(True)[:2]))
+    edit_state(run, lambda state: state["lengths"].update({"metrics.jsonl": two}))
+    assert "metrics.jsonl does not have one line for each batch until 3" in refused(run, monkeypatch)
 
 
 def test_a_failure_while_records_are_cut_does_not_say_that_nothing_has_changed(run, monkeypatch):
@@ -654,6 +665,19 @@ def test_a_failure_while_records_are_cut_does_not_say_that_nothing_has_changed(r
     assert "as it was" not in str(error.value.__notes__)
     assert "Go on after batch 3 with" in error.value.__notes__[-1]
     assert go_on(run, schedule={"stages": 2}).batches == 6
+
+
+def test_the_first_error_is_told_where_the_disk_does_not_take_the_end_of_the_run(begin, monkeypatch):
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device", "events.jsonl")
+
+    monkeypatch.setattr(training_run.RunFiles, "end", full)
+    monkeypatch.setattr(training_run.Training, "learn", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as error:
+        begin("run", schedule={"stages": 1})
+    begin_again, end = error.value.__notes__[-2:]
+    assert begin_again.startswith("No checkpoint yet; to begin again: lagrpo train --resume")
+    assert end == "Nor could its end be recorded: [Errno 28] No space left on device: 'events.jsonl'"
 
 
 def test_a_run_that_begins_again_says_where_it_does(begin):

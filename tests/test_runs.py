@@ -583,6 +583,21 @@ def test_git_state_of_a_clean_and_a_changed_repository(tmp_path):
     assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": True}
 
 
+def test_the_state_of_a_repository_is_read_without_its_lock(tmp_path):
+    """A run that is killed while git looks would leave the lock behind, and nobody could commit any more."""
+    for command in (["init"], ["config", "user.email", "a@b"], ["config", "user.name", "a"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True, capture_output=True)
+    (tmp_path / "file").write_text("1")
+    subprocess.run(["git", "-C", str(tmp_path), "add", "file"], check=True)
+    subprocess.run(["git", "-C", str(tmp_path), "commit", "-m", "1"], check=True, capture_output=True)
+    os.utime(tmp_path / "file", (1, 1))  # status would write this down in the index
+    before = (tmp_path / ".git" / "index").read_bytes()
+    state = git_state(tmp_path)
+    assert state is not None
+    assert not state["dirty"]
+    assert (tmp_path / ".git" / "index").read_bytes() == before
+
+
 def test_the_examples_in_the_docstrings_hold():
     for module in (directory, plots):
         results = doctest.testmod(module)

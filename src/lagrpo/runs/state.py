@@ -101,7 +101,8 @@ def parse_state(text: bytes) -> State:
     if not any(name.startswith("learner") for name in state["files"]):
         raise ValueError("it has no file of the learner")
     versions = state["versions"]
-    kept = {None, 0, versions["policy"], *state["weights"]}
-    if lacking := {versions["alpha"], versions["pi_ref"]} - kept:
-        raise ValueError(f"it has no weights of version {min(lacking)}")
+    kept = {0, versions["policy"], *state["weights"]}
+    for version in (versions["alpha"], versions["pi_ref"]):
+        if version is not None and version not in kept:
+            raise ValueError(f"it has no weights of version {version}")
     return state

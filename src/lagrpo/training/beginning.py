@@ -22,8 +22,8 @@ READ_OF_TASK = {"reward_range": "", "system_prompt": " (of questions in offline.
 def describe_environment(parts: Parts, identity: str | None = None) -> dict[str, Any]:
     """What environment.json says: the run's identity (a new one by default), versions, machine, and what computes."""
     policy, dtype = parts.learner.policy, parts.settings.model.dtype
-    environment = {"id": secrets.token_hex(8) if identity is None else identity}
-    environment |= collect_environment(str(policy.device))
+    own = {"id": secrets.token_hex(8) if identity is None else identity}
+    environment = own | collect_environment(str(policy.device))
     environment["computation"] = policy.model.computation
     environment["decoding"] = parts.sampled.model.decoding if parts.sampled else "by vLLM"
     environment["dtype"], environment["dtype_reason"] = pick_dtype(dtype, policy.device)

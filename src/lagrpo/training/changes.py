@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lagrpo.errors import SettingsError
-from lagrpo.runs.checkpoints import Checkpoint, Checkpoints
 from lagrpo.runs.environment import read_environment
 from lagrpo.runs.files import to_json
 from lagrpo.runs.reading import check_no_links, load_events, load_until, open_run
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import flatten, load_settings
+
+if TYPE_CHECKING:  # it loads PyTorch
+    from lagrpo.runs.checkpoints import Checkpoint, Checkpoints
 
 FREE = (
     *("run.name", "run.directory", "run.resume", "run.allow", "run.display", "run.save_weights", "run.save_every"),
@@ -25,6 +27,8 @@ FREE = (
 spelling may change, from auto to what that chose; the run looks at what it computes in."""
 FIXED = {"run.seed": "every random number of the run is a function of it"}
 """Settings that never change, and why."""
+SAID_ANEW = ("run.name", "run.directory", "run.resume", "run.allow")
+"""Settings that belong to where a run is and to how it was called, and not to its batches."""
 FREE_OF_VLLM = ("in_flight",)
 """Settings of section vllm that it may not."""
 
@@ -65,6 +69,8 @@ def check_changes(settings: Settings, run: Path) -> None:
 def checkpoints_of(run: Path) -> Checkpoints:
     """The checkpoints of a run; those of others in its directory are none of it. Raises ValueError for a damaged
     environment.json."""
+    from lagrpo.runs.checkpoints import Checkpoints
+
     environment = read_environment(run)
     return Checkpoints(run, environment.get("id", "") if environment else None)
 
@@ -74,7 +80,7 @@ def settings_at(run: Path, checkpoint: Checkpoint | None) -> dict[str, Any]:
     it does not say: by config.toml."""
     own = plain(own_settings(run))
     said = checkpoint.state.get("settings", {}) if checkpoint else {}
-    return own | {name: value for name, value in said.items() if name in own}
+    return own | {name: value for name, value in said.items() if name in own and name not in SAID_ANEW}
 
 
 def allowed_since(run: Path, checkpoint: Checkpoint | None, before: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -106,8 +112,7 @@ def own_settings(run: Path) -> Settings:
 def changes(settings: Settings, run: Path, checkpoint: Checkpoint | None) -> dict[str, Any]:
     """What differs from the settings of the batches until the checkpoint, for events: name -> [before, now]."""
     now, before = plain(settings), settings_at(run, checkpoint)
-    own = {"run.name", "run.directory", "run.resume", "run.allow"}
-    return {name: [before[name], now[name]] for name in now if before[name] != now[name] and name not in own}
+    return {n: [before[n], now[n]] for n in now if before[n] != now[n] and n not in SAID_ANEW}
 
 
 def _may_change(name: str, settings: Settings, before: Mapping[str, Any]) -> bool:

@@ -176,7 +176,7 @@ class Training:
                 self.rescue(error)
                 raise
             finally:
-                self.tell_end(status, interrupted, sys.exception())
+                self.tell_end(status, interrupted, sys.exc_info()[1])
             if status == "finished" and not self.settings.run.keep_optimizer:  # after the event that says so
                 self.keeper.store.prune(())
         before, after = (e.summary if (e := self.evaluations.get(name)) else None for name in ("before", "after"))
