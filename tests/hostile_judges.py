@@ -37,6 +37,25 @@ class Slow:
         return 1.0
 
 
+def print_secret(place: Path, rest: str) -> float:
+    """In one piece, in two writes, in the middle of an endless line, and at the end of one without a newline."""
+    secret = os.environ["HF_TOKEN"]
+    os.write(1, f"it is {secret}\n".encode() + secret[:5].encode())
+    os.write(1, f"{secret[5:]}\n{'x' * 65_531}{secret}{'y' * 70_000}\n".encode())
+    os.write(2, f"http://me:{secret}@host --api-key {secret}".encode())
+    return 1.0
+
+
+def return_secret(place: Path, rest: str) -> Any:
+    secret = os.environ["HF_TOKEN"]
+    return {"text": secret, "list": [1, {"deep": secret}], "long": "x" * 4090 + secret, "bytes": secret.encode()}[rest]
+
+
+def raise_secrets(place: Path, rest: str) -> float:
+    """So many that what is left of the text once they are hidden is short."""
+    raise ValueError(os.environ["HF_TOKEN"] * 10_000)
+
+
 def judge(text: str, gold: Any) -> Any:
     action, _, rest = text.partition(" ")
     return ACTIONS[action](Path(gold), rest) if action in ACTIONS else float(text == "7")
@@ -204,6 +223,9 @@ def _raise(error: BaseException) -> None:
 
 
 ACTIONS: dict[str, Any] = {
+    "print-secret": print_secret,
+    "return-secret": return_secret,
+    "raise-secrets": raise_secrets,
     "exit": lambda place, code: os._exit(int(code)),
     "hang": lambda place, rest: time.sleep(FOREVER),
     "spin": lambda place, rest: 7 ** (7**9),

@@ -323,7 +323,9 @@ def test_a_run_that_fails_says_why_without_a_traceback(model, tmp_path):
     assert (code, out) == (1, "")
     assert err.startswith("lagrpo: 6 of 6 completions have no reward")
     assert "this judge never answers" in err
-    assert err.splitlines()[-1].startswith(f"The run until then: {tmp_path / 'runs' / 'one'} (0 of 3 batches")
+    until, way_on = err.splitlines()[-2:]
+    assert until.startswith(f"The run until then: {tmp_path / 'runs' / 'one'} (0 of 3 batches")
+    assert way_on == f"No checkpoint yet; to begin again: lagrpo train --resume {tmp_path / 'runs' / 'one'}"
     assert "Traceback" not in err
     assert leftovers(tmp_path) == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ SMALL = {"cache", "errors", "hub", "interrupts", "logs", "redaction", "rng", "ty
 LEAVES = {*SMALL, "core", "threads"}
 ALLOWED: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
-    "guard": set(),
+    "guard": {"redaction"},
     "errors": {"redaction"},
     "logs": {"redaction"},
     "workers": {"guard", "interrupts"},
@@ -41,7 +42,7 @@ ALLOWED |= {
     "planning": BELOW | {"training"},
     "cli": BELOW | {"training", "planning"},
     "__init__": {"threads", "training"},
-    "__main__": {"cli"},
+    "__main__": {"cli", "interrupts"},
 }
 CORE_MAY_USE = {"torch", "jaxtyping"} | set(sys.stdlib_module_names)
 
@@ -154,6 +155,15 @@ def test_the_package_itself_loads_what_must_come_before_pytorch_and_nothing_else
 )
 def test_settings_and_display_load_nothing_heavy(module):
     assert loaded(f"import lagrpo.{module}") & HEAVY == set()
+
+
+def test_the_command_begins_with_a_module_that_loads_next_to_nothing():
+    project = tomllib.loads((SOURCES.parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["scripts"] == {"lagrpo": "lagrpo.__main__:main"}
+    names = loaded("import lagrpo.__main__")
+    ours = {"lagrpo.__main__", "lagrpo.interrupts"}
+    assert {name for name in names if name.startswith("lagrpo")} == WITH_LAGRPO | ours
+    assert names & (HEAVY | {"tyro", "pydantic", "rich", "numpy"}) == set()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -141,3 +143,22 @@ def test_a_divisible_block_inside_whole_lets_interruptions_through_at_once():
         with pytest.raises(Interrupted), divisible():
             pass
     assert done == ["whole", "whole again"]
+
+
+PRESSED = """
+import sys
+class Press:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Press())
+from lagrpo.__main__ import main
+sys.argv = ["lagrpo", "--version"]
+main()
+"""
+
+
+@pytest.mark.parametrize("name", ["lagrpo.cli", "lagrpo.settings.schema", "tyro"])
+def test_ctrl_c_while_the_command_line_is_loaded_is_one_line(name):
+    done = subprocess.run([sys.executable, "-c", PRESSED.format(name=name)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "\nlagrpo: interrupted\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import sample_task
 import torch
+from chaos import merged
 from running import tiny_settings
 from tiny import save_tiny
 
@@ -382,6 +384,77 @@ def test_other_objectives_and_schedules_agree_too(model, tmp_path, sections):
     sections.setdefault("schedule", {}).setdefault("v", 2)
     report = verify_run(trained(model, tmp_path, **sections), rows=12)
     assert report.differences == []
+
+
+LAGGED = {"schedule": {"kind": "lagged", "v": 2, "batches": 6}}
+EVERY = {"schedule": {"v": 3, "batches": 6}}
+
+
+@pytest.fixture(scope="module")
+def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A run of six batches as one that was killed after the checkpoint of batch 4, when it had asked for others."""
+
+    @cache
+    def stop(kind: str) -> Path:
+        root, often = tmp_path_factory.mktemp(kind), {"checkpoint_every": 1, "keep_checkpoints": 9, "save_every": 1}
+        sections = {
+            **(LAGGED if kind == "lagged" else EVERY),
+            "run": often,
+            "task": {"name": "sample_task:load_letters"},
+        }
+        run = lagrpo.train(tiny_settings(model, root, **merged(sections, {"run": {"name": "run"}}))).run
+        for batch in (5, 6):
+            shutil.rmtree(run / "checkpoints" / f"step-{batch:06d}")
+        return run
+
+    return stop
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "recipe": {"objective": {"recipe": "asymre"}},
+    "temperature": {"sampling": {"temperature": 0.7}},
+    "G": {"sampling": {"G": 3}},
+    "max_tokens": {"sampling": {"max_tokens": 3}},
+    "dynamic sampling": {"sampling": {"dynamic_sampling": 3}},
+    "prompts": {"schedule": {"prompts": 3}},
+    "v": {"schedule": {"v": 1}},
+    "i": {"schedule": {"i": 2}},
+    "kind": {"schedule": {"kind": "lagged", "v": 1}},
+    "rewards": {"task": {"name": "sample_task:load_vowels", "reward_range": [0.0, 2.0]}},
+    "evaluation": {"evaluation": {"prompts": 4, "samples": 2}},
+    "a larger lag": {"schedule": {"v": 3}},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_whose_settings_were_changed_agrees_with_its_replay(stopped, tmp_path, change):
+    run = shutil.copytree(stopped("lagged" if change in ("a larger lag", "temperature") else "every"), tmp_path / "run")
+    allowed = [f"{section}.{name}" for section, values in CHANGES[change].items() for name in values]
+    lagrpo.train(
+        merged(CHANGES[change], {"run": {"resume": str(run), "allow": allowed}}, {"schedule": {"batches": 10}})
+    )
+    report = verify_run(run, rows=40)
+    assert [str(difference) for difference in report.differences] == []
+    assert compared(report)["advantages"] > 7 * 2 * 3
+    asked = sum(count for (what, _), count in report.skipped.items() if what == "rows: batches")
+    samples = change not in ("recipe", "i", "evaluation")
+    assert asked == (0 if not samples else 2 if change in ("a larger lag", "temperature") else 1)
+
+
+def test_a_change_that_is_not_on_record_is_found(stopped, tmp_path):
+    run = shutil.copytree(stopped("every"), tmp_path / "run")
+    lagrpo.train({"run": {"resume": str(run), "allow": ["sampling.G"]}, "sampling": {"G": 3}})
+    events = run / "events.jsonl"
+    events.write_text(events.read_text().replace('"sampling.G": [4, 3]', '"sampling.G": [3, 3]'))
+    assert named(verify_run(run, rows=4), "rollouts/step-000004.parquet", "numbers of the completions")
+
+
+@pytest.mark.parametrize("changed", ['"sampling.G": 3', '"sampling.G": [0, 3]', '"sampling.G": ["x", 3]'])
+def test_a_damaged_resumption_is_refused(run, changed):
+    with (run / "events.jsonl").open("a") as events:
+        events.write(f'{{"event": "resumed", "batch": 2, "changed": {{{changed}}}}}\n')
+    with pytest.raises(UnreadableError, match="cannot be replayed"):
+        verify_run(run, rows=1)
 
 
 def test_completions_that_somebody_else_drew_are_left_out(untouched, model, tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from collections.abc import Callable
+from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,12 @@ from lagrpo import Observer, train
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_events, load_metrics
 from lagrpo.runs.checkpoints import CheckpointError, Checkpoints
+from lagrpo.runs.directory import Run
 from lagrpo.runs.lock import RunLockedError, locked
+from lagrpo.runs.state import Loop
+from lagrpo.sampling.schedule import LoopState
 from lagrpo.settings.toml import load_settings
+from lagrpo.training import resume as training_resume
 from lagrpo.training import run as training_run
 from lagrpo.training.run import Result
 from lagrpo.verify import VerifierError
@@ -130,9 +136,18 @@ def test_a_finished_run_gets_more_stages(begin):
     assert differing(longer.run, leaves(begin("long").run, exact=True)) == []
 
 
+def before_its_first_checkpoint(run: Path) -> Path:
+    """A copy of a run, as one that was killed before it had a checkpoint."""
+    copy = cut_to(run, 0)
+    shutil.rmtree(copy / "weights" / "final")
+    lines = (copy / "events.jsonl").read_text().splitlines(True)
+    (copy / "events.jsonl").write_text("".join(line for line in lines if '"checkpoint"' not in line))
+    return copy
+
+
 def test_without_a_checkpoint_it_begins_again(begin):
     whole = begin("whole").run
-    killed = cut_to(whole, 0)
+    killed = before_its_first_checkpoint(whole)
     assert differing(go_on(killed).run, leaves(whole, exact=True)) == []
 
 
@@ -210,7 +225,7 @@ def test_a_finished_run_without_a_checkpoint_does_not_begin_again(begin):
     run = begin("run", schedule={"stages": 1}, run={"keep_optimizer": False}).run
     assert list((run / "checkpoints").glob("step-*")) == []
     before = (run / "metrics.jsonl").read_bytes()
-    with pytest.raises(SettingsError, match="is finished and kept no checkpoint"):
+    with pytest.raises(SettingsError, match="is finished, and kept no checkpoint"):
         go_on(run)
     assert (run / "metrics.jsonl").read_bytes() == before
 
@@ -253,6 +268,8 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_one_before_is_
     with pytest.raises(CheckpointError, match=r"batch 3 could not be written .* The one of batch 2 is whole") as error:
         begin("run")
     monkeypatch.undo()
+    assert "step-000003'" in str(error.value)
+    assert "\n".join([str(error.value), *error.value.__notes__]).count("--resume") == 1
     run = Path(next(iter(error.value.__notes__)).split(": ")[1].partition(" (")[0])
     assert Checkpoints(run).newest()[0].batch == 2  # type: ignore[union-attr]
     assert differing(go_on(run).run, leaves(begin("whole").run, exact=True)) == []
@@ -320,7 +337,7 @@ def test_checkpoints_that_cannot_be_read_do_not_make_a_run_begin_again(begin):
     for state in (run / "checkpoints").glob("*/state.json"):
         state.write_text(state.read_text().replace("lagrpo.checkpoint/1", "lagrpo.checkpoint/2"))
     before = (run / "metrics.jsonl").read_bytes()
-    with pytest.raises(SettingsError, match=r"(?s)in lagrpo.checkpoint/2.*No checkpoint of the run can be read"):
+    with pytest.raises(SettingsError, match=r"(?s)in lagrpo.checkpoint/2.*No checkpoint of .* can be read"):
         go_on(run, schedule={"stages": 2})
     assert (run / "metrics.jsonl").read_bytes() == before
 
@@ -378,7 +395,7 @@ def test_what_cannot_change_is_refused_whatever_is_allowed(begin, change, messag
 def test_damaged_records_are_named(begin):
     run = begin("run", schedule={"stages": 1}).run
     (run / "evaluations" / "before.json").write_text("")
-    with pytest.raises(SettingsError, match=r"before.json is damaged"):
+    with pytest.raises(SettingsError, match=r"before.json: this is not JSON.*To go on without this evaluation"):
         go_on(run)
     (run / "config.toml").write_text("")
     with pytest.raises(SettingsError, match=r"config.toml is empty"):
@@ -401,3 +418,316 @@ def test_a_signal_while_a_run_is_restored_leaves_it_as_it_was(begin):
     assert (stopped.interrupted, stopped.weights) == (signal.SIGTERM, None)
     assert before == {path: path.read_bytes() for path in before}
     assert go_on(run, schedule={"stages": 2}).batches == 6
+
+
+@pytest.fixture(scope="module")
+def finished(model, tmp_path_factory):
+    """A run of three batches that came to its end, with a checkpoint of each."""
+    return begin_in(tmp_path_factory.mktemp("finished"), model, "run", schedule={"stages": 1}).run
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of it to damage."""
+    return shutil.copytree(finished, tmp_path / "copy")
+
+
+def contents(run: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and not path.name.startswith(".lock")}
+
+
+def refused(run: Path, monkeypatch: pytest.MonkeyPatch, /, **sections: dict[str, Any]) -> str:
+    """Why the run does not go on. Nothing of it may have changed, and no model may have been loaded."""
+    before = contents(run)
+    with monkeypatch.context() as patched:
+        patched.setattr(training_run.Parts, "build", lambda *parts: pytest.fail("a model was loaded"))
+        with pytest.raises(SettingsError) as error:
+            go_on(run, **sections)
+    assert contents(run) == before
+    return str(error.value)
+
+
+def edit_state(run: Path, change: Callable[[dict[str, Any]], Any], batch: int = 3) -> None:
+    file = run / "checkpoints" / f"step-{batch:06d}" / "state.json"
+    state = json.loads(file.read_bytes())
+    change(state)
+    file.write_text(json.dumps(state))
+
+
+def resumptions(run: Path) -> list[dict[str, Any]]:
+    return [event for event in load_events(run) if event["event"] == "resumed"]
+
+
+def test_only_the_records_of_the_run_are_ever_cut(run, tmp_path):
+    precious = tmp_path / "precious.txt"
+    precious.write_text("a year of work")
+    edit_state(run, lambda state: state["lengths"].update({str(precious): 0}))
+    assert Checkpoints(run).newest()[0].batch == 2  # type: ignore[union-attr]
+    assert go_on(run).batches == 3
+    assert precious.read_text() == "a year of work"
+
+
+STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a batch that is text": lambda s: s.update(batch="three"),
+    "the batch of another checkpoint": lambda s: s.update(batch=2, loop={**s["loop"], "batch": 2}),
+    "another batch in its loop": lambda s: s["loop"].update(batch=2),
+    "a length below nothing": lambda s: s["lengths"].update({"metrics.jsonl": -1}),
+    "a field that the loop does not have": lambda s: s["loop"].update(stage=1),
+    "a parity check without its items": lambda s: s.update(parity={"before": None, "likeliest": 0.0}),
+    "a number for the parity check": lambda s: s.update(parity=7),
+    "a batch that is no number": lambda s: s.update(announced={"soon": [0]}),
+    "a number for the warnings": lambda s: s.update(warnings=3),
+    "a best evaluation that is text": lambda s: s.update(best="x"),
+    "no file of the learner": lambda s: s.update(files={}),
+    "a file that is not its own": lambda s: s["files"].update({"../../metrics.jsonl": 1}),
+    "a version without weights": lambda s: s["versions"].update(alpha=99),
+    **{f"no {key}": lambda s, key=key: s.pop(key) for key in ("batch", "lengths", "loop", "versions", "model", "data")},
+}
+
+
+@pytest.mark.parametrize("damage", STATES)
+def test_a_state_that_no_checkpoint_has_makes_way_for_the_one_before(run, damage):
+    edit_state(run, STATES[damage])
+    newest, complaints = Checkpoints(run).newest()
+    assert newest is not None
+    assert (newest.batch, len(complaints)) == (2, 1)
+    assert "\n" not in complaints[0]
+
+
+@pytest.mark.parametrize("text", ["[]", "", "[" * 100_000, '{"schema": 1' + "0" * 5000 + "}"])
+def test_a_state_that_is_no_object_makes_way_too(run, text):
+    (run / "checkpoints" / "step-000003" / "state.json").write_text(text)
+    assert Checkpoints(run).newest()[0].batch == 2  # type: ignore[union-attr]
+
+
+def test_the_state_of_a_checkpoint_has_the_fields_of_the_loop():
+    assert [*Loop.__annotations__] == [field.name for field in fields(LoopState)]
+
+
+def damage_metrics(run: Path) -> None:
+    text = (run / "metrics.jsonl").read_bytes()
+    (run / "metrics.jsonl").write_bytes(text[:40] + b"\x01" + text[41:])
+
+
+def without_counts(run: Path) -> None:
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(text.replace('"completions"', '"completiens"'))
+
+
+RECORDS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a damaged byte in metrics": (damage_metrics, r"metrics.jsonl, line 1: this is not JSON"),
+    "metrics without what is counted": (without_counts, r"line 1: completions is None, not a number"),
+    "an environment that is a list": (lambda r: (r / "environment.json").write_text("[]"), r"it holds a list"),
+    "packages that are a list": (lambda r: (r / "environment.json").write_text('{"packages": [1]}'), r"packages is a"),
+    "an evaluation that is a list": (lambda r: (r / "evaluations" / "x.json").write_text("[]"), r"x.json: this is a l"),
+    "an evaluation without a name": (
+        lambda r: (r / "evaluations" / "x.json").write_text('{"batch": 1}'),
+        r"no summary",
+    ),
+    "an evaluation of another name": (
+        lambda r: (r / "evaluations" / "x.json").write_text('{"batch": 1, "name": "../../y"}'),
+        r"x.json is the summary of another evaluation",
+    ),
+    "an evaluation of a batch that is text": (
+        lambda r: (r / "evaluations" / "x.json").write_text('{"batch": "1", "name": "x"}'),
+        r"x.json is no summary",
+    ),
+    "a damaged table of an evaluation": (
+        lambda r: (r / "evaluations" / "before.parquet").write_text("x"),
+        r"before.parquet is damaged .* remove it and its .json",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", RECORDS)
+def test_damaged_records_are_refused_before_anything_is_loaded_or_cut(run, monkeypatch, damage):
+    spoil, message = RECORDS[damage]
+    spoil(run)
+    said = refused(run, monkeypatch, schedule={"stages": 2})
+    assert "\n" not in said
+    with pytest.raises(SettingsError, match=message):
+        go_on(run)
+
+
+def test_names_that_no_run_gives_are_left_alone(run):
+    strays = ["rollouts/step-000003 (copy).parquet", "rollouts/step-abc.parquet", "weights/v1 copy"]
+    strays += ["checkpoints/weights/v000001 copy.safetensors", "checkpoints/step-000099"]
+    for stray in strays:
+        (run / stray).parent.mkdir(exist_ok=True)
+        (run / stray).write_text("mine")
+    assert go_on(run, schedule={"stages": 2}).batches == 6
+    assert {(run / stray).read_text() for stray in strays} == {"mine"}
+
+
+@pytest.mark.parametrize("status", ["interrupted", "killed"])
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(run, begin, monkeypatch, status):
+    shutil.rmtree(run / "checkpoints")
+    shutil.rmtree(run / "weights")
+    lines = (run / "events.jsonl").read_text().replace('"finished"', '"interrupted"').splitlines(True)
+    (run / "events.jsonl").write_text("".join(lines if status == "interrupted" else lines[:-1]))
+    assert "had checkpoints, and" in refused(run, monkeypatch)
+    with pytest.raises(SettingsError, match=r"had checkpoints, and .* start a new run$"):
+        begin(run.name, run={"resume": "auto"}, schedule={"stages": 1})
+
+
+def test_a_finished_run_that_keeps_no_checkpoint_says_that_it_is_finished_before_it_removes_them(begin, monkeypatch):
+    said, prune = [], Checkpoints.prune
+
+    def look(self: Checkpoints, keep: Any) -> None:
+        if not keep:
+            said.extend(event.get("status") for event in load_events(self.run))
+        prune(self, keep)
+
+    monkeypatch.setattr(Checkpoints, "prune", look)
+    run = begin("run", schedule={"stages": 1}, run={"keep_optimizer": False}).run
+    assert said[-1] == "finished"
+    assert list((run / "checkpoints").glob("step-*")) == []
+
+
+def test_a_run_that_was_killed_between_its_weights_and_its_last_event_does_not_begin_again(begin, monkeypatch):
+    none = {"checkpoint_every": 0, "keep_optimizer": False}
+    run = begin("run", schedule={"stages": 1}, run=none, evaluation={"every": 0}).run
+    lines = (run / "events.jsonl").read_text().splitlines(True)
+    assert not any('"checkpoint"' in line for line in lines)
+    (run / "events.jsonl").write_text("".join(lines[:-1]))
+    assert "is finished, and kept no checkpoint" in refused(run, monkeypatch)
+
+
+def changed_and_killed(run: Path) -> Path:
+    """A copy of a run, as one that got another learning rate after batch 3 and was killed before a checkpoint."""
+    return cut_to(go_on(run, optimizer={"lr": 0.5}, run={"allow": ["optimizer.lr"]}, schedule={"stages": 2}).run, 3)
+
+
+def test_a_change_is_on_record_where_the_run_dies_before_its_next_checkpoint(run):
+    killed = changed_and_killed(run)
+    changed = {"optimizer.lr": [0.01, 0.5], "schedule.stages": [1, 2]}
+    for _ in range(2):
+        assert [e["changed"] for e in resumptions(go_on(killed).run)] == [changed]
+        killed = cut_to(killed, 3)
+
+
+def test_a_change_that_nobody_allowed_is_refused_where_config_toml_has_it(run, monkeypatch):
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("lr = 0.01", "lr = 0.5"))
+    assert "optimizer.lr = 0.5, and the run has 0.01" in refused(run, monkeypatch)
+
+
+def test_a_change_is_recorded_before_it_is_in_config_toml(run, monkeypatch):
+    def die(self: Run, settings_toml: str) -> None:
+        raise OSError("killed")
+
+    monkeypatch.setattr(Run, "write_config", die)
+    with pytest.raises(OSError, match="killed") as error:
+        go_on(run, optimizer={"lr": 0.5}, run={"allow": ["optimizer.lr"]}, schedule={"stages": 2})
+    monkeypatch.undo()
+    assert "as it was" not in str(error.value.__notes__)
+    assert [e["changed"]["optimizer.lr"] for e in resumptions(run)] == [[0.01, 0.5]]
+    assert go_on(run).batches == 3
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on_by_config_toml(run, monkeypatch):
+    for batch in (1, 2, 3):
+        edit_state(run, lambda state: (state.pop("settings"), state.pop("run")), batch)
+    environment = json.loads((run / "environment.json").read_bytes())
+    (run / "environment.json").write_text(json.dumps({k: v for k, v in environment.items() if k != "id"}))
+    assert "optimizer.lr = 0.5, and the run has 0.01" in refused(run, monkeypatch, optimizer={"lr": 0.5})
+    assert go_on(run, schedule={"stages": 2}).batches == 6
+    assert go_on(run).batches == 6
+
+
+def test_checkpoints_of_another_run_are_none_of_this_one(run, begin, monkeypatch):
+    other = begin("other", schedule={"stages": 1, "i": 1}).run
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(other / "checkpoints", run / "checkpoints")
+    assert "step-000003 is a checkpoint of another run" in refused(run, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_records_are_never_cut_in_the_middle_of_a_line(run, monkeypatch, name):
+    edit_state(run, lambda state: state["lengths"].update({name: state["lengths"][name] - 3}))
+    assert f"{name} has no end of a line after" in refused(run, monkeypatch)
+
+
+def test_a_checkpoint_that_does_not_belong_to_the_last_line_of_metrics_is_refused(run, monkeypatch):
+    two = sum(map(len, (run / "metrics.jsonl").read_bytes().splitlines(True)[:2]))
+    edit_state(run, lambda state: state["lengths"].update({"metrics.jsonl": two}))
+    assert "metrics.jsonl does not have one line for each batch until 3" in refused(run, monkeypatch)
+
+
+def test_a_failure_while_records_are_cut_does_not_say_that_nothing_has_changed(run, monkeypatch):
+    def die(path: Path) -> list[Path]:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(training_resume, "remove_leftovers", die)
+    with pytest.raises(OSError, match="the disk is gone") as error:
+        go_on(run, schedule={"stages": 2})
+    monkeypatch.undo()
+    assert "as it was" not in str(error.value.__notes__)
+    assert "Go on after batch 3 with" in error.value.__notes__[-1]
+    assert go_on(run, schedule={"stages": 2}).batches == 6
+
+
+def test_the_first_error_is_told_where_the_disk_does_not_take_the_end_of_the_run(begin, monkeypatch):
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device", "events.jsonl")
+
+    monkeypatch.setattr(training_run.RunFiles, "end", full)
+    monkeypatch.setattr(training_run.Training, "learn", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as error:
+        begin("run", schedule={"stages": 1})
+    begin_again, end = error.value.__notes__[-2:]
+    assert begin_again.startswith("No checkpoint yet; to begin again: lagrpo train --resume")
+    assert end == "Nor could its end be recorded: [Errno 28] No space left on device: 'events.jsonl'"
+
+
+def test_a_run_that_begins_again_says_where_it_does(begin):
+    killed = before_its_first_checkpoint(begin("whole", schedule={"stages": 1}).run)
+    file = killed / "environment.json"
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | {"dtype": "float32", "id": "another"}))
+    go_on(killed)
+    environment = json.loads(file.read_bytes())
+    assert environment["dtype"] == "bfloat16"
+    assert environment["id"] != "another"
+
+
+def test_an_environment_that_is_gone_is_written_again(run):
+    before = json.loads((run / "environment.json").read_bytes())
+    (run / "environment.json").unlink()
+    go_on(run)
+    after = json.loads((run / "environment.json").read_bytes())
+    assert (after["id"], after["dtype"]) == (before["id"], before["dtype"])
+    assert go_on(run, schedule={"stages": 2}).batches == 6
+
+
+def outside(run: Path, name: str) -> Path:
+    """Moves a directory of the run to a place of its own, and leaves a link to it; returns the place."""
+    place = run.parent / "elsewhere"
+    shutil.move(run / name, place)
+    (run / name).symlink_to(place)
+    return place
+
+
+@pytest.mark.parametrize("name", ["weights/final", "checkpoints/step-000001"])
+def test_a_link_inside_a_run_is_removed_and_not_what_it_points_to(run, name):
+    place = outside(run, name)
+    before = contents(place)
+    assert go_on(run, schedule={"stages": 2}, run={"keep_checkpoints": 1, "checkpoint_every": 1}).batches == 6
+    assert before == contents(place)
+    assert not (run / name).is_symlink()
+
+
+@pytest.mark.parametrize("name", ["weights", "checkpoints", "rollouts", "metrics.jsonl", ".lock-holder.json"])
+def test_a_run_that_would_write_outside_of_its_directory_is_refused(run, monkeypatch, name):
+    (run / ".lock-holder.json").write_text("mine")
+    place = outside(run, name)
+    assert f"{run / name} is a symbolic link" in refused(run, monkeypatch, schedule={"stages": 2})
+    assert place.exists()
+
+
+def test_a_link_under_a_temporary_name_is_removed_alone(run, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("mine")
+    (run / ".x.12-0123abcd.tmp").symlink_to(tmp_path / "mine")
+    go_on(run)
+    assert not (run / ".x.12-0123abcd.tmp").is_symlink()
+    assert (tmp_path / "mine" / "file").read_text() == "mine"

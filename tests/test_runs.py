@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import datetime
 import doctest
+import errno
 import io
 import json
 import math
+import os
 import re
+import resource
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,12 +24,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from safetensors.torch import save_file
 
 from lagrpo.errors import SettingsError
-from lagrpo.runs import directory, plots
+from lagrpo.runs import directory, files, plots
 from lagrpo.runs.directory import Run, RunExistsError, default_name
 from lagrpo.runs.environment import collect_environment, git_state
-from lagrpo.runs.files import append_line, to_json, write_atomically, write_directory_atomically
+from lagrpo.runs.files import append_line, naming, to_json, write_atomically, write_directory_atomically
+from lagrpo.runs.lock import locked
 from lagrpo.runs.plots import reward_curve
 from lagrpo.runs.reading import (
     RunNotFoundError,
@@ -218,6 +225,67 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, fail)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "old")]
+
+
+@contextmanager
+def at_most(size: int) -> Iterator[None]:
+    """Inside, the system lets no file of this process grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def refuse_to_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+
+
+def test_an_error_of_safetensors_names_the_file(run):
+    """It says what happened in words of its own, without the file."""
+
+    def write(directory: Path) -> None:
+        with at_most(1000):
+            save_file({"tensor": torch.zeros(1 << 16)}, directory / "model.safetensors")
+
+    with pytest.raises(OSError, match=f"File too large: '{run.path / 'weights' / 'final'}'") as error:
+        run.record_weights(write)
+    assert error.value.errno == errno.EFBIG
+    assert [*(run.path / "weights").iterdir()] == []
+
+
+def test_an_error_of_the_system_names_the_file(run, monkeypatch):
+    refuse_to_sync(monkeypatch)
+    for write, file in (
+        (lambda: run.write_config("x = 1"), run.path / "config.toml"),
+        (lambda: run.record_evaluation("before", {}, [{"a": 1}]), run.path / "evaluations" / "before.parquet"),
+        (lambda: run.record_weights(lambda directory: (directory / "a").touch()), run.path / "weights" / "final"),
+    ):
+        with pytest.raises(OSError, match=f"No space left on device: '{file}'"):
+            write()
+
+
+def test_lines_and_the_lock_s_holder_name_their_file(run, monkeypatch):
+    def full(*arguments: Any, **more: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "_end_of_last_line", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{run.metrics}'"):
+        run.record({"batch": 1})
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*lock-holder.json'"), locked(run.path):
+        pass
+
+
+def test_an_error_that_names_a_file_or_is_not_the_system_s_stays_as_it_is(tmp_path):
+    for error in (OSError(errno.ENOSPC, "full", "other"), OSError("words alone")):
+        with pytest.raises(OSError) as raised, naming(tmp_path):  # noqa: PT011 - the object itself is compared
+            raise error
+        assert raised.value is error
 
 
 def test_weights_are_replaced_as_a_whole(run):
@@ -513,6 +581,21 @@ def test_git_state_of_a_clean_and_a_changed_repository(tmp_path):
     assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
     (tmp_path / "new").touch()
     assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": True}
+
+
+def test_the_state_of_a_repository_is_read_without_its_lock(tmp_path):
+    """A run that is killed while git looks would leave the lock behind, and nobody could commit any more."""
+    for command in (["init"], ["config", "user.email", "a@b"], ["config", "user.name", "a"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True, capture_output=True)
+    (tmp_path / "file").write_text("1")
+    subprocess.run(["git", "-C", str(tmp_path), "add", "file"], check=True)
+    subprocess.run(["git", "-C", str(tmp_path), "commit", "-m", "1"], check=True, capture_output=True)
+    os.utime(tmp_path / "file", (1, 1))  # status would write this down in the index
+    before = (tmp_path / ".git" / "index").read_bytes()
+    state = git_state(tmp_path)
+    assert state is not None
+    assert not state["dirty"]
+    assert (tmp_path / ".git" / "index").read_bytes() == before
 
 
 def test_the_examples_in_the_docstrings_hold():

@@ -9,18 +9,22 @@ import os
 import sys
 from pathlib import Path
 
+import hostile_judges
 import pytest
+import torch
 from running import options, tiny_settings
 from test_cli import lagrpo
 from tiny import save_tiny
 
 from lagrpo import redaction
 from lagrpo.errors import SettingsError
-from lagrpo.redaction import redact
+from lagrpo.redaction import redact, redact_start
 from lagrpo.runs import load_rollouts
 from lagrpo.settings.options import split_options
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings
+from lagrpo.types import Completion, Group, Prompt
+from lagrpo.verify import Verifier
 
 NAMES = ("HF_TOKEN", "LAGRPO_VLLM_API_KEY", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY")
 PLANTED = {name: f"planted-{name.lower().replace('_', '-')}" for name in NAMES}
@@ -129,3 +133,65 @@ def test_short_values_of_the_environment_stand_in_any_text():
 
 def test_the_examples():
     assert doctest.testmod(redaction) == doctest.TestResults(failed=0, attempted=2)
+
+
+LONG = 1_000_000
+WORDS = {
+    "one name": "key" * (LONG // 3),
+    "names of one word": "key-" * (LONG // 4),
+    "assignments": "key=" * (LONG // 4),
+    "options": "--key " * (LONG // 6),
+    "dashes": "-" * LONG,
+    "schemes": "x:/" * (LONG // 3),
+    "colons": "a:" * (LONG // 2),
+    "quotes": "key='" * (LONG // 5),
+    "nothing": "a" * LONG,
+}
+
+
+@pytest.mark.parametrize("kind", WORDS)
+@pytest.mark.timeout(60)  # a hundredth of a second for each; where time grows with the square, hours
+def test_a_word_of_any_length_is_searched_in_linear_time(kind):
+    text = f"{WORDS[kind]}' done token=planted"
+    assert "planted" not in redact(text)
+
+
+def test_a_value_behind_a_name_that_is_none_is_found():
+    assert redact("a=token=planted", {}) == "a=token=***"
+    assert redact("n=3&a.b=c=x&my-key=planted", {}) == "n=3&a.b=c=x&my-key=***"
+    assert redact("--n 3 --token planted", {}) == "--n 3 --token ***"
+    assert redact("token='planted", {}) == "token=***"
+
+
+def test_the_start_of_a_text_ends_with_no_part_of_a_secret():
+    secret = PLANTED["HF_TOKEN"]
+    for cut in range(len(secret) + 1):
+        assert "plan" not in redact_start(f"{'x' * 600} {secret}", 601 + cut)
+        assert "plan" not in redact_start(secret * 200, 100 * len(secret) + cut)
+    assert redact_start("x" * 10_000, 4096).startswith("x" * 3000)
+    assert redact_start("short", 4096) == "short"
+
+
+def verdicts(*texts: str) -> list[tuple[float | None, str]]:
+    none = torch.empty(0)
+    completions = tuple(Completion(none, none, none, True, text) for text in texts)
+    with Verifier(hostile_judges.judge, deadline=60.0, workers=1, max_without_reward=1.0) as judges:
+        (group,) = judges.judge([Group(Prompt(0, (), "."), completions)])
+    return [(c.reward, c.outcome.reason) for c in group.completions if c.outcome is not None]
+
+
+def test_what_a_judge_returns_has_no_part_of_a_secret():
+    found = verdicts(*(f"return-secret {kind}" for kind in ("text", "list", "long", "bytes")), "raise-secrets")
+    assert [reward for reward, _ in found] == [None] * 5
+    assert "plan" not in str(found)
+    assert found[0][1] == "the judge returned '***' (str), not a finite number"
+
+
+def test_what_a_judge_prints_is_shown_without_secrets(capfd):
+    assert verdicts("print-secret")[0][0] == 1.0
+    out, err = capfd.readouterr()
+    assert "plan" not in out + err
+    first, second, long = out.splitlines()
+    assert (first, second) == ("it is ***", "***")
+    assert long == f"{'x' * 65_531}***{'y' * 70_000}"
+    assert err == "http://***@host --api-key ***"

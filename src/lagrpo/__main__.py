@@ -1,13 +1,26 @@
-"""`python -m lagrpo` is the `lagrpo` command."""
+"""The `lagrpo` command, also as `python -m lagrpo`. It loads next to nothing itself, so that Ctrl-C is answered in one
+line while the rest is loaded."""
 
 from __future__ import annotations
 
 import sys
 
+from lagrpo.interrupts import find_interruption
+
+
+def main() -> None:
+    """Load the command line and call it."""
+    try:
+        from lagrpo.cli import main as run
+
+        run()
+    except BaseException as error:
+        if (stop := find_interruption(error)) is None:
+            raise
+        print("\nlagrpo: interrupted", file=sys.stderr)
+        sys.exit(128 + getattr(stop, "signal", 2))
+
+
 if __name__ == "__main__":  # not in the worker processes, which import this file
     sys.argv[0] = "lagrpo"
-    try:
-        from lagrpo.cli import main
-    except KeyboardInterrupt:
-        sys.exit(130)
     main()

@@ -32,7 +32,7 @@ from pydantic import BaseModel
 
 from lagrpo import logs
 from lagrpo.errors import SettingsError, find_nearest
-from lagrpo.interrupts import interruptible
+from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.redaction import redact
 from lagrpo.settings.arguments import Arguments, parse
 from lagrpo.settings.plan import PlanSettings
@@ -63,13 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         print("\nlagrpo: interrupted", file=sys.stderr)
         sys.exit(128 + getattr(stop, "signal", 2))
-
-
-def find_interruption(error: BaseException | None) -> KeyboardInterrupt | None:
-    """The interruption behind an error: libraries that load their parts when these are needed make an error of it."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def find_command(name: str) -> Callable[[list[str]], None]:

@@ -18,8 +18,11 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from lagrpo.redaction import redact
+
 LINUX = sys.platform == "linux"
 LONGEST_OUTPUT = 2**20  # bytes that a worker may print in its life, to stdout and to stderr each
+LONGEST_LINE, HELD = 2**16, 2**12  # bytes
 _PERIOD = 0.05  # seconds between two looks at the worker
 _SURVEY = 0.5  # seconds between two looks at everything below the guard, for which it reads all of /proc
 _CLEANING = 2.0  # seconds for Python's resource trackers, which remove what their process left behind
@@ -81,6 +84,8 @@ def _stand_guard(worker: int, parent: int, program: int, report: int, memory: in
         _end_all(worker)
         while sum(stream.forward() for stream in streams):
             pass
+        for stream in streams:
+            stream.finish()
         with contextlib.suppress(OSError):
             os.write(report, f"{code} {end}".encode())
         os._exit(0)
@@ -108,10 +113,11 @@ def _watch(worker: int, parent: int, program: int, memory: int, streams: list[St
 
 
 class Stream:
-    """One of a worker's two outputs: forwarded up to a limit, then thrown away."""
+    """One of a worker's two outputs: forwarded in whole lines, without secrets, up to a limit; then thrown away."""
 
     def __init__(self, source: int, target: int) -> None:
         self.source, self._target, self._left = source, target, LONGEST_OUTPUT
+        self._line = self._ready = b""  # read and not yet whole; to be written
         os.set_blocking(source, False)
 
     def forward(self) -> bool:
@@ -120,17 +126,45 @@ class Stream:
         with contextlib.suppress(BlockingIOError):
             if self._left <= 0:
                 return bool(os.read(self.source, 2**16))
-            if select.select([], [self._target], [], 0)[1]:  # it takes as much as PIPE_BUF without blocking
-                return self._print(os.read(self.source, select.PIPE_BUF))
+            if select.select([], [self._target], [], 0)[1]:
+                piece = b"" if self._ready else os.read(self.source, select.PIPE_BUF)
+                if not self._ready:
+                    self._take(piece)
+                return self._write() or bool(piece)
         return False
 
-    def _print(self, piece: bytes) -> bool:
+    def finish(self) -> None:
+        """Write what is left, where somebody takes it."""
+        self._ready, self._line = self._ready + _redacted(self._line), b""
+        while self._left > 0 and self._ready and select.select([], [self._target], [], 0)[1]:
+            self._write()
+
+    def _take(self, piece: bytes) -> None:
+        """Redact the lines that are whole. Of an endless one the last HELD bytes wait, where a secret may begin."""
         self._left -= len(piece)
+        lines, newline, self._line = (self._line + piece).rpartition(b"\n")
+        self._ready = _redacted(lines) + newline
+        if len(self._line) > LONGEST_LINE or not piece:
+            line = _redacted(self._line)
+            held = HELD if piece else 0
+            self._ready, self._line = self._ready + line[: len(line) - held], line[len(line) - held :]
+        if self._left <= 0:
+            self._ready = _LEFT_OUT
+
+    def _write(self) -> bool:
+        """Write as much as the target takes without blocking; False where there is nothing."""
+        piece, self._ready = self._ready[: select.PIPE_BUF], self._ready[select.PIPE_BUF :]
+        if not piece:
+            return False
         try:
-            os.write(self._target, piece if self._left > 0 else _LEFT_OUT)
+            os.write(self._target, piece)
         except OSError:  # the program's output is closed
             self._left = 0
-        return bool(piece)
+        return True
+
+
+def _redacted(line: bytes) -> bytes:
+    return redact(line.decode(errors="surrogateescape")).encode(errors="surrogateescape")
 
 
 def _end_all(worker: int) -> None:

@@ -21,6 +21,13 @@ class Interrupted(KeyboardInterrupt):
         self.signal = signal.Signals(signum)
 
 
+def find_interruption(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The interruption behind an error: libraries that load their parts when these are needed make an error of it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 _depth = 0  # whole() blocks that the main thread is in
 _pending: int | None = None  # the signal that waits for the end of the outermost block
 

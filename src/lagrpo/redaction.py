@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 HIDDEN = "***"
 WORDS = {"key", "apikey", "token", "secret", "password", "passwd", "credential", "credentials"}
 SHORTEST = 8  # characters of an environment variable's value that is looked for: shorter ones stand in any text
-_NAME = rf"[\w.-]*(?<![A-Za-z0-9])(?:{'|'.join(sorted(WORDS))})(?![A-Za-z0-9])[\w.-]*"
-_OPTION = re.compile(rf"""(--{_NAME}\s+)('[^']*'|"[^"]*"|[^\s'"]+)""", re.IGNORECASE)
-_ASSIGNED = re.compile(rf"""({_NAME}=)('[^']*'|"[^"]*"|[^\s&'"#,;)]+)""", re.IGNORECASE)
-_USER = re.compile(r"""(\w+:/{1,2})[^\s/@'"]+@""")
+PARTS = 256  # characters: a secret that a cut may have left without what tells that it is one is shorter
+_OPTION = re.compile(r"(?<![\w.-])([\w.-]++)\s++")
+_ASSIGNED = re.compile(r"(?<![\w.-])([\w.-]++)=")
+_WORD = re.compile(r"""'[^']*(?:'|\Z)|"[^"]*(?:"|\Z)|[^\s'"]+""")
+_PARAMETER = re.compile(r"""'[^']*(?:'|\Z)|"[^"]*(?:"|\Z)|[^\s&'"#,;)]+""")
+_USER = re.compile(r"""(?<!\w)(\w++:/{1,2})[^\s/@'"]++@""")
 
 
 def is_secret(name: str) -> bool:
@@ -39,10 +41,31 @@ def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
     >>> redact("lagrpo --api-key abc http://me:pw@host/?token=abc&n=1 key", {})
     'lagrpo --api-key *** http://***@host/?token=***&n=1 key'
     """
-    values = {value for name, value in environment.items() if is_secret(name) and len(value) >= SHORTEST}
-    for value in sorted(values, key=len, reverse=True):
+    for value in _values(environment):
         text = text.replace(value, HIDDEN)
     text = _USER.sub(rf"\1{HIDDEN}@", text)
-    for pattern in (_OPTION, _ASSIGNED):
-        text = pattern.sub(rf"\1{HIDDEN}", text)
-    return text
+    text = _hide(text, _OPTION, _WORD, lambda word: is_secret(word.partition("--")[2]))
+    return _hide(text, _ASSIGNED, _PARAMETER, is_secret)
+
+
+def redact_start(text: str, most: int, environment: Mapping[str, str] = os.environ) -> str:
+    """About the first `most` characters of a text of any length, with *** in place of secrets and without a part of one
+    at the end."""
+    shown = redact(text[:most], environment)
+    return shown if len(text) <= most else shown[: -max(map(len, [*_values(environment), " " * PARTS]))]
+
+
+def _values(environment: Mapping[str, str]) -> list[str]:
+    """The secrets of an environment, the longest first."""
+    values = {value for name, value in environment.items() if is_secret(name) and len(value) >= SHORTEST}
+    return sorted(values, key=len, reverse=True)
+
+
+def _hide(text: str, name: re.Pattern[str], value: re.Pattern[str], hides: Callable[[str], bool]) -> str:
+    """The text with *** in place of each value that stands right behind a name that hides it. In linear time."""
+    pieces, end = [], 0
+    for found in name.finditer(text):
+        if found.start() >= end and hides(found[1]) and (hidden := value.match(text, found.end())):
+            pieces += [text[end : found.end()], HIDDEN]
+            end = hidden.end()
+    return "".join([*pieces, text[end:]])

@@ -47,20 +47,24 @@ def read_text(path: Path, largest: int = LARGEST_TEXT) -> str:
 
 
 def read_lines(path: Path, longest: int = LONGEST_LINE, unpacked: int = UNPACKED) -> Iterator[tuple[int, str]]:
-    """Number and text of each line of a UTF-8 file, packed with gzip or not. Only a newline ends a line: texts may hold
-    other line ends, such as U+2028. Raises as `opened` does, and ValueError, with the line, for other encodings, a NUL,
-    a line of more than `longest` bytes, and what gzip cannot unpack or unpacks to far too much."""
+    """Number and text of each line of a UTF-8 file, packed with gzip or not. Only a newline ends a line, and in a file
+    without one a carriage return: texts may hold other line ends, such as U+2028. Raises as `opened` does, and
+    ValueError, with the line, for other encodings, a NUL, a line of more than `longest` bytes, and what gzip cannot
+    unpack or unpacks to far too much."""
     with opened(path) as file:
         packed = file.peek(2)[:2] == b"\x1f\x8b"
         most = max(unpacked, EXPANSION * os.fstat(file.fileno()).st_size)
         source, number, total = gzip.GzipFile(fileobj=file) if packed else file, 0, 0
-        while line := _next_line(path, source, longest):
-            number, total = number + 1, total + len(line)
-            if len(line) > longest:
-                raise ValueError(f"{path}, line {number}: the line is longer than {longest:,} bytes")
+        while text := _next_line(path, source, longest):
+            total += len(text)
+            if len(text) > longest:
+                raise ValueError(f"{path}, line {number + 1}: the line is longer than {longest:,} bytes")
             if packed and total > most:
                 raise ValueError(f"{path} unpacks to more than {most:,} bytes")
-            yield number, _decoded(path, number, line)
+            by_returns = number == 0 and not text.endswith(b"\n")  # there is no newline in the whole file
+            for line in text.splitlines(keepends=True) if by_returns else [text]:
+                number += 1
+                yield number, _decoded(path, number, line)
 
 
 def _next_line(path: Path, source: BufferedReader | gzip.GzipFile, longest: int) -> bytes:
@@ -94,6 +98,10 @@ def parse_json(text: str) -> Any:
         raise ValueError(f"this is not JSON ({error.msg}, {line}column {error.colno})") from error
     except RecursionError as error:
         raise ValueError(f"this is nested deeper than {DEEPEST} levels") from error
+    except ValueError as error:
+        if "integer string conversion" not in str(error):  # of _unique
+            raise
+        raise ValueError("this has an integer of thousands of digits") from error
     if text.count("[") + text.count("{") > DEEPEST and _is_deep(value):
         raise ValueError(f"this is nested deeper than {DEEPEST} levels")
     if _HALF_PAIR.search(text):

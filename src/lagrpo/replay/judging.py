@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from math import comb
 from pathlib import Path
@@ -25,43 +25,59 @@ EXACT = 1e-12  # relative: means of float64
 _BY_MACHINE = ("no verdict within ", "the worker process ")  # how reasons begin that another machine may not give
 
 
-def task_of(source: Source, task: Task | None, report: Report) -> Task | None:
-    """The task of the run; None, with the reason in the report, where it cannot be had."""
+Tasks = Callable[[int], Task | None]
+"""The task of a batch; None where it cannot be had."""
+
+
+def tasks_of(source: Source, task: Task | None, report: Report) -> Tasks:
+    """The task of each batch, with the reason in the report where it cannot be had."""
     if task is not None:
-        return task
+        return lambda batch: task
+    loaded: list[tuple[Any, Task | None]] = []
+    for era in source.eras:
+        if era.settings.task not in [settings for settings, _ in loaded]:
+            loaded.append((era.settings.task, load(source, era, report)))
+    return lambda batch: next(own for settings, own in loaded if settings == source.at(batch).settings.task)
+
+
+def load(source: Source, era: Source, report: Report) -> Task | None:
+    """The task of an era of a run."""
     why = "the run was given a task of the caller's own: pass it to lagrpo.replay.verify_run"
     if not source.own_task:
         try:
-            return load_task(source.settings.task, source.settings.run.seed)
+            return load_task(era.settings.task, era.settings.run.seed)
         except (ValueError, TypeError, ImportError, OSError) as error:
             why = f"the task cannot be loaded: {error}"
-    report.skip("prompts and rewards: completions", why, len(source.rows))
+    of_it = [batch for batch in source.batches if source.at(batch).settings.task == era.settings.task]
+    report.skip("prompts and rewards: completions", why, sum(len(source.batches[batch]) for batch in of_it))
     return None
 
 
-def check_texts(source: Source, weights: Weights, task: Task | None, rows: Sequence[Row], report: Report) -> None:
+def check_texts(source: Source, weights: Weights, tasks: Tasks, rows: Sequence[Row], report: Report) -> None:
     """Prompts against the task, ends and texts against the tokenizer."""
     try:
         tokenizer, eos_ids = weights.tokenizer()
     except (OSError, ValueError) as error:
         report.skip("prompts, ends and texts: completions", f"no tokenizer: {error}", len(rows))
         return
-    if task is not None:
-        check_prompts(source, tokenizer, task, rows, report)
+    if known := [row for row in rows if tasks(row["batch"]) is not None]:
+        check_prompts(source, tokenizer, tasks, known, report)
     check_ends(source, tokenizer, eos_ids, rows, report)
 
 
-def check_prompts(source: Source, tokenizer: Any, task: Task, rows: Sequence[Row], report: Report) -> None:
+def check_prompts(source: Source, tokenizer: Any, tasks: Tasks, rows: Sequence[Row], report: Report) -> None:
     """Which prompts a batch has, a function of the seed and the batch; their gold; their tokens by the template."""
     found = report.check("prompts", note="which, their gold, their tokens")
-    size = task.size("train")
-    order = cache(lambda epoch: order_prompts(source.settings.run.seed, epoch, size))
+    order = cache(lambda epoch, size: order_prompts(source.settings.run.seed, epoch, size))
     before: Counter[int] = Counter()  # groups of a batch so far
     for first in (members[0] for members in groups_of(rows) if members[0]["source"] == "sampler"):
         batch, key = first["batch"], first["prompt_key"]
+        task = tasks(batch)
+        assert task is not None
+        size = task.size("train")
         if first["epoch"] >= 0:  # a negative one stands for another prompt, drawn in its place
-            epoch, position = divmod((batch - 1) * source.fresh + before[batch], size)
-            recorded, expected = [first["epoch"], key], [epoch, order(epoch)[position]]
+            epoch, position = divmod((batch - 1) * source.at(batch).fresh + before[batch], size)
+            recorded, expected = [first["epoch"], key], [epoch, order(epoch, size)[position]]
             found.equal(first.file, first.place, "epoch and prompt_key", recorded, expected)
         before[batch] += 1
         if not 0 <= key < size:
@@ -86,27 +102,36 @@ def check_ends(source: Source, tokenizer: Any, eos_ids: set[int], rows: Sequence
     found = report.check("ends and texts")
     own = [row for row in rows if row.generated]
     for row in own:
-        tokens = row["token_ids"]
+        tokens, most = row["token_ids"], source.at(row["batch"]).settings.sampling.max_tokens
         end = next((t for t, token in enumerate(tokens, start=1) if token in eos_ids), None)
-        found.equal(row.file, row.place, "number of tokens", len(tokens), end or source.settings.sampling.max_tokens)
+        found.equal(row.file, row.place, "number of tokens", len(tokens), end or most)
         found.equal(row.file, row.place, "finished", row["finished"], end is not None)
         found.equal(row.file, row.place, "text", row["text"], tokenizer.decode(tokens, skip_special_tokens=True))
     report.skip("ends and texts: completions", "failed, or offline data", len(rows) - len(own))
 
 
-def check_rewards(source: Source, task: Task | None, rows: Sequence[Row], report: Report) -> None:
+def check_rewards(source: Source, tasks: Tasks, rows: Sequence[Row], report: Report) -> None:
     """Rewards and reasons of the rollouts, then the evaluations."""
-    if task is None:
-        return
     settings = source.settings.verifier.model_copy(update={"max_without_reward": 1.0}).of_a_batch
     own = [row for row in rows if row.generated]
     report.skip("rewards: completions", "failed, or offline data", len(rows) - len(own))
-    with Verifier(task.judge, **settings) as judges:
-        found = report.check("rewards")
-        verdicts = judge_answers(judges, ((row["text"], json.loads(row["gold"])) for row in own))
-        for row, verdict in zip(own, verdicts, strict=True):
-            compare(found, row.file, row.place, Outcome(row["outcome"], row["reward"], row["reason"]), verdict)
-        check_evaluations(source, task, judges, report)
+    found: Check | None = None
+    for task in distinct_tasks(source, tasks):
+        with Verifier(task.judge, **settings) as judges:
+            found = found or report.check("rewards")
+            judged = [row for row in own if tasks(row["batch"]) is task]
+            verdicts = judge_answers(judges, ((row["text"], json.loads(row["gold"])) for row in judged))
+            for row, verdict in zip(judged, verdicts, strict=True):
+                compare(found, row.file, row.place, Outcome(row["outcome"], row["reward"], row["reason"]), verdict)
+            check_evaluations(source, tasks, task, judges, report)
+    if found is not None:
+        check_missing_evaluations(source, report)
+
+
+def distinct_tasks(source: Source, tasks: Tasks) -> list[Task]:
+    """The tasks that a run had, each once, in their order."""
+    ends = [0, *(resumption.batch + 1 for resumption in source.resumptions)]
+    return list({id(task): task for task in map(tasks, ends) if task is not None}.values())
 
 
 def judge_answers(judges: Verifier, answers: Iterable[tuple[str, Any]]) -> Iterator[Outcome]:
@@ -134,13 +159,32 @@ def compare(found: Check, file: str, place: str, recorded: Outcome, verdict: Out
         found.equal(file, place, "outcome", recorded.kind, verdict.kind)
 
 
-def check_evaluations(source: Source, task: Task, judges: Verifier, report: Report) -> None:
-    """Every evaluation, and whether one is missing. The last batch may have ended before its own."""
+def check_evaluations(source: Source, tasks: Tasks, task: Task, judges: Verifier, report: Report) -> None:
+    """The evaluations that were made with this task."""
     for summary in source.evaluations:
-        check_evaluation(source, task, judges, summary, report)
-    settings, done = source.settings.evaluation, max(source.metrics, default=0)
-    expected = ["before"] if settings.before_and_after else []
-    expected += [f"batch-{b:06d}" for b in range(1, done) if settings.every and b % settings.every == 0]
+        batch = summary.get("batch") or 0
+        if tasks(batch) is not task:
+            continue
+        if asked(source.at(batch)) != asked(source.at(batch + 1)):
+            why = "the settings were changed after their batch: they were made before that or after it"
+            report.skip("evaluations", why)
+        else:
+            check_evaluation(source.at(batch), task, judges, summary, report)
+
+
+def asked(source: Source) -> tuple[Any, ...]:
+    """What an evaluation depends on."""
+    settings = source.settings
+    return settings.evaluation.model_copy(update={"every": 0, "before_and_after": True}), settings.task
+
+
+def check_missing_evaluations(source: Source, report: Report) -> None:
+    """Whether an evaluation is missing. The last batch may have ended before its own."""
+    done = max(source.metrics, default=0)
+    expected = ["before"] if all(source.at(b).settings.evaluation.before_and_after for b in (0, 1)) else []
+    for b in range(1, done):
+        every = [source.at(around).settings.evaluation.every for around in (b, b + 1)]
+        expected += [f"batch-{b:06d}"] if all(n and b % n == 0 for n in every) else []
     if missing := [name for name in expected if name not in {summary["name"] for summary in source.evaluations}]:
         found = report.check("evaluations that are missing")
         for name in missing:

@@ -12,7 +12,7 @@ import torch
 
 from lagrpo.replay import formulas
 from lagrpo.replay.findings import Check, Report
-from lagrpo.replay.source import Row, Source, scored_groups
+from lagrpo.replay.source import UNCLEAR, Row, Source, scored_groups
 
 SIGMA_BINS = 10  # tenths of [0, 1/2]
 EXACT = 1e-9  # relative and absolute: sums of float64 in another order
@@ -34,10 +34,13 @@ def check(source: Source, rows: Sequence[Row], report: Report) -> None:
         by_batch[row["batch"]].append(row)
     known: set[str] = set()
     for batch, (number, line) in sorted(source.metrics.items()):
+        if batch in source.unclear:
+            report.skip("metrics.jsonl: lines", UNCLEAR)
+            continue
         if not len(by_batch[batch]) == len(source.batches.get(batch, ())) > 0:
             report.skip("metrics.jsonl: lines", "rows of their batch are missing or not whole")
             continue
-        expected = metrics(source, batch, by_batch[batch])
+        expected = metrics(source.at(batch), batch, by_batch[batch])
         for name, value in expected.items():
             tolerance = EXACT * (1 + abs(value or 0.0))
             if name in ROUNDED:

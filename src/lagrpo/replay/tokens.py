@@ -79,11 +79,11 @@ def check(source: Source, weights: Weights, rows: Sequence[Row], count: int | No
     errors = [(r.gap / r.room)[r.known & (r.room > 1e-3) & ~r.recorded.isnan()] for r in replays]
     together = torch.cat([torch.empty(0, dtype=torch.float64), *errors])
     noise = min(max(together.median().item(), least), greatest) if len(together) else least
-    if source.settings.sampling.sampler == "local":
-        check_samples(source, replays, noise, report)
-    else:
-        tokens = sum(replay.row.length for replay in replays)
-        report.skip("samples: tokens", "vLLM sampled them with random numbers of its own", tokens)
+    own = [r for r in replays if source.at(r.row["batch"]).settings.sampling.sampler == "local"]
+    if own or not replays:
+        check_samples(source, own, noise, report)
+    tokens = sum(replay.row.length for replay in replays) - sum(replay.row.length for replay in own)
+    report.skip("samples: tokens", "vLLM sampled them with random numbers of its own", tokens)
     check_logp(replays, noise, report)
     check_divergences(source, replays, noise, report)
 
@@ -116,7 +116,8 @@ def replay_rows(source: Source, weights: Weights, rows: Sequence[Row]) -> list[R
             alpha, is_pi_k = replay.sampled & (torch.tensor(row["versions"]) == version), row["pi_k_version"] == version
             if not bool(alpha.any()) and not is_pi_k:
                 continue
-            scaled = weights.scaled_logits(version, row["prompt_token_ids"], row["token_ids"])
+            tau = source.at(row["batch"]).settings.sampling.temperature
+            scaled = weights.scaled_logits(version, row["prompt_token_ids"], row["token_ids"], tau)
             read = _read_pieces(scaled, torch.tensor(row["token_ids"]), replay.uniform)
             if is_pi_k:
                 replay.logp_k = read["logp"]

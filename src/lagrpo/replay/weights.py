@@ -42,7 +42,6 @@ class Weights:
         template = settings.model.chat_template
         self.chat_template = _seen_from(source, template).read_text("utf-8") if template else None
         self.dtype: torch.dtype = getattr(torch, source.dtype)
-        self.tau = settings.sampling.temperature
         self._loaded: tuple[int, Any] | None = None
 
     def tokenizer(self) -> tuple[Any, set[int]]:
@@ -60,11 +59,11 @@ class Weights:
         return tokenizer, {int(i) for i in ids if i is not None}
 
     @torch.no_grad()
-    def scaled_logits(self, version: int, prompt_ids: list[int], token_ids: list[int]) -> Tensor:
+    def scaled_logits(self, version: int, prompt_ids: list[int], token_ids: list[int], tau: float) -> Tensor:
         """logits / tau at the place of each completion token, float32 [t, V]: one sequence, without a cache."""
         sequence = torch.tensor([[*prompt_ids, *token_ids]])
         logits = self._model(version)(input_ids=sequence, use_cache=False, logits_to_keep=len(token_ids) + 1).logits
-        return logits[0, :-1] / self.tau
+        return logits[0, :-1] / tau
 
     def _model(self, version: int) -> Any:
         if self._loaded is None or self._loaded[0] != version:

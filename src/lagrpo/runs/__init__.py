@@ -3,6 +3,7 @@
 files.py     atomic writes, JSON without NaN               environment.py  versions, machine, git commit, command line
 directory.py Run: the directory and what is put into it    reading.py      metrics, rollouts and evaluations of a run
 rollouts.py  one row per completion, as Parquet            plots.py        the reward curve
+checkpoints.py  state.py  what a run goes on from          lock.py         one process writes into a run
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ A directory is written under a temporary name, synced to the disk and renamed, s
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lagrpo.runs.files import remove_directory, write_atomically, write_directory_atomically, write_table
+from lagrpo.runs.files import numbered, remove_directory, write_atomically, write_directory_atomically, write_table
 from lagrpo.runs.rollouts import table_schema
+from lagrpo.runs.state import SCHEMA, parse_state
 from lagrpo.types import Completion, Group, Outcome
 
-SCHEMA = "lagrpo.checkpoint/1"
 STATE, LEARNER, WAITING = "state.json", "learner.safetensors", "waiting.parquet"
 COLUMNS = """
     batch:int32  epoch:int32  prompt_key:int64  token_ids:int32[]  logp_alpha:float[]  versions:int32[]  sampled:bool[]
@@ -94,6 +92,7 @@ class Checkpoint:
     path: Path
     batch: int
     state: Mapping[str, Any]
+    """as `State` says"""
 
     def read_learner(self) -> list[Stored]:
         """What each rank had, in their order."""
@@ -104,10 +103,17 @@ class Checkpoint:
 
     def read_waiting(self) -> dict[int, list[dict[str, Any]]]:
         """By batch, the rows of the completions that were sampled ahead: see `completion_of`."""
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         path, found = self.path / WAITING, dict[int, list[dict[str, Any]]]()
-        for row in pq.read_table(path).to_pylist() if path.exists() else ():
+        if not path.exists():
+            return found
+        try:
+            rows = pq.read_table(path).select(table_schema(COLUMNS).names).to_pylist()
+        except (OSError, KeyError, pa.ArrowException) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        for row in rows:
             found.setdefault(row["batch"], []).append(row)
         return found
 
@@ -117,6 +123,8 @@ class Checkpoints:
     """The checkpoints in the directory of a run."""
 
     run: Path
+    identity: str | None = None
+    """of the run: checkpoints of another one are none; None: whichever"""
 
     @property
     def path(self) -> Path:
@@ -142,7 +150,7 @@ class Checkpoints:
         complaints = []
         for batch in sorted(self._batches(), reverse=True):
             try:
-                return _open(self._of(batch)), complaints
+                return self._open(batch), complaints
             except CheckpointError as error:
                 complaints.append(str(error))
         return None, complaints
@@ -152,13 +160,22 @@ class Checkpoints:
         for batch in self._batches() - set(keep):
             remove_directory(self._of(batch))
         needed = {version for batch in self._batches() for version in _versions(self._of(batch))}
-        for file in (self.path / "weights").glob("v*.safetensors"):
-            if int(file.stem[1:]) not in needed:
+        for version, file in numbered(self.path / "weights", "v", ".safetensors").items():
+            if version not in needed:
                 file.unlink()
 
     def _batches(self) -> set[int]:
-        names = (re.fullmatch(r"step-(\d+)", path.name) for path in self.path.glob("step-*"))
-        return {int(name[1]) for name in names if name}
+        return {batch for batch, path in numbered(self.path, "step-").items() if path.is_dir()}
+
+    def _open(self, batch: int) -> Checkpoint:
+        found = _open(self._of(batch))
+        if found.batch != batch:
+            raise CheckpointError(
+                f"{found.path} is no checkpoint of batch {batch}: it says that it is of {found.batch}"
+            )
+        if self.identity is not None and found.state.get("run", "") != self.identity:
+            raise CheckpointError(f"{found.path} is a checkpoint of another run")
+        return found
 
     def _of(self, batch: int) -> Path:
         return self.path / f"step-{batch:06d}"
@@ -181,32 +198,29 @@ class Checkpoints:
     def _remedy(self) -> str:
         last, _ = self.newest()
         whole = f"The one of batch {last.batch} is whole" if last else "There is none before it"
-        command = f"lagrpo train --resume {shlex.quote(str(self.run))}"
-        return f"{whole}. Make room or mend the directory, then go on with: {command}"
+        return f"{whole}. Make room, or mend the directory"
 
 
 def _open(path: Path) -> Checkpoint:
-    """Raises CheckpointError for one that lacks something."""
+    """Raises CheckpointError for one that lacks something, or says something that no checkpoint says."""
     try:
-        state = json.loads((path / STATE).read_bytes())
-        if state.get("schema") != SCHEMA:
-            raise CheckpointError(f"{path} is written in {state.get('schema')}; this version of lagrpo reads {SCHEMA}")
+        state = parse_state((path / STATE).read_bytes())
         files = {path / name: size for name, size in state["files"].items()}
-        files |= {_weights_file(path.parent, int(version)): size for version, size in state["weights"].items()}
+        files |= {_weights_file(path.parent, version): size for version, size in state["weights"].items()}
         for file, size in files.items():
             if (found := file.stat().st_size) != size:
                 raise CheckpointError(f"{file} has {found} bytes, not {size}")
             _check_header(file)
     except CheckpointError:
         raise
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is no whole checkpoint: {error}") from error
     return Checkpoint(path, state["batch"], state)
 
 
 def _versions(path: Path) -> list[int]:
     try:
-        return [int(version) for version in _open(path).state["weights"]]
+        return [*_open(path).state["weights"]]
     except CheckpointError:
         return []
 

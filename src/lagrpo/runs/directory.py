@@ -14,7 +14,6 @@ Files are the store: nothing else holds a run's state, and every file but the .j
 from __future__ import annotations
 
 import datetime
-import json
 import numbers
 import os
 import re
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lagrpo.runs.environment import write_environment
 from lagrpo.runs.files import (
     TEMPORARY,
     append_line,
@@ -58,7 +58,7 @@ class Run:
         path.mkdir(parents=True, exist_ok=True)
         run = Run(path)
         run.write_config(settings_toml)  # first: with it the directory is a run
-        write_atomically(path / "environment.json", json.dumps(json.loads(to_json(environment)), indent=2) + "\n")
+        write_environment(path, environment)
         return run
 
     def write_config(self, settings_toml: str) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from lagrpo.redaction import redact
+from lagrpo.runs.files import to_json, write_atomically
 from lagrpo.threads import cores, waiting
+from lagrpo.untrusted import parse_json, read_text
 
+FILE = "environment.json"
 PACKAGES = ("lagrpo", "torch", "transformers", "numpy", "datasets", "math-verify")
 
 
@@ -44,6 +49,31 @@ def collect_environment(device: str = "cpu") -> dict[str, Any]:
     }
 
 
+def write_environment(run: Path, environment: Mapping[str, Any]) -> None:
+    """Write environment.json of a run."""
+    write_atomically(run / FILE, json.dumps(json.loads(to_json(environment)), indent=2) + "\n")
+
+
+def read_environment(run: Path) -> dict[str, Any]:
+    """What environment.json of a run says; empty where there is none. Raises ValueError for a damaged one."""
+    if not (file := run / FILE).exists():
+        return {}
+    try:
+        found = parse_json(read_text(file))
+        kinds = {"id": str, "dtype": str, "packages": dict}
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}, not an object")
+        for name, kind in kinds.items():
+            if not isinstance(found.get(name, kind()), kind):
+                raise ValueError(f"{name} is a {type(found[name]).__name__}")
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{file} is damaged ({error}). Remove it to go on: the run writes that of this machine in its place, and "
+            "can no longer tell whether it was moved"
+        ) from error
+    return found
+
+
 def git_state(directory: Path) -> dict[str, Any] | None:
     """`{"commit": …, "dirty": …}` of the repository around `directory`; dirty also counts untracked files."""
     try:
@@ -64,7 +94,8 @@ def cpu_model() -> str:
 
 
 def _git(directory: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(directory), *arguments]
+    # status would lock the index to write it anew, and a run that is killed meanwhile would leave the lock behind
+    command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 

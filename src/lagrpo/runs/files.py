@@ -16,11 +16,32 @@ from typing import Any
 
 TEMPORARY = re.compile(r"\..+\.[0-9]+-[0-9a-f]{8}\.tmp")
 
+_OF_SYSTEM = re.compile(
+    r"(?:os error |Os \{ code: )([0-9]{1,4})\b"
+)  # how Rust, in which safetensors is written, says it
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside, `path` is written: an error of the system that names no file names it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        if (system := _OF_SYSTEM.search(str(error))) is None:
+            raise OSError(f"{path} could not be written: {error}") from error
+        raise OSError(code := int(system[1]), os.strerror(code), str(path)) from error
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
 
 def write_atomically(path: Path, content: bytes | str | Callable[[Path], None]) -> Path:
     """Write `path` (and its parent directories) under a temporary name beside it and rename it, so that a reader sees
     the old file or the new one, whole. `content` is the content, or a function that writes the file it is given."""
-    with _temporary_name(path) as scratch:
+    with naming(path), _temporary_name(path) as scratch:
         if callable(content):
             content(scratch)
         else:
@@ -33,12 +54,12 @@ def write_atomically(path: Path, content: bytes | str | Callable[[Path], None]) 
 
 def write_directory_atomically(path: Path, write: Callable[[Path], None]) -> Path:
     """Write a directory likewise: `write` fills a new one, which then replaces `path`."""
-    with _temporary_name(path) as scratch, _temporary_name(path) as old:
+    with naming(path), _temporary_name(path) as scratch, _temporary_name(path) as old:
         scratch.mkdir()
         write(scratch)
         for part in (*scratch.rglob("*"), scratch):
             sync_to_disk(part)
-        if path.exists():
+        if path.exists() or path.is_symlink():
             path.rename(old)
         scratch.rename(path)
     sync_to_disk(path.parent)
@@ -49,6 +70,16 @@ def remove_directory(path: Path) -> None:
     """Remove a directory: it is whole until it is gone."""
     with _temporary_name(path) as old, suppress(FileNotFoundError):
         path.rename(old)
+
+
+def numbered(folder: Path, before: str, after: str = "") -> dict[int, Path]:
+    """By number, what a directory has under the names that a run gives: `before`, digits, `after`. Other names, such as
+    those of copies that a person made, are left out."""
+    names = {
+        path: re.fullmatch(f"{re.escape(before)}([0-9]{{1,18}}){re.escape(after)}", path.name)
+        for path in folder.glob("*")
+    }
+    return {int(name[1]): path for path, name in sorted(names.items()) if name}
 
 
 def sync_to_disk(path: Path) -> None:
@@ -66,10 +97,7 @@ def remove_leftovers(directory: Path) -> list[Path]:
     """Remove what killed writers left under temporary names, and return the names that it was to get."""
     found = [path for path in directory.rglob(".*.tmp") if (TEMPORARY.fullmatch(path.name))]
     for path in found:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        _remove(path)
     return [path.with_name(path.name[1:].rsplit(".", 2)[0]) for path in found]
 
 
@@ -84,7 +112,7 @@ def write_table(path: Path, rows: Iterable[Mapping[str, Any]], schema: Any = Non
 
 def append_line(path: Path, line: str) -> None:
     """Append one line, after removing a line that a killed writer did not finish."""
-    with path.open("ab+") as file:
+    with naming(path), path.open("ab+") as file:
         file.truncate(_end_of_last_line(file))
         file.write(line.encode() + b"\n")
 
@@ -129,7 +157,12 @@ def _temporary_name(path: Path) -> Iterator[Path]:
     try:
         yield scratch
     finally:
-        if scratch.is_dir():
-            shutil.rmtree(scratch)
-        else:
-            scratch.unlink(missing_ok=True)
+        _remove(scratch)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a directory with all that is in it, or a symbolic link, and not what that points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from lagrpo.runs.files import naming
+
 LOCK, HOLDER = ".lock", ".lock-holder.json"
 
 
@@ -36,7 +38,8 @@ def locked(path: Path) -> Iterator[None]:
     try:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         holder = {"pid": os.getpid(), "host": platform.node(), "since": now}
-        (path / HOLDER).write_text(json.dumps(holder) + "\n")
+        with naming(path / HOLDER):
+            (path / HOLDER).write_text(json.dumps(holder) + "\n")
         yield
     finally:
         (path / HOLDER).unlink(missing_ok=True)

@@ -34,6 +34,22 @@ def open_run(run: Run | Path | str) -> Run:
     raise RunNotFoundError(wrong)
 
 
+OWN = (
+    *("config.toml", "environment.json", "metrics.jsonl", "events.jsonl", "reward.png", ".lock", ".lock-holder.json"),
+    *("rollouts", "evaluations", "weights", "checkpoints", "checkpoints/weights"),
+)
+"""What a run writes into, or removes something from."""
+
+
+def check_no_links(run: Path) -> None:
+    """Raise ValueError for a run whose own files or directories are symbolic links: it would write and remove what lies
+    outside of its directory."""
+    if linked := next((run / name for name in OWN if (run / name).is_symlink()), None):
+        raise ValueError(
+            f"{linked} is a symbolic link, so the run would write outside of its directory; put there what it points to"
+        )
+
+
 def load_reward_range(run: Run | Path | str) -> tuple[float, float]:
     """The least and the greatest reward of the run's task, by its config.toml; 0 and 1 where that does not say. Raises
     ValueError for a config.toml that is none."""
@@ -57,11 +73,29 @@ def load_events(run: Run | Path | str) -> list[dict[str, Any]]:
     return _load_lines(open_run(run).events)
 
 
+def load_until(path: Path, length: int) -> list[dict[str, Any]]:
+    """The objects in the first `length` bytes of metrics.jsonl or events.jsonl. Raises ValueError where these are not
+    there, do not end with a line, or have a broken one."""
+    found = path.stat().st_size if path.exists() else 0
+    if found < length:
+        raise ValueError(f"{path} has {found} bytes, but the checkpoint was made after {length} of them")
+    if not length:
+        return []
+    with opened(path) as file:
+        if not (text := file.read(length)).endswith(b"\n"):
+            raise ValueError(f"{path} has no end of a line after {length} bytes, where the checkpoint was made")
+    return _load_objects(path, text)
+
+
 def _load_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     with opened(path) as file:
-        lines = file.read().split(b"\n")
+        return _load_objects(path, file.read())
+
+
+def _load_objects(path: Path, text: bytes) -> list[dict[str, Any]]:
+    lines = text.split(b"\n")
     whole = enumerate(lines[:-1], start=1)  # after the last newline: nothing, or a torn line
     return [_load_object(line, f"{path}, line {number}") for number, line in whole]
 
@@ -89,6 +123,8 @@ def _load_summary(path: Path) -> dict[str, Any]:
         summary = _load_object(file.read(), str(path))
     if not isinstance(summary.get("name"), str) or not isinstance(summary.get("batch", 0), int | None):
         raise ValueError(f"{path} is no summary of an evaluation, which has a name and a batch")
+    if summary["name"] != path.stem:
+        raise ValueError(f"{path} is the summary of another evaluation, {summary['name']!r:.80}")
     return summary
 
 

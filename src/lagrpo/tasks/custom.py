@@ -82,9 +82,19 @@ def _check_row(options: Options, columns: Sequence[str], row: Mapping[str, Any])
     build_messages(question)
     try:
         json.dumps(gold)
+        if options.answer_column is not None:  # of a whole row a column may lack a number
+            check_finite(gold)
     except TypeError as error:
         column = options.answer_column or "the whole row, as task.answer_column is not set"
         raise ValueError(f"the gold answers ({column}) cannot be written as JSON: {error}") from error
+
+
+def check_finite(gold: Any) -> None:
+    """Raise ValueError for NaN and infinities in a gold answer, which JSON lacks."""
+    try:
+        json.dumps(gold, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(f"the gold answer {gold!r:.80} has a number that is not finite, and JSON has none") from error
 
 
 def _load_splits(options: Options, seed: int) -> dict[str, Rows]:
@@ -119,11 +129,17 @@ def _find_splits(options: Options) -> dict[str, Any]:
     if isinstance(source, str):
         return dict(load_hub_rows(source, None))
     files = sorted(source.iterdir()) if source.is_dir() else [source]
-    there = {stem_of(path): path for path in files if format_of(path)}
+    there: dict[str, Any] = {}
+    for path in (path for path in files if format_of(path)):
+        if (other := there.setdefault(stem_of(path), path)) != path:
+            raise ValueError(f"task.data: {source} has {other.name} and {path.name} for one split: keep one of them")
     if not there:
         raise ValueError(f"task.data: {source} is no file that ends in {endings}, nor a directory of such files")
     return there
 
 
 def _read(split: Any) -> Any:
-    return read_table(split) if isinstance(split, Path) else split
+    try:
+        return read_table(split) if isinstance(split, Path) else split
+    except OSError as error:
+        raise ValueError(f"task.data: {split} cannot be read: {error.strerror or error}") from error

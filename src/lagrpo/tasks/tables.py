@@ -122,6 +122,8 @@ def _csv_table(path: Path, lines: Iterator[tuple[int, str]], longest: int) -> Ta
     try:
         names = next(reader, [])
         _check_names(path, names)
+        if len(names) == 1 and (other := next((mark for mark in ";\t|" if mark in names[0]), None)):
+            raise ValueError(f"{path}, line 1: its columns are separated by {other!r}, and CSV is read with commas")
         for fields in reader:
             if fields and len(fields) != len(names):
                 raise csv.Error(f"{len(fields)} fields, but {len(names)} columns ({one_line(', '.join(names), 80)})")
@@ -155,12 +157,26 @@ def _parquet_rows(path: Path, unpacked: int) -> Iterator[dict[str, Any]]:
         try:
             table = pq.ParquetFile(file, page_checksum_verification=True)
             _check_names(path, table.schema_arrow.names)
+            _check_time_zones(path, table.schema_arrow)
             for batch in table.iter_batches(_BATCH):
                 if (size := size + batch.nbytes) > most:
                     raise MemoryError(f"it unpacks to more than {most:,} bytes")
                 yield from batch.to_pylist()
         except (pa.ArrowException, OSError, OverflowError, UnicodeDecodeError, MemoryError) as error:
             raise ValueError(f"{path} cannot be read as Parquet: {one_line(str(error))}") from error
+
+
+def _check_time_zones(path: Path, schema: Any) -> None:
+    """Raise ValueError for a time zone that Python does not know."""
+    import pyarrow as pa
+
+    for column in schema:
+        if pa.types.is_timestamp(column.type) and column.type.tz is not None:
+            try:
+                pa.scalar(0, column.type).as_py()
+            except (pa.ArrowException, ValueError, KeyError, ImportError) as error:
+                zone = one_line(column.type.tz, 80)
+                raise ValueError(f"{path}: the column {column.name!r:.80} has an unknown time zone, {zone}") from error
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,10 +19,11 @@ READ_OF_TASK = {"reward_range": "", "system_prompt": " (of questions in offline.
 """What is read of settings.task where the task is an object of the caller's, and for what."""
 
 
-def describe_environment(parts: Parts) -> dict[str, Any]:
-    """What environment.json says: versions, machine, and what computes."""
+def describe_environment(parts: Parts, identity: str | None = None) -> dict[str, Any]:
+    """What environment.json says: the run's identity (a new one by default), versions, machine, and what computes."""
     policy, dtype = parts.learner.policy, parts.settings.model.dtype
-    environment = collect_environment(str(policy.device))
+    own = {"id": secrets.token_hex(8) if identity is None else identity}
+    environment = own | collect_environment(str(policy.device))
     environment["ranks"] = parts.world.size if parts.world is not None else 1
     environment["computation"] = policy.model.computation
     environment["decoding"] = parts.sampled.model.decoding if parts.sampled else "by vLLM"

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError
 
 from lagrpo import logs
 from lagrpo.backends.hardware import pick_device
@@ -25,9 +23,8 @@ from lagrpo.policy.masters import fingerprint
 from lagrpo.ranks.rank import Rank
 from lagrpo.ranks.signs import EndedError, RankError
 from lagrpo.ranks.world import Patience, World
-from lagrpo.runs import load_metrics
 from lagrpo.runs.checkpoints import CheckpointError, Checkpoints
-from lagrpo.runs.files import to_json
+from lagrpo.runs.environment import write_environment
 from lagrpo.runs.lock import RunLockedError, locked
 from lagrpo.runs.rollouts import rollout_rows
 from lagrpo.sampling.parity import ParityError
@@ -43,7 +40,7 @@ from lagrpo.threads import team
 from lagrpo.training.beginning import create_run, describe_environment, write_config
 from lagrpo.training.budget import RewardBudget
 from lagrpo.training.build import Parts, without_progress_bars
-from lagrpo.training.changes import RUN, after_restart, find_run
+from lagrpo.training.changes import RUN, after_restart, find_run, plain
 from lagrpo.training.checkpoint import Keeper, Stand, capture, restore
 from lagrpo.training.checks import check_settings
 from lagrpo.training.evaluate import Evaluation, change, evaluate, few_prompts, interval
@@ -54,7 +51,7 @@ from lagrpo.training.loop import Step, iterative_grpo
 from lagrpo.training.memory import NoMemoryError, Place, explained
 from lagrpo.training.metrics import batch_metrics, sampler_metrics
 from lagrpo.training.observers import Observer, Observers, RunFiles, Status, check_observers
-from lagrpo.training.resume import Earlier, check_dtype, cut_back, describe_move, read_evaluations
+from lagrpo.training.resume import Earlier, check_dtype, cut_back, describe_move, take_evaluations
 from lagrpo.training.warnings import Warnings
 from lagrpo.verify import VerifierError
 
@@ -161,7 +158,8 @@ class Training:
     def __init__(self, parts: Parts, observers: Sequence[Observer] = (), earlier: Earlier | None = None) -> None:
         self.parts, self.settings, self.policy = parts, parts.settings, parts.learner.policy
         run, self.earlier = self.settings.run, earlier
-        self.environment, self.model = describe_environment(parts), fingerprint(self.policy.weights)
+        self.environment = describe_environment(parts, earlier.identity if earlier else None)
+        self.model = fingerprint(self.policy.weights)
         if earlier is None:
             named = self.settings.model_dump() | {"task": {"name": parts.task.name}}
             self.store = create_run(run, named, write_config(parts), self.environment)
@@ -212,8 +210,9 @@ class Training:
                 self.rescue(error)
                 raise
             finally:
-                observers = self.observers if self.restored else self.display  # a run that was refused stays as it was
-                observers.end(status, self.describe_end(status, interrupted))
+                self.tell_end(status, interrupted, sys.exc_info()[1])
+            if status == "finished" and not self.settings.run.keep_optimizer:  # after the event that says so
+                self.keeper.store.prune(())
         before, after = (e.summary if (e := self.evaluations.get(name)) else None for name in ("before", "after"))
         return Result(self.store.path, before, after, weights, self.policy.version, self.batches, interrupted)
 
@@ -229,26 +228,24 @@ class Training:
             self.resume(self.earlier)
 
     def resume(self, earlier: Earlier) -> None:
-        """Go on where the run stood: cut its records back to the checkpoint, and restore the parts."""
-        checkpoint, changed = earlier.checkpoint, earlier.changed
-        moved = describe_move(earlier.environment, json.loads(to_json(self.environment)))
-        stand = self.stand
+        """Go on where the run stood: restore the parts, and cut its records back to the checkpoint."""
+        checkpoint, stand = earlier.checkpoint, self.stand
+        moved = describe_move(earlier.environment, self.environment)
         if checkpoint is not None:  # all that can be refused is refused before the records are cut
             self.observers.phase("restoring the checkpoint")
             check_dtype(earlier.environment, self.environment)
             stand = Stand.of(self.parts, restore(self.parts, checkpoint, self.model))
             self.keeper.take_over(checkpoint.batch, checkpoint.state["best"])
-        said = [*earlier.said, *cut_back(self.store, checkpoint)]
-        self.stand, self.restored = stand, True
-        if checkpoint is not None:
-            self.files.finished = self.batches
-            self.warnings.restore(checkpoint.state["warnings"], metrics := load_metrics(self.store))
-            for of_batch in metrics:
+            self.warnings.restore(checkpoint.state["warnings"], earlier.metrics)
+            for of_batch in earlier.metrics:
                 self.budget.count(of_batch)
-            self.evaluations = read_evaluations(self.store, self.total)
-        if changed:
+        self.stand, self.restored, self.files.finished = stand, True, stand.state.batch
+        with whole():
+            said = [*earlier.said, *cut_back(earlier, moved, len(stand.state.prefetched))]
             self.store.write_config(write_config(self.parts))
-        self.store.record_event("resumed", self.batches, changed=changed, moved=moved)
+            if checkpoint is None or not earlier.environment:
+                write_environment(self.store.path, self.environment)
+            self.evaluations = take_evaluations(earlier, self.total)
         said += [f"no longer to the bit: {name} was {old}, and is {new} now" for name, (old, new) in moved.items()]
         left = "" if self.batches < self.total else ": all its batches are made"
         place = f"resumed after batch {self.batches} of {self.total}{left}"
@@ -268,8 +265,17 @@ class Training:
                 self.save()
         except (OSError, ArithmeticError, MemoryError, RuntimeError) as second:
             error.add_note(f"Nor could all of it be written to {self.store.path}: {second}")
-        if self.batches:
-            error.add_note(self.way_on())
+        error.add_note(self.way_on())
+
+    def tell_end(self, status: Status, interrupted: signal.Signals | None, error: BaseException | None) -> None:
+        """Tell the observers that the run is over; where the disk does not take that, the first error is told."""
+        observers = self.observers if self.restored else self.display  # a run that was refused stays as it was
+        try:
+            observers.end(status, self.describe_end(status, interrupted))
+        except OSError as second:
+            if error is None:
+                raise
+            error.add_note(f"Nor could its end be recorded: {second}")
 
     def keep_as_it_is(self, name: str) -> Path | None:
         """What an interruption leaves: a checkpoint and the policy; the policy also where a rank has ended, which was
@@ -337,6 +343,8 @@ class Training:
         if self.batches in self.keeper.written:
             return
         further = {
+            "run": self.environment["id"],
+            "settings": plain(self.settings),
             "model": self.model,
             "lengths": {f.name: f.stat().st_size if f.exists() else 0 for f in (self.store.metrics, self.store.events)},
             "warnings": self.warnings.memory(),
@@ -355,12 +363,10 @@ class Training:
         self.tell_of_checkpoints()
 
     def finish(self) -> Path | None:
-        """Write what the finished run leaves: its weights, and one checkpoint or none."""
+        """Write what the finished run leaves: its weights."""
         weights = self.save()
         self.keeper.wait()
         self.tell_of_checkpoints()
-        if not self.settings.run.keep_optimizer:
-            self.keeper.store.prune(())
         return weights
 
     def progress(self) -> str:
@@ -430,7 +436,4 @@ class Training:
     def write_weights(self, version: int | None = None) -> Path:
         """π as it is now, as weights/final or under its version."""
         with without_progress_bars():
-            try:
-                return self.store.record_weights(self.policy.save, version)
-            except SafetensorError as error:
-                raise OSError(f"the weights could not be written to {self.store.path / 'weights'}: {error}") from error
+            return self.store.record_weights(self.policy.save, version)

@@ -18,7 +18,7 @@ import threading
 import traceback
 from multiprocessing import resource_tracker
 
-from lagrpo.redaction import redact
+from lagrpo.redaction import redact_start
 from lagrpo.tasks.base import Judge, Unjudgeable
 from lagrpo.verify.surroundings import Surroundings
 from lagrpo.workers import Process, die_with_parent, limit_cpu_time
@@ -29,6 +29,9 @@ SPOILED = 100  # exit code: the process cannot be made as it was before the judg
 POLITENESS = 5  # niceness: of a core that both want, the policy gets three quarters and the judge one
 _SPARE_SECONDS = 5
 _LONGEST_REASON = 300
+_READ = 4096  # characters of a judge's text that are searched for secrets, for a reason
+_LONGEST_VALUE = 60  # characters of a value that is no reward
+_LONGEST_INTEGER = 10_000  # bits: Python writes no more than 4,300 digits
 _SILENT = "ignore:resource_tracker:UserWarning"  # for the tracker, which gets our warning options
 _SEGMENTS = "/dev/shm"  # where Linux lists them; elsewhere every segment counts as our own
 
@@ -94,7 +97,7 @@ def _ask(judge: Judge, payload: bytes) -> Verdict:
         text, gold = pickle.loads(payload)
         return _score(judge(text, gold))
     except Unjudgeable as error:
-        return "unscored", redact(str.__str__(str(error)))[:_LONGEST_REASON]
+        return "unscored", _told(str.__str__(str(error)))
     except BaseException as error:  # noqa: BLE001 - whatever a judge raises, sys.exit too, concerns this completion only
         return "unscored", f"the judge raised {_describe(error)}"
 
@@ -107,11 +110,24 @@ def _score(value: object) -> Verdict:
         reward = math.nan
     if math.isfinite(reward):
         return "scored", reward
-    return "unscored", f"the judge returned {reprlib.repr(value)} ({type(value).__name__}), not a finite number"
+    return "unscored", f"the judge returned {_shown(value)} ({type(value).__name__}), not a finite number"
+
+
+def _shown(value: object) -> str:
+    """A value as Python writes it, shortened where that is long, once no secret can be cut in two."""
+    if isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER:
+        return reprlib.repr(value)
+    text = repr(_told(value)) if isinstance(value, str) else _told(repr(value))
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE // 2]}...{text[-_LONGEST_VALUE // 4 :]}"
 
 
 def _describe(error: BaseException) -> str:
-    return redact(traceback.format_exception_only(error)[-1].strip())[:_LONGEST_REASON]
+    return _told(traceback.format_exception_only(error)[-1].strip())
+
+
+def _told(text: str) -> str:
+    """A judge's text as a part of a reason."""
+    return redact_start(text, _READ)[:_LONGEST_REASON]
 
 
 def _limit_files(size: int) -> None:
