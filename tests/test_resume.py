@@ -27,6 +27,7 @@ from lagrpo.sampling.schedule import LoopState
 from lagrpo.settings.toml import load_settings
 from lagrpo.training import resume as training_resume
 from lagrpo.training import run as training_run
+from lagrpo.training import training as one_run
 from lagrpo.training.run import Result
 from lagrpo.verify import VerifierError
 
@@ -307,7 +308,7 @@ def test_data_that_has_changed_is_refused(begin, tmp_path):
 def test_an_error_while_a_run_is_restored_leaves_its_weights(begin, monkeypatch):
     run = begin("run", schedule={"stages": 1}).run
     before = (run / "weights" / "final" / "model.safetensors").read_bytes()
-    monkeypatch.setattr(training_run, "restore", lambda *parts: 1 / 0)
+    monkeypatch.setattr(one_run, "restore", lambda *parts: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         go_on(run, schedule={"stages": 2})
     monkeypatch.undo()
@@ -671,8 +672,8 @@ def test_the_first_error_is_told_where_the_disk_does_not_take_the_end_of_the_run
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device", "events.jsonl")
 
-    monkeypatch.setattr(training_run.RunFiles, "end", full)
-    monkeypatch.setattr(training_run.Training, "learn", lambda self: 1 / 0)
+    monkeypatch.setattr(one_run.RunFiles, "end", full)
+    monkeypatch.setattr(one_run.Training, "learn", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError) as error:
         begin("run", schedule={"stages": 1})
     begin_again, end = error.value.__notes__[-2:]

@@ -1,7 +1,7 @@
 """Algorithm 1 of Mroueh et al. (arXiv 2505.22257), and nothing else.
 
-The numbers beside the lines are the paper's. Batches are counted through all stages: b = (s - 1)·M + k. training/run.py
-does what stands around the algorithm: evaluations, the files of a run.
+The numbers beside the lines are the paper's. Batches are counted through all stages: b = (s - 1)·M + k.
+training/training.py does what stands around the algorithm: evaluations, the files of a run.
 """
 
 from __future__ import annotations

@@ -1,0 +1,82 @@
+"""Several ranks on one machine beside one process with as many threads: seconds of a batch. See README.md.
+
+make bench-ranks
+python benchmarks/bench_ranks.py --ranks 2
+
+The demo's batches (experiments/demo.toml), no evaluations. One process with R threads and R ranks with one thread each
+make runs in turn; a run's first batch is left out. Of ranks, the seconds of rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from measuring import Load, Report, machine, median, ratio, spread
+from processes import HERE, environment
+from work import common_options
+
+from lagrpo.runs import load_metrics
+
+DEMO = HERE.parent / "experiments" / "demo.toml"
+PARTS = ("seconds_total", "seconds_sampling", "seconds_learning", "seconds_sync")
+
+
+def options() -> argparse.Namespace:
+    parser = common_options(__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--batches", type=int, default=7, help="of a run")
+    parser.add_argument("--runs", type=int, default=3, help="of each side")
+    asked = parser.parse_args()
+    if asked.quick:
+        asked.batches, asked.runs = 2, 1
+    return asked
+
+
+def main() -> None:
+    asked = options()
+    load, report = Load(), Report("ranks", "Several ranks beside one process", asked.results)
+    sides = {f"one process, {asked.ranks} threads": 1, f"{asked.ranks} ranks of one thread": asked.ranks}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    for number in range(asked.runs):
+        for name, ranks in list(sides.items())[:: 1 if number % 2 == 0 else -1]:
+            with tempfile.TemporaryDirectory() as scratch:
+                found[name] += run(asked, ranks, Path(scratch))[1:]
+            print(name, f"{median(m['seconds_total'] for m in found[name]):.2f} s a batch", flush=True)
+    report.raw |= found
+    one, several = found.values()
+    report.text(f"{asked.runs} runs of each side in turn, {asked.batches - 1} batches of each counted; medians.")
+    rows = [
+        {"s a batch": part.removeprefix("seconds_"), **{n: spread([m[part] for m in of]) for n, of in found.items()}}
+        for part in PARTS
+    ]
+    report.table("Seconds", rows)
+    totals = [[m["seconds_total"] for m in side] for side in (several, one)]
+    report.text(f"Ranks take {ratio(*totals)} times the seconds of one process.")
+    report.write(machine(asked.ranks, load))
+
+
+def run(asked: argparse.Namespace, ranks: int, scratch: Path) -> list[dict[str, Any]]:
+    """The metrics of a run."""
+    settings = {
+        "run.directory": scratch, "run.name": "run", "run.display": "none", "run.save-weights": False,
+        "run.keep-optimizer": False, "run.checkpoint-minutes": 0, "evaluation.before-and-after": False,
+        "model.path": asked.model, "model.threads": asked.ranks // ranks, "schedule.batches": asked.batches,
+    }  # fmt: skip
+    words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "lagrpo"]
+    command = [sys.executable, *(torchrun if ranks > 1 else ["-m", "lagrpo"]), "train", str(DEMO), *words]
+    variables = {**os.environ, **environment(asked.ranks // ranks)}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{ranks} ranks failed:\n{done.stderr[-2000:]}")
+    return load_metrics(scratch / "run")
+
+
+if __name__ == "__main__":
+    main()
