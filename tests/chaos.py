@@ -187,7 +187,7 @@ def kill_servers(trials: Trials, count: int, draws: random.Random) -> list[str]:
     nobody disturbed, or was not brought back."""
     name, kind = "servers", "on-policy"
     expected, _ = trials.undisturbed(kind)
-    run = Started(trials.words(name, kind, {"vllm": {"failures": 3 * count}}), trials.log(name))
+    run = Started(trials.words(name, kind, {"vllm": {"failures": 3 * count, "sync_deadline": 60}}), trials.log(name))
     for batch in range(count):
         instant = draws.uniform(0, 3)
         begun = trials.root / name / "environment.json"  # what is not up when a run starts is no failure of the run's
