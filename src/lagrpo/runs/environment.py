@@ -94,7 +94,7 @@ def cpu_model() -> str:
 
 
 def _git(directory: Path, *arguments: str) -> str:
-    # status locks the index to write it anew: a run that is killed meanwhile would leave that lock in the repository
+    # status would lock the index to write it anew, and a run that is killed meanwhile would leave the lock behind
     command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
