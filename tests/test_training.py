@@ -473,7 +473,7 @@ def test_a_second_signal_while_the_weights_are_written_ends_at_once_and_leaves_n
 @pytest.mark.parametrize(
     ("owner", "name", "error"),
     [
-        (Learner, "_update", FloatingPointError("the gradient is not finite")),
+        (Learner, "update", FloatingPointError("the gradient is not finite")),
         (LocalSampler, "sync_weights", ParityError("another version")),
         (Run, "record", OSError(28, "No space left on device")),
         (Learner, "first_step", ZeroDivisionError("a bug")),

@@ -36,6 +36,7 @@ PLACE = {"wait_for": 1, "put": 2, "as_completed": 1, "create_connection": 1, "ur
 NAMED = {"recv_bytes", "recv_into", "recvfrom", "synchronize", "sigwait", "waitpid", "input", "request", "shutdown"}
 SUBPROCESS = {"run", "check_output", "check_call", "call"}
 COLLECTIVE = {"init_process_group", "barrier", "all_reduce", "all_gather", "broadcast", "reduce_scatter", "init_rank"}
+COLLECTIVE |= {"broadcast_object_list", "gather_object", "new_group"}
 POOL = {"ThreadPoolExecutor", "ProcessPoolExecutor", "ProcessPool", "Pool"}
 HUB = {"cached_file", "from_pretrained", "load_dataset", "hf_hub_download", "snapshot_download"}
 ALWAYS = NAMED | COLLECTIVE | POOL | HUB
@@ -44,6 +45,7 @@ SHORT = "held for a few statements that wait for nothing"
 STUCK = "runs in a thread that run_within leaves behind at its deadline"
 DONE = "called where the future is done"
 KEEPER = "Keeper.wait has DEADLINE of training/checkpoint.py inside"
+OF_GROUP = "the process group has the timeout distributed.collective"
 HUB_ASKED = "hub.limit_waits gives every request a deadline"
 BOUNDED = {
     "guard.py:_reap waitpid": "with WNOHANG it never blocks",
@@ -80,13 +82,24 @@ BOUNDED = {
     "verify/verifier.py:_outcome exception": DONE,
     "verify/verifier.py:_restart exception": DONE,
     "verify/verifier.py:_start ProcessPool": "each judgment has verifier.deadline, the end of the pool _CLOSING",
+    "policy/sharded.py:gather all_gather": OF_GROUP,
+    "policy/sharded.py:norm all_gather": OF_GROUP,
+    "policy/sharded.py:reduce_scatter all_reduce": OF_GROUP,
+    "policy/sharded.py:round all_reduce": OF_GROUP,
+    "policy/sharded.py:say_largest all_gather": OF_GROUP,
+    "policy/sharded.py:sum_gradients reduce_scatter": OF_GROUP,
+    "ranks/world.py:_announce broadcast_object_list": OF_GROUP,
+    "ranks/world.py:_collect gather_object": OF_GROUP,
+    "ranks/world.py:_receive broadcast_object_list": OF_GROUP,
+    "ranks/world.py:follow gather_object": OF_GROUP,
+    "training/shards.py:__init__ ThreadPoolExecutor": "World.await_reports has DEADLINE",
     "training/build.py:without_progress_bars with _QUIET": "another run of this process loads or writes a model",
     "training/checkpoint.py:__init__ ThreadPoolExecutor": "Keeper.wait has a deadline, and close does not wait",
     "training/checkpoint.py:close shutdown": "wait=False",
     "training/checkpoint.py:write wait": KEEPER,
-    "training/run.py:finish wait": KEEPER,
-    "training/run.py:save_checkpoint wait": KEEPER,
-    "training/run.py:write_checkpoint wait": KEEPER,
+    "training/training.py:finish wait": KEEPER,
+    "training/training.py:save_checkpoint wait": KEEPER,
+    "training/training.py:write_checkpoint wait": KEEPER,
     "policy/configs.py:file_of cached_file": HUB_ASKED,
     "policy/configs.py:read_config from_pretrained": HUB_ASKED,
     "policy/checkpoint.py:match_weights from_pretrained": HUB_ASKED,

@@ -186,7 +186,7 @@ class Parts:
     @property
     def sampled(self) -> Policy | Replica | None:
         """The policy of the in-process sampler, which computes as the learner does, up to rounding; None for vLLM."""
-        return None if isinstance(self.sampler, VllmSampler) else self.sampler.policy
+        return self.sampler.policy if isinstance(self.sampler, LocalSampler | LeadSampler) else None
 
     @property
     def parity(self) -> Parity | None:

@@ -59,10 +59,6 @@ class ShardWriter:
         copies = {name: copied(tensor) for name, tensor in self._learner.state().items()}
         self._pool.submit(self._write, copies, folder)
 
-    def close(self) -> None:
-        """Return when everything is written."""
-        self._pool.shutdown()
-
     def _write(self, copies: dict[str, Tensor], folder: Path) -> None:
         said = ""
         try:
