@@ -308,11 +308,11 @@ def test_a_head_that_is_the_embedding_is_renewed(tmp_path, monkeypatch):
         sampler.sync_weights(policy.weights, 3)
         with pytest.raises(ParityError):
             check(policy, sampler)
-        sampler.close()
         monkeypatch.setattr(connecting, "EXTENDED", "somebody.Else")
         monkeypatch.setenv(KEY, server.key)
         with pytest.raises(SettingsError, match="would go on with the head of its first weights"):
             run(model, tmp_path, server)
+        sampler.close()
     finally:
         server.close()
 
