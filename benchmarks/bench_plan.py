@@ -77,6 +77,7 @@ def main() -> None:
         f"Error of a whole batch: {median(map(abs, worst)):.0%} in the median of the cases, at most "
         f"{max(map(abs, worst)):.0%}."
     )
+    load.add_ended()
     report.write(machine(asked.threads, load))
     if asked.results == RESULTS:
         head = "| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|\n"

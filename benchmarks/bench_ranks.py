@@ -58,6 +58,7 @@ def main() -> None:
     report.table("Seconds", rows)
     totals = [[m["seconds_total"] for m in side] for side in (several, one)]
     report.text(f"Ranks take {ratio(*totals)} times the seconds of one process.")
+    load.add_ended()
     report.write(machine(asked.ranks, load))
 
 

@@ -53,6 +53,7 @@ def main() -> None:
         print(rows[-1], flush=True)
     report.text("Of a batch, means over whole cycles; the first cycle is left out.")
     report.table("By v", rows)
+    load.add_ended()
     report.write(machine(asked.threads, load))
     if asked.results == RESULTS:
         head = "| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|\n"

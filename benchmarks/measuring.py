@@ -50,6 +50,10 @@ class Load:
         """Count what programs have used; call it before they end."""
         self._programs += sum(program.cpu_seconds() for program in programs)
 
+    def add_ended(self) -> None:
+        """Count what programs have used that have ended, with all they started; where none was counted by `add`."""
+        self._programs += sum(os.times()[2:4])
+
     def others(self) -> float:
         """The share of all CPUs since the start."""
         own = self._programs + sum(os.times()[:2]) - self._own

@@ -21,7 +21,7 @@ from together import QUICK, RankEndError, together
 from lagrpo import Observer, train
 from lagrpo.runs import load_events, load_metrics
 from lagrpo.runs.checkpoints import Checkpoints
-from lagrpo.training import shards
+from lagrpo.training import build, shards
 from lagrpo.training.run import Result
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
@@ -196,14 +196,14 @@ def test_a_full_disk_on_one_rank_leaves_the_checkpoint_before(settings, tmp_path
     assert last.batch == 2
 
 
-def test_what_is_refused_is_refused_on_all_ranks(settings, model):
+def test_what_is_refused_is_refused_on_all_ranks(settings):
     first, other = together(2, settings("run", {"task": {"name": "nowhere"}}))
     assert "SettingsError" in str(first)
     assert "SettingsError" in str(other)
 
 
-def lose_model(model: Path, rank: int) -> tuple[()]:
-    from lagrpo.training import build
+def load_another_model(rank: int) -> tuple[()]:
+    """Rank 1 has other weights."""
 
     if rank == 1:
         load = build.load_policy
@@ -218,7 +218,7 @@ def lose_model(model: Path, rank: int) -> tuple[()]:
     return ()
 
 
-def test_ranks_with_different_models_are_told_apart(settings, model):
-    first, other = together(2, settings("run"), partial(lose_model, model))
+def test_ranks_with_different_models_are_told_apart(settings):
+    first, other = together(2, settings("run"), load_another_model)
     assert "model.path is another model on rank 1 than on rank 0" in str(first)
     assert str(other).startswith("EndedError")

@@ -7,6 +7,7 @@ what phase. Objects travel by gloo, on CPUs; the learner's collectives have a gr
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -32,9 +34,9 @@ class Patience:
     """How long ranks wait for each other, in seconds: `deadline` for one command, `collective` for one collective in
     which all ranks are, `silence` without a sign of life."""
 
-    deadline: float = 3600.0
-    collective: float = 300.0
-    silence: float = 60.0
+    deadline: float
+    collective: float
+    silence: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class World:
     @staticmethod
     def join(own: Rank, device: str, patience: Patience) -> World:
         """Meet the other ranks. Raises RankError where they do not come within the deadline of a collective."""
+        if device == "cuda":
+            torch.cuda.set_device(own.local_number)
         try:
             shared = PrefixStore(f"lagrpo/{own.restarts}", own.store(patience.collective))
             return World(own, shared, "nccl" if device == "cuda" else "gloo", patience)
@@ -74,7 +78,7 @@ class World:
 
     def tell(self, phase: str) -> None:
         """What this rank is doing, for the others' messages."""
-        self._signs.tell(phase, self._store)
+        self._on_store(lambda: self._signs.tell(phase, self._store))
 
     def lead(self, name: str, own: Callable[[], Any], payload: Any = None) -> list[Any]:
         """Rank 0: have every rank do command `name` with `payload`; rank 0 does `own`. Returns what it gave on each
@@ -92,7 +96,7 @@ class World:
         except KeyboardInterrupt:
             if self._count > before:
                 with whole():
-                    self._store.set(f"{STOP}/{self._count}", "")
+                    self._set(f"{STOP}/{self._count}")
                     self._collect(None, LOST)
             raise
         with whole():
@@ -103,14 +107,14 @@ class World:
         where rank 0 is gone."""
         while True:
             self._count += 1
-            self._on_store(lambda: self.tell("waiting for rank 0"))
+            self.tell("waiting for rank 0")
             self._wait(f"command/{self._count}", [0], float("inf"))
             name, payload = self._receive()
             if name == CLOSE:
                 return payload
             self.tell(name)
             result = self._attempt(lambda name=name, payload=payload: commands[name](payload))
-            self._on_store(lambda: self._store.set(f"done/{self._count}/{self.rank}", ""))
+            self._set(f"done/{self._count}/{self.rank}")
             self._translating(lambda result=result: dist.gather_object(result, None, 0, self._control))
 
     def wants_no_more(self) -> bool:
@@ -148,7 +152,7 @@ class World:
     def close(self, result: Any = None) -> None:
         """End: rank 0 sends the others home, with `result`. What cannot be told any more is not."""
         if self.rank == 0 and self.broken is None:
-            with whole(), suppress(RankError):
+            with whole(), suppress(RuntimeError):
                 self._announce(CLOSE, result)
         self._signs.close()
         if self.broken is None:
@@ -157,7 +161,7 @@ class World:
     def _announce(self, name: str, payload: Any) -> None:
         self._count += 1
         self.tell(name)
-        self._store.set(f"command/{self._count}", name)
+        self._set(f"command/{self._count}")
         self._translating(lambda: dist.broadcast_object_list([(name, payload)], 0, self._control))
 
     def _receive(self) -> tuple[str, Any]:
@@ -174,6 +178,7 @@ class World:
         except Exception as error:  # noqa: BLE001 - rank 0 raises it, whatever it is
             if self.rank:
                 error.add_note(f"This was on {self.own}.")
+                error = error if _travels(error) else RuntimeError(f"{type(error).__name__} on {self.own}: {error}")
             return Failed(error)
 
     def _collect(self, result: Any, silence: float | None = None) -> list[Any]:
@@ -200,18 +205,23 @@ class World:
             time.sleep(pause)
             pause, now = min(2 * pause, LONGEST), time.monotonic()
             if now - looked > EVERY:
-                looked = now
-                self._look(others, silence or (LOST if is_waiting() else self.patience.silence))
+                looked, least = now, silence or (LOST if is_waiting() else self.patience.silence)
+                self._on_store(lambda least=least: self._look(others, least))
             if now - start > seconds:
                 slow = int(key.rpartition("/")[2])
                 limit = f"{seconds:g} s (distributed.deadline)"
                 raise self._break(RankError(f"{self._seen[slow].describe(slow)} was not ready within {limit}"))
 
+    def _set(self, key: str) -> None:
+        self._on_store(lambda: self._store.set(key, ""))
+
     def _on_store(self, call: Callable[[], T]) -> T:
         """What the call gives. Raises RankError where the store is gone."""
         try:
             return call()
-        except (dist.DistNetworkError, RuntimeError) as error:
+        except RankError:
+            raise
+        except RuntimeError as error:
             host = "torchrun" if self.own.hosted else "rank 0"
             gone = f"the store in which the ranks meet is gone, and {host} with it: {_first_line(error)}"
             raise self._break(RankError(gone)) from error
@@ -233,7 +243,7 @@ class World:
         """What the call gives. Raises RankError, which names the rank, where a collective fails."""
         try:
             return call()
-        except (dist.DistBackendError, dist.DistNetworkError, RuntimeError) as error:
+        except RuntimeError as error:
             if isinstance(error, RankError) or not _of_a_collective(error):
                 raise
             raise self._find_culprit(error) from error
@@ -254,6 +264,15 @@ class World:
     def _break(self, error: RankError) -> RankError:
         self.broken = error
         return error
+
+
+def _travels(error: Exception) -> bool:
+    """Whether rank 0 can be sent it: some exceptions cannot be made again from what they were pickled to."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever its class does
+        return False
+    return True
 
 
 def _of_a_collective(error: Exception) -> bool:
