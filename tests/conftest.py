@@ -12,6 +12,7 @@ import hypothesis
 import jaxtyping
 import pytest
 import tiny
+import torch
 from ranks import Ranks
 from running import note_processes
 
@@ -85,11 +86,20 @@ def renderer() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Three processes that form a group, for all tests that ask for them: see ranks.py."""
+def started_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     processes = Ranks(tmp_path_factory.mktemp("ranks"))
     yield processes
     processes.close()
+
+
+@pytest.fixture
+def ranks(started_ranks: Ranks) -> Iterator[Ranks]:
+    """Three processes that form a group, for all tests that ask for them: see ranks.py. They compute with one thread,
+    and what they are compared with, in this process, does too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield started_ranks
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -394,14 +394,14 @@ def test_what_was_accumulated_can_be_discarded_on_all_ranks(ranks):
     assert ranks.run(discarded, 1, size=2) == [True, True]
 
 
-def say(group: Any, sizes: Sequence[float], texts: Sequence[str]) -> str:
+def say(group: Any, sizes: Sequence[float], texts: Sequence[str]) -> tuple[str, int]:
     rank: int = group.rank()
     return say_largest(group, sizes[rank], texts[rank], torch.device("cpu"))
 
 
 def test_the_rank_with_the_largest_gradient_has_the_word(ranks):
-    assert ranks.run(say, (1.0, math.inf, math.inf), ("a", "π", "c")) == ["π, of rank 1"] * 3
-    assert ranks.run(say, (-1.0, -1.0), ("x" * 2000, ""), size=2) == ["x" * 1000 + ", of rank 0"] * 2
+    assert ranks.run(say, (1.0, math.inf, math.inf), ("a", "π", "c")) == [("π", 1)] * 3
+    assert ranks.run(say, (-1.0, -1.0), ("x" * 2000, ""), size=2) == [("x" * 1000, 0)] * 2
 
 
 def update_alone(group: Any) -> str:

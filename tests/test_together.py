@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from tiny import save_tiny
 from together import QUICK, RankEndError, together
 
 from lagrpo import Observer, train
+from lagrpo.policy.learner import Learner
 from lagrpo.runs import load_events, load_metrics
 from lagrpo.runs.checkpoints import Checkpoints
 from lagrpo.training import build, shards
@@ -69,12 +71,8 @@ def offline(model, tmp_path_factory):
     return {"offline": {"data": str(made.run), "share": 0.34}}
 
 
-@pytest.mark.parametrize(("kind", "size"), [*((kind, 2) for kind in [*KINDS, "offline"]), ("dynamic sampling", 3)])
-def test_several_ranks_make_the_run_of_one(settings, offline, kind, size):
+def check_same_run(run: Path, alone: Path) -> None:
     """The same completions token for token; metrics, final weights to float32's rounding of six batches of updates."""
-    further = KINDS.get(kind, offline)
-    alone = train(settings("alone", further)).run
-    run = only_result(together(size, settings("ranks", further))).run
     assert [row["token_ids"] for row in rollouts(run)] == [row["token_ids"] for row in rollouts(alone)]
     for one, other in zip(*(without_timings(load_metrics(r)) for r in (run, alone)), strict=True):
         assert one.keys() == other.keys()
@@ -82,8 +80,35 @@ def test_several_ranks_make_the_run_of_one(settings, offline, kind, size):
             close = one[name] is other[name] or one[name] == pytest.approx(other[name], rel=2e-3, abs=1e-4)
             assert close, (name, one[name], other[name])
     of_ranks, of_one = (load_file(r / "weights/final/model.safetensors") for r in (run, alone))
+    assert of_ranks.keys() == of_one.keys()
     for name, weight in of_one.items():
+        assert of_ranks[name].dtype == weight.dtype
         assert float((of_ranks[name] - weight).abs().mean()) < MEAN_ROUNDING, name
+
+
+@pytest.mark.parametrize(("kind", "size"), [*((kind, 2) for kind in [*KINDS, "offline"]), ("dynamic sampling", 3)])
+def test_several_ranks_make_the_run_of_one(settings, offline, kind, size):
+    further = KINDS.get(kind, offline)
+    alone = train(settings("alone", further)).run
+    check_same_run(only_result(together(size, settings("ranks", further))).run, alone)
+
+
+def layers(shard_ranks: int | None = None) -> dict[str, dict[str, Any]]:
+    given = {} if shard_ranks is None else {"shard_ranks": shard_ranks}
+    return {"distributed": {**QUICK, "shard": "layers", **given}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "shard_ranks"),
+    [("asking ahead", 2, None), ("offline", 4, 2), ("lagged", 3, None), ("dynamic sampling", 2, None)],
+)
+def test_ranks_that_have_the_layers_between_them_make_the_run_of_one(settings, offline, kind, size, shard_ranks):
+    further = merged(KINDS[kind] if kind in KINDS else offline, {"model": {"kernels": "torch"}})
+    alone = train(settings("alone", further)).run
+    run = only_result(together(size, settings("ranks", further, layers(shard_ranks)))).run
+    check_same_run(run, alone)
+    configs = [json.loads((r / "weights/final/config.json").read_text()) for r in (run, alone)]
+    assert configs[0] == configs[1]
 
 
 class Signal(Observer):
@@ -107,10 +132,20 @@ def strike(root: Path, phase: str, number: int, victim: int, rank: int) -> list[
     return [Signal(phase, number, lambda: int((root / f"pid-{victim}").read_text()))] if rank == 0 else []
 
 
-@pytest.mark.parametrize("phase", ["sampling", "learning", "weight sync", "checkpoint", "evaluation (batch-000004)"])
-def test_a_rank_that_is_killed_ends_the_run_and_is_named(settings, tmp_path, phase):
+EVALUATION = "evaluation (batch-000004)"
+
+
+@pytest.mark.parametrize(
+    ("phase", "further"),
+    [
+        *((phase, {}) for phase in ["sampling", "learning", "weight sync", "checkpoint", EVALUATION]),
+        *((phase, layers()) for phase in ["learning", EVALUATION]),
+    ],
+    ids=str,
+)
+def test_a_rank_that_is_killed_ends_the_run_and_is_named(settings, tmp_path, phase, further):
     prepare = partial(strike, tmp_path, phase, signal.SIGKILL, 1)
-    first, killed = together(2, settings("run", KINDS["asking ahead"]), prepare)
+    first, killed = together(2, settings("run", KINDS["asking ahead"], further), prepare)
     assert killed is None
     assert isinstance(first, RankEndError)
     assert str(first).startswith("RankError: ")
@@ -133,11 +168,49 @@ def test_a_run_whose_rank_0_is_killed_ends_on_the_others(settings, tmp_path):
     assert "rank 0" in str(other)
 
 
-@pytest.mark.parametrize("phase", ["sampling", "learning", "weight sync"])
-def test_a_stopped_run_goes_on_to_the_bit_on_as_many_ranks(settings, tmp_path, phase):
-    whole = only_result(together(2, settings("whole", KINDS["asking ahead"]))).run
+def fail_on(failing: int, error: Callable[[], Exception], rank: int) -> tuple[()]:
+    """In the backward pass of the ninth row, this rank has an error of its own."""
+    rows, loss = 0, Learner._loss
+
+    def fail(learner: Learner, *given: Any) -> Any:
+        nonlocal rows
+        if (rows := rows + 1) == 9:
+            raise error()
+        return loss(learner, *given)
+
+    if rank == failing:
+        Learner._loss = fail  # type: ignore[method-assign]
+    return ()
+
+
+def no_memory() -> Exception:
+    return MemoryError("nothing left")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_ranks_in_step_do_not_wait_for_one_that_failed(settings, tmp_path, failing):
+    """What is left is the checkpoint of the batch before; the message says where and why."""
+    found = together(2, settings("run", layers()), partial(fail_on, failing, no_memory))
+    first, other = found[failing], found[1 - failing]
+    assert str(first).startswith("NoMemoryError" if failing == 0 else "MemoryError")
+    assert "nothing left" in str(first)
+    assert str(other).startswith("RankError")
+    assert f"rank {failing}" in str(other)
+    assert "nothing left" in str(found[0])
+    last, complaints = Checkpoints(tmp_path / "run").newest()
+    assert last is not None
+    assert not complaints
+
+
+@pytest.mark.parametrize(
+    ("phase", "further"),
+    [("sampling", {}), ("learning", {}), ("weight sync", {}), ("learning", layers()), ("weight sync", layers())],
+    ids=str,
+)
+def test_a_stopped_run_goes_on_to_the_bit_on_as_many_ranks(settings, tmp_path, phase, further):
+    whole = only_result(together(2, settings("whole", KINDS["asking ahead"], further))).run
     prepare = partial(strike, tmp_path, phase, signal.SIGTERM, 0)
-    stopped = only_result(together(2, settings("run", KINDS["asking ahead"]), prepare))
+    stopped = only_result(together(2, settings("run", KINDS["asking ahead"], further), prepare))
     assert stopped.interrupted == signal.SIGTERM
     assert 2 <= stopped.batches < 6
     again = only_result(together(2, {"run": {"resume": str(stopped.run)}}))
@@ -153,14 +226,24 @@ def test_torchrun_starts_a_killed_run_again_where_it_was(settings, tmp_path):
     assert [key for key in expected if found.get(key) != expected[key]] == []
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 2), (2, 1)])
-def test_a_run_goes_on_with_another_number_of_ranks(settings, before, after):
+@pytest.mark.parametrize(
+    ("before", "of_before", "after", "of_after"),
+    [
+        (3, {}, 2, {}),
+        (1, {}, 2, layers()),
+        (2, layers(1), 1, {}),
+        (3, layers(), 2, {"distributed": {"shard": "optimizer"}}),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_with_another_number_of_ranks(settings, before, of_before, after, of_after):
     def make(size: int, of: dict[str, Any]) -> Result:
         return only_result(together(size, of)) if size > 1 else train(of)
 
-    whole = make(1, settings("whole")).run
-    short = make(before, settings("run", {"schedule": {"stages": 1}}))
-    long = make(after, {"run": {"resume": str(short.run)}, "schedule": {"stages": 2}})
+    plain = {"model": {"kernels": "torch"}}
+    whole = make(1, settings("whole", plain)).run
+    short = make(before, settings("run", plain, of_before, {"schedule": {"stages": 1}}))
+    long = make(after, merged({"run": {"resume": str(short.run)}, "schedule": {"stages": 2}}, of_after))
     assert [row["token_ids"] for row in rollouts(long.run)] == [row["token_ids"] for row in rollouts(whole)]
     of_ranks, of_one = (load_file(r / "weights/final/model.safetensors") for r in (long.run, whole))
     for name, weight in of_one.items():

@@ -7,10 +7,12 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.batch import FreshMicroBatch, MicroBatch
+from lagrpo.policy.layered import LayerMasters, idle_row
 from lagrpo.policy.model import Policy
 
 
@@ -25,15 +27,57 @@ def name(row: FreshMicroBatch, c: int) -> str:
 def find_culprit(policy: Policy, recipe: Recipe, rows: Sequence[MicroBatch]) -> tuple[float, str]:
     """The completion whose own gradient is not finite, else the one whose is largest, with its numbers; first the norm
     of that gradient, infinite where it is not finite, and -1 where there are no rows."""
-    largest, said = -1.0, "none of its completions"
+    found = Culprit()
     for row in rows:
         logp_T, pull_T = _pull(policy, recipe, row)
         for c in range(len(row.members)):
-            own_T = row.completion_T == c
-            norm = _norm(policy, row, c, pull_T[own_T])
-            if (size := norm if math.isfinite(norm) else math.inf) > largest:
-                largest, said = size, f"{name(row, c)}, alone {norm:g} ({_numbers(row, c, logp_T, own_T)})"
-    return largest, said
+            found.look(row, c, logp_T, _norm(policy, row, c, pull_T[row.completion_T == c]))
+    return found.size, found.said
+
+
+def find_in_step(
+    policy: Policy, recipe: Recipe, rows: Sequence[MicroBatch], masters: LayerMasters, ranks: dist.ProcessGroup
+) -> tuple[float, str]:
+    """The same of this rank's rows where the layers are sharded: each rank's completions in turn, all others idle
+    beside it. Collective."""
+    found, counts = Culprit(), [[0]] * ranks.size()
+    dist.all_gather_object(counts, [len(row.members) for row in rows], group=ranks)
+    for rank, of_rank in enumerate(counts):
+        for n, members in enumerate(of_rank):
+            row = rows[n] if rank == ranks.rank() else None
+            masters.begin_pass(last=True)
+            logp_T, pull_T = _pull(policy, recipe, row) if row is not None else _idle(policy, learns=False)
+            for c in range(members):
+                if row is not None:
+                    policy.logp(row.alone(c)).backward(pull_T[row.completion_T == c])
+                else:
+                    _idle(policy, learns=True)
+                masters.collect()
+                norm = masters.norm().item()
+                masters.discard()
+                if row is not None:
+                    found.look(row, c, logp_T, norm)
+    return found.size, found.said
+
+
+class Culprit:
+    """The largest of the completions that were looked at: the size of its gradient, and what there is to say of it."""
+
+    def __init__(self) -> None:
+        self.size, self.said = -1.0, "none of its completions"
+
+    def look(self, row: MicroBatch, c: int, logp_T: Tensor, norm: float) -> None:
+        if (size := norm if math.isfinite(norm) else math.inf) > self.size:
+            numbers = _numbers(row, c, logp_T, row.completion_T == c)
+            self.size, self.said = size, f"{name(row, c)}, alone {norm:g} ({numbers})"
+
+
+def _idle(policy: Policy, learns: bool) -> tuple[Tensor, Tensor]:
+    with torch.set_grad_enabled(learns):
+        logp_T = policy.logp(idle_row(policy.device))
+    if learns:
+        (0 * logp_T).sum().backward()
+    return logp_T.detach(), torch.zeros_like(logp_T)
 
 
 def _pull(policy: Policy, recipe: Recipe, row: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from lagrpo.interrupts import whole
@@ -117,6 +118,11 @@ class Chat:
         ids = {*(ends if isinstance(ends, list | tuple) else [ends]), getattr(tokenizer, "eos_token_id", None)}
         known = frozenset(int(i) for i in ids if i is not None)
         return Chat(tokenizer, lm.get_output_embeddings().weight.shape[0], known, templates or Templates())
+
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer's files."""
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(directory)
 
     def tokenize(self, prompt: Prompt) -> Prompt:
         """The prompt with its token ids: through the chat template, or its plain text where the tokenizer has none.

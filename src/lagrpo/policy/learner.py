@@ -5,31 +5,38 @@ the optimizer keeps float32 masters (masters.py): gradients of the micro-batches
 the masters and the working copy is their rounding. No autocast anywhere.
 
 With `ranks`, the processes of a group learn together: each computes the gradient of its own rows and steps on its shard
-of the masters (sharded.py). What says "collective" has to be called on all ranks, in the same order.
+of the masters (sharded.py). With a `mesh` of them the layers are sharded, too (layered.py); then every forward and
+backward pass is collective, and all ranks make the same number of `passes`, idle ones where they have no row. What says
+"collective" has to be called on all ranks, in the same order.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from lagrpo.core.loss import InfiniteGradientError
 from lagrpo.interrupts import divisible, whole
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy import blame
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
+from lagrpo.policy.layered import LayerMasters, idle_row, make_layered
 from lagrpo.policy.masters import Masters, Start, SyncedWeights
 from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import Replica
 from lagrpo.policy.sharded import ShardedMasters, say_largest
 from lagrpo.policy.spans import Merged
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +69,29 @@ class Optimization:
 class Learner:
     """Steps `policy` along the objective of `recipe`, with `reference` = π_ref where it has a KL term. `policy.version`
     counts the updates. With `entropy` the first update on a batch also measures π's entropy. `ranks` learn together:
-    all start from the same weights, and have them after every update."""
+    all start from the same weights, and have them after every update. With `mesh` the learner shards the layers of the
+    policy given, which is used up: its own is `policy`, and `reference` is one of `make_layered_replica`."""
 
     def __init__(
         self, policy: Policy, recipe: Recipe, optimization: Optimization, reference: Replica | None = None,
         activation_checkpointing: bool = False, entropy: bool = False, ranks: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:  # fmt: skip
         if recipe.needs_pi_ref and reference is None:
             raise ValueError(f"recipe {recipe.name!r} has a KL term (beta > 0): the learner needs a reference policy")
         self.policy, self.recipe, self.optimization, self.reference = policy, recipe, optimization, reference
         self.entropy, self._ranks = entropy, ranks
+        start = optimization.masters, optimization.seed
+        self._masters: Masters | ShardedMasters | LayerMasters
+        if mesh is not None:
+            self.policy, self._masters = make_layered(policy, mesh, *start)
+        elif ranks is not None:
+            self._masters = ShardedMasters(policy.model.lm, *start, ranks)
+        else:
+            self._masters = Masters(policy.model.lm, *start)
         if activation_checkpointing:
-            policy.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
-            policy.model.lm.train()  # transformers checkpoints in training mode only; dropout is off
-        given = (policy.model.lm, optimization.masters, optimization.seed)
-        self._masters = Masters(*given) if ranks is None else ShardedMasters(*given, ranks)
+            self.policy.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+            self.policy.model.lm.train()  # transformers checkpoints in training mode only; dropout is off
         self.synced = SyncedWeights()
         self.reset_optimizer()
 
@@ -91,15 +106,17 @@ class Learner:
 
     def end_stage(self, reset_optimizer: bool) -> None:
         """Line 16 of Algorithm 1: π_ref <- π. With `reset_optimizer` the next stage starts with moments at zero."""
-        Learner.load_reference(self)
+        self.load_reference()
         if reset_optimizer:
             self.reset_optimizer()
 
     def state(self) -> dict[str, Tensor]:
         """What makes the next updates what they are, by name, in the memory that the learner goes on to change: the
         float32 masters, AdamW's moments and its step count (none before the first update). With ranks, what this one
-        has of them; `Merged` of the states of all has everything."""
+        has of them, nothing where another one has the same; `Merged` of the states of all has everything."""
         state: dict[str, Tensor] = {}
+        if isinstance(self._masters, LayerMasters) and not self._masters.is_first:
+            return state
         for span, master in zip(self._masters.spans, self._masters.parameters, strict=True):
             state[f"master/{span.label}"] = master.detach()
             for key, value in self._optimizer.state.get(master, {}).items():
@@ -141,10 +158,21 @@ class Learner:
         reference = self.reference.logp if self.reference is not None and recipe.needs_pi_ref else None
         return micro_batches(batch, tokens, device, recipe.needs_whole_groups, recipe.silent, reference)
 
+    @property
+    def in_step(self) -> bool:
+        """Whether every pass through the model is collective."""
+        return isinstance(self._masters, LayerMasters)
+
     @torch.no_grad()
-    def score(self, micro_batches: Sequence[FreshMicroBatch]) -> list[Tensor]:
-        """log π of the tokens of each row as the policy is now: float32 [T], nats."""
-        return [self.policy.logp(micro.packed) for micro in micro_batches]
+    def score(
+        self, micro_batches: Sequence[FreshMicroBatch], passes: int = 0, by: Policy | Replica | None = None
+    ) -> list[Tensor]:
+        """log π of the tokens of each row as the policy is now, or of another one: float32 [T], nats."""
+        by = self.policy if by is None else by
+        found = [by.logp(micro.packed) for micro in micro_batches]
+        for _ in range(passes - len(found)):
+            by.logp(idle_row(self.policy.device))
+        return found
 
     def first_step(
         self, fresh: Sequence[FreshMicroBatch], in_objective: bool = True
@@ -164,13 +192,15 @@ class Learner:
         sums = self.accumulate(micro_batches)
         return {**sums, **(self.update(micro_batches) if in_objective else {})}
 
-    def accumulate_first(self, fresh: Sequence[FreshMicroBatch]) -> tuple[list[MicroBatch], dict[str, float]]:
+    def accumulate_first(
+        self, fresh: Sequence[FreshMicroBatch], passes: int = 0
+    ) -> tuple[list[MicroBatch], dict[str, float]]:
         """The gradient of the first update on a batch, from the rows of this rank, which may have none: returns the
         micro-batches for the updates that follow, and the sums. `update` or `discard` is next."""
         micro_batches: list[MicroBatch] = []
         sums: defaultdict[str, float] = defaultdict(float)
-        with divisible():  # nothing has moved yet
-            for row in fresh:
+        with nullcontext() if self.in_step else divisible():  # nothing has moved yet
+            for row in self._passes(fresh, passes):
                 entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32) if self.entropy else None
                 logp_T = self.policy.logp(row.packed, entropy_T)
                 if entropy_T is not None:
@@ -180,15 +210,28 @@ class Learner:
                 self._backward(micro_batches[-1], logp_T, sums)
         return micro_batches, dict(sums)
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def accumulate(self, micro_batches: Sequence[MicroBatch], passes: int = 0) -> dict[str, float]:
         """The gradient of a further update on a batch, as `accumulate_first`; returns the sums.
 
-        Raises FloatingPointError, on this rank alone, where the loss of a token has no finite derivative; then the
-        other ranks have to `discard`."""
+        Raises FloatingPointError where the loss of a token has no finite derivative: with sharded layers on all ranks,
+        otherwise on this rank alone, and then the other ranks have to `discard`."""
         sums: defaultdict[str, float] = defaultdict(float)
-        for micro in micro_batches:
+        for micro in self._passes(micro_batches, passes):
             self._backward(micro, self.policy.logp(micro.packed), sums)
         return dict(sums)
+
+    def _passes(self, rows: Sequence[T], passes: int) -> Iterator[T]:
+        """The rows; then idle passes until there were as many. A pass is what is done before the next row is taken."""
+        masters, count = self._masters, max(passes, len(rows))
+        for n in range(count):
+            if isinstance(masters, LayerMasters):
+                masters.begin_pass(last=n + 1 == count)
+            if n < len(rows):
+                yield rows[n]
+            else:
+                logp_T = self.policy.logp(idle_row(self.policy.device))
+                self._agree(None)
+                (0 * logp_T).sum().backward()
 
     def discard(self) -> None:
         """Drop the gradient that was accumulated."""
@@ -196,6 +239,7 @@ class Learner:
 
     def _backward(self, micro: MicroBatch, logp_T: Tensor, sums: defaultdict[str, float]) -> None:
         loss, diagnostics = self._loss(micro, logp_T)
+        self._agree(None)
         loss.backward()
         if micro.logp_alpha_T is not None:
             largest = (logp_T.detach() - micro.logp_alpha_T).abs().max().item()
@@ -211,11 +255,25 @@ class Learner:
         except InfiniteGradientError as error:
             self.discard()
             token = f"token {error.position} of {blame.name(micro, error.completion)}"
-            raise FloatingPointError(
+            said = (
                 f"the gradient of update {self.policy.version + 1} is not finite at {token} (all from 0): "
                 f"{error.reason}; the policy is still version {self.policy.version}. Choose a recipe that cuts or caps "
                 "such a ratio, or leave the completion out"
-            ) from error
+            )
+            self._agree(said)
+            raise FloatingPointError(said) from error
+
+    def _agree(self, problem: str | None) -> None:
+        """With sharded layers: raise FloatingPointError on all ranks where one has a problem with its row, since none
+        could go on without it. Collective."""
+        if not self.in_step or self._ranks is None:
+            return
+        worst = torch.tensor(float(problem is not None), device=self.policy.device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._ranks)
+        if worst.item():
+            self.discard()
+            said, rank = say_largest(self._ranks, float(problem is not None), problem or "", self.policy.device)
+            raise FloatingPointError(f"{said} (rank {rank})")
 
     def update(self, rows: Sequence[MicroBatch] = ()) -> dict[str, float]:
         """One step of AdamW along the gradient that was accumulated, of all ranks; returns its metrics, the same on
@@ -244,8 +302,14 @@ class Learner:
 
     def _refuse(self, norm: float, rows: Sequence[MicroBatch]) -> NoReturn:
         self.discard()
-        size, said = blame.find_culprit(self.policy, self.recipe, rows)
-        culprit = said if self._ranks is None else say_largest(self._ranks, size, said, self.policy.device)
+        given = self.policy, self.recipe, rows
+        if isinstance(self._masters, LayerMasters) and self._ranks is not None:
+            size, culprit = blame.find_in_step(*given, self._masters, self._ranks)
+        else:
+            size, culprit = blame.find_culprit(*given)
+        if self._ranks is not None:
+            said, rank = say_largest(self._ranks, size, culprit, self.policy.device)
+            culprit = f"{said}, of rank {rank}"
         raise FloatingPointError(
             f"the gradient of update {self.policy.version + 1} is not finite (norm {norm}); the largest is that of "
             f"{culprit}; the policy is still version {self.policy.version}. Lower optimizer.lr, or leave the "
@@ -254,5 +318,4 @@ class Learner:
 
     def on_sync(self) -> dict[str, float]:
         """The share of the working weights that a weight sync changes, as `moved_synced`; nothing at the first one."""
-        share = self.synced.share(self.policy.weights)
-        return {} if share is None else {"moved_synced": share}
+        return self.synced.metrics(self.policy.weights)

@@ -150,8 +150,13 @@ class SyncedWeights:
         last, self.last = self.last, sample_weights(weights)
         if not last:
             return None
-        moved = sum(differing(new, old) for new, old in zip(self.last, last, strict=True))
+        moved = sum(differing(new, old.to(new.device)) for new, old in zip(self.last, last, strict=True))
         return int(moved) / sum(len(w) for w in last)
+
+    def metrics(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
+        """The share as `moved_synced`; nothing at the first weight sync."""
+        share = self.share(weights)
+        return {} if share is None else {"moved_synced": share}
 
 
 def chunks(parameter: Tensor) -> Iterator[Tensor]:

@@ -99,6 +99,8 @@ class Model(nn.Module):
         super().__init__()
         self.lm: Any = lm.eval()
         self.config, self.backend, self.layers = lm.config, backend, backend.layers(lm, panels)
+        self.dtype: torch.dtype = self.head.weight.dtype
+        """that it computes in; shards of its weights may be wider"""
 
     @property
     def decoder(self) -> nn.Module:
@@ -111,10 +113,6 @@ class Model(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.head.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.head.weight.dtype
 
     @property
     def exact(self) -> bool:
@@ -190,12 +188,11 @@ class Policy:
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
-    def logp(self, packed: Packed, entropy_T: Tensor | None = None) -> Tensor:
-        """Log-probs at the policy's tau: see Model.forward."""
-        return self.model(packed, self.tau, entropy_T)
+    def logp(self, packed: Packed, entropy_T: Tensor | None = None, tau: float | None = None) -> Tensor:
+        """Log-probs, at the policy's tau unless another is given: see Model.forward."""
+        return self.model(packed, self.tau if tau is None else tau, entropy_T)
 
     def save(self, directory: Path) -> None:
         """Write a Hugging Face model directory: weights as safetensors, config, tokenizer and generation config."""
         self.model.lm.save_pretrained(directory)
-        if self.chat.tokenizer is not None:
-            self.chat.tokenizer.save_pretrained(directory)
+        self.chat.save(directory)

@@ -9,7 +9,7 @@ whole batch. Waits for other ranks have the timeout of the group.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -110,10 +110,7 @@ class ShardedMasters:
 
     def norm(self) -> Tensor:
         """The norm of what all ranks collected, a tensor of one number, the same on all. Collective."""
-        own = torch.nn.utils.get_total_norm([m.grad for m in self.parameters if m.grad is not None])
-        norms = torch.empty(self._ranks.size(), dtype=torch.float64, device=self._flats[0].device)
-        all_gather(norms, own.to(norms).view(1), self._ranks)
-        return norms.square().sum().sqrt().to(self._flats[0].wide)
+        return norm_over(self._ranks, self.parameters, self._flats[0].device)
 
     def discard(self) -> None:
         """Drop the gradients."""
@@ -142,16 +139,23 @@ class ShardedMasters:
         return moved.item() / sum(weight.numel() for flat in self._flats for weight in flat.weights.values())
 
 
-def say_largest(ranks: dist.ProcessGroup, size: float, said: str, device: torch.device) -> str:
-    """What the rank with the largest `size` says, on all ranks; the first of them. Collective."""
+def norm_over(ranks: dist.ProcessGroup, masters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
+    """The norm of the gradients that the ranks have between them, a tensor of one number. Collective."""
+    own = torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None]).to(device)
+    norms = torch.empty(ranks.size(), dtype=torch.float64, device=device)
+    all_gather(norms, own.to(norms).view(1), ranks)
+    return norms.square().sum().sqrt().to(torch.float64 if own.dtype == torch.float64 else torch.float32)
+
+
+def say_largest(ranks: dist.ProcessGroup, size: float, said: str, device: torch.device) -> tuple[str, int]:
+    """What the rank with the largest `size` says, and its number, on all ranks; of several the first. Collective."""
     text = said.encode()[:SAID].ljust(SAID, b"\0")
     sizes = torch.empty(ranks.size(), dtype=torch.float64, device=device)
     texts = torch.empty(ranks.size() * SAID, dtype=torch.uint8, device=device)
     all_gather(sizes, torch.tensor([size], dtype=torch.float64, device=device), ranks)
     all_gather(texts, torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device), ranks)
     largest = max(range(ranks.size()), key=sizes.tolist().__getitem__)
-    chosen = bytes(texts.view(-1, SAID)[largest].tolist()).rstrip(b"\0").decode(errors="ignore")
-    return f"{chosen}, of rank {largest}"
+    return bytes(texts.view(-1, SAID)[largest].tolist()).rstrip(b"\0").decode(errors="ignore"), largest
 
 
 def all_gather(everything: Tensor, part: Tensor, ranks: dist.ProcessGroup) -> None:

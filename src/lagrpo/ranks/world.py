@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lagrpo.interrupts import is_waiting, whole
@@ -47,9 +48,10 @@ class Failed:
 
 
 class World:
-    """This process among the others. `ranks` is the process group of the learner's collectives."""
+    """This process among the others. `ranks` is the process group of the learner's collectives, and `mesh` the same
+    ranks as layers are sharded over them, by `shards` neighbors each; None where they are not."""
 
-    def __init__(self, own: Rank, store: Any, backend: str, patience: Patience) -> None:
+    def __init__(self, own: Rank, store: Any, device: str, patience: Patience, shards: int | None = None) -> None:
         self.own, self.patience = own, patience
         self.rank, self.size = own.number, own.size
         self.broken: RankError | None = None
@@ -57,19 +59,22 @@ class World:
         self._seen = {rank: Seen() for rank in range(self.size) if rank != self.rank}
         self._signs = Signs(store, self.rank)
         limit = timedelta(seconds=patience.collective)
-        groups = PrefixStore("groups", store)
+        groups, backend = PrefixStore("groups", store), "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=groups, rank=self.rank, world_size=self.size, timeout=limit)
         self.ranks = dist.group.WORLD
         self._control: Any = dist.new_group(backend="gloo", timeout=limit) if backend != "gloo" else self.ranks
+        self.mesh: DeviceMesh | None = None
+        if shards is not None and self.ranks is not None:
+            self.mesh = mesh_of(self.ranks, device, shards, patience.collective)
 
     @staticmethod
-    def join(own: Rank, device: str, patience: Patience) -> World:
+    def join(own: Rank, device: str, patience: Patience, shards: int | None = None) -> World:
         """Meet the other ranks. Raises RankError where they do not come within the deadline of a collective."""
         if device == "cuda":
             torch.cuda.set_device(own.local_number)
         try:
             shared = PrefixStore(f"lagrpo/{own.restarts}", own.store(patience.collective))
-            return World(own, shared, "nccl" if device == "cuda" else "gloo", patience)
+            return World(own, shared, device, patience, shards)
         except (RuntimeError, ValueError) as error:
             raise RankError(
                 f"{own}: the {own.size} ranks did not meet at {own.address}:{own.port} within "
@@ -117,6 +122,19 @@ class World:
             self._set(f"done/{self._count}/{self.rank}")
             self._translating(lambda result=result: dist.gather_object(result, None, 0, self._control))
 
+    def in_step(self, call: Callable[[], T]) -> T:
+        """What the call gives, which has the other ranks in collectives all along: no interruption cuts it, and an
+        error that they do not have ends the run, since they cannot go on without this rank."""
+        try:
+            with whole():
+                return self._translating(call)
+        except (RankError, FloatingPointError):
+            raise
+        except Exception as error:
+            self.fail(error)
+            self._break(RankError(f"{self.own} could not go on: {type(error).__name__}: {error}"))
+            raise
+
     def wants_no_more(self) -> bool:
         """Whether rank 0 wants no more of the present command; looks every half second."""
         if self.rank == 0 or time.monotonic() < self._next_look:
@@ -145,7 +163,7 @@ class World:
         return found
 
     def fail(self, error: BaseException) -> None:
-        """Tell rank 0 why this rank ends."""
+        """Tell the others why this rank ends."""
         with suppress(RuntimeError):  # the store may be gone, and why with it
             self._store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
 
@@ -175,7 +193,9 @@ class World:
             return self._translating(part)
         except RankError:
             raise
-        except Exception as error:  # noqa: BLE001 - rank 0 raises it, whatever it is
+        except Exception as error:
+            if self.broken is not None:
+                raise
             if self.rank:
                 error.add_note(f"This was on {self.own}.")
                 error = error if _travels(error) else RuntimeError(f"{type(error).__name__} on {self.own}: {error}")
@@ -252,11 +272,9 @@ class World:
         end = time.monotonic() + 2 * LOST
         while time.monotonic() < end:
             try:
-                self._look(self._seen, LOST)
+                self._on_store(lambda: self._look(self._seen, LOST))
             except RankError as found:
                 return found
-            except RuntimeError:
-                break
             time.sleep(EVERY / 4)
         doing = self._signs.phase
         return self._break(RankError(f"the ranks lost each other during {doing}: {_first_line(error)}"))
@@ -264,6 +282,19 @@ class World:
     def _break(self, error: RankError) -> RankError:
         self.broken = error
         return error
+
+
+def mesh_of(ranks: dist.ProcessGroup, device: str, shards: int, seconds: float) -> DeviceMesh:
+    """All ranks as a mesh over which layers are sharded: one dimension, or (replicas, shards) where fewer than all
+    ranks have a copy between them, neighbors each. Collective. Waits of its groups end after so many seconds."""
+    size, rank, limit = ranks.size(), ranks.rank(), timedelta(seconds=seconds)
+    if shards == size:
+        return DeviceMesh.from_group(ranks, device, mesh_dim_names=("shards",))
+    grid = torch.arange(size).view(-1, shards)
+    rows = [dist.new_group(row, timeout=limit) for row in grid.tolist()]
+    columns = [dist.new_group(column, timeout=limit) for column in grid.T.tolist()]
+    own = [columns[rank % shards], rows[rank // shards]]
+    return DeviceMesh.from_group(own, device, mesh=grid, mesh_dim_names=("replicas", "shards"))  # pyright: ignore[reportArgumentType]
 
 
 def _travels(error: Exception) -> bool:

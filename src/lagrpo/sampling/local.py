@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -211,3 +212,27 @@ class LocalSampler:
             text=self.policy.chat.decode(row.tokens),
         )
         return row.group
+
+
+class BorrowingSampler(LocalSampler):
+    """Samples from `source` by a copy, `policy`: the copy has weights while it samples, and no memory for them where
+    nobody does. `in_step` has all ranks gather them together."""
+
+    def __init__(
+        self, source: Policy, in_step: Callable[[Callable[[], None]], None], policy: Replica, *given: Any
+    ) -> None:
+        super().__init__(policy, *given)
+        self._source, self._in_step, self._copy = source, in_step, policy
+        policy.give_memory()
+
+    def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
+        self._in_step(self._load)
+        yield from super().sample(requests, G)
+
+    def rest(self) -> None:
+        super().rest()
+        self._copy.give_memory()
+
+    def _load(self) -> None:
+        self._copy.take_memory()
+        self._copy.load(self._source.weights, self._source.version)

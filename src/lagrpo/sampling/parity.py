@@ -290,7 +290,7 @@ def _score_groups(policy: Policy, groups: Sequence[Group]) -> Tensor:
 
 def _score_packed(policy: Policy, groups: Sequence[tuple[Sequence[int], Sequence[Tensor]]], tau: float) -> Tensor:
     with torch.no_grad():
-        return policy.model(Packed.build(groups, policy.device), tau).float().cpu()
+        return policy.logp(Packed.build(groups, policy.device), tau=tau).float().cpu()
 
 
 def _lengthen(policy: Policy, requests: Sequence[Request]) -> list[Request]:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,13 +21,14 @@ from lagrpo.errors import SettingsError, refusing
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.chat import Templates
 from lagrpo.policy.embedded import resolve_model
+from lagrpo.policy.layered import make_layered_replica, why_not, without_numbers
 from lagrpo.policy.learner import Learner, Optimization
 from lagrpo.policy.loading import check_context, check_files, load_policy
 from lagrpo.policy.masters import fingerprint
 from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import Replica, replica
 from lagrpo.ranks.world import World
-from lagrpo.sampling.local import LocalSampler
+from lagrpo.sampling.local import BorrowingSampler, LocalSampler
 from lagrpo.sampling.parity import PARITY_PROMPTS, Parity, ParityCheck, ParityError
 from lagrpo.sampling.prefetch import Prefetcher
 from lagrpo.sampling.schedule import Schedule
@@ -119,7 +121,7 @@ class Parts:
     task: Task
     own_task: bool
     """the caller gave the task as an object"""
-    learner: Learner
+    learner: Learner | LeadLearner
     """with the policy, the recipe and the reference"""
     sampler: LocalSampler | LeadSampler | VllmSampler
     evaluator: LocalSampler | LeadSampler
@@ -160,13 +162,16 @@ class Parts:
         policy = build_policy(settings.model, sampling.temperature, longest, templates)
         prompts = build_prompts(settings, task, policy)
         offline = build_offline(settings, recipe, policy, data.records) if data.records else None
-        learner = build_learner(settings, recipe, policy, world)
-        evaluator = build_evaluator(settings, policy)
         sampler = build_vllm(settings, policy, servers) if servers else build_local_sampler(settings, policy)
+        found = fingerprint(policy.weights) if world is not None else ""
+        skeleton = without_numbers(policy.model.lm) if world is not None and world.mesh is not None else None
+        learner, evaluator = build_learner(settings, recipe, policy, world)
         if world is not None:
-            meet(world, policy)
-            evaluator = LeadSampler(world, evaluator, "evaluation")
-            sampler = LeadSampler(world, sampler, "sampling") if isinstance(sampler, LocalSampler) else sampler
+            meet(world, found)
+            evaluator = LeadSampler(world, evaluator, "evaluation", learner)
+            sampler = LeadSampler(world, sampler, "sampling", learner) if isinstance(sampler, LocalSampler) else sampler
+            learner = LeadLearner(world, learner, skeleton)
+            policy = learner.policy
         return Parts(
             settings=settings,
             task=task,
@@ -227,16 +232,9 @@ def build_local_sampler(settings: Settings, policy: Policy) -> LocalSampler:
     return LocalSampler(replica(policy), settings.run.seed, sampling.max_tokens, sampling.max_num_seqs)
 
 
-def build_evaluator(settings: Settings, policy: Policy) -> LocalSampler:
-    """What samples from the policy itself, for evaluations."""
-    sampling, tau = settings.sampling, settings.evaluation.temperature
-    limits = sampling.max_tokens, sampling.max_num_seqs
-    return LocalSampler(policy, settings.run.seed, *limits, tau, "evaluate")
-
-
-def meet(world: World, policy: Policy) -> None:
-    """Wait until every rank has its model. Raises SettingsError where one has another model."""
-    own, *others = world.lead("ready", lambda: fingerprint(policy.weights))
+def meet(world: World, own: str) -> None:
+    """Wait until every rank has its model, with the fingerprint `own`. Raises SettingsError where one has another."""
+    _, *others = world.lead("ready", lambda: own)
     if strange := [rank for rank, found in enumerate(others, start=1) if found != own]:
         raise SettingsError(
             f"model.path is another model on rank {strange[0]} than on rank 0: its weights have the fingerprint "
@@ -244,20 +242,32 @@ def meet(world: World, policy: Policy) -> None:
         )
 
 
-def build_learner(settings: Settings, recipe: Recipe, policy: Policy, world: World | None = None) -> Learner:
-    """The learner, with a reference where the recipe has a KL term, and AdamW's schedule over all S·M·i updates. With
-    `world` one of several, whose masters are sharded; that of rank 0 leads the others."""
+def build_learner(
+    settings: Settings, recipe: Recipe, policy: Policy, world: World | None = None
+) -> tuple[Learner, LocalSampler]:
+    """The learner, with a reference where the recipe has a KL term, and AdamW's schedule over all S·M·i updates; and
+    what samples from its policy, for evaluations. With `world` this rank's part of it: masters are sharded, and with
+    its mesh the layers too, which uses the policy given up. Raises SettingsError for a model whose layers cannot be."""
     o, s = settings.optimizer, settings.schedule
     same = o.model_dump(include={"lr", "weight_decay", "schedule", "warmup", "masters"})
     betas, max_grad_norm, updates = (o.beta1, o.beta2), o.max_grad_norm or None, s.stages * s.batches * s.i
     optimization = Optimization(
         **same, betas=betas, max_grad_norm=max_grad_norm, updates=updates, seed=settings.run.seed
     )
-    reference = replica(policy) if recipe.needs_pi_ref else None
+    mesh, copy_of = (world.mesh if world is not None else None), replica
+    if mesh is not None:
+        if reason := why_not(policy):
+            raise SettingsError(f"distributed.shard = 'layers' cannot shard this model: {reason}")
+        copy_of = partial(make_layered_replica, mesh=mesh)
+    whole = replica(policy) if mesh is not None else None
+    reference = copy_of(policy) if recipe.needs_pi_ref else None
     given = policy, recipe, optimization, reference, o.activation_checkpointing, settings.run.entropy
-    if world is None or world.rank:
-        return Learner(*given, ranks=world.ranks if world is not None else None)
-    return LeadLearner(world, *given)
+    learner = Learner(*given, ranks=world.ranks if world is not None else None, mesh=mesh)
+    limits = settings.run.seed, settings.sampling.max_tokens, settings.sampling.max_num_seqs
+    evaluating = *limits, settings.evaluation.temperature, "evaluate"
+    if world is None or whole is None:
+        return learner, LocalSampler(policy, *evaluating)
+    return learner, BorrowingSampler(learner.policy, world.in_step, whole, *evaluating)
 
 
 def build_verifier(settings: Settings | EvalSettings, task: Task) -> Verifier:

@@ -22,7 +22,13 @@ FREE = (
     *("run.name", "run.directory", "run.resume", "run.allow", "run.display", "run.save_weights", "run.save_every"),
     *("run.checkpoint_minutes", "run.checkpoint_every", "run.keep_checkpoints", "run.keep_optimizer"),
     *("model.threads", "model.dtype", "evaluation.every", "evaluation.before_and_after"),
-    *("distributed.deadline", "distributed.collective", "distributed.silence"),
+    *(
+        "distributed.shard",
+        "distributed.shard_ranks",
+        "distributed.deadline",
+        "distributed.collective",
+        "distributed.silence",
+    ),
     *("verifier.workers", "verifier.max_without_reward", "verifier.max_without_reward_run"),
 )
 """Settings that a resumed run may change as it likes: what it learns does not depend on them. Of model.dtype only the

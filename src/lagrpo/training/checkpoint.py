@@ -129,12 +129,11 @@ def check_same(a: Parts, saved: Mapping[str, Any], model: str) -> None:
 
 def load_version(a: Parts, checkpoint: Checkpoint, version: int, pi: int) -> None:
     """π_version into the policy, with masters and moments where it is `pi`. Version 0 is there from the start."""
-    policy = a.learner.policy
     if version == pi:
         kept = Merged(checkpoint.read_learner())
         a.learner.load_state(kept, pi)
         samples = sorted((name for name in kept if name.startswith("synced/")), key=lambda name: int(name[7:]))
-        a.learner.synced.last = [kept[name].to(policy.device) for name in samples]
+        a.learner.synced.last = [kept[name] for name in samples]
     elif version:
         a.learner.load_weights(checkpoint.read_weights(version), version)
 

@@ -28,7 +28,10 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
     check_evaluation(settings, task)
     with refusing("offline.data"):
         completion_files(settings.offline.data or ())
-    if (rank := Rank.find()) is None or rank.number == 0:
+    rank = Rank.find()
+    if rank is not None:
+        settings.distributed.shards(rank)
+    if rank is None or rank.number == 0:
         check_run(after_restart(settings, rank))
     with refusing("objective"):
         recipe = resolve(settings.objective.recipe, settings.objective.overrides)

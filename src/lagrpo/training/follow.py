@@ -14,8 +14,8 @@ from lagrpo.policy.masters import fingerprint
 from lagrpo.ranks.world import World
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.settings.schema import Settings
-from lagrpo.training.build import build_evaluator, build_learner, build_local_sampler, build_policy
-from lagrpo.training.lead import generate_on, sample_share
+from lagrpo.training.build import build_learner, build_local_sampler, build_policy
+from lagrpo.training.lead import generate_on, sample_share, sync_own
 from lagrpo.training.shards import ShardWriter
 from lagrpo.training.shares import Share
 
@@ -41,14 +41,14 @@ def build(world: World, settings: Settings, recipe: Recipe) -> Mapping[str, Comm
     """What this rank does, by the name of the command."""
     sampling = settings.sampling
     policy = build_policy(settings.model, sampling.temperature, sampling.max_prompt_tokens + sampling.max_tokens)
-    learner = build_learner(settings, recipe, policy, world)
-    evaluator = build_evaluator(settings, policy)
+    found = fingerprint(policy.weights)
     sampler = build_local_sampler(settings, policy) if sampling.sampler == "local" else None
-    share = Share(learner, world.rank, world.size)
+    learner, evaluator = build_learner(settings, recipe, policy, world)
+    share = Share(learner, world)
     writer = ShardWriter(world, learner)
     samplers = [found for found in (sampler, evaluator) if found is not None]
     return {
-        "ready": lambda _: fingerprint(policy.weights),
+        "ready": lambda _: found,
         "copying for a checkpoint": writer.write,
         "evaluation": lambda asked: sample_share(evaluator, world, *asked),
         **learning(learner, share, samplers),
@@ -68,6 +68,8 @@ def learning(learner: Learner, share: Share, samplers: list[LocalSampler]) -> Ma
         "learning again": lambda _: share.step(),
         "updating": lambda _: share.update(),
         "scoring": share.score,
+        "scoring a row": lambda _: share.idle(),
+        "gathering weights": lambda whose: share.give(whose),
         "ending the stage": learner.end_stage,
         "loading a checkpoint": lambda asked: learner.load_state(*asked),
         "loading weights": lambda asked: learner.load_weights(*asked),
@@ -78,7 +80,7 @@ def learning(learner: Learner, share: Share, samplers: list[LocalSampler]) -> Ma
 def sampling_of(sampler: LocalSampler, learner: Learner, world: World) -> Mapping[str, Command]:
     return {
         "sampling": lambda asked: sample_share(sampler, world, *asked),
-        "weight sync": lambda version: sampler.sync_weights(learner.policy.weights, version),
+        "weight sync": lambda version: sync_own(sampler, learner, world, version),
         "parity check": lambda asked: generate_on(sampler, world.rank, *asked),
         "parity scores": sampler.scores,
     }

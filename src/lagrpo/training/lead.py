@@ -7,13 +7,17 @@ of the ranks, whoever is done first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch
+from lagrpo.policy.layered import LayeredWeights
 from lagrpo.policy.learner import Learner
-from lagrpo.policy.model import Policy
+from lagrpo.policy.model import Packed, Policy
 from lagrpo.policy.replica import Replica
 from lagrpo.ranks.world import World
 from lagrpo.sampling.base import Item, Request
@@ -22,13 +26,82 @@ from lagrpo.training.shares import Share, Sums, add_up
 from lagrpo.types import Group
 
 
-class LeadLearner(Learner):
-    """The learner of rank 0, which has every rank learn from its rows. Masters and moments are sharded over all of
-    them."""
+class GatheredWeights(Mapping[str, Tensor]):
+    """Weights whose shards all ranks have, as rank 0 reads them: gathered into its host's memory, all at once, when one
+    is asked for and the version is another than before. Nothing is sent on before all is there."""
 
-    def __init__(self, world: World, *of_learner: Any) -> None:
-        super().__init__(*of_learner, ranks=world.ranks)
-        self.world, self.share = world, Share(self, world.rank, world.size)
+    def __init__(self, world: World, own: LayeredWeights, whose: str) -> None:
+        self._world, self._own, self._whose = world, own, whose
+        self._found: tuple[int, dict[str, Tensor]] = (-1, {})
+
+    @property
+    def version(self) -> int:
+        return self._own.version
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __getitem__(self, name: str) -> Tensor:
+        version, found = self._found
+        if version != self.version:
+            found = self._world.lead("gathering weights", self._gather, self._whose)[0]
+            self._found = self.version, found
+        return found[name]
+
+    def forget(self) -> None:
+        """Weights of the same version may be others from now on; and the memory goes back."""
+        self._found = (-1, {})
+
+    def _gather(self) -> dict[str, Tensor]:
+        return self._world.in_step(lambda: {name: tensor.to("cpu", copy=True) for name, tensor in self._own.items()})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeadPolicy(Policy):
+    """The policy of a learner whose layers are sharded, as rank 0 uses it: every pass has all ranks in step."""
+
+    weights: GatheredWeights  # pyright: ignore[reportIncompatibleVariableOverride]
+    world: World
+    skeleton: Any
+    """the model of transformers without its numbers"""
+
+    def logp(self, packed: Packed, entropy_T: Tensor | None = None, tau: float | None = None) -> Tensor:
+        tau = self.tau if tau is None else tau
+        own = partial(self.model, packed, tau, entropy_T)
+        return self.world.lead("scoring a row", lambda: self.world.in_step(own))[0]
+
+    def save(self, directory: Path) -> None:
+        self.skeleton.save_pretrained(directory, state_dict=dict(self.weights))
+        self.chat.save(directory)
+
+
+@dataclass(frozen=True, slots=True)
+class LeadReference:
+    """π_ref of a learner whose layers are sharded, as rank 0 reads it."""
+
+    weights: GatheredWeights
+
+    @property
+    def version(self) -> int:
+        return self.weights.version
+
+
+class LeadLearner:
+    """The learner of rank 0, as the loop uses one: it has every rank learn from its rows. `own` is rank 0's part."""
+
+    def __init__(self, world: World, own: Learner, skeleton: Any = None) -> None:
+        self.world, self.own, self.share = world, own, Share(own, world)
+        self.recipe, self.synced = own.recipe, own.synced
+        self.policy: Policy = own.policy
+        self.reference: Replica | LeadReference | None = own.reference
+        if isinstance(own.policy.weights, LayeredWeights):
+            weights = GatheredWeights(world, own.policy.weights, "policy")
+            self.policy = LeadPolicy(weights, own.policy.model, own.policy.chat, own.policy.tau, world, skeleton)
+        if own.reference is not None and isinstance(own.reference.weights, LayeredWeights):
+            self.reference = LeadReference(GatheredWeights(world, own.reference.weights, "reference"))
 
     def pack(self, batch: Batch, tokens: int) -> list[FreshMicroBatch]:
         self.world.lead("packing", lambda: self.share.pack(batch, tokens), (batch, tokens))
@@ -59,29 +132,40 @@ class LeadLearner(Learner):
         return self.world.lead("updating", self.share.update)[0] if in_objective else {}
 
     def end_stage(self, reset_optimizer: bool) -> None:
-        own = super().end_stage
-        self.world.lead("ending the stage", lambda: own(reset_optimizer), reset_optimizer)
+        self.world.lead("ending the stage", lambda: self.own.end_stage(reset_optimizer), reset_optimizer)
+
+    def state(self) -> dict[str, Tensor]:
+        """What rank 0 has of it."""
+        return self.own.state()
 
     def load_state(self, state: Mapping[str, Tensor], version: int) -> None:
-        own = super().load_state
-        self.world.lead("loading a checkpoint", lambda: own(state, version), (state, version))
+        self.world.lead("loading a checkpoint", lambda: self.own.load_state(state, version), (state, version))
+        self._forget()
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        own = super().load_weights
-        self.world.lead("loading weights", lambda: own(weights, version), (weights, version))
+        self.world.lead("loading weights", lambda: self.own.load_weights(weights, version), (weights, version))
+        self._forget()
 
     def load_reference(self) -> None:
-        self.world.lead("loading the reference", super().load_reference)
+        self.world.lead("loading the reference", self.own.load_reference)
+
+    def on_sync(self) -> dict[str, float]:
+        return self.synced.metrics(self.policy.weights)
+
+    def _forget(self) -> None:
+        if isinstance(self.policy.weights, GatheredWeights):
+            self.policy.weights.forget()
 
 
 class LeadSampler:
-    """The in-process samplers of all ranks, as rank 0 calls them; `own` is rank 0's. Every rank has all weights, and
-    samples its share of the groups. `name` tells the run's sampler from the evaluations'."""
+    """The in-process samplers of all ranks, as rank 0 calls them; `own` is rank 0's, `learner` rank 0's part of the
+    learner. Every sampler has all weights, and samples its share of the groups. `name` tells the run's sampler from the
+    evaluations'."""
 
     spans = False
 
-    def __init__(self, world: World, own: LocalSampler, name: str) -> None:
-        self.world, self.own, self.name = world, own, name
+    def __init__(self, world: World, own: LocalSampler, name: str, learner: Learner) -> None:
+        self.world, self.own, self.name, self.learner = world, own, name, learner
         self.servers = tuple(f"the in-process sampler of rank {rank}" for rank in range(world.size))
 
     @property
@@ -96,8 +180,8 @@ class LeadSampler:
         return self.own.describe_versions()
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
-        """The weights are π's, which every rank has."""
-        return self.world.lead("weight sync", lambda: self.own.sync_weights(weights, version), version)[0]
+        """The weights are π's, which the ranks have: each takes them from its own learner."""
+        return self.world.lead("weight sync", lambda: sync_own(self.own, self.learner, self.world, version), version)[0]
 
     def served(self) -> tuple[int, Mapping[str, Tensor]]:
         return self.own.served()
@@ -123,6 +207,12 @@ class LeadSampler:
 
     def close(self) -> None:
         self.own.close()
+
+
+def sync_own(sampler: LocalSampler, learner: Learner, world: World, version: int) -> Mapping[str, float]:
+    """This rank's learner's weights into its sampler; from sharded layers with the other ranks in step."""
+    sync = partial(sampler.sync_weights, learner.policy.weights, version)
+    return world.in_step(sync) if learner.in_step else sync()
 
 
 def sample_share(

@@ -24,7 +24,7 @@ from lagrpo.terminal.text import count_of
 from lagrpo.training.changes import changes, checkpoints_of, own_settings
 from lagrpo.training.evaluate import Evaluation
 
-MACHINE = ("cpu", "ranks", "threads", "device_name", "dtype", "computation", "decoding")
+MACHINE = ("cpu", "ranks", "sharded", "threads", "device_name", "dtype", "computation", "decoding")
 """What of environment.json decides the bits, beside the packages."""
 COUNTS = ("batch", "completions", "unscored", "failed")
 """Metrics that every line has as whole numbers: a run that goes on counts with them."""

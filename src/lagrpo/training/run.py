@@ -86,8 +86,9 @@ def train_together(
     rank: Rank, settings: Settings, recipe: Recipe, task: Task | None, observers: Sequence[Observer]
 ) -> Result:
     """One of several ranks: rank 0 leads, the others follow and return its result."""
-    patience, result = Patience(**settings.distributed.model_dump()), None
-    world = World.join(rank, pick_device(settings.model.device).type, patience)
+    waits = settings.distributed.model_dump(include={"deadline", "collective", "silence"})
+    patience, result = Patience(**waits), None
+    world = World.join(rank, pick_device(settings.model.device).type, patience, settings.distributed.shards(rank))
     try:
         leads = rank.number == 0
         result = lead(settings, recipe, task, observers, world) if leads else follow(world, settings, recipe)

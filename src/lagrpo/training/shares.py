@@ -8,15 +8,17 @@ random numbers have addresses, so neither do the completions.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches, row_of
 from lagrpo.policy.learner import Learner
+from lagrpo.ranks.world import World
 
+T = TypeVar("T")
 Sums = dict[str, float]
 
 
@@ -51,8 +53,9 @@ def add_up(of_ranks: Sequence[Mapping[str, float]]) -> Sums:
 class Share:
     """What rank `rank` of `size` does with a batch; `learner` is its own."""
 
-    def __init__(self, learner: Learner, rank: int, size: int) -> None:
-        self.learner, self.rank, self.size = learner, rank, size
+    def __init__(self, learner: Learner, world: World) -> None:
+        self.learner, self.rank, self.size = learner, world.rank, world.size
+        self._in_step = world.in_step if learner.in_step else at_own_pace
         self.batch: Batch | None = None
         self.rows: list[FreshMicroBatch] = []
         """of the whole batch"""
@@ -75,19 +78,21 @@ class Share:
         if (budget := -(-sum(map(cost, rows)) // self.size)) < tokens:
             rows = micro_batches(batch, budget, *limits)
         self.batch, self.rows, self.of_ranks = batch, rows, divide([cost(row) for row in rows], self.size)
-        if learner.reference is not None and recipe.needs_pi_ref:
-            with torch.no_grad():
-                for n in self.own:
-                    rows[n] = replace(rows[n], logp_ref_T=learner.reference.logp(rows[n].packed))
+        if (reference := learner.reference) is not None and recipe.needs_pi_ref:
+            own = [rows[n] for n in self.own]
+            found = self._in_step(lambda: learner.score(own, self._passes(self.of_ranks), reference))
+            for n, logp_T in zip(self.own, found, strict=True):
+                rows[n] = replace(rows[n], logp_ref_T=logp_T)
 
     def first(self) -> tuple[list[Tensor], Sums]:
         """Forward and backward of this rank's rows: log π_k of each, and the sums."""
-        self.scored, sums = self.learner.accumulate_first([self.rows[n] for n in self.own])
+        fresh, passes = [self.rows[n] for n in self.own], self._passes(self.of_ranks)
+        self.scored, sums = self._in_step(lambda: self.learner.accumulate_first(fresh, passes))
         return [row.logp_k_T.cpu() for row in self.scored], sums
 
     def step(self) -> Sums:
         """Forward and backward once more: the sums."""
-        return self.learner.accumulate(self.scored)
+        return self._in_step(lambda: self.learner.accumulate(self.scored, self._passes(self.of_ranks)))
 
     def update(self) -> Sums:
         """One optimizer update, all ranks together: its metrics, the same on every rank."""
@@ -98,10 +103,31 @@ class Share:
         numbers, those that are this rank's."""
         assert self.batch is not None
         lengths = self.batch.lengths_C.tolist()
-        own = divide([sum(lengths[c] for c in row) for row in members], self.size)[self.rank]
-        device = self.learner.policy.device
-        found = self.learner.score([row_of(self.batch, members[n], device) for n in own])
+        of_ranks = divide([sum(lengths[c] for c in row) for row in members], self.size)
+        own, device = of_ranks[self.rank], self.learner.policy.device
+        rows = [row_of(self.batch, members[n], device) for n in own]
+        found = self._in_step(lambda: self.learner.score(rows, self._passes(of_ranks)))
         return {n: logp_T.cpu() for n, logp_T in zip(own, found, strict=True)}
+
+    def idle(self) -> None:
+        """A pass beside the one that rank 0 makes for itself."""
+        self._in_step(lambda: self.learner.score((), 1))
+
+    def give(self, whose: str) -> None:
+        """This rank's part in gathering the weights of the policy, or of the reference, on rank 0."""
+        learner, of = self.learner, self.learner.reference if whose == "reference" else self.learner.policy
+        assert of is not None
+        assert learner.in_step
+        self._in_step(lambda: [tensor.shape for _, tensor in of.weights.items()])
+
+    def _passes(self, of_ranks: Sequence[Sequence[int]]) -> int:
+        """How many passes through the model it takes where all ranks make them in step; 0: each makes its own."""
+        return max(map(len, of_ranks)) if self.learner.in_step else 0
+
+
+def at_own_pace(call: Callable[[], T]) -> T:
+    """The call of a rank that waits for no other."""
+    return call()
 
 
 def cost(row: FreshMicroBatch) -> int:

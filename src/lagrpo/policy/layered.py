@@ -1,0 +1,222 @@
+"""A policy whose layers are sharded over ranks: FSDP2 (`fully_shard` of torch.distributed) on every decoder layer.
+
+A rank has its rows of every weight alone, in float32: these are the masters, and their gradients and moments have the
+same shards. A layer is whole on a rank only while it computes: gathered, and rounded to the model's dtype on the way,
+which is the rounding of one process. Embeddings, the final norm and the head are one group, so tied ones stay tied.
+Gradients are summed over the ranks in float32, by a plain sum: weights of completions have the normalizer of the batch.
+
+A mesh of one dimension shards over all ranks; one of two (replicas, shards) has several copies of the shards (HSDP).
+
+Whatever computes by the model or reads a whole weight is collective: all ranks must do it, in the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lagrpo.backends.backend import Backend
+from lagrpo.policy.masters import EXACT, Start, chunks, round_, start_master, trained
+from lagrpo.policy.model import Model, Packed, Policy, Weights, check_weights
+from lagrpo.policy.replica import Replica
+from lagrpo.policy.sharded import norm_over
+from lagrpo.policy.spans import Span
+
+
+class LayeredWeights(Weights):
+    """Weights in shards, read as `Weights` of the model's dtype: each is gathered from all ranks when it is read.
+    Collective, but for names and shapes."""
+
+    def __init__(self, model: Model, version: int) -> None:
+        super().__init__(model.lm, version)
+        self._model, self._dtype, self.shards = model, model.dtype, dict(model.lm.named_parameters())
+        self._names = [*super().__iter__()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self.shards:
+            return self.shards[name].detach().to(self._dtype).full_tensor()
+        return super().__getitem__(name)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: self.shards[name].shape if name in self.shards else self[name].shape for name in self}
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take over π_version, of whole weights or of another model with the same shards; then nothing travels."""
+        forget_whole(self._model)
+        if isinstance(weights, LayeredWeights):
+            for name, shard in self.shards.items():
+                local(shard).copy_(local(weights.shards[name]).to(self._dtype))
+        else:
+            check_weights(weights, self.shapes(), version)
+            for name, shard in self.shards.items():
+                local(shard).copy_(span_of(name, shard).of(weights[name]).view(local(shard).shape))
+        for name in self._names:
+            if name not in self.shards:
+                self[name].copy_(weights[name])
+        self.version = version
+
+
+class LayerMasters:
+    """`Masters` (masters.py) of a model that `shard` has sharded: `parameters` are this rank's rows of its weights,
+    which go on as float32 masters. Masters start as the same numbers on any number of ranks. `before` are the whole
+    weights as they were."""
+
+    def __init__(self, policy: Policy, mesh: DeviceMesh, start: Start, seed: int) -> None:
+        self._model, lm, dtype = policy.model, policy.model.lm, policy.dtype
+        self._group = mesh.get_group(mesh.ndim - 1)
+        self._replicas = mesh.size(0) if mesh.ndim > 1 else 1
+        self.is_first = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
+        """of the ranks that have the same shards"""
+        self._exact, self.device = dtype in EXACT, policy.device
+        before: dict[str, Tensor] = {}
+        for unit in [*policy.model.decoder.layers, policy.model]:  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
+            before |= shard(unit, lm, dtype, mesh)
+        self._shards: dict[str, DTensor] = trained(lm)  # pyright: ignore[reportAttributeAccessIssue]
+        self._numbers = sum(s.numel() for s in self._shards.values())
+        self.spans, self.parameters, self._rounded, self._held = [], [], [], list[DTensor]()
+        for name, sharded in self._shards.items():
+            span = span_of(name, sharded)
+            if span.start == span.stop:
+                continue
+            own = local(sharded) if span.is_whole else local(sharded).view(-1)
+            self._rounded.append(own.to(dtype))
+            if not self._exact:
+                own.copy_(start_master(span, before[name], start, seed))
+            self.spans.append(span)
+            self._held.append(sharded)
+            self.parameters.append(nn.Parameter(own))
+
+    def begin_pass(self, last: bool) -> None:
+        """Before the forward pass of a row: replicas add up what their shards collected after the last one."""
+        if self._replicas > 1:
+            for module in self._model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_requires_all_reduce(last)
+
+    def collect(self) -> None:
+        """Give every master the gradient of the whole batch: what the backward passes summed over all ranks."""
+        for sharded, master in zip(self._held, self.parameters, strict=True):
+            master.grad = torch.zeros_like(master) if sharded.grad is None else local(sharded.grad).view_as(master)
+
+    def norm(self) -> Tensor:
+        """The norm of what all ranks collected, a tensor of one number, the same on all. Collective."""
+        return norm_over(self._group, self.parameters, self.device)
+
+    def discard(self) -> None:
+        """Drop the gradients."""
+        for sharded in self._shards.values():
+            sharded.grad = None
+        for master in self.parameters:
+            master.grad = None
+
+    @torch.no_grad()
+    def round(self) -> float | None:
+        """What is gathered from now on are the masters as they are now. Returns the share of the weights whose bits
+        changed; None where nothing is rounded. Collective."""
+        forget_whole(self._model)
+        if self._exact:
+            return None
+        moved = torch.zeros((), dtype=torch.long, device=self.device)
+        for rounded, master in zip(self._rounded, self.parameters, strict=True):
+            for old, exact in zip(chunks(rounded), chunks(master), strict=True):
+                moved += round_(old, exact)
+        dist.all_reduce(moved, group=self._group)
+        return moved.item() / self._numbers
+
+
+def make_layered(policy: Policy, mesh: DeviceMesh, start: Start, seed: int) -> tuple[Policy, LayerMasters]:
+    """The policy with its layers sharded over the mesh, and the masters to step on. The policy given is used up."""
+    layered = with_modules(policy)
+    masters = LayerMasters(layered, mesh, start, seed)
+    return Policy(LayeredWeights(layered.model, policy.version), layered.model, policy.chat, policy.tau), masters
+
+
+def make_layered_replica(policy: Policy, mesh: DeviceMesh) -> Replica:
+    """A copy of the policy, as it is before its own layers are sharded, that does not learn: in shards of the model's
+    dtype."""
+    lm = copy.deepcopy(policy.model.lm).requires_grad_(False)
+    model = with_modules(Policy(policy.weights, Model(lm, policy.model.backend), policy.chat, policy.tau)).model
+    for unit in [*model.decoder.layers, model]:  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
+        shard(unit, lm, None, mesh)
+    return Replica(LayeredWeights(model, policy.version), model, policy.chat, policy.tau)
+
+
+def without_numbers(lm: Any) -> Any:
+    """A copy of a model of transformers whose weights have names and shapes only: what writes its directory."""
+    return copy.deepcopy(lm, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in lm.parameters()})
+
+
+def with_modules(policy: Policy) -> Policy:
+    """The policy with what computes by calls of the model's own modules, whose hooks gather the layers."""
+    backend = policy.model.backend
+    if policy.model.layers is not None:
+        backend = Backend(backend.device, backend.dtype, "its layers are sharded")
+    return Policy(policy.weights, Model(policy.model.lm, backend), policy.chat, policy.tau)
+
+
+def why_not(policy: Policy) -> str | None:
+    """Why the layers of this model cannot be sharded, in words."""
+    if odd := {p.dtype for p in policy.model.lm.parameters()} - {policy.dtype}:
+        return f"it has weights in {', '.join(map(str, sorted(odd, key=str)))} beside {policy.dtype}"
+    if not isinstance(getattr(policy.model.decoder, "layers", None), nn.ModuleList):
+        return f"{type(policy.model.decoder).__name__} has no list of layers"
+    return None
+
+
+def shard(unit: nn.Module, lm: nn.Module, dtype: torch.dtype | None, mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Shard a decoder layer, or the root: what of `lm` is in no layer. With a `dtype` that is not exact the shards are
+    float32, and what is gathered is rounded to it. Returns the unit's weights by name as they were."""
+    own = {id(p) for p in unit.parameters()}
+    before = {n: p.detach() for n, p in lm.named_parameters() if id(p) in own and not isinstance(p, DTensor)}
+    mixed = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if dtype is not None and dtype not in EXACT:
+        for name in before:
+            weight = attrgetter(name)(lm)
+            weight.data = weight.data.float()
+        mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    module = fully_shard(unit, mesh=mesh, mp_policy=mixed, reshard_after_forward=not isinstance(unit, Model))
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_gradient_divide_factor(1.0)
+    return before
+
+
+def forget_whole(model: Any) -> None:
+    """Drop what a pass without gradient has left whole, the root: its weights are about to change."""
+    model.reshard()
+
+
+def local(tensor: Any) -> Tensor:
+    """What this rank has of a sharded tensor, in the memory that is sharded."""
+    return tensor.detach().to_local()
+
+
+def span_of(name: str, sharded: Any) -> Span:
+    """Which numbers of a weight this rank has: whole rows."""
+    mesh = sharded.device_mesh
+    ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    rows = sharded.shape[0]
+    each, of_row = -(-rows // ranks), sharded.shape.numel() // rows
+    first, last = (min(r * each, rows) for r in (rank, rank + 1))
+    return Span(name, sharded.shape, first * of_row, last * of_row)
+
+
+def idle_row(device: torch.device) -> Packed:
+    """The smallest row: what a rank without rows of its own passes through the layers, in step with the others."""
+    return Packed.build([((0, 0), [torch.zeros(2, dtype=torch.long)])], device)

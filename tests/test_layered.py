@@ -1,0 +1,225 @@
+"""Sharded layers (FSDP2): R processes make the updates of one.
+
+Functions without `test_` run on the ranks (ranks.py), or with None as their group in this process, whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from test_sharded import DTYPES, copied, learn, make, rows_of, same, share
+from tiny import tiny_policy
+from torch import Tensor
+
+from lagrpo.objective.recipes import resolve
+from lagrpo.policy.layered import make_layered_replica, why_not
+from lagrpo.policy.learner import Learner, Optimization
+from lagrpo.policy.replica import replica
+from lagrpo.policy.spans import Merged
+from lagrpo.ranks.world import mesh_of
+
+
+def make_layered(
+    group: Any, dtype: str, kind: str = "llama", tie: bool = False, replicas: int = 1, checkpointing: bool = False,
+    beta: float = 0.0, **changes: Any,
+) -> Learner:  # fmt: skip
+    """As `make` of test_sharded, in shards."""
+    policy = tiny_policy(kind, DTYPES[dtype], backend="torch", tie_word_embeddings=tie)
+    numbers = {"lr": 1e-3, "updates": 9, "weight_decay": 0.1, "warmup": 2, "seed": 5} | changes
+    mesh = mesh_of(group, "cpu", group.size() // replicas, 30.0) if group is not None else None
+    reference = None
+    if beta:
+        reference = make_layered_replica(policy, mesh) if mesh is not None else replica(policy)
+    return Learner(
+        policy, resolve("grpo", {"beta": beta}), Optimization(**numbers), reference, checkpointing,
+        ranks=group, mesh=mesh,
+    )  # fmt: skip
+
+
+def learn_in_step(
+    group: Any, learner: Learner, batches: Sequence[tuple[int, int]], first_takes_all: bool
+) -> list[dict[str, float]]:
+    """(batch, i): the metrics of i updates on each batch."""
+    metrics = []
+    for batch, i in batches:
+        fresh = rows_of(learner, batch)
+        passes = len(fresh) if first_takes_all else -(-len(fresh) // group.size())
+        rows, _ = learner.accumulate_first(share(group, fresh, first_takes_all), passes)
+        metrics.append(learner.update(rows))
+        for _ in range(i - 1):
+            learner.accumulate(rows, passes)
+            metrics.append(learner.update(rows))
+    return metrics
+
+
+def five_updates(group: Any, made: dict[str, Any], first_takes_all: bool) -> tuple[list[dict], dict, dict]:
+    """i = 3 and then 2."""
+    if group is None:
+        learner = make(None, **{k: v for k, v in made.items() if k not in ("replicas", "checkpointing")})
+        metrics = learn(None, learner, [(1, 3), (2, 2)])
+    else:
+        learner = make_layered(group, **made)
+        metrics = learn_in_step(group, learner, [(1, 3), (2, 2)], first_takes_all)
+    return metrics, copied(learner.state()), copied(learner.policy.weights)
+
+
+@pytest.mark.parametrize(("R", "replicas"), [(1, 1), (2, 1), (3, 1), (3, 3)])
+def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks, R, replicas):
+    """In float64, where rounding is far below the steps. Clipped: the limit is a third of the norms. Three ranks divide
+    no weight evenly."""
+    made = {"dtype": "float64", "max_grad_norm": 0.05, "replicas": replicas}
+    metrics, state, weights = five_updates(None, made, False)
+    assert min(m["grad_norm"] for m in metrics) > 0.1
+    found = ranks.run(five_updates, made, False, size=R)
+    merged = Merged([rank[1] for rank in found])
+    assert merged.keys() == state.keys()
+    for name, expected in state.items():
+        torch.testing.assert_close(merged[name].view_as(expected), expected, rtol=1e-9, atol=1e-9)
+    for own, _, own_weights in found:
+        assert [m["grad_norm"] for m in own] == pytest.approx([m["grad_norm"] for m in metrics], rel=1e-9)
+        assert same(own_weights, found[0][2])
+        for name, expected in weights.items():
+            torch.testing.assert_close(own_weights[name], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "masters": "plain", "tie": True},
+        {"dtype": "bfloat16", "checkpointing": True},
+        {"dtype": "float32", "kind": "qwen2"},
+        {"dtype": "float32", "tie": True, "weight_decay": 0.0},
+    ],
+    ids=str,
+)
+def test_where_the_gradients_are_the_same_bits_so_are_the_updates(ranks, made):
+    """One rank has all rows, the other idles beside it: nothing is added but zeros. So the masters are dithered alike,
+    and what is gathered is rounded as in one process. Without clipping, since norms are rounded in another order."""
+    made = {"max_grad_norm": None, **made}
+    metrics, state, weights = five_updates(None, made, True)
+    found = ranks.run(five_updates, made, True, size=2)
+    assert same(Merged([rank[1] for rank in found]), state)
+    for own, _, own_weights in found:
+        assert same(own_weights, weights)
+        assert [m.get("moved") for m in own] == [m.get("moved") for m in metrics]
+    assert (metrics[0].get("moved") is None) == (made["dtype"] != "bfloat16")
+
+
+# What a rank has
+
+
+def memory(group: Any) -> tuple[int, int, int, list[str]]:
+    """Numbers in the masters, in the gradients, and in the weights that a rank keeps; which of these are whole."""
+    learner = make_layered(group, "bfloat16")
+    learner.accumulate_first(rows_of(learner))
+    kept = {name: p._local_tensor for name, p in learner.policy.model.lm.named_parameters()}
+    gradients = [p.grad._local_tensor for p in learner.policy.model.lm.parameters() if p.grad is not None]
+    whole = [name for name, p in learner.policy.model.lm.named_parameters() if kept[name].shape == p.shape]
+    learner.discard()
+    return (
+        sum(p.numel() for p in learner._masters.parameters),
+        sum(g.numel() for g in gradients),
+        sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4 for t in kept.values()}.values()),
+        whole,
+    )
+
+
+def test_a_rank_keeps_its_part_of_masters_gradients_and_weights(ranks):
+    """The rest is gathered for as long as it computes. What does not divide is filled up to whole rows."""
+    numbers = sum(p.numel() for p in tiny_policy(dtype=torch.bfloat16).model.lm.parameters())
+    for R in (2, 3):
+        found = ranks.run(memory, size=R)
+        assert sum(masters for masters, *_ in found) == numbers
+        assert sum(gradients for _, gradients, *_ in found) == numbers
+        for masters, _, kept, whole in found:
+            assert masters <= numbers / R * 1.05
+            assert kept <= numbers / R * 1.05
+            assert whole == []
+
+
+def reference(group: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """log π_ref at the start, after updates, and after the end of a stage, with what the policy gives then."""
+    learner = make_layered(group, "bfloat16", beta=0.1) if group else None
+    if learner is None:
+        policy = tiny_policy(dtype=torch.bfloat16, backend="torch")
+        optimization = Optimization(lr=1e-3, updates=9, weight_decay=0.1, warmup=2, seed=5)
+        learner = Learner(policy, resolve("grpo", {"beta": 0.1}), optimization, replica(policy))
+    fresh = rows_of(learner)
+    of_reference = lambda: learner.score(fresh, by=learner.reference)  # noqa: E731
+    before = of_reference()
+    rows, _ = learner.accumulate_first([row.__class__(**vars_of(row, before[n])) for n, row in enumerate(fresh)])
+    learner.update(rows)
+    after = of_reference()
+    learner.end_stage(reset_optimizer=False)
+    assert learner.reference is not None
+    assert learner.reference.version == 1
+    swapped, own = of_reference(), learner.score(fresh)
+    assert all(map(torch.equal, swapped, own))
+    return before, after, swapped
+
+
+def vars_of(row: Any, logp_ref_T: Tensor) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in row.__dataclass_fields__} | {"logp_ref_T": logp_ref_T}
+
+
+def test_the_reference_stays_until_the_stage_ends_and_then_is_the_policy(ranks):
+    for before, after, swapped in ranks.run(reference, size=2):
+        assert all(map(torch.equal, before, after))
+        assert not any(map(torch.equal, before, swapped))
+
+
+# Gradients that are not finite
+
+
+def refused(group: Any, on: int, what: str) -> tuple[str, bool, bool]:
+    """The message; whether nothing changed, and whether the next update is the one of a learner that was never
+    refused. On one rank a weight overflows the gradient inside the model, or a token has no finite derivative."""
+    learner, untouched = make_layered(group, "bfloat16"), make_layered(group, "bfloat16")
+    fresh = rows_of(learner)
+    rows, passes = share(group, fresh, False), -(-len(fresh) // group.size())
+    before, weights = copied(learner.state()), copied(learner.policy.weights)
+    kept = rows[0].weight_C.clone(), rows[0].advantage_C.clone()
+    if group.rank() == on:
+        (rows[0].weight_C if what == "weight" else rows[0].advantage_C)[0] = 1e37 if what == "weight" else torch.inf
+    with pytest.raises(FloatingPointError) as raised:
+        learner.update(learner.accumulate_first(rows, passes)[0])
+    unchanged = same(learner.state(), before) and same(copied(learner.policy.weights), weights)
+    rows[0].weight_C.copy_(kept[0])
+    rows[0].advantage_C.copy_(kept[1])
+    for one in (learner, untouched):
+        one.accumulate_first(rows, passes)
+        one.update()
+    return str(raised.value), unchanged, same(learner.state(), untouched.state()) and learner.policy.version == 1
+
+
+@pytest.mark.parametrize("what", ["weight", "advantage"])
+@pytest.mark.parametrize("R", [2, 3])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all_and_nothing_changes(ranks, R, what):
+    """All name the same completion, which only the last rank has."""
+    row = rows_of(make(None, "bfloat16"))[R - 1]
+    group, number = row.batch.member_C[row.members[0]]
+    name = rf"completion {number} of prompt {row.batch.groups[group].prompt.key}"
+    messages, unchanged, as_if_never = zip(*ranks.run(refused, R - 1, what, size=R), strict=True)
+    assert len(set(messages)) == 1
+    if what == "weight":
+        start = r"the gradient of update 1 is not finite \(norm (inf|nan)\)"
+        assert re.match(rf"{start}; the largest is that of {name}, alone (inf|nan) .*, of rank {R - 1}", messages[0])
+    else:
+        assert re.match(rf"the gradient of update 1 is not finite at token 0 of {name}.*\(rank {R - 1}\)", messages[0])
+    assert all(unchanged)
+    assert all(as_if_never)
+
+
+# What can be sharded
+
+
+def test_weights_of_two_dtypes_are_refused():
+    policy = tiny_policy(dtype=torch.bfloat16, backend="torch")
+    assert why_not(policy) is None
+    policy.model.lm.model.norm.float()
+    assert why_not(policy) == "it has weights in torch.float32 beside torch.bfloat16"
