@@ -159,6 +159,9 @@ def test_the_check_at_load_time_catches_an_attention_that_computes_something_els
         ("gpt_oss", {}, "sinks"),
         ("deepseek_v3", {}, "latent"),
         ("t5", {}, "encoder"),
+        ("mixtral", {}, "experts that a router chooses"),
+        ("qwen3_moe", {}, "experts that a router chooses"),
+        ("qwen2_5_vl", {}, "pictures"),
     ],
 )
 def test_models_that_are_not_reproduced_are_refused_by_name(kind, changes, reason):

@@ -25,14 +25,17 @@ class Shape:
     num_attention_heads, num_key_value_heads, head_dim = 4, 2, None
 
 
-def memory(fused: bool = False, ranks: int = 1, sharding: Any = "masters", **sections: Any) -> dict[str, int]:
+def memory(
+    fused: bool = False, ranks: int = 1, sharding: Any = "optimizer", shards: int | None = None, **sections: Any
+) -> dict[str, int]:
     base = {
         "model": {"dtype": "bfloat16"},
         "sampling": {"G": 4, "max_num_seqs": 8, "max_tokens": 10, "max_prompt_tokens": 20},
         "schedule": {"prompts": 2},
     }
     settings = Settings.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
-    return expected_memory(settings, check_settings(settings), Shape, 1_000_000, fused, ranks=ranks, sharding=sharding)
+    over = {"ranks": ranks, "sharding": sharding, "shards": shards}
+    return expected_memory(settings, check_settings(settings), Shape, 1_000_000, fused, **over)
 
 
 def test_the_memory_by_hand():
@@ -69,7 +72,7 @@ def test_what_changes_the_memory():
 
 
 def test_the_memory_of_a_rank():
-    """P = 1,000,000 in bfloat16 on 4 ranks: masters sharded 2P + 2P (α) + 4P + 12P/4, all sharded (2P + 4P + 12P)/4 +
+    """P = 1,000,000 in bfloat16 on 4 ranks: optimizer sharded 2P + 2P (α) + 4P + 12P/4, all sharded (2P + 4P + 12P)/4 +
     2P (α) and what is in hand, embedding (100,000) and a layer (450,000)."""
     base: dict[str, Any] = {"evaluation": {"before_and_after": False}, "objective": {"beta": 0.0}}
     four = memory(**base, ranks=4)
@@ -78,30 +81,42 @@ def test_the_memory_of_a_rank():
     assert layers["weights"] == 500_000 + 2_000_000 + 2 * 900_000
     assert layers["optimizer"] == 1_000_000 + 3_000_000
     assert layers["activations"] == four["activations"]
+    pairs = memory(**base, ranks=4, sharding="layers", shards=2)
+    assert pairs["optimizer"] == 2_000_000 + 6_000_000
+    evaluated = memory(**{**base, "evaluation": {"every": 5}}, ranks=4, sharding="layers")
+    assert evaluated["weights"] == layers["weights"] + 2_000_000
     served = memory(**base, ranks=4, sampling={"sampler": "vllm"})
     assert four["weights"] - served["weights"] == 2_000_000  # alpha's copy
     assert served["sampler"] == 0
     assert four["sampler"] == (4 * 10 + 20) * (2 * 2 * 2 * 25) * 2  # one prompt of two
     single = memory(**base, ranks=4, model={"dtype": "float32"})
     assert (single["weights"], single["optimizer"]) == (8_000_000, 7_000_000)
-    for sharding in ("masters", "layers"):
+    for sharding in ("optimizer", "layers"):
         assert memory(**base, ranks=1, sharding=sharding) == memory(**base)
 
 
-@pytest.mark.parametrize("sharding", ["masters", "layers"])
+@pytest.mark.parametrize("sharding", ["optimizer", "layers"])
 def test_more_ranks_never_take_more_memory_of_each(sharding):
     sizes = [sum(memory(ranks=ranks, sharding=sharding).values()) for ranks in (2, 3, 4, 8, 64)]
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_a_dry_run_says_what_moves(model):
+def test_a_dry_run_says_what_moves(model, monkeypatch):
+    def said(settings: Settings) -> str:
+        return "\n".join(meaning.meaning(settings, check_settings(settings)))
+
     vllm = {"model": {"path": model, "dtype": "bfloat16"}, "sampling": {"sampler": "vllm"}}
-    settings = Settings.model_validate(vllm)
-    lines = "\n".join(meaning.meaning(settings, check_settings(settings), ranks=4))
+    with monkeypatch.context() as of_torchrun:
+        started = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+        for name, value in started.items():
+            of_torchrun.setenv(name, str(value))
+        lines = said(Settings.model_validate(vllm))
+        layers = said(Settings.model_validate(vllm | {"distributed": {"shard": "layers"}}))
     assert "for each rank: program" in lines
     assert "a weight sync 0 MiB to each server by directory; an update 0 MiB of gradients" in lines
+    assert "each pass of a row 0 MiB of gradients" in layers
     local = Settings.model_validate({"model": vllm["model"]})
-    assert "moves" not in "\n".join(meaning.meaning(local, check_settings(local)))
+    assert "moves" not in said(local)
 
 
 def test_what_layers_of_the_kernels_leave():

@@ -141,7 +141,7 @@ def test_the_plan_for_programs(model):
     for layout in plan["layouts"]:
         parts = {k: v for k, v in layout["seconds"].items() if k not in ("generating", "total")}
         assert sum(parts.values()) == pytest.approx(layout["seconds"]["total"])
-    assert set(plan["memory_per_rank"]) == {"masters", "layers"}
+    assert set(plan["memory_per_rank"]) == {"optimizer", "layers"}
 
 
 def test_the_best_split_is_the_fastest_that_fits(model):

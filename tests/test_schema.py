@@ -99,3 +99,9 @@ def test_what_is_not_used_cannot_contradict():
 def test_settings_are_frozen():
     with pytest.raises(ValidationError, match="frozen"):
         ModelSettings().path = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "context_parallel", "expert_parallel", "pipeline_stages"])
+def test_kinds_of_parallelism_that_are_not_there_are_refused_with_what_to_use(name):
+    with pytest.raises(ValidationError, match=f"{name}: there is no {name.partition('_')[0]} parallelism; "):
+        Settings.model_validate({"distributed": {name: 2}})

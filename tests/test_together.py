@@ -103,9 +103,9 @@ def layers(shard_ranks: int | None = None) -> dict[str, dict[str, Any]]:
     [("asking ahead", 2, None), ("offline", 4, 2), ("lagged", 3, None), ("dynamic sampling", 2, None)],
 )
 def test_ranks_that_have_the_layers_between_them_make_the_run_of_one(settings, offline, kind, size, shard_ranks):
-    further = merged(KINDS[kind] if kind in KINDS else offline, {"model": {"kernels": "torch"}})
-    alone = train(settings("alone", further)).run
-    run = only_result(together(size, settings("ranks", further, layers(shard_ranks)))).run
+    further, plain = KINDS.get(kind, offline), {"model": {"kernels": "torch"}}
+    alone = train(settings("alone", further, plain)).run
+    run = only_result(together(size, settings("ranks", further, plain, layers(shard_ranks)))).run
     check_same_run(run, alone)
     configs = [json.loads((r / "weights/final/config.json").read_text()) for r in (run, alone)]
     assert configs[0] == configs[1]
@@ -305,3 +305,8 @@ def test_ranks_with_different_models_are_told_apart(settings):
     first, other = together(2, settings("run"), load_another_model)
     assert "model.path is another model on rank 1 than on rank 0" in str(first)
     assert str(other).startswith("EndedError")
+
+
+def test_ranks_that_shards_do_not_divide_are_refused(settings):
+    for found in together(3, settings("run", layers(2))):
+        assert "SettingsError: distributed.shard_ranks = 2 does not divide the 3 ranks" in str(found)

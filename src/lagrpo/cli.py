@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 import shlex
 import sys
@@ -110,7 +109,7 @@ def train(words: list[str]) -> None:
     if "--dry-run" in given.flags:
         from lagrpo.training.explain import meaning
 
-        lines = meaning(settings, recipe, ranks=int(os.environ.get("WORLD_SIZE", 1)))
+        lines = meaning(settings, recipe)
         return print(redact(to_toml(settings)), *(f"# {line}" for line in lines), sep="\n")
     from lagrpo.training import run
 

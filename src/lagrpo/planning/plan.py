@@ -20,7 +20,7 @@ from lagrpo.planning.work import Lengths, Model, Work
 from lagrpo.sampling.schedule import Schedule, largest_lag
 from lagrpo.settings.plan import PlanSettings
 from lagrpo.settings.schema import Settings
-from lagrpo.training.explain import BYTES, HOST, empty_model, expected_memory
+from lagrpo.training.explain import BYTES, HOST, Sharding, empty_model, expected_memory
 
 MODEL = "a model of a batch's time, not a measurement"
 LAGS = (1, 2, 5, 10, 20)
@@ -137,7 +137,7 @@ def make_plan(settings: Settings, given: PlanSettings, run: Measured | None = No
         options=options,
         best=best,
         lags=tuple(measure.lag(best.layout, v) for v in sorted({*LAGS, max(1, work.v)})),
-        memory={name: measure.memory(best.layout, name) for name in ("masters", "layers")},
+        memory={name: measure.memory(best.layout, name) for name in ("optimizer", "layers")},
         sync_seconds=sync_seconds(model, rates, best.layout),
     )
 
@@ -225,25 +225,26 @@ class Measure:
     room: float | None
 
     def __call__(self, layout: Layout) -> Option:
-        """The layout; with the working weights sharded where only that makes it fit."""
-        option = self._as(layout)
+        """The layout; with the layers sharded where the settings say so, or only that makes it fit."""
+        option = self._as(replace(layout, layers=layout.ranks > 1 and self.settings.distributed.shard == "layers"))
         if not option.fits and layout.ranks > 1:
             sharded = self._as(replace(layout, layers=True))
             return sharded if sharded.fits else option
         return option
 
     def _as(self, layout: Layout) -> Option:
-        memory = self.memory(layout, "layers" if layout.layers else "masters")
+        memory = self.memory(layout, "layers" if layout.layers else "optimizer")
         learner = sum(size for name, size in memory.items() if self.room is None or name not in HOST)
         seconds = batch_seconds(self.model, self.work, self.rates, layout)
         return Option(layout, seconds, learner, self._server(layout), self.room)
 
-    def memory(self, layout: Layout, sharding: Any) -> dict[str, int]:
+    def memory(self, layout: Layout, sharding: Sharding) -> dict[str, int]:
         """Bytes of a rank that learns, by purpose."""
         sampler = "vllm" if layout.servers else "local"
         sampling = self.settings.sampling.model_copy(update={"sampler": sampler})
         settings = self.settings.model_copy(update={"sampling": sampling})
-        further = {"size": self.model.size, "ranks": layout.ranks, "sharding": sharding}
+        shards = self.settings.distributed.shard_ranks or min(layout.ranks, layout.node)
+        further = {"size": self.model.size, "ranks": layout.ranks, "sharding": sharding, "shards": shards}
         return expected_memory(settings, self.recipe, self.config, self.model.parameters, **further)
 
     def _server(self, layout: Layout) -> int | None:

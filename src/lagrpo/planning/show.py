@@ -82,6 +82,8 @@ def _layouts(plan: Plan) -> Table:
         table.add_row(*(Text(cell, style) for cell in cells))
     asked = len({option.layout.servers for option in plan.options}) > 1
     table.caption = f"* {'planned below' if asked else 'the only one'}; memory at the most, of one GPU"
+    if any(option.layout.layers for option in plan.options):
+        table.caption += "; layers: with distributed.shard = 'layers'"
     table.caption_justify = "left"
     return table
 
@@ -143,7 +145,7 @@ def _of_v(plan: Plan) -> Table:
 def _of_memory(plan: Plan) -> Table:
     ranks = plan.best.layout.ranks
     table = _table(f"Memory of a rank that learns, of {ranks}: at the most", "", *plan.memory)
-    names = {"masters": "masters and moments sharded", "layers": "working weights, too (FSDP2)"}
+    names = {"optimizer": "masters and moments sharded", "layers": "layers sharded (FSDP2)"}
     for column, name in zip(table.columns[1:], plan.memory, strict=True):
         column.header = names[name]
     purposes = dict.fromkeys(purpose for of in plan.memory.values() for purpose in of)

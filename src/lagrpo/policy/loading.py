@@ -20,6 +20,7 @@ LOADING = {"use_safetensors": True, "trust_remote_code": False}
 LOADING |= {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 """No stranger's code, and what a forward pass returns, whatever config.json says: a tuple, or what nobody reads."""
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 ATTENTION_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}  # mean |Δ log-prob|, nats
 
@@ -87,14 +88,16 @@ def check_supported(config: Any) -> None:
         "attention sinks": name == "gpt_oss",
         "latent attention (kv_lora_rank)": getattr(text, "kv_lora_rank", None),
         "layers that are not attention": {*(getattr(text, "layer_types", None) or ())} - ATTENTION_LAYERS,
+        "experts that a router chooses": any(getattr(text, name, 0) for name in EXPERTS),
+        "pictures or sound to look at": any(getattr(config, f"{kind}_config", None) for kind in ("vision", "audio")),
         "an attention of their own, outside transformers' registry": known
         and not model_class(config)._can_set_attn_implementation(),
     }
     for reason, present in reasons.items():
         if present:
             raise ValueError(
-                f"models of type {name!r} have {reason}, which lagrpo's shared-prefix attention does not reproduce; "
-                "Llama, Qwen2, Qwen3, Mistral, Gemma (1) and their relatives are supported"
+                f"models of type {name!r} have {reason}, which lagrpo does not support; take one of Llama, Qwen2, Qwen3, "
+                "Mistral, Gemma (1) or their relatives, dense and for text"
             )
 
 

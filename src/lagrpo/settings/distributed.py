@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from lagrpo.errors import SettingsError
-from lagrpo.ranks.rank import Rank
 from lagrpo.settings.section import Section
+
+ABSENT = {
+    "tensor": 'shard = "layers" divides the memory of a model; servers take --tensor-parallel-size of their own',
+    "context": "a sequence is computed by one device: optimizer.activation_checkpointing and fewer tokens save memory",
+    "sequence": "a sequence is computed by one device: optimizer.activation_checkpointing and fewer tokens save memory",
+    "expert": "mixtures of experts are not supported",
+    "pipeline": 'shard = "layers" divides the memory of a model',
+}
+"""Kinds of parallelism that are not there, and what to use."""
 
 
 class DistributedSettings(Section):
@@ -29,13 +37,11 @@ class DistributedSettings(Section):
     silence: float = Field(default=60.0, ge=5)
     """Seconds without a sign of life after which a rank is given up; every rank leaves one a second."""
 
-    def shards(self, rank: Rank) -> int | None:
-        """How many ranks have the layers between them, None where every rank has all. Raises SettingsError where not
-        all ranks could be divided so."""
-        if self.shard != "layers":
-            return None
-        alike = rank.size % rank.local_size == 0
-        shards = self.shard_ranks or (rank.local_size if alike else rank.size)
-        if rank.size % shards:
-            raise SettingsError(f"distributed.shard_ranks = {shards} does not divide the {rank.size} ranks")
-        return shards
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_absent(cls, given: Any) -> Any:
+        for name in given if isinstance(given, Mapping) else ():
+            for kind, instead in ABSENT.items():
+                if str(name).startswith(kind):
+                    raise ValueError(f"{name}: there is no {kind} parallelism; {instead}")
+        return given

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from lagrpo.errors import refusing
+from lagrpo.errors import SettingsError, refusing
 from lagrpo.objective.compose import Recipe
 from lagrpo.objective.recipes import resolve
 from lagrpo.policy.embedded import check_path
@@ -29,14 +29,25 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
     with refusing("offline.data"):
         completion_files(settings.offline.data or ())
     rank = Rank.find()
-    if rank is not None:
-        settings.distributed.shards(rank)
+    count_shards(settings, rank)
     if rank is None or rank.number == 0:
         check_run(after_restart(settings, rank))
     with refusing("objective"):
         recipe = resolve(settings.objective.recipe, settings.objective.overrides)
         _check_exponential(recipe, settings)
     return recipe
+
+
+def count_shards(settings: Settings, rank: Rank | None) -> int | None:
+    """How many ranks have the layers between them, None where each has all. Raises SettingsError where the ranks cannot
+    be divided so."""
+    if rank is None or settings.distributed.shard != "layers":
+        return None
+    of_host = rank.local_size if rank.size % rank.local_size == 0 else rank.size
+    shards = settings.distributed.shard_ranks or of_host
+    if rank.size % shards:
+        raise SettingsError(f"distributed.shard_ranks = {shards} does not divide the {rank.size} ranks")
+    return shards
 
 
 def check_run(settings: Settings) -> None:

@@ -17,11 +17,13 @@ from lagrpo.policy.configs import read_config
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.loading import check_supported
 from lagrpo.policy.model import Policy
+from lagrpo.ranks.rank import Rank
 from lagrpo.sampling.schedule import Schedule, largest_lag
 from lagrpo.sampling.vllm.connecting import deadlines
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import count_of
 from lagrpo.training.build import Parts, loading, offline_prompts
+from lagrpo.training.checks import count_shards
 from lagrpo.training.lag import CAP
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -29,19 +31,22 @@ HIDDEN_BYTES = {2: 44, 4: 54}  # by the bytes of a number
 PROGRAM = 400 * 2**20  # Python, torch and transformers themselves
 IDLE = 0.15  # of all that is used: gaps that the allocator cannot fill
 IN_HAND = 2  # layers that FSDP2 holds whole: one computes, the next is gathered
-Sharding = Literal["masters", "layers"]
-"""What ranks share among them: masters and moments alone, or also working weights and gradients (FSDP2)."""
+Sharding = Literal["optimizer", "layers"]
+"""What ranks have between them: masters and moments alone, or also working weights and gradients (FSDP2)."""
 
 
-def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None, ranks: int = 1) -> list[str]:
-    """One line for each thing that people get wrong about a run on so many ranks. Without its parts the model's sizes
-    are read from its config (no weights are loaded)."""
+def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> list[str]:
+    """One line for each thing that people get wrong about a run, on the ranks that torchrun has started if it has.
+    Without its parts the model's sizes are read from its config (no weights are loaded)."""
+    rank = Rank.find()
+    ranks, shards = rank.size if rank is not None else 1, count_shards(settings, rank)
     s, sampling, policy = settings.schedule, settings.sampling, parts.learner.policy if parts else None
     per_batch, batches = s.prompts * sampling.G, s.stages * s.batches
     config, parameters = (policy.model.config, policy.model.lm.num_parameters()) if policy else _sizes(settings)
     dtype, why = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
     text = config.get_text_config()
-    memory = expected_memory(settings, recipe, text, parameters, _fused(settings, text, policy), ranks=ranks)
+    fused = _fused(settings, text, policy)
+    memory = expected_memory(settings, recipe, text, parameters, fused, ranks=ranks, shards=shards)
     changes = ", ".join(f"{name} = {value}" for name, value in settings.objective.overrides.items())
     return [
         f"recipe      {recipe.name}: {recipe.formula}" + (f"; here with {changes}" if changes else ""),
@@ -122,9 +127,10 @@ def _moved(settings: Settings, parameters: int, size: int, ranks: int) -> list[s
     if settings.sampling.sampler == "vllm":
         moved.append(f"a weight sync {_size(parameters * size)} to each server by {settings.vllm.weight_sync}")
     if ranks > 1:
-        part = (ranks - 1) / ranks
-        gradients, weights = (_size(int(parameters * each * part)) for each in (4, size))
-        moved.append(f"an update {gradients} of gradients and {weights} of weights from each of {ranks} ranks")
+        layers, part = settings.distributed.shard == "layers", (ranks - 1) / ranks
+        gradients, weights = (_size(int(parameters * each * part)) for each in (4, (1 + layers) * size))
+        when = "each pass of a row" if layers else "an update"
+        moved.append(f"{when} {gradients} of gradients and {weights} of weights from each of {ranks} ranks")
     return [f"moves       {'; '.join(moved)}"] if moved else []
 
 
@@ -150,7 +156,7 @@ def _fused(settings: Settings, config: Any, policy: Policy | None) -> bool:
 
 def expected_memory(
     settings: Settings, recipe: Recipe, config: Any, parameters: int, fused: bool = False, size: int | None = None,
-    ranks: int = 1, sharding: Sharding = "masters",
+    ranks: int = 1, sharding: Sharding | None = None, shards: int | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Bytes of a rank by purpose, at the most: the program; π, α (unless vLLM samples) and π_ref in the working dtype,
     and π once more, packed, where the kernels multiply and α lags behind; gradients in float32; masters and AdamW's two
@@ -161,8 +167,10 @@ def expected_memory(
     on R ranks:
 
         sharding   π    π_ref   α    gradient   masters and moments
-        masters    2P   2P      2P   4P         12P/R
-        layers     2P/R 2P/R    2P   4P/R       12P/R                 and two layers that are gathered whole
+        optimizer  2P   2P      2P   4P         12P/R
+        layers     2P/R 2P/R    2P   4P/R       12P/R                 and two layers that are gathered whole, and a
+                                                                      copy to evaluate with (2P)
+    The sharding is the settings' unless given; layers are divided by the `shards` ranks that have a copy between them.
 
     Measured peaks without a checkpoint (CPU, SmolLM2-135M, two or three batches of experiments/demo.toml): 3.8 GiB in
     bfloat16 and 5.1 in float32 where this expects 5.0 and 6.7, as its prompts and completions are shorter than they may
@@ -170,26 +178,27 @@ def expected_memory(
     (4.1). With more than one rank it is a formula that has not been measured."""
     size = size or BYTES[pick_dtype(settings.model.dtype, pick_device(settings.model.device))[0]]
     s, local = settings.schedule, settings.sampling.sampler == "local"
+    layers = ranks > 1 and (sharding or settings.distributed.shard) == "layers"
+    parts = (shards or ranks) if layers else ranks
     apart = s.i > 1 or largest_lag(Schedule(s.kind, s.v, s.delta), s.stages, s.batches, s.i) > 0
     own, lagging = 1 + recipe.needs_pi_ref, int(apart) + recipe.needs_pi_ref
     weights = parameters * size * (own + local + (fused and size == 2 and apart))
     gradient, sharded = parameters * 4, parameters * (12 if size == 2 or ranks > 1 else 8)
-    if sharding == "layers" and ranks > 1:
-        weights = (
-            own * parameters * size // ranks + (parameters * size if local else 0) + _in_hand(config, parameters, size)
-        )
-        gradient //= ranks
+    if layers:
+        whole = local + bool(settings.evaluation.before_and_after or settings.evaluation.every)
+        weights = own * parameters * size // parts + whole * parameters * size + _in_hand(config, parameters, size)
+        gradient //= parts
     activations = _activations(settings, config, size, fused, -(-s.prompts // ranks))
     memory = {
         "program": PROGRAM,
         "weights": weights,
-        "optimizer": gradient + sharded // ranks,
+        "optimizer": gradient + sharded // parts,
         "activations": activations,
         "sampler": _tokens_held(settings, ranks) * _kv_bytes(config, size),
     }
     idle = {"idle": int(IDLE * sum(memory.values()))}
     writes = settings.run.checkpoint_minutes or settings.run.checkpoint_every or settings.run.keep_optimizer
-    return memory | idle | ({"checkpoint": parameters * 12 // ranks + parameters * lagging * size} if writes else {})
+    return memory | idle | ({"checkpoint": parameters * 12 // parts + parameters * lagging * size} if writes else {})
 
 
 HOST = ("program", "checkpoint")

@@ -26,7 +26,7 @@ from lagrpo.tasks import NO_TASK, Task
 from lagrpo.terminal.text import count_of
 from lagrpo.training.build import Parts
 from lagrpo.training.changes import after_restart, find_run
-from lagrpo.training.checks import check_settings
+from lagrpo.training.checks import check_settings, count_shards
 from lagrpo.training.follow import follow
 from lagrpo.training.memory import NoMemoryError, explained
 from lagrpo.training.observers import Observer, check_observers
@@ -88,7 +88,8 @@ def train_together(
     """One of several ranks: rank 0 leads, the others follow and return its result."""
     waits = settings.distributed.model_dump(include={"deadline", "collective", "silence"})
     patience, result = Patience(**waits), None
-    world = World.join(rank, pick_device(settings.model.device).type, patience, settings.distributed.shards(rank))
+    shards = count_shards(settings, rank)
+    world = World.join(rank, pick_device(settings.model.device).type, patience, shards)
     try:
         leads = rank.number == 0
         result = lead(settings, recipe, task, observers, world) if leads else follow(world, settings, recipe)
