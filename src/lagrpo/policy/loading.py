@@ -96,8 +96,8 @@ def check_supported(config: Any) -> None:
     for reason, present in reasons.items():
         if present:
             raise ValueError(
-                f"models of type {name!r} have {reason}, which lagrpo does not support; take one of Llama, Qwen2, Qwen3, "
-                "Mistral, Gemma (1) or their relatives, dense and for text"
+                f"models of type {name!r} have {reason}, which lagrpo does not support; take one of Llama, Qwen2, "
+                "Qwen3, Mistral, Gemma (1) or their relatives, dense and for text"
             )
 
 
