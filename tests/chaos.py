@@ -29,10 +29,10 @@ from typing import Any, ClassVar
 import psutil
 import pyarrow.parquet as pq
 from running import options, tiny_settings, without_timings
+from warm import import_all
 
 from lagrpo import cli
 from lagrpo.runs import load_events, load_metrics
-from lagrpo.training import run as _warm  # noqa: F401 - what the forked processes would import each by itself
 
 Sections = Mapping[str, Mapping[str, Any]]
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
@@ -235,6 +235,7 @@ def main() -> None:
     asked = parser.parse_args()
     started = os.getcwd()
     os.chdir(Path(__file__).parent)  # where the tiny model's task is
+    import_all()
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         base = merged(REAL, {"model": {"path": asked.model}}) if asked.model else tiny(root)
