@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from chaos import KINDS, leaves, merged
+from chaos import KINDS, Sections, leaves, merged
 from running import tiny_settings, without_timings
 from safetensors.torch import load_file
 from tiny import save_tiny
@@ -44,10 +44,29 @@ def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
+def settings_in(root: Path, model: Path, name: str, /, *more: Sections) -> dict[str, dict[str, Any]]:
+    return merged(tiny_settings(model, root), SMALL, *more, {"run": {"name": name}})
+
+
 @pytest.fixture
 def settings(model, tmp_path):
     """Settings of a tiny run of 6 batches under a name, with these sections."""
-    return lambda name, /, *more: merged(tiny_settings(model, tmp_path), SMALL, *more, {"run": {"name": name}})
+    return partial(settings_in, tmp_path, model)
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """A run of two ranks that nobody disturbed, of a kind."""
+    root = tmp_path_factory.mktemp("whole")
+    of = partial(settings_in, root, model)
+    return cache(lambda kind: only_result(together(2, of(kind, KINDS.get(kind, {})))).run)
+
+
+@pytest.fixture(scope="module")
+def alone(model, tmp_path_factory):
+    """The run that one process makes, of a kind."""
+    of = partial(settings_in, tmp_path_factory.mktemp("alone"), model)
+    return cache(lambda kind: train(of(kind, KINDS.get(kind, {}))).run)
 
 
 def only_result(found: list[Any]) -> Result:
@@ -70,18 +89,18 @@ def offline(model, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("kind", "size"), [*((kind, 2) for kind in [*KINDS, "offline"]), ("dynamic sampling", 3)])
-def test_several_ranks_make_the_run_of_one(settings, offline, kind, size):
+def test_several_ranks_make_the_run_of_one(settings, alone, offline, kind, size):
     """The same completions token for token; metrics, final weights to float32's rounding of six batches of updates."""
     further = KINDS.get(kind, offline)
-    alone = train(settings("alone", further)).run
+    of_one_process = train(settings("alone", further)).run if kind == "offline" else alone(kind)
     run = only_result(together(size, settings("ranks", further))).run
-    assert [row["token_ids"] for row in rollouts(run)] == [row["token_ids"] for row in rollouts(alone)]
-    for one, other in zip(*(without_timings(load_metrics(r)) for r in (run, alone)), strict=True):
+    assert [row["token_ids"] for row in rollouts(run)] == [row["token_ids"] for row in rollouts(of_one_process)]
+    for one, other in zip(*(without_timings(load_metrics(r)) for r in (run, of_one_process)), strict=True):
         assert one.keys() == other.keys()
         for name in one.keys() - OF_SUMS_NEAR_0:
             close = one[name] is other[name] or one[name] == pytest.approx(other[name], rel=2e-3, abs=1e-4)
             assert close, (name, one[name], other[name])
-    of_ranks, of_one = (load_file(r / "weights/final/model.safetensors") for r in (run, alone))
+    of_ranks, of_one = (load_file(r / "weights/final/model.safetensors") for r in (run, of_one_process))
     for name, weight in of_one.items():
         assert float((of_ranks[name] - weight).abs().mean()) < MEAN_ROUNDING, name
 
@@ -122,7 +141,8 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(settings, tmp_path, pha
 
 
 def test_a_rank_that_hangs_is_given_up(settings, tmp_path):
-    first, *_ = together(2, settings("run"), partial(strike, tmp_path, "learning", signal.SIGSTOP, 1))
+    short = settings("run", {"distributed": {"collective": 20}})
+    first, _ = together(2, short, partial(strike, tmp_path, "learning", signal.SIGSTOP, 1), grace=0.1)
     assert "no sign of life" in str(first)
 
 
@@ -134,35 +154,32 @@ def test_a_run_whose_rank_0_is_killed_ends_on_the_others(settings, tmp_path):
 
 
 @pytest.mark.parametrize("phase", ["sampling", "learning", "weight sync"])
-def test_a_stopped_run_goes_on_to_the_bit_on_as_many_ranks(settings, tmp_path, phase):
-    whole = only_result(together(2, settings("whole", KINDS["asking ahead"]))).run
+def test_a_stopped_run_goes_on_to_the_bit_on_as_many_ranks(settings, whole, tmp_path, phase):
     prepare = partial(strike, tmp_path, phase, signal.SIGTERM, 0)
     stopped = only_result(together(2, settings("run", KINDS["asking ahead"]), prepare))
     assert stopped.interrupted == signal.SIGTERM
     assert 2 <= stopped.batches < 6
     again = only_result(together(2, {"run": {"resume": str(stopped.run)}}))
-    found, expected = leaves(again.run, exact=True), leaves(whole, exact=True)
+    found, expected = leaves(again.run, exact=True), leaves(whole("asking ahead"), exact=True)
     assert [key for key in expected if found.get(key) != expected[key]] == []
 
 
-def test_torchrun_starts_a_killed_run_again_where_it_was(settings, tmp_path):
-    whole = only_result(together(2, settings("whole"))).run
+def test_torchrun_starts_a_killed_run_again_where_it_was(settings, whole, tmp_path):
     together(2, settings("run"), partial(strike, tmp_path, "learning", signal.SIGKILL, 1))
     again = only_result(together(2, settings("run"), restarts=1))
-    found, expected = leaves(again.run, exact=True), leaves(whole, exact=True)
+    found, expected = leaves(again.run, exact=True), leaves(whole("plain"), exact=True)
     assert [key for key in expected if found.get(key) != expected[key]] == []
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 2), (2, 1)])
-def test_a_run_goes_on_with_another_number_of_ranks(settings, before, after):
+def test_a_run_goes_on_with_another_number_of_ranks(settings, alone, before, after):
     def make(size: int, of: dict[str, Any]) -> Result:
         return only_result(together(size, of)) if size > 1 else train(of)
 
-    whole = make(1, settings("whole")).run
     short = make(before, settings("run", {"schedule": {"stages": 1}}))
     long = make(after, {"run": {"resume": str(short.run)}, "schedule": {"stages": 2}})
-    assert [row["token_ids"] for row in rollouts(long.run)] == [row["token_ids"] for row in rollouts(whole)]
-    of_ranks, of_one = (load_file(r / "weights/final/model.safetensors") for r in (long.run, whole))
+    assert [row["token_ids"] for row in rollouts(long.run)] == [row["token_ids"] for row in rollouts(alone("plain"))]
+    of_ranks, of_one = (load_file(r / "weights/final/model.safetensors") for r in (long.run, alone("plain")))
     for name, weight in of_one.items():
         assert float((of_ranks[name] - weight).abs().mean()) < MEAN_ROUNDING, name
     resumed = next(event for event in load_events(long.run) if event["event"] == "resumed")

@@ -17,7 +17,7 @@ from warm import forks
 from lagrpo.training.observers import Observer
 
 DEADLINE = 180.0  # seconds for a run of several ranks on a busy machine
-GRACE = 20.0  # seconds for the others, when one has failed
+GRACE = 20.0  # seconds for each of the others, when one has failed
 QUICK = {"collective": 60, "silence": 5}  # how long ranks wait for each other
 Prepare = Callable[[int], Sequence[Observer]]
 
@@ -26,9 +26,12 @@ class RankEndError(Exception):
     """A rank ended with an error; the text names its type first."""
 
 
-def together(size: int, settings: dict[str, Any], prepare: Prepare | None = None, restarts: int = 0) -> list[Any]:
+def together(
+    size: int, settings: dict[str, Any], prepare: Prepare | None = None, restarts: int = 0, grace: float = GRACE
+) -> list[Any]:
     """A run of `size` ranks: what each returns, RankEndError where it raises, None where it was killed. On every rank
-    `prepare(rank)`, which must be importable, comes first, and gives its observers."""
+    `prepare(rank)`, which must be importable, comes first, and gives its observers. Once one has failed, the others
+    have `grace` seconds each."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     processes, ends = [], list[Connection]()
@@ -49,7 +52,7 @@ def together(size: int, settings: dict[str, Any], prepare: Prepare | None = None
         for end in ends:
             found.append(_result(end, deadline))
             if isinstance(found[-1], RankEndError):
-                deadline = GRACE
+                deadline = grace
         return found
     finally:
         for process in processes:
