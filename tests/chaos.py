@@ -4,6 +4,7 @@
     python tests/chaos.py --kills 5 --model smollm2  the embedded model
     python tests/chaos.py --kills 5 --model smollm2 --vllm .venv-vllm/bin/python    with a vLLM server, too
     python tests/chaos.py --servers 10 --model smollm2 --vllm .venv-vllm/bin/python    one run whose server is killed
+    python tests/chaos.py --kills 10 --ranks 2       runs of several ranks: all are killed, or one of them
 
 A trial is one run: its process group gets SIGKILL at an instant drawn by the seed, and it is resumed; every third trial
 is killed again while it resumes. With the in-process sampler every number must be equal to the bit: the final weights,
@@ -18,6 +19,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,10 +31,10 @@ from typing import Any, ClassVar
 import psutil
 import pyarrow.parquet as pq
 from running import options, tiny_settings, without_timings
+from warm import import_all
 
 from lagrpo import cli
 from lagrpo.runs import load_events, load_metrics
-from lagrpo.training import run as _warm  # noqa: F401 - what the forked processes would import each by itself
 
 Sections = Mapping[str, Mapping[str, Any]]
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
@@ -59,6 +61,7 @@ REAL: Sections = {
     "evaluation": {"every": 3, "prompts": 4, "samples": 2},
     "verifier": {"workers": 1},
 }
+OTHERS_END = 120.0  # seconds for the other ranks, when one was killed
 
 
 class Started:
@@ -66,13 +69,13 @@ class Started:
 
     running: ClassVar[set[int]] = set()
 
-    def __init__(self, words: Sequence[str], log: Path) -> None:
+    def __init__(self, words: Sequence[str], log: Path, ranks: int = 1) -> None:
         self.pid = os.fork()
         if self.pid == 0:
-            self._be_the_command(words, log)
+            self._be_the_command(words, log, ranks)
         self.running.add(self.pid)
 
-    def _be_the_command(self, words: Sequence[str], log: Path) -> None:
+    def _be_the_command(self, words: Sequence[str], log: Path, ranks: int) -> None:
         code: Any = 1
         try:
             os.setsid()
@@ -80,7 +83,8 @@ class Started:
             with log.open("ab", buffering=0) as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
-            cli.main(["train", *words])
+            if ranks == 1 or become_rank(ranks):
+                cli.main(["train", *words])
             code = 0
         except SystemExit as end:
             code = end.code
@@ -99,7 +103,13 @@ class Started:
             time.sleep(0.005)
         return None
 
-    def kill(self) -> None:
+    def kill(self, rank: int | None = None) -> None:
+        """All of its processes; or one rank, whereupon the others end by themselves."""
+        if rank is not None and rank < len(ranks := sorted(p.pid for p in psutil.Process(self.pid).children())):
+            os.kill(ranks[rank], signal.SIGKILL)
+            if self.wait(OTHERS_END) is not None:
+                return
+            raise SystemExit(f"{OTHERS_END:g} s after rank {rank} was killed, others still run")
         os.killpg(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         self.running.discard(self.pid)
@@ -108,6 +118,24 @@ class Started:
     def end_all(cls) -> None:
         for pid in cls.running:
             os.killpg(pid, signal.SIGKILL)
+
+
+def become_rank(ranks: int) -> bool:
+    """Fork so many ranks; True in each of them. In what forked them, False once all have ended well."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(ranks):
+        if (child := os.fork()) == 0:
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            given = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ |= {name: str(value) for name, value in given.items()}
+            return True
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(codes):
+        raise SystemExit(1)
+    return False
 
 
 def merged(*layers: Sections) -> dict[str, dict[str, Any]]:
@@ -137,15 +165,15 @@ def leaves(run: Path, exact: bool) -> dict[str, Any]:
 class Trials:
     """Runs of one model under `root`, killed at instants of `draws`."""
 
-    def __init__(self, root: Path, base: Sections, exact: bool, draws: random.Random) -> None:
-        self.root, self.base, self.exact, self.draws = root, base, exact, draws
+    def __init__(self, root: Path, base: Sections, exact: bool, draws: random.Random, ranks: int = 1) -> None:
+        self.root, self.base, self.exact, self.draws, self.ranks = root, base, exact, draws, ranks
         self._undisturbed: dict[str, tuple[dict[str, Any], float]] = {}
 
     def undisturbed(self, kind: str) -> tuple[dict[str, Any], float]:
         """What a run of this kind leaves, and the seconds that it took."""
         if kind not in self._undisturbed:
             started, name = time.monotonic(), f"undisturbed {kind}"
-            self.finish(name, Started(self.words(name, kind), self.log(name)))
+            self.finish(name, self.start(name, kind))
             self._undisturbed[kind] = leaves(self.root / name, self.exact), time.monotonic() - started
         return self._undisturbed[kind]
 
@@ -155,15 +183,20 @@ class Trials:
         name, said = f"trial {number}", []
         for _ in range(2 if number % 3 == 2 else 1):
             after = self.draws.uniform(0, seconds)
-            run = Started([*self.words(name, kind), "--run.resume", "auto"], self.log(name))
+            victim = None if self.ranks == 1 else self.draws.choice([None, *range(self.ranks)])
+            run = self.start(name, kind, "--run.resume", "auto")
             if run.wait(after) is None:
-                run.kill()
-                said.append(f"{after:.2f} s, batch {self.batches(name)}")
+                run.kill(victim)
+                whom = "" if self.ranks == 1 else ", all ranks" if victim is None else f", rank {victim}"
+                said.append(f"{after:.2f} s, batch {self.batches(name)}{whom}")
             else:
                 said.append("had ended")
-        self.finish(name, Started([*self.words(name, kind), "--run.resume", "auto"], self.log(name)))
+        self.finish(name, self.start(name, kind, "--run.resume", "auto"))
         found = leaves(self.root / name, self.exact)
         return "; ".join(said), [key for key in expected if found.get(key) != expected[key]]
+
+    def start(self, name: str, kind: str, *further: str) -> Started:
+        return Started([*self.words(name, kind), *further], self.log(name), self.ranks)
 
     def batches(self, name: str) -> int:
         metrics = self.root / name / "metrics.jsonl"
@@ -231,17 +264,24 @@ def main() -> None:
     parser.add_argument("--model", help="a model directory or smollm2; by default a tiny one")
     parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="sample by a vLLM server of this Python")
     parser.add_argument("--servers", type=int, default=0, help="kill the vLLM server of one run so often, instead")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of each run")
+    parser.add_argument(
+        "--shard", choices=["optimizer", "layers"], default="optimizer", help="what ranks have parts of"
+    )
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="which schedules")
     asked = parser.parse_args()
     started = os.getcwd()
     os.chdir(Path(__file__).parent)  # where the tiny model's task is
+    import_all()
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         base = merged(REAL, {"model": {"path": asked.model}}) if asked.model else tiny(root)
         if asked.vllm:
             python = (Path(started) / asked.vllm).absolute()
             base = merged(base, {"sampling": {"sampler": "vllm"}, "vllm": {"python": str(python)}})
-        trials = Trials(root, base, not asked.vllm, random.Random(asked.seed))
+        if asked.ranks > 1:
+            base = merged(base, {"distributed": {"silence": 5, "shard": asked.shard}})
+        trials = Trials(root, base, not asked.vllm, random.Random(asked.seed), asked.ranks)
         if asked.servers:
             base = merged(base, {"schedule": {"stages": 1, "batches": asked.servers + 2}})
             trials = Trials(root, base, exact=False, draws=random.Random(asked.seed))

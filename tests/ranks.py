@@ -15,10 +15,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from warm import forks
 
 STACK = signal.SIGUSR1  # has a rank write down where it is
 COLLECTIVE = 30.0  # seconds that a rank waits for others in a collective
@@ -64,9 +66,9 @@ class Ranks:
         """Start the processes, and wait until they are a group."""
         self._starts += 1
         for rank in range(self.size):
-            ours, theirs = (context := get_context("spawn")).Pipe()
+            ours, theirs = forks.Pipe()
             given = (rank, self.size, self._scratch / f"store-{self._starts}", self._log(rank), theirs)
-            process = context.Process(target=_work, args=given, name=f"rank {rank}")
+            process = forks.Process(target=_work, args=given, name=f"rank {rank}")
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -58,10 +58,28 @@ def begin(model, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model, tmp_path_factory):
-    """What a run of a kind leaves when nobody disturbs it."""
-    root = tmp_path_factory.mktemp("undisturbed")
-    return cache(lambda kind="asking ahead": leaves(begin_in(root, model, kind, **KINDS[kind]).run, exact=True))
+def whole(model, tmp_path_factory):
+    """A run of a kind that nobody disturbed, with a checkpoint of each of its 6 batches. Tests leave it as it is."""
+    root = tmp_path_factory.mktemp("whole")
+    return cache(lambda kind: begin_in(root, model, kind, **KINDS.get(kind, {})).run)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(whole):
+    """What it leaves."""
+    return cache(lambda kind="plain": leaves(whole(kind), exact=True))
+
+
+@pytest.fixture(scope="module")
+def finished(model, tmp_path_factory):
+    """A run of three batches that came to its end, with a checkpoint of each."""
+    return begin_in(tmp_path_factory.mktemp("finished"), model, "run", schedule={"stages": 1}).run
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of it to damage."""
+    return shutil.copytree(finished, tmp_path / "copy")
 
 
 def go_on(run: Path, /, **sections: dict[str, Any]) -> Result:
@@ -74,9 +92,9 @@ def differing(run: Path, expected: dict[str, Any]) -> list[str]:
     return [key for key in expected if found.get(key) != expected[key]]
 
 
-def cut_to(run: Path, batch: int) -> Path:
-    """A copy of a run, as one that was killed after this batch and its checkpoint."""
-    copy = run.with_name(f"{run.name}-{batch}")
+def cut_to(run: Path, batch: int, root: Path | None = None) -> Path:
+    """A copy of a run, as one that was killed after this batch and its checkpoint; in `root`, or beside the run."""
+    copy = (root or run.parent) / f"{run.name}-{batch}"
     shutil.copytree(run, copy)
     for folder in (copy / "checkpoints").glob("step-*"):
         if int(folder.name.partition("-")[2]) > batch:
@@ -85,10 +103,15 @@ def cut_to(run: Path, batch: int) -> Path:
     return copy
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [*((kind, "bfloat16") for kind in KINDS), ("asking ahead", "float32")])
-def test_from_every_checkpoint_it_goes_on_to_the_bit(begin, kind, dtype):
-    """In bfloat16 sampler and learner agree to the bit; in float32 the rows beside a row may change its last bits."""
-    whole = begin("whole", **merged(KINDS[kind], {"model": {"dtype": dtype}})).run
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_its_checkpoints_it_goes_on_to_the_bit(whole, undisturbed, tmp_path, kind, batch):
+    assert differing(go_on(cut_to(whole(kind), batch, tmp_path)).run, undisturbed(kind)) == []
+
+
+def test_from_its_checkpoints_it_goes_on_to_the_bit_in_float32(begin):
+    """There the rows beside a row may change its last bits."""
+    whole = begin("whole", **merged(KINDS["asking ahead"], {"model": {"dtype": "float32"}})).run
     for batch in (1, 4):
         assert differing(go_on(cut_to(whole, batch)).run, leaves(whole, exact=True)) == []
 
@@ -132,24 +155,22 @@ def test_a_finished_run_gets_more_batches_as_if_it_had_been_longer(begin):
     assert (longer.run / "evaluations" / "batch-000003.json").exists()
 
 
-def test_a_finished_run_gets_more_stages(begin):
-    longer = go_on(begin("short", schedule={"stages": 1}).run, schedule={"stages": 2})
-    assert differing(longer.run, leaves(begin("long").run, exact=True)) == []
+def test_a_finished_run_gets_more_stages(run, undisturbed):
+    assert differing(go_on(run, schedule={"stages": 2}).run, undisturbed()) == []
 
 
-def before_its_first_checkpoint(run: Path) -> Path:
+def before_its_first_checkpoint(run: Path, root: Path) -> Path:
     """A copy of a run, as one that was killed before it had a checkpoint."""
-    copy = cut_to(run, 0)
+    copy = cut_to(run, 0, root)
     shutil.rmtree(copy / "weights" / "final")
     lines = (copy / "events.jsonl").read_text().splitlines(True)
     (copy / "events.jsonl").write_text("".join(line for line in lines if '"checkpoint"' not in line))
     return copy
 
 
-def test_without_a_checkpoint_it_begins_again(begin):
-    whole = begin("whole").run
-    killed = before_its_first_checkpoint(whole)
-    assert differing(go_on(killed).run, leaves(whole, exact=True)) == []
+def test_without_a_checkpoint_it_begins_again(whole, undisturbed, tmp_path):
+    killed = before_its_first_checkpoint(whole("plain"), tmp_path)
+    assert differing(go_on(killed).run, undisturbed()) == []
 
 
 def test_auto_begins_a_run_or_goes_on_with_it(begin):
@@ -171,8 +192,7 @@ def test_a_checkpoint_that_lacks_something_makes_way_for_the_one_before(begin, n
     assert name in complaints[0] or "no whole checkpoint" in complaints[0]
 
 
-def test_what_was_half_written_is_removed_and_named(begin, capsys):
-    run = begin("run", schedule={"stages": 1}).run
+def test_what_was_half_written_is_removed_and_named(run, capsys):
     scratch = run / "checkpoints" / ".step-000009.123-0123abcd.tmp"
     scratch.mkdir()
     (scratch / "learner.safetensors").write_bytes(b"half")
@@ -181,8 +201,7 @@ def test_what_was_half_written_is_removed_and_named(begin, capsys):
     assert not scratch.exists()
 
 
-def test_settings_that_differ_are_refused_by_name(begin):
-    run = begin("run", schedule={"stages": 1}).run
+def test_settings_that_differ_are_refused_by_name(run):
     with pytest.raises(SettingsError, match=r"optimizer.lr = 0.5, and the run has 0.01.*--run.allow optimizer.lr"):
         go_on(run, optimizer={"lr": 0.5})
     with pytest.raises(SettingsError, match=r"schedule.batches = 2, and the run has 3"):
@@ -191,8 +210,7 @@ def test_settings_that_differ_are_refused_by_name(begin):
         go_on(run, run={"allow": ["optimiser.lr"]})
 
 
-def test_a_setting_that_is_allowed_changes_and_is_recorded(begin):
-    run = begin("run", schedule={"stages": 1}).run
+def test_a_setting_that_is_allowed_changes_and_is_recorded(run):
     done = go_on(run, optimizer={"lr": 0.5}, run={"allow": ["optimizer.lr"]}, schedule={"stages": 2})
     (resumed,) = [event for event in load_events(done.run) if event["event"] == "resumed"]
     assert resumed["changed"] == {"optimizer.lr": [0.01, 0.5], "schedule.stages": [1, 2]}
@@ -206,8 +224,7 @@ def test_with_a_learning_rate_that_ends_more_batches_are_refused(begin):
         go_on(run, schedule={"batches": 5})
 
 
-def test_another_machine_is_named(begin):
-    run = begin("run", schedule={"stages": 1}).run
+def test_another_machine_is_named(run):
     file = run / "environment.json"
     file.write_text(json.dumps(json.loads(file.read_bytes()) | {"cpu": "another one"}))
     go_on(run)
@@ -215,8 +232,7 @@ def test_another_machine_is_named(begin):
     assert list(resumed["moved"]) == ["cpu"]
 
 
-def test_another_model_is_refused(begin, tmp_path):
-    run = begin("run", schedule={"stages": 1}).run
+def test_another_model_is_refused(run, tmp_path):
     other = save_tiny(tmp_path / "other", seed=1)
     with pytest.raises(SettingsError, match="not the model that the run began with"):
         go_on(run, model={"path": str(other)}, run={"allow": ["model.path"]})
@@ -231,15 +247,13 @@ def test_a_finished_run_without_a_checkpoint_does_not_begin_again(begin):
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_second_process_is_refused_while_one_writes(begin):
-    run = begin("run", schedule={"stages": 1}).run
+def test_a_second_process_is_refused_while_one_writes(run):
     with locked(run), pytest.raises(RunLockedError, match=r"another process is writing into .*: process \d+ on"):
         go_on(run)
     assert go_on(run).batches == 3  # the lock is free again
 
 
-def test_records_that_are_gone_are_missed(begin):
-    run = begin("run", schedule={"stages": 1}).run
+def test_records_that_are_gone_are_missed(run):
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(SettingsError, match=r"metrics.jsonl has 0 bytes, but the checkpoint was made after \d+"):
         go_on(run)
@@ -253,7 +267,7 @@ def test_the_last_checkpoints_stay_and_the_best(begin):
     assert kept == sorted({values[best]["batch"], 6})
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_one_before_is_whole(begin, monkeypatch):
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_one_before_is_whole(begin, undisturbed, monkeypatch):
     import safetensors.torch
 
     original, calls = safetensors.torch.save_file, []
@@ -273,10 +287,10 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_one_before_is_
     assert "\n".join([str(error.value), *error.value.__notes__]).count("--resume") == 1
     run = Path(next(iter(error.value.__notes__)).split(": ")[1].partition(" (")[0])
     assert Checkpoints(run).newest()[0].batch == 2  # type: ignore[union-attr]
-    assert differing(go_on(run).run, leaves(begin("whole").run, exact=True)) == []
+    assert differing(go_on(run).run, undisturbed()) == []
 
 
-def test_an_error_between_updates_keeps_the_last_batch(begin, monkeypatch):
+def test_an_error_between_updates_keeps_the_last_batch(begin, undisturbed, monkeypatch):
     def fail(*arguments, **more):
         raise FloatingPointError("the gradient is not finite")
 
@@ -290,7 +304,7 @@ def test_an_error_between_updates_keeps_the_last_batch(begin, monkeypatch):
     assert "Go on after batch 4 with: lagrpo train --resume" in error.value.__notes__[-1]
     monkeypatch.undo()
     run = Path(error.value.__notes__[-1].rpartition(" ")[2])
-    assert differing(go_on(run).run, leaves(begin("whole").run, exact=True)) == []
+    assert differing(go_on(run).run, undisturbed()) == []
 
 
 def test_data_that_has_changed_is_refused(begin, tmp_path):
@@ -305,8 +319,7 @@ def test_data_that_has_changed_is_refused(begin, tmp_path):
     assert go_on(run, run={"allow": ["task.data"]}, schedule={"batches": 2}).batches == 2
 
 
-def test_an_error_while_a_run_is_restored_leaves_its_weights(begin, monkeypatch):
-    run = begin("run", schedule={"stages": 1}).run
+def test_an_error_while_a_run_is_restored_leaves_its_weights(run, monkeypatch):
     before = (run / "weights" / "final" / "model.safetensors").read_bytes()
     monkeypatch.setattr(one_run, "restore", lambda *parts: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -333,8 +346,7 @@ def test_a_run_that_scores_too_few_completions_stops_after_ten_batches_and_goes_
     assert go_on(run, verifier={"max_without_reward_run": 0.9}).batches == 12
 
 
-def test_checkpoints_that_cannot_be_read_do_not_make_a_run_begin_again(begin):
-    run = begin("run", schedule={"stages": 1}).run
+def test_checkpoints_that_cannot_be_read_do_not_make_a_run_begin_again(run):
     for state in (run / "checkpoints").glob("*/state.json"):
         state.write_text(state.read_text().replace("lagrpo.checkpoint/1", "lagrpo.checkpoint/2"))
     before = (run / "metrics.jsonl").read_bytes()
@@ -343,8 +355,7 @@ def test_checkpoints_that_cannot_be_read_do_not_make_a_run_begin_again(begin):
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_what_was_allowed_once_is_not_allowed_for_ever(begin):
-    run = begin("run", schedule={"stages": 1}).run
+def test_what_was_allowed_once_is_not_allowed_for_ever(run):
     go_on(run, optimizer={"lr": 0.5}, run={"allow": ["optimizer.lr"]})
     kept = load_settings(run / "config.toml").run
     assert (kept.resume, kept.allow) == (None, ())
@@ -368,8 +379,7 @@ def test_auto_begins_where_only_a_directory_was_made(begin, tmp_path):
     assert begin("run", run={"resume": "auto"}, schedule={"stages": 1}).batches == 3
 
 
-def test_what_is_refused_leaves_the_records_as_they_were(begin, tmp_path):
-    run = begin("run", schedule={"stages": 1}).run
+def test_what_is_refused_leaves_the_records_as_they_were(run, tmp_path):
     files = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "events.jsonl")}
     other = save_tiny(tmp_path / "other", seed=1)
     with pytest.raises(SettingsError) as error:
@@ -387,14 +397,12 @@ def test_what_is_refused_leaves_the_records_as_they_were(begin, tmp_path):
         ({"schedule": {"batches": 1}, "run": {"allow": ["schedule.batches"]}}, "has 3 batches, more than the 1 it is"),
     ],
 )
-def test_what_cannot_change_is_refused_whatever_is_allowed(begin, change, message):
-    run = begin("run", schedule={"stages": 1}).run
+def test_what_cannot_change_is_refused_whatever_is_allowed(run, change, message):
     with pytest.raises(SettingsError, match=message):
         go_on(run, **change)
 
 
-def test_damaged_records_are_named(begin):
-    run = begin("run", schedule={"stages": 1}).run
+def test_damaged_records_are_named(run):
     (run / "evaluations" / "before.json").write_text("")
     with pytest.raises(SettingsError, match=r"before.json: this is not JSON.*To go on without this evaluation"):
         go_on(run)
@@ -403,8 +411,7 @@ def test_damaged_records_are_named(begin):
         go_on(run)
 
 
-def test_a_signal_while_a_run_is_restored_leaves_it_as_it_was(begin):
-    run = begin("run", schedule={"stages": 1}).run
+def test_a_signal_while_a_run_is_restored_leaves_it_as_it_was(run):
     before = {
         path: path.read_bytes() for path in run.rglob("*") if path.is_file() and not path.name.startswith(".lock")
     }
@@ -419,18 +426,6 @@ def test_a_signal_while_a_run_is_restored_leaves_it_as_it_was(begin):
     assert (stopped.interrupted, stopped.weights) == (signal.SIGTERM, None)
     assert before == {path: path.read_bytes() for path in before}
     assert go_on(run, schedule={"stages": 2}).batches == 6
-
-
-@pytest.fixture(scope="module")
-def finished(model, tmp_path_factory):
-    """A run of three batches that came to its end, with a checkpoint of each."""
-    return begin_in(tmp_path_factory.mktemp("finished"), model, "run", schedule={"stages": 1}).run
-
-
-@pytest.fixture
-def run(finished, tmp_path):
-    """A copy of it to damage."""
-    return shutil.copytree(finished, tmp_path / "copy")
 
 
 def contents(run: Path) -> dict[Path, bytes]:
@@ -681,8 +676,8 @@ def test_the_first_error_is_told_where_the_disk_does_not_take_the_end_of_the_run
     assert end == "Nor could its end be recorded: [Errno 28] No space left on device: 'events.jsonl'"
 
 
-def test_a_run_that_begins_again_says_where_it_does(begin):
-    killed = before_its_first_checkpoint(begin("whole", schedule={"stages": 1}).run)
+def test_a_run_that_begins_again_says_where_it_does(finished, tmp_path):
+    killed = before_its_first_checkpoint(finished, tmp_path)
     file = killed / "environment.json"
     file.write_text(json.dumps(json.loads(file.read_bytes()) | {"dtype": "float32", "id": "another"}))
     go_on(killed)

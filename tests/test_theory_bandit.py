@@ -3,38 +3,48 @@ import sys
 from pathlib import Path
 
 import pytest
-from theory.bandit import METHODS, curves, masks_table, table
+from theory.bandit import METHODS, curves, masks_table, run, table
+
+from lagrpo.objective.recipes import resolve
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "bandit.py"
 
-EXPECTED = {  # J at the end without syncs; at step 500 and at the end with a sync every 100 steps
+EXPECTED = {  # J after 1000 steps without syncs; at step 500 and after 1000 with a sync every 100 steps
     "REINFORCE": (0.800, 0.800, 0.800),
-    "one-side NoIS .2": (0.701, 0.865, 1.000),
-    "one-side NoIS (.6, 2)": (0.847, 0.998, 1.000),
-    "one-side IS .2": (0.708, 0.867, 1.000),
-    "GRPO": (0.713, 0.926, 1.000),
-    "OPMD .1": (0.829, 0.981, 1.000),
-    "AsymRE .3": (0.820, 0.906, 1.000),
-    "RED-Weight 1": (0.823, 0.999, 1.000),
-    "RED-Weight .1": (0.940, 0.997, 0.999),
+    "one-side NoIS .2": (0.701, 0.865, 0.986),
+    "one-side NoIS (.6, 2)": (0.845, 0.998, 0.999),
+    "one-side IS .2": (0.708, 0.867, 0.987),
+    "GRPO": (0.713, 0.926, 0.998),
+    "OPMD .1": (0.829, 0.981, 0.999),
+    "AsymRE .3": (0.820, 0.906, 0.997),
+    "RED-Weight 1": (0.823, 0.999, 0.999),
+    "RED-Weight .1": (0.940, 0.997, 0.998),
 }
 
 
-@pytest.mark.usefixtures("unchecked")  # 72,000 gradient steps: without the run-time checks of shapes
+@pytest.mark.usefixtures("unchecked")  # 9,000 gradient steps: without the run-time checks of shapes
 def test_the_bandit_to_three_decimals():
-    results = curves()
+    results = curves(1000)
     never, synced = results["never synced"], results["synced every 100"]
     found = {label: (never[label][-1], synced[label][500], synced[label][-1]) for label in never}
     assert {label: tuple(round(J, 3) for J in values) for label, values in found.items()} == EXPECTED
-    assert min(synced[label][-1] for label in synced if label != "REINFORCE") >= 0.999 - 5e-4
+    assert min(synced[label][-1] - synced[label][-100] for label in synced if label != "REINFORCE") > 0
     # AsymRE's fixed point: w = alpha (r - mu + .3) = (-.084, .312, .072), pi = (w - .042)+ / .3 = (0, .9, .1)
     assert never["AsymRE .3"][-1] == pytest.approx(0.9 * 0.8 + 0.1 * 1.0, abs=1e-4)
-    assert "GRPO                             0.713         0.926         1.000" in table(results)
+    assert "GRPO                             0.713         0.926         0.998" in table(results)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_bandit_that_moves_the_longest_to_its_end():
+    """Of the others three decimals stay from 1000 steps on where alpha is fixed, and near 1 where it is synced."""
+    name, changes = METHODS["one-side NoIS (.6, 2)"]
+    assert [round(J[-1], 3) for J in run(resolve(name, changes), [None, 100], steps=4000)] == [0.847, 1.000]
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_the_masks_tell_themselves_apart_where_pi_starts_away_from_alpha():
-    rows = [line.split() for line in masks_table().splitlines()[1:]]
+    """After 500 steps, when all have come to rest."""
+    rows = [line.split() for line in masks_table(500).splitlines()[1:]]
     assert {name: values for name, *values in rows[:-1]} == {
         "reinforce": ["1.000", "0.800"],
         "rec_one_side_nois": ["0.896", "0.777"],

@@ -6,14 +6,14 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from chaos import KINDS, leaves, merged
+from chaos import KINDS, Sections, leaves, merged
 from running import tiny_settings, without_timings
 from safetensors.torch import load_file
 from tiny import save_tiny
@@ -35,6 +35,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "evaluation": {"every": 2},
     "distributed": QUICK,
 }
+SHARDS: dict[str, dict[str, Any]] = {
+    "optimizer": {"distributed": {**QUICK, "shard": "optimizer"}},
+    "layers": {"distributed": {**QUICK, "shard": "layers"}},
+    "layers by pairs": {"distributed": {**QUICK, "shard": "layers", "shard_ranks": 2}},
+    "copies": {"distributed": {**QUICK, "shard": "layers", "shard_ranks": 1}},
+}
+PLAIN = {"model": {"kernels": "torch"}}
 MEAN_ROUNDING = 1e-5
 """of weights after twelve steps of .01: AdamW divides a gradient of the size of rounding by its own size, so a few
 weights differ by whole steps"""
@@ -46,10 +53,36 @@ def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
+def settings_in(root: Path, model: Path, name: str, /, *more: Sections) -> dict[str, dict[str, Any]]:
+    return merged(tiny_settings(model, root), SMALL, *more, {"run": {"name": name}})
+
+
 @pytest.fixture
 def settings(model, tmp_path):
     """Settings of a tiny run of 6 batches under a name, with these sections."""
-    return lambda name, /, *more: merged(tiny_settings(model, tmp_path), SMALL, *more, {"run": {"name": name}})
+    return partial(settings_in, tmp_path, model)
+
+
+@pytest.fixture(scope="module")
+def kinds(model, tmp_path_factory):
+    """Further settings by kind of run; offline has completions of an earlier run."""
+    root = tmp_path_factory.mktemp("earlier")
+    made = train(merged(tiny_settings(model, root), {"schedule": {"prompts": 3}, "run": {"name": "earlier"}}))
+    return {"plain": {}, **KINDS, "offline": {"offline": {"data": str(made.run), "share": 0.34}}}
+
+
+@pytest.fixture(scope="module")
+def whole(model, kinds, tmp_path_factory):
+    """A run of two ranks that nobody disturbed, of a kind and a sharding."""
+    of = partial(settings_in, tmp_path_factory.mktemp("whole"), model)
+    return cache(lambda kind, shard: only_result(together(2, of(f"{kind} {shard}", kinds[kind], SHARDS[shard]))).run)
+
+
+@pytest.fixture(scope="module")
+def alone(model, kinds, tmp_path_factory):
+    """The run that one process makes, of a kind, by these kernels."""
+    of = partial(settings_in, tmp_path_factory.mktemp("alone"), model)
+    return cache(lambda kind, by: train(of(f"{kind} {by}", kinds[kind], {"model": {"kernels": by}})).run)
 
 
 def only_result(found: list[Any]) -> Result:
@@ -63,14 +96,6 @@ def rollouts(run: Path) -> list[dict[str, Any]]:
     return [row for table in sorted((run / "rollouts").iterdir()) for row in pq.read_table(table).to_pylist()]
 
 
-@pytest.fixture(scope="module")
-def offline(model, tmp_path_factory):
-    """Completions of an earlier run."""
-    root = tmp_path_factory.mktemp("earlier")
-    made = train(merged(tiny_settings(model, root), {"schedule": {"prompts": 3}, "run": {"name": "earlier"}}))
-    return {"offline": {"data": str(made.run), "share": 0.34}}
-
-
 def check_same_run(run: Path, alone: Path) -> None:
     """The same completions token for token; metrics, final weights to float32's rounding of six batches of updates."""
     assert [row["token_ids"] for row in rollouts(run)] == [row["token_ids"] for row in rollouts(alone)]
@@ -79,35 +104,36 @@ def check_same_run(run: Path, alone: Path) -> None:
         for name in one.keys() - OF_SUMS_NEAR_0:
             close = one[name] is other[name] or one[name] == pytest.approx(other[name], rel=2e-3, abs=1e-4)
             assert close, (name, one[name], other[name])
-    of_ranks, of_one = (load_file(r / "weights/final/model.safetensors") for r in (run, alone))
-    assert of_ranks.keys() == of_one.keys()
+    check_same_weights(run, alone)
+
+
+def check_same_weights(run: Path, alone: Path) -> None:
+    of_run, of_one = (load_file(r / "weights/final/model.safetensors") for r in (run, alone))
+    assert of_run.keys() == of_one.keys()
     for name, weight in of_one.items():
-        assert of_ranks[name].dtype == weight.dtype
-        assert float((of_ranks[name] - weight).abs().mean()) < MEAN_ROUNDING, name
+        assert of_run[name].dtype == weight.dtype
+        assert float((of_run[name] - weight).abs().mean()) < MEAN_ROUNDING, name
 
 
 @pytest.mark.parametrize(("kind", "size"), [*((kind, 2) for kind in [*KINDS, "offline"]), ("dynamic sampling", 3)])
-def test_several_ranks_make_the_run_of_one(settings, offline, kind, size):
-    further = KINDS.get(kind, offline)
-    alone = train(settings("alone", further)).run
-    check_same_run(only_result(together(size, settings("ranks", further))).run, alone)
-
-
-def layers(shard_ranks: int | None = None) -> dict[str, dict[str, Any]]:
-    given = {} if shard_ranks is None else {"shard_ranks": shard_ranks}
-    return {"distributed": {**QUICK, "shard": "layers", **given}}
+def test_several_ranks_make_the_run_of_one(settings, alone, kinds, kind, size):
+    run = only_result(together(size, settings("ranks", kinds[kind]))).run
+    check_same_run(run, alone(kind, "auto"))
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "shard_ranks"),
-    [("asking ahead", 2, None), ("offline", 4, 2), ("lagged", 3, None), ("dynamic sampling", 2, None)],
+    ("kind", "size", "shard"),
+    [
+        ("asking ahead", 2, "layers"),
+        ("offline", 4, "layers by pairs"),
+        ("lagged", 3, "layers"),
+        ("dynamic sampling", 2, "layers"),
+    ],
 )
-def test_ranks_that_have_the_layers_between_them_make_the_run_of_one(settings, offline, kind, size, shard_ranks):
-    further, plain = KINDS.get(kind, offline), {"model": {"kernels": "torch"}}
-    alone = train(settings("alone", further, plain)).run
-    run = only_result(together(size, settings("ranks", further, plain, layers(shard_ranks)))).run
-    check_same_run(run, alone)
-    configs = [json.loads((r / "weights/final/config.json").read_text()) for r in (run, alone)]
+def test_ranks_that_have_the_layers_between_them_make_the_run_of_one(settings, alone, kinds, kind, size, shard):
+    run = only_result(together(size, settings("ranks", kinds[kind], SHARDS[shard], PLAIN))).run
+    check_same_run(run, alone(kind, "torch"))
+    configs = [json.loads((r / "weights/final/config.json").read_text()) for r in (run, alone(kind, "torch"))]
     assert configs[0] == configs[1]
 
 
@@ -136,16 +162,15 @@ EVALUATION = "evaluation (batch-000004)"
 
 
 @pytest.mark.parametrize(
-    ("phase", "further"),
+    ("phase", "shard"),
     [
-        *((phase, {}) for phase in ["sampling", "learning", "weight sync", "checkpoint", EVALUATION]),
-        *((phase, layers()) for phase in ["learning", EVALUATION]),
+        *((phase, "optimizer") for phase in ["sampling", "learning", "weight sync", "checkpoint", EVALUATION]),
+        *((phase, "layers") for phase in ["learning", EVALUATION]),
     ],
-    ids=str,
 )
-def test_a_rank_that_is_killed_ends_the_run_and_is_named(settings, tmp_path, phase, further):
+def test_a_rank_that_is_killed_ends_the_run_and_is_named(settings, tmp_path, phase, shard):
     prepare = partial(strike, tmp_path, phase, signal.SIGKILL, 1)
-    first, killed = together(2, settings("run", KINDS["asking ahead"], further), prepare)
+    first, killed = together(2, settings("run", KINDS["asking ahead"], SHARDS[shard]), prepare)
     assert killed is None
     assert isinstance(first, RankEndError)
     assert str(first).startswith("RankError: ")
@@ -157,7 +182,8 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(settings, tmp_path, pha
 
 
 def test_a_rank_that_hangs_is_given_up(settings, tmp_path):
-    first, *_ = together(2, settings("run"), partial(strike, tmp_path, "learning", signal.SIGSTOP, 1))
+    short = settings("run", {"distributed": {"collective": 20}})
+    first, _ = together(2, short, partial(strike, tmp_path, "learning", signal.SIGSTOP, 1), grace=0.1)
     assert "no sign of life" in str(first)
 
 
@@ -190,7 +216,7 @@ def no_memory() -> Exception:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_ranks_in_step_do_not_wait_for_one_that_failed(settings, tmp_path, failing):
     """What is left is the checkpoint of the batch before; the message says where and why."""
-    found = together(2, settings("run", layers()), partial(fail_on, failing, no_memory))
+    found = together(2, settings("run", SHARDS["layers"]), partial(fail_on, failing, no_memory))
     first, other = found[failing], found[1 - failing]
     assert str(first).startswith("NoMemoryError" if failing == 0 else "MemoryError")
     assert "nothing left" in str(first)
@@ -203,51 +229,48 @@ def test_ranks_in_step_do_not_wait_for_one_that_failed(settings, tmp_path, faili
 
 
 @pytest.mark.parametrize(
-    ("phase", "further"),
-    [("sampling", {}), ("learning", {}), ("weight sync", {}), ("learning", layers()), ("weight sync", layers())],
-    ids=str,
+    ("phase", "shard"),
+    [
+        *((phase, "optimizer") for phase in ["sampling", "learning", "weight sync"]),
+        *((phase, "layers") for phase in ["learning", "weight sync"]),
+    ],
 )
-def test_a_stopped_run_goes_on_to_the_bit_on_as_many_ranks(settings, tmp_path, phase, further):
-    whole = only_result(together(2, settings("whole", KINDS["asking ahead"], further))).run
+def test_a_stopped_run_goes_on_to_the_bit_on_as_many_ranks(settings, whole, tmp_path, phase, shard):
     prepare = partial(strike, tmp_path, phase, signal.SIGTERM, 0)
-    stopped = only_result(together(2, settings("run", KINDS["asking ahead"], further), prepare))
+    stopped = only_result(together(2, settings("run", KINDS["asking ahead"], SHARDS[shard]), prepare))
     assert stopped.interrupted == signal.SIGTERM
     assert 2 <= stopped.batches < 6
     again = only_result(together(2, {"run": {"resume": str(stopped.run)}}))
-    found, expected = leaves(again.run, exact=True), leaves(whole, exact=True)
+    found, expected = leaves(again.run, exact=True), leaves(whole("asking ahead", shard), exact=True)
     assert [key for key in expected if found.get(key) != expected[key]] == []
 
 
-def test_torchrun_starts_a_killed_run_again_where_it_was(settings, tmp_path):
-    whole = only_result(together(2, settings("whole"))).run
+def test_torchrun_starts_a_killed_run_again_where_it_was(settings, whole, tmp_path):
     together(2, settings("run"), partial(strike, tmp_path, "learning", signal.SIGKILL, 1))
     again = only_result(together(2, settings("run"), restarts=1))
-    found, expected = leaves(again.run, exact=True), leaves(whole, exact=True)
+    found, expected = leaves(again.run, exact=True), leaves(whole("plain", "optimizer"), exact=True)
     assert [key for key in expected if found.get(key) != expected[key]] == []
 
 
 @pytest.mark.parametrize(
-    ("before", "of_before", "after", "of_after"),
+    ("before", "shard_before", "after", "shard_after"),
     [
-        (3, {}, 2, {}),
-        (1, {}, 2, layers()),
-        (2, layers(1), 1, {}),
-        (3, layers(), 2, {"distributed": {"shard": "optimizer"}}),
+        (3, "optimizer", 2, "optimizer"),
+        (1, "optimizer", 2, "layers"),
+        (2, "copies", 1, "optimizer"),
+        (3, "layers", 2, "optimizer"),
     ],
-    ids=str,
 )
-def test_a_run_goes_on_with_another_number_of_ranks(settings, before, of_before, after, of_after):
+def test_a_run_goes_on_with_another_number_of_ranks(settings, alone, before, shard_before, after, shard_after):
     def make(size: int, of: dict[str, Any]) -> Result:
         return only_result(together(size, of)) if size > 1 else train(of)
 
-    plain = {"model": {"kernels": "torch"}}
-    whole = make(1, settings("whole", plain)).run
-    short = make(before, settings("run", plain, of_before, {"schedule": {"stages": 1}}))
-    long = make(after, merged({"run": {"resume": str(short.run)}, "schedule": {"stages": 2}}, of_after))
+    short = make(before, settings("run", PLAIN, SHARDS[shard_before], {"schedule": {"stages": 1}}))
+    longer = {"run": {"resume": str(short.run)}, "schedule": {"stages": 2}}
+    long = make(after, merged(longer, SHARDS[shard_after]))
+    whole = alone("plain", "torch")
     assert [row["token_ids"] for row in rollouts(long.run)] == [row["token_ids"] for row in rollouts(whole)]
-    of_ranks, of_one = (load_file(r / "weights/final/model.safetensors") for r in (long.run, whole))
-    for name, weight in of_one.items():
-        assert float((of_ranks[name] - weight).abs().mean()) < MEAN_ROUNDING, name
+    check_same_weights(long.run, whole)
     resumed = next(event for event in load_events(long.run) if event["event"] == "resumed")
     assert resumed["moved"]["ranks"] == [before, after]
 
@@ -308,5 +331,5 @@ def test_ranks_with_different_models_are_told_apart(settings):
 
 
 def test_ranks_that_shards_do_not_divide_are_refused(settings):
-    for found in together(3, settings("run", layers(2))):
+    for found in together(3, settings("run", SHARDS["layers by pairs"])):
         assert "SettingsError: distributed.shard_ranks = 2 does not divide the 3 ranks" in str(found)

@@ -3,7 +3,6 @@ imported everything."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -13,34 +12,37 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from warm import forks
+
 from lagrpo.training.observers import Observer
 
 DEADLINE = 180.0  # seconds for a run of several ranks on a busy machine
-GRACE = 20.0  # seconds for the others, when one has failed
+GRACE = 20.0  # seconds for each of the others, when one has failed
 QUICK = {"collective": 60, "silence": 5}  # how long ranks wait for each other
 Prepare = Callable[[int], Sequence[Observer]]
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["lagrpo.training.run", "sample_task"])
 
 
 class RankEndError(Exception):
     """A rank ended with an error; the text names its type first."""
 
 
-def together(size: int, settings: dict[str, Any], prepare: Prepare | None = None, restarts: int = 0) -> list[Any]:
+def together(
+    size: int, settings: dict[str, Any], prepare: Prepare | None = None, restarts: int = 0, grace: float = GRACE
+) -> list[Any]:
     """A run of `size` ranks: what each returns, RankEndError where it raises, None where it was killed. On every rank
-    `prepare(rank)`, which must be importable, comes first, and gives its observers."""
+    `prepare(rank)`, which must be importable, comes first, and gives its observers. Once one has failed, the others
+    have `grace` seconds each."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     processes, ends = [], list[Connection]()
     for rank in range(size):
-        ours, theirs = _forks.Pipe()
+        ours, theirs = forks.Pipe()
         environment = {
             "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": restarts,
         }  # fmt: skip
         given = theirs, {name: str(value) for name, value in environment.items()}, settings, prepare
-        process = _forks.Process(target=_be_rank, args=given)
+        process = forks.Process(target=_be_rank, args=given)
         process.start()
         theirs.close()
         processes.append(process)
@@ -50,7 +52,7 @@ def together(size: int, settings: dict[str, Any], prepare: Prepare | None = None
         for end in ends:
             found.append(_result(end, deadline))
             if isinstance(found[-1], RankEndError):
-                deadline = GRACE
+                deadline = grace
         return found
     finally:
         for process in processes:

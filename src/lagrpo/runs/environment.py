@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import platform
@@ -99,6 +100,7 @@ def _git(directory: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
+@functools.cache
 def _version(package: str) -> str | None:
     try:
         return version(package)

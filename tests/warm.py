@@ -1,0 +1,30 @@
+"""What processes that are forked for tests have imported before: a run imports most of it only on its way, which takes
+five seconds of each process."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+
+MODULES = [
+    "lagrpo.cli",
+    "lagrpo.training.run",
+    "lagrpo.core.pieces",
+    "lagrpo.core.reinforce",
+    "lagrpo.core.corrections",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.generation.utils",
+    "pyarrow.parquet",
+    "pandas",
+    "numpy.ctypeslib",
+]
+"""modules of packages that are installed: a forkserver does not see the directory of the tests"""
+
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(MODULES)
+
+
+def import_all() -> None:
+    for name in MODULES:
+        importlib.import_module(name)
