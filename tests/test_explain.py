@@ -91,6 +91,8 @@ def test_the_memory_of_a_rank():
     assert four["sampler"] == (4 * 10 + 20) * (2 * 2 * 2 * 25) * 2  # one prompt of two
     single = memory(**base, ranks=4, model={"dtype": "float32"})
     assert (single["weights"], single["optimizer"]) == (8_000_000, 7_000_000)
+    offloaded = memory(**base, ranks=4, optimizer={"offload_moments": True})
+    assert (offloaded["moments"], offloaded["optimizer"]) == (2_000_000, four["optimizer"] - 2_000_000)
     for sharding in ("optimizer", "layers"):
         assert memory(**base, ranks=1, sharding=sharding) == memory(**base)
 

@@ -91,7 +91,7 @@ def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks,
     [
         {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "masters": "plain", "tie": True},
-        {"dtype": "bfloat16", "checkpointing": True},
+        {"dtype": "bfloat16", "checkpointing": True, "offload_moments": True},
         {"dtype": "float32", "kind": "qwen2"},
         {"dtype": "float32", "tie": True, "weight_decay": 0.0},
     ],

@@ -153,6 +153,28 @@ def test_one_rank_makes_the_updates_of_a_process_without_ranks_to_the_bit(ranks,
     assert same(found[2], weights)
 
 
+@pytest.mark.parametrize("R", [None, 2])
+def test_moments_that_stay_on_the_host_make_the_same_updates(ranks, R):
+    """To the bit, and their state looks the same; also from a checkpoint."""
+    made = {"dtype": "bfloat16", "max_grad_norm": None}
+    expected = five_updates(None, made, True)
+    given = {**made, "offload_moments": True}
+    found = [five_updates(None, given, True)] if R is None else ranks.run(five_updates, given, True, size=R)
+    assert same(Merged([rank[1] for rank in found]), expected[1])
+    assert same(found[0][2], expected[2])
+
+
+def test_moments_that_stay_on_the_host_go_on_from_a_checkpoint():
+    one, other = (make(None, "bfloat16", offload_moments=offload) for offload in (False, True))
+    learn(None, one, [(1, 2)])
+    other.load_state(copied(one.state()), 2)
+    homes = [tensor.data_ptr() for name, tensor in other.state().items() if name.startswith("exp_avg")]
+    for learner in (one, other):
+        learn(None, learner, [(2, 2)])
+    assert same(other.state(), one.state())
+    assert homes == [tensor.data_ptr() for name, tensor in other.state().items() if name.startswith("exp_avg")]
+
+
 def accumulated(group: Any, dtype: str, parts: int) -> dict[str, Tensor]:
     """The gradient of the batch, as the optimizer would get it; in one process the rows in `parts` sums."""
     learner = make(group, dtype)

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NoReturn, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, micro_batche
 from lagrpo.policy.layered import LayerMasters, idle_row, make_layered
 from lagrpo.policy.masters import Masters, Start, SyncedWeights
 from lagrpo.policy.model import Policy
+from lagrpo.policy.offload import MOMENTS, HostMoments, on_host
 from lagrpo.policy.replica import Replica
 from lagrpo.policy.sharded import ShardedMasters, say_largest
 from lagrpo.policy.spans import Merged
@@ -42,7 +44,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Optimization:
     """The numbers of AdamW and of its learning-rate schedule; `updates` is how many the run makes in all. `masters`
-    says where the float32 masters of bfloat16 weights start, by draws of `seed`."""
+    says where the float32 masters of bfloat16 weights start, by draws of `seed`; `offload_moments` keeps the moments in
+    the host's memory."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -54,6 +57,7 @@ class Optimization:
     updates: int = 1
     masters: Start = "dithered"
     seed: int = 0
+    offload_moments: bool = False
 
     def rate(self, update: int) -> float:
         """The learning rate of update 0, 1, …: linear warm-up over `warmup` updates, then constant, or from lr down to
@@ -103,6 +107,9 @@ class Learner:
             {"params": [p for span, p in pairs if len(span.shape) <= 1], "weight_decay": 0.0},
         ]
         self._optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
+        self._stepping = (
+            HostMoments(self._optimizer, self._masters.parameters) if o.offload_moments else self._optimizer
+        )
 
     def end_stage(self, reset_optimizer: bool) -> None:
         """Line 16 of Algorithm 1: π_ref <- π. With `reset_optimizer` the next stage starts with moments at zero."""
@@ -135,9 +142,9 @@ class Learner:
         for span, master in zip(self._masters.spans, self._masters.parameters, strict=True):
             master.copy_(saved.part(f"master/{span.name}", span))
             if f"step/{span.name}" in saved:
-                kept = {key: saved.part(f"{key}/{span.name}", span) for key in ("exp_avg", "exp_avg_sq")}
-                kept |= {"step": saved[f"step/{span.name}"]}
-                self._optimizer.state[master] = {key: tensor.to(master.device) for key, tensor in kept.items()}
+                to_home = on_host if self.optimization.offload_moments else partial(Tensor.to, device=master.device)
+                kept = {key: to_home(saved.part(f"{key}/{span.name}", span)) for key in MOMENTS}
+                self._optimizer.state[master] = kept | {"step": saved[f"step/{span.name}"].to(master.device)}
         self._masters.round()
         self.policy.weights.version = version
 
@@ -294,7 +301,7 @@ class Learner:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         with whole():
-            self._optimizer.step()
+            self._stepping.step()
             masters.discard()
             moved = masters.round()
             self.policy.weights.version += 1

@@ -241,6 +241,9 @@ class OptimizerSettings(Section):
     """Tokens in a micro-batch: sets the memory, cannot change the gradient."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
+    offload_moments: bool = False
+    """On a GPU: keep AdamW's moments, 8 bytes for each of the rank's masters, in the host's memory. Each update then
+    moves them there and back; its bits are the same. On a CPU they are there anyway."""
 
 
 class VerifierSettings(Section):

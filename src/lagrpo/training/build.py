@@ -249,7 +249,7 @@ def build_learner(
     what samples from its policy, for evaluations. With `world` this rank's part of it: masters are sharded, and with
     its mesh the layers too, which uses the policy given up. Raises SettingsError for a model whose layers cannot be."""
     o, s = settings.optimizer, settings.schedule
-    same = o.model_dump(include={"lr", "weight_decay", "schedule", "warmup", "masters"})
+    same = o.model_dump(include={"lr", "weight_decay", "schedule", "warmup", "masters", "offload_moments"})
     betas, max_grad_norm, updates = (o.beta1, o.beta2), o.max_grad_norm or None, s.stages * s.batches * s.i
     optimization = Optimization(
         **same, betas=betas, max_grad_norm=max_grad_norm, updates=updates, seed=settings.run.seed

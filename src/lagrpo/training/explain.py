@@ -197,11 +197,14 @@ def expected_memory(
         "sampler": _tokens_held(settings, ranks) * _kv_bytes(config, size),
     }
     idle = {"idle": int(IDLE * sum(memory.values()))}
+    if settings.optimizer.offload_moments:
+        memory["moments"] = parameters * 8 // parts
+        memory["optimizer"] -= memory["moments"]
     writes = settings.run.checkpoint_minutes or settings.run.checkpoint_every or settings.run.keep_optimizer
     return memory | idle | ({"checkpoint": parameters * 12 // parts + parameters * lagging * size} if writes else {})
 
 
-HOST = ("program", "checkpoint")
+HOST = ("program", "moments", "checkpoint")
 """What of `expected_memory` lies in the host's memory where the device has its own."""
 
 

@@ -14,7 +14,7 @@ SIGNS = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memor
 """By which RuntimeErrors of PyTorch say that there was no memory, where they are not a torch.OutOfMemoryError."""
 LEARNING = (
     "lower optimizer.micro_batch_tokens, which cannot change the gradient, or set optimizer.activation_checkpointing = "
-    "true"
+    "true; on a GPU optimizer.offload_moments, too"
 )
 SAMPLING = "lower sampling.max_num_seqs, or sampling.max_tokens"
 LOADING = "take a smaller model, or model.dtype = 'bfloat16'"
