@@ -26,16 +26,16 @@ class Shape:
 
 
 def memory(
-    fused: bool = False, ranks: int = 1, sharding: Any = "optimizer", shards: int | None = None, **sections: Any
+    fused: bool = False, ranks: int = 1, sharding: str = "optimizer", shards: int | None = None, **sections: Any
 ) -> dict[str, int]:
     base = {
         "model": {"dtype": "bfloat16"},
         "sampling": {"G": 4, "max_num_seqs": 8, "max_tokens": 10, "max_prompt_tokens": 20},
         "schedule": {"prompts": 2},
+        "distributed": {"shard": sharding},
     }
     settings = Settings.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
-    over = {"ranks": ranks, "sharding": sharding, "shards": shards}
-    return expected_memory(settings, check_settings(settings), Shape, 1_000_000, fused, **over)
+    return expected_memory(settings, check_settings(settings), Shape, 1_000_000, fused, ranks=ranks, shards=shards)
 
 
 def test_the_memory_by_hand():

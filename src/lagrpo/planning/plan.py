@@ -20,7 +20,7 @@ from lagrpo.planning.work import Lengths, Model, Work
 from lagrpo.sampling.schedule import Schedule, largest_lag
 from lagrpo.settings.plan import PlanSettings
 from lagrpo.settings.schema import Settings
-from lagrpo.training.explain import BYTES, HOST, Sharding, empty_model, expected_memory
+from lagrpo.training.explain import BYTES, HOST, empty_model, expected_memory
 
 MODEL = "a model of a batch's time, not a measurement"
 LAGS = (1, 2, 5, 10, 20)
@@ -238,13 +238,14 @@ class Measure:
         seconds = batch_seconds(self.model, self.work, self.rates, layout)
         return Option(layout, seconds, learner, self._server(layout), self.room)
 
-    def memory(self, layout: Layout, sharding: Sharding) -> dict[str, int]:
+    def memory(self, layout: Layout, shard: str) -> dict[str, int]:
         """Bytes of a rank that learns, by purpose."""
         sampler = "vllm" if layout.servers else "local"
         sampling = self.settings.sampling.model_copy(update={"sampler": sampler})
-        settings = self.settings.model_copy(update={"sampling": sampling})
+        distributed = self.settings.distributed.model_copy(update={"shard": shard})
+        settings = self.settings.model_copy(update={"sampling": sampling, "distributed": distributed})
         shards = self.settings.distributed.shard_ranks or min(layout.ranks, layout.node)
-        further = {"size": self.model.size, "ranks": layout.ranks, "sharding": sharding, "shards": shards}
+        further: dict[str, Any] = {"size": self.model.size, "ranks": layout.ranks, "shards": shards}
         return expected_memory(settings, self.recipe, self.config, self.model.parameters, **further)
 
     def _server(self, layout: Layout) -> int | None:

@@ -64,22 +64,6 @@ class Replica:
     def logp(self, packed: Packed) -> Tensor:
         return self.model(packed, self.tau)
 
-    def take_memory(self) -> None:
-        """Have memory for weights again after `give_memory`; `load` is next."""
-        for storage, size in self._storages():
-            storage.resize_(size)
-
-    def give_memory(self) -> None:
-        """Give the memory of the weights back, and the weights with it; panels keep theirs."""
-        for storage, _ in self._storages():
-            storage.resize_(0)
-
-    def _storages(self) -> list[tuple[torch.UntypedStorage, int]]:
-        if not isinstance(self.weights, Weights):
-            return []
-        own = [p.detach() for p in self.model.lm.parameters()]
-        return [(p.untyped_storage(), p.numel() * p.element_size()) for p in own]
-
 
 def replica(policy: Policy) -> Replica:
     """A copy of the policy with the same weights, for its backend and at its tau."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lagrpo.interrupts import whole
-from lagrpo.policy.model import Policy
+from lagrpo.policy.model import Policy, Weights
 from lagrpo.policy.replica import Replica
 from lagrpo.rng import uniforms
 from lagrpo.sampling.base import Item, Request
@@ -223,7 +223,7 @@ class BorrowingSampler(LocalSampler):
     ) -> None:
         super().__init__(policy, *given)
         self._source, self._in_step, self._copy = source, in_step, policy
-        policy.give_memory()
+        self._give_memory()
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         self._in_step(self._load)
@@ -231,8 +231,20 @@ class BorrowingSampler(LocalSampler):
 
     def rest(self) -> None:
         super().rest()
-        self._copy.give_memory()
+        self._give_memory()
 
     def _load(self) -> None:
-        self._copy.take_memory()
+        for storage, size in self._storages():
+            storage.resize_(size)
         self._copy.load(self._source.weights, self._source.version)
+
+    def _give_memory(self) -> None:
+        for storage, _ in self._storages():
+            storage.resize_(0)
+
+    def _storages(self) -> list[tuple[torch.UntypedStorage, int]]:
+        """What holds the copy's weights, and its size; panels keep theirs."""
+        if not isinstance(self._copy.weights, Weights):
+            return []
+        own = [p.detach() for p in self._copy.model.lm.parameters()]
+        return [(p.untyped_storage(), p.numel() * p.element_size()) for p in own]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -31,8 +31,6 @@ HIDDEN_BYTES = {2: 44, 4: 54}  # by the bytes of a number
 PROGRAM = 400 * 2**20  # Python, torch and transformers themselves
 IDLE = 0.15  # of all that is used: gaps that the allocator cannot fill
 IN_HAND = 2  # layers that FSDP2 holds whole: one computes, the next is gathered
-Sharding = Literal["optimizer", "layers"]
-"""What ranks have between them: masters and moments alone, or also working weights and gradients (FSDP2)."""
 
 
 def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> list[str]:
@@ -156,7 +154,7 @@ def _fused(settings: Settings, config: Any, policy: Policy | None) -> bool:
 
 def expected_memory(
     settings: Settings, recipe: Recipe, config: Any, parameters: int, fused: bool = False, size: int | None = None,
-    ranks: int = 1, sharding: Sharding | None = None, shards: int | None = None,
+    ranks: int = 1, shards: int | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Bytes of a rank by purpose, at the most: the program; π, α (unless vLLM samples) and π_ref in the working dtype,
     and π once more, packed, where the kernels multiply and α lags behind; gradients in float32; masters and AdamW's two
@@ -170,7 +168,7 @@ def expected_memory(
         optimizer  2P   2P      2P   4P         12P/R
         layers     2P/R 2P/R    2P   4P/R       12P/R                 and two layers that are gathered whole, and a
                                                                       copy to evaluate with (2P)
-    The sharding is the settings' unless given; layers are divided by the `shards` ranks that have a copy between them.
+    Layers are divided by the `shards` ranks that have a copy between them, all unless given.
 
     Measured peaks without a checkpoint (CPU, SmolLM2-135M, two or three batches of experiments/demo.toml): 3.8 GiB in
     bfloat16 and 5.1 in float32 where this expects 5.0 and 6.7, as its prompts and completions are shorter than they may
@@ -178,7 +176,7 @@ def expected_memory(
     (4.1). With more than one rank it is a formula that has not been measured."""
     size = size or BYTES[pick_dtype(settings.model.dtype, pick_device(settings.model.device))[0]]
     s, local = settings.schedule, settings.sampling.sampler == "local"
-    layers = ranks > 1 and (sharding or settings.distributed.shard) == "layers"
+    layers = ranks > 1 and settings.distributed.shard == "layers"
     parts = (shards or ranks) if layers else ranks
     apart = s.i > 1 or largest_lag(Schedule(s.kind, s.v, s.delta), s.stages, s.batches, s.i) > 0
     own, lagging = 1 + recipe.needs_pi_ref, int(apart) + recipe.needs_pi_ref

@@ -1,0 +1,89 @@
+"""The learner over ranks on CUDA devices, by NCCL: pytest -m gpu. One GPU shows that one rank is one process; two GPUs
+show that two ranks are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from chaos import merged
+from running import tiny_settings
+from safetensors.torch import load_file
+from test_learner import assembled
+from test_sharded import copied, same, sampled
+from tiny import save_tiny, tiny_policy
+from together import QUICK, together
+
+from lagrpo import train
+from lagrpo.objective.recipes import resolve
+from lagrpo.policy.batch import micro_batches
+from lagrpo.policy.learner import Learner, Optimization
+from lagrpo.policy.spans import Merged
+from lagrpo.ranks.world import mesh_of
+from lagrpo.training.run import Result
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Any]:
+    """This process as the only rank, by NCCL."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))  # pyright: ignore[reportPrivateImportUsage]
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def updates(kind: str, group: Any, **changes: Any) -> tuple[list[dict[str, float]], dict[str, Any], dict[str, Any]]:
+    """Metrics, state and weights after three updates on one batch: as a process alone, or as a rank."""
+    policy = tiny_policy(dtype=torch.bfloat16, device="cuda")
+    optimization = Optimization(lr=1e-3, updates=9, weight_decay=0.1, seed=5, max_grad_norm=0.05, **changes)
+    ranks = None if kind == "alone" else group
+    mesh = mesh_of(group, "cuda", 1, 60.0) if kind == "layers" else None
+    learner = Learner(policy, resolve("grpo", {"beta": 0.0}), optimization, ranks=ranks, mesh=mesh)
+    rows = micro_batches(assembled(learner.recipe, sampled(1), 1), 40, "cuda")
+    scored, _ = learner.accumulate_first(rows)
+    metrics = [learner.update(scored)]
+    for _ in range(2):
+        learner.accumulate(scored)
+        metrics.append(learner.update(scored))
+    return metrics, copied(learner.state()), copied(learner.policy.weights)
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "layers"])
+def test_one_rank_makes_the_updates_of_a_process_to_the_bit(group, kind):
+    metrics, state, weights = updates("alone", group)
+    found = updates(kind, group)
+    assert found[0] == metrics
+    assert same(Merged([found[1]]), state)
+    assert same(found[2], weights)
+
+
+@pytest.mark.parametrize("kind", ["alone", "optimizer", "layers"])
+def test_moments_on_the_host_make_the_same_updates(group, kind):
+    metrics, state, weights = updates(kind, group)
+    found = updates(kind, group, offload_moments=True)
+    assert found[0] == metrics
+    assert {tensor.device.type for name, tensor in found[1].items() if name.startswith("exp_avg")} == {"cpu"}
+    assert same({name: tensor.cpu() for name, tensor in found[1].items()}, {n: t.cpu() for n, t in state.items()})
+    assert same(found[2], weights)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "layers"])
+def test_two_ranks_make_the_run_of_one(tmp_path, shard):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    model = save_tiny(tmp_path / "model")
+    further = {"model": {"device": "cuda", "dtype": "float32"}, "schedule": {"v": 2, "i": 2, "batches": 3}}
+    base = merged(tiny_settings(model, tmp_path), further)
+    alone = train(merged(base, {"run": {"name": "alone"}})).run
+    sections = {"run": {"name": "ranks"}, "distributed": {**QUICK, "shard": shard}}
+    found = together(2, merged(base, sections))
+    assert all(isinstance(one, Result) for one in found), "\n\n".join(map(str, found))
+    of_ranks, of_one = (load_file(run / "weights/final/model.safetensors") for run in (found[0].run, alone))
+    for name, weight in of_one.items():
+        assert float((of_ranks[name] - weight).abs().mean()) < 1e-4, name
