@@ -4,12 +4,15 @@ make bench-ranks
 python benchmarks/bench_ranks.py --ranks 2
 
 The demo's batches (experiments/demo.toml), no evaluations. One process with R threads and R ranks with one thread each
-make runs in turn; a run's first batch is left out. Of ranks, the seconds of rank 0.
+make runs in turn; a run's first batch is left out. Of ranks, the seconds of rank 0. Then what the ranks exchange in an
+update, alone (exchange.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import subprocess
 import sys
@@ -19,8 +22,10 @@ from typing import Any
 
 from measuring import Load, Report, machine, median, ratio, spread
 from processes import HERE, environment
+from safetensors import safe_open
 from work import common_options
 
+from lagrpo.policy.embedded import resolve_model
 from lagrpo.runs import load_metrics
 
 DEMO = HERE.parent / "experiments" / "demo.toml"
@@ -58,6 +63,12 @@ def main() -> None:
     report.table("Seconds", rows)
     totals = [[m["seconds_total"] for m in side] for side in (several, one)]
     report.text(f"Ranks take {ratio(*totals)} times the seconds of one process.")
+    report.raw["exchange"] = seconds = exchange(asked, parameters(asked.model))
+    share = median(seconds) / median(totals[0])
+    report.text(
+        f"What the ranks exchange in an update takes {spread(seconds)} s alone (gloo): {share:.1%} of the seconds of a "
+        "batch. The rest of the difference is waiting for each other, and what every rank does once more."
+    )
     load.add_ended()
     report.write(machine(asked.ranks, load))
 
@@ -77,6 +88,25 @@ def run(asked: argparse.Namespace, ranks: int, scratch: Path) -> list[dict[str, 
     if done.returncode:
         raise SystemExit(f"{ranks} ranks failed:\n{done.stderr[-2000:]}")
     return load_metrics(scratch / "run")
+
+
+def parameters(model: str) -> int:
+    """How many numbers the weights of a model have, tied ones once."""
+    total = 0
+    for file in Path(resolve_model(model)).glob("*.safetensors"):
+        with safe_open(file, "pt") as shard:
+            total += sum(math.prod(shard.get_slice(name).get_shape()) for name in shard.offset_keys())
+    return total
+
+
+def exchange(asked: argparse.Namespace, numbers: int) -> list[float]:
+    """Seconds of what the ranks exchange in an update, and nothing beside it."""
+    words = [str(HERE / "exchange.py"), str(numbers), "2" if asked.quick else "10"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(asked.ranks), *words]
+    done = subprocess.run(command, env={**os.environ, **environment(1)}, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"the exchange failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout)
 
 
 if __name__ == "__main__":

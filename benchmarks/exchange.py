@@ -1,0 +1,43 @@
+"""What the ranks exchange in one update, alone: gradients summed in float32, new weights gathered in bfloat16.
+
+torchrun --nproc-per-node 2 benchmarks/exchange.py NUMBERS ROUNDS
+
+Rank 0 prints the seconds of each round, the first left out, as JSON. bench_ranks.py runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lagrpo.policy.sharded import all_gather, reduce_scatter
+
+
+def main() -> None:
+    numbers, rounds = map(int, sys.argv[1:])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    ranks = dist.group.WORLD
+    assert ranks is not None
+    each = -(-numbers // ranks.size())
+    seconds = []
+    for _ in range(rounds + 1):
+        gradients = torch.ones(each * ranks.size())
+        dist.barrier()
+        start = time.perf_counter()
+        part = reduce_scatter(gradients, ranks)
+        weights = torch.empty(each * ranks.size(), dtype=torch.bfloat16)
+        all_gather(weights, part.bfloat16(), ranks)
+        seconds.append(time.perf_counter() - start)
+        assert float(weights[0]) == ranks.size()
+    if ranks.rank() == 0:
+        print(json.dumps(seconds[1:]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
