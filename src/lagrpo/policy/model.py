@@ -61,9 +61,12 @@ def check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size
     """Raise ValueError for names or shapes of version `version` that differ from `shapes`."""
     if odd := sorted(set(shapes) ^ set(weights)):
         raise ValueError(f"weights of version {version} do not fit the model: {len(odd)} names differ, e.g. {odd[0]}")
+    given = (
+        weights.shapes() if isinstance(weights, Weights) else {name: tensor.shape for name, tensor in weights.items()}
+    )
     for name, shape in shapes.items():
-        if shape != weights[name].shape:
-            raise ValueError(f"{name} is {tuple(weights[name].shape)} in version {version}, not {tuple(shape)}")
+        if shape != given[name]:
+            raise ValueError(f"{name} is {tuple(given[name])} in version {version}, not {tuple(shape)}")
 
 
 @dataclass(frozen=True, slots=True)
