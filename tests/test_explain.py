@@ -113,7 +113,10 @@ def test_a_dry_run_says_what_moves(model, monkeypatch):
         for name, value in started.items():
             of_torchrun.setenv(name, str(value))
         lines = said(Settings.model_validate(vllm))
-        layers = said(Settings.model_validate(vllm | {"distributed": {"shard": "layers"}}))
+        sharded = vllm | {"distributed": {"shard": "layers"}}
+        layers = said(Settings.model_validate(sharded))
+        with pytest.raises(SettingsError, match=r"weight_sync = 'nccl' sends from one GPU.* Take 'directory'"):
+            check_settings(Settings.model_validate(sharded | {"vllm": {"weight_sync": "nccl"}}))
     assert "for each rank: program" in lines
     assert "a weight sync 0 MiB to each server by directory; an update 0 MiB of gradients" in lines
     assert "each pass of a row 0 MiB of gradients" in layers

@@ -176,10 +176,10 @@ def test_the_reference_stays_until_the_stage_ends_and_then_is_the_policy(ranks):
 # Gradients that are not finite
 
 
-def refused(group: Any, on: int, what: str) -> tuple[str, bool, bool]:
+def refused(group: Any, on: int, what: str, replicas: int) -> tuple[str, bool, bool]:
     """The message; whether nothing changed, and whether the next update is the one of a learner that was never
     refused. On one rank a weight overflows the gradient inside the model, or a token has no finite derivative."""
-    learner, untouched = make_layered(group, "bfloat16"), make_layered(group, "bfloat16")
+    learner, untouched = (make_layered(group, "bfloat16", replicas=replicas) for _ in range(2))
     fresh = rows_of(learner)
     rows, passes = share(group, fresh, False), -(-len(fresh) // group.size())
     before, weights = copied(learner.state()), copied(learner.policy.weights)
@@ -197,14 +197,15 @@ def refused(group: Any, on: int, what: str) -> tuple[str, bool, bool]:
     return str(raised.value), unchanged, same(learner.state(), untouched.state()) and learner.policy.version == 1
 
 
-@pytest.mark.parametrize("what", ["weight", "advantage"])
-@pytest.mark.parametrize("R", [2, 3])
-def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all_and_nothing_changes(ranks, R, what):
+@pytest.mark.parametrize(
+    ("R", "what", "replicas"), [(2, "weight", 1), (3, "weight", 1), (2, "advantage", 1), (3, "advantage", 3)]
+)
+def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all_and_nothing_changes(ranks, R, what, replicas):
     """All name the same completion, which only the last rank has."""
     row = rows_of(make(None, "bfloat16"))[R - 1]
     group, number = row.batch.member_C[row.members[0]]
     name = rf"completion {number} of prompt {row.batch.groups[group].prompt.key}"
-    messages, unchanged, as_if_never = zip(*ranks.run(refused, R - 1, what, size=R), strict=True)
+    messages, unchanged, as_if_never = zip(*ranks.run(refused, R - 1, what, replicas, size=R), strict=True)
     assert len(set(messages)) == 1
     if what == "weight":
         start = r"the gradient of update 1 is not finite \(norm (inf|nan)\)"

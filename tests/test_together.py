@@ -21,6 +21,8 @@ from together import QUICK, RankEndError, together
 
 from lagrpo import Observer, train
 from lagrpo.policy.learner import Learner
+from lagrpo.policy.spans import Merged
+from lagrpo.ranks.world import World
 from lagrpo.runs import load_events, load_metrics
 from lagrpo.runs.checkpoints import Checkpoints
 from lagrpo.training import build, shards
@@ -209,14 +211,40 @@ def fail_on(failing: int, error: Callable[[], Exception], rank: int) -> tuple[()
     return ()
 
 
+def fail_in_update(failing: int, error: Callable[[], Exception], rank: int) -> tuple[()]:
+    """In its fifth update this rank has an error of its own."""
+    updates, step = 0, torch.optim.AdamW.step
+
+    def fail(optimizer: torch.optim.AdamW, *given: Any) -> Any:
+        nonlocal updates
+        if (updates := updates + 1) == 5:
+            raise error()
+        return step(optimizer, *given)
+
+    if rank == failing:
+        torch.optim.AdamW.step = fail  # type: ignore[method-assign]
+    return ()
+
+
 def no_memory() -> Exception:
     return MemoryError("nothing left")
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_ranks_in_step_do_not_wait_for_one_that_failed(settings, tmp_path, failing):
-    """What is left is the checkpoint of the batch before; the message says where and why."""
-    found = together(2, settings("run", SHARDS["layers"]), partial(fail_on, failing, no_memory))
+@pytest.mark.parametrize(
+    ("failing", "shard", "where"),
+    [
+        (0, "layers", fail_on),
+        (1, "layers", fail_on),
+        (1, "layers", fail_in_update),
+        (0, "optimizer", fail_in_update),
+        (1, "optimizer", fail_in_update),
+    ],
+)
+def test_ranks_in_step_do_not_wait_for_one_that_failed(settings, tmp_path, failing, shard, where):
+    """What is left is the checkpoint of the batch before, and weights of that, not half of the next version; the
+    message says where and why."""
+    bfloat16 = {"model": {"dtype": "bfloat16"}}
+    found = together(2, settings("run", SHARDS[shard], bfloat16), partial(where, failing, no_memory))
     first, other = found[failing], found[1 - failing]
     assert str(first).startswith("NoMemoryError" if failing == 0 else "MemoryError")
     assert "nothing left" in str(first)
@@ -226,6 +254,10 @@ def test_ranks_in_step_do_not_wait_for_one_that_failed(settings, tmp_path, faili
     last, complaints = Checkpoints(tmp_path / "run").newest()
     assert last is not None
     assert not complaints
+    if where is fail_in_update and (saved := tmp_path / "run/weights/final/model.safetensors").exists():
+        masters = Merged(last.read_learner())
+        for name, weight in load_file(saved).items():
+            assert torch.equal(masters[f"master/{name}"].view_as(weight).bfloat16(), weight), name
 
 
 @pytest.mark.parametrize(
@@ -333,3 +365,39 @@ def test_ranks_with_different_models_are_told_apart(settings):
 def test_ranks_that_shards_do_not_divide_are_refused(settings):
     for found in together(3, settings("run", SHARDS["layers by pairs"])):
         assert "SettingsError: distributed.shard_ranks = 2 does not divide the 3 ranks" in str(found)
+
+
+def signal_at(name: str, rank: int) -> tuple[()]:
+    """Rank 0 gets SIGTERM while it announces this command for the third time."""
+    announced, announce = 0, World._announce
+
+    def strike(world: World, what: str, payload: Any) -> None:
+        nonlocal announced
+        announced += what == name
+        if what == name and announced == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        announce(world, what, payload)
+
+    if rank == 0:
+        World._announce = strike  # type: ignore[method-assign]
+    return ()
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["learning", "updating", "scoring a row", "gathering weights", "weight sync", "gathering for an evaluation"],
+)
+def test_a_signal_while_a_command_is_announced_leaves_no_rank_behind(settings, command):
+    """All stop in step, and the run says that it was interrupted."""
+    stopped = only_result(together(2, settings("run", SHARDS["layers"]), partial(signal_at, command)))
+    assert stopped.interrupted == signal.SIGTERM
+
+
+def unlike_hosts(rank: int) -> tuple[()]:
+    os.environ["LOCAL_WORLD_SIZE"] = "1" if rank == 2 else "2"
+    return ()
+
+
+def test_hosts_with_other_numbers_of_ranks_share_the_layers_among_all(settings):
+    run = only_result(together(3, settings("run", SHARDS["layers"], {"schedule": {"stages": 1}}), unlike_hosts)).run
+    assert json.loads((run / "environment.json").read_text())["sharded"] == "layers, each over 3 ranks"

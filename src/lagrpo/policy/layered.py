@@ -75,8 +75,8 @@ class LayeredWeights(Weights):
 
 class LayerMasters:
     """`Masters` (masters.py) of a model that `shard` has sharded: `parameters` are this rank's rows of its weights,
-    which go on as float32 masters. Masters start as the same numbers on any number of ranks. `before` are the whole
-    weights as they were."""
+    which go on as float32 masters. Masters start as the same numbers on any number of ranks. Each unit is sharded
+    before the next one: no more than one is there in float32."""
 
     def __init__(self, policy: Policy, mesh: DeviceMesh, start: Start, seed: int) -> None:
         self._model, lm, dtype = policy.model, policy.model.lm, policy.dtype
@@ -85,23 +85,21 @@ class LayerMasters:
         self.is_first = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
         """of the ranks that have the same shards"""
         self._exact, self.device = dtype in EXACT, policy.device
-        before: dict[str, Tensor] = {}
-        for unit in [*policy.model.decoder.layers, policy.model]:  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
-            before |= shard(unit, lm, dtype, mesh)
+        found: dict[str, tuple[Span, nn.Parameter, Tensor]] = {}
+        for unit in units_of(policy.model):
+            for name, before in shard(unit, lm, dtype, mesh).items():
+                sharded = attrgetter(name)(lm)
+                span = span_of(name, sharded)
+                own = local(sharded) if span.is_whole else local(sharded).view(-1)
+                rounded = own.to(dtype)
+                if not self._exact and sharded.requires_grad:
+                    own.copy_(start_master(span, before, start, seed))
+                found[name] = span, nn.Parameter(own), rounded
         self._shards: dict[str, DTensor] = trained(lm)  # pyright: ignore[reportAttributeAccessIssue]
         self._numbers = sum(s.numel() for s in self._shards.values())
-        self.spans, self.parameters, self._rounded, self._held = [], [], [], list[DTensor]()
-        for name, sharded in self._shards.items():
-            span = span_of(name, sharded)
-            if span.start == span.stop:
-                continue
-            own = local(sharded) if span.is_whole else local(sharded).view(-1)
-            self._rounded.append(own.to(dtype))
-            if not self._exact:
-                own.copy_(start_master(span, before[name], start, seed))
-            self.spans.append(span)
-            self._held.append(sharded)
-            self.parameters.append(nn.Parameter(own))
+        held = [(*found[name], sharded) for name, sharded in self._shards.items() if found[name][0].size]
+        self.spans, self.parameters = [span for span, *_ in held], [master for _, master, *_ in held]
+        self._rounded, self._held = [rounded for *_, rounded, _ in held], [sharded for *_, sharded in held]
 
     def begin_pass(self, last: bool) -> None:
         """Before the forward pass of a row: replicas add up what their shards collected after the last one."""
@@ -121,6 +119,12 @@ class LayerMasters:
 
     def discard(self) -> None:
         """Drop the gradients."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):  # what replicas have not added up yet
+                state: Any = module._get_fsdp_state()
+                for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                    if group is not None:
+                        group._partial_reduce_output = None
         for sharded in self._shards.values():
             sharded.grad = None
         for master in self.parameters:
@@ -153,7 +157,7 @@ def make_layered_replica(policy: Policy, mesh: DeviceMesh) -> Replica:
     dtype."""
     lm = copy.deepcopy(policy.model.lm).requires_grad_(False)
     model = with_modules(Policy(policy.weights, Model(lm, policy.model.backend), policy.chat, policy.tau)).model
-    for unit in [*model.decoder.layers, model]:  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
+    for unit in units_of(model):
         shard(unit, lm, None, mesh)
     return Replica(LayeredWeights(model, policy.version), model, policy.chat, policy.tau)
 
@@ -178,6 +182,11 @@ def why_not(policy: Policy) -> str | None:
     if not isinstance(getattr(policy.model.decoder, "layers", None), nn.ModuleList):
         return f"{type(policy.model.decoder).__name__} has no list of layers"
     return None
+
+
+def units_of(model: Any) -> list[nn.Module]:
+    """What is gathered at a time: each layer of the decoder, and the root, which has what is in no layer."""
+    return [*model.decoder.layers, model]
 
 
 def shard(unit: nn.Module, lm: nn.Module, dtype: torch.dtype | None, mesh: DeviceMesh) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from lagrpo.interrupts import divisible, whole
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy import blame
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
-from lagrpo.policy.layered import LayerMasters, idle_row, make_layered
+from lagrpo.policy.layered import LayerMasters, forget_whole, idle_row, make_layered
 from lagrpo.policy.masters import Masters, Start, SyncedWeights
 from lagrpo.policy.model import Policy
 from lagrpo.policy.offload import MOMENTS, HostMoments, on_host
@@ -142,7 +142,8 @@ class Learner:
         for span, master in zip(self._masters.spans, self._masters.parameters, strict=True):
             master.copy_(saved.part(f"master/{span.name}", span))
             if f"step/{span.name}" in saved:
-                to_home = on_host if self.optimization.offload_moments else partial(Tensor.to, device=master.device)
+                offload, device = self.optimization.offload_moments, master.device
+                to_home = partial(on_host, of=device) if offload else partial(Tensor.to, device=device)
                 kept = {key: to_home(saved.part(f"{key}/{span.name}", span)) for key in MOMENTS}
                 self._optimizer.state[master] = kept | {"step": saved[f"step/{span.name}"].to(master.device)}
         self._masters.round()
@@ -179,6 +180,8 @@ class Learner:
         found = [by.logp(micro.packed) for micro in micro_batches]
         for _ in range(passes - len(found)):
             by.logp(idle_row(self.policy.device))
+        if self.in_step:
+            forget_whole(by.model)
         return found
 
     def first_step(

@@ -39,10 +39,10 @@ class HostMoments:
         self._optimizer.step()
         parameter.grad = None
         for name in MOMENTS:
-            state[name] = kept[name].copy_(state[name]) if name in kept else on_host(state[name])
+            state[name] = kept[name].copy_(state[name]) if name in kept else on_host(state[name], parameter.device)
 
 
-def on_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, locked there where a GPU is to fetch it."""
-    kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+def on_host(tensor: Tensor, of: torch.device) -> Tensor:
+    """A copy in the host's memory, locked there where a GPU `of` it is to fetch it."""
+    kept = torch.empty_like(tensor, device="cpu", pin_memory=of.type == "cuda")
     return kept.copy_(tensor)

@@ -34,6 +34,10 @@ class Span:
         return (self.start, self.stop) == (0, self.shape.numel())
 
     @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
     def label(self) -> str:
         """What a state calls it."""
         return self.name if self.is_whole else f"{self.name}@{self.start}:{self.shape.numel()}"

@@ -62,10 +62,10 @@ class World:
         groups, backend = PrefixStore("groups", store), "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=groups, rank=self.rank, world_size=self.size, timeout=limit)
         self.ranks = dist.group.WORLD
-        self._control: Any = dist.new_group(backend="gloo", timeout=limit) if backend != "gloo" else self.ranks
+        self._control: Any = dist.new_group(backend="gloo", timeout=limit)
         self.mesh: DeviceMesh | None = None
         if shards is not None and self.ranks is not None:
-            self.mesh = mesh_of(self.ranks, device, shards, patience.collective)
+            self.mesh = mesh_of(self.ranks, device, self._agree_on(shards), patience.collective)
 
     @staticmethod
     def join(own: Rank, device: str, patience: Patience, shards: int | None = None) -> World:
@@ -80,6 +80,12 @@ class World:
                 f"{own}: the {own.size} ranks did not meet at {own.address}:{own.port} within "
                 f"{patience.collective:g} s (distributed.collective): {str(error).splitlines()[0]}"
             ) from error
+
+    def _agree_on(self, shards: int) -> int:
+        """What all ranks say, or all ranks where some say otherwise, as on hosts with other numbers of them."""
+        found: list[int] = [0] * self.size
+        dist.all_gather_object(found, shards, group=self._control)
+        return shards if len(set(found)) == 1 else self.size
 
     def tell(self, phase: str) -> None:
         """What this rank is doing, for the others' messages."""

@@ -215,19 +215,19 @@ class LocalSampler:
 
 
 class BorrowingSampler(LocalSampler):
-    """Samples from `source` by a copy, `policy`: the copy has weights while it samples, and no memory for them where
-    nobody does. `in_step` has all ranks gather them together."""
+    """Samples by a copy, `policy`, of the policy `source`, which is set before its first use. The copy has weights from
+    `borrow` to `rest`, and else no memory for them. `in_step` has all ranks gather them together."""
 
-    def __init__(
-        self, source: Policy, in_step: Callable[[Callable[[], None]], None], policy: Replica, *given: Any
-    ) -> None:
+    source: Policy
+
+    def __init__(self, in_step: Callable[[Callable[[], None]], None], policy: Replica, *given: Any) -> None:
         super().__init__(policy, *given)
-        self._source, self._in_step, self._copy = source, in_step, policy
+        self._in_step, self._copy = in_step, policy
         self._give_memory()
 
-    def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
+    def borrow(self) -> None:
+        """Take the weights of the source as they are now. Collective."""
         self._in_step(self._load)
-        yield from super().sample(requests, G)
 
     def rest(self) -> None:
         super().rest()
@@ -236,7 +236,7 @@ class BorrowingSampler(LocalSampler):
     def _load(self) -> None:
         for storage, size in self._storages():
             storage.resize_(size)
-        self._copy.load(self._source.weights, self._source.version)
+        self._copy.load(self.source.weights, self.source.version)
 
     def _give_memory(self) -> None:
         for storage, _ in self._storages():

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -254,20 +253,23 @@ def build_learner(
     optimization = Optimization(
         **same, betas=betas, max_grad_norm=max_grad_norm, updates=updates, seed=settings.run.seed
     )
-    mesh, copy_of = (world.mesh if world is not None else None), replica
-    if mesh is not None:
-        if reason := why_not(policy):
-            raise SettingsError(f"distributed.shard = 'layers' cannot shard this model: {reason}")
-        copy_of = partial(make_layered_replica, mesh=mesh)
-    whole = replica(policy) if mesh is not None else None
-    reference = copy_of(policy) if recipe.needs_pi_ref else None
-    given = policy, recipe, optimization, reference, o.activation_checkpointing, settings.run.entropy
-    learner = Learner(*given, ranks=world.ranks if world is not None else None, mesh=mesh)
-    limits = settings.run.seed, settings.sampling.max_tokens, settings.sampling.max_num_seqs
-    evaluating = *limits, settings.evaluation.temperature, "evaluate"
-    if world is None or whole is None:
+    evaluating = (
+        *(settings.run.seed, settings.sampling.max_tokens, settings.sampling.max_num_seqs),
+        *(settings.evaluation.temperature, "evaluate"),
+    )
+    given = o.activation_checkpointing, settings.run.entropy
+    if world is None or (mesh := world.mesh) is None:
+        reference = replica(policy) if recipe.needs_pi_ref else None
+        ranks = world.ranks if world is not None else None
+        learner = Learner(policy, recipe, optimization, reference, *given, ranks=ranks)
         return learner, LocalSampler(policy, *evaluating)
-    return learner, BorrowingSampler(learner.policy, world.in_step, whole, *evaluating)
+    if reason := why_not(policy):
+        raise SettingsError(f"distributed.shard = 'layers' cannot shard this model: {reason}")
+    evaluator = BorrowingSampler(world.in_step, replica(policy), *evaluating)
+    reference = make_layered_replica(policy, mesh) if recipe.needs_pi_ref else None
+    learner = Learner(policy, recipe, optimization, reference, *given, ranks=world.ranks, mesh=mesh)
+    evaluator.source = learner.policy
+    return learner, evaluator
 
 
 def build_verifier(settings: Settings | EvalSettings, task: Task) -> Verifier:

@@ -47,6 +47,11 @@ def count_shards(settings: Settings, rank: Rank | None) -> int | None:
     shards = settings.distributed.shard_ranks or of_host
     if rank.size % shards:
         raise SettingsError(f"distributed.shard_ranks = {shards} does not divide the {rank.size} ranks")
+    if settings.sampling.sampler == "vllm" and settings.vllm.weight_sync != "directory":
+        raise SettingsError(
+            f"vllm.weight_sync = {settings.vllm.weight_sync!r} sends from one GPU, and none has all weights with "
+            "distributed.shard = 'layers': they are gathered in the memory of rank 0's host. Take 'directory'"
+        )
     return shards
 
 

@@ -12,7 +12,7 @@ from lagrpo.objective.compose import Recipe
 from lagrpo.policy.learner import Learner
 from lagrpo.policy.masters import fingerprint
 from lagrpo.ranks.world import World
-from lagrpo.sampling.local import LocalSampler
+from lagrpo.sampling.local import BorrowingSampler, LocalSampler
 from lagrpo.settings.schema import Settings
 from lagrpo.training.build import build_learner, build_local_sampler, build_policy
 from lagrpo.training.lead import generate_on, sample_share, sync_own
@@ -51,12 +51,13 @@ def build(world: World, settings: Settings, recipe: Recipe) -> Mapping[str, Comm
         "ready": lambda _: found,
         "copying for a checkpoint": writer.write,
         "evaluation": lambda asked: sample_share(evaluator, world, *asked),
-        **learning(learner, share, samplers),
+        **learning(learner, share, world, samplers),
+        **(borrowing(evaluator) if isinstance(evaluator, BorrowingSampler) else {}),
         **(sampling_of(sampler, learner, world) if sampler is not None else {}),
     }
 
 
-def learning(learner: Learner, share: Share, samplers: list[LocalSampler]) -> Mapping[str, Command]:
+def learning(learner: Learner, share: Share, world: World, samplers: list[LocalSampler]) -> Mapping[str, Command]:
     def pack(asked: Any) -> None:
         for sampler in samplers:
             sampler.rest()
@@ -71,9 +72,16 @@ def learning(learner: Learner, share: Share, samplers: list[LocalSampler]) -> Ma
         "scoring a row": lambda _: share.idle(),
         "gathering weights": lambda whose: share.give(whose),
         "ending the stage": learner.end_stage,
-        "loading a checkpoint": lambda asked: learner.load_state(*asked),
+        "loading a checkpoint": lambda asked: world.in_step(lambda: learner.load_state(*asked)),
         "loading weights": lambda asked: learner.load_weights(*asked),
         "loading the reference": lambda _: learner.load_reference(),
+    }
+
+
+def borrowing(evaluator: BorrowingSampler) -> Mapping[str, Command]:
+    return {
+        "gathering for an evaluation": lambda _: evaluator.borrow(),
+        "ending an evaluation": lambda _: evaluator.rest(),
     }
 
 

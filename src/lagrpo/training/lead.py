@@ -6,7 +6,8 @@ of the ranks, whoever is done first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,14 +15,15 @@ from typing import Any
 
 from torch import Tensor
 
+from lagrpo.interrupts import whole
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch
-from lagrpo.policy.layered import LayeredWeights
+from lagrpo.policy.layered import LayeredWeights, forget_whole
 from lagrpo.policy.learner import Learner
 from lagrpo.policy.model import Packed, Policy
 from lagrpo.policy.replica import Replica
 from lagrpo.ranks.world import World
 from lagrpo.sampling.base import Item, Request
-from lagrpo.sampling.local import LocalSampler
+from lagrpo.sampling.local import BorrowingSampler, LocalSampler
 from lagrpo.training.shares import Share, Sums, add_up
 from lagrpo.types import Group
 
@@ -47,7 +49,8 @@ class GatheredWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         version, found = self._found
         if version != self.version:
-            found = self._world.lead("gathering weights", self._gather, self._whose)[0]
+            self.forget()
+            found = lead_whole(self._world, "gathering weights", self._gather, self._whose)[0]
             self._found = self.version, found
         return found[name]
 
@@ -70,8 +73,13 @@ class LeadPolicy(Policy):
 
     def logp(self, packed: Packed, entropy_T: Tensor | None = None, tau: float | None = None) -> Tensor:
         tau = self.tau if tau is None else tau
-        own = partial(self.model, packed, tau, entropy_T)
-        return self.world.lead("scoring a row", lambda: self.world.in_step(own))[0]
+
+        def score() -> Tensor:
+            logp_T = self.model(packed, tau, entropy_T)
+            forget_whole(self.model)
+            return logp_T
+
+        return lead_whole(self.world, "scoring a row", lambda: self.world.in_step(score))[0]
 
     def save(self, directory: Path) -> None:
         self.skeleton.save_pretrained(directory, state_dict=dict(self.weights))
@@ -103,20 +111,25 @@ class LeadLearner:
         if own.reference is not None and isinstance(own.reference.weights, LayeredWeights):
             self.reference = LeadReference(GatheredWeights(world, own.reference.weights, "reference"))
 
+    def _lead(self, name: str, own: Callable[[], Any], payload: Any = None) -> list[Any]:
+        """As World.lead; where the ranks go in step, nothing interrupts rank 0 either."""
+        with whole() if self.own.in_step else nullcontext():
+            return self.world.lead(name, own, payload)
+
     def pack(self, batch: Batch, tokens: int) -> list[FreshMicroBatch]:
-        self.world.lead("packing", lambda: self.share.pack(batch, tokens), (batch, tokens))
+        self._lead("packing", lambda: self.share.pack(batch, tokens), (batch, tokens))
         return self.share.rows
 
     def score(self, micro_batches: Sequence[FreshMicroBatch]) -> list[Tensor]:
         members = [micro.members for micro in micro_batches]
-        found = self.world.lead("scoring", lambda: self.share.score(members), members)
+        found = self._lead("scoring", lambda: self.share.score(members), members)
         by_number = {n: logp_T for of_rank in found for n, logp_T in of_rank.items()}
         return [by_number[n].to(self.policy.device) for n in range(len(members))]
 
     def first_step(
         self, fresh: Sequence[FreshMicroBatch], in_objective: bool = True
     ) -> tuple[list[MicroBatch], dict[str, float]]:
-        found = self.world.lead("learning", self.share.first)
+        found = self._lead("learning", self.share.first)
         logp_k = {
             n: logp_T
             for own, (of_rank, _) in zip(self.share.of_ranks, found, strict=True)
@@ -126,28 +139,29 @@ class LeadLearner:
         return rows, add_up([sums for _, sums in found]) | self._update_all(in_objective)
 
     def step(self, micro_batches: Sequence[MicroBatch], in_objective: bool = True) -> dict[str, float]:
-        return add_up(self.world.lead("learning again", self.share.step)) | self._update_all(in_objective)
+        return add_up(self._lead("learning again", self.share.step)) | self._update_all(in_objective)
 
     def _update_all(self, in_objective: bool) -> Sums:
-        return self.world.lead("updating", self.share.update)[0] if in_objective else {}
+        return lead_whole(self.world, "updating", self.share.update)[0] if in_objective else {}
 
     def end_stage(self, reset_optimizer: bool) -> None:
-        self.world.lead("ending the stage", lambda: self.own.end_stage(reset_optimizer), reset_optimizer)
+        lead_whole(self.world, "ending the stage", lambda: self.own.end_stage(reset_optimizer), reset_optimizer)
 
     def state(self) -> dict[str, Tensor]:
         """What rank 0 has of it."""
         return self.own.state()
 
     def load_state(self, state: Mapping[str, Tensor], version: int) -> None:
-        self.world.lead("loading a checkpoint", lambda: self.own.load_state(state, version), (state, version))
+        own = partial(self.own.load_state, state, version)
+        lead_whole(self.world, "loading a checkpoint", lambda: self.world.in_step(own), (state, version))
         self._forget()
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        self.world.lead("loading weights", lambda: self.own.load_weights(weights, version), (weights, version))
+        lead_whole(self.world, "loading weights", lambda: self.own.load_weights(weights, version), (weights, version))
         self._forget()
 
     def load_reference(self) -> None:
-        self.world.lead("loading the reference", self.own.load_reference)
+        lead_whole(self.world, "loading the reference", self.own.load_reference)
 
     def on_sync(self) -> dict[str, float]:
         return self.synced.metrics(self.policy.weights)
@@ -181,13 +195,16 @@ class LeadSampler:
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
         """The weights are π's, which the ranks have: each takes them from its own learner."""
-        return self.world.lead("weight sync", lambda: sync_own(self.own, self.learner, self.world, version), version)[0]
+        sync = partial(sync_own, self.own, self.learner, self.world, version)
+        return lead_whole(self.world, "weight sync", sync, version)[0]
 
     def served(self) -> tuple[int, Mapping[str, Tensor]]:
         return self.own.served()
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         """All groups at once, when the first is taken: while this rank learned, the others would have to."""
+        if isinstance(self.own, BorrowingSampler):
+            lead_whole(self.world, "gathering for an evaluation", self.own.borrow)
         found = self.world.lead(self.name, lambda: sample_share(self.own, self.world, requests, G), (list(requests), G))
         yield from (item for of_rank in found for item in of_rank)
 
@@ -200,13 +217,22 @@ class LeadSampler:
         return [scores for of_rank in found for scores in of_rank]
 
     def rest(self) -> None:
-        self.own.rest()
+        if isinstance(self.own, BorrowingSampler):
+            lead_whole(self.world, "ending an evaluation", self.own.rest)
+        else:
+            self.own.rest()
 
     def read(self) -> Mapping[str, float]:
         return self.own.read()
 
     def close(self) -> None:
         self.own.close()
+
+
+def lead_whole(world: World, name: str, own: Callable[[], Any], payload: Any = None) -> list[Any]:
+    """As World.lead, for what no rank may do without the others: no interruption comes between."""
+    with whole():
+        return world.lead(name, own, payload)
 
 
 def sync_own(sampler: LocalSampler, learner: Learner, world: World, version: int) -> Mapping[str, float]:

@@ -55,7 +55,7 @@ class Share:
 
     def __init__(self, learner: Learner, world: World) -> None:
         self.learner, self.rank, self.size = learner, world.rank, world.size
-        self._in_step = world.in_step if learner.in_step else at_own_pace
+        self._world, self._in_step = world, world.in_step if learner.in_step else at_own_pace
         self.batch: Batch | None = None
         self.rows: list[FreshMicroBatch] = []
         """of the whole batch"""
@@ -96,7 +96,7 @@ class Share:
 
     def update(self) -> Sums:
         """One optimizer update, all ranks together: its metrics, the same on every rank."""
-        return self.learner.update(self.scored)
+        return self._world.in_step(lambda: self.learner.update(self.scored))
 
     def score(self, members: Sequence[Sequence[int]]) -> dict[int, Tensor]:
         """log π of rows of the batch as the policy is now. A row is named by its completions; of all of them, by their
