@@ -66,8 +66,8 @@ def main() -> None:
     report.raw["exchange"] = seconds = exchange(asked, parameters(asked.model))
     share = median(seconds) / median(totals[0])
     report.text(
-        f"What the ranks exchange in an update takes {spread(seconds)} s alone (gloo): {share:.1%} of the seconds of a "
-        "batch. The rest of the difference is waiting for each other, and what every rank does once more."
+        f"What the ranks exchange in an update takes {spread(seconds)} s alone (gloo): {share:.1%} of the seconds of "
+        "their batch."
     )
     load.add_ended()
     report.write(machine(asked.ranks, load))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_sharded import DTYPES, copied, learn, make, rows_of, same, share
+from test_sharded import DTYPES, check_to_rounding, copied, learn, make, rows_of, same, share
 from tiny import tiny_policy
 from torch import Tensor
 
@@ -74,16 +74,7 @@ def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks,
     made = {"dtype": "float64", "max_grad_norm": 0.05, "replicas": replicas}
     metrics, state, weights = five_updates(None, made, False)
     assert min(m["grad_norm"] for m in metrics) > 0.1
-    found = ranks.run(five_updates, made, False, size=R)
-    merged = Merged([rank[1] for rank in found])
-    assert merged.keys() == state.keys()
-    for name, expected in state.items():
-        torch.testing.assert_close(merged[name].view_as(expected), expected, rtol=1e-9, atol=1e-9)
-    for own, _, own_weights in found:
-        assert [m["grad_norm"] for m in own] == pytest.approx([m["grad_norm"] for m in metrics], rel=1e-9)
-        assert same(own_weights, found[0][2])
-        for name, expected in weights.items():
-            torch.testing.assert_close(own_weights[name], expected, rtol=1e-9, atol=1e-9)
+    check_to_rounding(ranks.run(five_updates, made, False, size=R), metrics, state, weights)
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,18 @@ def rollouts(run: Path) -> list[dict[str, Any]]:
     return [row for table in sorted((run / "rollouts").iterdir()) for row in pq.read_table(table).to_pylist()]
 
 
+def evaluated(run: Path) -> dict[str, Any]:
+    """What was sampled in each evaluation."""
+    tables = {file.stem: pq.read_table(file).to_pylist() for file in (run / "evaluations").glob("*.parquet")}
+    assert len(tables) >= 2
+    return {name: [row["completions"] for row in rows] for name, rows in tables.items()}
+
+
 def check_same_run(run: Path, alone: Path) -> None:
-    """The same completions token for token; metrics, final weights to float32's rounding of six batches of updates."""
+    """The same completions token for token, in evaluations, too; metrics, final weights to float32's rounding of six
+    batches of updates."""
     assert [row["token_ids"] for row in rollouts(run)] == [row["token_ids"] for row in rollouts(alone)]
+    assert evaluated(run) == evaluated(alone)
     for one, other in zip(*(without_timings(load_metrics(r)) for r in (run, alone)), strict=True):
         assert one.keys() == other.keys()
         for name in one.keys() - OF_SUMS_NEAR_0:
@@ -140,13 +149,13 @@ def test_ranks_that_have_the_layers_between_them_make_the_run_of_one(settings, a
 
 
 class Signal(Observer):
-    """Sends a signal to a process in the first phase of this name after two batches."""
+    """Sends a signal to a process in the first phase of this name after so many batches."""
 
-    def __init__(self, phase: str, number: int, pid: Callable[[], int]) -> None:
-        self.wanted, self.number, self.pid, self.batches = phase, number, pid, 0
+    def __init__(self, phase: str, number: int, pid: Callable[[], int], after: int) -> None:
+        self.wanted, self.number, self.pid, self.after, self.batches = phase, number, pid, after, 0
 
     def phase(self, name: str) -> None:
-        if name == self.wanted and self.batches >= 2:
+        if name == self.wanted and self.batches >= self.after:
             self.wanted = ""
             os.kill(self.pid(), self.number)
 
@@ -154,10 +163,10 @@ class Signal(Observer):
         self.batches = step.b
 
 
-def strike(root: Path, phase: str, number: int, victim: int, rank: int) -> list[Observer]:
+def strike(root: Path, phase: str, number: int, victim: int, rank: int, after: int = 2) -> list[Observer]:
     """On rank 0: send the signal to rank `victim` in that phase."""
     (root / f"pid-{rank}").write_text(str(os.getpid()))
-    return [Signal(phase, number, lambda: int((root / f"pid-{victim}").read_text()))] if rank == 0 else []
+    return [Signal(phase, number, lambda: int((root / f"pid-{victim}").read_text()), after)] if rank == 0 else []
 
 
 EVALUATION = "evaluation (batch-000004)"
@@ -261,17 +270,20 @@ def test_ranks_in_step_do_not_wait_for_one_that_failed(settings, tmp_path, faili
 
 
 @pytest.mark.parametrize(
-    ("phase", "shard"),
+    ("phase", "shard", "after"),
     [
-        *((phase, "optimizer") for phase in ["sampling", "learning", "weight sync"]),
-        *((phase, "layers") for phase in ["learning", "weight sync"]),
+        *((phase, "optimizer", 2) for phase in ["sampling", "learning", "weight sync"]),
+        *((phase, "layers", 2) for phase in ["learning", "weight sync"]),
+        ("learning", "layers", 4),
     ],
 )
-def test_a_stopped_run_goes_on_to_the_bit_on_as_many_ranks(settings, whole, tmp_path, phase, shard):
-    prepare = partial(strike, tmp_path, phase, signal.SIGTERM, 0)
+def test_a_stopped_run_goes_on_to_the_bit_on_as_many_ranks(settings, whole, tmp_path, phase, shard, after):
+    """After four batches and more π_ref is neither the initial policy nor π: the checkpoint has its weights."""
+    prepare = partial(strike, tmp_path, phase, signal.SIGTERM, 0, after=after)
     stopped = only_result(together(2, settings("run", KINDS["asking ahead"], SHARDS[shard]), prepare))
     assert stopped.interrupted == signal.SIGTERM
-    assert 2 <= stopped.batches < 6
+    assert after <= stopped.batches < 6
+    assert after < 4 or [*(stopped.run / "checkpoints" / "weights").iterdir()]
     again = only_result(together(2, {"run": {"resume": str(stopped.run)}}))
     found, expected = leaves(again.run, exact=True), leaves(whole("asking ahead", shard), exact=True)
     assert [key for key in expected if found.get(key) != expected[key]] == []

@@ -69,8 +69,8 @@ def watch(root: Path, rank: int) -> list[Observer]:
 
 @pytest.mark.parametrize("shard", ["optimizer", "layers"])
 def test_ranks_learn_from_what_a_server_samples(tmp_path, shard):
-    """Every batch once, by the announced versions, with the parity check after each sync; the server gets the weights
-    that every rank has, and the run ends with what it got last where no update came after."""
+    """Every batch once, by the announced versions, with the parity check after each sync. What the server gets is what
+    rank 1 has, where that has a whole copy. The run ends with later weights than it got last."""
     model = tiny_directory(tmp_path)
     settings = merged(
         tiny_settings(model, tmp_path), SECTIONS, {"run": {"name": "run"}, "distributed": {**QUICK, "shard": shard}}

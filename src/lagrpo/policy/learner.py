@@ -150,8 +150,8 @@ class Learner:
         self.policy.weights.version = version
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """π_version into the working weights alone; its masters stay behind. Raises ValueError for other names or
-        shapes than its own."""
+        """π_version into the working weights. `load_state` has to come before the next update: until then the masters
+        are another version's. Raises ValueError for other names or shapes than its own."""
         self.policy.weights.load(weights, version)
 
     def load_reference(self) -> None:
