@@ -18,6 +18,7 @@ from lagrpo.policy.learner import Learner, Optimization
 from lagrpo.policy.model import Policy
 from lagrpo.policy.replica import replica
 from lagrpo.sampling.local import LocalSampler
+from lagrpo.training.shares import divide
 from lagrpo.types import Group, Outcome
 
 pytestmark = pytest.mark.usefixtures("either_computation")
@@ -77,6 +78,34 @@ def test_micro_batches_keep_to_the_budget_and_lose_nothing():
     assert sum(len(m.weight_C) for m in rows) == len(batch.member_C) == 36
     assert sum(len(m.completion_T) for m in rows) == int(batch.lengths_C.sum())
     assert all(m.packed.layout.rows <= 60 for m in rows)
+
+
+@pytest.mark.parametrize("tokens", [60, 4096])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_rows_of_several_ranks_are_even(ranks, tokens):
+    policy, recipe = tiny_policy(), resolve("dr_grpo")
+    batch = assembled(recipe, judge_groups(generate_groups(policy, count=6)))
+    rows = micro_batches(batch, tokens, ranks=ranks)
+    assert sorted(c for m in rows for c in m.members) == [*range(36)]
+    assert len(rows) % ranks == 0
+    costs = [m.packed.layout.rows for m in rows]
+    step = max(len(g.prompt.token_ids) + max(c.length for c in g.completions) for g in batch.groups)
+    assert max(costs) <= tokens
+    assert max(costs) - min(costs) <= 2 * step
+    if tokens == 4096:
+        shares = [sum(costs[n] for n in share) for share in divide(costs, ranks)]
+        assert len(rows) == ranks
+        assert max(shares) <= 1.1 * sum(m.packed.layout.rows for m in micro_batches(batch, tokens)) / ranks + step
+
+
+def test_rows_of_several_ranks_keep_groups_whole_where_that_is_asked():
+    policy, recipe = tiny_policy(), resolve("dr_grpo")
+    batch = assembled(recipe, judge_groups(generate_groups(policy, count=6)))
+    rows = micro_batches(batch, 4096, whole_groups=True, ranks=4)
+    groups = [{batch.member_C[c][0] for c in m.members} for m in rows]
+    assert len(rows) == 4
+    assert sorted(g for row in groups for g in row) == [*range(6)]
+    assert [len(row) for row in sorted(groups, key=len)] == [1, 1, 2, 2]
 
 
 @given(st.lists(st.integers(1, 60), max_size=30), st.integers(20, 120))

@@ -86,7 +86,7 @@ BOUNDED = {
     "policy/layered.py:round all_reduce": OF_GROUP,
     "policy/learner.py:_agree all_reduce": OF_GROUP,
     "policy/sharded.py:norm_over all_gather": OF_GROUP,
-    "policy/sharded.py:reduce_scatter all_reduce": OF_GROUP,
+    "policy/sharded.py:_reduce_scatter_by_gloo wait": OF_GROUP,
     "policy/sharded.py:round all_reduce": OF_GROUP,
     "policy/sharded.py:say_largest all_gather": OF_GROUP,
     "policy/sharded.py:sum_gradients reduce_scatter": OF_GROUP,

@@ -8,7 +8,7 @@ normalizer of the whole batch, so the split into micro-batches cannot change the
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import compress, groupby
 
@@ -110,15 +110,15 @@ class MicroBatch(FreshMicroBatch):
 
 def micro_batches(
     batch: Batch, tokens: int, device: torch.device | str = "cpu", whole_groups: bool = False, silent: bool = False,
-    reference: Callable[[Packed], Tensor] | None = None,
+    reference: Callable[[Packed], Tensor] | None = None, ranks: int = 1,
 ) -> list[FreshMicroBatch]:  # fmt: skip
     """Completions with a weight, packed group by group into rows of at most `tokens` tokens; a single longer completion
     has a row of its own. A group that does not fit is cut, and its prompt is computed once per piece; with
     `whole_groups`, for objectives that compare the completions of a group, it has a longer row. `silent`, where an
     advantage of 0 has no gradient, leaves those completions out; they still count in the weights of the others.
-    `reference` gives log π_ref of a packed row."""
+    `reference` gives log π_ref of a packed row. For several `ranks` there are rows of about the same cost for each."""
     wanted_C = (batch.weight_C != 0) & ~(silent & (batch.advantage_C == 0))
-    rows = _rows(batch, wanted_C, tokens, device, whole_groups)
+    rows = _rows(batch, wanted_C, tokens, device, whole_groups, ranks)
     if reference is None:
         return rows
     with torch.no_grad():
@@ -140,14 +140,49 @@ def row_of(batch: Batch, members: Sequence[int], device: torch.device | str = "c
 
 
 def _rows(
-    batch: Batch, wanted_C: Tensor, tokens: int, device: torch.device | str, whole_groups: bool = False
+    batch: Batch, wanted_C: Tensor, tokens: int, device: torch.device | str, whole_groups: bool = False, ranks: int = 1
 ) -> list[FreshMicroBatch]:
     pieces = _pieces(batch, wanted_C.tolist(), tokens if not whole_groups else sys.maxsize)
     rows: list[list[list[int]]] = []
     for known in (True, False):  # a row's completions all have log α, or none of them
         alike = [piece for piece in pieces if knows_alpha(batch, piece) == known]
-        rows += [[alike[n] for n in row] for row in balanced([_cost(batch, piece) for piece in alike], tokens)]
+        found = [[alike[n] for n in row] for row in balanced([_cost(batch, piece) for piece in alike], tokens)]
+        rows += _evened(batch, found, ranks, not whole_groups) if ranks > 1 else found
     return [_pack(batch, row, device) for row in rows]
+
+
+def _evened(batch: Batch, rows: list[list[list[int]]], ranks: int, cut: bool) -> list[list[list[int]]]:
+    """As many rows for each rank, of about the same cost: a piece, or its last completions where it may be `cut`, goes
+    from the largest row to the smallest while that makes the larger of the two smaller by more than a fiftieth."""
+    rows = rows + [[] for _ in range(-len(rows) % ranks)]
+    costs = [sum(_cost(batch, piece) for piece in row) for row in rows]
+    while rows:
+        most, least = costs.index(max(costs)), costs.index(min(costs))
+        moves = (
+            (max(costs[most] - whole + stay, costs[least] + go), number, kept, stay - whole, go)
+            for number, piece in enumerate(rows[most])
+            for whole in [_cost(batch, piece)]
+            for kept, stay, go in _cuts(batch, piece, cut)
+        )
+        larger, number, kept, less, more = min(moves, default=(costs[most], 0, 0, 0, 0))
+        if larger >= 0.98 * costs[most]:
+            break
+        piece = rows[most].pop(number)
+        rows[most] += [piece[:kept]] if kept else []
+        rows[least].append(piece[kept:])
+        costs[most], costs[least] = costs[most] + less, costs[least] + more
+    return [row for row in rows if row]
+
+
+def _cuts(batch: Batch, piece: list[int], cut: bool) -> Iterator[tuple[int, int, int]]:
+    """The ways to divide a piece: how many completions stay, what these cost, what the others cost; first none stay."""
+    whole = _cost(batch, piece)
+    yield 0, 0, whole
+    prompt = len(batch.groups[batch.member_C[piece[0]][0]].prompt.token_ids)
+    stay = prompt
+    for kept, c in enumerate(piece[:-1] if cut else [], start=1):
+        stay += len(batch.completion(c).token_ids) - 1
+        yield kept, stay, whole - stay + prompt
 
 
 def balanced(costs: Sequence[int], budget: int) -> list[list[int]]:

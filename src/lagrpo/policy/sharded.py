@@ -21,6 +21,7 @@ from lagrpo.policy.spans import Span
 
 ALIGNED = 64  # bytes: a line of the cache, and the widest vector
 SAID = 1000  # bytes of what a rank says
+CHUNK = 2**22  # numbers that are received at a time from each rank: they stay in the cache until they are added
 
 
 class Flat:
@@ -164,11 +165,33 @@ def all_gather(everything: Tensor, part: Tensor, ranks: dist.ProcessGroup) -> No
 
 
 def reduce_scatter(everything: Tensor, ranks: dist.ProcessGroup) -> Tensor:
-    """This rank's part [n] of the sum over all ranks of [ranks · n], which is overwritten."""
+    """This rank's part [n] of the sum over all ranks of [ranks · n], which is overwritten; on a CPU a view of it."""
     n = len(everything) // ranks.size()
-    if everything.device.type == "cpu":  # gloo has no other way than to reduce all of it, and would do so in a copy
-        dist.all_reduce(everything, group=ranks)
-        return everything[ranks.rank() * n :][:n].clone()
+    if everything.device.type == "cpu":
+        return _reduce_scatter_by_gloo(everything.view(ranks.size(), n), ranks)
     part = everything.new_empty(n)
     (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, everything, group=ranks)
     return part
+
+
+def _reduce_scatter_by_gloo(everything: Tensor, ranks: dist.ProcessGroup) -> Tensor:
+    """From [ranks, n]. gloo's own way is to reduce all of it and forget the rest: twice the traffic."""
+    own = everything[ranks.rank()]
+    others = [rank for rank in range(ranks.size()) if rank != ranks.rank()]
+    received = own.new_empty(len(others), min(len(own), CHUNK))
+    for start in range(0, len(own), CHUNK):
+        part = own[start : start + CHUNK]
+        moves = [
+            move
+            for rank, buffer in zip(others, received, strict=True)
+            for move in (
+                dist.isend(everything[rank, start : start + CHUNK], group=ranks, group_dst=rank),
+                dist.irecv(buffer[: len(part)], group=ranks, group_src=rank),
+            )
+        ]
+        for move in moves:
+            assert move is not None
+            move.wait()
+        for buffer in received:
+            part.add_(buffer[: len(part)])
+    return own

@@ -69,14 +69,11 @@ class Share:
         return self.of_ranks[self.rank]
 
     def pack(self, batch: Batch, tokens: int) -> None:
-        """Pack the batch into at least as many rows as there are ranks, and divide them. Gradients of a batch that was
-        broken off go."""
+        """Pack the batch into rows for all ranks, and divide them. Gradients of a batch that was broken off go."""
         learner, recipe = self.learner, self.learner.recipe
         learner.discard()
-        limits = learner.policy.device, recipe.needs_whole_groups, recipe.silent
-        rows = micro_batches(batch, tokens, *limits)
-        if (budget := -(-sum(map(cost, rows)) // self.size)) < tokens:
-            rows = micro_batches(batch, budget, *limits)
+        how = recipe.needs_whole_groups, recipe.silent
+        rows = micro_batches(batch, tokens, learner.policy.device, *how, ranks=self.size)
         self.batch, self.rows, self.of_ranks = batch, rows, divide([cost(row) for row in rows], self.size)
         if (reference := learner.reference) is not None and recipe.needs_pi_ref:
             own = [rows[n] for n in self.own]
