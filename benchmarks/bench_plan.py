@@ -11,17 +11,14 @@ The table goes to docs/scaling.md, too, unless the work is tiny.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from measuring import Load, Report, fill, machine, median
-from processes import HERE, environment
+from measuring import Load, Report, fill, machine, median, table
+from processes import HERE, train
 from work import RESULTS, SEED, common_options
 
 from lagrpo.planning.measured import Measured
@@ -80,37 +77,31 @@ def main() -> None:
     load.add_ended()
     report.write(machine(asked.threads, load))
     if asked.results == RESULTS:
-        head = "| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|\n"
-        fill(PAGE, "predicted beside measured", head + "\n".join(f"| {' | '.join(r.values())} |" for r in rows))
+        fill(PAGE, "predicted beside measured", table(rows))
 
 
 def one_round(asked: argparse.Namespace, cases: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
     """Every case run once and predicted: case -> part -> (predicted, measured) seconds."""
     runs = {}
     for name, (change, ranks) in cases.items():
-        runs[name] = train(asked, name, change, ranks, scratch)
+        runs[name] = run(asked, name, change, ranks, scratch)
         print(f"  {name}: {runs[name].seconds['total']:.3g} s a batch", flush=True)
     base, found = runs["base"], {}
-    for name, run in runs.items():
-        given = PlanSettings(gpus=run.ranks, servers=0, from_run=str(base.path))
-        seconds = make_plan(run.settings, given, base).best.seconds
+    for name, own in runs.items():
+        given = PlanSettings(gpus=own.ranks, servers=0, from_run=str(base.path))
+        seconds = make_plan(own.settings, given, base).best.seconds
         predicted = {**seconds.parts(), "total": seconds.total}
         predicted["learning"] += predicted["collectives"]
-        found[name] = {part: (predicted[part], run.seconds[part]) for part in PARTS}
+        found[name] = {part: (predicted[part], own.seconds[part]) for part in PARTS}
     return found
 
 
-def train(asked: argparse.Namespace, name: str, change: Mapping[str, Any], ranks: int, scratch: Path) -> Measured:
+def run(asked: argparse.Namespace, name: str, change: Mapping[str, Any], ranks: int, scratch: Path) -> Measured:
     """A run of a case, read back."""
     plain = "".join(c if c.isalnum() else "-" for c in name)
     settings = scratch / f"{plain}.toml"
     settings.write_text(tomli_w.dumps(sections(asked, plain, change, ranks, scratch)))
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launch, "-m", "lagrpo", "train", str(settings)]
-    variables = {**os.environ, **environment(max(1, asked.threads // ranks))}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
+    train(settings, {}, ranks, max(1, asked.threads // ranks))
     return Measured.read(str(scratch / "runs" / plain))
 
 

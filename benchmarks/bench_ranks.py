@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring import Load, Report, machine, median, ratio, spread
-from processes import HERE, environment
+from processes import HERE, environment, train
 from safetensors import safe_open
 from work import common_options
 
@@ -80,13 +80,7 @@ def run(asked: argparse.Namespace, ranks: int, scratch: Path) -> list[dict[str, 
         "run.keep-optimizer": False, "run.checkpoint-minutes": 0, "evaluation.before-and-after": False,
         "model.path": asked.model, "model.threads": asked.ranks // ranks, "schedule.batches": asked.batches,
     }  # fmt: skip
-    words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "lagrpo"]
-    command = [sys.executable, *(torchrun if ranks > 1 else ["-m", "lagrpo"]), "train", str(DEMO), *words]
-    variables = {**os.environ, **environment(asked.ranks // ranks)}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{ranks} ranks failed:\n{done.stderr[-2000:]}")
+    train(DEMO, settings, ranks, asked.ranks // ranks)
     return load_metrics(scratch / "run")
 
 

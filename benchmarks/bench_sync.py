@@ -10,15 +10,12 @@ cycles from one weight sync to the next, without the first. The table goes to do
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from measuring import Load, Report, fill, machine
-from processes import HERE, environment
+from measuring import Load, Report, fill, machine, table
+from processes import HERE, train
 from work import RESULTS, common_options, require_peer
 
 from lagrpo.planning.measured import cost_of_syncs
@@ -56,8 +53,7 @@ def main() -> None:
     load.add_ended()
     report.write(machine(asked.threads, load))
     if asked.results == RESULTS:
-        head = "| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|\n"
-        fill(PAGE, "communication by v", head + "\n".join(f"| {' | '.join(r.values())} |" for r in rows))
+        fill(PAGE, "communication by v", table(rows))
 
 
 def run(asked: argparse.Namespace, v: int, scratch: Path) -> list[dict[str, Any]]:
@@ -69,12 +65,7 @@ def run(asked: argparse.Namespace, v: int, scratch: Path) -> list[dict[str, Any]
         "model.path": asked.model, "schedule.v": v, "schedule.batches": batches, "sampling.sampler": "vllm",
         "vllm.python": asked.peer.absolute(),
     }  # fmt: skip
-    words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
-    command = [sys.executable, "-m", "lagrpo", "train", str(BASE), *words]
-    variables = {**os.environ, **environment(asked.threads)}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"v = {v} failed:\n{done.stderr[-2000:]}")
+    train(BASE, settings, ranks=1, threads=asked.threads)
     return load_metrics(scratch / "run")
 
 

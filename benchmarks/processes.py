@@ -11,6 +11,7 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -118,6 +119,19 @@ class Side(Program):
 def _die_with_parent() -> None:
     """A driver that was killed leaves no stopped program behind (PR_SET_PDEATHSIG, Linux)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def train(
+    file: Path, settings: Mapping[str, Any], ranks: int, threads: int, program: Sequence[str] = ("-m", "lagrpo")
+) -> None:
+    """`lagrpo train FILE` with these settings, by torchrun where there are several ranks, each with so many threads.
+    Ends the benchmark with what the program said where that fails."""
+    words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *torchrun, *program, "train", str(file), *words]
+    done = subprocess.run(command, env={**os.environ, **environment(threads)}, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
 
 
 def environment(threads: int) -> dict[str, str]:

@@ -81,6 +81,7 @@ def test_the_memory_of_a_rank():
     assert layers["weights"] == 500_000 + 2_000_000 + 2 * 900_000
     assert layers["optimizer"] == 1_000_000 + 3_000_000
     assert layers["activations"] == four["activations"]
+    assert layers["gathered"] == 2_000_000
     pairs = memory(**base, ranks=4, sharding="layers", shards=2)
     assert pairs["optimizer"] == 2_000_000 + 6_000_000
     evaluated = memory(**{**base, "evaluation": {"every": 5}}, ranks=4, sharding="layers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 from collections.abc import Callable
 from functools import cache, partial
@@ -13,6 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 from chaos import KINDS, Sections, leaves, merged
 from running import tiny_settings, without_timings
 from safetensors.torch import load_file
@@ -403,6 +405,23 @@ def test_a_signal_while_a_command_is_announced_leaves_no_rank_behind(settings, c
     """All stop in step, and the run says that it was interrupted."""
     stopped = only_result(together(2, settings("run", SHARDS["layers"]), partial(signal_at, command)))
     assert stopped.interrupted == signal.SIGTERM
+
+
+def count_what_travels(rank: int) -> tuple[()]:
+    """A rank fails that sends rank 0, or itself, as much as a tenth of the tiny model's weights."""
+    gather = dist.gather_object
+
+    def counting(result: Any, *given: Any) -> None:
+        assert len(pickle.dumps(result)) < 10_000
+        gather(result, *given)
+
+    dist.gather_object = counting
+    return ()
+
+
+def test_what_ranks_answer_is_small_where_rank_0_gathers_a_model(settings):
+    """A gather of objects takes as much from each rank as the largest answer has."""
+    only_result(together(2, settings("run", SHARDS["layers"], {"schedule": {"stages": 1}}), count_what_travels))
 
 
 def unlike_hosts(rank: int) -> tuple[()]:

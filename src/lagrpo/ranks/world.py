@@ -211,8 +211,8 @@ class World:
         for rank in self._seen:
             self._wait(f"done/{self._count}/{rank}", self._seen, self.patience.deadline, silence)
         found: list[Any] = [None] * self.size
-        self._translating(lambda: dist.gather_object(result, found, 0, self._control))
-        return found
+        self._translating(lambda: dist.gather_object(None, found, 0, self._control))
+        return [result, *found[1:]]  # rank 0's own may be a whole model: it does not travel
 
     def _raise_failures(self, results: list[Any]) -> list[Any]:
         for result in results:

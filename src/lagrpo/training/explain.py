@@ -16,7 +16,6 @@ from lagrpo.objective.compose import Recipe
 from lagrpo.policy.configs import read_config
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.loading import check_supported
-from lagrpo.policy.model import Policy
 from lagrpo.ranks.rank import Rank
 from lagrpo.sampling.schedule import Schedule, largest_lag
 from lagrpo.sampling.vllm.connecting import deadlines
@@ -43,7 +42,7 @@ def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> l
     config, parameters = (policy.model.config, policy.model.lm.num_parameters()) if policy else _sizes(settings)
     dtype, why = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
     text = config.get_text_config()
-    fused = _fused(settings, text, policy)
+    fused = kernels_compute(settings, text) if policy is None else policy.model.layers is not None
     memory = expected_memory(settings, recipe, text, parameters, fused, ranks=ranks, shards=shards)
     changes = ", ".join(f"{name} = {value}" for name, value in settings.objective.overrides.items())
     return [
@@ -144,10 +143,8 @@ def _from_file(settings: Settings) -> str:
     return f"; {count_of(offline, 'prompt')} of them from {', '.join(settings.offline.data or ())}" if offline else ""
 
 
-def _fused(settings: Settings, config: Any, policy: Policy | None) -> bool:
-    """Whether the kernels compute whole layers: as it is, or without a policy as it should be."""
-    if policy is not None:
-        return policy.model.layers is not None
+def kernels_compute(settings: Settings, config: Any) -> bool:
+    """Whether the kernels should compute whole layers here, as far as the settings and the model's config say."""
     on_cpu = pick_device(settings.model.device).type == "cpu"
     return on_cpu and settings.model.kernels != "torch" and config.model_type in FAMILIES
 
@@ -173,10 +170,11 @@ def expected_memory(
     Measured peaks without a checkpoint (CPU, SmolLM2-135M, two or three batches of experiments/demo.toml): 3.8 GiB in
     bfloat16 and 5.1 in float32 where this expects 5.0 and 6.7, as its prompts and completions are shorter than they may
     be; 4.8 with a reference and 48 tokens a completion in micro-batches of 2,048 (expected 5.0); 3.7 with checkpointing
-    (4.1). With more than one rank it is a formula that has not been measured."""
+    (4.1). Ranks: docs/scaling.md."""
     size = size or BYTES[pick_dtype(settings.model.dtype, pick_device(settings.model.device))[0]]
     s, local = settings.schedule, settings.sampling.sampler == "local"
     layers = ranks > 1 and settings.distributed.shard == "layers"
+    fused = fused and not layers
     parts = (shards or ranks) if layers else ranks
     apart = s.i > 1 or largest_lag(Schedule(s.kind, s.v, s.delta), s.stages, s.batches, s.i) > 0
     own, lagging = 1 + recipe.needs_pi_ref, int(apart) + recipe.needs_pi_ref
@@ -194,6 +192,8 @@ def expected_memory(
         "activations": activations,
         "sampler": _tokens_held(settings, ranks) * _kv_bytes(config, size),
     }
+    if layers:
+        memory["gathered"] = parameters * size
     idle = {"idle": int(IDLE * sum(memory.values()))}
     if settings.optimizer.offload_moments:
         memory["moments"] = parameters * 8 // parts
@@ -202,7 +202,7 @@ def expected_memory(
     return memory | idle | ({"checkpoint": parameters * 12 // parts + parameters * lagging * size} if writes else {})
 
 
-HOST = ("program", "moments", "checkpoint")
+HOST = ("program", "gathered", "moments", "checkpoint")
 """What of `expected_memory` lies in the host's memory where the device has its own."""
 
 

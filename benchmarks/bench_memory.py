@@ -1,0 +1,104 @@
+"""Memory of a rank: the most that it ever had, beside what `lagrpo train --dry-run` expects. See README.md.
+
+make bench-memory
+python benchmarks/bench_memory.py --ranks 1 2 3
+
+Runs of two batches of the demo (experiments/demo.toml), without and with a KL term, by each number of ranks and both
+ways to shard, one after the other. Memory does not depend on what else the machine does. The table goes to
+docs/scaling.md, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from measuring import Load, Report, fill, gigabytes, machine, table
+from processes import HERE, train
+from work import RESULTS, common_options
+
+from lagrpo.objective.recipes import resolve
+from lagrpo.settings.schema import Settings
+from lagrpo.settings.toml import load_settings
+from lagrpo.training.explain import empty_model, expected_memory, kernels_compute
+
+DEMO = HERE.parent / "experiments" / "demo.toml"
+PAGE = HERE.parent / "docs" / "scaling.md"
+
+
+def options() -> argparse.Namespace:
+    parser = common_options(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--beta", type=float, nargs="+", default=[0.0, 0.04], help="of the KL term")
+    asked = parser.parse_args()
+    if asked.quick:
+        asked.ranks, asked.beta = [1, 2], [0.0]
+    return asked
+
+
+def main() -> None:
+    asked = options()
+    load, report = Load(), Report("memory", "Memory of a rank", asked.results)
+    cases = [
+        (ranks, shard, beta)
+        for beta in asked.beta
+        for ranks in asked.ranks
+        for shard in (("optimizer", "layers") if ranks > 1 else ("optimizer",))
+    ]
+    rows = []
+    for ranks, shard, beta in cases:
+        with tempfile.TemporaryDirectory() as scratch:
+            peaks, expected = run(asked, ranks, shard, beta, Path(scratch))
+        report.raw[f"{ranks} ranks, {shard}, beta {beta}"] = {"peaks": peaks, "expected": expected}
+        rows.append(row(ranks, shard, beta, peaks, expected))
+        print(rows[-1], flush=True)
+    report.text("The greatest VmHWM of a rank's process, loading included, beside the sum that `--dry-run` prints.")
+    report.table("Of a rank", rows)
+    load.add_ended()
+    report.write(machine(1, load))
+    if asked.results == RESULTS:
+        fill(PAGE, "memory of a rank", table(rows))
+
+
+def run(
+    asked: argparse.Namespace, ranks: int, shard: str, beta: float, scratch: Path
+) -> tuple[list[int], dict[str, int]]:
+    """The peak of each rank, and what is expected by purpose, in bytes."""
+    settings = {
+        "run.directory": scratch, "run.name": "run", "run.display": "none", "run.save-weights": False,
+        "run.keep-optimizer": False, "run.checkpoint-minutes": 0, "evaluation.before-and-after": False,
+        "model.path": asked.model, "model.threads": 1, "schedule.batches": 2, "schedule.v": 2,
+        "objective.beta": beta, "distributed.shard": shard,
+    }  # fmt: skip
+    (scratch / "peaks").mkdir()
+    os.environ["PEAK_OF_RANKS"] = str(scratch / "peaks")
+    train(DEMO, settings, ranks, threads=1, program=[str(HERE / "peak_of_rank.py")])
+    peaks = [int((scratch / "peaks" / str(rank)).read_text()) for rank in range(ranks)]
+    return peaks, expected(load_settings(scratch / "run" / "config.toml"), ranks)
+
+
+def expected(settings: Settings, ranks: int) -> dict[str, int]:
+    """As `lagrpo train --dry-run` has it for the run."""
+    lm, recipe = empty_model(settings), resolve(settings.objective.recipe, settings.objective.overrides)
+    text, parameters = lm.config.get_text_config(), lm.num_parameters()
+    return expected_memory(settings, recipe, text, parameters, kernels_compute(settings, text), ranks=ranks)
+
+
+def row(ranks: int, shard: str, beta: float, peaks: list[int], expected: Mapping[str, Any]) -> dict[str, str]:
+    total = sum(expected.values())
+    return {
+        "ranks": str(ranks),
+        "sharded": shard if ranks > 1 else "nothing",
+        "KL term": "yes" if beta else "no",
+        "measured": gigabytes(max(peaks)),
+        "expected": gigabytes(total),
+        "measured / expected": f"{max(peaks) / total:.2f}",
+    }
+
+
+if __name__ == "__main__":
+    main()
