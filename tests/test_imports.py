@@ -42,7 +42,8 @@ BELOW = set(ALLOWED)
 ALLOWED |= {
     "training": BELOW - {"replay"},
     "planning": BELOW | {"training"},
-    "cli": BELOW | {"training", "planning"},
+    "study": BELOW | {"training"},
+    "cli": BELOW | {"training", "planning", "study"},
     "__init__": {"threads", "training"},
     "__main__": {"cli", "interrupts"},
 }

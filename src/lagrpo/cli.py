@@ -6,6 +6,7 @@
     lagrpo verify RUN [--rows N | --all]
     lagrpo serve MODEL [--port P] [--weight-sync directory|nccl|ipc] … [-- OPTIONS OF VLLM]
     lagrpo recipes [NAME [--code]]
+    lagrpo study STUDY.toml [--report] [--jobs N] [--only TEXT …] [--dry-run]
     lagrpo plan [SETTINGS.toml] --gpus 8 --gpu h200 [--network 400Gb] [--servers N] [--from RUN] [--json]
 
 --task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --objective.recipe.
@@ -222,6 +223,38 @@ def recipes(name: Annotated[str | None, tyro.conf.Positional] = None, code: bool
     show_recipes() if name is None else print_code(name) if code else show_recipe(name)
 
 
+def study(
+    file: tyro.conf.Positional[Path],
+    report: bool = False,
+    dry_run: bool = False,
+    jobs: int | None = None,
+    only: tuple[str, ...] = (),
+    directory: Path | None = None,
+) -> None:
+    """Make the runs of a study that are missing, and write its report: tables, curves, a verdict for each claim.
+
+    Ended at any time, the same command goes on. The exit code is 0 whatever the verdicts, 1 if a run failed.
+
+    Args:
+        file: What is studied: settings, a grid, seeds, measures, claims.
+        report: Only write the report, of the runs that are finished.
+        dry_run: Only list the runs.
+        jobs: Runs at a time; by default one for each core or GPU.
+        only: Make only runs whose name has one of these in it.
+        directory: Where runs and report go; by default runs/studies/NAME.
+    """
+    from lagrpo.study.running import RunsFailedError
+    from lagrpo.study.study import Plan
+
+    planned = Plan.read(file, directory)
+    if dry_run:
+        return planned.print_runs(only)
+    with failing(RunsFailedError):
+        if not report:
+            planned.run(only, jobs)
+        planned.report()
+
+
 def plan(words: list[str]) -> None:
     """Model where the time and the memory of a batch go, and which GPUs should serve and which learn.
 
@@ -266,5 +299,6 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "verify": lambda words: tyro.cli(verify, args=words, prog="lagrpo verify"),
     "serve": serve,
     "recipes": lambda words: tyro.cli(recipes, args=words, prog="lagrpo recipes"),
+    "study": lambda words: tyro.cli(study, args=words, prog="lagrpo study"),
     "plan": plan,
 }

@@ -61,7 +61,7 @@ def describe(code: int) -> str:
 def _begin_worker(guard: int, prints: list[tuple[int, int]]) -> None:
     """A session of its own, output through the guard, and the first to go when the machine runs out of memory."""
     os.setsid()
-    _prctl(_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != guard:
         os._exit(1)
     for target, (ours, theirs) in enumerate(prints, 1):
@@ -224,6 +224,11 @@ def _read(process: int, file: str) -> bytes:
         return Path(f"/proc/{process}/{file}").read_bytes()
     except OSError:
         return b""
+
+
+def end_with_parent(number: int) -> None:
+    """Have the system send this process a signal when its parent ends, however that ends. Linux only."""
+    _prctl(_PDEATHSIG, number)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,0 +1,80 @@
+"""Which runs a claim compares: `masked & v = 10 >= plain & v = 10`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, cast
+
+from lagrpo.errors import suggest
+from lagrpo.study.statistics import Relation, Verdict, judge
+
+RELATIONS = re.compile(r"\s+(>=|<=|>|<|~)\s+")
+
+Values = Mapping[tuple[tuple[str, ...], int], float | None]
+"""A number, or none, of every run: by its cell, a label of each axis, and its seed."""
+Side = Mapping[str, str] | float
+"""Labels by axis, or a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two sides; axes that a side does not name are averaged over."""
+
+    left: Side
+    relation: Relation
+    right: Side
+
+    @staticmethod
+    def parse(text: str, grid: Mapping[str, Mapping[str, Any]]) -> Comparison:
+        """Raises ValueError for words that compare nothing, and labels that the grid does not have."""
+        parts = RELATIONS.split(text.strip())
+        if len(parts) != 3:
+            raise ValueError(f"claim {text!r} compares nothing: write LEFT > RIGHT, with one of >, >=, <, <=, ~")
+        left, right = (_side(part, grid, text) for part in (parts[0], parts[2]))
+        if isinstance(left, Mapping) and isinstance(right, Mapping) and left.keys() != right.keys():
+            raise ValueError(f"claim {text!r}: both sides name labels of the same axes")
+        if not isinstance(left, Mapping):
+            raise ValueError(f"claim {text!r}: the left side names labels of the grid; only the right one is a number")
+        return Comparison(left, cast(Relation, parts[1]), right)
+
+    def differences(self, values: Values, axes: Sequence[str]) -> dict[int, float]:
+        """Left − right by seed. A seed of which a value is missing on either side is left out."""
+        of_seed = {}
+        for seed in sorted({seed for _, seed in values}):
+            left, right = (_mean(side, values, axes, seed) for side in (self.left, self.right))
+            if left is not None and right is not None:
+                of_seed[seed] = left - right
+        return of_seed
+
+    def verdict(self, values: Values, axes: Sequence[str], margin: float) -> Verdict:
+        return judge(list(self.differences(values, axes).values()), self.relation, margin)
+
+
+def _mean(side: Side, values: Values, axes: Sequence[str], seed: int) -> float | None:
+    if not isinstance(side, Mapping):
+        return side
+    wanted = {axes.index(axis): label for axis, label in side.items()}
+    own = [
+        value for (cell, of), value in values.items() if of == seed and wanted.items() <= dict(enumerate(cell)).items()
+    ]
+    known = [value for value in own if value is not None]
+    return fmean(known) if own and len(known) == len(own) else None
+
+
+def _side(text: str, grid: Mapping[str, Mapping[str, Any]], claim: str) -> Side:
+    try:
+        return float(text)
+    except ValueError:
+        side: dict[str, str] = {}
+    for label in (word.strip() for word in text.split("&")):
+        axis = next((axis for axis, labels in grid.items() if label in labels), None)
+        if axis is None:
+            known = [label for labels in grid.values() for label in labels]
+            raise ValueError(f"claim {claim!r}: the grid has no label {label!r}.{suggest(label, known)}")
+        if axis in side:
+            raise ValueError(f"claim {claim!r}: {side[axis]!r} and {label!r} are both labels of {axis}")
+        side[axis] = label
+    return side

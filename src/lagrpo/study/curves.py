@@ -1,0 +1,69 @@
+"""The curves of a study: metrics by batch, the mean of the seeds with the range of them, a line for each cell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from lagrpo.study.file import Cell, Study
+from lagrpo.study.measures import Finished, smoothed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#8E4585", "#E69F00", "#56B4E9", "#CC79A7", "#222222")
+"""After Okabe and Ito: distinct with any color vision."""
+STYLES = ("-", "--", ":", "-.")
+INK, FAINT, GRID = "#222222", "#9a9a9a", "#ececec"
+
+
+def draw(study: Study, found: Mapping[tuple[Cell, int], Finished]) -> Figure:
+    """A row of panels for each metric. With several axes the labels of the last one have a panel each."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    *_, last = [[""], *(list(labels) for labels in study.grid.values())]
+    panels = last if len(study.grid) > 1 else [""]
+    size = max(7.0, 4.6 * len(panels)), 3.6 * len(study.curves)
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    rows = figure.subplots(len(study.curves), len(panels), sharex=True, sharey="row", squeeze=False)
+    for metric, row in zip(study.curves, rows, strict=True):
+        for label, axes in zip(panels, row, strict=True):
+            _plain(axes, label)
+            cells = [cell for cell in study.cells if not label or cell[-1] == label]
+            for number, cell in enumerate(cells):
+                runs = [found[cell, seed] for seed in study.seeds if (cell, seed) in found]
+                _draw_cell(axes, ", ".join(cell[:-1] if label else cell), runs, metric, study.smooth, number)
+        row[0].set_ylabel(f"{metric}, mean of {study.smooth} batches", color=INK, fontsize=9)
+    for axes in rows[-1]:
+        axes.set_xlabel("batch k", color=INK)
+    if handles := rows[0][0].get_legend_handles_labels()[1]:
+        rows[0][-1].legend(
+            *rows[0][0].get_legend_handles_labels(), fontsize=8, frameon=False, ncols=1 + len(handles) // 9
+        )
+    return figure
+
+
+def _draw_cell(axes: Axes, name: str, runs: list[Finished], metric: str, smooth: int, number: int) -> None:
+    curves = [smoothed([float("nan") if v is None else v for v in run.curve(metric)], smooth) for run in runs]
+    columns = list(zip(*curves, strict=False))
+    if not columns:
+        return
+    color, style = COLORS[number % len(COLORS)], STYLES[number // len(COLORS) % len(STYLES)]
+    batches = range(1, len(columns) + 1)
+    axes.plot(batches, [fmean(column) for column in columns], color=color, linestyle=style, lw=1.8, label=name)
+    if len(curves) > 1:
+        low, high = [min(column) for column in columns], [max(column) for column in columns]
+        axes.fill_between(batches, low, high, color=color, alpha=0.12, lw=0)
+
+
+def _plain(axes: Axes, title: str) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(colors=INK, labelsize=9, color=FAINT)
+    axes.grid(color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)

@@ -1,0 +1,113 @@
+"""Numbers from a finished run's files.
+
+    pass_at_1                  of the evaluation after training, `pass_at_1 before` of the one before it
+    mean reward_mean           any name in metrics.jsonl, with mean, sum, max, min, first or last over the batches
+    peak reward_mean           the greatest, end the last, fall the largest fall from the greatest so far: of the means
+                               over the last `smooth` batches
+    seconds_total to 0.9       the sum of a metric until the smoothed reward reaches a level; none where it never does
+
+A run's *stability* is `fall reward_mean`: 0 where the smoothed reward never falls.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from lagrpo.runs import load_evaluations, load_metrics
+
+REWARD = "reward_mean"
+OF_LAST_SYNC = ("sync_bytes", "seconds_writing", "seconds_paused")
+"""Metrics that repeat what the last weight sync cost: they count in the batch that it came before."""
+OVER_BATCHES: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": fmean,
+    "sum": sum,
+    "max": max,
+    "min": min,
+    "first": lambda values: values[0],
+    "last": lambda values: values[-1],
+}
+OVER_SMOOTHED: dict[str, Callable[[Sequence[float]], float]] = {
+    "peak": max,
+    "end": lambda values: values[-1],
+    "fall": lambda values: max(best - value for best, value in zip(accumulate(values, max), values, strict=True)),
+}
+GRAMMAR = re.compile(
+    rf"(?P<evaluated>pass_at_\d+|accuracy)(?P<before> before)?"
+    rf"|(?P<operation>{'|'.join([*OVER_BATCHES, *OVER_SMOOTHED])}) (?P<name>\w+)"
+    r"|(?P<cost>\w+) to (?P<level>[\d.]+)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a finished run recorded."""
+
+    metrics: Sequence[dict[str, Any]]
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+
+    @staticmethod
+    def read(run: Path) -> Finished:
+        """Raises ValueError for damaged records, RunNotFoundError for none."""
+        evaluations = {summary["name"]: summary for summary in load_evaluations(run)}
+        return Finished(load_metrics(run), evaluations.get("before"), evaluations.get("after"))
+
+    def curve(self, name: str) -> list[float | None]:
+        """A metric by batch; None where it is null or missing."""
+        if name in OF_LAST_SYNC:
+            return [line.get(name) if line.get("synced") else 0.0 for line in self.metrics]
+        return [line.get(name) for line in self.metrics]
+
+
+def check_measure(text: str) -> str:
+    """The measure itself. Raises ValueError for words that name none."""
+    if not GRAMMAR.fullmatch(text):
+        raise ValueError(
+            f"{text!r} is no measure: write pass_at_1, `pass_at_1 before`, an operation ({', '.join(OVER_BATCHES)}; "
+            f"smoothed: {', '.join(OVER_SMOOTHED)}) and a metric of metrics.jsonl (`mean reward_mean`), or what it "
+            "costs to reach a reward (`seconds_total to 0.9`)"
+        )
+    return text
+
+
+def measure(text: str, run: Finished, smooth: int) -> float | None:
+    """The number of a measure; None where the run has none. Smoothed values are means over the last `smooth` batches,
+    of as many as there are."""
+    found = GRAMMAR.fullmatch(check_measure(text))
+    assert found is not None
+    if evaluated := found["evaluated"]:
+        summary = run.before if found["before"] else run.after
+        return summary.get(evaluated) if summary else None
+    if found["cost"]:
+        return _cost(run, found["cost"], float(found["level"]), smooth)
+    values = [value for value in run.curve(found["name"]) if value is not None]
+    if not values:
+        return None
+    operation = found["operation"]
+    if operation in OVER_BATCHES:
+        return OVER_BATCHES[operation](values)
+    return OVER_SMOOTHED[operation](smoothed(values, smooth))
+
+
+def smoothed(values: Sequence[float], over: int) -> list[float]:
+    """Means over the last `over` values, or as many as there are.
+
+    >>> smoothed([1.0, 3.0, 5.0], 2)
+    [1.0, 2.0, 4.0]
+    """
+    return [fmean(values[max(0, n - over) : n]) for n in range(1, len(values) + 1)]
+
+
+def _cost(run: Finished, name: str, level: float, smooth: int) -> float | None:
+    rewards = [value for value in run.curve(REWARD) if value is not None]
+    reached = next((n for n, value in enumerate(smoothed(rewards, smooth), start=1) if value >= level), None)
+    costs = run.curve(name)
+    if reached is None or any(cost is None for cost in costs[:reached]):
+        return None
+    return sum(cost for cost in costs[:reached] if cost is not None)

@@ -1,0 +1,320 @@
+"""Studies: what their files may say, what is measured, and whole studies of a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from running import tiny_settings
+from tiny import save_tiny
+
+from lagrpo.cli import main
+from lagrpo.errors import SettingsError
+from lagrpo.runs import load_evaluations, load_metrics
+from lagrpo.study.claims import Comparison
+from lagrpo.study.file import Study, load_study, settings_of
+from lagrpo.study.measures import Finished, check_measure, measure
+from lagrpo.study.report import Report
+from lagrpo.study.running import check_runs
+from lagrpo.study.study import Plan
+
+TESTS = Path(__file__).parent
+GRID = {"method": {"plain": {}, "masked": {}}, "v": {"v = 1": {}, "v = 10": {}}}
+
+
+def finished(**curves: list[float | None]) -> Finished:
+    lines = [dict(zip(curves, values, strict=True)) for values in zip(*curves.values(), strict=True)]
+    return Finished(lines, {"pass_at_1": 0.1}, {"pass_at_1": 0.9, "pass_at_2": 0.95})
+
+
+# Measures
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("pass_at_1", 0.9),
+        ("pass_at_1 before", 0.1),
+        ("pass_at_2", 0.95),
+        ("pass_at_2 before", None),
+        ("mean reward_mean", 0.5),
+        ("sum seconds_total", 15.0),
+        ("max seconds_total", 5.0),
+        ("min seconds_total", 1.0),
+        ("first reward_mean", 0.1),
+        ("last reward_mean", 0.4),
+        ("peak reward_mean", 0.75),  # of .1, .3, .65, .75, .55
+        ("end reward_mean", 0.55),
+        ("fall reward_mean", 0.2),
+        ("seconds_total to 0.6", 6.0),
+        ("seconds_total to 0.8", None),
+        ("tokens to 0.6", None),  # not known of all batches until then
+        ("mean nothing", None),
+        ("sum sync_bytes", 20.0),  # what is repeated counts once
+    ],
+)
+def test_measures_by_hand(text, value):
+    """Rewards .1, .5, .8, .7, .4 have the means of two .1, .3, .65, .75, .55."""
+    run = finished(
+        reward_mean=[0.1, 0.5, 0.8, 0.7, 0.4],
+        seconds_total=[1.0, 2.0, 3.0, 4.0, 5.0],
+        tokens=[1.0, None, 1.0, 1.0, 1.0],
+        synced=[1, 0, 0, 1, 0],
+        sync_bytes=[10.0, 10.0, 10.0, 10.0, 10.0],
+    )
+    found = measure(text, run, smooth=2)
+    assert found == (pytest.approx(value) if value is not None else None)
+
+
+@pytest.mark.parametrize("text", ["reward_mean", "median reward_mean", "pass_at_1 after", "seconds to high", ""])
+def test_what_is_no_measure_is_refused_with_what_is_one(text):
+    with pytest.raises(ValueError, match="is no measure: write pass_at_1"):
+        check_measure(text)
+
+
+# Claims
+
+
+def test_differences_are_taken_seed_by_seed_and_averaged_over_what_is_not_named():
+    values = {
+        (("plain", "v = 1"), 0): 1.0, (("plain", "v = 10"), 0): 3.0, (("masked", "v = 1"), 0): 2.0,
+        (("masked", "v = 10"), 0): 6.0, (("plain", "v = 1"), 1): 1.0, (("plain", "v = 10"), 1): 1.0,
+        (("masked", "v = 1"), 1): 0.0, (("masked", "v = 10"), 1): None,
+    }  # fmt: skip
+
+    def of(text: str) -> dict[int, float]:
+        return Comparison.parse(text, GRID).differences(values, ["method", "v"])
+
+    assert of("masked > plain") == {0: 2.0}  # (2 + 6) / 2 - (1 + 3) / 2; seed 1 lacks a run
+    assert of("masked & v = 1 > plain & v = 1") == {0: 1.0, 1: -1.0}
+    assert of("v = 10 <= v = 1") == {0: 2.5}
+    assert of("plain & v = 10 > 0.5") == {0: 2.5, 1: 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("masked better than plain", "compares nothing"),
+        ("maskd > plain", "no label 'maskd'. Did you mean 'masked'"),
+        ("masked & plain > v = 1", "are both labels of method"),
+        ("masked > v = 1", "labels of the same axes"),
+        ("0.5 < masked", "only the right one is a number"),
+    ],
+)
+def test_claims_that_compare_nothing_are_refused(text, said):
+    with pytest.raises(ValueError, match=said):
+        Comparison.parse(text, GRID)
+
+
+# Files
+
+
+def study_file(root: Path, **changes: Any) -> Path:
+    """Two schedules of a tiny run, two seeds."""
+    model = save_tiny(root / "model")
+    (root / "base.toml").write_text(tomli_w.dumps(tiny_settings(model, root)))
+    content: dict[str, Any] = {
+        "title": "What v costs",
+        "settings": "base.toml",
+        "seeds": [3, 4],
+        "smooth": 2,
+        "measures": ["pass_at_1", "mean reward_mean", "max lag_max"],
+        "set": {"schedule": {"batches": 4}},
+        "grid": {"v": {"v = 1": {"schedule": {"v": 1}}, "v = 3": {"schedule": {"v": 3}}}},
+        "claims": [
+            {"says": "a sampler lags", "claim": "v = 3 > v = 1", "measure": "max lag_max", "source": "Eq. 1"},
+            {"says": "v = 1 is on-policy", "claim": "v = 1 <= 0", "measure": "max lag_max"},
+        ],
+    }
+    (root / "study.toml").write_text(tomli_w.dumps(content | changes))
+    return root / "study.toml"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"measurs": []}, "unknown setting 'measurs'; did you mean 'measures'"),
+        ({"measures": ["speed"]}, "'speed' is no measure"),
+        ({"settings": "gone.toml"}, "gone.toml: no such settings file"),
+        ({"seeds": []}, "seeds"),
+        ({"seeds": [1, 1]}, "seeds has 1 twice"),
+        ({"grid": {"v": {}}}, "grid.v has no label"),
+        ({"grid": {"a": {"x": {}}, "b": {"x": {}}}}, "the label 'x' twice"),
+        ({"grid": {"a": {"x 1": {}, "x-1": {}}}, "claims": []}, "would both be called"),
+        ({"claims": [{"says": "", "claim": "v = 2 > v = 1"}]}, "no label 'v = 2'"),
+        (
+            {"grid": {"v": {"v = 1": {"run": {"seed": 1}}}}, "claims": []},
+            "'v = 1': run.seed is set by the study itself",
+        ),
+        (
+            {"grid": {"v": {"v = 1": {"schedule": {"w": 1}}}}, "claims": []},
+            "run v-1-seed3: unknown setting 'schedule.w'",
+        ),
+        ({"set": {"objective": {"recipe": "grop"}}}, "run v-1-seed3: .*unknown recipe 'grop'"),
+    ],
+)
+def test_files_that_are_no_studies_are_refused_before_anything_runs(tmp_path, capsys, changes, said):
+    file = study_file(tmp_path, **changes)
+    with pytest.raises(SystemExit) as ended:
+        main(["study", str(file), "--dry-run", "--directory", str(tmp_path / "out")])
+    assert ended.value.code == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_settings_of_a_run_are_those_of_the_file_the_study_and_its_labels(tmp_path):
+    file = study_file(tmp_path)
+    study = load_study(file)
+    settings = settings_of(study, file, ("v = 3",), 4, tmp_path / "runs")
+    assert (settings.schedule.v, settings.schedule.batches, settings.run.seed) == (3, 4, 4)
+    assert (settings.run.name, settings.run.resume, settings.run.keep_optimizer) == ("v-3-seed4", "auto", False)
+    assert settings.model.path.endswith("model")
+
+
+def test_a_study_without_a_grid_is_one_cell():
+    assert Study(title="", settings="").cells == [()]
+
+
+PAPERS = TESTS.parent / "experiments" / "papers"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in PAPERS.glob("*.toml")))
+def test_the_studies_of_the_papers_can_be_run(name, tmp_path):
+    """And the page on studies has each, with the number of its runs."""
+    plan = Plan.read(PAPERS / name, tmp_path)
+    check_runs(list(plan.runs.values()))
+    row = re.search(rf"\| `experiments/papers/{name}` \|.*\| (\d+) \|", (TESTS.parent / "docs/studies.md").read_text())
+    assert row is not None
+    assert int(row[1]) == len(plan.runs)
+
+
+# Whole studies
+
+
+@pytest.fixture
+def command(monkeypatch) -> Callable[..., None]:
+    """`lagrpo study`, whose runs find the task of the tests."""
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return lambda *words: main(["study", *map(str, words)])
+
+
+def numbers(report: Path) -> dict[str, Any]:
+    """The measures of report.json by run, but for times."""
+    runs = json.loads((report / "report.json").read_text())["runs"]
+    return {
+        Path(run["run"]).name: {name: value for name, value in run["measures"].items() if "seconds" not in name}
+        for run in runs
+    }
+
+
+def test_a_study_runs_reports_and_goes_on(tmp_path, command, capsys):
+    file, out = study_file(tmp_path), tmp_path / "out"
+    command(file, "--directory", out, "--only", "seed3")
+    assert "cannot be told with 1 seed" in capsys.readouterr().out
+    assert len(numbers(out)) == 2
+    command(file, "--directory", out, "--dry-run")
+    said = capsys.readouterr().out
+    assert "v-1-seed3: finished" in said
+    assert "2 runs to make" in said
+    command(file, "--directory", out)
+    assert "report: " in capsys.readouterr().out
+    before = {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*") if path.is_file()}
+    command(file, "--directory", out)  # nothing is left to do
+    assert {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*") if path.is_file()} == before
+
+    found = numbers(out)
+    assert found.keys() == {f"v-{v}-seed{seed}" for v in (1, 3) for seed in (3, 4)}
+    for name, measures in found.items():  # of the runs' own files
+        lines, after = load_metrics(out / "runs" / name), load_evaluations(out / "runs" / name)[-1]
+        assert measures["max lag_max"] == max(line["lag_max"] for line in lines)
+        assert measures["mean reward_mean"] == pytest.approx(sum(line["reward_mean"] for line in lines) / 4)
+        assert measures["pass_at_1"] == after["pass_at_1"]
+    assert {found[name]["max lag_max"] for name in found if name.startswith("v-1")} == {0}
+    assert {found[name]["max lag_max"] for name in found if name.startswith("v-3")} == {2}
+    page = (out / "report.md").read_text()
+    assert (
+        "| a sampler lags (Eq. 1) | max lag_max: v = 3 > v = 1 | 2.000 ± 0.000 | cannot be told with 2 seeds |" in page
+    )
+    assert "runs missing" not in page
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+    file.write_text(file.read_text().replace("batches = 4", "batches = 4\nprompts = 1"))
+    with pytest.raises(SystemExit) as ended:  # what is there was made with other settings
+        command(file, "--directory", out)
+    assert ended.value.code == 2
+    assert "run v-1-seed3: schedule.prompts = 1, and the run has 2" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_made(tmp_path, command, capsys):
+    grid = {"v": {"v = 1": {}, "broken": {"sampling": {"max_prompt_tokens": 1}}}}
+    file, out = study_file(tmp_path, grid=grid, claims=[], seeds=[3]), tmp_path / "out"
+    with pytest.raises(SystemExit) as ended:
+        command(file, "--directory", out)
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "1 run failed: broken-seed3" in said
+    assert "max_prompt_tokens" in said  # the end of its log
+    assert [*numbers(out)] == ["v-1-seed3"] or not (out / "report.json").exists()
+    command(file, "--directory", out, "--report")
+    assert "**1 run missing**" in (out / "report.md").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_study_that_was_ended_anywhere_goes_on_to_the_same_numbers(tmp_path, command, number):
+    """Also by SIGKILL: its runs end by themselves, with a checkpoint."""
+    slow = {"schedule": {"batches": 12}, "run": {"checkpoint_minutes": 0, "checkpoint_every": 1}}
+    file, out = study_file(tmp_path, set=slow, seeds=[3]), tmp_path / "out"
+    words = [sys.executable, "-m", "lagrpo", "study", str(file), "--jobs", "1"]
+    with subprocess.Popen([*words, "--directory", str(out)], stderr=subprocess.DEVNULL) as study:
+        lines = out / "runs" / "v-1-seed3" / "metrics.jsonl"
+        end = time.monotonic() + 120
+        while not (lines.exists() and lines.read_bytes().count(b"\n") >= 2) and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(study.pid, number)
+        code = study.wait(120)
+    assert code == (-number if number == signal.SIGKILL else 128 + number)
+    end = time.monotonic() + 60
+    while (out / "runs" / "v-1-seed3" / ".lock-holder.json").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert 2 <= len(load_metrics(out / "runs" / "v-1-seed3")) < 12
+    command(file, "--directory", out)
+    command(file, "--directory", tmp_path / "undisturbed")
+    assert numbers(out) == numbers(tmp_path / "undisturbed")
+
+
+def test_two_processes_do_not_make_one_study(tmp_path, command, capsys):
+    from lagrpo.runs.lock import locked
+
+    file, out = study_file(tmp_path), tmp_path / "out"
+    out.mkdir()
+    with locked(out), pytest.raises(SystemExit) as ended:
+        command(file, "--directory", out)
+    assert ended.value.code == 2
+    assert "another process is writing into" in capsys.readouterr().err
+
+
+def test_the_report_of_no_runs_says_what_is_missing(tmp_path):
+    plan = Plan.read(study_file(tmp_path), tmp_path / "out")
+    page = Report(plan.study, {}, {}).to_markdown()
+    assert "**4 runs missing**" in page
+    assert "cannot be told: no runs of both sides" in page
+
+
+def test_relative_settings_are_beside_the_study(tmp_path):
+    (tmp_path / "sub").mkdir()
+    file = study_file(tmp_path, settings="sub/base.toml")
+    (tmp_path / "base.toml").rename(tmp_path / "sub" / "base.toml")
+    assert len(Plan.read(file, tmp_path / "out").runs) == 4
+    (tmp_path / "sub" / "base.toml").unlink()
+    with pytest.raises(SettingsError, match=r"sub/base\.toml: no such settings file"):
+        Plan.read(file, tmp_path / "out")
