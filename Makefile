@@ -59,7 +59,7 @@ test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
 
 test-vllm: $(STAMP) $(VLLM_STAMP)
-	LAGRPO_VLLM_PYTHON=$(abspath $(VLLM_ENV))/bin/python $(PYTEST) -m vllm
+	LAGRPO_VLLM_PYTHON=$(abspath $(VLLM_ENV))/bin/python $(PYTEST) -m vllm -n 2 --dist worksteal
 
 fuzz: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/fuzz.py $(OPTIONS)
