@@ -97,7 +97,7 @@ def test_differences_are_taken_seed_by_seed_and_averaged_over_what_is_not_named(
 
     assert of("masked > plain") == {0: 2.0}  # (2 + 6) / 2 - (1 + 3) / 2; seed 1 lacks a run
     assert of("masked & v = 1 > plain & v = 1") == {0: 1.0, 1: -1.0}
-    assert of("v = 10 <= v = 1") == {0: 2.5}
+    assert of("v = 10 <= v = 1") == {0: 3.0}  # (3 + 6) / 2 - (1 + 2) / 2
     assert of("plain & v = 10 > 0.5") == {0: 2.5, 1: 0.5}
 
 
@@ -240,10 +240,10 @@ def test_a_study_runs_reports_and_goes_on(tmp_path, command, capsys):
         assert measures["mean reward_mean"] == pytest.approx(sum(line["reward_mean"] for line in lines) / 4)
         assert measures["pass_at_1"] == after["pass_at_1"]
     assert {found[name]["max lag_max"] for name in found if name.startswith("v-1")} == {0}
-    assert {found[name]["max lag_max"] for name in found if name.startswith("v-3")} == {2}
+    assert {found[name]["max lag_max"] for name in found if name.startswith("v-3")} == {1}
     page = (out / "report.md").read_text()
     assert (
-        "| a sampler lags (Eq. 1) | max lag_max: v = 3 > v = 1 | 2.000 ± 0.000 | cannot be told with 2 seeds |" in page
+        "| a sampler lags (Eq. 1) | max lag_max: v = 3 > v = 1 | 1.000 ± 0.000 | cannot be told with 2 seeds |" in page
     )
     assert "runs missing" not in page
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -264,8 +264,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(tmp_path, command, ca
     said = capsys.readouterr().err
     assert "1 run failed: broken-seed3" in said
     assert "max_prompt_tokens" in said  # the end of its log
-    assert [*numbers(out)] == ["v-1-seed3"] or not (out / "report.json").exists()
-    command(file, "--directory", out, "--report")
+    assert [*numbers(out)] == ["v-1-seed3"]
     assert "**1 run missing**" in (out / "report.md").read_text()
 
 

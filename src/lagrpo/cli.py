@@ -250,8 +250,12 @@ def study(
     if dry_run:
         return planned.print_runs(only)
     with failing(RunsFailedError):
-        if not report:
-            planned.run(only, jobs)
+        try:
+            if not report:
+                planned.run(only, jobs)
+        except RunsFailedError:
+            planned.report()
+            raise
         planned.report()
 
 

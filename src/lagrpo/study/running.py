@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lagrpo.backends.hardware import pick_device
-from lagrpo.errors import SettingsError, refusing
+from lagrpo.errors import SettingsError
 from lagrpo.guard import end_with_parent
 from lagrpo.runs import load_evaluations, load_metrics
 from lagrpo.runs.files import write_atomically
@@ -73,17 +73,23 @@ class RunsFailedError(RuntimeError):
 def check_runs(planned: Sequence[Planned]) -> None:
     """Raise SettingsError for settings that cannot be run, and for a run in its place that was made with others."""
     for run in planned:
-        with refusing(f"run {run.name}"):
+        try:
             check_settings(run.settings)
+        except SettingsError as error:
+            raise SettingsError(f"run {run.name}: {error}") from error
+        if run.is_finished and (count := len(load_metrics(run.path))) > run.batches:
+            raise SettingsError(
+                f"run {run.name}: {run.path} has {count} batches, more than the {run.batches} asked for"
+            )
 
 
 def run_missing(planned: Sequence[Planned], directory: Path, jobs: int | None) -> None:
     """Make the runs that are not finished, `jobs` at a time. Raises RunsFailedError at the end for those that failed,
     SettingsError before the first for runs that cannot be made, and more at a time than there are cores or GPUs."""
+    check_runs(planned)
     missing = [run for run in planned if not run.is_finished]
     if not missing:
         return
-    check_runs(missing)
     slots = slots_of(missing[0].settings, jobs)
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     console.print(

@@ -49,7 +49,7 @@ class Plan:
     def print_runs(self, only: Sequence[str]) -> None:
         """What would be run, and what is there."""
         runs = self.chosen(only)
-        check_runs([run for run in runs if not run.is_finished])
+        check_runs(runs)
         for run in runs:
             print(f"{run.name}: {'finished' if run.is_finished else count_of(run.batches, 'batch', 'es')}")
         print(f"{count_of(sum(not run.is_finished for run in runs), 'run')} to make")
@@ -63,7 +63,10 @@ class Plan:
                 run_missing(self.chosen(only), self.directory, jobs or self.study.jobs)
 
     def report(self) -> None:
-        """Write the report of the finished runs, and print its verdicts."""
-        found = {key: Finished.read(run.path) for key, run in self.runs.items() if run.is_finished}
+        """Write the report of the finished runs, and print its verdicts. Raises SettingsError for a run that was made
+        with other settings."""
+        finished = {key: run for key, run in self.runs.items() if run.is_finished}
+        check_runs(list(finished.values()))
+        found = {key: Finished.read(run.path) for key, run in finished.items()}
         report = Report(self.study, found, {key: run.path for key, run in self.runs.items()})
         print_summary(report, report.write(self.directory))
