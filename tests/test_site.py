@@ -102,8 +102,10 @@ def check_command(words: list[str]) -> None:
     options = [option.split("=")[0].removeprefix("--") for option in rest if option.startswith("--")]
     for option in options:
         assert plain(option) in {plain(each) for each in known}, f"lagrpo {shlex.join(words)}: no option --{option}"
-    if name == "train" and rest and "NAME" not in "".join(option for option in rest if option.startswith("--")):
-        given = parse(Settings, [word for word in rest if word != "VALUE"], {"--dry-run", "--help"})
+    if name == "recipes":
+        assert {word for word in rest if re.fullmatch("[a-z_]+", word)} <= PRESETS.keys(), rest
+    if name == "train" and "VALUE" not in rest:
+        given = parse(Settings, rest, {"--dry-run", "--help"})
         validate(Settings, {}, {**given.overrides, "run": {}}, "command line")
 
 
@@ -123,6 +125,7 @@ def check_targets(words: list[str]) -> None:
     [
         (["trian", "a.toml"], "there is no command"),
         (["show", "runs/NAME", "--bach", "3"], "no option --bach"),
+        (["recipes", "dappo"], "dappo"),
         (["train", "a.toml", "--schedule.w", "3"], "no option --schedule.w"),
     ],
 )

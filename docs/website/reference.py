@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import fields
+from functools import cache
 from typing import Any, get_args, get_origin
 from unittest.mock import patch
 
@@ -76,7 +77,7 @@ def _name_types(kind: Any) -> Iterator[str]:
         yield names[kind]
     elif get_origin(kind) is tuple:
         inside = " or ".join(dict.fromkeys(name for each in arguments if each is not ... for name in _name_types(each)))
-        yield f"a list of {inside}" if ... in arguments else f"{len(arguments)} of: {inside}"
+        yield f"a list of {inside}" + ("" if ... in arguments else f", of length {len(arguments)}")
     elif all(isinstance(each, str) for each in arguments):
         yield from (f"`{_say(each)}`" for each in arguments)
     else:
@@ -105,6 +106,7 @@ def commands() -> str:
     return "\n".join(lines)
 
 
+@cache
 def help_of(*command: str) -> str:
     """What `lagrpo COMMAND --help` prints."""
     output = io.StringIO()
