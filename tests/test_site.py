@@ -98,7 +98,7 @@ def check_command(words: list[str]) -> None:
         return
     assert name in COMMANDS, f"there is no command: lagrpo {shlex.join(words)}"
     rest = rest[: rest.index("--")] if "--" in rest else rest
-    known = set(re.findall(r"--([\w.-]+)", plain(reference.help_of(name)))) | SHORT.keys() | {"help"}
+    known = set(re.findall(r"--([\w.-]+)", reference.help_of(name))) | SHORT.keys() | {"help"}
     options = [option.split("=")[0].removeprefix("--") for option in rest if option.startswith("--")]
     for option in options:
         assert plain(option) in {plain(each) for each in known}, f"lagrpo {shlex.join(words)}: no option --{option}"

@@ -17,7 +17,7 @@ myst_fence_as_directive = ["math"]
 myst_heading_anchors = 6
 myst_disable_syntax = ["myst_line_comment", "myst_block_break", "myst_target", "myst_role"]
 myst_dmath_double_inline = True
-suppress_warnings = ["misc.highlighting_failure"]  # output of programs, shown as it is
+suppress_warnings = ["ref.python"]  # annotations are not qualified: tasks have an Options each
 
 html_theme = "furo"
 html_static_path = [str(HERE / "style.css")]

@@ -10,9 +10,12 @@ from pathlib import Path
 from website.markdown import escape
 from website.reference import link_pages, link_papers
 
+UP = "../.."
 PUBLIC = ("lagrpo", "lagrpo.runs", "lagrpo.replay", "lagrpo.types", "lagrpo.tasks", "lagrpo.objective", "lagrpo.core",
           "lagrpo.sampling.schedule")  # fmt: skip
 """What a page is about: a module, or a package with its modules. All others are in the table of modules."""
+DOORS = ("lagrpo", "lagrpo.runs", "lagrpo.replay")
+"""Packages whose own names are public, wherever they are defined, and not their modules."""
 Definition = ast.FunctionDef | ast.ClassDef
 
 
@@ -27,7 +30,7 @@ def page(sources: Path, name: str) -> str:
     """The page of a module; that of a package has its public modules, too."""
     path = sources / Path(*name.split("."))
     files = [_file(sources, name)]
-    if path.is_dir() and name not in ("lagrpo", "lagrpo.runs", "lagrpo.replay"):
+    if path.is_dir() and name not in DOORS:
         files += sorted(file for file in path.glob("[!_]*.py"))
     parts = [_module(sources, file, 1 if n == 0 else 2) for n, file in enumerate(files)]
     return "\n\n".join(parts) + "\n"
@@ -63,17 +66,35 @@ def _module(sources: Path, file: Path, level: int) -> str:
 
 
 def public(sources: Path, tree: ast.Module) -> list[Definition]:
-    """The public functions and classes of a module, and those of others that its `__all__` names."""
-    own = [node for node in tree.body if isinstance(node, Definition) and not node.name.startswith("_")]
+    """The public functions and classes of a module. A door, whose `__all__` names those of modules that have no page,
+    has them, too."""
     names = _listed(tree)
-    found = [node for node in own if names is None or node.name in names]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lagrpo"):
-            wanted = {alias.name for alias in node.names} & (names or set())
-            if wanted and (file := _file(sources, node.module)).exists():
-                others = ast.parse(file.read_text(encoding="utf-8")).body
-                found += [each for each in others if isinstance(each, Definition) and each.name in wanted]
+    found = [node for node in _definitions(tree) if node.name in names] if names else _definitions(tree)
+    for node in ast.walk(tree) if names else ():
+        if isinstance(node, ast.ImportFrom) and not _has_page(sources, node.module or ""):
+            found += [made for each in node.names if each.name in names and (made := find(sources, node, each.name))]
     return found
+
+
+def find(sources: Path, importing: ast.ImportFrom, name: str) -> Definition | None:
+    """The definition of an imported name, through modules that import it from others."""
+    file = _file(sources, importing.module or "")
+    if not (importing.module or "").startswith("lagrpo") or not file.exists():
+        return None
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    if own := [node for node in _definitions(tree) if node.name == name]:
+        return own[0]
+    others = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return next((find(sources, each, name) for each in others if name in {alias.name for alias in each.names}), None)
+
+
+def _definitions(tree: ast.Module) -> list[Definition]:
+    return [node for node in tree.body if isinstance(node, Definition) and not node.name.startswith("_")]
+
+
+def _has_page(sources: Path, name: str) -> bool:
+    parent = name.rpartition(".")[0]
+    return name in PUBLIC or (parent in PUBLIC and parent not in DOORS)
 
 
 def _listed(tree: ast.Module) -> set[str] | None:
@@ -107,7 +128,7 @@ def _member(node: ast.stmt) -> list[str]:
         head = f"- `{node.name}{returns.replace(' ->', ':')}`"
     else:
         head = f"- `{node.name}({re.sub('^(self|cls)(, )?', '', ast.unparse(node.args))}){returns}`"
-    said = link_pages(escape(" ".join((ast.get_docstring(node) or "").split())))
+    said = link_pages(escape(" ".join((ast.get_docstring(node) or "").split())), UP)
     return [f"{head}  ", f"  {said}"] if said else [head]
 
 
@@ -126,8 +147,8 @@ def _paragraphs(text: str) -> Iterator[list[str]]:
         elif re.fullmatch(r"\w+:", head) and rest:
             yield [f"*{head}*", "", "```text", *(line.removeprefix("    ") for line in rest), "```"]
         elif any(line.startswith("- ") for line in lines):
-            yield [link_pages(link_papers(re.sub(r"\n- ", "\n\n- ", escape(paragraph))))]
+            yield [link_pages(link_papers(re.sub(r"\n- ", "\n\n- ", escape(paragraph))), UP)]
         elif any(re.search(r"\S {2,}\S|^ {2,}", line) for line in lines):
             yield ["```text", *lines, "```"]
         else:
-            yield [link_pages(link_papers(escape(paragraph)))]
+            yield [link_pages(link_papers(escape(paragraph)), UP)]

@@ -124,6 +124,6 @@ def link_papers(text: str) -> str:
     return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
 
 
-def link_pages(text: str) -> str:
-    """Pages of docs/ that a text names as links."""
-    return re.sub(r"docs/([\w-]+)\.md", r"[\1.md](../docs/\1.md)", text)
+def link_pages(text: str, up: str = "..") -> str:
+    """Pages of docs/ that a text names as links from a page that lies in `up`."""
+    return re.sub(r"docs/([\w-]+)\.md", rf"[\1.md]({up}/docs/\1.md)", text)
