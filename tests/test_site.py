@@ -69,7 +69,14 @@ def commands(text: str) -> Iterator[list[str]]:
                 for part in re.split(r"(?<=\s)(?:&&|&|;|\|)(?=\s|$)|\bdo\b", re.sub(r"\s#.*", "", line)):
                     words = re.sub(r"^(\s*[A-Z_]+=\S+)+\s", "", part.strip())
                     if re.match(r"(\S*/)?(lagrpo|torchrun|make|python|pytest)\s", words):
-                        yield shlex.split(words)
+                        yield [each for word in shlex.split(words) for each in expand(word)]
+
+
+def expand(word: str) -> list[str]:
+    """A word with a list in braces as bash reads it."""
+    if (found := re.fullmatch(r"(.*)\{([^{}]+,[^{}]+)\}(.*)", word)) is None:
+        return [word]
+    return [f"{found[1]}{each}{found[3]}" for each in found[2].split(",")]
 
 
 def ours(words: list[str]) -> list[str] | None:
@@ -98,7 +105,8 @@ def check_command(words: list[str]) -> None:
         return
     assert name in COMMANDS, f"there is no command: lagrpo {shlex.join(words)}"
     rest = rest[: rest.index("--")] if "--" in rest else rest
-    known = set(re.findall(r"--([\w.-]+)", reference.help_of(name))) | SHORT.keys() | {"help"}
+    help = reference.help_of(name) + (reference.help_of("train") if name == "plan" else "")
+    known = set(re.findall(r"--([\w.-]+)", help)) | SHORT.keys() | {"help"}
     options = [option.split("=")[0].removeprefix("--") for option in rest if option.startswith("--")]
     for option in options:
         assert plain(option) in {plain(each) for each in known}, f"lagrpo {shlex.join(words)}: no option --{option}"

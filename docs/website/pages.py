@@ -15,6 +15,8 @@ from website.markdown import anchors, links
 
 HOME_ENDS = "\n## Stop it, and go on\n"
 """Where the home page ends and the guide begins: both are the README."""
+USE = ("choose", "off-policy", "vllm", "scaling", "run-directory", "reliability", "verify")
+"""Pages of docs/ for who uses the program, in their order; the others explain it."""
 IMAGES = {".png", ".svg", ".jpg"}
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".sbatch": "bash", ".sh": "bash", ".json": "json"}
 
@@ -79,8 +81,24 @@ def _write_readme(root: Path, site: Path) -> None:
     home, found, guide = relinked(root, Path("README.md")).partition(HOME_ENDS)
     if not found:
         raise ValueError(f"README.md: no heading {HOME_ENDS.strip()!r}, where the home page ends")
-    _put(site / "index.md", home + "\n" + CONTENTS)
+    _put(site / "index.md", f"{home}\n{contents(root)}")
     _put(site / "guide.md", "# Guide\n" + HOME_ENDS + guide)
+
+
+def contents(root: Path) -> str:
+    """The navigation. A new page of docs/ comes with those that explain."""
+    explain = sorted({path.stem for path in (root / "docs").glob("*.md")} - set(USE), key=_by_rank)
+    parts = {
+        "Use it": ["guide", *(f"docs/{name}" for name in USE)],
+        "Understand it": [f"docs/{name}" for name in explain],
+        "Reference": ["reference/settings", "reference/recipes", "reference/commands", "reference/python"],
+    }
+    trees = (["```{toctree}", ":hidden:", f":caption: {name}", *pages, "```", ""] for name, pages in parts.items())
+    return "\n".join(line for tree in trees for line in tree)
+
+
+def _by_rank(name: str) -> tuple[bool, str]:
+    return name != "theory", name
 
 
 def _put(target: Path, text: str | None, source: Path | None = None) -> None:
@@ -89,39 +107,3 @@ def _put(target: Path, text: str | None, source: Path | None = None) -> None:
         shutil.copyfile(source, target)
     else:
         target.write_text(text or "", encoding="utf-8")
-
-
-CONTENTS = """
-```{toctree}
-:hidden:
-:caption: Use it
-guide
-docs/choose
-docs/off-policy
-docs/vllm
-docs/scaling
-docs/run-directory
-docs/reliability
-docs/verify
-```
-
-```{toctree}
-:hidden:
-:caption: Understand it
-:glob:
-docs/theory
-docs/precision
-docs/comparison
-docs/conformance
-docs/*
-```
-
-```{toctree}
-:hidden:
-:caption: Reference
-reference/settings
-reference/recipes
-reference/commands
-reference/python
-```
-"""
