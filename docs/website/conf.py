@@ -3,11 +3,12 @@
 import sys
 from pathlib import Path
 
+import ziamath
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 project = "lagrpo"
-author = "the authors of lagrpo"
 html_title = "lagrpo"
 extensions = ["myst_parser", "mathml"]
 
@@ -20,11 +21,12 @@ myst_dmath_double_inline = True
 suppress_warnings = ["ref.python"]  # annotations are not qualified: tasks have an Options each
 
 html_theme = "furo"
-html_static_path = [str(HERE / "style.css")]
+html_static_path = [str(HERE / "style.css"), str(Path(ziamath.__file__).parent / "fonts" / "STIXTwoMath-Regular.ttf")]
 html_css_files = ["style.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
+html_show_copyright = False
 pygments_style = "tango"
 pygments_dark_style = "monokai"
 highlight_language = "text"

@@ -68,8 +68,8 @@ def _module(sources: Path, file: Path, level: int) -> str:
 def public(sources: Path, tree: ast.Module) -> list[Definition]:
     """The public functions and classes of a module. A door, whose `__all__` names those of modules that have no page,
     has them, too."""
-    names = _listed(tree)
-    found = [node for node in _definitions(tree) if node.name in names] if names else _definitions(tree)
+    names = _listed(tree) or set()
+    found = [node for node in _definitions(tree) if not names or node.name in names]
     for node in ast.walk(tree) if names else ():
         if isinstance(node, ast.ImportFrom) and not _has_page(sources, node.module or ""):
             found += [made for each in node.names if each.name in names and (made := find(sources, node, each.name))]
