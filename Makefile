@@ -13,6 +13,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 TRL := .venv-trl
 CONFORMANCE := .venv-conformance
+DOCS := .venv-docs
 # Where vLLM is installed; may be a directory that is kept between checkouts.
 VLLM_ENV ?= .venv-vllm
 VLLM_VERSION := 0.32.0
@@ -24,7 +25,7 @@ PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu test-vllm fuzz check-trl chaos conformance portability check-aarch64 bench-trl \
-	bench-scaling bench-peak bench-vllm bench-gpu bench-busy bench-plan bench-ranks bench-memory bench-sync lint format install vllm-env clean
+	bench-scaling bench-peak bench-vllm bench-gpu bench-busy bench-plan bench-ranks bench-memory bench-sync docs lint format install vllm-env clean
 
 help:
 	@echo "make demo       install, then train the embedded 135M model on single-digit addition and show what it learned"
@@ -38,11 +39,12 @@ help:
 	@echo "make bench-trl, bench-scaling, bench-peak, bench-vllm, bench-gpu, bench-busy, bench-plan, bench-ranks, bench-memory, bench-sync   see benchmarks/README.md"
 	@echo "make portability  two updates of the embedded model at every level of instructions of this processor"
 	@echo "make check-aarch64  the kernels on an emulated ARM processor (needs gcc-aarch64-linux-gnu and qemu-user)"
+	@echo "make docs       install, then build the documentation as a site: site/index.html"
 	@echo "make lint       ruff (rules and format) and pyright"
 	@echo "make format     let ruff put the sources in order"
 	@echo "make install    only install, into .venv"
 	@echo "make vllm-env   install vLLM into $(VLLM_ENV), for the sampler vllm and \`lagrpo serve\`"
-	@echo "make clean      remove .venv, .venv-trl, .venv-conformance and .venv-vllm"
+	@echo "make clean      remove .venv, .venv-trl, .venv-conformance, .venv-docs, .venv-vllm, build and site"
 	@echo
 	@echo "PYTHON=/path/to/python3.12   which Python (now: $(if $(PYTHON),$(PYTHON),none that is new enough))"
 	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu   a small torch without CUDA"
@@ -88,6 +90,13 @@ bench-scaling bench-gpu bench-busy bench-plan bench-ranks bench-memory: $(STAMP)
 bench-vllm bench-sync: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python benchmarks/$(subst -,_,$@).py --peer $(VLLM_ENV)/bin/python $(OPTIONS)
 
+# A link or an anchor that leads nowhere, and any other warning, fails the build.
+docs: $(STAMP) $(DOCS)/installed
+	$(ONE_THREAD) $(BIN)/python docs/website/generate.py build/docs
+	rm -rf site
+	$(DOCS)/bin/python -m sphinx -q -E -W --keep-going -c docs/website -d build/doctrees build/docs site
+	@echo "The site: $(abspath site)/index.html"
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -103,7 +112,7 @@ vllm-env: $(VLLM_STAMP)
 	@echo "vLLM $(VLLM_VERSION) is in $(VLLM_ENV)$(if $(filter-out .venv-vllm,$(VLLM_ENV)),; use it with: --vllm.python $(VLLM_ENV)/bin/python)"
 
 clean:
-	rm -rf .venv .venv-trl .venv-conformance .venv-vllm
+	rm -rf .venv .venv-trl .venv-conformance .venv-docs .venv-vllm build site
 
 define need_python
 @$(if $(PYTHON),,echo "lagrpo needs Python 3.11 or newer, and there is none on the PATH ($$(python3 -V 2>&1))." >&2; \
@@ -135,6 +144,13 @@ $(CONFORMANCE)/installed: conformance/requirements.txt conformance/requirements-
 	$(CONFORMANCE)/bin/python -m pip install -q --upgrade 'pip>=25.1'
 	$(CONFORMANCE)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r conformance/requirements.txt
 	$(CONFORMANCE)/bin/python -m pip install --no-deps -r conformance/requirements-without-dependencies.txt
+	@touch $@
+
+$(DOCS)/installed: docs/website/requirements.txt
+	$(need_python)
+	"$(PYTHON)" -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q --upgrade 'pip>=25.1'
+	$(DOCS)/bin/python -m pip install -r docs/website/requirements.txt
 	@touch $@
 
 # vLLM's builds for CPUs are another distribution, whose torch does not go with the torchvision, torchaudio and torchcodec

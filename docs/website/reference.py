@@ -1,0 +1,129 @@
+"""The reference that the code gives: settings, recipes, commands. Each function returns a page of Markdown."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import fields
+from functools import cache
+from typing import Any, get_args, get_origin
+from unittest.mock import patch
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from website.markdown import escape
+
+from lagrpo.cli import COMMANDS, main
+from lagrpo.objective.code import write_code
+from lagrpo.objective.composition import Composition
+from lagrpo.objective.recipes import PRESETS
+from lagrpo.settings.schema import Settings
+
+WIDTH = "100"
+ABOUT_SETTINGS = """\
+A setting is given in a TOML file, in the table of its section, or on the command line: `--section.name VALUE`.
+`lagrpo train --help` lists the same."""
+ABOUT_RECIPES = """\
+`objective.recipe` names one; the other settings of [objective](settings.md#objective) replace pieces of it.
+[theory.md](../docs/theory.md) derives them, [choose.md](../docs/choose.md) says when to use which. `rho` is π/α of a
+token, `s` of a sequence; A normalized is (r - mu)/sigma, centered r - mu."""
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "of length at least"}
+
+
+def settings() -> str:
+    """Every setting of a run with its type, default and description."""
+    lines = ["# Settings", "", ABOUT_SETTINGS, ""]
+    for name, field in Settings.model_fields.items():
+        section = field.annotation
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            raise TypeError(f"{name} is no section of settings")
+        lines += [f"## {name}", ""]
+        if "__doc__" in vars(section) and section.__doc__:
+            lines += [link_pages(escape(" ".join(section.__doc__.split()))), ""]
+        for leaf, setting in section.model_fields.items():
+            lines += _setting(f"{name}.{leaf}", setting)
+    return "\n".join(lines)
+
+
+def _setting(name: str, field: FieldInfo) -> list[str]:
+    default = "unset" if field.default is None else f"`{_say(field.default)}`"
+    text = link_pages(escape(" ".join((field.description or "").split())))
+    return [f"```{{confval}} {name}", f":type: {describe(field)}", f":default: {default}", "", text, "```", ""]
+
+
+def _say(value: Any) -> str:
+    """A value as a settings file says it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_say, value))}]"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def describe(field: FieldInfo) -> str:
+    """The type of a setting and its bounds, in words."""
+    bounds = [f"{words} {getattr(each, name)}" for each in field.metadata for name, words in BOUNDS.items()
+              if getattr(each, name, None) is not None]  # fmt: skip
+    return ", ".join([" or ".join(_name_types(field.annotation)), *bounds])
+
+
+def _name_types(kind: Any) -> Iterator[str]:
+    names = {int: "integer", float: "number", bool: "true or false", str: "text"}
+    arguments = get_args(kind)
+    if kind in names:
+        yield names[kind]
+    elif get_origin(kind) is tuple:
+        inside = " or ".join(dict.fromkeys(name for each in arguments if each is not ... for name in _name_types(each)))
+        yield f"a list of {inside}" + ("" if ... in arguments else f", of length {len(arguments)}")
+    elif all(isinstance(each, str) for each in arguments):
+        yield from (f"`{_say(each)}`" for each in arguments)
+    else:
+        yield from (name for each in arguments if each is not type(None) for name in _name_types(each))
+
+
+def recipes() -> str:
+    """Every recipe: what it maximizes, its source, the settings that make it, and its code."""
+    lines = ["# Recipes", "", ABOUT_RECIPES]
+    for name, preset in PRESETS.items():
+        made = {f.name: getattr(preset.composition, f.name) for f in fields(Composition)}
+        changed = [f"`{f.name} = {_say(made[f.name])}`" for f in fields(Composition) if made[f.name] != f.default]
+        code = write_code(name, preset.formula, preset.composition)
+        lines += ["", f"## {name}", "", "```text", preset.formula, "```", "", link_papers(escape(preset.source)), ""]
+        lines += [f"Settings that differ from the default: {', '.join(changed) or 'none'}.", ""]
+        lines += ["<details><summary>As one function</summary>", ""]
+        lines += ["```python", code.rstrip(), "```", "", "</details>"]
+    return "\n".join(lines) + "\n"
+
+
+def commands() -> str:
+    """What `lagrpo --help` and the `--help` of every command print."""
+    lines = ["# Command line", "", "```text", help_of(), "```", ""]
+    for name in COMMANDS:
+        lines += [f"## lagrpo {name}", "", "```text", help_of(name), "```", ""]
+    return "\n".join(lines)
+
+
+@cache
+def help_of(*command: str) -> str:
+    """What `lagrpo COMMAND --help` prints."""
+    output = io.StringIO()
+    with patch.dict(os.environ, {"COLUMNS": WIDTH, "NO_COLOR": "1"}), redirect_stdout(output):
+        try:
+            main([*command, "--help"])
+        except SystemExit as stop:
+            if stop.code:
+                raise
+    return "\n".join(line.rstrip() for line in output.getvalue().strip().splitlines())
+
+
+def link_papers(text: str) -> str:
+    """Numbers of arXiv as links."""
+    return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+
+
+def link_pages(text: str, up: str = "..") -> str:
+    """Pages of docs/ that a text names as links from a page that lies in `up`."""
+    return re.sub(r"docs/([\w-]+)\.md", rf"[\1.md]({up}/docs/\1.md)", text)
