@@ -22,6 +22,7 @@ from lagrpo.objective.recipes import PRESETS
 from lagrpo.settings.arguments import SHORT, parse
 from lagrpo.settings.schema import ScheduleSettings, Settings
 from lagrpo.settings.toml import list_settings, load_settings, validate
+from lagrpo.study.file import Study
 
 ROOT = Path(__file__).parent.parent
 PAGES = [Path("README.md"), *sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))]
@@ -146,11 +147,13 @@ def test_a_command_that_is_none_is_found(words, error):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_toml_is_settings(page):
+def test_toml_is_settings_or_a_study(page):
     for language, block in markdown.code(text_of(page)):
         if language == "toml":
             given = tomllib.loads(block)
-            if given.keys() <= Settings.model_fields.keys():
+            if "grid" in given:
+                validate(Study, given, {}, str(page))
+            elif given.keys() <= Settings.model_fields.keys():
                 load_settings(given)
 
 
