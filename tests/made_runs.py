@@ -51,7 +51,8 @@ def row(text: str, reward: float | None = 1.0, /, **changes: Any) -> dict[str, A
     base = {
         "batch": 1, "stage": 1, "source": "sampler", "epoch": 0, "prompt_key": 7, "prompt_text": "What is 2 + 2?",
         "prompt_token_ids": [3, 4], "gold": '"4"', "completion": 0, "text": text, "token_ids": ids,
-        "logp_alpha": [-0.25 * (n + 1) for n in range(len(ids))], "versions": [0] * len(ids), "sampled": [True] * len(ids),
+        "logp_alpha": [-0.25 * (n + 1) for n in range(len(ids))], "versions": [0] * len(ids),
+        "sampled": [True] * len(ids),
         "pi_k_version": 1, "lag": 1, "finished": True, "outcome": outcome, "reward": reward, "reason": "",
         "advantage": 0.5 if reward is not None else None, "masked": "" if reward is not None else "unscored",
         "sigma": 0.5, "log_ratio": -0.125, "kl_alpha": 0.001,
@@ -72,7 +73,8 @@ def group(key: int, rewards: list[float | None], /, **changes: Any) -> list[dict
 def metrics(batch: int, **changes: Any) -> dict[str, float | None]:
     """Some of the numbers of a batch."""
     base = {
-        "stage": 1 if batch < 3 else 2, "batch": batch, "version": batch - 1, "synced": batch % 2, "lag_max": 1 - batch % 2,
+        "stage": 1 if batch < 3 else 2, "batch": batch, "version": batch - 1, "synced": batch % 2,
+        "lag_max": 1 - batch % 2,
         "completions": 12, "unscored": 0, "failed": 0, "reward_mean": 0.1 * batch, "zero_variance_share": 0.9,
         "tokens_mean": 5.0 + batch, "finished_share": 0.25, "kl_alpha": 0.001 * batch, "ess": 0.9, "entropy": None,
         "grad_norm": 1.0 + 1 / batch, "seconds_total": 2.0, "tokens_sampled": 60,

@@ -6,7 +6,11 @@ import base64
 import hashlib
 import http.client
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -17,7 +21,7 @@ from running import tiny_settings
 from test_cli import lagrpo as command
 from tiny import save_tiny
 
-import lagrpo.view
+import lagrpo
 from lagrpo.errors import SettingsError
 from lagrpo.runs import RunNotFoundError, load_rollouts
 from lagrpo.runs.lock import locked
@@ -37,7 +41,14 @@ def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp("trained")
     model = save_tiny(root / "model")
     settings = tiny_settings(model, root / "runs", schedule={"v": 2}, run={"name": "one", "entropy": True})
-    return lagrpo.train(settings).path
+    return lagrpo.train(settings).run
+
+
+def sought(pattern: str, text: str) -> re.Match[str]:
+    """The first place where a pattern is found, which must be there."""
+    found = re.search(pattern, text)
+    assert found, f"no {pattern} in {text[:200]}"
+    return found
 
 
 def columns(packed: bytes, number: int = 0):
@@ -54,17 +65,17 @@ def test_the_page_holds_the_completions_of_a_real_run(trained):
     run, found = columns(collect([trained], 10_000))
     rows, r = load_rollouts(trained), run["rollouts"]
     assert len(rows) == 3 * 2 * 4
-    assert r["texts"] == [row["text"] for row in rows]
-    assert found["reward"].tolist() == [row["reward"] for row in rows]
-    assert found["lag"].tolist() == [row["lag"] for row in rows]
-    assert np.allclose(found["advantage"], [row["advantage"] for row in rows])
+    assert r["texts"] == [one["text"] for one in rows]
+    assert found["reward"].tolist() == [one["reward"] for one in rows]
+    assert found["lag"].tolist() == [one["lag"] for one in rows]
+    assert np.allclose(found["advantage"], [one["advantage"] for one in rows])
     starts = found["first_token"]
-    for c, row in enumerate(rows):
+    for c, one in enumerate(rows):
         own = slice(starts[c], starts[c + 1])
-        assert [r["ids"][place] for place in found["token"][own]] == row["token_ids"]
-        assert np.abs(found["logp"][own] / 1000 - np.array(row["logp_alpha"])).max() <= 0.0005001
-        assert found["version"][own].tolist() == row["versions"]
-        assert "".join(r["vocabulary"][place] for place in found["token"][own]).startswith(row["text"])
+        assert [r["ids"][place] for place in found["token"][own]] == one["token_ids"]
+        assert np.abs(found["logp"][own] / 1000 - np.array(one["logp_alpha"])).max() <= 0.0005001
+        assert found["version"][own].tolist() == one["versions"]
+        assert "".join(r["vocabulary"][place] for place in found["token"][own]).startswith(one["text"])
     assert found["group_batch"].tolist() == [1, 1, 2, 2, 3, 3]
     assert found["group_first"].tolist() == list(range(0, 25, 4))
     assert [[int(number) for number in batch] for batch in r["batches"]] == [
@@ -248,7 +259,7 @@ def test_no_text_of_a_run_becomes_markup(tmp_path):
     assert page.count("<script") == page.count("</script>") == 3
     assert page.count("</title>") == page.count("</style>") == 1
     assert "a&lt;b&gt;&amp;&#x27;&quot;&lt;/title&gt; · lagrpo view</title>" in page
-    made, _ = columns(base64.b64decode(re.search(r'id="data">([^<]*)<', page)[1]))
+    made, _ = columns(base64.b64decode(sought(r'id="data">([^<]*)<', page)[1]))
     assert made["rollouts"]["texts"][-1] == HOSTILE
     assert made["rollouts"]["prompts"][0][1:] == [HOSTILE, HOSTILE]
     assert made["rollouts"]["codes"]["reason"][0] == HOSTILE
@@ -267,7 +278,7 @@ def test_names_that_are_no_unicode_do_no_harm(tmp_path):
 
 def test_the_policy_allows_the_own_scripts_alone_and_no_network(tmp_path):
     page = make_page(["run"], collect([fill(make_run(tmp_path)).path], 10))
-    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
+    policy = sought(r'Content-Security-Policy" content="([^"]*)"', page)[1]
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules["default-src"] == rules["connect-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
     scripts = re.findall(r"<script>(.*?)</script>", page, re.S)
@@ -393,9 +404,15 @@ def damage_lists(run):
 @pytest.mark.parametrize(
     "damage",
     [
-        damage_rollouts, damage_metrics, damage_evaluation, damage_summary, damage_config, damage_environment, damage_lists,
+        damage_rollouts,
+        damage_metrics,
+        damage_evaluation,
+        damage_summary,
+        damage_config,
+        damage_environment,
+        damage_lists,
     ],
-)  # fmt: skip
+)
 def test_damaged_files_are_one_line_and_exit_code_2(tmp_path, damage):
     run = fill(make_run(tmp_path))
     expected = damage(run)
@@ -532,17 +549,13 @@ def test_the_server_stays_up_while_a_run_cannot_be_read(served):
 
 
 def test_serve_follows_a_run_and_ends_with_ctrl_c_in_one_line(tmp_path):
-    import os
-    import signal
-    import subprocess
-    import sys
-
     run = fill(make_run(tmp_path))
     words = [sys.executable, "-m", "lagrpo", "view", str(run.path), "--serve"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
+        assert process.stdout is not None
         first = process.stdout.readline()
-        port = int(re.match(r"http://127\.0\.0\.1:(\d+)/  shows .*made and follows it; Ctrl-C ends", first)[1])
+        port = int(sought(r"^http://127\.0\.0\.1:(\d+)/  shows .*made and follows it; Ctrl-C ends", first)[1])
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("GET", "/")
         assert b"<!doctype html>" in connection.getresponse().read()

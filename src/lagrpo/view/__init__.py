@@ -4,5 +4,5 @@ command.py     write the file, say what is in it      serve.py        the same p
 data.py        from runs to what the page holds       sample.py       which completions fit in
 rollouts.py    groups, completions, tokens            vocabulary.py   the texts of tokens
 evaluations.py  prompts before and after              meanings.py     what each metric is
-payload.py     JSON and arrays, packed                page.py         the HTML around them; assets/ is what it is made of
+payload.py     JSON and arrays, packed                page.py         the HTML around them, made of assets/
 """

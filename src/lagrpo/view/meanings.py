@@ -1,4 +1,4 @@
-"""What each metric of metrics.jsonl is, in a line, and the room of the page that lists it. docs/run-directory.md has more."""
+"""What each metric of metrics.jsonl is, in a line, under the headings of the page. docs/run-directory.md has more."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The HTML around the data: one file without links, which no policy lets reach a network.
 
-Scripts and styles are allowed by their hashes alone. The data is base64, and names in the title are escaped; every other
-text is put into the page by its script, as text.
+Scripts and styles are allowed by their hashes alone. The data is base64, and names in the title are escaped; the
+script puts every other text into the page as text.
 """
 
 from __future__ import annotations
@@ -13,17 +13,8 @@ from collections.abc import Sequence
 from importlib.resources import files
 
 STYLES = ("uplot.css", "style.css")
-SCRIPTS = (
-    "dom.js",
-    "data.js",
-    "trend.js",
-    "groups.js",
-    "tokens.js",
-    "rollouts.js",
-    "evaluations.js",
-    "settings.js",
-    "app.js",
-)
+NAMES = ("dom", "data", "trend", "groups", "tokens", "rollouts", "evaluations", "settings", "app")
+SCRIPTS = [f"{name}.js" for name in NAMES]
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -36,7 +27,7 @@ PAGE = """<!doctype html>
 <style>{style}</style>
 </head>
 <body>
-<main id="page"{live}><p class="loading">Unpacking the run. It takes JavaScript, and a browser of 2023 or later.</p></main>
+<main id="page"{live}><p class="loading">This page needs JavaScript, and a browser of 2023 or later.</p></main>
 <script type="application/octet-stream" id="data">{data}</script>
 <script>{library}</script>
 <script>{program}</script>

@@ -1,7 +1,7 @@
 """What the page holds, packed: a JSON header and the arrays that it refers to by number, deflated.
 
-Layout, before deflating: the length of the header as a little-endian uint32; the header as UTF-8; zeros up to a multiple
-of 8; the arrays, each at a multiple of 8. `arrays` in the header has [type, offset from the first array, length] of each.
+Layout, before deflating: the length of the header as a little-endian uint32; the header as UTF-8; zeros up to a
+multiple of 8; the arrays, each at a multiple of 8. The header's `arrays` has [type, offset from the first, length].
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rollouts of a run, for the page: columns of batches, groups and completions, and the tokens of all, end to end."""
+"""The rollouts of a run, for the page: columns of batches, groups and completions, and all tokens, end to end."""
 
 from __future__ import annotations
 

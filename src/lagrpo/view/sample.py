@@ -1,7 +1,7 @@
 """Which completions a page holds, where a run has more than fit in: whole groups, evenly over the batches.
 
-A batch's prompts are in random order, so its first groups are a random sample of it. Where the share of a batch would be
-less than LEAST completions, fewer batches are taken, evenly spaced, the first and the last among them.
+A batch's prompts are in random order, so its first groups are a random sample of it. Where the share of a batch would
+be less than LEAST completions, fewer batches are taken, evenly spaced, the first and the last among them.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
     timeout = 30  # seconds for a request to arrive
 
-    def do_GET(self) -> None:  # noqa: N802 - http.server calls it so
+    def do_GET(self) -> None:
         if self.headers.get("Host") not in self.server.hosts:
             return self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"this server answers as 127.0.0.1 only\n")
         url = urlsplit(self.path)

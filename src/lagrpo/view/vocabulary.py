@@ -1,4 +1,4 @@
-"""The texts of token ids, by the tokenizer of a run's model, where it is on this machine: nothing is asked of a network.
+"""The texts of token ids, by the tokenizer of a run's model, where that is on this machine. No network is asked.
 
 Only tokenizer.json is read. It is looked for beside the weights that the run wrote, in the model's directory, among the
 converted models of lagrpo and in the cache of the Hugging Face hub.
