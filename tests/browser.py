@@ -42,7 +42,8 @@ class Browser:
         self._process = subprocess.Popen(
             ["bash", "-c", script, "browser", *words], pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL
         )
-        os.close(theirs_in), os.close(theirs_out)
+        for end in (theirs_in, theirs_out):
+            os.close(end)
         self._out, self._in, self._rest = ours_out, ours_in, b""
         self._numbers = itertools.count(1)
         self._events: list[dict[str, Any]] = []
@@ -50,7 +51,8 @@ class Browser:
     def close(self) -> None:
         self._process.terminate()
         self._process.wait(30)
-        os.close(self._out), os.close(self._in)
+        for end in (self._out, self._in):
+            os.close(end)
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         """The result of a command. Raises RuntimeError for an error, TimeoutError after DEADLINE."""

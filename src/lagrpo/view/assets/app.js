@@ -75,14 +75,23 @@ class App {
   }
 
   render() {
-    const place = this.root.querySelector(".detail")?.scrollTop ?? 0, drawn = this.drawn;
+    const field = document.activeElement?.matches("input[name]") ? document.activeElement : null;
+    this.place = this.root.querySelector(".panes") ? readPlace(this, this.root) : null;
     this.refresh = this.afterMount = this.fillList = null;
     const tab = TABS[this.state.tab][1](this);
     this.root.replaceChildren(head(this), noteList(this), tab, tip);
     this.afterMount?.();
-    const detail = this.root.querySelector(".detail");
-    if (detail && drawn === this.drawn) detail.scrollTop = place;
+    if (field) restoreField(this.root, field);
   }
+}
+
+/** Newer data must not take the cursor out of the field in which somebody types. */
+function restoreField(root, old) {
+  const field = [...root.querySelectorAll("input")].find((one) => one.name === old.name);
+  if (!field) return;
+  field.value = old.value;
+  field.focus();
+  if (old.type === "text") field.setSelectionRange(old.selectionStart, old.selectionEnd);
 }
 
 function runChip(app, run) {

@@ -97,8 +97,8 @@ function summaryOf(run, state, found) {
 function listPane(app, run, found) {
   const all = chosenBatch(run, app.state) === null;
   const { list, fill } = virtualList(found.groups.length, (n) => groupRow(app, run, found.groups[n], n, all));
-  app.fillList = fill;
-  app.list = list;
+  app.fillList = found.groups.length ? fill : null;
+  app.list = found.groups.length ? list : null;
   const empty = run.rollouts.count ? "No completion passes this filter." : "This run has no rollouts yet, or none in this page.";
   return el("div", { class: "pane" },
     el("p", { class: "dim summary", text: summaryOf(run, app.state, found) }),
@@ -190,22 +190,34 @@ function rolloutsTab(app) {
   const panes = el("div", { class: "panes" });
   app.refresh = () => {
     const run = app.run(), found = findGroups(run, app.state), group = chosenGroup(run, app.state, found);
-    const top = app.list?.scrollTop ?? 0, down = panes.querySelector(".detail")?.scrollTop ?? 0, before = app.drawn;
+    const place = app.place ?? readPlace(app, panes);
     app.found = found;
     app.state.group = group?.id ?? "";
-    app.drawn = app.state.group;
     panes.replaceChildren(listPane(app, run, found), groupPane(app, run, group, found.passes));
-    if (app.list) app.list.scrollTop = top;
-    if (before === app.drawn) panes.querySelector(".detail").scrollTop = down;
-    app.fillList?.();
-    showChosenRow(app, found);
+    restorePlace(app, panes, place);
+    app.drawn = { group: app.state.group, completion: app.state.completion };
+    app.place = null;
   };
   app.afterMount = app.refresh;
   return el("section", { class: "rollouts" }, filterBar(app), panes);
 }
 
-function showChosenRow(app, found) {
-  const at = found.groups.findIndex((group) => group.id === app.state.group);
+/** How far the list and the group are scrolled. */
+function readPlace(app, node) {
+  return { list: node.querySelector(".list")?.scrollTop ?? 0, detail: node.querySelector(".detail")?.scrollTop ?? 0 };
+}
+
+function restorePlace(app, panes, place) {
+  if (app.list) app.list.scrollTop = place.list;
+  const same = app.drawn?.group === app.state.group;
+  if (same) panes.querySelector(".detail").scrollTop = place.detail;
+  if (!same || app.drawn.completion !== app.state.completion) panes.querySelector(".opened")?.scrollIntoView({ block: "nearest" });
+  app.fillList?.();
+  if (!same) showChosenRow(app);
+}
+
+function showChosenRow(app) {
+  const at = app.found.groups.findIndex((group) => group.id === app.state.group);
   if (at < 0 || !app.list) return;
   const top = at * ROW, bottom = top + ROW - app.list.clientHeight;
   if (app.list.scrollTop > top) app.list.scrollTop = top;
