@@ -194,6 +194,7 @@ class Page:
 
     def check(self, *allowed: str) -> None:
         """Assert that nothing was complained of, and that nothing was asked for but URLs that begin so."""
+        self.call("Page.bringToFront")  # pages behind others draw no frames
         self.settle()
         for event in self._browser.take_events():
             if event.get("sessionId") == self._session:

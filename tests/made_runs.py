@@ -90,7 +90,8 @@ def fill(run: Run, batches: int = 4) -> Run:
         run.record(metrics(batch))
         rows = group(1, [1.0, 0.0, 0.0, 1.0]) + group(2, [0.0] * 4) + group(3, [1.0, None, 0.0, 1.0])
         rows[9] |= {"reason": "no number in the answer", "finished": False}
-        run.record_rollouts(batch, [made | {"batch": batch, "pi_k_version": batch - 1} for made in rows])
+        place = {"batch": batch, "stage": 1 if batch < 3 else 2, "pi_k_version": batch - 1}
+        run.record_rollouts(batch, [made | place for made in rows])
     run.record_event("warning", 2, text="WARNING: something is odd")
     evaluate(run, "before", 0, {1: [0.0, 0.0], 2: [1.0, 0.0], 3: [1.0, 1.0]})
     evaluate(run, "after", batches, {1: [1.0, 1.0], 2: [0.0, 0.0], 3: [1.0, 1.0]})

@@ -75,7 +75,8 @@ def test_the_page_holds_the_completions_of_a_real_run(trained):
         assert [r["ids"][place] for place in found["token"][own]] == one["token_ids"]
         assert np.abs(found["logp"][own] / 1000 - np.array(one["logp_alpha"])).max() <= 0.0005001
         assert found["version"][own].tolist() == one["versions"]
-        assert "".join(r["vocabulary"][place] for place in found["token"][own]).startswith(one["text"])
+        tokens = "".join(r["vocabulary"][place] for place in found["token"][own])
+        assert re.sub("<pad>|<eos>|<stop>", "", tokens) == one["text"]
     assert found["group_batch"].tolist() == [1, 1, 2, 2, 3, 3]
     assert found["group_first"].tolist() == list(range(0, 25, 4))
     assert [[int(number) for number in batch] for batch in r["batches"]] == [
@@ -204,9 +205,9 @@ def test_what_is_left_out_is_counted(tmp_path):
     made, found = columns(collect([run.path], 32))
     r = made["rollouts"]
     assert r["completions_on_disk"] == 48
-    assert len(r["texts"]) == 12
-    assert [[int(n) for n in batch] for batch in r["batches"]] == [[4, 2, 3, 12, 12]]
-    assert found["group_first"].tolist() == [0, 4, 8, 12]
+    assert len(r["texts"]) == 24
+    assert [[int(n) for n in batch] for batch in r["batches"]] == [[1, 1, 0, 12, 12], [4, 2, 3, 12, 12]]
+    assert found["group_first"].tolist() == [0, 4, 8, 12, 16, 20, 24]
 
 
 def test_a_group_is_never_cut(tmp_path):
@@ -239,7 +240,7 @@ def test_ten_thousand_completions_are_a_few_megabytes(tmp_path):
 
 
 def hostile_run(root: Path):
-    run = make_run(root, "a<b>&'\"</title>", task={"source": HOSTILE.replace("\x00", "").replace("\x1b", "")})
+    run = make_run(root, "a<b>&'\"<script>", task={"system_prompt": HOSTILE.replace("\x00", "")})
     run.record(metrics(1))
     run.record_event("warning", 1, text=HOSTILE)
     rows = group(1, [1.0, 0.0, None], prompt_text=HOSTILE, gold=json.dumps(HOSTILE), reason=HOSTILE)
@@ -258,7 +259,7 @@ def test_no_text_of_a_run_becomes_markup(tmp_path):
     assert "onerror" not in page
     assert page.count("<script") == page.count("</script>") == 3
     assert page.count("</title>") == page.count("</style>") == 1
-    assert "a&lt;b&gt;&amp;&#x27;&quot;&lt;/title&gt; · lagrpo view</title>" in page
+    assert "a&lt;b&gt;&amp;&#x27;&quot;&lt;script&gt; · lagrpo view</title>" in page
     made, _ = columns(base64.b64decode(sought(r'id="data">([^<]*)<', page)[1]))
     assert made["rollouts"]["texts"][-1] == HOSTILE
     assert made["rollouts"]["prompts"][0][1:] == [HOSTILE, HOSTILE]
@@ -302,18 +303,18 @@ def test_the_scripts_use_nothing_that_turns_text_into_markup():
         )
         assert risky == [], path.name
     for path in own:
-        assert max(map(len, path.read_text().splitlines())) < 240, path.name
+        assert max(map(len, path.read_text().splitlines())) <= 120, path.name
 
 
 def test_secrets_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
-    run = make_run(tmp_path, task={"source": "https://me:pw@host/?token=abc hf_verysecret"})
-    run.record_event("warning", 1, text="api_key=abcdef in a url")
+    run = make_run(tmp_path, task={"system_prompt": "https://me:pw@host/?token=abc hf_verysecret"})
+    run.record_event("warning", 1, text="api_key=very-secret in a url")
     run.record_rollouts(1, [row("x", 1.0)])
     made, _ = columns(collect([run.path], 10))
     text = json.dumps(made)
-    assert "https://***@host/?token=*** ***" in made["settings"]["task.source"]
-    assert not re.search("verysecret|abcdef|pw@", text)
+    assert "https://***@host/?token=*** ***" in made["settings"]["task.system_prompt"]
+    assert not re.search("verysecret|very-secret|pw@", text)
 
 
 # Runs that are not whole
@@ -532,7 +533,7 @@ def test_the_server_refuses_other_names(served, host):
     assert ask(server, "/", f"localhost:{server.server_port}")[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/config.toml", "/../config.toml", "//", "/data/x", "/%2e%2e/metrics.jsonl"])
+@pytest.mark.parametrize("path", ["/config.toml", "/../config.toml", "/data/x", "/%2e%2e/metrics.jsonl"])
 def test_the_server_has_nothing_else(served, path):
     assert ask(served[1], path)[0] == 404
 

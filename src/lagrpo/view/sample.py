@@ -48,9 +48,9 @@ def choose(sizes: Mapping[int, Size], most: int, G: int = 1) -> dict[int, int]:
     batches = [batch for batch, size in sizes.items() if size.completions]
     if not batches or most < 1:
         return {}
-    kept = min(len(batches), max(1, most // max(LEAST, G)))
-    if sum(sizes[batch].completions for batch in batches) <= most:
-        kept = len(batches)
+    total = sum(sizes[batch].completions for batch in batches)
+    least = max(min(LEAST, -(-total // len(batches))), G)
+    kept = len(batches) if total <= most else min(len(batches), max(1, most // least))
     step = (len(batches) - 1) / (kept - 1) if kept > 1 else 0
     chosen = [batches[round(n * step)] for n in range(kept)] if kept > 1 else batches[-1:]
     return dict(zip(chosen, share([sizes[batch].completions for batch in chosen], most), strict=True))

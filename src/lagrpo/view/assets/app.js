@@ -1,12 +1,47 @@
 // The page: its state, which its address holds, the head, the keys, and newer data from the server.
 
-const TABS = { trend: ["Trend", trendTab], rollouts: ["Rollouts", rolloutsTab], evaluations: ["Evaluations", evaluationsTab], settings: ["Settings", settingsTab] };
-const START = {
-  tab: "trend", metric: "reward_mean", x: "batch", smooth: 1, log: false, hidden: [], events: false,
-  run: 0, batch: "last", sort: "spread", ...NO_FILTER, group: "", completion: -1, color: "logp",
-  before: "", after: "", changes: "changed", prompt: -1, setting: "", changed: false, differing: false,
+const TABS = {
+  trend: ["Trend", trendTab],
+  rollouts: ["Rollouts", rolloutsTab],
+  evaluations: ["Evaluations", evaluationsTab],
+  settings: ["Settings", settingsTab],
 };
-const KEPT = new Set(["q", "reward_low", "reward_high", "tokens_low", "tokens_high", "lag_low", "lag_high", "group", "completion", "color", "setting"]);
+const START = {
+  tab: "trend",
+  metric: "reward_mean",
+  x: "batch",
+  smooth: 1,
+  log: false,
+  hidden: [],
+  events: false,
+  run: 0,
+  batch: "last",
+  sort: "spread",
+  ...NO_FILTER,
+  group: "",
+  completion: -1,
+  color: "logp",
+  before: "",
+  after: "",
+  changes: "changed",
+  prompt: -1,
+  setting: "",
+  changed: false,
+  differing: false,
+};
+const KEPT = new Set([
+  "q",
+  "reward_low",
+  "reward_high",
+  "tokens_low",
+  "tokens_high",
+  "lag_low",
+  "lag_high",
+  "group",
+  "completion",
+  "color",
+  "setting",
+]);
 const POLL = 2000; // milliseconds
 
 const KEYS = [
@@ -23,7 +58,8 @@ const KEYS = [
 
 /** The state in the address: what differs from the start, each value only where it is of the kind that it must be. */
 function readAddress() {
-  const state = { ...START }, given = new URLSearchParams(location.hash.slice(1));
+  const state = { ...START },
+    given = new URLSearchParams(location.hash.slice(1));
   for (const [name, text] of given) {
     if (!Object.hasOwn(START, name)) continue;
     const start = START[name];
@@ -33,7 +69,8 @@ function readAddress() {
     else state[name] = text;
   }
   const allowed = { tab: TABS, x: AXES, sort: SORTS, outcome: OUTCOMES, color: COLORINGS, changes: CHANGES };
-  for (const [name, names] of Object.entries(allowed)) if (!Object.hasOwn(names, state[name])) state[name] = START[name];
+  for (const [name, names] of Object.entries(allowed))
+    if (!Object.hasOwn(names, state[name])) state[name] = START[name];
   if (!["last", "all"].includes(state.batch)) state.batch = Number(state.batch) || "last";
   return state;
 }
@@ -95,37 +132,93 @@ function restoreField(root, old) {
 }
 
 function runChip(app, run) {
-  const hidden = app.state.hidden.includes(run.index), [word, detail] = run.status;
-  const done = run.metrics.get("batch")?.at(-1) ?? 0, of = run.total ? ` of ${show(run.total)}` : "";
-  const toggle = () => app.update({ hidden: hidden ? app.state.hidden.filter((one) => one !== run.index) : [...app.state.hidden, run.index] });
-  return el("button", { type: "button", class: `chip${hidden ? " off" : ""}`, title: visible(`${run.path}\n${detail}`), "aria-pressed": String(!hidden), on: { click: toggle } },
+  const hidden = app.state.hidden.includes(run.index),
+    [word, detail] = run.status;
+  const done = run.metrics.get("batch")?.at(-1) ?? 0,
+    of = run.total ? ` of ${show(run.total)}` : "";
+  const toggle = () =>
+    app.update({
+      hidden: hidden ? app.state.hidden.filter((one) => one !== run.index) : [...app.state.hidden, run.index],
+    });
+  return el(
+    "button",
+    {
+      type: "button",
+      class: `chip${hidden ? " off" : ""}`,
+      title: visible(`${run.path}\n${detail}`),
+      "aria-pressed": String(!hidden),
+      on: { click: toggle },
+    },
     el("span", { class: "swatch", style: { background: runColor(run.index) } }),
-    el("b", { dir: "auto", text: visible(run.name) }), el("span", { class: `status ${word === "failed" || word === "killed" ? "warn" : ""}`, text: visible(word) }),
-    el("span", { class: "dim", text: `batch ${show(done)}${of}` }));
+    el("b", { dir: "auto", text: visible(run.name) }),
+    el("span", { class: `status ${word === "failed" || word === "killed" ? "warn" : ""}`, text: visible(word) }),
+    el("span", { class: "dim", text: `batch ${show(done)}${of}` }),
+  );
 }
 
 function head(app) {
-  const tabs = Object.entries(TABS).map(([name, [text]], n) => el("button", { type: "button", role: "tab", text, title: `key ${n + 1}`, "aria-selected": String(app.state.tab === name), data: { tab: name }, on: { click: () => app.update({ tab: name }) } }));
-  const tools = el("span", { class: "tools" }, button("◐", "light or dark: t", () => toggleTheme(app)), button("?", "keys", () => toggleKeys()));
-  return el("header", {}, el("div", { class: "chips" }, app.data.runs.map((run) => runChip(app, run))), el("nav", { role: "tablist" }, tabs), tools);
+  const tabs = Object.entries(TABS).map(([name, [text]], n) =>
+    el("button", {
+      type: "button",
+      role: "tab",
+      text,
+      title: `key ${n + 1}`,
+      "aria-selected": String(app.state.tab === name),
+      data: { tab: name },
+      on: { click: () => app.update({ tab: name }) },
+    }),
+  );
+  const tools = el(
+    "span",
+    { class: "tools" },
+    button("◐", "light or dark: t", () => toggleTheme(app)),
+    button("?", "keys", () => toggleKeys()),
+  );
+  return el(
+    "header",
+    {},
+    el(
+      "div",
+      { class: "chips" },
+      app.data.runs.map((run) => runChip(app, run)),
+    ),
+    el("nav", { role: "tablist" }, tabs),
+    tools,
+  );
+}
+
+function leftOut(r) {
+  const held = `${show(r.count)} of ${show(r.completions_on_disk)} completions`;
+  const batches = `whole groups from ${show(r.batches.length)} of ${plural(r.batches_on_disk, "batch", "es")}`;
+  return `This page holds ${held}, ${batches}; lagrpo view --completions N takes more.`;
 }
 
 /** What is missing, and what was left out. */
 function noteList(app) {
   const notes = app.data.runs.flatMap((run) => {
-    const own = [...run.notes], { rollouts: r, evaluations } = run, several = app.data.runs.length > 1;
+    const own = [...run.notes],
+      { rollouts: r, evaluations } = run,
+      several = app.data.runs.length > 1;
     if (!r.batches_on_disk) own.push("There are no rollouts yet.");
-    else if (r.count < r.completions_on_disk) own.push(`This page holds ${show(r.count)} of ${show(r.completions_on_disk)} completions, whole groups from ${r.batches.length} of ${plural(r.batches_on_disk, "batch", "es")}; lagrpo view --completions N takes more.`);
+    else if (r.count < r.completions_on_disk) own.push(leftOut(r));
     if (!evaluations.summaries.length) own.push("There are no evaluations.");
-    if (evaluations.rows.some((rows) => rows.some((row) => !row.texts))) own.push("The texts of some evaluations were left out.");
+    if (evaluations.rows.some((rows) => rows.some((row) => !row.texts)))
+      own.push("The texts of some evaluations were left out.");
     return own.map((note) => (several ? `${run.name}: ${note}` : note));
   });
   if (app.notice) notes.unshift(app.notice);
-  return notes.length ? el("ul", { class: "notes" }, notes.map((note) => el("li", { text: visible(note) }))) : "";
+  return notes.length
+    ? el(
+        "ul",
+        { class: "notes" },
+        notes.map((note) => el("li", { text: visible(note) })),
+      )
+    : "";
 }
 
 function toggleTheme(app) {
-  const dark = document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  const dark =
+    document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   document.documentElement.dataset.theme = dark === "dark" ? "light" : "dark";
   app.render();
 }
@@ -134,15 +227,28 @@ function toggleKeys() {
   const open = document.getElementById("keys");
   if (open) return open.remove();
   const rows = KEYS.map(([keys, text]) => el("tr", {}, el("td", { text: keys }), el("td", { text })));
-  document.body.append(el("dialog", { id: "keys", open: true }, el("h2", { text: "Keys" }), table([], rows), button("close", "close: Escape", toggleKeys)));
+  document.body.append(
+    el(
+      "dialog",
+      { id: "keys", open: true },
+      el("h2", { text: "Keys" }),
+      table([], rows),
+      button("close", "close: Escape", toggleKeys),
+    ),
+  );
 }
 
 const ACTIONS = {
-  j: (app) => stepGroup(app, 1), ArrowDown: (app) => stepGroup(app, 1),
-  k: (app) => stepGroup(app, -1), ArrowUp: (app) => stepGroup(app, -1),
-  l: (app) => stepCompletion(app, 1), ArrowRight: (app) => stepCompletion(app, 1),
-  h: (app) => stepCompletion(app, -1), ArrowLeft: (app) => stepCompletion(app, -1),
-  "]": (app) => stepBatch(app, 1), "[": (app) => stepBatch(app, -1),
+  j: (app) => stepGroup(app, 1),
+  ArrowDown: (app) => stepGroup(app, 1),
+  k: (app) => stepGroup(app, -1),
+  ArrowUp: (app) => stepGroup(app, -1),
+  l: (app) => stepCompletion(app, 1),
+  ArrowRight: (app) => stepCompletion(app, 1),
+  h: (app) => stepCompletion(app, -1),
+  ArrowLeft: (app) => stepCompletion(app, -1),
+  "]": (app) => stepBatch(app, 1),
+  "[": (app) => stepBatch(app, -1),
   c: (app) => app.update({ color: nextOf(Object.keys(COLORINGS), app.state.color) }, true),
 };
 
@@ -203,8 +309,10 @@ async function fetchNewer(app) {
 }
 
 async function start() {
-  const root = document.getElementById("page"), source = document.getElementById("data");
-  if (typeof DecompressionStream === "undefined") return void (root.textContent = "This page needs a browser of 2023 or later.");
+  const root = document.getElementById("page"),
+    source = document.getElementById("data");
+  if (typeof DecompressionStream === "undefined")
+    return void (root.textContent = "This page needs a browser of 2023 or later.");
   const data = await unpack(fromBase64(source.textContent.trim()));
   source.remove();
   const app = new App(data, root);

@@ -1,8 +1,13 @@
 // The data of the page: unpacked, and what follows from it for each group.
 
 const ARRAYS = {
-  uint8: Uint8Array, uint16: Uint16Array, int16: Int16Array, uint32: Uint32Array,
-  int32: Int32Array, float32: Float32Array, float64: Float64Array,
+  uint8: Uint8Array,
+  uint16: Uint16Array,
+  int16: Int16Array,
+  uint32: Uint32Array,
+  int32: Int32Array,
+  float32: Float32Array,
+  float64: Float64Array,
 };
 const UNKNOWN = -32768; // in place of a log-prob that was not recorded
 const PER_NAT = 1000;
@@ -41,11 +46,23 @@ function prepare(run, index, arrays) {
 
 /** What is known of a group: mean and spread of its rewards, who has none, lag and length. */
 function summarize(run, g) {
-  const r = run.rollouts, first = r.group_first[g], end = r.group_first[g + 1];
+  const r = run.rollouts,
+    first = r.group_first[g],
+    end = r.group_first[g + 1];
   const group = { g, first, end, size: end - first, batch: r.group_batch[g], prompt: r.group_prompt[g] };
   const [key, text, gold] = r.prompts[group.prompt];
-  Object.assign(group, { key, text, gold, epoch: r.group_epoch[g], version: versionOf(run, group.batch), scored: 0, lag: NaN, length: 0 });
-  let sum = 0, squares = 0;
+  Object.assign(group, {
+    key,
+    text,
+    gold,
+    epoch: r.group_epoch[g],
+    version: versionOf(run, group.batch),
+    scored: 0,
+    lag: NaN,
+    length: 0,
+  });
+  let sum = 0,
+    squares = 0;
   for (let c = first; c < end; c++) {
     group.length += (r.first_token[c + 1] - r.first_token[c]) / group.size;
     if (!(r.lag[c] <= group.lag)) group.lag = Number.isNaN(r.lag[c]) ? group.lag : r.lag[c];

@@ -8,7 +8,8 @@ function el(tag, given = {}, ...children) {
   for (const [name, value] of Object.entries(given)) {
     if (value === undefined || value === null || name === "svg") continue;
     if (name === "text") node.textContent = value;
-    else if (name === "on") for (const [event, listener] of Object.entries(value)) node.addEventListener(event, listener);
+    else if (name === "on")
+      for (const [event, listener] of Object.entries(value)) node.addEventListener(event, listener);
     else if (name === "style") for (const [key, entry] of Object.entries(value)) node.style.setProperty(key, entry);
     else if (name === "data") Object.assign(node.dataset, value);
     else if (value === true) node.setAttribute(name, "");
@@ -19,17 +20,21 @@ function el(tag, given = {}, ...children) {
 }
 
 /** Characters that cannot be seen, or that turn the direction of what follows, become names of themselves. */
-const HIDDEN_CHARACTERS = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
+const UNSEEN =
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
 
 function visible(text) {
-  return String(text).replace(HIDDEN_CHARACTERS, (found) => {
+  return String(text).replace(UNSEEN, (found) => {
     const code = found.charCodeAt(0);
-    return code < 0x20 ? String.fromCharCode(0x2400 + code) : `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
+    if (code < 0x20) return String.fromCharCode(0x2400 + code);
+    return `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
   });
 }
 
 function clipped(text, most) {
-  const line = visible(text.slice(0, 2 * most)).replace(/\s+/g, " ").trim();
+  const line = visible(text.slice(0, 2 * most))
+    .replace(/\s+/g, " ")
+    .trim();
   return line.length > most ? `${line.slice(0, most - 1)}…` : line;
 }
 
@@ -44,12 +49,19 @@ function show(value) {
   return size >= 1000 ? Math.round(value).toLocaleString("en-US") : String(Number(value.toPrecision(4)));
 }
 
-const signed = (value, digits = 3) => (missing(value) ? "–" : (value < 0 ? "−" : "+") + Math.abs(value).toFixed(digits));
+const signed = (value, digits = 3) =>
+  missing(value) ? "–" : (value < 0 ? "−" : "+") + Math.abs(value).toFixed(digits);
 const percent = (value) => (missing(value) ? "–" : `${(100 * value).toFixed(1)} %`);
 const plural = (count, noun, ending = "s") => `${show(count)} ${noun}${count === 1 ? "" : ending}`;
 
 function button(text, title, click, pressed) {
-  return el("button", { type: "button", text, title, on: { click }, "aria-pressed": pressed === undefined ? null : String(pressed) });
+  return el("button", {
+    type: "button",
+    text,
+    title,
+    on: { click },
+    "aria-pressed": pressed === undefined ? null : String(pressed),
+  });
 }
 
 /** A select with a label; options are [value, text], or [heading, [options]] for groups of them. */
@@ -80,7 +92,11 @@ function field(label, name, value, change, kind = "text") {
 }
 
 function table(headings, rows, kind = "") {
-  const head = el("tr", {}, headings.map((text) => el("th", { text, scope: "col" })));
+  const head = el(
+    "tr",
+    {},
+    headings.map((text) => el("th", { text, scope: "col" })),
+  );
   return el("div", { class: "scroll" }, el("table", { class: kind }, el("thead", {}, head), el("tbody", {}, rows)));
 }
 

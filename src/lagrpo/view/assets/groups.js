@@ -34,18 +34,22 @@ function within(value, low, high) {
 
 /** A function that says whether a completion passes the filter of the state. */
 function makeFilter(run, state) {
-  const kind = OUTCOMES[state.outcome][1], sought = state.q.toLowerCase();
+  const kind = OUTCOMES[state.outcome][1],
+    sought = state.q.toLowerCase();
   const bounds = BOUNDS.filter(([name]) => state[`${name}_low`] !== "" || state[`${name}_high`] !== "");
   return (c, group) =>
     kind(run, c) &&
     bounds.every(([name, , value]) => within(value(run, c), state[`${name}_low`], state[`${name}_high`])) &&
-    (!sought || [run.rollouts.texts[c], group.text, reasonOf(run, c)].some((text) => text.toLowerCase().includes(sought)));
+    (!sought ||
+      [run.rollouts.texts[c], group.text, reasonOf(run, c)].some((text) => text.toLowerCase().includes(sought)));
 }
 
 const reasonOf = (run, c) => run.rollouts.codes.reason[run.rollouts.reason[c]];
 
 const isFiltered = (state) =>
-  state.outcome !== "all" || state.q !== "" || BOUNDS.some(([name]) => state[`${name}_low`] + state[`${name}_high`] !== "");
+  state.outcome !== "all" ||
+  state.q !== "" ||
+  BOUNDS.some(([name]) => state[`${name}_low`] + state[`${name}_high`] !== "");
 
 /** The batch that the state means: a number, or null for all of them. */
 function chosenBatch(run, state) {
@@ -57,7 +61,8 @@ function chosenBatch(run, state) {
 
 /** The groups with a completion that passes, sorted, and how many completions pass. */
 function findGroups(run, state) {
-  const batch = chosenBatch(run, state), passes = makeFilter(run, state);
+  const batch = chosenBatch(run, state),
+    passes = makeFilter(run, state);
   let matches = 0;
   const found = run.rollouts.groups.filter((group) => {
     if (batch !== null && group.batch !== batch) return false;

@@ -27,7 +27,8 @@ function tokenColor(r, t, coloring) {
 
 /** The tokens from `start`, at most `most` of them, as spans that know their place. */
 function tokenSpans(run, c, coloring, start, most) {
-  const r = run.rollouts, spans = [];
+  const r = run.rollouts,
+    spans = [];
   const end = Math.min(r.first_token[c + 1], start + most);
   for (let t = start; t < end; t++) {
     const color = tokenColor(r, t, coloring);
@@ -40,7 +41,8 @@ function tokenSpans(run, c, coloring, start, most) {
 
 /** A strip of tokens, with a button for more of them where there are more than `most`. */
 function tokenStrip(run, c, coloring, most) {
-  const r = run.rollouts, strip = el("div", { class: "strip", dir: "auto" });
+  const r = run.rollouts,
+    strip = el("div", { class: "strip", dir: "auto" });
   const extend = (start) => {
     strip.append(...tokenSpans(run, c, coloring, start, most));
     const left = r.first_token[c + 1] - start - most;
@@ -59,7 +61,8 @@ function tokenStrip(run, c, coloring, most) {
 
 /** What is known of a token, as [name, value] pairs. */
 function tokenFacts(run, c, t) {
-  const r = run.rollouts, logp = logpOf(r, t);
+  const r = run.rollouts,
+    logp = logpOf(r, t);
   const facts = [
     ["token", `${t - r.first_token[c] + 1} of ${lengthOf(run, c)}`],
     ["text", JSON.stringify(visible(tokenText(r, t))).slice(1, -1)],
@@ -76,7 +79,9 @@ function tokenFacts(run, c, t) {
 const tip = el("div", { id: "tip", role: "tooltip", hidden: true });
 
 function showTip(facts, x, y) {
-  tip.replaceChildren(...facts.map(([name, value]) => el("div", {}, el("b", { text: name }), el("span", { text: value }))));
+  tip.replaceChildren(
+    ...facts.map(([name, value]) => el("div", {}, el("b", { text: name }), el("span", { text: value }))),
+  );
   tip.hidden = false;
   const box = tip.getBoundingClientRect();
   tip.style.left = `${Math.max(4, Math.min(x + 12, innerWidth - box.width - 8))}px`;
@@ -105,7 +110,9 @@ function legend(run, coloring) {
     notes.push(el("span", { text: "log α: 0" }), scale, el("span", { text: `−${SATURATED} nats or less` }));
   }
   if (coloring === "version") notes.push(el("span", { text: "a color for each version that sampled tokens" }));
-  notes.push(el("span", { class: "dim", text: "log π_k − log α is recorded for whole completions, entropy for batches." }));
+  notes.push(
+    el("span", { class: "dim", text: "log π_k − log α is recorded for whole completions, entropy for batches." }),
+  );
   if (run.rollouts.vocabulary_note) notes.push(el("span", { class: "warn", text: run.rollouts.vocabulary_note }));
   return el("div", { class: "legend" }, notes);
 }
