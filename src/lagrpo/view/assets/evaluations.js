@@ -151,7 +151,7 @@ function evaluationsTab(app) {
   const before = Math.min(Number(state.before || 0), names.length - 1);
   const after = Math.min(state.after === "" ? names.length - 1 : Number(state.after), names.length - 1);
   const rows = compare(run, before, after),
-    shown = rows.filter(CHANGES[state.changes][1]);
+    shown = rows.filter(CHANGES[names.length > 1 ? state.changes : "all"][1]);
   const count = (name) => rows.filter(CHANGES[name][1]).length;
   return el(
     "section",
