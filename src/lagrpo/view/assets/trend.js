@@ -238,12 +238,17 @@ function sparkline(found, values) {
   return el("svg", { svg: true, viewBox: "0 0 100 32", preserveAspectRatio: "none", "aria-hidden": "true" }, lines);
 }
 
+/** What differs since the checkpoint, as [before, now] by name; nothing where nothing does. */
+function differences(kind, event) {
+  const names = Object.keys(event[kind] ?? {});
+  return names.length ? [`${kind}: ${JSON.stringify(event[kind])}`] : [];
+}
+
 const EVENT_TEXT = {
   weight_sync: (event) => `weight sync: version ${event.version} (${event.reason})`,
   warning: (event) => event.text,
   checkpoint: (event) => `checkpoint: ${show(event.bytes / 1e6)} MB in ${show(event.seconds)} s`,
-  resumed: (event) =>
-    `resumed: changed ${JSON.stringify(event.changed ?? {})}, moved ${JSON.stringify(event.moved ?? {})}`,
+  resumed: (event) => ["resumed", ...differences("changed", event), ...differences("moved", event)].join("; "),
   end: (event) => `${event.status}: ${event.detail}`,
 };
 const QUIET = new Set(["weight_sync", "checkpoint"]);
