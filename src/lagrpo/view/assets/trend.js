@@ -200,14 +200,14 @@ function batchAt(run, axis, x) {
   return batches.reduce((near, one) => (near === null || distance(one) < distance(near) ? one : near), null);
 }
 
-/** A metric in small: a line for each run, the last value, and a sign where that is worth a look. */
+/** A metric in small: a line for each run, the last values, and a sign where one is worth a look. */
 function small(runs, [metric, worth, why], state, select) {
   const found = runs.map((run) => [run, curve(run, { ...state, metric, x: "batch", smooth: 1, log: false })]);
   const values = found.flatMap(([, [, ys]]) => ys).filter((y) => y !== null);
   if (!values.length) return null;
-  const last = found[0][1][1].findLast((y) => y !== null);
-  const noted = worth && !missing(last) && worth(last);
-  const head = el("span", { class: "head" }, el("b", { text: metric }), el("span", { text: show(last) }));
+  const lasts = found.map(([, [, ys]]) => ys.findLast((y) => y !== null));
+  const noted = worth && lasts.some((last) => !missing(last) && worth(last));
+  const head = el("span", { class: "head" }, el("b", { text: metric }), el("span", { text: lasts.map(show).join(" · ") }));
   return el(
     "button",
     {
