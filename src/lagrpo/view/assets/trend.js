@@ -207,7 +207,12 @@ function small(runs, [metric, worth, why], state, select) {
   if (!values.length) return null;
   const lasts = found.map(([, [, ys]]) => ys.findLast((y) => y !== null));
   const noted = worth && lasts.some((last) => !missing(last) && worth(last));
-  const head = el("span", { class: "head" }, el("b", { text: metric }), el("span", { text: lasts.map(show).join(" · ") }));
+  const head = el(
+    "span",
+    { class: "head" },
+    el("b", { text: metric }),
+    el("span", { text: lasts.map(show).join(" · ") }),
+  );
   return el(
     "button",
     {
