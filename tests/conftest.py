@@ -25,6 +25,7 @@ NEEDS = {
     "gpu": "a GPU (make test-gpu)",
     "vllm": "vLLM (make test-vllm)",
     "peer": "another program (make check-trl)",
+    "browser": "Chromium (make test-view)",
 }
 SECONDS_WITH_SERVERS = 900  # for these: they start servers, download or compile
 

@@ -260,6 +260,7 @@ def test_the_summary_says_what_came_out_and_where_it_lies():
     run = Path("runs") / name
     assert f"  run           {run}" in text.splitlines(), "a path is never broken across lines"
     assert f"  next          lagrpo show {run}" in text.splitlines()
+    assert text.splitlines()[-1] == f"  in a browser  lagrpo view {run}"
 
 
 def test_the_summary_of_a_run_that_was_stopped_before_its_end():

@@ -35,12 +35,13 @@ ALLOWED: dict[str, set[str]] = {
     "data": {*LEAVES, "policy", "runs", "sampling", "tasks"},
     "sampling": {*LEAVES, "backends", "policy", "settings", "workers"},
     "terminal": {*SMALL, "objective", "runs", "tasks"},
+    "view": {*SMALL, "objective", "policy", "runs", "settings", "terminal"},  # policy: where embedded models lie
     # What replays a run imports none of what made it: neither policy, sampling, backends nor the loop.
     "replay": {*SMALL, "core", "objective", "policy", "runs", "settings", "tasks", "verify"},
 }
 BELOW = set(ALLOWED)
 ALLOWED |= {
-    "training": BELOW - {"replay"},
+    "training": BELOW - {"replay", "view"},
     "planning": BELOW | {"training"},
     "study": BELOW | {"training"},
     "cli": BELOW | {"training", "planning", "study"},
@@ -170,7 +171,8 @@ def test_the_command_begins_with_a_module_that_loads_next_to_nothing():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["eval", "--help"], ["show", "--help"], ["serve", "--help"]]
+    "arguments",
+    [["--help"], ["train", "--help"], ["eval", "--help"], ["show", "--help"], ["view", "--help"], ["serve", "--help"]],
 )
 def test_help_loads_nothing_heavy(arguments):
     code = f"""

@@ -14,6 +14,8 @@ def main() -> None:
         from lagrpo.cli import main as run
 
         run()
+    except SystemExit:  # it has said why, also where an interruption is behind it
+        raise
     except BaseException as error:
         if (stop := find_interruption(error)) is None:
             raise

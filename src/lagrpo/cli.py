@@ -3,6 +3,7 @@
     lagrpo train [SETTINGS.toml] [--dry-run] [--section.name VALUE …]
     lagrpo eval MODEL [--task gsm8k] [--samples 50] …
     lagrpo show RUN [--batch B] [--only right|wrong|unscored] …
+    lagrpo view RUN … [--serve] [--out FILE] [--open] [--completions N]
     lagrpo verify RUN [--rows N | --all]
     lagrpo serve MODEL [--port P] [--weight-sync directory|nccl|ipc] … [-- OPTIONS OF VLLM]
     lagrpo recipes [NAME [--code]]
@@ -160,6 +161,33 @@ def show(
     show_run(run, batch=batch, count=count, prompt=prompt, only=only)
 
 
+def view(
+    runs: tyro.conf.Positional[tuple[Path, ...]],
+    serve: bool = False,
+    out: Path | None = None,
+    open: bool = False,
+    completions: int = 10_000,
+    port: int = 0,
+) -> None:
+    """Write one HTML file that shows runs: metrics, groups, completions, tokens, evaluations and settings.
+
+    The file needs no network and no server. With --serve it is kept up to date on 127.0.0.1, until Ctrl-C.
+
+    Args:
+        runs: Directories of runs; several are laid over each other.
+        serve: Serve the page on 127.0.0.1 and follow the runs.
+        out: The file to write; by default view.html of the run, or ./view.html for several runs.
+        open: Open the page in the browser.
+        completions: How many completions the page holds; of more, whole groups evenly over the batches.
+        port: Port of --serve; 0: a free one.
+    """
+    from lagrpo.view import command
+
+    if serve:
+        return command.serve(runs, out, completions, open, port)
+    command.view(runs, out, completions, open)
+
+
 def verify(
     run: tyro.conf.Positional[Path],
     rows: int = 128,
@@ -300,6 +328,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "eval": evaluate,
     "show": lambda words: tyro.cli(show, args=words, prog="lagrpo show"),
+    "view": lambda words: tyro.cli(view, args=words, prog="lagrpo view"),
     "verify": lambda words: tyro.cli(verify, args=words, prog="lagrpo verify"),
     "serve": serve,
     "recipes": lambda words: tyro.cli(recipes, args=words, prog="lagrpo recipes"),

@@ -12,6 +12,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -47,8 +48,15 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _holder(path: Path) -> str:
+    holder = read_holder(path)
+    return f": process {holder['pid']} on {holder['host']}, since {holder['since']}" if holder else ""
+
+
+def read_holder(path: Path) -> dict[str, Any]:
+    """The `pid`, the `host` and since when of the process that writes, or was killed while it wrote, into the run at
+    `path`; empty where there is none, or it has just begun."""
     try:
         holder = json.loads((path / HOLDER).read_bytes())
-        return f": process {holder['pid']} on {holder['host']}, since {holder['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has just begun
-        return ""
+        return {name: holder[name] for name in ("pid", "host", "since")}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}

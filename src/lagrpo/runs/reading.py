@@ -5,14 +5,18 @@ from __future__ import annotations
 import glob
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lagrpo.errors import one_line
 from lagrpo.runs.directory import Run
 from lagrpo.runs.rollouts import SCHEMA_KEY, SCHEMA_NAME, rollout_schema
 from lagrpo.untrusted import opened, parse_json, read_text
+
+if TYPE_CHECKING:
+    import pyarrow.parquet
 
 
 class RunNotFoundError(FileNotFoundError):
@@ -118,6 +122,22 @@ def load_evaluations(run: Run | Path | str) -> list[dict[str, Any]]:
     return sorted(summaries, key=lambda summary: (summary.get("batch") or 0, summary["name"]))
 
 
+def load_evaluation_records(run: Run | Path | str, name: str) -> list[dict[str, Any]]:
+    """One dict per prompt of the evaluation of that name; empty where it has no Parquet file. Raises ValueError for a
+    damaged one."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = open_run(run).path / "evaluations" / f"{name}.parquet"
+    if not path.exists():
+        return []
+    try:
+        with opened(path) as file:
+            return pq.read_table(file).to_pylist()
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no whole Parquet file: {one_line(str(error))}") from error
+
+
 def _load_summary(path: Path) -> dict[str, Any]:
     with opened(path) as file:
         summary = _load_object(file.read(), str(path))
@@ -178,6 +198,17 @@ def load_rollouts(
 
 
 def _read_rollouts(path: Path, columns: list[str] | None) -> list[dict[str, Any]]:
+    with _opened_rollouts(path) as file:
+        return file.read(columns).to_pylist()
+
+
+def opened_rollouts(run: Run | Path | str, batch: int) -> AbstractContextManager[pyarrow.parquet.ParquetFile]:
+    """The rollouts of one batch, for reading column by column. Inside, raises as `load_rollouts` does."""
+    return _opened_rollouts(open_run(run).path / "rollouts" / f"step-{batch:06d}.parquet")
+
+
+@contextmanager
+def _opened_rollouts(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -191,6 +222,6 @@ def _read_rollouts(path: Path, columns: list[str] | None) -> list[dict[str, Any]
             for column in rollout_schema():
                 if types.get(column.name) != column.type:
                     raise ValueError(f"{path} has no column {column.name} of type {column.type}")
-            return file.read(columns).to_pylist()
+            yield file
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise RunNotFoundError(f"{path} is no whole Parquet file: {one_line(str(error))}") from error

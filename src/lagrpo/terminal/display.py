@@ -146,7 +146,7 @@ class _Shown(Display):
 
     def end(self, status: str, detail: str) -> None:
         """Print pass@1 before and after with their intervals, completions of the same prompts before and after side by
-        side, where the run and its reward curve lie, and the command to try next; nothing of a run that failed."""
+        side, where the run and its reward curve lie, and the commands to try next; nothing of a run that failed."""
         if status == "failed":
             return
         from lagrpo.runs.plots import reward_curve
@@ -161,7 +161,9 @@ class _Shown(Display):
             self.console.print(Text(f"  {line}"), soft_wrap=True)
         if before[1] or after[1]:
             self.console.print(self._samples(before[1], after[1]))
-        for name, what in (("run", self._path), ("reward curve", curve), ("next", f"lagrpo show {self._path}")):
+        places = (("run", self._path), ("reward curve", curve))
+        commands = (("next", f"lagrpo show {self._path}"), ("in a browser", f"lagrpo view {self._path}"))
+        for name, what in (*places, *commands):
             if what is not None:
                 # Never wrapped at the edge of the terminal: it is there to be copied.
                 self.console.print(Text.assemble((f"  {name:<14}", "dim"), str(what)), soft_wrap=True)

@@ -1,0 +1,324 @@
+// The page: its state, which its address holds, the head, the keys, and newer data from the server.
+
+const TABS = {
+  trend: ["Trend", trendTab],
+  rollouts: ["Rollouts", rolloutsTab],
+  evaluations: ["Evaluations", evaluationsTab],
+  settings: ["Settings", settingsTab],
+};
+const START = {
+  tab: "trend",
+  metric: "reward_mean",
+  x: "batch",
+  smooth: 1,
+  log: false,
+  hidden: [],
+  events: false,
+  run: 0,
+  batch: "last",
+  sort: "spread",
+  ...NO_FILTER,
+  group: "",
+  completion: -1,
+  color: "logp",
+  before: "",
+  after: "",
+  changes: "changed",
+  prompt: -1,
+  setting: "",
+  changed: false,
+  differing: false,
+};
+const KEPT = new Set([
+  "q",
+  "reward_low",
+  "reward_high",
+  "tokens_low",
+  "tokens_high",
+  "lag_low",
+  "lag_high",
+  "group",
+  "completion",
+  "color",
+  "setting",
+]);
+const POLL = 2000; // milliseconds
+
+const KEYS = [
+  ["1 2 3 4", "trend, rollouts, evaluations, settings"],
+  ["j k  ↓ ↑", "next group, group before"],
+  ["l h  → ←", "next completion, completion before"],
+  ["] [", "next batch, batch before"],
+  ["c", "color tokens by log α, by version, not at all"],
+  ["/", "search"],
+  ["t", "light or dark"],
+  ["Escape", "close what is open; leave a field"],
+  ["?", "these keys"],
+];
+
+/** The state in the address: what differs from the start, each value only where it is of the kind that it must be. */
+function readAddress() {
+  const state = { ...START },
+    given = new URLSearchParams(location.hash.slice(1));
+  for (const [name, text] of given) {
+    if (!Object.hasOwn(START, name)) continue;
+    const start = START[name];
+    if (typeof start === "boolean") state[name] = text === "true";
+    else if (typeof start === "number") state[name] = Number.isInteger(Number(text)) ? Number(text) : start;
+    else if (Array.isArray(start)) state[name] = text.split(",").filter(Boolean).map(Number);
+    else state[name] = text;
+  }
+  const allowed = { tab: TABS, x: AXES, sort: SORTS, outcome: OUTCOMES, color: COLORINGS, changes: CHANGES };
+  for (const [name, names] of Object.entries(allowed))
+    if (!Object.hasOwn(names, state[name])) state[name] = START[name];
+  if (!["last", "all"].includes(state.batch)) state.batch = Number(state.batch) || "last";
+  return state;
+}
+
+function writeAddress(state) {
+  const differing = Object.entries(state).filter(([name, value]) => String(value) !== String(START[name]));
+  history.replaceState(null, "", `#${new URLSearchParams(differing.map(([name, value]) => [name, String(value)]))}`);
+}
+
+/** The page; `update` changes its state and draws what follows from it. */
+class App {
+  constructor(data, root) {
+    this.data = data;
+    this.root = root;
+    this.state = readAddress();
+    this.notice = "";
+    this.render();
+    document.addEventListener("keydown", (event) => onKey(this, event));
+    addEventListener("resize", () => this.state.tab === "trend" && this.render());
+    addEventListener("hashchange", () => {
+      this.state = readAddress();
+      this.render();
+    });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.render());
+  }
+
+  run() {
+    return this.data.runs[this.state.run] ?? this.data.runs[0];
+  }
+
+  /** Without `whole`, changes of the filter and the choice draw only what they find, so that fields keep the cursor. */
+  update(changes, whole = false) {
+    const light = !whole && this.refresh && Object.keys(changes).every((name) => KEPT.has(name));
+    Object.assign(this.state, changes);
+    hideTip();
+    if (light) this.refresh();
+    else this.render();
+    writeAddress(this.state);
+  }
+
+  render() {
+    const field = document.activeElement?.matches("input[name]") ? document.activeElement : null;
+    this.place = this.root.querySelector(".panes") ? readPlace(this, this.root) : null;
+    this.refresh = this.afterMount = this.fillList = null;
+    const tab = TABS[this.state.tab][1](this);
+    this.root.replaceChildren(head(this), noteList(this), tab, tip);
+    this.afterMount?.();
+    if (field) restoreField(this.root, field);
+  }
+}
+
+/** Newer data must not take the cursor out of the field in which somebody types. */
+function restoreField(root, old) {
+  const field = [...root.querySelectorAll("input")].find((one) => one.name === old.name);
+  if (!field) return;
+  field.value = old.value;
+  field.focus();
+  if (old.type === "text") field.setSelectionRange(old.selectionStart, old.selectionEnd);
+}
+
+function runChip(app, run) {
+  const hidden = app.state.hidden.includes(run.index),
+    [word, detail] = run.status;
+  const done = run.metrics.get("batch")?.at(-1) ?? 0,
+    of = run.total ? ` of ${show(run.total)}` : "";
+  const toggle = () =>
+    app.update({
+      hidden: hidden ? app.state.hidden.filter((one) => one !== run.index) : [...app.state.hidden, run.index],
+    });
+  return el(
+    "button",
+    {
+      type: "button",
+      class: `chip${hidden ? " off" : ""}`,
+      title: visible(`${run.path}\n${detail}`),
+      "aria-pressed": String(!hidden),
+      on: { click: toggle },
+    },
+    el("span", { class: "swatch", style: { background: runColor(run.index) } }),
+    el("b", { dir: "auto", text: visible(run.name) }),
+    el("span", { class: `status ${word === "failed" || word === "killed" ? "warn" : ""}`, text: visible(word) }),
+    el("span", { class: "dim", text: `batch ${show(done)}${of}` }),
+  );
+}
+
+function head(app) {
+  const tabs = Object.entries(TABS).map(([name, [text]], n) =>
+    el("button", {
+      type: "button",
+      role: "tab",
+      text,
+      title: `key ${n + 1}`,
+      "aria-selected": String(app.state.tab === name),
+      data: { tab: name },
+      on: { click: () => app.update({ tab: name }) },
+    }),
+  );
+  const tools = el(
+    "span",
+    { class: "tools" },
+    button("◐", "light or dark: t", () => toggleTheme(app)),
+    button("?", "keys", () => toggleKeys()),
+  );
+  return el(
+    "header",
+    {},
+    el(
+      "div",
+      { class: "chips" },
+      app.data.runs.map((run) => runChip(app, run)),
+    ),
+    el("nav", { role: "tablist" }, tabs),
+    tools,
+  );
+}
+
+function leftOut(r) {
+  const held = `${show(r.count)} of ${show(r.completions_on_disk)} completions`;
+  const batches = `whole groups from ${show(r.batches.length)} of ${plural(r.batches_on_disk, "batch", "es")}`;
+  return `This page holds ${held}, ${batches}; lagrpo view --completions N takes more.`;
+}
+
+/** What is missing, and what was left out. */
+function noteList(app) {
+  const notes = app.data.runs.flatMap((run) => {
+    const own = [...run.notes],
+      { rollouts: r, evaluations } = run,
+      several = app.data.runs.length > 1;
+    if (!r.batches_on_disk) own.push("There are no rollouts yet.");
+    else if (r.count < r.completions_on_disk) own.push(leftOut(r));
+    if (!evaluations.summaries.length) own.push("There are no evaluations.");
+    if (evaluations.rows.some((rows) => rows.some((row) => !row.texts)))
+      own.push("The texts of some evaluations were left out.");
+    return own.map((note) => (several ? `${run.name}: ${note}` : note));
+  });
+  if (app.notice) notes.unshift(app.notice);
+  return notes.length
+    ? el(
+        "ul",
+        { class: "notes" },
+        notes.map((note) => el("li", { text: visible(note) })),
+      )
+    : "";
+}
+
+function toggleTheme(app) {
+  const dark =
+    document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  document.documentElement.dataset.theme = dark === "dark" ? "light" : "dark";
+  app.render();
+}
+
+function toggleKeys() {
+  const open = document.getElementById("keys");
+  if (open) return open.remove();
+  const rows = KEYS.map(([keys, text]) => el("tr", {}, el("td", { text: keys }), el("td", { text })));
+  document.body.append(
+    el(
+      "dialog",
+      { id: "keys", open: true },
+      el("h2", { text: "Keys" }),
+      table([], rows),
+      button("close", "close: Escape", toggleKeys),
+    ),
+  );
+}
+
+const ACTIONS = {
+  j: (app) => stepGroup(app, 1),
+  ArrowDown: (app) => stepGroup(app, 1),
+  k: (app) => stepGroup(app, -1),
+  ArrowUp: (app) => stepGroup(app, -1),
+  l: (app) => stepCompletion(app, 1),
+  ArrowRight: (app) => stepCompletion(app, 1),
+  h: (app) => stepCompletion(app, -1),
+  ArrowLeft: (app) => stepCompletion(app, -1),
+  "]": (app) => stepBatch(app, 1),
+  "[": (app) => stepBatch(app, -1),
+  c: (app) => app.update({ color: nextOf(Object.keys(COLORINGS), app.state.color) }, true),
+};
+
+const nextOf = (names, name) => names[(names.indexOf(name) + 1) % names.length];
+
+function onKey(app, event) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const typing = event.target.matches?.("input, select, textarea");
+  if (event.key === "Escape") return escape(app, event, typing);
+  if (typing) return;
+  const tab = Object.keys(TABS)[Number(event.key) - 1];
+  if (tab) return app.update({ tab });
+  if (event.key === "t") return toggleTheme(app);
+  if (event.key === "?") return toggleKeys();
+  if (event.key === "Enter" || event.key === " ") return event.target.matches?.("[tabindex]") && press(event);
+  if (event.key === "/") {
+    event.preventDefault();
+    return app.root.querySelector('input[name="q"], input[name="setting"]')?.focus();
+  }
+  if (app.state.tab !== "rollouts" || !Object.hasOwn(ACTIONS, event.key)) return;
+  event.preventDefault();
+  ACTIONS[event.key](app);
+}
+
+function press(event) {
+  event.preventDefault();
+  event.target.click();
+}
+
+function escape(app, event, typing) {
+  if (document.getElementById("keys")) toggleKeys();
+  else if (typing) event.target.blur();
+  else if (app.state.completion >= 0) app.update({ completion: -1 });
+}
+
+/** Asks the server for newer data again and again; a page from a file has none. */
+async function follow(app) {
+  for (;;) {
+    await new Promise((resolve) => setTimeout(resolve, POLL));
+    const notice = await fetchNewer(app);
+    if (notice === app.notice) continue;
+    app.notice = notice;
+    app.render();
+  }
+}
+
+async function fetchNewer(app) {
+  try {
+    const answer = await fetch(`data?stamp=${encodeURIComponent(app.data.stamp)}`, { cache: "no-store" });
+    if (answer.status === 204) return "";
+    if (!answer.ok) return `The runs cannot be read just now: ${await answer.text()}`;
+    app.data = await unpack(await answer.arrayBuffer());
+    app.render();
+    return "";
+  } catch {
+    return "The server does not answer: this is what it showed last.";
+  }
+}
+
+async function start() {
+  const root = document.getElementById("page"),
+    source = document.getElementById("data");
+  if (typeof DecompressionStream === "undefined")
+    return void (root.textContent = "This page needs a browser of 2023 or later.");
+  const data = await unpack(fromBase64(source.textContent.trim()));
+  source.remove();
+  const app = new App(data, root);
+  if ("live" in root.dataset) follow(app);
+}
+
+start().catch((error) => {
+  document.getElementById("page").textContent = `This page is damaged: ${error.message}`;
+});

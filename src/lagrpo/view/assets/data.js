@@ -1,0 +1,114 @@
+// The data of the page: unpacked, and what follows from it for each group.
+
+const ARRAYS = {
+  uint8: Uint8Array,
+  uint16: Uint16Array,
+  int16: Int16Array,
+  uint32: Uint32Array,
+  int32: Int32Array,
+  float32: Float32Array,
+  float64: Float64Array,
+};
+const UNKNOWN = -32768; // in place of a log-prob that was not recorded
+const PER_NAT = 1000;
+
+function fromBase64(text) {
+  const binary = atob(text);
+  const bytes = new Uint8Array(binary.length);
+  for (let at = 0; at < binary.length; at++) bytes[at] = binary.charCodeAt(at);
+  return bytes;
+}
+
+/** The header, with the arrays of each run as run.rollouts.columns. */
+async function unpack(packed) {
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const content = await new Response(stream).arrayBuffer();
+  const length = new DataView(content).getUint32(0, true);
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(content, 4, length)));
+  const start = 8 * Math.ceil((4 + length) / 8);
+  const arrays = header.arrays.map(([kind, at, count]) => new ARRAYS[kind](content, start + at, count));
+  header.runs.forEach((run, index) => prepare(run, index, arrays));
+  return header;
+}
+
+function prepare(run, index, arrays) {
+  run.index = index;
+  run.metrics = new Map(Object.entries(run.metrics));
+  const rollouts = run.rollouts;
+  for (const [name, number] of Object.entries(rollouts.columns)) rollouts[name] = arrays[number];
+  rollouts.count = rollouts.texts.length;
+  rollouts.scored = rollouts.codes.outcome.indexOf("scored");
+  rollouts.groups = Array.from(rollouts.group_batch, (_, g) => summarize(run, g));
+  rollouts.groupOf = new Uint32Array(rollouts.count);
+  for (const { g, first, end } of rollouts.groups) rollouts.groupOf.fill(g, first, end);
+  rollouts.byId = new Map(rollouts.groups.map((group) => [group.id, group]));
+}
+
+/** What is known of a group: mean and spread of its rewards, who has none, lag and length. */
+function summarize(run, g) {
+  const r = run.rollouts,
+    first = r.group_first[g],
+    end = r.group_first[g + 1];
+  const group = { g, first, end, size: end - first, batch: r.group_batch[g], prompt: r.group_prompt[g] };
+  const [key, text, gold] = r.prompts[group.prompt];
+  Object.assign(group, {
+    key,
+    text,
+    gold,
+    epoch: r.group_epoch[g],
+    version: versionOf(run, group.batch),
+    scored: 0,
+    lag: NaN,
+    length: 0,
+  });
+  let sum = 0,
+    squares = 0;
+  for (let c = first; c < end; c++) {
+    group.length += (r.first_token[c + 1] - r.first_token[c]) / group.size;
+    if (!(r.lag[c] <= group.lag)) group.lag = Number.isNaN(r.lag[c]) ? group.lag : r.lag[c];
+    if (r.outcome[c] !== r.scored) continue;
+    group.scored += 1;
+    sum += r.reward[c];
+  }
+  group.mean = group.scored ? sum / group.scored : NaN;
+  for (let c = first; c < end; c++) if (r.outcome[c] === r.scored) squares += (r.reward[c] - group.mean) ** 2;
+  group.spread = group.scored ? Math.sqrt(squares / group.scored) : NaN;
+  group.flat = r.codes.masked[r.masked[first]] === "zero_variance" || (group.scored > 1 && squares === 0);
+  group.id = `${group.batch}:${key}:${group.epoch}:${ordinal(run, g)}`;
+  return group;
+}
+
+/** The version of π_k in a batch. */
+const versionOf = (run, batch) => run.rollouts.batches.find(([one]) => one === batch)[2];
+
+/** Groups of one prompt in one batch are told apart by a number. */
+function ordinal(run, g) {
+  const r = run.rollouts;
+  let before = 0;
+  for (let other = g - 1; other >= 0 && r.group_batch[other] === r.group_batch[g]; other--) {
+    before += r.group_prompt[other] === r.group_prompt[g] && r.group_epoch[other] === r.group_epoch[g];
+  }
+  return before;
+}
+
+const outcomeOf = (run, c) => run.rollouts.codes.outcome[run.rollouts.outcome[c]];
+const isScored = (run, c) => run.rollouts.outcome[c] === run.rollouts.scored;
+const isRight = (run, c) => isScored(run, c) && run.rollouts.reward[c] >= run.range[1];
+const lengthOf = (run, c) => run.rollouts.first_token[c + 1] - run.rollouts.first_token[c];
+const batchesOf = (run) => run.rollouts.batches.map(([batch]) => batch);
+
+/** The share of the range of rewards that a reward reaches, from 0 to 1. */
+function height(run, reward) {
+  const [low, high] = run.range;
+  return high > low ? Math.min(1, Math.max(0, (reward - low) / (high - low))) : Number(reward >= high);
+}
+
+/** A metric of a run: [batches, values]; pass@k is of its evaluations. */
+function series(run, metric) {
+  if (metric.startsWith("pass_at_")) {
+    const made = run.evaluations.summaries.filter((one) => !missing(one[metric]));
+    return [made.map((one) => one.batch), made.map((one) => one[metric]), made];
+  }
+  const batches = run.metrics.get("batch") ?? [];
+  return [batches, run.metrics.get(metric) ?? batches.map(() => null), null];
+}

@@ -1,0 +1,118 @@
+// The tokens of a completion, colored by what was recorded for each: its log-prob under alpha, or its version.
+
+const COLORINGS = {
+  logp: "log α of the token",
+  version: "version that sampled it",
+  none: "no color: the text",
+};
+const SATURATED = 6; // nats: less likely tokens have the same color
+const HUES = [210, 30, 140, 280, 0, 60, 175, 320];
+
+function logpOf(r, t) {
+  return r.logp[t] === UNKNOWN ? NaN : r.logp[t] / PER_NAT;
+}
+
+function tokenText(r, t) {
+  return r.vocabulary ? r.vocabulary[r.token[t]] : ` ${r.ids[r.token[t]]} `;
+}
+
+/** The background of a token, or null. */
+function tokenColor(r, t, coloring) {
+  if (!r.sampled[t]) return null;
+  if (coloring === "version") return `hsl(${HUES[Math.max(0, r.version[t]) % HUES.length]} 80% 50% / 0.28)`;
+  const logp = logpOf(r, t);
+  if (coloring !== "logp" || Number.isNaN(logp)) return null;
+  return `hsl(22 95% 50% / ${(0.75 * Math.min(1, -logp / SATURATED)).toFixed(3)})`;
+}
+
+/** The tokens from `start`, at most `most` of them, as spans that know their place. */
+function tokenSpans(run, c, coloring, start, most) {
+  const r = run.rollouts,
+    spans = [];
+  const end = Math.min(r.first_token[c + 1], start + most);
+  for (let t = start; t < end; t++) {
+    const color = tokenColor(r, t, coloring);
+    const kind = r.sampled[t] ? "token" : "token context";
+    const text = visible(tokenText(r, t)).replace(/\n/g, "↵\n").replace(/\t/g, "⇥\t");
+    spans.push(el("span", { class: kind, text, data: { t }, style: color ? { background: color } : undefined }));
+  }
+  return spans;
+}
+
+/** A strip of tokens, with a button for more of them where there are more than `most`. */
+function tokenStrip(run, c, coloring, most) {
+  const r = run.rollouts,
+    strip = el("div", { class: "strip", dir: "auto" });
+  const extend = (start) => {
+    strip.append(...tokenSpans(run, c, coloring, start, most));
+    const left = r.first_token[c + 1] - start - most;
+    if (left <= 0) return;
+    const more = button(`… ${plural(left, "more token")}`, "show more of them", (event) => {
+      event.stopPropagation();
+      more.remove();
+      extend(start + most);
+    });
+    strip.append(more);
+  };
+  extend(r.first_token[c]);
+  followPointer(strip, run, c);
+  return strip;
+}
+
+/** What is known of a token, as [name, value] pairs. */
+function tokenFacts(run, c, t) {
+  const r = run.rollouts,
+    logp = logpOf(r, t);
+  const facts = [
+    ["token", `${t - r.first_token[c] + 1} of ${lengthOf(run, c)}`],
+    ["text", JSON.stringify(visible(tokenText(r, t))).slice(1, -1)],
+    ["id", String(r.ids[r.token[t]])],
+  ];
+  if (!r.sampled[t]) return [...facts, ["context", "no policy sampled it"]];
+  const low = r.logp[t] === UNKNOWN + 1 ? "≤ " : "";
+  facts.push(["log α", Number.isNaN(logp) ? "not recorded" : `${low}${logp.toFixed(3)} nats`]);
+  if (!Number.isNaN(logp)) facts.push(["α", Math.exp(logp).toPrecision(3)]);
+  if (r.version[t] < 0) return [...facts, ["version", "offline data"]];
+  return [...facts, ["version", String(r.version[t])], ["lag", String(r.groups[r.groupOf[c]].version - r.version[t])]];
+}
+
+const tip = el("div", { id: "tip", role: "tooltip", hidden: true });
+
+function showTip(facts, x, y) {
+  tip.replaceChildren(
+    ...facts.map(([name, value]) => el("div", {}, el("b", { text: name }), el("span", { text: value }))),
+  );
+  tip.hidden = false;
+  const box = tip.getBoundingClientRect();
+  tip.style.left = `${Math.max(4, Math.min(x + 12, innerWidth - box.width - 8))}px`;
+  tip.style.top = `${y + 20 + box.height > innerHeight ? y - box.height - 12 : y + 20}px`;
+}
+
+const hideTip = () => {
+  tip.hidden = true;
+};
+
+function followPointer(strip, run, c) {
+  const point = (event) => {
+    const place = event.target.dataset?.t;
+    if (place === undefined) return hideTip();
+    showTip(tokenFacts(run, c, Number(place)), event.clientX, event.clientY);
+  };
+  strip.addEventListener("mousemove", point);
+  strip.addEventListener("mouseleave", hideTip);
+}
+
+/** What the colors mean, and what was not recorded. */
+function legend(run, coloring) {
+  const notes = [];
+  if (coloring === "logp") {
+    const scale = el("span", { class: "scale" });
+    notes.push(el("span", { text: "log α: 0" }), scale, el("span", { text: `−${SATURATED} nats or less` }));
+  }
+  if (coloring === "version") notes.push(el("span", { text: "a color for each version that sampled tokens" }));
+  notes.push(
+    el("span", { class: "dim", text: "log π_k − log α is recorded for whole completions, entropy for batches." }),
+  );
+  if (run.rollouts.vocabulary_note) notes.push(el("span", { class: "warn", text: run.rollouts.vocabulary_note }));
+  return el("div", { class: "legend" }, notes);
+}

@@ -1,0 +1,138 @@
+"""Runs that nobody trained: their files hold what a test of `lagrpo view` needs, in milliseconds."""
+
+from __future__ import annotations
+
+import math
+import random
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from tiny import tiny_tokenizer
+
+from lagrpo.runs import Run
+from lagrpo.settings.toml import load_settings, to_toml
+
+HOSTILE = (
+    "<script>window.planted = 1</script></script><img src=x onerror='window.planted = 2'> & &lt;b&gt; "
+    "\u2028\u2029 \u202eright to left\u202c \u2066isolate\u2069 <!-- ]]> '\"` ${window.planted = 3} \x1b[31m \x00"
+)
+LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
+
+
+def make_run(root: Path, name: str = "made", /, **sections: dict[str, Any]) -> Run:
+    """A run with settings and an environment, and nothing else."""
+    base: dict[str, dict[str, Any]] = {
+        "run": {"directory": str(root), "name": name, "seed": 3},
+        "model": {"path": str(root / "no-model")},
+        "task": {"name": "arithmetic"},
+        "sampling": {"G": 4, "max_tokens": 6},
+        "schedule": {"prompts": 3, "batches": 4, "v": 2},
+    }
+    settings = load_settings(
+        {section: base.get(section, {}) | sections.get(section, {}) for section in base | sections}
+    )
+    environment = {"id": "0123456789abcdef", "command": "lagrpo train", "git": {"commit": "abc", "dirty": False}}
+    text = to_toml(settings)
+    return Run.create(root, name, tomllib.loads(text), text, environment)
+
+
+def save_tokenizer(run: Run) -> None:
+    """Put the tokenizer of tiny models where a run keeps its weights."""
+    tiny_tokenizer().save_pretrained(run.path / "weights" / "final")
+
+
+def row(text: str, reward: float | None = 1.0, /, **changes: Any) -> dict[str, Any]:
+    """A completion of printable characters, one token each as the tiny tokenizer has them."""
+    from string import printable
+
+    ids = [3 + printable.index(letter) if letter in printable else 0 for letter in text]
+    outcome = "scored" if reward is not None else "unscored"
+    base = {
+        "batch": 1, "stage": 1, "source": "sampler", "epoch": 0, "prompt_key": 7, "prompt_text": "What is 2 + 2?",
+        "prompt_token_ids": [3, 4], "gold": '"4"', "completion": 0, "text": text, "token_ids": ids,
+        "logp_alpha": [-0.25 * (n + 1) for n in range(len(ids))], "versions": [0] * len(ids),
+        "sampled": [True] * len(ids),
+        "pi_k_version": 1, "lag": 1, "finished": True, "outcome": outcome, "reward": reward, "reason": "",
+        "advantage": 0.5 if reward is not None else None, "masked": "" if reward is not None else "unscored",
+        "sigma": 0.5, "log_ratio": -0.125, "kl_alpha": 0.001,
+    }  # fmt: skip
+    return base | changes
+
+
+def group(key: int, rewards: list[float | None], /, **changes: Any) -> list[dict[str, Any]]:
+    """The completions of one prompt; the text of each says its number."""
+    flat = len({reward for reward in rewards if reward is not None}) == 1
+    rows = [row(f"answer {n} of {key}", reward, prompt_key=key, completion=n) for n, reward in enumerate(rewards)]
+    for made in rows:
+        made["prompt_text"] = f"Question {key}: what is {key} + {key}?"
+        made["masked"] = made["masked"] or ("zero_variance" if flat else "")
+    return [made | changes for made in rows]
+
+
+def metrics(batch: int, **changes: Any) -> dict[str, float | None]:
+    """Some of the numbers of a batch."""
+    base = {
+        "stage": 1 if batch < 3 else 2, "batch": batch, "version": batch - 1, "synced": batch % 2,
+        "lag_max": 1 - batch % 2,
+        "completions": 12, "unscored": 0, "failed": 0, "reward_mean": 0.1 * batch, "zero_variance_share": 0.9,
+        "tokens_mean": 5.0 + batch, "finished_share": 0.25, "kl_alpha": 0.001 * batch, "ess": 0.9, "entropy": None,
+        "grad_norm": 1.0 + 1 / batch, "seconds_total": 2.0, "tokens_sampled": 60,
+    }  # fmt: skip
+    return base | changes
+
+
+def fill(run: Run, batches: int = 4) -> Run:
+    """Metrics, events, rollouts of three groups a batch, and evaluations before and after."""
+    for batch in range(1, batches + 1):
+        if batch % 2:
+            run.record_event("weight_sync", batch, version=batch - 1, reason="schedule" if batch > 1 else "start")
+        run.record(metrics(batch))
+        rows = group(1, [1.0, 0.0, 0.0, 1.0]) + group(2, [0.0] * 4) + group(3, [1.0, None, 0.0, 1.0])
+        rows[9] |= {"reason": "no number in the answer", "finished": False}
+        place = {"batch": batch, "stage": 1 if batch < 3 else 2, "pi_k_version": batch - 1}
+        run.record_rollouts(batch, [made | place for made in rows])
+    run.record_event("warning", 2, text="WARNING: something is odd")
+    evaluate(run, "before", 0, {1: [0.0, 0.0], 2: [1.0, 0.0], 3: [1.0, 1.0]})
+    evaluate(run, "after", batches, {1: [1.0, 1.0], 2: [0.0, 0.0], 3: [1.0, 1.0]})
+    run.record_event("end", batches, status="finished", detail=f"{batches} of {batches} batches are finished")
+    return run
+
+
+def evaluate(run: Run, name: str, batch: int, rewards: dict[int, list[float]]) -> None:
+    """An evaluation whose completions say what they got."""
+    records = [
+        {
+            "prompt_key": key, "prompt": f"Held-out question {key}", "gold": str(key), "samples": len(own),
+            "scored": len(own), "right": sum(reward >= 1 for reward in own), "reward_mean": sum(own) / len(own),
+            "completions": [f"{name} {key}: {reward}" for reward in own], "rewards": own,
+        }
+        for key, own in rewards.items()
+    ]  # fmt: skip
+    mean = sum(made["right"] for made in records) / sum(made["scored"] for made in records)
+    summary = {"batch": batch, "prompts": len(records), "samples": 2, "reward_mean": mean, "without_reward": 0}
+    summary |= {"pass_at_1": mean, "pass_at_1_low": max(0, mean - 0.2), "pass_at_1_high": min(1, mean + 0.2)}
+    run.record_evaluation(name, summary | {"pass_at_2": 1.0}, records)
+
+
+def fill_large(run: Run, batches: int, prompts: int, G: int, tokens: int, seed: int = 0) -> Run:
+    """Metrics and rollouts with random texts of `tokens` tokens and log-probs as models have them."""
+    draws = random.Random(seed)
+    for batch in range(1, batches + 1):
+        run.record(metrics(batch, stage=1))
+        rows = []
+        for key in range(prompts):
+            for n in range(G):
+                text = "".join(draws.choices(LETTERS, k=tokens))
+                logp = [
+                    -draws.expovariate(1.0) if draws.random() < 0.4 else -math.exp(-9 * draws.random()) for _ in text
+                ]
+                place = {
+                    "batch": batch,
+                    "pi_k_version": batch - 1,
+                    "prompt_key": key + prompts * batch,
+                    "completion": n,
+                }
+                rows.append(row(text, float(draws.random() < 0.5), **place, logp_alpha=logp))
+        run.record_rollouts(batch, rows)
+    return run

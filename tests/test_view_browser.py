@@ -1,0 +1,442 @@
+"""The page of `lagrpo view` in a real browser: what each click and key shows, and that nothing of a run runs."""
+
+from __future__ import annotations
+
+import base64
+import re
+import threading
+
+import pytest
+from browser import Browser
+from made_runs import HOSTILE, fill, fill_large, group, make_run, metrics, save_tokenizer
+from test_view import hostile_run
+
+from lagrpo.view.command import view
+from lagrpo.view.data import collect
+from lagrpo.view.serve import Server, Source
+
+pytestmark = pytest.mark.browser
+
+LISTENING = (
+    "[...document.querySelectorAll('*')].filter((n) => n.getAttributeNames().some((a) => a.startsWith('on'))).length"
+)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    made = Browser(tmp_path_factory.mktemp("profile"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """A function that opens the page of runs; at the end every page must have been content and asked for nothing."""
+    pages = []
+
+    def open_page(*runs, address="", **options):
+        file = view([run.path for run in runs], tmp_path / "page.html", options.pop("completions", 10_000))
+        pages.append(browser.open(file.as_uri() + address, **options))
+        return pages[-1]
+
+    yield open_page
+    for page in pages:
+        page.check("file://", "blob:")
+        page.close()
+
+
+@pytest.fixture
+def run(tmp_path):
+    made = fill(make_run(tmp_path))
+    save_tokenizer(made)
+    return made
+
+
+def key_of(row: str) -> str:
+    """The key of the prompt in a row of the list."""
+    return row.partition("#")[2][:1]
+
+
+def tab(page, name: str) -> None:
+    page.click(f"nav [data-tab={name}]")
+
+
+# Trend
+
+
+def test_the_trend_shows_any_metric_and_a_click_opens_the_batch(opened, run):
+    page = opened(run)
+    assert "made" in page.text("header")
+    assert "batch 4 of 4" in page.text("header")
+    assert "finished" in page.text("header")
+    assert page.js("document.querySelectorAll('.chart canvas').length") == 1
+    page.choose("metric", "kl_alpha")
+    assert "KL(α‖π_k)" in page.text(".bar")
+    page.choose("over", "seconds")
+    assert "wall time" in page.text(".chart")
+    page.choose("over", "batch")
+    corner = "document.querySelector('.u-over').getBoundingClientRect()"
+    x, y, width, height = (page.js(f"{corner}.{side}") for side in ("x", "y", "width", "height"))
+    page.click_at(x + width * 0.66, y + height / 2)
+    assert page.text(".summary").startswith("batch 3, stage 2, π_k is version 2")
+
+
+def test_small_charts_choose_the_metric_and_say_what_is_odd(opened, run):
+    page = opened(run)
+    names = [text.split()[0] for text in page.texts(".small")]
+    assert "reward_mean" in names
+    assert "entropy" not in names
+    assert "most groups have equal rewards" in page.texts(".small")[names.index("zero_variance_share")]
+    page.click(".small", names.index("tokens_mean"))
+    assert page.js("document.querySelector('select[aria-label=metric]').value") == "tokens_mean"
+
+
+def test_events_are_listed_and_open_their_batch(opened, run):
+    page = opened(run)
+    events = page.texts(".events li")
+    assert any("WARNING: something is odd" in text for text in events)
+    assert not any("weight sync" in text for text in events)
+    page.click(".trend > .check input")
+    assert any("weight sync: version 2 (schedule)" in text for text in page.texts(".events li"))
+    page.click(".events .warning button")
+    assert page.text(".summary").startswith("batch 2")
+
+
+def test_runs_are_laid_over_each_other_and_hidden_by_a_click(opened, tmp_path, run):
+    other = fill(make_run(tmp_path, "other"), batches=6)
+    page = opened(run, other)
+    assert page.texts(".u-series th")[1:] == ["made", "other"]
+    page.click(".chip", 0)
+    assert page.texts(".u-series th")[1:] == ["other"]
+    page.click(".chip", 1)
+    assert "No run shown here has this metric yet." in page.text(".chart")
+    page.click(".chip", 0)
+    tab(page, "rollouts")
+    page.choose("run", "1")
+    assert page.text(".summary").startswith("batch 6")
+    tab(page, "evaluations")
+    assert "batch 6" in page.text("main")
+
+
+def test_evaluations_are_a_metric_with_intervals(opened, run):
+    page = opened(run, address="#metric=pass_at_1")
+    assert "95 % intervals" in page.text(".bar")
+    assert page.js("document.querySelectorAll('.chart canvas').length") == 1
+
+
+# Rollouts
+
+
+def test_groups_are_sorted_by_spread_and_marked(opened, run):
+    page = opened(run, address="#tab=rollouts")
+    rows = page.texts(".row")
+    assert [key_of(text) for text in rows] == ["1", "3", "2"]
+    assert "no signal" in rows[2]
+    assert "1 without reward" in rows[1]
+    page.choose("sort", "low")
+    assert [key_of(text) for text in page.texts(".row")] == ["2", "1", "3"]
+
+
+def test_a_group_shows_its_completions_side_by_side(opened, run):
+    page = opened(run, address="#tab=rollouts")
+    page.click(".row", 1)
+    assert "Question 3: what is 3 + 3?" in page.text(".prompt-text")
+    cards = page.texts(".card")
+    assert len(cards) == 4
+    assert "✓ 1" in cards[0]
+    assert "A +0.500" in cards[0]
+    assert "? unscored" in cards[1]
+    assert "no number in the answer" in cards[1]
+    assert "cut at the limit" in cards[1]
+    tops = page.js(
+        "[...document.querySelectorAll('.card')].slice(0, 2).map((card) => card.getBoundingClientRect().top)"
+    )
+    assert tops[0] == tops[1]
+    page.click(".card", 1)
+    assert "Σ ρ − 1 − ln ρ" in page.text(".opened")
+    page.click(".opened button")
+    assert page.text(".opened") == ""
+
+
+def test_tokens_are_colored_and_tell_their_numbers(opened, run):
+    page = opened(run, address="#tab=rollouts")
+    page.hover(".card .token", 3)
+    tip = page.text("#tip")
+    assert "log α" in tip
+    assert "−" in tip or "-1.000 nats" in tip
+    assert "0.368" in tip
+    color = "getComputedStyle(document.querySelectorAll('.card .token')[9]).backgroundColor"
+    by_logp = page.js(color)
+    page.choose("color", "version")
+    by_version = page.js(color)
+    assert len({by_logp, by_version, "rgba(0, 0, 0, 0)"}) == 3
+    page.choose("color", "none")
+    assert page.js("document.querySelectorAll('.token').length") == 0
+    assert "answer 0 of 1" in page.text(".card")
+
+
+@pytest.mark.parametrize(
+    ("fields", "matches"),
+    [
+        ({"outcome": "wrong"}, "3 groups · 7 matching completions"),
+        ({"outcome": "unscored"}, "1 group · 1 matching completion"),
+        ({"outcome": "cut"}, "1 group · 1 matching completion"),
+        ({"reward_low": "0.5"}, "2 groups · 4 matching completions"),
+        ({"tokens_low": "14"}, "0 groups · 0 matching completions"),
+        ({"lag_high": "0"}, "0 groups · 0 matching completions"),
+        ({"q": "answer 1 of 2"}, "1 group · 1 matching completion"),
+        ({"q": "NO NUMBER"}, "1 group · 1 matching completion"),
+        ({"q": "question 3", "outcome": "right"}, "1 group · 2 matching completions"),
+    ],
+)
+def test_completions_are_filtered(opened, run, fields, matches):
+    page = opened(run, address="#tab=rollouts")
+    for name, value in fields.items():
+        if name == "outcome":
+            page.choose("outcome", value)
+        else:
+            page.type(f"input[name={name}]", value)
+    assert matches in page.text(".summary")
+    if "q" in fields:
+        assert page.js("document.activeElement.name") == "q"
+    assert ("No completion passes this filter." in page.text(".pane")) == matches.startswith("0")
+    page.js("[...document.querySelectorAll('button')].find((node) => node.innerText === 'clear').click()")
+    assert page.text(".summary").endswith("3 groups")
+
+
+def test_batches_are_stepped_through_and_all_of_them_searched(opened, run):
+    page = opened(run, address="#tab=rollouts")
+    page.click("button[title^='batch before']")
+    assert page.text(".summary").startswith("batch 3")
+    page.choose("batch", "1")
+    assert page.text(".summary").startswith("batch 1")
+    page.choose("batch", "all")
+    assert "12 groups" in page.text(".summary")
+    assert "batch 1 · #1" in page.text(".list")
+
+
+# Keys, address, theme
+
+
+def test_keys_lead_everywhere(opened, run):
+    page = opened(run)
+    page.key("2")
+    assert page.js("document.querySelectorAll('.rollouts').length") == 1
+    page.key("j")
+    assert "Prompt 3" in page.text(".group-head")
+    page.key("ArrowDown")
+    page.key("ArrowDown")
+    assert "Prompt 2" in page.text(".group-head")
+    page.key("k")
+    page.key("l")
+    page.key("l")
+    assert "unscored" in page.text(".opened")
+    page.key("h")
+    assert "✓ 1" in page.text(".opened")
+    page.key("Escape")
+    assert page.text(".opened") == ""
+    page.key("[")
+    assert page.text(".summary").startswith("batch 3")
+    page.key("]")
+    assert page.text(".summary").startswith("batch 4")
+    page.key("c")
+    assert page.js("document.querySelector('select[aria-label=color]').value") == "version"
+    page.key("/")
+    assert page.js("document.activeElement.name") == "q"
+    page.key("Escape")
+    page.key("?")
+    assert "next completion" in page.text("#keys")
+    page.key("Escape")
+    assert page.text("#keys") == ""
+    page.key("3")
+    assert "Prompt by prompt" in page.text("main")
+    page.key("4")
+    assert "schedule.v" in page.text("main")
+
+
+def test_the_address_holds_the_place(opened, run):
+    page = opened(run, address="#tab=rollouts")
+    page.choose("batch", "2")
+    page.key("j")
+    page.key("l")
+    page.type("input[name=q]", "answer")
+    address = page.js("location.hash")
+    page.js("location.reload()")
+    page.wait("document.querySelector('.opened')")
+    assert page.js("location.hash") == address
+    assert page.text(".summary").startswith("batch 2")
+    assert "Prompt 3" in page.text(".group-head")
+
+
+@pytest.mark.parametrize(
+    "address", ["#tab=__proto__&sort=constructor&batch=x&run=99&completion=1e9", "#%", "#group=1:2&run=-1&before=77"]
+)
+def test_an_odd_address_does_no_harm(opened, run, address):
+    page = opened(run, address=address)
+    for name in ("rollouts", "evaluations", "settings", "trend"):
+        tab(page, name)
+        assert len(page.text("main")) > 100
+
+
+def test_light_and_dark(opened, run):
+    background = "getComputedStyle(document.body).backgroundColor"
+    page = opened(run)
+    assert page.js(background) == "rgb(246, 247, 249)"
+    page.key("t")
+    assert page.js(background) == "rgb(20, 23, 27)"
+    dark = opened(run, dark=True)
+    assert dark.js(background) == "rgb(20, 23, 27)"
+    dark.click(".tools button")
+    assert dark.js(background) == "rgb(246, 247, 249)"
+
+
+# Evaluations and settings
+
+
+def test_evaluations_show_the_prompts_that_changed(opened, run):
+    page = opened(run, address="#tab=evaluations")
+    assert "50.0 %" in page.text(".numbers")
+    assert "66.7 %" in page.text(".numbers")
+    rows = page.texts(".prompts tbody tr")
+    assert len(rows) == 2
+    assert "+100 points" in rows[0]
+    assert "−50 points" in rows[1]
+    page.choose("show", "worse")
+    page.click(".prompts tbody tr")
+    assert page.texts(".samples li") == [
+        "✓ 1\nbefore 2: 1.0",
+        "✗ 0\nbefore 2: 0.0",
+        "✗ 0\nafter 2: 0.0",
+        "✗ 0\nafter 2: 0.0",
+    ]
+    page.choose("show", "all")
+    assert len(page.texts(".clickable")) == 3
+
+
+def test_settings_have_values_defaults_and_meanings(opened, tmp_path, run):
+    other = make_run(tmp_path, "other", schedule={"prompts": 3, "batches": 4, "v": 5})
+    page = opened(run, other, address="#tab=settings")
+    row = next(text for text in page.texts(".settings tr") if text.startswith("schedule.v\t"))
+    assert row.split("\t")[1:4] == ["2", "5", "1"]
+    page.type("input[name=setting]", "schedule.")
+    assert all(text.startswith("schedule.") for text in page.texts(".settings table")[0].splitlines()[1:])
+    page.js("[...document.querySelectorAll('.check')].at(-1).querySelector('input').click()")
+    assert len(page.texts(".settings .scroll")[0].splitlines()) == 2
+    assert "git.commit" in page.text("main")
+
+
+# Runs that are not whole, and large ones
+
+
+def test_a_run_without_anything_says_so(opened, tmp_path):
+    page = opened(make_run(tmp_path))
+    notes = page.text(".notes")
+    assert "There are no metrics yet" in notes
+    assert "There are no rollouts yet." in notes
+    assert "There are no evaluations." in notes
+    assert "No run shown here has this metric yet." in page.text(".chart")
+    tab(page, "rollouts")
+    assert "no rollouts yet" in page.text(".rollouts")
+    for key in "jklh[]c":
+        page.key(key)
+    tab(page, "evaluations")
+    assert "This run has no evaluations." in page.text("main")
+    tab(page, "settings")
+    assert "schedule.v" in page.text("main")
+
+
+def test_what_was_left_out_is_said(opened, run):
+    page = opened(run, completions=12, address="#tab=rollouts")
+    assert "This page holds 12 of 48 completions, whole groups from 1 of 4 batches" in page.text(".notes")
+
+
+def test_ten_thousand_completions_are_shown_without_lag(opened, tmp_path):
+    run = fill_large(make_run(tmp_path), batches=20, prompts=50, G=10, tokens=24)
+    page = opened(run, address="#tab=rollouts&batch=all")
+    assert page.js("document.querySelectorAll('.row').length") < 60
+    assert "1,000 groups" in page.text(".summary")
+    took = "(() => { const start = performance.now(); %s; return performance.now() - start; })()"
+    field = "(f => { f.value = 'zq'; f.dispatchEvent(new Event('input')); })(document.querySelector('input[name=q]'))"
+    page.js(took % field)
+    page.wait("document.querySelector('.summary').innerText.includes('matching')")
+    press = "document.dispatchEvent(new KeyboardEvent('keydown', {key: 'j'}))"
+    times = sorted(page.js(took % press) for _ in range(9))
+    assert times[4] < 250, f"milliseconds of a key with 10,000 completions: {times}"
+    page.js("document.querySelector('.list').scrollTop = 1e6")
+    page.settle()
+    assert "matching" in page.text(".summary")
+
+
+# Texts of strangers
+
+
+def test_nothing_that_stands_in_a_run_runs(opened, tmp_path):
+    run = hostile_run(tmp_path)
+    for name, selector in (
+        ("trend", ".events"),
+        ("rollouts", ".detail"),
+        ("evaluations", "main"),
+        ("settings", "main"),
+    ):
+        page = opened(run, address=f"#tab={name}&changes=all&prompt=0&setting=task&group=1:1:0:0&completion=0")
+        assert "<script>" in page.text(selector), name
+        assert "⟨U+202E⟩" in page.text(selector), name
+        assert page.js("window.planted") is None
+        assert page.js("document.querySelectorAll('img, main script, iframe, object').length") == 0
+        assert page.js(LISTENING) == 0
+    assert page.js("document.title") == "a<b>&'\"<script> · lagrpo view"
+
+
+def test_texts_arrive_as_they_are(opened, tmp_path):
+    page = opened(hostile_run(tmp_path), address="#tab=rollouts&color=none")
+    page.choose("sort", "order")
+    page.click(".row", 1)
+    shown = page.js("document.querySelector('.card .strip').textContent")
+    undone = re.sub(r"⟨U\+([0-9A-F]{4})⟩", lambda code: chr(int(code[1], 16)), shown)
+    assert undone.replace("␛", "\x1b").replace("␀", "\x00") == HOSTILE
+
+
+def test_a_policy_stops_a_script_that_asks_the_network(opened, run):
+    page = opened(run)
+    refused = "fetch('https://example.com/').then(() => 'reached', () => 'refused')"
+    assert page.js(refused) == "refused"
+    assert page.js("fetch('data:,x').then(() => 'reached', () => 'refused')") == "refused"
+    page.settle()
+    page._browser.take_events()  # the browser says so on its console
+
+
+def test_a_damaged_page_says_so(browser, run, tmp_path):
+    file = view([run.path], tmp_path / "page.html")
+    text = file.read_text()
+    file.write_text(re.sub(r'(id="data">)[^<]{40}', r"\1" + base64.b64encode(b"x" * 30).decode(), text))
+    page = browser.open("data:text/html,<header>")
+    page.call("Page.navigate", url=file.as_uri())
+    page.wait("document.body?.innerText.includes('This page is damaged')")
+    page.close()
+
+
+# The server
+
+
+def test_a_served_page_follows_its_run_and_keeps_the_place(browser, run):
+    server = Server(Source([run.path], lambda: collect([run.path], 1000)))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        page = browser.open(server.url + "#tab=rollouts&batch=2")
+        page.key("j")
+        page.type("input[name=q]", "answer")
+        before = page.text(".group-head")
+        run.record(metrics(5))
+        run.record_rollouts(5, [made | {"batch": 5} for made in group(1, [1.0, 0.0])])
+        page.wait("document.querySelector('header').innerText.includes('batch 5 of')")
+        assert page.text(".group-head") == before
+        assert page.js("document.querySelector('input[name=q]').value") == "answer"
+        assert page.text(".summary").startswith("batch 2")
+        page.check(server.url, "blob:")
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    page.wait("document.body.innerText.includes('The server does not answer')")
+    page.close()
