@@ -90,6 +90,7 @@ def command(cell: Cell, runs: Path, threads: int) -> list[str]:
         "model.threads": threads,
         "schedule.batches": UPDATES[lr],
         "optimizer.lr": lr,
+        "optimizer.schedule": "constant",
         **MODES[mode],
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
