@@ -82,6 +82,7 @@ BOUNDED = {
     "verify/verifier.py:_outcome exception": DONE,
     "verify/verifier.py:_restart exception": DONE,
     "verify/verifier.py:_start ProcessPool": "each judgment has verifier.deadline, the end of the pool _CLOSING",
+    "view/serve.py:read with _lock": "another request reads the runs' files",
     "policy/sharded.py:gather all_gather": OF_GROUP,
     "policy/layered.py:round all_reduce": OF_GROUP,
     "policy/learner.py:_agree all_reduce": OF_GROUP,
