@@ -9,6 +9,8 @@ from typing import Any
 
 from theory import style
 
+from lagrpo.study.statistics import Interval
+
 BEGIN, END = "<!-- the table of experiments/precision.py -->", "<!-- its end -->"
 ORDER = {"2e-5": (5, 10, 16), "5e-6": (5, 20, 24), "1e-6": (20, 60, 60)}
 """Learning rates; of each the two updates whose rewards are shown, and how many there are."""
@@ -18,7 +20,6 @@ MODES = {
     "float32": ("float32 throughout", style.GREEN),
     "trl": ("TRL 1.16, bf16", style.PURPLE),
 }
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # 97.5 % of t with n - 1 degrees
 
 Cells = Sequence[dict[str, Any]]
 
@@ -65,8 +66,8 @@ def interval(values: Sequence[float], percent: bool = False) -> str:
     """
     if not values:
         return "–"
-    mean = statistics.fmean(values)
-    half = STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    found = Interval.of(values)
+    mean, half = found.mean, found.half
     if percent:
         digits = 1 if mean >= 0.05 else 2 if mean >= 1e-3 else 4
         return f"{100 * mean:.{digits}f}" + (f" ± {100 * half:.{digits}f}" if half is not None else "") + " %"

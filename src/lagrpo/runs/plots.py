@@ -44,7 +44,7 @@ def draw(title: str, metrics: Sequence[dict[str, Any]], evaluations: Sequence[di
     FigureCanvasAgg(figure)
     reward, variance, lag = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": (4.2, 1.2, 1.2)})
     for axes in (reward, variance, lag):
-        _plain_axes(axes)
+        plain_axes(axes)
         _mark_events(axes, metrics)
     _draw_steps(variance, metrics, "zero_variance_share", GREEN)
     variance.set_ylim(0, 1.05)
@@ -143,7 +143,8 @@ def _mark(axes: Axes, batches: Sequence[int], label: str, **style: Any) -> None:
         axes.axvline(batch - 0.5, label=None if at else label, **style)
 
 
-def _plain_axes(axes: Axes) -> None:
+def plain_axes(axes: Axes) -> None:
+    """Two spines and light horizontal lines."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):

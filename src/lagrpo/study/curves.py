@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from lagrpo.runs.plots import INK, plain_axes
 from lagrpo.study.file import Cell, Study
 from lagrpo.study.measures import Finished, smoothed
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#8E4585", "#E69F00", "#56B4E9", "#CC79A7", "#222222")
 """After Okabe and Ito: distinct with any color vision."""
 STYLES = ("-", "--", ":", "-.")
-INK, FAINT, GRID = "#222222", "#9a9a9a", "#ececec"
 
 
 def draw(study: Study, found: Mapping[tuple[Cell, int], Finished]) -> Figure:
@@ -32,7 +32,8 @@ def draw(study: Study, found: Mapping[tuple[Cell, int], Finished]) -> Figure:
     rows = figure.subplots(len(study.curves), len(panels), sharex=True, sharey="row", squeeze=False)
     for metric, row in zip(study.curves, rows, strict=True):
         for label, axes in zip(panels, row, strict=True):
-            _plain(axes, label)
+            plain_axes(axes)
+            axes.set_title(label, loc="left", fontsize=10, fontweight="bold", color=INK)
             cells = [cell for cell in study.cells if not label or cell[-1] == label]
             for number, cell in enumerate(cells):
                 runs = [found[cell, seed] for seed in study.seeds if (cell, seed) in found]
@@ -58,12 +59,3 @@ def _draw_cell(axes: Axes, name: str, runs: list[Finished], metric: str, smooth:
     if len(curves) > 1:
         low, high = [min(column) for column in columns], [max(column) for column in columns]
         axes.fill_between(batches, low, high, color=color, alpha=0.12, lw=0)
-
-
-def _plain(axes: Axes, title: str) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(FAINT)
-    axes.tick_params(colors=INK, labelsize=9, color=FAINT)
-    axes.grid(color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
