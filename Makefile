@@ -13,19 +13,22 @@ BIN := .venv/bin
 STAMP := .venv/installed
 TRL := .venv-trl
 CONFORMANCE := .venv-conformance
+LIGHTEVAL := .venv-lighteval
 DOCS := .venv-docs
 # Where vLLM is installed; may be a directory that is kept between checkouts.
 VLLM_ENV ?= .venv-vllm
 VLLM_VERSION := 0.32.0
 VLLM_STAMP := $(VLLM_ENV)/installed-$(VLLM_VERSION)
+# Which of the tests that need vLLM; 'vllm and not long' leaves out those of a minute or more.
+VLLM_TESTS ?= vllm
 # Further arguments of a benchmark, for example OPTIONS=--scan.
 OPTIONS ?=
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm test-view fuzz check-trl chaos conformance portability check-aarch64 bench-trl \
-	bench-scaling bench-peak bench-vllm bench-gpu bench-busy bench-plan bench-ranks bench-memory bench-sync docs lint format install vllm-env clean
+.PHONY: help demo test test-gpu test-vllm test-view fuzz check-trl check-lighteval chaos conformance portability check-aarch64 bench-trl \
+	bench-scaling bench-peak bench-vllm bench-gpu bench-busy bench-plan bench-ranks bench-memory bench-sync check-ranks docs lint format install vllm-env clean
 
 help:
 	@echo "make demo       install, then train the embedded 135M model on single-digit addition and show what it learned"
@@ -35,9 +38,11 @@ help:
 	@echo "make test-view  install, then run the tests of lagrpo view that need Chromium"
 	@echo "make fuzz       a minute of malformed settings, data and runs; OPTIONS='--seconds 600' for more"
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
+	@echo "make check-lighteval  install lighteval into an environment of its own, and compare how it scores answers (LAGRPO_DATA)"
 	@echo "make chaos      kill 50 training runs at random instants, resume them, and compare what they leave to the bit"
 	@echo "make conformance  install the peers' loss code, compare it with ours, and write the table of docs/conformance.md"
 	@echo "make bench-trl, bench-scaling, bench-peak, bench-vllm, bench-gpu, bench-busy, bench-plan, bench-ranks, bench-memory, bench-sync   see benchmarks/README.md"
+	@echo "make check-ranks  runs by 1, 2 and 3 ranks beside each other: completions, gradients, weights"
 	@echo "make portability  two updates of the embedded model at every level of instructions of this processor"
 	@echo "make check-aarch64  the kernels on an emulated ARM processor (needs gcc-aarch64-linux-gnu and qemu-user)"
 	@echo "make docs       install, then build the documentation as a site: site/index.html"
@@ -45,7 +50,7 @@ help:
 	@echo "make format     let ruff put the sources in order"
 	@echo "make install    only install, into .venv"
 	@echo "make vllm-env   install vLLM into $(VLLM_ENV), for the sampler vllm and \`lagrpo serve\`"
-	@echo "make clean      remove .venv, .venv-trl, .venv-conformance, .venv-docs, .venv-vllm, build and site"
+	@echo "make clean      remove .venv, .venv-trl, .venv-conformance, .venv-lighteval, .venv-docs, .venv-vllm, build and site"
 	@echo
 	@echo "PYTHON=/path/to/python3.12   which Python (now: $(if $(PYTHON),$(PYTHON),none that is new enough))"
 	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu   a small torch without CUDA"
@@ -62,7 +67,7 @@ test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
 
 test-vllm: $(STAMP) $(VLLM_STAMP)
-	LAGRPO_VLLM_PYTHON=$(abspath $(VLLM_ENV))/bin/python $(PYTEST) -m vllm -n 2 --dist worksteal
+	LAGRPO_VLLM_PYTHON=$(abspath $(VLLM_ENV))/bin/python $(PYTEST) -m '$(VLLM_TESTS)' -n 2 --dist worksteal
 
 test-view: $(STAMP)
 	$(PYTEST) -m browser
@@ -72,6 +77,9 @@ fuzz: $(STAMP)
 
 check-trl: $(STAMP) $(TRL)/installed
 	LAGRPO_TRL=$(TRL)/bin/python $(PYTEST) -m peer
+
+check-lighteval: $(STAMP) $(LIGHTEVAL)/installed
+	$(ONE_THREAD) $(BIN)/python conformance/evaluations.py --peer $(LIGHTEVAL)/bin/python $(OPTIONS)
 
 chaos: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/chaos.py $(OPTIONS)
@@ -88,7 +96,7 @@ check-aarch64:
 bench-trl bench-peak: check-trl
 	$(BIN)/python benchmarks/$(subst -,_,$@).py --peer $(TRL)/bin/python $(OPTIONS)
 
-bench-scaling bench-gpu bench-busy bench-plan bench-ranks bench-memory: $(STAMP)
+bench-scaling bench-gpu bench-busy bench-plan bench-ranks bench-memory check-ranks: $(STAMP)
 	$(BIN)/python benchmarks/$(subst -,_,$@).py $(OPTIONS)
 
 bench-vllm bench-sync: $(STAMP) $(VLLM_STAMP)
@@ -116,7 +124,7 @@ vllm-env: $(VLLM_STAMP)
 	@echo "vLLM $(VLLM_VERSION) is in $(VLLM_ENV)$(if $(filter-out .venv-vllm,$(VLLM_ENV)),; use it with: --vllm.python $(VLLM_ENV)/bin/python)"
 
 clean:
-	rm -rf .venv .venv-trl .venv-conformance .venv-docs .venv-vllm build site
+	rm -rf .venv .venv-trl .venv-conformance .venv-lighteval .venv-docs .venv-vllm build site
 
 define need_python
 @$(if $(PYTHON),,echo "lagrpo needs Python 3.11 or newer, and there is none on the PATH ($$(python3 -V 2>&1))." >&2; \
@@ -139,6 +147,13 @@ $(TRL)/installed: benchmarks/trl-requirements.txt
 	"$(PYTHON)" -m venv $(TRL)
 	$(TRL)/bin/python -m pip install -q --upgrade 'pip>=25.1'
 	$(TRL)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r benchmarks/trl-requirements.txt
+	@touch $@
+
+$(LIGHTEVAL)/installed: conformance/lighteval-requirements.txt
+	$(need_python)
+	"$(PYTHON)" -m venv $(LIGHTEVAL)
+	$(LIGHTEVAL)/bin/python -m pip install -q --upgrade 'pip>=25.1'
+	$(LIGHTEVAL)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r conformance/lighteval-requirements.txt
 	@touch $@
 
 # verl and Trinity-RFT without what they depend on (ray, vLLM …): see conformance/stubs.py.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import importlib.metadata
 import json
@@ -10,12 +11,15 @@ import platform
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from processes import Program
 
 from lagrpo.runs.environment import cpu_model, git_state
+
+_SUBREAPER = 36  # an option of prctl(2)
 
 
 def median(values: Iterable[float]) -> float:
@@ -39,9 +43,11 @@ def gigabytes(size: float) -> str:
 
 
 class Load:
-    """How much of the machine somebody else used while a benchmark ran: CPU time that is not of its programs."""
+    """How much of the machine somebody else used while a benchmark ran: CPU time that is not of its programs. What they
+    leave behind, such as a server's workers, becomes this process's (Linux), so that its time is counted too."""
 
     def __init__(self) -> None:
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1)
         self.at_start = os.getloadavg()[0]
         self._started, self._busy, self._own = time.monotonic(), _busy_seconds(), sum(os.times()[:2])
         self._programs = 0.0
@@ -52,6 +58,9 @@ class Load:
 
     def add_ended(self) -> None:
         """Count what programs have used that have ended, with all they started; where none was counted by `add`."""
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         self._programs += sum(os.times()[2:4])
 
     def others(self) -> float:

@@ -52,7 +52,7 @@ def row(text: str, reward: float | None = 1.0, /, **changes: Any) -> dict[str, A
         "batch": 1, "stage": 1, "source": "sampler", "epoch": 0, "prompt_key": 7, "prompt_text": "What is 2 + 2?",
         "prompt_token_ids": [3, 4], "gold": '"4"', "completion": 0, "text": text, "token_ids": ids,
         "logp_alpha": [-0.25 * (n + 1) for n in range(len(ids))], "versions": [0] * len(ids),
-        "sampled": [True] * len(ids),
+        "logp_k": [-0.25 * (n + 1) + 0.3 for n in range(len(ids))], "sampled": [True] * len(ids),
         "pi_k_version": 1, "lag": 1, "finished": True, "outcome": outcome, "reward": reward, "reason": "",
         "advantage": 0.5 if reward is not None else None, "masked": "" if reward is not None else "unscored",
         "sigma": 0.5, "log_ratio": -0.125, "kl_alpha": 0.001,

@@ -43,7 +43,7 @@ BELOW = set(ALLOWED)
 ALLOWED |= {
     "training": BELOW - {"replay", "view"},
     "planning": BELOW | {"training"},
-    "study": BELOW | {"training"},
+    "study": BELOW | {"training", "planning"},
     "cli": BELOW | {"training", "planning", "study"},
     "__init__": {"threads", "training"},
     "__main__": {"cli", "interrupts"},

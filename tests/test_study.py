@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,6 +57,8 @@ def finished(**curves: list[float | None]) -> Finished:
         ("peak reward_mean", 0.75),  # of .1, .3, .65, .75, .55
         ("end reward_mean", 0.55),
         ("fall reward_mean", 0.2),
+        ("max seconds_total - reward_mean", 4.6),
+        ("mean pass - reward_mean", None),
         ("seconds_total to 0.6", 6.0),
         ("seconds_total to 0.8", None),
         ("tokens to 0.6", None),  # not known of all batches until then
@@ -253,6 +256,52 @@ def test_a_study_runs_reports_and_goes_on(tmp_path, command, capsys):
         command(file, "--directory", out)
     assert ended.value.code == 2
     assert "run v-1-seed3: schedule.prompts = 1, and the run has 2" in capsys.readouterr().err
+
+
+def test_runs_of_another_machine_count_by_their_report(tmp_path, command, capsys):
+    file, there, here = study_file(tmp_path), tmp_path / "there", tmp_path / "here"
+    command(file, "--directory", there)
+    kept = there / "report.json"
+    first = json.loads(kept.read_text())
+    kept.write_text(json.dumps(first | {"runs": first["runs"][:3]}))
+    shutil.rmtree(there / "runs")
+
+    command(file, "--directory", here, "--results", kept, "--dry-run")
+    said = capsys.readouterr().out
+    assert "3 runs made elsewhere" in said
+    assert "1 run to make" in said
+    command(file, "--directory", here, "--results", kept)
+    assert [path.name for path in (here / "runs").iterdir() if path.is_dir()] == ["v-3-seed4"]
+    both = json.loads((here / "report.json").read_text())
+    assert [run["cell"] | {"seed": run["seed"]} for run in both["runs"]] == [
+        run["cell"] | {"seed": run["seed"]} for run in first["runs"]
+    ]
+    for now, then in zip(both["runs"][:3], first["runs"], strict=False):
+        assert now["measures"] == pytest.approx(then["measures"], rel=1e-5)
+        assert {name: now[name] for name in now if name != "measures"} == {
+            name: then[name] for name in then if name != "measures"
+        }
+    assert numbers(here)["v-3-seed4"] == {
+        name: value for name, value in first["runs"][3]["measures"].items() if "seconds" not in name
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text.replace('"seed"', '"seeed"'), "run 0 has no seed"),
+        (lambda text: text.replace('"schedule.batches": 4', '"schedule.batches": 5'), "had schedule.batches = 5"),
+        (lambda text: text.replace('"v = 1"', '"v = 2"').replace('"v = 3"', '"v = 4"'), "it has no run of this study"),
+        (lambda text: text[:50], "not the report.json of a study"),
+    ],
+)
+def test_reports_that_do_not_fit_are_refused(tmp_path, capsys, change, said):
+    plan, reward = Plan.read(study_file(tmp_path), tmp_path / "out"), {"reward_mean": 0.5, "lag_max": 0}
+    runs = {key: Finished([reward] * 4, None, {"pass_at_1": 0.5}) for key in plan.runs}
+    report = tmp_path / "report.json"
+    report.write_text(change(Report(plan.study, runs, {key: run.settings for key, run in plan.runs.items()}).to_json()))
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        Plan.read(tmp_path / "study.toml", tmp_path / "out", [report])
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_made(tmp_path, command, capsys):

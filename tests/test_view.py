@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from made_runs import HOSTILE, fill, fill_large, group, make_run, metrics, row, save_tokenizer
 from running import tiny_settings
@@ -74,9 +75,15 @@ def test_the_page_holds_the_completions_of_a_real_run(trained):
         own = slice(starts[c], starts[c + 1])
         assert [r["ids"][place] for place in found["token"][own]] == one["token_ids"]
         assert np.abs(found["logp"][own] / 1000 - np.array(one["logp_alpha"])).max() <= 0.0005001
+        assert np.abs(found["logp_k"][own] / 1000 - np.array(one["logp_k"])).max() <= 0.0005001
+        assert sum(one["logp_k"]) - sum(one["logp_alpha"]) == pytest.approx(one["log_ratio"], abs=1e-4)
+        unknown = [rollouts.UNKNOWN] * len(one["token_ids"])
+        entropy = [round(1000 * h) for h in one["entropy"]] if one["entropy"] else unknown
+        assert np.abs(found["entropy"][own] - np.array(entropy)).max() <= 1
         assert found["version"][own].tolist() == one["versions"]
         tokens = "".join(r["vocabulary"][place] for place in found["token"][own])
         assert re.sub("<pad>|<eos>|<stop>", "", tokens) == one["text"]
+    assert any(one["entropy"] for one in rows)
     assert found["group_batch"].tolist() == [1, 1, 2, 2, 3, 3]
     assert found["group_first"].tolist() == list(range(0, 25, 4))
     assert [[int(number) for number in batch] for batch in r["batches"]] == [
@@ -121,6 +128,21 @@ def test_several_runs_are_told_apart_by_name_or_by_path(tmp_path):
         str(tmp_path / "y" / "same"),
         "other",
     ]
+
+
+def test_files_that_lack_what_was_measured_later_are_read(tmp_path):
+    run = make_run(tmp_path)
+    measured = row("ab", 1.0, logp_k=[-0.5, None], entropy=[0.25, None], sampled=[True, False])
+    run.record_rollouts(1, [measured, row("cd", 0.0, completion=1, logp_k=None)])
+    _, found = columns(collect([run.path], 100))
+    assert found["logp_k"].tolist() == [-500, *[rollouts.UNKNOWN] * 3]
+    assert found["entropy"].tolist() == [250, *[rollouts.UNKNOWN] * 3]
+    file = run.path / "rollouts" / "step-000001.parquet"
+    table = pq.read_table(file)
+    pq.write_table(table.drop_columns(["logp_k", "entropy"]), file)
+    made, found = columns(collect([run.path], 100))
+    assert made["rollouts"]["texts"] == ["ab", "cd"]
+    assert not {"logp_k", "entropy"} & found.keys()
 
 
 def test_groups_are_told_apart_where_one_prompt_is_asked_twice(tmp_path):

@@ -170,6 +170,12 @@ def test_tokens_are_colored_and_tell_their_numbers(opened, run):
     page.choose("color", "version")
     by_version = page.js(color)
     assert len({by_logp, by_version, "rgba(0, 0, 0, 0)"}) == 3
+    page.choose("color", "ratio")
+    assert "blue: more likely" in page.text(".legend")
+    assert page.js(color) not in (by_logp, "rgba(0, 0, 0, 0)")
+    page.choose("color", "entropy")
+    assert "not recorded: set run.entropy = true" in page.text(".legend")
+    assert page.js(color) == "rgba(0, 0, 0, 0)"
     page.choose("color", "none")
     assert page.js("document.querySelectorAll('.token').length") == 0
     assert "answer 0 of 1" in page.text(".card")

@@ -91,7 +91,12 @@ def between(monkeypatch, servers):
 
 
 @pytest.mark.parametrize(
-    ("moment", "v"), [(during_sampling, 1), (during_sampling, 2), (during_a_sync, 1), (between, 1), (between, 2)]
+    ("moment", "v"),
+    [
+        (during_sampling, 2),
+        (during_a_sync, 1),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [(during_sampling, 1), (between, 1), (between, 2)]),
+    ],
 )
 def test_a_killed_server_loses_nothing_and_counts_nothing_twice(model, tmp_path, monkeypatch, servers, moment, v):
     moment(monkeypatch, servers)

@@ -258,6 +258,8 @@ def study(
     jobs: int | None = None,
     only: tuple[str, ...] = (),
     directory: Path | None = None,
+    results: tuple[Path, ...] = (),
+    gpu: str | None = None,
 ) -> None:
     """Make the runs of a study that are missing, and write its report: tables, curves, a verdict for each claim.
 
@@ -266,17 +268,19 @@ def study(
     Args:
         file: What is studied: settings, a grid, seeds, measures, claims.
         report: Only write the report, of the runs that are finished.
-        dry_run: Only list the runs.
+        dry_run: Only list the runs, with the time and the memory that they should take.
         jobs: Runs at a time; by default one for each core or GPU.
         only: Make only runs whose name has one of these in it.
         directory: Where runs and report go; by default runs/studies/NAME.
+        results: The report.json of other machines or days: its runs count, and are not made again.
+        gpu: With --dry-run: the GPU, such as h200, whose time and memory are expected; by default this machine.
     """
     from lagrpo.study.running import RunsFailedError
     from lagrpo.study.study import Plan
 
-    planned = Plan.read(file, directory)
+    planned = Plan.read(file, directory, results)
     if dry_run:
-        return planned.print_runs(only)
+        return planned.print_runs(only, gpu)
     with failing(RunsFailedError):
         try:
             if not report:

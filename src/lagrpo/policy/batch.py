@@ -90,8 +90,9 @@ class FreshMicroBatch:
         """The c-th completion in a row of its own."""
         return row_of(self.batch, [self.members[c]], self.weight_C.device).packed
 
-    def scored_by(self, logp_k_T: Tensor) -> MicroBatch:
-        return MicroBatch(**{field.name: getattr(self, field.name) for field in fields(self)}, logp_k_T=logp_k_T)
+    def scored_by(self, logp_k_T: Tensor, entropy_T: Tensor | None = None) -> MicroBatch:
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return MicroBatch(**own, logp_k_T=logp_k_T, entropy_T=entropy_T)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,8 @@ class MicroBatch(FreshMicroBatch):
     """A micro-batch with everything that the objective reads beside log π."""
 
     logp_k_T: Tensor
+    entropy_T: Tensor | None = None
+    """of the distribution of π_k that each token was sampled from, nats; None where it was not measured"""
 
     def terms(self, logp_T: Tensor) -> Terms:
         """What the objective looks at where π gives the tokens these log-probs."""

@@ -216,7 +216,7 @@ class Learner:
                 if entropy_T is not None:
                     sums["entropy"] += entropy_T.sum().item()
                     sums["tokens_entropy"] += len(entropy_T)
-                micro_batches.append(row.scored_by(logp_T.detach()))
+                micro_batches.append(row.scored_by(logp_T.detach(), entropy_T))
                 self._backward(micro_batches[-1], logp_T, sums)
         return micro_batches, dict(sums)
 

@@ -12,6 +12,7 @@ from lagrpo.types import Completion, Group, Prompt
 
 if TYPE_CHECKING:
     import pyarrow
+    import torch
 
 SCHEMA_NAME = "lagrpo.rollouts/2"
 SCHEMA_KEY = b"lagrpo.schema"
@@ -20,8 +21,11 @@ COLUMNS = """
     prompt_key:int64  prompt_text:string  prompt_token_ids:int32[]  gold:string
     completion:int32  text:string  token_ids:int32[]  logp_alpha:float[]  versions:int32[]  sampled:bool[]
     pi_k_version:int32  lag:int32  finished:bool  outcome:string  reward:double  reason:string
-    advantage:double  masked:string  sigma:double  log_ratio:double  kl_alpha:double
+    advantage:double  masked:string  sigma:double  log_ratio:double  kl_alpha:double  logp_k:float[]  entropy:float[]
 """
+
+LATER = ("logp_k", "entropy")
+"""Columns that this schema was extended by: earlier files lack them."""
 
 
 def rollout_schema() -> pyarrow.Schema:
@@ -49,7 +53,8 @@ def rollout_rows(
     pi_k_version: int,
 ) -> Iterator[dict[str, Any]]:
     """The rows of one batch. `columns` has further columns for each completion of each group: advantage, masked
-    (whether its group was left out because its rewards are all equal), sigma, log_ratio, kl_alpha; each may be absent.
+    (whether its group was left out because its rewards are all equal), sigma, log_ratio, kl_alpha, and of its sampled
+    tokens logp_k and entropy; each may be absent.
 
     Raises ValueError when groups and columns do not fit together.
     """
@@ -59,6 +64,7 @@ def rollout_rows(
         for index, (completion, known) in enumerate(zip(group.completions, group_columns, strict=True)):
             row = place | prompt | {"completion": index} | _completion_columns(completion, pi_k_version)
             row |= {name: known.get(name) for name in ("advantage", "sigma", "log_ratio", "kl_alpha")}
+            row |= {name: _of_all_tokens(completion, known.get(name)) for name in ("logp_k", "entropy")}
             mask = "zero_variance" if known.get("masked") else ""
             yield row | {"masked": mask if row["outcome"] == "scored" else row["outcome"]}
 
@@ -72,6 +78,14 @@ def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
         "prompt_token_ids": list(prompt.token_ids),
         "gold": json.dumps(prompt.gold, ensure_ascii=False),
     }
+
+
+def _of_all_tokens(completion: Completion, of_sampled_T: torch.Tensor | None) -> list[float | None] | None:
+    """A value for each token of a completion: None for tokens that no policy sampled."""
+    if of_sampled_T is None:
+        return None
+    values = iter(of_sampled_T.tolist())
+    return [next(values) if sampled else None for sampled in completion.sampled.tolist()]
 
 
 def _completion_columns(completion: Completion, pi_k_version: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
     pass_at_1                  of the evaluation after training, `pass_at_1 before` of the one before it
     mean reward_mean           any name in metrics.jsonl, with mean, sum, max, min, first or last over the batches
+    min NAME - NAME            the same of a difference
     peak reward_mean           the greatest, end the last, fall the largest fall from the greatest so far: of the means
                                over the last `smooth` batches
     seconds_total to 0.9       the sum of a metric until the smoothed reward reaches a level; none where it never does
@@ -13,13 +14,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from lagrpo.runs import load_evaluations, load_metrics
+from lagrpo.runs.environment import read_environment
 
 REWARD = "reward_mean"
 OF_LAST_SYNC = ("sync_bytes", "seconds_writing", "seconds_paused")
@@ -39,7 +41,7 @@ OVER_SMOOTHED: dict[str, Callable[[Sequence[float]], float]] = {
 }
 GRAMMAR = re.compile(
     rf"(?P<evaluated>pass_at_\d+|accuracy)(?P<before> before)?"
-    rf"|(?P<operation>{'|'.join([*OVER_BATCHES, *OVER_SMOOTHED])}) (?P<name>\w+)"
+    rf"|(?P<operation>{'|'.join([*OVER_BATCHES, *OVER_SMOOTHED])}) (?P<name>\w+)( - (?P<minus>\w+))?"
     r"|(?P<cost>\w+) to (?P<level>[\d.]+)"
 )
 
@@ -51,12 +53,18 @@ class Finished:
     metrics: Sequence[dict[str, Any]]
     before: dict[str, Any] | None
     after: dict[str, Any] | None
+    where: dict[str, Any] = field(default_factory=dict)
+    """Processor or GPU, threads, dtype, commit."""
+    run: str = ""
+    """Its directory, on the machine that made it."""
 
     @staticmethod
     def read(run: Path) -> Finished:
         """Raises ValueError for damaged records, RunNotFoundError for none."""
-        evaluations = {summary["name"]: summary for summary in load_evaluations(run)}
-        return Finished(load_metrics(run), evaluations.get("before"), evaluations.get("after"))
+        evaluations, made = {summary["name"]: summary for summary in load_evaluations(run)}, read_environment(run)
+        where = {name: made.get(name) for name in ("cpu", "device_name", "threads", "dtype")}
+        where["commit"] = (made.get("git") or {}).get("commit")
+        return Finished(load_metrics(run), evaluations.get("before"), evaluations.get("after"), where, str(run))
 
     def curve(self, name: str) -> list[float | None]:
         """A metric by batch; None where it is null or missing."""
@@ -70,10 +78,23 @@ def check_measure(text: str) -> str:
     if not GRAMMAR.fullmatch(text):
         raise ValueError(
             f"{text!r} is no measure: write pass_at_1, `pass_at_1 before`, an operation ({', '.join(OVER_BATCHES)}; "
-            f"smoothed: {', '.join(OVER_SMOOTHED)}) and a metric of metrics.jsonl (`mean reward_mean`), or what it "
+            f"smoothed: {', '.join(OVER_SMOOTHED)}) and a metric of metrics.jsonl (`mean reward_mean`) or a difference "
+            "of two (`min reward_mean - entropy`), or what it "
             "costs to reach a reward (`seconds_total to 0.9`)"
         )
     return text
+
+
+def metrics_of(text: str) -> list[str]:
+    """The metrics that a measure reads.
+
+    >>> metrics_of("seconds_total to 0.9"), metrics_of("sum sync_bytes"), metrics_of("pass_at_1")
+    (['seconds_total', 'reward_mean'], ['sync_bytes', 'synced'], [])
+    """
+    found = GRAMMAR.fullmatch(check_measure(text))
+    assert found is not None
+    named = [name for name in (found["cost"], found["cost"] and REWARD, found["name"], found["minus"]) if name]
+    return [*named, *(["synced"] if {*named} & {*OF_LAST_SYNC} else [])]
 
 
 def measure(text: str, run: Finished, smooth: int) -> float | None:
@@ -86,7 +107,11 @@ def measure(text: str, run: Finished, smooth: int) -> float | None:
         return summary.get(evaluated) if summary else None
     if found["cost"]:
         return _cost(run, found["cost"], float(found["level"]), smooth)
-    values = [value for value in run.curve(found["name"]) if value is not None]
+    curve = run.curve(found["name"])
+    if found["minus"]:
+        both = zip(curve, run.curve(found["minus"]), strict=True)
+        curve = [None if one is None or other is None else one - other for one, other in both]
+    values = [value for value in curve if value is not None]
     if not values:
         return None
     operation = found["operation"]

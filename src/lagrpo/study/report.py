@@ -9,12 +9,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lagrpo.runs.environment import read_environment
 from lagrpo.runs.files import to_json, write_atomically
+from lagrpo.settings.schema import Settings
 from lagrpo.study.claims import Comparison, Values
 from lagrpo.study.curves import draw
 from lagrpo.study.file import Cell, Claim, Study
-from lagrpo.study.measures import Finished, measure
+from lagrpo.study.measures import Finished, measure, metrics_of
+from lagrpo.study.records import to_record
 from lagrpo.study.statistics import CONFIDENCE, Interval, Verdict
 from lagrpo.terminal.text import ABSENT, count_of, duration
 
@@ -30,11 +31,11 @@ Found = Mapping[tuple[Cell, int], Finished]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A study and its finished runs, by cell and seed."""
+    """A study, its finished runs, and the settings of all, by cell and seed."""
 
     study: Study
     found: Found
-    paths: Mapping[tuple[Cell, int], Path]
+    settings: Mapping[tuple[Cell, int], Settings]
 
     def values(self, text: str) -> Values:
         """A measure of every finished run."""
@@ -49,19 +50,22 @@ class Report:
         if self.found and self.study.curves:
             figure = draw(self.study, self.found)
             write_atomically(directory / "curves.png", lambda path: figure.savefig(path, format="png", dpi=110))
-        write_atomically(directory / "report.json", to_json(self.to_dict()) + "\n")
+        write_atomically(directory / "report.json", self.to_json())
         return write_atomically(directory / "report.md", self.to_markdown())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Every number of the report."""
+    def to_json(self) -> str:
+        """Every number of the report, and a record of each run, on a line of its own."""
         texts = dict.fromkeys([*self.study.measures, *COSTS.values(), *(claim.measure for claim in self.study.claims)])
         values = {text: self.values(text) for text in texts}
+        named = dict.fromkeys([*self.study.curves, *(name for text in texts for name in metrics_of(text))])
         runs = [
-            {"cell": dict(zip(self.study.grid, cell, strict=True)), "seed": seed, "run": str(self.paths[cell, seed]),
-             "measures": {text: values[text][cell, seed] for text in texts}}
-            for cell, seed in self.found
+            {"cell": dict(zip(self.study.grid, cell, strict=True)), "seed": seed,
+             "measures": {text: values[text][cell, seed] for text in texts},
+             **to_record(run, self.settings[cell, seed], named)}
+            for (cell, seed), run in self.found.items()
         ]  # fmt: skip
-        return {"title": self.study.title, "runs": runs, "claims": [self._claim(claim) for claim in self.study.claims]}
+        head = to_json({"title": self.study.title, "claims": [self._claim(claim) for claim in self.study.claims]})
+        return f'{head[:-1]}, "runs": [\n' + ",\n".join(to_json(run) for run in runs) + "\n]}\n"
 
     def _claim(self, claim: Claim) -> dict[str, Any]:
         found = self.verdict(claim)
@@ -116,11 +120,10 @@ class Report:
     def _where(self) -> str:
         """Machines and commits of the runs, and how long they took."""
         seconds = [value for value in self.values("sum seconds_total").values() if value is not None]
-        environments = [read_environment(path) for key, path in self.paths.items() if key in self.found]
         where = Counter(
             f"{e.get('device_name') or e.get('cpu')}, {count_of(e.get('threads') or 1, 'thread')}, {e.get('dtype')}, "
-            f"lagrpo {((e.get('git') or {}).get('commit') or 'without a commit')[:12]}"
-            for e in environments
+            f"lagrpo {(e.get('commit') or 'without a commit')[:12]}"
+            for e in (run.where for run in self.found.values())
         )
         lines = [f"- {count_of(n, 'run')}: {what}" for what, n in where.most_common()]
         return "\n".join([*lines, f"- {duration(sum(seconds))} of batches in all, {duration(fmean(seconds))} a run"])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.runs.lock import RunLockedError, locked
+from lagrpo.study.expecting import expect
 from lagrpo.study.file import Cell, Study, load_study, settings_of
 from lagrpo.study.measures import Finished
+from lagrpo.study.records import from_record, read_records
 from lagrpo.study.report import Report, print_summary
 from lagrpo.study.running import Planned, check_runs, run_missing
 from lagrpo.terminal.text import count_of
@@ -22,10 +24,13 @@ class Plan:
     study: Study
     runs: dict[tuple[Cell, int], Planned]
     directory: Path
+    made: dict[tuple[Cell, int], Finished]
+    """Runs that reports of other machines have."""
 
     @staticmethod
-    def read(file: Path, directory: Path | None = None) -> Plan:
-        """Raises SettingsError for a file that is no study, and for settings of a run that are none."""
+    def read(file: Path, directory: Path | None = None, results: Sequence[Path] = ()) -> Plan:
+        """`results`: the report.json of other machines. Raises SettingsError for a file that is no study, for settings
+        of a run that are none, and for a report of runs with other settings."""
         study = load_study(file)
         directory = directory or Path("runs") / "studies" / file.stem
         runs: dict[tuple[Cell, int], Planned] = {}
@@ -34,25 +39,31 @@ class Plan:
                 name = study.name(cell, seed)
                 settings = settings_of(study, file, cell, seed, directory / "runs")
                 runs[cell, seed] = Planned(name, settings, directory / "runs" / name)
-        return Plan(study, runs, directory)
+        made = {key: run for source in results for key, run in _made(source, study, runs).items()}
+        return Plan(study, runs, directory, made)
 
     def chosen(self, only: Sequence[str]) -> list[Planned]:
-        """The runs whose name has one of these texts in it; all where there are none. Raises SettingsError where no run
-        has."""
-        found = [run for run in self.runs.values() if not only or any(text in run.name for text in only)]
+        """The runs whose name has one of these texts in it, all where there are none; without those that were made
+        elsewhere. Raises SettingsError where no run has."""
+        found = [key for key, run in self.runs.items() if not only or any(text in run.name for text in only)]
         if not found:
             raise SettingsError(
                 f"--only {' '.join(only)}: no run is called so, as {next(iter(self.runs.values())).name} is"
             )
-        return found
+        return [self.runs[key] for key in found if key not in self.made]
 
-    def print_runs(self, only: Sequence[str]) -> None:
-        """What would be run, and what is there."""
+    def print_runs(self, only: Sequence[str], gpu: str | None) -> None:
+        """What would be run, what is there, and the time and the memory that the rest should take."""
         runs = self.chosen(only)
         check_runs(runs)
         for run in runs:
             print(f"{run.name}: {'finished' if run.is_finished else count_of(run.batches, 'batch', 'es')}")
-        print(f"{count_of(sum(not run.is_finished for run in runs), 'run')} to make")
+        if self.made:
+            print(f"{count_of(len(self.made), 'run')} made elsewhere")
+        missing = [run for run in runs if not run.is_finished]
+        print(f"{count_of(len(missing), 'run')} to make")
+        for line in expect(missing, gpu):
+            print(line)
 
     def run(self, only: Sequence[str], jobs: int | None) -> None:
         """Make the runs that are missing. Raises RunsFailedError for those that failed, SettingsError for those that
@@ -67,6 +78,19 @@ class Plan:
         with other settings."""
         finished = {key: run for key, run in self.runs.items() if run.is_finished}
         check_runs(list(finished.values()))
-        found = {key: Finished.read(run.path) for key, run in finished.items()}
-        report = Report(self.study, found, {key: run.path for key, run in self.runs.items()})
+        own = {key: Finished.read(run.path) for key, run in finished.items()}
+        found = {key: (self.made | own)[key] for key in self.runs if key in own or key in self.made}
+        report = Report(self.study, found, {key: run.settings for key, run in self.runs.items()})
         print_summary(report, report.write(self.directory))
+
+
+def _made(source: Path, study: Study, runs: Mapping[tuple[Cell, int], Planned]) -> dict[tuple[Cell, int], Finished]:
+    """The runs of the study that a report has; it may have more cells, or more seeds."""
+    found = {}
+    for record in read_records(source):
+        key = tuple(record["cell"].get(axis, "") for axis in study.grid), record["seed"]
+        if key in runs:
+            found[key] = from_record(record, runs[key].settings, source)
+    if not found:
+        raise SettingsError(f"--results {source}: it has no run of this study")
+    return found

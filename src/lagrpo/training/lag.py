@@ -74,8 +74,10 @@ def _sums(
 def completion_columns(batch: Batch, rows: Sequence[MicroBatch], eps_std: float) -> list[list[dict[str, Any]]]:
     """What the rollouts say of each completion beyond itself, per group: advantage, masked (its group was left out of
     the objective), sigma of its group, log_ratio = log π_k - log α of the whole completion, kl_alpha its share of the
-    sequence KL. None where it was not scored, or the number was not computed."""
+    sequence KL; and of its sampled tokens logp_k and entropy, float32 [t]. None where it was not scored, or the number
+    was not computed."""
     log_ratio_C, kl_C = sequence_log_ratio(batch, rows).tolist(), sequence_kl(batch, rows).tolist()
+    logp_k, entropy = _by_completion(rows, "logp_k_T"), _by_completion(rows, "entropy_T")
     columns: list[list[dict[str, Any]]] = [[{} for _ in group.completions] for group in batch.groups]
     for members, rewards in _rewards(batch):
         spread = float(sigma(rewards, eps_std))
@@ -87,8 +89,21 @@ def completion_columns(batch: Batch, rows: Sequence[MicroBatch], eps_std: float)
                 "sigma": spread,
                 "log_ratio": None if math.isnan(log_ratio_C[c]) else log_ratio_C[c],
                 "kl_alpha": None if math.isnan(kl_C[c]) else kl_C[c],
+                "logp_k": logp_k.get(c),
+                "entropy": entropy.get(c),
             }
     return columns
+
+
+def _by_completion(rows: Sequence[MicroBatch], name: str) -> dict[int, Tensor]:
+    """A quantity of the rows' tokens, for each completion that they have."""
+    found = {}
+    for micro in rows:
+        if (values_T := getattr(micro, name)) is None:
+            continue
+        counts = micro.completion_T.bincount(minlength=len(micro.members)).tolist()
+        found |= dict(zip(micro.members, values_T.float().cpu().split(counts), strict=True))
+    return found
 
 
 def lag_metrics(

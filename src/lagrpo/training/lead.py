@@ -130,12 +130,12 @@ class LeadLearner:
         self, fresh: Sequence[FreshMicroBatch], in_objective: bool = True
     ) -> tuple[list[MicroBatch], dict[str, float]]:
         found = self._lead("learning", self.share.first)
-        logp_k = {
-            n: logp_T
+        scores = {
+            n: scores
             for own, (of_rank, _) in zip(self.share.of_ranks, found, strict=True)
-            for n, logp_T in zip(own, of_rank, strict=True)
+            for n, scores in zip(own, of_rank, strict=True)
         }
-        rows = [row.scored_by(logp_k[n].to(self.policy.device)) for n, row in enumerate(fresh)]
+        rows = [row.scored_by(scores[n][0].to(self.policy.device), scores[n][1]) for n, row in enumerate(fresh)]
         return rows, add_up([sums for _, sums in found]) | self._update_all(in_objective)
 
     def step(self, micro_batches: Sequence[MicroBatch], in_objective: bool = True) -> dict[str, float]:

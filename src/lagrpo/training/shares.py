@@ -81,11 +81,11 @@ class Share:
             for n, logp_T in zip(self.own, found, strict=True):
                 rows[n] = replace(rows[n], logp_ref_T=logp_T)
 
-    def first(self) -> tuple[list[Tensor], Sums]:
-        """Forward and backward of this rank's rows: log π_k of each, and the sums."""
+    def first(self) -> tuple[list[tuple[Tensor, Tensor | None]], Sums]:
+        """Forward and backward of this rank's rows: log π_k and entropy of each, and the sums."""
         fresh, passes = [self.rows[n] for n in self.own], self._passes(self.of_ranks)
         self.scored, sums = self._in_step(lambda: self.learner.accumulate_first(fresh, passes))
-        return [row.logp_k_T.cpu() for row in self.scored], sums
+        return [(row.logp_k_T.cpu(), _on_cpu(row.entropy_T)) for row in self.scored], sums
 
     def step(self) -> Sums:
         """Forward and backward once more: the sums."""
@@ -120,6 +120,10 @@ class Share:
     def _passes(self, of_ranks: Sequence[Sequence[int]]) -> int:
         """How many passes through the model it takes where all ranks make them in step; 0: each makes its own."""
         return max(map(len, of_ranks)) if self.learner.in_step else 0
+
+
+def _on_cpu(values_T: Tensor | None) -> Tensor | None:
+    return None if values_T is None else values_T.cpu()
 
 
 def at_own_pace(call: Callable[[], T]) -> T:

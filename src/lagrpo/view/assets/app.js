@@ -49,7 +49,7 @@ const KEYS = [
   ["j k  ↓ ↑", "next group, group before"],
   ["l h  → ←", "next completion, completion before"],
   ["] [", "next batch, batch before"],
-  ["c", "color tokens by log α, by version, not at all"],
+  ["c", "color tokens by log α, by ratio, by entropy, by version, not at all"],
   ["/", "search"],
   ["t", "light or dark"],
   ["Escape", "close what is open; leave a field"],

@@ -1,16 +1,27 @@
-// The tokens of a completion, colored by what was recorded for each: its log-prob under alpha, or its version.
+// The tokens of a completion, colored by what was recorded for each: its log-prob under alpha, the ratio to pi_k, the
+// entropy of pi_k, or its version.
 
 const COLORINGS = {
   logp: "log α of the token",
+  ratio: "log π_k − log α",
+  entropy: "entropy of π_k",
   version: "version that sampled it",
   none: "no color: the text",
 };
 const SATURATED = 6; // nats: less likely tokens have the same color
+const RATIO_SATURATED = 0.7; // nats, about ln 2, either way
+const ENTROPY_SATURATED = 3; // nats
 const HUES = [210, 30, 140, 280, 0, 60, 175, 320];
 
-function logpOf(r, t) {
-  return r.logp[t] === UNKNOWN ? NaN : r.logp[t] / PER_NAT;
+/** What was recorded of a token, in nats; NaN where nothing was. */
+function nats(values, t) {
+  return !values || values[t] === UNKNOWN ? NaN : values[t] / PER_NAT;
 }
+
+const ratioOf = (r, t) => nats(r.logp_k, t) - nats(r.logp, t);
+
+/** The shade of a value: none at 0, full where it is `most` or more. */
+const shade = (hue, value, most) => `hsl(${hue} 95% 50% / ${(0.75 * Math.min(1, value / most)).toFixed(3)})`;
 
 function tokenText(r, t) {
   return r.vocabulary ? r.vocabulary[r.token[t]] : ` ${r.ids[r.token[t]]} `;
@@ -20,9 +31,10 @@ function tokenText(r, t) {
 function tokenColor(r, t, coloring) {
   if (!r.sampled[t]) return null;
   if (coloring === "version") return `hsl(${HUES[Math.max(0, r.version[t]) % HUES.length]} 80% 50% / 0.28)`;
-  const logp = logpOf(r, t);
-  if (coloring !== "logp" || Number.isNaN(logp)) return null;
-  return `hsl(22 95% 50% / ${(0.75 * Math.min(1, -logp / SATURATED)).toFixed(3)})`;
+  const value = { logp: -nats(r.logp, t), ratio: ratioOf(r, t), entropy: nats(r.entropy, t) }[coloring] ?? NaN;
+  if (Number.isNaN(value)) return null;
+  if (coloring === "ratio") return shade(value > 0 ? 210 : 22, Math.abs(value), RATIO_SATURATED);
+  return coloring === "entropy" ? shade(280, value, ENTROPY_SATURATED) : shade(22, value, SATURATED);
 }
 
 /** The tokens from `start`, at most `most` of them, as spans that know their place. */
@@ -62,7 +74,9 @@ function tokenStrip(run, c, coloring, most) {
 /** What is known of a token, as [name, value] pairs. */
 function tokenFacts(run, c, t) {
   const r = run.rollouts,
-    logp = logpOf(r, t);
+    logp = nats(r.logp, t),
+    ratio = ratioOf(r, t),
+    entropy = nats(r.entropy, t);
   const facts = [
     ["token", `${t - r.first_token[c] + 1} of ${lengthOf(run, c)}`],
     ["text", JSON.stringify(visible(tokenText(r, t))).slice(1, -1)],
@@ -72,6 +86,8 @@ function tokenFacts(run, c, t) {
   const low = r.logp[t] === UNKNOWN + 1 ? "≤ " : "";
   facts.push(["log α", Number.isNaN(logp) ? "not recorded" : `${low}${logp.toFixed(3)} nats`]);
   if (!Number.isNaN(logp)) facts.push(["α", Math.exp(logp).toPrecision(3)]);
+  if (!Number.isNaN(ratio)) facts.push(["log π_k − log α", `${ratio.toFixed(3)} nats`]);
+  if (!Number.isNaN(entropy)) facts.push(["entropy of π_k", `${entropy.toFixed(3)} nats`]);
   if (r.version[t] < 0) return [...facts, ["version", "offline data"]];
   return [...facts, ["version", String(r.version[t])], ["lag", String(r.groups[r.groupOf[c]].version - r.version[t])]];
 }
@@ -110,9 +126,14 @@ function legend(run, coloring) {
     notes.push(el("span", { text: "log α: 0" }), scale, el("span", { text: `−${SATURATED} nats or less` }));
   }
   if (coloring === "version") notes.push(el("span", { text: "a color for each version that sampled tokens" }));
-  notes.push(
-    el("span", { class: "dim", text: "log π_k − log α is recorded for whole completions, entropy for batches." }),
-  );
+  if (coloring === "ratio") {
+    const text = `orange: π_k makes it less likely than α did, blue: more likely; full at ${RATIO_SATURATED} nats`;
+    notes.push(el("span", { text: run.rollouts.logp_k ? text : "log π_k was not recorded" }));
+  }
+  if (coloring === "entropy") {
+    const text = `entropy of the distribution at each token; full at ${ENTROPY_SATURATED} nats`;
+    notes.push(el("span", { text: run.rollouts.entropy ? text : "not recorded: set run.entropy = true" }));
+  }
   if (run.rollouts.vocabulary_note) notes.push(el("span", { class: "warn", text: run.rollouts.vocabulary_note }));
   return el("div", { class: "legend" }, notes);
 }
