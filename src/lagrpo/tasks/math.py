@@ -27,6 +27,7 @@ WORDING = "{problem}\n\nReason step by step and put the final answer in \\boxed{
 
 _HUB = "agentica-org/DeepScaleR-Preview-Dataset"
 _DEFAULTS = {"train": "deepscaler_part_math_train", "test": "math500_test"}
+_THIN_SPACES = re.compile(r",\\!\s*|\{,\}|\\!")
 _IMAGINARY = re.compile(r"(?<=[0-9])\s+(?=i\b)")
 
 # The reading that drops units takes letters for units too (the t of \sin^2 t): the one that keeps all comes first.
@@ -86,7 +87,7 @@ def _parse_formula(latex: str, reading: math_verify.LatexExtractionConfig) -> li
 
 def _find(text: str, reading: math_verify.LatexExtractionConfig) -> list[Any]:
     """Parse the formula or number that counts in a text without a box."""
-    return _parse(text, (dataclasses.replace(reading, boxed_match_priority=-1), _NUMBER))
+    return _parse(_THIN_SPACES.sub("", text), (dataclasses.replace(reading, boxed_match_priority=-1), _NUMBER))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -97,7 +98,7 @@ def _parse_gold(gold: str, reading: math_verify.LatexExtractionConfig) -> list[A
 def _clean(latex: str) -> str:
     r"""Remove what math-verify stumbles over: $ around the formula, a full stop or comma after it, the thin spaces of
     10,\!000 and 10{,}000, the space of "5 i"."""
-    latex = latex.replace(",\\!", "").replace("{,}", "").replace("\\!", "")
+    latex = _THIN_SPACES.sub("", latex)
     return _IMAGINARY.sub("", latex.strip().strip("$").strip().rstrip(".,;: \n"))
 
 
