@@ -19,7 +19,8 @@ from processes import HERE, train
 from safetensors.torch import load_file
 from work import RESULTS, common_options
 
-from lagrpo.runs import load_metrics, load_rollouts, rollout_batches
+from lagrpo.runs import load_metrics, load_rollouts
+from lagrpo.runs.reading import rollout_batches
 
 DEMO, PAGE = HERE.parent / "experiments" / "demo.toml", HERE.parent / "docs" / "scaling.md"
 

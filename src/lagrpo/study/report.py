@@ -1,4 +1,5 @@
-"""What a study found: report.md with the tables and verdicts, report.json with every number, curves.png."""
+"""What a study found: report.html to look at, report.md with the same tables and verdicts, report.json with every
+number, curves.png."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from lagrpo.study.measures import Finished, measure, metrics_of
 from lagrpo.study.records import to_record
 from lagrpo.study.statistics import CONFIDENCE, Interval, Verdict
 from lagrpo.terminal.text import ABSENT, count_of, duration
+from lagrpo.view.page import STUDY, build_page
 
 COSTS = {
     "s sampling": "sum seconds_sampling", "s learning": "sum seconds_learning", "s weight sync": "sum seconds_sync",
@@ -26,6 +28,7 @@ COSTS = {
 SHARES = ("pass_at_", "accuracy")
 """How measures begin that are shown in percent."""
 
+Rows = list[list[str]]
 Found = Mapping[tuple[Cell, int], Finished]
 
 
@@ -51,6 +54,7 @@ class Report:
             figure = draw(self.study, self.found)
             write_atomically(directory / "curves.png", lambda path: figure.savefig(path, format="png", dpi=110))
         write_atomically(directory / "report.json", self.to_json())
+        write_atomically(directory / "report.html", self.to_html())
         return write_atomically(directory / "report.md", self.to_markdown())
 
     def to_json(self) -> str:
@@ -67,6 +71,26 @@ class Report:
         head = to_json({"title": self.study.title, "claims": [self._claim(claim) for claim in self.study.claims]})
         return f'{head[:-1]}, "runs": [\n' + ",\n".join(to_json(run) for run in runs) + "\n]}\n"
 
+    def to_html(self) -> str:
+        """The page: the same for a browser, with curves to choose from."""
+        study = self.study
+        claims = [
+            {"says": claim.says, "source": claim.source or "", "tested": tested, "difference": difference,
+             "verdict": verdict, "outcome": self.verdict(claim).outcome}
+            for claim, (_, tested, difference, verdict) in zip(study.claims, self._claims()[1:], strict=True)
+        ]  # fmt: skip
+        runs = [
+            {"cell": cell, "seed": seed, "curves": {name: run.curve(name) for name in study.curves}}
+            for (cell, seed), run in self.found.items()
+        ]
+        data = {
+            "title": study.title, "note": study.note.strip(), "about": self._about().replace("**", ""),
+            "missing": self.missing, "claims": claims, "caution": CAUTION.replace("*", ""), "cells": study.cells,
+            "metrics": study.curves, "smooth": study.smooth, "runs": runs, "where": self._where(),
+            "tables": [{"name": name, "rows": rows} for name, rows in self._tables().items()],
+        }  # fmt: skip
+        return build_page(f"{study.title} · lagrpo study", to_json(data).encode(), STUDY)
+
     def _claim(self, claim: Claim) -> dict[str, Any]:
         found = self.verdict(claim)
         difference = found.difference and {
@@ -76,35 +100,46 @@ class Report:
         return said | {"verdict": found.outcome, "difference": difference, "seeds_needed": found.needed}
 
     def to_markdown(self) -> str:
-        study, missing = self.study, len(self.study.cells) * len(self.study.seeds) - len(self.found)
-        seeds = ", ".join(map(str, study.seeds))
-        parts = [f"# {study.title}", study.note.strip()]
-        parts.append(
-            f"{count_of(len(self.found), 'run')}, seeds {seeds}"
-            + (f"; **{count_of(missing, 'run')} missing**" if missing else "")
-            + f". A figure is the mean over the seeds ± half the width of its {CONFIDENCE:.0%} interval by Student's "
-            f"t; a cell with one seed has none. Smoothed rewards average {count_of(study.smooth, 'batch', 'es')}."
-        )
+        study = self.study
+        parts = [f"# {study.title}", study.note.strip(), self._about()]
         if study.claims:
-            parts += ["## Claims", self._claims(), CAUTION]
-        parts += ["## Results", self._table(dict(zip(study.measures, study.measures, strict=True)))]
-        parts += ["## Costs of a run", self._table(COSTS)]
+            parts += ["## Claims", _markdown(self._claims()), CAUTION]
+        for name, rows in self._tables().items():
+            parts += [f"## {name}", _markdown(rows)]
         if self.found and study.curves:
             parts += ["## Curves", f"![{', '.join(study.curves)} by batch](curves.png)"]
         if self.found:
-            parts += ["## Where", self._where()]
+            parts += ["## Where", "\n".join(f"- {line}" for line in self._where())]
         return "\n\n".join(part for part in parts if part) + "\n"
 
-    def _claims(self) -> str:
+    @property
+    def missing(self) -> int:
+        """Runs that are not finished."""
+        return len(self.study.cells) * len(self.study.seeds) - len(self.found)
+
+    def _about(self) -> str:
+        study, seeds = self.study, ", ".join(map(str, self.study.seeds))
+        missing = f"; **{count_of(self.missing, 'run')} missing**" if self.missing else ""
+        return (
+            f"{count_of(len(self.found), 'run')}, seeds {seeds}{missing}. A figure is the mean over the seeds ± half "
+            f"the width of its {CONFIDENCE:.0%} interval by Student's t; a cell with one seed has none. Smoothed "
+            f"rewards average {count_of(study.smooth, 'batch', 'es')}."
+        )
+
+    def _tables(self) -> dict[str, Rows]:
+        measures = dict(zip(self.study.measures, self.study.measures, strict=True))
+        return {"Results": self._table(measures), "Costs of a run": self._table(COSTS)}
+
+    def _claims(self) -> Rows:
         rows = [["claim", "tested as", "difference", "verdict"]]
         for claim in self.study.claims:
             found, said = self.verdict(claim), claim.says + (f" ({claim.source})" if claim.source else "")
             margin = f", margin {_shown(claim.measure, claim.margin)}" if claim.margin else ""
             difference = ABSENT if found.difference is None else _interval(claim.measure, found.difference)
             rows.append([said, f"{claim.measure}: {claim.claim}{margin}", difference, _verdict(found)])
-        return _markdown(rows)
+        return rows
 
-    def _table(self, columns: Mapping[str, str]) -> str:
+    def _table(self, columns: Mapping[str, str]) -> Rows:
         axes, found = list(self.study.grid), {text: self.values(text) for text in columns.values()}
         rows = [[*axes, "seeds", *columns]]
         for cell in self.study.cells:
@@ -115,9 +150,9 @@ class Report:
                 partly = f" ({len(values)} of {len(seeds)})" if 0 < len(values) < len(seeds) else ""
                 cells.append(_interval(text, Interval.of(values)) + partly if values else ABSENT)
             rows.append([*cell, str(len(seeds)), *cells])
-        return _markdown(rows)
+        return rows
 
-    def _where(self) -> str:
+    def _where(self) -> list[str]:
         """Machines and commits of the runs, and how long they took."""
         seconds = [value for value in self.values("sum seconds_total").values() if value is not None]
         where = Counter(
@@ -125,8 +160,9 @@ class Report:
             f"lagrpo {(e.get('commit') or 'without a commit')[:12]}"
             for e in (run.where for run in self.found.values())
         )
-        lines = [f"- {count_of(n, 'run')}: {what}" for what, n in where.most_common()]
-        return "\n".join([*lines, f"- {duration(sum(seconds))} of batches in all, {duration(fmean(seconds))} a run"])
+        lines = [f"{count_of(n, 'run')}: {what}" for what, n in where.most_common()]
+        took = [f"{duration(sum(seconds))} of batches in all, {duration(fmean(seconds))} a run"] if seconds else []
+        return [*lines, *took]
 
 
 CAUTION = (
@@ -143,7 +179,7 @@ def print_summary(report: Report, page: Path) -> None:
         found = report.verdict(claim)
         difference = "" if found.difference is None else f" ({_interval(claim.measure, found.difference)})"
         print(f"{_verdict(found)}: {claim.says}: {claim.measure}: {claim.claim}{difference}")
-    print(f"report: {page}")
+    print(f"report: {page}, and {page.with_suffix('.html')} for a browser")
 
 
 def _verdict(found: Verdict) -> str:

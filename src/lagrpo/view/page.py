@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from importlib.resources import files
 
 STYLES = ("uplot.css", "style.css")
-NAMES = ("dom", "data", "trend", "groups", "tokens", "rollouts", "evaluations", "settings", "app")
-SCRIPTS = [f"{name}.js" for name in NAMES]
+RUNS = ("dom", "data", "trend", "groups", "tokens", "rollouts", "evaluations", "settings", "app")
+"""The scripts of the page of runs."""
+STUDY = ("dom", "study")
+"""Those of a study's report."""
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -38,13 +40,18 @@ PAGE = """<!doctype html>
 
 def make_page(names: Sequence[str], packed: bytes, live: bool = False) -> str:
     """The page of runs with these names; `live` lets it ask the server that it comes from for newer data."""
-    style, library, program = _style(), _asset("uplot.js"), _program()
+    return build_page(f"{', '.join(names)} · lagrpo view", packed, RUNS, live)
+
+
+def build_page(title: str, packed: bytes, scripts: Sequence[str], live: bool = False) -> str:
+    """A page whose scripts show the data."""
+    style, library, program = _style(), _asset("uplot.js"), _program(scripts)
     connect = "'self'" if live else "'none'"
     policy = (
         f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; style-src {_hash(style)}; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    title = html.escape(f"{', '.join(names)} · lagrpo view".encode(errors="replace").decode())
+    title = html.escape(title.encode(errors="replace").decode())
     data = base64.b64encode(packed).decode()
     marks = " data-live" if live else ""
     return PAGE.format(live=marks, policy=policy, title=title, style=style, data=data, library=library, program=program)
@@ -54,9 +61,9 @@ def _style() -> str:
     return "\n".join(map(_asset, STYLES))
 
 
-def _program() -> str:
+def _program(scripts: Sequence[str]) -> str:
     """All scripts in one function, so that they share names with each other and with nothing else."""
-    return "\n".join(["(() => {", '"use strict";', *map(_asset, SCRIPTS), "})();"])
+    return "\n".join(["(() => {", '"use strict";', *(_asset(f"{name}.js") for name in scripts), "})();"])
 
 
 def _asset(name: str) -> str:
