@@ -13,6 +13,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 TRL := .venv-trl
 CONFORMANCE := .venv-conformance
+TRACKERS := .venv-trackers
 DOCS := .venv-docs
 # Where vLLM is installed; may be a directory that is kept between checkouts.
 VLLM_ENV ?= .venv-vllm
@@ -24,7 +25,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm test-view fuzz check-trl chaos conformance portability check-aarch64 bench-trl \
+.PHONY: help demo test test-gpu test-vllm test-view test-trackers wheel fuzz check-trl chaos conformance portability check-aarch64 bench-trl \
 	bench-scaling bench-peak bench-vllm bench-gpu bench-busy bench-plan bench-ranks bench-memory bench-sync docs lint format install vllm-env clean
 
 help:
@@ -33,6 +34,7 @@ help:
 	@echo "make test-gpu   install, then run the tests that need one"
 	@echo "make test-vllm  install vLLM too, then run the tests that need it"
 	@echo "make test-view  install, then run the tests of lagrpo view that need Chromium"
+	@echo "make test-trackers  install W&B, trackio and MLflow beside it, then run the tests that need them"
 	@echo "make fuzz       a minute of malformed settings, data and runs; OPTIONS='--seconds 600' for more"
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
 	@echo "make chaos      kill 50 training runs at random instants, resume them, and compare what they leave to the bit"
@@ -45,7 +47,8 @@ help:
 	@echo "make format     let ruff put the sources in order"
 	@echo "make install    only install, into .venv"
 	@echo "make vllm-env   install vLLM into $(VLLM_ENV), for the sampler vllm and \`lagrpo serve\`"
-	@echo "make clean      remove .venv, .venv-trl, .venv-conformance, .venv-docs, .venv-vllm, build and site"
+	@echo "make wheel      install, then build the package into dist/"
+	@echo "make clean      remove .venv, .venv-trl, .venv-conformance, .venv-trackers, .venv-docs, .venv-vllm, build, dist and site"
 	@echo
 	@echo "PYTHON=/path/to/python3.12   which Python (now: $(if $(PYTHON),$(PYTHON),none that is new enough))"
 	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu   a small torch without CUDA"
@@ -66,6 +69,9 @@ test-vllm: $(STAMP) $(VLLM_STAMP)
 
 test-view: $(STAMP)
 	$(PYTEST) -m browser
+
+test-trackers: $(STAMP) $(TRACKERS)/installed
+	LAGRPO_TRACKERS=$(abspath $(TRACKERS)) $(PYTEST) -m trackers
 
 fuzz: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/fuzz.py $(OPTIONS)
@@ -112,11 +118,14 @@ format: $(STAMP)
 
 install: $(STAMP)
 
+wheel: $(STAMP)
+	$(BIN)/python -m hatchling build -t wheel
+
 vllm-env: $(VLLM_STAMP)
 	@echo "vLLM $(VLLM_VERSION) is in $(VLLM_ENV)$(if $(filter-out .venv-vllm,$(VLLM_ENV)),; use it with: --vllm.python $(VLLM_ENV)/bin/python)"
 
 clean:
-	rm -rf .venv .venv-trl .venv-conformance .venv-docs .venv-vllm build site
+	rm -rf .venv .venv-trl .venv-conformance .venv-trackers .venv-docs .venv-vllm build dist site
 
 define need_python
 @$(if $(PYTHON),,echo "lagrpo needs Python 3.11 or newer, and there is none on the PATH ($$(python3 -V 2>&1))." >&2; \
@@ -139,6 +148,12 @@ $(TRL)/installed: benchmarks/trl-requirements.txt
 	"$(PYTHON)" -m venv $(TRL)
 	$(TRL)/bin/python -m pip install -q --upgrade 'pip>=25.1'
 	$(TRL)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r benchmarks/trl-requirements.txt
+	@touch $@
+
+# A directory that tests put at the end of their path, so that what both need is that of .venv.
+$(TRACKERS)/installed: tests/trackers-requirements.txt constraints.txt
+	rm -rf $(TRACKERS)
+	$(BIN)/python -m pip install -q --target $(TRACKERS) -c constraints.txt -r tests/trackers-requirements.txt
 	@touch $@
 
 # verl and Trinity-RFT without what they depend on (ray, vLLM …): see conformance/stubs.py.

@@ -26,13 +26,13 @@ def look_at_training() -> Iterator[Finding]:
 
     device = pick_device("auto")
     yield _device(device)
-    name, why = pick_dtype("auto", device)
-    yield Finding("dtype", f"{name} ({why})")
     try:
+        name, why = pick_dtype("auto", device)
         backend: Backend = choose_backend("auto", device, getattr(torch, name))
     except NoKernels as error:
         yield Finding("instructions", str(error), "broken", "computing on this processor", f"unset {ISA}")
         return
+    yield Finding("dtype", f"{name} ({why})")
     if device.type == "cpu":
         yield from _kernels()
     if type(backend) is not CpuBackend:

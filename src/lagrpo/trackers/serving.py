@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 import sys
-from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from contextlib import suppress
 from io import TextIOBase
 from multiprocessing.connection import Connection
 from typing import Any, TextIO
@@ -31,19 +31,16 @@ def serve(connection: Connection, name: str, tracker: str, about: About, complet
     opened, where the run is; batch, how far the tracker is; warning; lost, how many points it would not take; failed,
     why it goes on no more; closed."""
     os.nice(NICE)
-    with ExitStack() as stack:
-        log = Log(stack.enter_context(_open_log(about, name)))
-        stack.enter_context(redirect_stdout(log))
-        stack.enter_context(redirect_stderr(log))
-        session = Session(connection)
-        try:
-            module, _, kind = tracker.partition(":")
-            session.run(getattr(importlib.import_module(module), kind)(), name, about, completions)
-        except EOFError:  # the run is gone
-            return
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a package can raise anything
-            with suppress(OSError):
-                session.say(failed=f"{type(error).__name__}: {error}")
+    sys.stdout = sys.stderr = Log(_open_log(about, name))  # to the end of the process: packages print there, too
+    session = Session(connection)
+    try:
+        module, _, kind = tracker.partition(":")
+        session.run(getattr(importlib.import_module(module), kind)(), name, about, completions)
+    except EOFError:  # the run is gone
+        return
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a package can raise anything
+        with suppress(OSError):
+            session.say(failed=f"{type(error).__name__}: {error}")
 
 
 class Session:
@@ -121,7 +118,7 @@ class Log(TextIOBase):
     def write(self, text: str) -> int:
         lines, newline, self._line = (self._line + text).rpartition("\n")
         whole = redact(lines) + newline
-        if 0 < self._left:
+        if self._left > 0:
             self._file.write(whole)
             self._file.flush()
         self._left -= len(whole)

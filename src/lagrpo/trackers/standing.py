@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lagrpo.runs.files import write_atomically
 from lagrpo.untrusted import parse_json, read_text
@@ -20,6 +19,8 @@ class Standing:
     """What one tracker has."""
 
     file: Path
+    run: str
+    """name of the run's directory: a copy under another name is another run"""
     id: str | None = None
     """of the run there"""
     batch: int = 0
@@ -31,16 +32,17 @@ class Standing:
     def read(run: Path, tracker: str) -> Standing:
         """As the file of the run says; new where there is none. Raises ValueError for a damaged one."""
         file = run / "trackers" / f"{tracker}.json"
+        new = Standing(file, run.name)
         if not file.exists():
-            return Standing(file)
+            return new
         try:
             found = parse_json(read_text(file))
-            id, batch, evaluations = (found[name] for name in ("id", "batch", "evaluations"))
+            of, id, batch, evaluations = (found[name] for name in ("run", "id", "batch", "evaluations"))
+            if not (isinstance(id, str) and isinstance(batch, int) and isinstance(evaluations, list)):
+                raise ValueError("other types than a run writes")
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise ValueError(f"{file} is damaged ({error}); remove it, and all is sent anew") from error
-        if not (isinstance(id, str) and isinstance(batch, int) and isinstance(evaluations, list)):
-            raise ValueError(f"{file} is damaged; remove it, and all is sent anew")
-        return Standing(file, id, batch, set(map(str, evaluations)))
+        return Standing(file, run.name, id, batch, set(map(str, evaluations))) if of == run.name else new
 
     def opened(self, id: str) -> None:
         """The tracker's run is `id`; one other than before has nothing yet."""
@@ -49,7 +51,7 @@ class Standing:
         self.write()
 
     def write(self) -> None:
-        said: dict[str, Any] = {"id": self.id, "batch": self.batch, "evaluations": sorted(self.evaluations)}
+        said = {"run": self.run, "id": self.id, "batch": self.batch, "evaluations": sorted(self.evaluations)}
         write_atomically(self.file, json.dumps(said, indent=1) + "\n")
 
 

@@ -11,16 +11,15 @@ from lagrpo.trackers.tracker import PROJECT, About, Row, Status
 
 
 class Trackio:
-    """A run is known by its name."""
+    """A resumed run is found by its name, and known by trackio's own id."""
 
     def open(self, about: About, known: str | None) -> str:
         import trackio
 
         self._project = os.environ.get("TRACKIO_PROJECT") or PROJECT
-        name = known or about.name
-        config = {**about.settings, "environment": about.environment}
-        self._run: Any = trackio.init(self._project, name=name, config=config, resume="allow", embed=False)
-        return name
+        config, resume = {**about.settings, "environment": about.environment}, "allow" if known else "never"
+        self._run: Any = trackio.init(self._project, name=about.name, config=config, resume=resume, embed=False)
+        return self._run.id
 
     def place(self) -> str:
         return f'trackio show --project "{self._project}"'
@@ -29,10 +28,11 @@ class Trackio:
         self._run.log(dict(values), step=batch)
 
     def completions(self, batch: int, rows: Sequence[Row]) -> None:
-        import pandas
         import trackio
 
-        self._run.log({"completions": trackio.Table(dataframe=pandas.DataFrame(rows))}, step=batch)
+        if rows:
+            table = trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+            self._run.log({"completions": table}, step=batch)
 
     def close(self, status: Status) -> None:
         self._run.finish()
