@@ -68,9 +68,8 @@ def test_what_is_absent_has_a_purpose_and_what_mends_it(monkeypatch):
 
 
 def test_a_needed_package_that_is_too_old_means_that_training_cannot_run(monkeypatch, capsys):
-    monkeypatch.setattr(
-        packages, "version", lambda name: "0.1" if name == "torch" else "99" if name != "transformers" else "5.20"
-    )
+    there = {"torch": "0.1", "transformers": "5.20"}
+    monkeypatch.setattr(packages, "version", lambda name: there.get(name, "99"))
     found = lines(packages.look_at_packages)
     assert found["torch"].state == "broken"
     assert "0.1 is installed, >=2.11 is needed" in found["torch"].found

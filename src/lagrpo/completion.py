@@ -22,7 +22,7 @@ from lagrpo.settings.toml import list_settings
 from lagrpo.tasks import task_options
 
 Options = Mapping[str, tuple[str, ...]]
-"""Each option of a command, and the values that it takes where these are few. Under "" what stands without an option."""
+"""Each option of a command, and the values that it takes where these are few. Under "": what stands without one."""
 
 BASH = """\
 _lagrpo() {{

@@ -15,7 +15,7 @@ FASTER = "several times faster sampling and learning; in bfloat16 the same arith
 
 
 def look_at_training() -> Iterator[Finding]:
-    """What model.device, model.dtype and model.kernels = "auto" choose. Compiles the kernels where that was not done."""
+    """What model.device, model.dtype and model.kernels = "auto" choose. Compiles the kernels where need be."""
     import torch
 
     from lagrpo.backends.backend import Backend

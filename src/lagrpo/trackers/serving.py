@@ -27,9 +27,9 @@ LONGEST_LOG = 2**20  # bytes of what a package may print
 
 
 def serve(connection: Connection, name: str, tracker: str, about: About, completions: int) -> None:
-    """Run in a process of its own. `tracker`: the "module:class" to use. Says what happens over the connection, in JSON:
-    opened, where the run is; batch, how far the tracker is; warning; lost, how many points it would not take; failed,
-    why it goes on no more; closed."""
+    """Run in a process of its own. `tracker`: the "module:class" to use. Says over the connection, in JSON,
+    what happens: opened, where the run is; batch, how far the tracker is; warning; lost, how many points it would not
+    take; failed, why it goes on no more; closed."""
     os.nice(NICE)
     sys.stdout = sys.stderr = Log(_open_log(about, name))  # to the end of the process: packages print there, too
     session = Session(connection)
