@@ -25,7 +25,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm test-view test-trackers wheel fuzz check-trl chaos conformance portability check-aarch64 bench-trl \
+.PHONY: help demo test test-gpu test-vllm test-view test-trackers check-wheel wheel fuzz check-trl chaos conformance portability check-aarch64 bench-trl \
 	bench-scaling bench-peak bench-vllm bench-gpu bench-busy bench-plan bench-ranks bench-memory bench-sync docs lint format install vllm-env clean
 
 help:
@@ -47,6 +47,7 @@ help:
 	@echo "make format     let ruff put the sources in order"
 	@echo "make install    only install, into .venv"
 	@echo "make vllm-env   install vLLM into $(VLLM_ENV), for the sampler vllm and \`lagrpo serve\`"
+	@echo "make check-wheel  install the wheel outside of the checkout with every Python of 3.11 to 3.13 that is here, and train"
 	@echo "make wheel      install, then build the package into dist/"
 	@echo "make clean      remove .venv, .venv-trl, .venv-conformance, .venv-trackers, .venv-docs, .venv-vllm, build, dist and site"
 	@echo
@@ -118,6 +119,9 @@ format: $(STAMP)
 
 install: $(STAMP)
 
+check-wheel: $(STAMP)
+	$(BIN)/python tests/try_wheel.py
+
 wheel: $(STAMP)
 	$(BIN)/python -m hatchling build -t wheel
 
@@ -151,9 +155,9 @@ $(TRL)/installed: benchmarks/trl-requirements.txt
 	@touch $@
 
 # A directory that tests put at the end of their path, so that what both need is that of .venv.
-$(TRACKERS)/installed: tests/trackers-requirements.txt constraints.txt
+$(TRACKERS)/installed: tests/trackers-requirements.txt $(STAMP)
 	rm -rf $(TRACKERS)
-	$(BIN)/python -m pip install -q --target $(TRACKERS) -c constraints.txt -r tests/trackers-requirements.txt
+	$(BIN)/python -m pip install -q --target $(TRACKERS) -r tests/trackers-requirements.txt
 	@touch $@
 
 # verl and Trinity-RFT without what they depend on (ray, vLLM …): see conformance/stubs.py.
