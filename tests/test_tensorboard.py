@@ -55,7 +55,7 @@ def test_what_tensorboard_shows_of_a_run(begin):
     expected = [(e["batch"], pytest.approx(e["pass_at_1"])) for e in load_evaluations(run)]
     assert scalars(run, "evaluation/pass_at_1") == expected
     assert f'path = "{load_path(run)}"' in text(run, "settings")[0]
-    tables = text(run, "completions")
+    tables = text(run, "completion_texts")
     assert sorted(tables) == [1, 2, 3]
     assert len(tables[2].splitlines()) == 2 + 4
     assert cells(tables[2])[2][:2] == [str(load_rollouts(run, [2])[0][name]) for name in ("prompt_key", "completion")]
@@ -84,6 +84,6 @@ def test_a_completion_cannot_break_the_table(tmp_path):
     writer = TensorBoard()
     writer._write = lambda batch, values: shown.extend(values)  # type: ignore[method-assign]
     shown: list[Any] = []
-    writer.completions(1, [{"text": "a|b\\\nc", "reward": None}])
+    writer.completions(1, [{"text": "a|b\\\nc\r", "reward": None}])
     (value,) = shown
-    assert value.tensor.string_val[0].decode().splitlines()[2] == "| a\\|b\\\\<br>c |  |"
+    assert value.tensor.string_val[0].decode().splitlines()[2] == "| a\\|b\\\\<br>c␍ |  |"

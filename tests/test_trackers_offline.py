@@ -68,7 +68,10 @@ def test_wandb(begin, tmp_path):
     for file in files:
         for record in records(file):
             if (kind := record.WhichOneof("record_type")) == "history":
-                rows.append({item.key: json.loads(item.value_json) for item in record.history.item if item.key})
+                row = {
+                    "/".join([item.key, *item.nested_key]).strip("/"): item.value_json for item in record.history.item
+                }
+                rows.append({name: json.loads(text) for name, text in row.items()})
             elif kind == "run":
                 resumed.append(record.run.resume)
                 assert (record.run.project, record.run.display_name) == ("lagrpo", "one")
@@ -111,9 +114,9 @@ def test_trackio(begin, tmp_path):
     assert sorted((step, row["reward_mean"]) for step, row in rows if "reward_mean" in row) == rewards(run)
     shown = sorted((step, row["evaluation/pass_at_1"]) for step, row in rows if "evaluation/pass_at_1" in row)
     assert shown == evaluated(run)
-    assert [len(row["completions"]["_value"]) for _, row in rows if "completions" in row] == [4] * 5
+    assert [len(row["completion_texts"]["_value"]) for _, row in rows if "completion_texts" in row] == [4] * 5
     assert json.loads(config)["sampling"]["G"] == 4
-    assert PLANTED not in str(rows) + config
+    assert PLANTED not in str(rows) + str(config)
 
 
 def test_mlflow(begin, tmp_path):
@@ -130,6 +133,6 @@ def test_mlflow(begin, tmp_path):
     assert history["reward_mean"] == rewards(run)
     assert history["evaluation/pass_at_1"] == evaluated(run)
     assert found.data.params["sampling.G"] == "4"
-    tables = client.list_artifacts(found.info.run_id, "completions")
+    tables = client.list_artifacts(found.info.run_id, "completion_texts")
     assert len(tables) == 5
     assert PLANTED not in str(found.data.params) + str(found.data.tags)

@@ -1,8 +1,7 @@
 """Installs the wheel as a stranger would, and uses it: python tests/try_wheel.py (make check-wheel).
 
-For each Python of 3.11 to 3.13 on the PATH: a fresh environment outside of the checkout, the wheel with the extra
-[demo], and from an empty directory `lagrpo --version`, `doctor`, and a demo of two batches. Pythons that are not here are
-named.
+For each Python of 3.11 to 3.13 on the PATH, a fresh environment outside of the checkout, the wheel with extra [demo],
+and from an empty directory `lagrpo --version`, `doctor`, and a demo of two batches. Other Pythons are named.
 """
 
 from __future__ import annotations

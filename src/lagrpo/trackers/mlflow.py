@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lagrpo.settings.toml import flatten
-from lagrpo.trackers.tracker import PROJECT, About, Row, Status
+from lagrpo.trackers.tracker import PROJECT, TABLE, About, Row, Status
 
 LONGEST_VALUE = 6000  # characters of a parameter
 AT_ONCE = 100  # parameters in a request
@@ -47,7 +47,7 @@ class Mlflow:
 
     def completions(self, batch: int, rows: Sequence[Row]) -> None:
         columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
-        self._client.log_dict(self._id, columns, f"completions/batch-{batch:06d}.json")
+        self._client.log_dict(self._id, columns, f"{TABLE}/batch-{batch:06d}.json")
 
     def close(self, status: Status) -> None:
         self._client.set_terminated(self._id, ENDS[status])

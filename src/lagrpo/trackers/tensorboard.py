@@ -7,9 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lagrpo.errors import visible
 from lagrpo.redaction import redact
 from lagrpo.runs.reading import open_run
-from lagrpo.trackers.tracker import About, Row, Status
+from lagrpo.trackers.tracker import TABLE, About, Row, Status
 from lagrpo.untrusted import read_text
 
 
@@ -39,7 +40,7 @@ class TensorBoard:
         """As a table in Markdown: TensorBoard has no other."""
         if rows:
             lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(cell) for cell in row.values()] for row in rows)]
-            self._write(batch, [_text("completions", "\n".join(f"| {' | '.join(line)} |" for line in lines))])
+            self._write(batch, [_text(TABLE, "\n".join(f"| {' | '.join(line)} |" for line in lines))])
 
     def close(self, status: Status) -> None:
         self._writer.close()
@@ -65,4 +66,4 @@ def _text(tag: str, text: str) -> Any:
 
 def _cell(value: Any) -> str:
     """A value in one cell of a Markdown table."""
-    return "" if value is None else str(value).replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
+    return "" if value is None else visible(str(value)).replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")

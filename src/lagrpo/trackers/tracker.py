@@ -11,6 +11,8 @@ from lagrpo.redaction import redact
 
 PROJECT = "lagrpo"
 """Project or experiment of the runs, unless the tracker's own environment variable names one."""
+TABLE = "completion_texts"
+"""Name of the table of completions; `completions` is a metric, their number."""
 Row = Mapping[str, Any]
 Status = Literal["finished", "interrupted", "failed"]
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lagrpo.trackers.tracker import PROJECT, About, Row, Status
+from lagrpo.trackers.tracker import PROJECT, TABLE, About, Row, Status
 
 
 class Trackio:
@@ -32,7 +32,7 @@ class Trackio:
 
         if rows:
             table = trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-            self._run.log({"completions": table}, step=batch)
+            self._run.log({TABLE: table}, step=batch)
 
     def close(self, status: Status) -> None:
         self._run.finish()

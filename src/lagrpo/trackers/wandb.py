@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lagrpo.trackers.tracker import PROJECT, About, Row, Status
+from lagrpo.trackers.tracker import PROJECT, TABLE, About, Row, Status
 
 
 class Wandb:
@@ -50,7 +50,7 @@ class Wandb:
             table = wandb.Table(
                 columns=list(rows[0]), data=[list(row.values()) for row in rows], allow_mixed_types=True
             )
-            self._run.log({"completions": table, "batch": batch})
+            self._run.log({TABLE: table, "batch": batch})
 
     def close(self, status: Status) -> None:
         self._run.finish(exit_code=0 if status == "finished" else 1)
