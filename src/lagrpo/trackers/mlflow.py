@@ -20,8 +20,8 @@ class Mlflow:
     """Settings are parameters of the run, environment.json its tags, completions JSON tables among its artifacts."""
 
     def open(self, about: About, known: str | None) -> str:
-        from mlflow.exceptions import MlflowException
-        from mlflow.tracking import MlflowClient
+        from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
+        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
         self._client: Any = MlflowClient()
         if known is not None:
@@ -35,12 +35,12 @@ class Mlflow:
         return self._begin(about)
 
     def place(self) -> str:
-        from mlflow import get_tracking_uri
+        from mlflow import get_tracking_uri  # pyright: ignore[reportMissingImports]
 
         return f"run {self._id} of {get_tracking_uri()}"
 
     def numbers(self, batch: int, values: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         now = int(1000 * time.time())
         self._client.log_batch(self._id, [Metric(name, float(n), now, batch) for name, n in values.items()])
@@ -53,7 +53,7 @@ class Mlflow:
         self._client.set_terminated(self._id, ENDS[status])
 
     def _begin(self, about: About) -> str:
-        from mlflow.entities import Param, RunTag
+        from mlflow.entities import Param, RunTag  # pyright: ignore[reportMissingImports]
 
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         experiment = self._client.get_experiment_by_name(name)

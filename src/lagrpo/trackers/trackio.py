@@ -14,7 +14,7 @@ class Trackio:
     """A resumed run is found by its name, and known by trackio's own id."""
 
     def open(self, about: About, known: str | None) -> str:
-        import trackio
+        import trackio  # pyright: ignore[reportMissingImports]
 
         self._project = os.environ.get("TRACKIO_PROJECT") or PROJECT
         config, resume = {**about.settings, "environment": about.environment}, "allow" if known else "never"
@@ -28,7 +28,7 @@ class Trackio:
         self._run.log(dict(values), step=batch)
 
     def completions(self, batch: int, rows: Sequence[Row]) -> None:
-        import trackio
+        import trackio  # pyright: ignore[reportMissingImports]
 
         if rows:
             table = trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])

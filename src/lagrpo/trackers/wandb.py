@@ -15,7 +15,7 @@ class Wandb:
     git and the command line stay here; the settings and environment.json, without secrets, are its config."""
 
     def open(self, about: About, known: str | None) -> str:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         quiet = wandb.Settings(
             silent=True,
@@ -44,7 +44,7 @@ class Wandb:
         self._run.log({**values, "batch": batch})
 
     def completions(self, batch: int, rows: Sequence[Row]) -> None:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         if rows:
             table = wandb.Table(
