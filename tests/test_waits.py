@@ -82,6 +82,8 @@ BOUNDED = {
     "verify/verifier.py:_outcome exception": DONE,
     "verify/verifier.py:_restart exception": DONE,
     "verify/verifier.py:_start ProcessPool": "each judgment has verifier.deadline, the end of the pool _CLOSING",
+    "trackers/observer.py:read recv_bytes": "a message of a few bytes, which is written at once, has begun to come",
+    "trackers/serving.py:rest recv_bytes": "the process of a tracker, which the run ends",
     "view/serve.py:read with _lock": "another request reads the runs' files",
     "policy/sharded.py:gather all_gather": OF_GROUP,
     "policy/layered.py:round all_reduce": OF_GROUP,

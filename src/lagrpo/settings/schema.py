@@ -7,13 +7,13 @@ heavy is loaded. Importing this module loads neither torch nor transformers.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import Field, create_model, model_validator
 
 from lagrpo.objective.composition import Composition
 from lagrpo.settings.distributed import DistributedSettings
-from lagrpo.settings.section import Section
+from lagrpo.settings.section import ONE_OR_MORE, Section
 from lagrpo.settings.vllm import VllmSettings
 from lagrpo.tasks import option_takers, task_options
 
@@ -51,6 +51,11 @@ class RunSettings(Section):
     """Score each batch again after its updates, for both sides of the bounds on the step (one forward pass)."""
     entropy: bool = False
     """Measure the policy's entropy over the tokens that it learns from, in nats per token."""
+    trackers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...], ONE_OR_MORE] = ()
+    """Who else gets metrics, evaluations and completions, each an extra: pip install 'lagrpo[wandb]'. A tracker that
+    fails, hangs or is slow neither stops nor slows the run (docs/trackers.md)."""
+    tracked_completions: int = Field(default=16, ge=0, le=1024)
+    """How many completions of each batch the trackers get; 0: none."""
 
     @model_validator(mode="after")
     def _check_resume(self) -> RunSettings:
@@ -58,6 +63,8 @@ class RunSettings(Section):
             raise ValueError('resume = "auto" looks for a run by its name: set run.name')
         if self.allow and self.resume is None:
             raise ValueError("allow names settings in which a resumed run may differ: set run.resume, too")
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError("trackers: the same one is there twice")
         return self
 
 
@@ -145,15 +152,10 @@ class SamplingSettings(Section):
 
 
 class OfflineSettings(Section):
-    data: tuple[str, ...] | None = Field(default=None, min_length=1)
+    data: Annotated[tuple[str, ...] | None, ONE_OR_MORE] = Field(default=None, min_length=1)
     """Pre-generated (offline) completions: files (JSONL or Parquet), globs, directories of runs, one or several."""
     share: float = Field(default=1.0, gt=0, le=1)
     """Share of each batch's prompts that come from the offline data; the others get fresh completions."""
-
-    @field_validator("data", mode="before")
-    @classmethod
-    def _wrap_one(cls, data: Any) -> Any:
-        return (data,) if isinstance(data, str) else data
 
 
 class ScheduleSettings(Section):

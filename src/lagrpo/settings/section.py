@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
+
+ONE_OR_MORE = BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
+"""Of a list of texts: one alone may be given without a list around it."""
 
 
 class Section(BaseModel):

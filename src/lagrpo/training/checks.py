@@ -15,6 +15,7 @@ from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.reading import completion_files
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, check_options
+from lagrpo.trackers import check_installed
 from lagrpo.training.changes import after_restart, check_changes, find_run
 from lagrpo.untrusted import read_text
 
@@ -56,13 +57,15 @@ def count_shards(settings: Settings, rank: Rank | None) -> int | None:
 
 
 def check_run(settings: Settings) -> None:
-    """Raises SettingsError for a run that exists already, cannot go on with these settings, or cannot be written."""
+    """Raises SettingsError for a run that exists already, cannot go on with these settings, or cannot be written, and
+    for trackers that are not installed."""
     with refusing("run.resume" if settings.run.resume else "run"):
         if (run := find_run(settings)) is not None:
             check_changes(settings, run)
             check_writable(run)
         else:
             check_new(Path(settings.run.directory), settings.run.name)
+    check_installed(settings.run.trackers)
 
 
 def _check_exponential(recipe: Recipe, settings: Settings) -> None:

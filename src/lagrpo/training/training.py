@@ -24,6 +24,8 @@ from lagrpo.sampling.schedule import LoopState
 from lagrpo.terminal.display import make_display
 from lagrpo.terminal.text import count_of
 from lagrpo.threads import team
+from lagrpo.trackers.observer import Trackers
+from lagrpo.trackers.tracker import About
 from lagrpo.training.beginning import create_run, describe_environment, write_config
 from lagrpo.training.budget import RewardBudget
 from lagrpo.training.build import Parts, without_progress_bars
@@ -76,7 +78,8 @@ class Training:
         self.display = make_display(run.display)
         self.place = Place()
         self.files = RunFiles(self.store)
-        self.observers = Observers(self.files, self.display, self.place, *observers)
+        self.trackers = Trackers(run.trackers, run.tracked_completions)
+        self.observers = Observers(self.files, self.display, self.place, self.trackers, *observers)
         dtype = str(self.policy.dtype).removeprefix("torch.")
         self.warnings = Warnings(self.settings, dtype, parts.task.size("train"))
         self.total = self.settings.schedule.stages * self.settings.schedule.batches
@@ -128,6 +131,7 @@ class Training:
             self.display.note(line)
         if self.earlier is not None:
             self.resume(self.earlier)
+        self.trackers.begin(About.of(self.store.path, settings, self.environment), self.observers.note)
 
     def resume(self, earlier: Earlier) -> None:
         """Go on where the run stood: restore the parts, and cut its records back to the checkpoint."""
