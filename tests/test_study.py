@@ -30,11 +30,12 @@ from lagrpo.study.study import Plan
 
 TESTS = Path(__file__).parent
 GRID = {"method": {"plain": {}, "masked": {}}, "v": {"v = 1": {}, "v = 10": {}}}
+OF_A_SET = {"before.hard": {"pass_at_1": 0.2}, "after.hard": {"pass_at_1": 0.3, "reward_mean": 0.4}}
 
 
 def finished(**curves: list[float | None]) -> Finished:
     lines = [dict(zip(curves, values, strict=True)) for values in zip(*curves.values(), strict=True)]
-    return Finished(lines, {"pass_at_1": 0.1}, {"pass_at_1": 0.9, "pass_at_2": 0.95})
+    return Finished(lines, {"before": {"pass_at_1": 0.1}, "after": {"pass_at_1": 0.9, "pass_at_2": 0.95}, **OF_A_SET})
 
 
 # Measures
@@ -47,6 +48,10 @@ def finished(**curves: list[float | None]) -> Finished:
         ("pass_at_1 before", 0.1),
         ("pass_at_2", 0.95),
         ("pass_at_2 before", None),
+        ("hard.pass_at_1", 0.3),
+        ("hard.pass_at_1 before", 0.2),
+        ("hard.reward_mean", 0.4),
+        ("easy.pass_at_1", None),
         ("mean reward_mean", 0.5),
         ("sum seconds_total", 15.0),
         ("max seconds_total", 5.0),

@@ -133,7 +133,7 @@ def evaluate(words: list[str]) -> None:
     from lagrpo.training.checks import check_evaluation
 
     check_evaluation(settings)
-    from lagrpo.training.evaluate import evaluate_model
+    from lagrpo.training.evaluating import evaluate_model
     from lagrpo.training.run import FAILURES
 
     with failing(*FAILURES):

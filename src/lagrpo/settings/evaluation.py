@@ -13,6 +13,10 @@ from lagrpo.settings.section import Section
 from lagrpo.settings.task import TaskSettings
 
 
+OURS = {"name", "batch", "version", "set", "metrics", "reward_range"}
+"""What the file of an evaluation says beside its results."""
+
+
 class EvaluationSet(Section):
     name: str
     """What it is called in files and metrics: letters, digits and _."""
@@ -39,6 +43,8 @@ class EvaluationSet(Section):
         for name in (self.name, *self.metrics):
             if not NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is no name: a name has letters, digits and _, and begins with a letter")
+        if taken := OURS & {*self.metrics}:
+            raise ValueError(f"set {self.name!r}: {min(taken)!r} is a name of our own; call the metric otherwise")
         if (self.function is None) != (not self.metrics):
             raise ValueError(f"set {self.name!r}: metrics are the names of what function returns: set both or neither")
         if self.function is not None and (self.task is not None or self.prompts is not None):

@@ -273,6 +273,13 @@ class Settings(Section):
         return self
 
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the policy meets, in training or in an evaluation."""
+        of_sets = [most or 0 for most in self.evaluation.values("max_tokens")] if self.evaluation.takes_place else []
+        return self.sampling.max_prompt_tokens + max([self.sampling.max_tokens, *of_sets])
+
+
 class EvalSampling(Section):
     sampler: Literal["local", "vllm"] = "local"
     """What generates: this process, or vLLM servers (section vllm)."""

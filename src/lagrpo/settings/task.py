@@ -48,6 +48,8 @@ class _OfEveryTask(Section):
 
     @model_validator(mode="after")
     def _check_range(self) -> _OfEveryTask:
+        if self.rewards and not any(each.weight for each in self.rewards):
+            raise ValueError("rewards: all weights are 0, so that every reward would be 0")
         if not self.reward_range[0] < self.reward_range[1]:
             raise ValueError(f"reward_range goes from the least to the greatest reward, not {self.reward_range}")
         return self

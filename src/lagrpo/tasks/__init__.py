@@ -83,10 +83,10 @@ def check_options(settings: TaskSettings) -> None:
     is loaded."""
     name, reward, known = settings.name, settings.reward, task_options()
     if reward is not None and not is_reference(reward) and reward not in JUDGES:
-        entry = " (as an entry of task.rewards there is)" if reward in SHAPED else suggest(reward, JUDGES)
+        further = f" {reward!r} can be an entry of task.rewards." if reward in SHAPED else suggest(reward, JUDGES)
         raise ValueError(
             f"task.reward: there is no built-in reward {reward!r}; there are {', '.join(JUDGES)}, and a function of "
-            f"your own as 'package.module:function'.{entry}"
+            f"your own as 'package.module:function'.{further}"
         )
     check_rewards(settings)
     if is_reference(name):

@@ -62,6 +62,11 @@ class Reward:
         asynchronous = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
         return asynchronous or getattr(self.function, "side_by_side", False)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether it finds the same when it is asked again, which a server need not."""
+        return not getattr(self.function, "side_by_side", False)
+
 
 @dataclass(frozen=True, slots=True)
 class Rewards:

@@ -50,10 +50,11 @@ def make_shaped(settings: RewardSettings) -> Any:
     try:
         return TypeAdapter(kind).validate_python(settings.options)
     except ValidationError as error:
-        taken, (first, *_) = [field.name for field in fields(kind)], error.errors()
+        taken, unknown = [field.name for field in fields(kind)], "unexpected_keyword_argument"
+        first = min(error.errors(), key=lambda each: each["type"] != unknown)
         name = ".".join(map(str, first["loc"]))
         why = str(first.get("ctx", {}).get("error", first["msg"]))
-        if first["type"] == "unexpected_keyword_argument":
+        if first["type"] == unknown:
             why = f"the reward {settings.reward!r} takes {', '.join(taken)}.{suggest(name, taken)}"
         where = f"task.rewards, {settings.name!r}, options{f'.{name}' if name else ''}"
         raise ValueError(f"{where}: {why}") from error
