@@ -6,7 +6,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -122,16 +122,21 @@ def _entry_at(kind: type[BaseModel], where: tuple[Any, ...]) -> type[BaseModel] 
     if not any(isinstance(part, int) for part in where):
         return None
     for name in (part for part in where[:-1] if isinstance(part, str)):
-        field = kind.model_fields.get(name)
-        inside = [each for each in _unpacked(field.annotation) if issubclass(each, BaseModel)] if field else []
-        kind = inside[0] if inside else kind
+        if field := kind.model_fields.get(name):
+            kind = section_in(field.annotation) or kind
     return kind
 
 
-def _unpacked(annotation: Any) -> list[type]:
-    """The classes in an annotation such as tuple[Section, ...] | None."""
-    parts = get_args(annotation)
-    return [each for part in parts for each in _unpacked(part)] if parts else [annotation] * isinstance(annotation, type)
+def section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section in an annotation such as Section, Section | None or tuple[Section, ...]."""
+    found = (section_in(part) for part in get_args(annotation))
+    own = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    return own or next(filter(None, found), None)
+
+
+def entry_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that each entry of a list of tables is; None for other settings."""
+    return section_in(annotation) if get_origin(annotation) is tuple else None
 
 
 def _shown(value: Any) -> str:

@@ -2,7 +2,8 @@
 
 A puzzle is a function of the run's seed and its number. The training prompts have the first numbers, the test prompts
 those behind them, so that no seed of the one is one of the other; where a generator knows few puzzles, the same one can
-still come twice. The options of a generator (its config, but for seed and size) are in the table task.options.
+still come twice. A few generators depend on the order of Python's sets, too (knight_swap, isomorphic_strings,
+polynomial_multiplication and ransom_note of version 0.1.25): they need PYTHONHASHSEED=0. The options of a generator (its config, but for seed and size) are in the table task.options.
 
 The judge takes what stands between the last <answer> and </answer>, or the whole text where there is none. Its scores
 lie between 0 and 1, and many generators give something for a part of the answer.
@@ -13,6 +14,7 @@ Needs reasoning-gym: pip install 'lagrpo[gym]'.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -52,8 +54,11 @@ class GymJudge:
     def __call__(self, text: str, gold: Any) -> float:
         """Raises Unjudgeable where the generator does not repeat itself."""
         entry, found = self.entry(gold["index"]), _ANSWER.findall(text)
-        if entry["answer"] != gold["answer"]:
-            raise Unjudgeable(f"{self._given[0]} made another puzzle of the same seed: it cannot be judged")
+        if _gold(gold["index"], entry) != gold:
+            raise Unjudgeable(
+                f"the generator {self._given[0]} makes another puzzle of the same seed in another process, where Python "
+                "orders sets otherwise: set the environment variable PYTHONHASHSEED to 0 for the whole run"
+            )
         return float(self._dataset.score_answer((found[-1] if found else text).strip(), entry))
 
 
@@ -67,10 +72,15 @@ def load(options: Options, seed: int, name: str) -> tuple[dict[str, Sequence[int
 
     def ask(index: int) -> tuple[str, Any]:
         entry = judge.entry(index)
-        return WORDING.format(question=entry["question"]), {"index": index, "answer": entry["answer"]}
+        return WORDING.format(question=entry["question"]), _gold(index, entry)
 
     train, test = range(options.train_size), range(options.train_size, options.train_size + options.test_size)
     return {"train": train, "test": test}, ask, judge
+
+
+def _gold(index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What a puzzle is found again by, and told from another."""
+    return {"index": index, "answer": entry["answer"], "digest": zlib.crc32(entry["question"].encode())}
 
 
 def make_dataset(name: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
