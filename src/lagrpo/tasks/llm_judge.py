@@ -134,10 +134,10 @@ class LlmJudge:
         url = f"{self.url.rstrip('/')}/chat/completions"
         try:
             status, body = exchange(_pool(self._key()), "POST", url, request, seconds, LONGEST)
-        except urllib3.exceptions.TimeoutError:
-            return None, "no answer in time"
         except urllib3.exceptions.HTTPError as error:
-            return None, f"no answer: {find_cause(error)}"
+            nobody = isinstance(error, urllib3.exceptions.NewConnectionError)  # a timeout, too, by its class
+            late = isinstance(error, urllib3.exceptions.TimeoutError) and not nobody
+            return None, "no answer in time" if late else f"no answer: {find_cause(error)}"
         if status in AGAIN:
             return None, f"it answered with {status}"
         if status != 200:

@@ -39,7 +39,7 @@ from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, load_task
 from lagrpo.threads import team
 from lagrpo.training.checks import chat_template
-from lagrpo.training.exams import Exam, build_exams
+from lagrpo.training.exams import Exam, build_exams, concerning_set
 from lagrpo.training.lead import LeadLearner, LeadSampler
 from lagrpo.types import Group
 from lagrpo.verify import Verifier
@@ -114,7 +114,7 @@ class Data:
         of_sets = {}
         for each in settings.evaluation.sets:
             if each.task is not None:
-                with refusing(f"evaluation.sets, {each.name!r}"):
+                with concerning_set(each.name):
                     of_sets[each.name] = load_task(each.task, settings.run.seed)
         with refusing("offline.data"):
             names = settings.offline.data

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Protocol
 
 from lagrpo.data.prompts import PromptSource
-from lagrpo.errors import refusing
+from lagrpo.errors import SettingsError, refusing
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.base import Manner, Request
 from lagrpo.settings.evaluation import EvaluationSet
@@ -113,7 +114,7 @@ def build_exams(
     exams = []
     for each in e.sets if e.takes_place else ():
         source, judged = prompts, own
-        with refusing(f"evaluation.sets, {each.name!r}"):
+        with concerning_set(each.name):
             if each.task is not None:
                 task, judges = others[each.name]
                 source = PromptSource(task, policy, settings.run.seed, 1, settings.sampling.max_prompt_tokens)
@@ -123,6 +124,16 @@ def build_exams(
             if each.function is None:
                 requests()
     return tuple(exams)
+
+
+@contextmanager
+def concerning_set(name: str) -> Iterator[None]:
+    """Inside, errors of settings and data name the evaluation set."""
+    try:
+        with refusing():
+            yield
+    except SettingsError as error:
+        raise SettingsError(f"evaluation.sets, {name!r}: {error}") from error
 
 
 def _exam(settings: Settings, each: EvaluationSet | None, requests: Any, judged: Any) -> Exam:
