@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
@@ -153,7 +154,7 @@ def test_a_resumed_run_with_sets_is_the_run_that_was_never_stopped(model, tmp_pa
 
 
 def test_show_view_display_and_studies_know_the_sets(sets, model, tmp_path, capsys):
-    console = Console(record=True, width=150, file=open("/dev/null", "w"))
+    console = Console(record=True, width=150, file=io.StringIO())
     show(sets.run, console=console)
     shown = console.export_text()
     assert "evaluation own: pass@1 " in shown
@@ -179,13 +180,19 @@ def test_show_view_display_and_studies_know_the_sets(sets, model, tmp_path, caps
 @pytest.mark.parametrize(
     ("evaluation", "message"),
     [
-        ({"sets": [{"name": "a", "smaples": 3}]}, "unknown setting 'evaluation.sets.0.smaples'; did you mean 'samples'"),
+        (
+            {"sets": [{"name": "a", "smaples": 3}]},
+            "unknown setting 'evaluation.sets.0.smaples'; did you mean 'samples'",
+        ),
         ({"sets": [{"name": "a"}] * 2}, "the name 'a' is there twice"),
         ({"sets": [{"name": "a/b"}]}, "'a/b' is no name"),
         ({"sets": [{"name": "a", "samples": 300}]}, "max_num_seqs = 128 is less than evaluation.samples = 300"),
         ({"sets": [{"name": "a", "function": "x:y"}]}, "set both or neither"),
         ({"sets": [{"name": "a", "function": "x:y", "metrics": ["batch"]}]}, "'batch' is a name of our own"),
-        ({"sets": [{"name": "a", "function": "x:y", "metrics": ["b"], "prompts": 3}]}, "task and prompts are not for it"),
+        (
+            {"sets": [{"name": "a", "function": "x:y", "metrics": ["b"], "prompts": 3}]},
+            "task and prompts are not for it",
+        ),
         ({"sets": [{"name": "a"}], "best": "pass_at_1"}, "write SET.METRIC with SET one of a"),
         ({"sets": [{"name": "a"}], "best": "a.pass_at_3"}, "there is no metric 'pass_at_3'; there are reward_mean"),
         ({"best": "own.pass_at_1"}, "write a metric alone"),

@@ -55,7 +55,9 @@ class Judging(BaseHTTPRequestHandler):
             return
         status = {"refused": 400, "broken": 500, "denied": 401}.get(answer, 200)
         status = 503 if answer == "busy" and tries < 3 else status
-        said = {"silent": "I will not say.", "many": "Score: 2. No: score: 9", "high": "Score: 11"}.get(answer, "Score: 8")
+        said = {"silent": "I will not say.", "many": "Score: 2. No: score: 9", "high": "Score: 11"}.get(
+            answer, "Score: 8"
+        )
         body = json.dumps({"choices": [{"message": {"content": said}}]})
         body = "<html>" if answer == "malformed" else body
         body = json.dumps({"error": f"no, {self.headers['Authorization']}"}) if status == 401 else body
@@ -188,9 +190,9 @@ def test_the_key_comes_from_the_environment_and_stands_nowhere_else(server, monk
     assert server.asked[-1][1]["Authorization"] == f"Bearer {KEY}"
     outcome = judged(server, "denied", api_key_env="JUDGE_API_KEY")[0]
     assert outcome.kind == "unscored"
-    assert "refused (401; its API key is looked for in $JUDGE_API_KEY): {\"error\": \"no, Bearer ***\"}" in outcome.reason
+    assert 'refused (401; its API key is looked for in $JUDGE_API_KEY): {"error": "no, Bearer ***"}' in outcome.reason
     monkeypatch.delenv("JUDGE_API_KEY")
-    with pytest.raises(Unjudgeable, match="environment variable JUDGE_API_KEY .*is not set"):
+    with pytest.raises(Unjudgeable, match=r"environment variable JUDGE_API_KEY .*is not set"):
         ask(server, "fine", api_key_env="JUDGE_API_KEY")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from typing import Any
 
@@ -35,8 +36,10 @@ from lagrpo.view.payload import unpack
 
 @pytest.mark.parametrize(
     ("shape", "tokens", "value"),
-    [("linear", 4, 1.0), ("linear", 7, 0.75), ("linear", 16, 0.0), ("linear", 99, 0.0)]
-    + [("cosine", 0, 1.0), ("cosine", 8, 0.75), ("cosine", 10, 0.5), ("cosine", 16, 0.0)],
+    [
+        *(("linear", 4, 1.0), ("linear", 7, 0.75), ("linear", 16, 0.0), ("linear", 99, 0.0)),
+        *(("cosine", 0, 1.0), ("cosine", 8, 0.75), ("cosine", 10, 0.5), ("cosine", 16, 0.0)),
+    ],
 )
 def test_length_falls_from_the_target_to_the_limit(shape, tokens, value):
     """cos(pi/3) = 1/2: a third of the way from 4 to 16 the cosine is at (1 + 1/2) / 2."""
@@ -198,7 +201,10 @@ def test_entries_that_cannot_be_are_refused(task, message):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"reward": "sample_rewards:scaled"}, r"sample_rewards:scaled\(text, gold\): missing a required argument: 'by'"),
+        (
+            {"reward": "sample_rewards:scaled"},
+            r"sample_rewards:scaled\(text, gold\): missing a required argument: 'by'",
+        ),
         ({"reward": "sample_rewards:letters", "options": {"by": 2}}, r"letters\(text, gold, by=…\): got an unexpected"),
         ({"reward": "sample_rewards:leters"}, "has no attribute 'leters'.*Did you mean 'letters'"),
     ],
@@ -281,7 +287,7 @@ def test_a_run_with_several_rewards_replays(several):
 
 def test_show_and_view_have_each_reward(several):
     _, result = several
-    console = Console(record=True, width=200, file=open("/dev/null", "w"))
+    console = Console(record=True, width=200, file=io.StringIO())
     show(result.run, console=console)
     assert "(letters 0" in (shown := console.export_text())
     assert ", rank 0" in shown

@@ -62,7 +62,7 @@ def test_the_judge_goes_to_a_worker_process_and_scores_there():
 def test_a_generator_that_does_not_repeat_itself_scores_nothing():
     task = load()
     gold = task.prompt("train", 0).gold
-    with pytest.raises(Unjudgeable, match="chain_sum makes another puzzle.*PYTHONHASHSEED to 0"):
+    with pytest.raises(Unjudgeable, match=r"chain_sum makes another puzzle.*PYTHONHASHSEED to 0"):
         pickle.loads(pickle.dumps(task.judge))("1", gold | {"digest": 0})
 
 
@@ -70,7 +70,10 @@ def test_a_generator_that_does_not_repeat_itself_scores_nothing():
     ("changes", "message"),
     [
         ({"name": "reasoning_gym:chain_sun"}, "reasoning_gym has no 'chain_sun'. Did you mean 'chain_sum'.*There are"),
-        ({"options": {"max_term": 2}}, "task.options.max_term: reasoning_gym:chain_sum takes .*Did you mean 'max_terms'"),
+        (
+            {"options": {"max_term": 2}},
+            "task.options.max_term: reasoning_gym:chain_sum takes .*Did you mean 'max_terms'",
+        ),
         ({"options": {"seed": 2}}, "takes .*task.train_size and task.test_size"),
         ({"options": {"min_terms": 9}}, "refuses them: max_terms must be >= min_terms"),
     ],
@@ -81,9 +84,9 @@ def test_wrong_names_and_options_are_refused_with_the_nearest(changes, message):
 
 
 def test_options_of_other_tasks_are_refused_and_those_of_a_table_travel_through_toml():
-    with pytest.raises(SettingsError, match="task.digits is set, but the task 'reasoning_gym:chain_sum'"):
+    with pytest.raises(SettingsError, match=r"task.digits is set, but the task 'reasoning_gym:chain_sum'"):
         check_settings(load_settings({"task": SUM | {"digits": 2}}))
-    with pytest.raises(SettingsError, match="task.options is set, but the task 'arithmetic'.*reasoning_gym does"):
+    with pytest.raises(SettingsError, match=r"task.options is set, but the task 'arithmetic'.*reasoning_gym does"):
         check_settings(load_settings({"task": {"options": {"a": 1}}}))
     given = parse(Settings, ["--task.options.min_terms", "2", "--task.options.allow_negation=true"])
     settings = validate(Settings, {"task": SUM}, given.overrides, "x")

@@ -86,7 +86,9 @@ def _name_types(kind: Any) -> Iterator[str]:
         yield "a table"
     elif get_origin(kind) is tuple:
         inside = " or ".join(dict.fromkeys(name for each in arguments if each is not ... for name in _name_types(each)))
-        yield f"a list of {inside.replace('a table', 'tables')}" + ("" if ... in arguments else f", of length {len(arguments)}")
+        yield f"a list of {inside.replace('a table', 'tables')}" + (
+            "" if ... in arguments else f", of length {len(arguments)}"
+        )
     elif all(isinstance(each, str) for each in arguments):
         yield from (f"`{_say(each)}`" for each in arguments)
     else:

@@ -59,7 +59,9 @@ def check_one(source: Source, task: Task, judges: Judging, summary: dict[str, An
     e, own = source.settings.evaluation, source.settings.task
     one = next((each for each in e.sets if each.name == summary.get("set")), None)
     if "metrics" in summary or (one is None and summary.get("set") is not None):
-        return report.skip("evaluations", "a function of the user's own made them, or a set that is not in the settings")
+        return report.skip(
+            "evaluations", "a function of the user's own made them, or a set that is not in the settings"
+        )
     if one is None:
         exam = Asked(task, e.prompts, e.samples, own.reward_range[1])
         return check_evaluation(source, exam, judges, summary, report)

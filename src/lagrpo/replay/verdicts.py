@@ -66,7 +66,9 @@ def compare(found: Check, file: str, place: str, recorded: Outcome, verdict: Out
     if not (rewards := of(judge)):
         return _compare(found, file, place, "reward", recorded, verdict)
     for name, value in verdict.parts.items():
-        one, other = (_part(outcome, number) for outcome, number in ((recorded, recorded.parts.get(name)), (verdict, value)))
+        one, other = (
+            _part(outcome, number) for outcome, number in ((recorded, recorded.parts.get(name)), (verdict, value))
+        )
         _compare(found, file, place, f"reward_{name}", one, other)
     values = [value for value in (recorded.parts.get(reward.name) for reward in rewards) if value is not None]
     known = len(values) == len(rewards)

@@ -12,7 +12,6 @@ from lagrpo.settings.rewards import NAME
 from lagrpo.settings.section import Section
 from lagrpo.settings.task import TaskSettings
 
-
 OURS = {"name", "batch", "version", "set", "metrics", "reward_range"}
 """What the file of an evaluation says beside its results."""
 

@@ -29,7 +29,7 @@ class RewardSettings(Section):
     """The function takes the completions of a group at once: function(texts, golds, **options) -> list of numbers."""
     deadline: float | None = Field(default=None, gt=0)
     """Seconds for a call; by default verifier.deadline."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
     """What the built-in reward, or the function, takes further."""
 
     @model_validator(mode="after")

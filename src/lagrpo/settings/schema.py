@@ -272,7 +272,6 @@ class Settings(Section):
             )
         return self
 
-
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that the policy meets, in training or in an evaluation."""

@@ -24,8 +24,17 @@ from lagrpo.tasks.base import (
     order_prompts,
     read_options,
 )
-from lagrpo.tasks.names import GYM, JUDGES, OWN, SHAPED, is_reference, kind_of, load_function, load_judge
-from lagrpo.tasks.names import require_installed
+from lagrpo.tasks.names import (
+    GYM,
+    JUDGES,
+    OWN,
+    SHAPED,
+    is_reference,
+    kind_of,
+    load_function,
+    load_judge,
+    require_installed,
+)
 from lagrpo.tasks.rewards import Reward, Rewards, reward_names
 from lagrpo.tasks.several import Rejudged, check_rewards, load_rewards
 

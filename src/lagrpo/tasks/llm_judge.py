@@ -158,7 +158,9 @@ def read_answer(body: bytes) -> str:
     try:
         said = parse_json(body.decode())["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError):
-        raise Unjudgeable(f"the judge's answer is malformed: {one_line(body.decode(errors='replace'), 120)!r}") from None
+        raise Unjudgeable(
+            f"the judge's answer is malformed: {one_line(body.decode(errors='replace'), 120)!r}"
+        ) from None
     if not isinstance(said, str):
         raise Unjudgeable("the judge's answer has no text")
     return said

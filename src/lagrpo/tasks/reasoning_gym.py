@@ -3,7 +3,8 @@
 A puzzle is a function of the run's seed and its number. The training prompts have the first numbers, the test prompts
 those behind them, so that no seed of the one is one of the other; where a generator knows few puzzles, the same one can
 still come twice. A few generators depend on the order of Python's sets, too (knight_swap, isomorphic_strings,
-polynomial_multiplication and ransom_note of version 0.1.25): they need PYTHONHASHSEED=0. The options of a generator (its config, but for seed and size) are in the table task.options.
+polynomial_multiplication and ransom_note of version 0.1.25): they need PYTHONHASHSEED=0. The options of a generator
+(its config, but for seed and size) are in the table task.options.
 
 The judge takes what stands between the last <answer> and </answer>, or the whole text where there is none. Its scores
 lie between 0 and 1, and many generators give something for a part of the answer.
@@ -34,7 +35,7 @@ _KEPT = 4096  # puzzles that a process keeps
 class Options:
     """The options of these tasks."""
 
-    options: dict[str, Any] | None = option(None, "table of the generator's own options")
+    options: Mapping[str, Any] | None = option(None, "table of the generator's own options")
     train_size: int = option(10_000, "training prompts", least=1, most=10_000_000)
     test_size: int = option(1_000, "test prompts", least=1, most=10_000_000)
 
@@ -56,8 +57,8 @@ class GymJudge:
         entry, found = self.entry(gold["index"]), _ANSWER.findall(text)
         if _gold(gold["index"], entry) != gold:
             raise Unjudgeable(
-                f"the generator {self._given[0]} makes another puzzle of the same seed in another process, where Python "
-                "orders sets otherwise: set the environment variable PYTHONHASHSEED to 0 for the whole run"
+                f"the generator {self._given[0]} makes another puzzle of the same seed in another process, where "
+                "Python orders sets otherwise: set the environment variable PYTHONHASHSEED to 0 for the whole run"
             )
         return float(self._dataset.score_answer((found[-1] if found else text).strip(), entry))
 

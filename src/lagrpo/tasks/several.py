@@ -43,7 +43,7 @@ def check_rewards(settings: TaskSettings) -> None:
 
 
 def make_shaped(settings: RewardSettings) -> Any:
-    """The built-in reward that an entry names, with its options. Raises ValueError for options that it does not take."""
+    """The built-in reward that an entry names, with its options. Raises ValueError for those that it does not take."""
     from pydantic import TypeAdapter, ValidationError
 
     kind = load_function(SHAPED[settings.reward])

@@ -173,7 +173,9 @@ class _Shown(Display):
             self.console.print(Text(f"  {of_set}", style="bold"))
         said = [(moment, e) for moment, (e, _) in (("before", before), ("after", after)) if e]
         lines = [f"pass@1 {moment:<7}{_pass_at_1(e)}" for moment, e in said if "metrics" not in e]
-        lines += [f"{moment:<14}{', '.join(map(' '.join, headline(e).items()))}" for moment, e in said if "metrics" in e]
+        lines += [
+            f"{moment:<14}{', '.join(map(' '.join, headline(e).items()))}" for moment, e in said if "metrics" in e
+        ]
         if after[0].get("pass_at_1_change") is not None:
             lines.append(f"change        {_change(after[0])}")
         for line in lines:

@@ -186,7 +186,9 @@ class Parts:
             learner = LeadLearner(world, learner, skeleton)
             policy = learner.policy
         verifier = undo.enter_context(build_verifier(settings, task))
-        others = {name: (other, undo.enter_context(build_verifier(settings, other))) for name, other in data.of_sets.items()}
+        others = {
+            name: (other, undo.enter_context(build_verifier(settings, other))) for name, other in data.of_sets.items()
+        }
         check = build_parity_check(settings, policy, prompts, sampler) if sampling.parity_check else None
         by_servers = settings.evaluation.sampler == "vllm" and isinstance(sampler, VllmSampler)
         return Parts(

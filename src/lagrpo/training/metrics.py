@@ -77,7 +77,9 @@ def _outcomes(completions: Sequence[Completion]) -> dict[str, float | None]:
 def reward_metrics(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float | None]:
     """Of a task with several rewards, of each by its name: mean and standard deviation over the completions that it
     could score, unweighted, and how many of those it was asked about it could not."""
-    parts = [c.outcome.parts for group in groups for c in group.completions if c.outcome is not None and c.outcome.parts]
+    parts = [
+        c.outcome.parts for group in groups for c in group.completions if c.outcome is not None and c.outcome.parts
+    ]
     found: dict[str, float | None] = {}
     for name in names:
         values = [part[name] for part in parts if part[name] is not None]

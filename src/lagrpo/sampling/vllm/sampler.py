@@ -71,8 +71,8 @@ class VllmSampler:
 
     @contextmanager
     def lent(self, weights: Mapping[str, Tensor], version: int, back: bool) -> Iterator[None]:
-        """Inside, the servers have π_version, for an evaluation; no completion may be under way. Behind it they have the
-        weights of the last sync again if `back` says so. Raises as `sync_weights` does."""
+        """Inside, the servers have π_version, for an evaluation; no completion may be under way. Behind it they have
+        the weights of the last sync again if `back` says so. Raises as `sync_weights` does."""
         served = self.fleet.served
         before, scores = served.parcel, served.scores
         if served.version == version:

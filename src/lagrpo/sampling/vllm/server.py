@@ -103,7 +103,9 @@ class Server:
         except urllib3.exceptions.ReadTimeoutError as error:
             raise UnreachableError(f"{self.url}{path} did not answer within {seconds:g} s") from error
         except urllib3.exceptions.HTTPError as error:
-            raise UnreachableError(f"{self.url} cannot be reached: {find_cause(error)}; is a server up there?") from error
+            raise UnreachableError(
+                f"{self.url} cannot be reached: {find_cause(error)}; is a server up there?"
+            ) from error
         if status != 200:
             self._raise(path, status, answer.decode(errors="replace"))
         return json.loads(answer) if answer else None
