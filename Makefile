@@ -24,7 +24,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm test-view fuzz check-trl chaos conformance portability check-aarch64 bench-trl \
+.PHONY: help demo test test-gpu test-vllm test-view fuzz test-gym check-trl chaos conformance portability check-aarch64 bench-trl \
 	bench-scaling bench-peak bench-vllm bench-gpu bench-busy bench-plan bench-ranks bench-memory bench-sync docs lint format install vllm-env clean
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make test-gpu   install, then run the tests that need one"
 	@echo "make test-vllm  install vLLM too, then run the tests that need it"
 	@echo "make test-view  install, then run the tests of lagrpo view that need Chromium"
+	@echo "make test-gym   install reasoning-gym too, then run the tests that need it"
 	@echo "make fuzz       a minute of malformed settings, data and runs; OPTIONS='--seconds 600' for more"
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
 	@echo "make chaos      kill 50 training runs at random instants, resume them, and compare what they leave to the bit"
@@ -66,6 +67,10 @@ test-vllm: $(STAMP) $(VLLM_STAMP)
 
 test-view: $(STAMP)
 	$(PYTEST) -m browser
+
+test-gym: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gym]'
+	$(PYTEST) -m gym
 
 fuzz: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/fuzz.py $(OPTIONS)

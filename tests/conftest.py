@@ -26,6 +26,7 @@ NEEDS = {
     "vllm": "vLLM (make test-vllm)",
     "peer": "another program (make check-trl)",
     "browser": "Chromium (make test-view)",
+    "gym": "reasoning-gym (make test-gym)",
 }
 SECONDS_WITH_SERVERS = 900  # for these: they start servers, download or compile
 
