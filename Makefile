@@ -28,7 +28,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm test-view test-trackers check-wheel wheel fuzz check-trl check-lighteval chaos conformance portability check-aarch64 bench-trl \
+.PHONY: help demo test test-gpu test-vllm test-view test-trackers check-wheel wheel fuzz test-gym check-trl check-lighteval chaos conformance portability check-aarch64 bench-trl \
 	bench-scaling bench-peak bench-vllm bench-gpu bench-busy bench-plan bench-ranks bench-memory bench-sync check-ranks docs lint format install vllm-env clean
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo "make test-vllm  install vLLM too, then run the tests that need it"
 	@echo "make test-view  install, then run the tests of lagrpo view that need Chromium"
 	@echo "make test-trackers  install W&B, trackio and MLflow beside it, then run the tests that need them"
+	@echo "make test-gym   install reasoning-gym too, then run the tests that need it"
 	@echo "make fuzz       a minute of malformed settings, data and runs; OPTIONS='--seconds 600' for more"
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
 	@echo "make check-lighteval  install lighteval into an environment of its own, and compare how it scores answers (LAGRPO_DATA)"
@@ -78,6 +79,10 @@ test-view: $(STAMP)
 
 test-trackers: $(STAMP) $(TRACKERS)/installed
 	LAGRPO_TRACKERS=$(abspath $(TRACKERS)) $(PYTEST) -m trackers
+
+test-gym: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gym]'
+	$(PYTEST) -m gym
 
 fuzz: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/fuzz.py $(OPTIONS)

@@ -27,6 +27,7 @@ NEEDS = {
     "peer": "another program (make check-trl)",
     "browser": "Chromium (make test-view)",
     "trackers": "wandb, trackio and mlflow (make test-trackers)",
+    "gym": "reasoning-gym (make test-gym)",
 }
 SECONDS_WITH_SERVERS = 900  # for these: they start servers, download or compile
 

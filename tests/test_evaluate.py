@@ -11,7 +11,8 @@ import torch
 
 from lagrpo.core.estimators import clustered_interval
 from lagrpo.sampling.base import Request
-from lagrpo.training.evaluate import change, evaluate, few_prompts, interval, label
+from lagrpo.training.evaluate import change, evaluate, few_prompts, interval
+from lagrpo.training.evaluating import label
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 pytestmark = pytest.mark.usefixtures("shared_templates")

@@ -14,7 +14,8 @@ from lagrpo import cli
 from lagrpo.policy.learner import Learner
 from lagrpo.runs import load_metrics
 from lagrpo.sampling.local import LocalSampler
-from lagrpo.training import build, evaluate
+from lagrpo.training import build
+from lagrpo.training import evaluating as evaluate
 from lagrpo.training.memory import NoMemoryError, explained
 from lagrpo.training.run import train
 

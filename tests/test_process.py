@@ -24,7 +24,7 @@ from lagrpo.policy.chat import Templates
 from lagrpo.runs import Run
 from lagrpo.settings.schema import EvalSettings, ModelSettings
 from lagrpo.training.build import loading
-from lagrpo.training.evaluate import evaluate_model
+from lagrpo.training.evaluating import evaluate_model
 from lagrpo.training.run import train
 
 HERE = Path(__file__).parent

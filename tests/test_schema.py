@@ -44,7 +44,7 @@ def test_what_is_unset_overrides_nothing():
 
 
 def test_every_option_that_a_task_declares_is_a_setting():
-    of_every_task = {"name", "reward", "reward_range", "system_prompt"}
+    of_every_task = {"name", "reward", "rewards", "reward_range", "system_prompt"}
     assert {*option_takers()} | of_every_task == set(TaskSettings.model_fields)
     assert {option.name for options in task_options().values() for option in fields(options)} == {*option_takers()}
 

@@ -31,11 +31,12 @@ from lagrpo.study.study import Plan
 
 TESTS = Path(__file__).parent
 GRID = {"method": {"plain": {}, "masked": {}}, "v": {"v = 1": {}, "v = 10": {}}}
+OF_A_SET = {"before.hard": {"pass_at_1": 0.2}, "after.hard": {"pass_at_1": 0.3, "reward_mean": 0.4}}
 
 
 def finished(**curves: list[float | None]) -> Finished:
     lines = [dict(zip(curves, values, strict=True)) for values in zip(*curves.values(), strict=True)]
-    return Finished(lines, {"pass_at_1": 0.1}, {"pass_at_1": 0.9, "pass_at_2": 0.95})
+    return Finished(lines, {"before": {"pass_at_1": 0.1}, "after": {"pass_at_1": 0.9, "pass_at_2": 0.95}, **OF_A_SET})
 
 
 # Measures
@@ -48,6 +49,10 @@ def finished(**curves: list[float | None]) -> Finished:
         ("pass_at_1 before", 0.1),
         ("pass_at_2", 0.95),
         ("pass_at_2 before", None),
+        ("hard.pass_at_1", 0.3),
+        ("hard.pass_at_1 before", 0.2),
+        ("hard.reward_mean", 0.4),
+        ("easy.pass_at_1", None),
         ("mean reward_mean", 0.5),
         ("sum seconds_total", 15.0),
         ("max seconds_total", 5.0),
@@ -297,7 +302,7 @@ def test_runs_of_another_machine_count_by_their_report(tmp_path, command, capsys
 )
 def test_reports_that_do_not_fit_are_refused(tmp_path, capsys, change, said):
     plan, reward = Plan.read(study_file(tmp_path), tmp_path / "out"), {"reward_mean": 0.5, "lag_max": 0}
-    runs = {key: Finished([reward] * 4, None, {"pass_at_1": 0.5}) for key in plan.runs}
+    runs = {key: Finished([reward] * 4, {"after": {"pass_at_1": 0.5}}) for key in plan.runs}
     report = tmp_path / "report.json"
     report.write_text(change(Report(plan.study, runs, {key: run.settings for key, run in plan.runs.items()}).to_json()))
     with pytest.raises(SettingsError, match=re.escape(said)):

@@ -479,7 +479,7 @@ def report(tmp_path):
     for n, ((cell, seed), run) in enumerate(plan.runs.items()):
         lag = 2 if cell[1] == "v = 3" else 0
         lines = [{"reward_mean": 0.1 * k - 0.1 * lag + 0.01 * (seed + n % 2), "lag_max": lag} for k in range(4)]
-        found[cell, seed] = Finished(lines, None, {"pass_at_1": 0.5}, {"cpu": HOSTILE}, str(run.path))
+        found[cell, seed] = Finished(lines, {"after": {"pass_at_1": 0.5}}, {"cpu": HOSTILE}, str(run.path))
     found.popitem()
     path = tmp_path / "report.html"
     path.write_text(Report(plan.study, found, {key: run.settings for key, run in plan.runs.items()}).to_html())

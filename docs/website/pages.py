@@ -15,7 +15,10 @@ from website.markdown import anchors, links
 
 HOME_ENDS = "\n## Stop it, and go on\n"
 """Where the home page ends and the guide begins: both are the README."""
-USE = ("install", "choose", "off-policy", "vllm", "scaling", "run-directory", "trackers", "reliability", "verify", "view", "studies")
+USE = (
+    *("install", "choose", "off-policy", "rewards", "evaluations", "vllm", "scaling", "run-directory", "trackers"),
+    *("reliability", "verify", "view", "studies"),
+)
 """Pages of docs/ for who uses the program, in their order; the others explain it."""
 IMAGES = {".png", ".svg", ".jpg"}
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".sbatch": "bash", ".sh": "bash", ".json": "json"}

@@ -21,6 +21,7 @@ from lagrpo.objective.code import write_code
 from lagrpo.objective.composition import Composition
 from lagrpo.objective.recipes import PRESETS
 from lagrpo.settings.schema import Settings
+from lagrpo.settings.toml import entry_of
 
 WIDTH = "100"
 ABOUT_SETTINGS = """\
@@ -45,11 +46,17 @@ def settings() -> str:
             lines += [link_pages(escape(" ".join(section.__doc__.split()))), ""]
         for leaf, setting in section.model_fields.items():
             lines += _setting(f"{name}.{leaf}", setting)
+            if entry := entry_of(setting.annotation):
+                for each, of in entry.model_fields.items():
+                    lines += _setting(f"{name}.{leaf}.{each}", of)
     return "\n".join(lines)
 
 
 def _setting(name: str, field: FieldInfo) -> list[str]:
-    default = "unset" if field.default is None else f"`{_say(field.default)}`"
+    if field.is_required():
+        default = "none, it has to be set"
+    else:
+        default = "unset" if field.default is None else f"`{_say(field.default)}`"
     text = link_pages(escape(" ".join((field.description or "").split())))
     return [f"```{{confval}} {name}", f":type: {describe(field)}", f":default: {default}", "", text, "```", ""]
 
@@ -75,9 +82,13 @@ def _name_types(kind: Any) -> Iterator[str]:
     arguments = get_args(kind)
     if kind in names:
         yield names[kind]
+    elif get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        yield "a table"
     elif get_origin(kind) is tuple:
         inside = " or ".join(dict.fromkeys(name for each in arguments if each is not ... for name in _name_types(each)))
-        yield f"a list of {inside}" + ("" if ... in arguments else f", of length {len(arguments)}")
+        yield f"a list of {inside.replace('a table', 'tables')}" + (
+            "" if ... in arguments else f", of length {len(arguments)}"
+        )
     elif all(isinstance(each, str) for each in arguments):
         yield from (f"`{_say(each)}`" for each in arguments)
     else:

@@ -41,11 +41,11 @@ from lagrpo.doctor import doctor
 from lagrpo.errors import SettingsError, find_nearest
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.redaction import redact
-from lagrpo.settings.arguments import Arguments, parse
+from lagrpo.settings.arguments import TABLES, Arguments, parse
 from lagrpo.settings.plan import PlanSettings
 from lagrpo.settings.schema import EvalSettings, Settings
 from lagrpo.settings.serve import ServeSettings
-from lagrpo.settings.toml import load_settings, to_toml, validate
+from lagrpo.settings.toml import entry_of, list_settings, load_settings, to_toml, validate
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -166,7 +166,7 @@ def evaluate(words: list[str]) -> None:
     from lagrpo.training.checks import check_evaluation
 
     check_evaluation(settings)
-    from lagrpo.training.evaluate import evaluate_model
+    from lagrpo.training.evaluating import evaluate_model
     from lagrpo.training.run import FAILURES
 
     with failing(*FAILURES):
@@ -374,9 +374,23 @@ def call(name: str, words: list[str]) -> None:
 
 def show_help(settings: BaseModel, prog: str, function: Callable[..., Any]) -> None:
     """Print every setting with its description and its present value."""
-    kind, text = type(settings), inspect.getdoc(function)
+    kind = type(settings)
+    text = "\n\n".join([inspect.getdoc(function) or "", *describe_tables(kind)])
     config = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
     tyro.cli(kind, args=["--help"], default=settings, prog=prog, description=text, config=config, use_underscores=True)
+
+
+def describe_tables(kind: type[BaseModel]) -> list[str]:
+    """Settings that are tables, or lists of them, which have no option of their own: what they are, and their
+    entries."""
+    found = []
+    for name, field in list_settings(kind).items():
+        said = " ".join((field.description or "").split())
+        if entry := entry_of(field.annotation):
+            found.append(f"In a settings file [[{name}]], with {', '.join(entry.model_fields)}: {said}")
+        elif name in TABLES:
+            found.append(f"In a settings file [{name}], or here --{name}.NAME VALUE: {said}")
+    return found
 
 
 HELP = {"-h", "--help"}

@@ -59,6 +59,10 @@ class Outcome:
     kind: Kind
     reward: float | None = None
     reason: str = ""
+    parts: Mapping[str, float | None] = field(default_factory=dict, hash=False)
+    """Of a task with several rewards each of them by its name, unweighted; None where it could not score."""
+    right: bool | None = None
+    """Of such a task: whether the rewards that decide it call it right. None: its reward decides (`is_right`)."""
 
     @staticmethod
     def scored(reward: float) -> Outcome:
@@ -73,13 +77,14 @@ class Outcome:
         return Outcome("failed", reason=reason)
 
 
-def is_right(reward: float, reward_range: Range) -> bool:
-    """Whether a scored completion counts as right: no reward of `task.reward_range` is greater than its own.
+def is_right(reward: float, reward_range: Range, decided: bool | None = None) -> bool:
+    """Whether a scored completion counts as right: no reward of `task.reward_range` is greater than its own. `decided`
+    is what the rewards of a task that has several say of it.
 
     >>> is_right(1.0, (0.0, 1.0)), is_right(1.0, (0.0, 10.0)), is_right(0.0, (-1.0, 0.0))
     (True, False, True)
     """
-    return reward >= reward_range[1]
+    return reward >= reward_range[1] if decided is None else decided
 
 
 @dataclass(frozen=True, slots=True)

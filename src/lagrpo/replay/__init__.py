@@ -5,9 +5,10 @@ formulas written out here. Nothing of the sampler, the packed rows or the kernel
 defines the run: its settings, the addresses of its random numbers (rng.py), the task and its judge.
 
 source.py    a run's files, refused where they are not whole     weights.py   versions on disk, as models
-tokens.py    samples, log-probs, divergences of a subset         judging.py   prompts, ends, texts, rewards, evaluations
-groups.py    weight syncs, versions, masks, advantages           formulas.py  advantages, written plainly
-metrics.py   metrics that follow from rows                       findings.py  what was found, and how it is printed
+tokens.py    samples, log-probs, divergences of a subset         judging.py   prompts, ends, texts, rewards
+groups.py    weight syncs, versions, masks, advantages           evaluations.py  prompts, rewards, pass@k
+metrics.py   metrics that follow from rows                       verdicts.py  answers judged again
+formulas.py  advantages, written plainly                         findings.py  what was found, and how it is printed
 
 `verify_run` is all of it at once; docs/verify.md says what each check can see and what it cannot.
 """

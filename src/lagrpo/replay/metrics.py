@@ -13,6 +13,7 @@ import torch
 from lagrpo.replay import formulas
 from lagrpo.replay.findings import Check, Report
 from lagrpo.replay.source import UNCLEAR, Row, Source, scored_groups
+from lagrpo.runs.rollouts import reward_columns
 
 SIGMA_BINS = 10  # tenths of [0, 1/2]
 EXACT = 1e-9  # relative and absolute: sums of float64 in another order
@@ -85,7 +86,32 @@ def metrics(source: Source, batch: int, rows: Sequence[Row]) -> dict[str, Any]:
         **group_metrics(source, rows),
         **token_metrics(source, rows),
         **lag_metrics(source, rows),
+        **reward_metrics(rows),
+        **evaluated(source, batch),
     }
+
+
+def reward_metrics(rows: Sequence[Row]) -> dict[str, Any]:
+    """Metrics of each of several rewards, from its column."""
+    judged, found = [row for row in rows if row.generated], dict[str, Any]()
+    for name in reward_columns(rows[0].columns):
+        values = [row[f"reward_{name}"] for row in judged if row[f"reward_{name}"] is not None]
+        found |= {
+            f"reward_{name}_mean": formulas.mean_or_none(values),
+            f"reward_{name}_std": formulas.sigma(values, 0.0) if values else None,
+            f"reward_{name}_unscored": len(judged) - len(values),
+        }
+    return found
+
+
+def evaluated(source: Source, batch: int) -> dict[str, Any]:
+    """What the sets of prompts found of the policy at the start of the batch."""
+    found: dict[str, Any] = {}
+    for one in source.settings.evaluation.sets if source.settings.evaluation.takes_place else ():
+        made = [e for e in source.evaluations if e.get("set") == one.name and (e.get("batch") or 0) == batch - 1]
+        for name in one.metrics or ("pass_at_1", "reward_mean"):
+            found[f"eval_{one.name}_{name}"] = made[0].get(name) if made else None
+    return found
 
 
 def group_metrics(source: Source, rows: Sequence[Row]) -> dict[str, Any]:

@@ -6,7 +6,7 @@
         events.jsonl                    weight syncs and why, warnings
         rollouts/step-000120.parquet    one row per completion
         evaluations/NAME.json, .parquet the summary, and one row per prompt
-        weights/final, weights/v000120  Hugging Face model directories
+        weights/final, weights/v000120  Hugging Face model directories; weights/best, where the run asks for it
 
 Files are the store: nothing else holds a run's state, and every file but the .jsonl appears whole, by a rename.
 """
@@ -32,8 +32,9 @@ from lagrpo.runs.files import (
     write_directory_atomically,
     write_table,
 )
-from lagrpo.runs.rollouts import rollout_schema
+from lagrpo.runs.rollouts import reward_columns, rollout_schema
 
+BEST = "evaluation.json"  # in weights/best: what was found of it
 LONGEST = 200  # bytes of a name; with what is put around it for a moment, file systems take 255
 
 
@@ -87,15 +88,17 @@ class Run:
 
     def record_rollouts(self, batch: int, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Write rollouts/step-BATCH.parquet, with the rows of `rollouts.rollout_rows`."""
-        return write_table(self.path / "rollouts" / f"step-{batch:06d}.parquet", rows, rollout_schema())
+        schema = rollout_schema([*reward_columns(rows[0])] if rows else ())
+        return write_table(self.path / "rollouts" / f"step-{batch:06d}.parquet", rows, schema)
 
     def record_evaluation(self, name: str, summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Path:
-        """Write evaluations/NAME.parquet, one row per prompt, then evaluations/NAME.json. For the reward curve the
-        summary has `batch` (0 before the first), `pass_at_1`, `pass_at_1_low` and `pass_at_1_high`. Raises ValueError
-        for a name that is no name of a file."""
+        """Write evaluations/NAME.parquet, one row per prompt (a function of the user's has none), then
+        evaluations/NAME.json. For the reward curve the summary has `batch` (0 before the first), `pass_at_1`,
+        `pass_at_1_low` and `pass_at_1_high`. Raises ValueError for a name that is no name of a file."""
         check_name("evaluation", name)
         folder = self.path / "evaluations"
-        write_table(folder / f"{name}.parquet", records)
+        if records:
+            write_table(folder / f"{name}.parquet", records)
         return write_atomically(folder / f"{name}.json", to_json({"name": name, **summary}) + "\n")
 
     def record_weights(self, write: Callable[[Path], None], version: int | None = None) -> Path:
@@ -103,6 +106,18 @@ class Run:
         a version, in place of what was there."""
         name = "final" if version is None else f"v{version:06d}"
         return write_directory_atomically(self.path / "weights" / name, write)
+
+    def record_best(self, write: Callable[[Path], None], found: Mapping[str, Any]) -> Path:
+        """Likewise weights/best, with what was found of it, and after which `batch`, in evaluation.json; and an event
+        that says so."""
+
+        def fill(folder: Path) -> None:
+            write(folder)
+            (folder / BEST).write_text(to_json(found) + "\n")
+
+        path = write_directory_atomically(self.path / "weights" / "best", fill)
+        self.record_event("best", **found)
+        return path
 
 
 def default_name(settings: Mapping[str, Any], now: datetime.datetime | None = None) -> str:

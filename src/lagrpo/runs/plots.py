@@ -99,12 +99,14 @@ def _draw_evaluations(axes: Axes, evaluations: Sequence[dict[str, Any]]) -> None
     points = [e for e in evaluations if e.get("pass_at_1") is not None and e.get("batch") is not None]
     if not points:
         return
+    of_set = points[0].get("set")  # of several sets one is drawn; lagrpo view has all of them
+    points = [e for e in points if e.get("set") == of_set]
     values = [e["pass_at_1"] for e in points]
     lows = [value - e.get("pass_at_1_low", value) for value, e in zip(values, points, strict=True)]
     highs = [e.get("pass_at_1_high", value) - value for value, e in zip(values, points, strict=True)]
     at = [e["batch"] for e in points]
     style: dict[str, Any] = {"fmt": "o", "color": ORANGE, "markersize": 6, "capsize": 3.5, "zorder": 5}
-    axes.errorbar(at, values, yerr=[lows, highs], label="pass@1, held-out prompts", **style)
+    axes.errorbar(at, values, yerr=[lows, highs], label=f"pass@1, {of_set or 'held-out prompts'}", **style)
     _name_value(axes, at[0], values[0], "left")
     if at[-1] != at[0]:
         _name_value(axes, at[-1], values[-1], "right")

@@ -23,14 +23,22 @@ COLUMNS = """
     pi_k_version:int32  lag:int32  finished:bool  outcome:string  reward:double  reason:string
     advantage:double  masked:string  sigma:double  log_ratio:double  kl_alpha:double  logp_k:float[]  entropy:float[]
 """
+REWARD = "reward_"  # how the columns of the rewards begin that a task with several of them has
 
 LATER = ("logp_k", "entropy")
 """Columns that this schema was extended by: earlier files lack them."""
 
 
-def rollout_schema() -> pyarrow.Schema:
-    """The columns, in their order, with the schema's name in the metadata of the file."""
-    return table_schema(COLUMNS, {SCHEMA_KEY: SCHEMA_NAME.encode()})
+def rollout_schema(rewards: Sequence[str] = ()) -> pyarrow.Schema:
+    """The columns, in their order, with the schema's name in the metadata of the file. With several `rewards` they have
+    a column each, and one says what is right."""
+    further = [*(f"{REWARD}{name}:double" for name in rewards), *(["right:bool"] if rewards else [])]
+    return table_schema(" ".join([COLUMNS, *further]), {SCHEMA_KEY: SCHEMA_NAME.encode()})
+
+
+def reward_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The rewards of a row by their names; none where the task has a single one."""
+    return {name.removeprefix(REWARD): value for name, value in row.items() if name.startswith(REWARD)}
 
 
 def table_schema(described: str, metadata: Mapping[bytes, bytes] | None = None) -> pyarrow.Schema:
@@ -51,10 +59,11 @@ def rollout_rows(
     batch: int,
     stage: int,
     pi_k_version: int,
+    rewards: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """The rows of one batch. `columns` has further columns for each completion of each group: advantage, masked
     (whether its group was left out because its rewards are all equal), sigma, log_ratio, kl_alpha, and of its sampled
-    tokens logp_k and entropy; each may be absent.
+    tokens logp_k and entropy; each may be absent. `rewards` are the names of several rewards.
 
     Raises ValueError when groups and columns do not fit together.
     """
@@ -66,7 +75,15 @@ def rollout_rows(
             row |= {name: known.get(name) for name in ("advantage", "sigma", "log_ratio", "kl_alpha")}
             row |= {name: _of_all_tokens(completion, known.get(name)) for name in ("logp_k", "entropy")}
             mask = "zero_variance" if known.get("masked") else ""
-            yield row | {"masked": mask if row["outcome"] == "scored" else row["outcome"]}
+            row["masked"] = mask if row["outcome"] == "scored" else row["outcome"]
+            yield row | (_parts(completion, rewards) if rewards else {})
+
+
+def _parts(completion: Completion, rewards: Sequence[str]) -> dict[str, Any]:
+    """What each of several rewards found; nothing for a completion of a file."""
+    assert completion.outcome is not None
+    found = {f"{REWARD}{name}": completion.outcome.parts.get(name) for name in rewards}
+    return found | {"right": completion.outcome.right}
 
 
 def _prompt_columns(prompt: Prompt) -> dict[str, Any]:

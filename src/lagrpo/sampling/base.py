@@ -29,6 +29,17 @@ class Request:
         return self.batch, self.epoch, self.prompt.key
 
 
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How an evaluation samples."""
+
+    purpose: str
+    """Part of the address of every random number, so that an evaluation does not repeat those of training."""
+    tau: float
+    max_tokens: int
+    """Longest completion."""
+
+
 class Sampler(Protocol):
     """Generates completions with the weights of the last sync, and stamps their version on every token."""
 

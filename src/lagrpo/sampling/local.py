@@ -21,7 +21,7 @@ from lagrpo.interrupts import whole
 from lagrpo.policy.model import Policy, Weights
 from lagrpo.policy.replica import Replica
 from lagrpo.rng import uniforms
-from lagrpo.sampling.base import Item, Request
+from lagrpo.sampling.base import Item, Manner, Request
 from lagrpo.sampling.decode import DecodeState, Room
 from lagrpo.types import Completion, Group
 
@@ -72,6 +72,14 @@ class LocalSampler:
         self._under_way = 0
         self._kept: DecodeState | None = None
         self._room: Room | None = None  # what the last one had grown to
+
+    @property
+    def manner(self) -> Manner:
+        return Manner(self.purpose, self.tau, self.max_tokens)
+
+    def adopt(self, manner: Manner) -> None:
+        """Sample so from now on. Only while nothing is being sampled."""
+        self.purpose, self.tau, self.max_tokens = manner.purpose, manner.tau, manner.max_tokens
 
     @property
     def version(self) -> int:

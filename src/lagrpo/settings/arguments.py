@@ -6,6 +6,7 @@ Values stay text; the classes in settings/schema.py turn them into numbers and c
 
 from __future__ import annotations
 
+import tomllib
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from lagrpo.settings.toml import list_settings
 SHORT = {"task": "task.name", "model": "model.path", "recipe": "objective.recipe", "resume": "run.resume"}
 """Settings that are given so often that their section may be left out."""
 
+TABLES = {"task.options"}
+"""Settings that are tables of whatever names."""
+
 
 @dataclass(slots=True)
 class Arguments:
@@ -29,11 +33,27 @@ class Arguments:
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def put(self, name: str, value: str | list[str]) -> None:
-        """Keep the value of the setting `name`."""
+        """Keep the value of the setting `name`; that of task.options.NAME as the number, list or text that it is."""
         section, dot, leaf = name.partition(".")
         below = self.overrides.setdefault(section, {}) if dot else self.overrides
-        if isinstance(below, dict):
+        if not isinstance(below, dict):
+            return
+        if (table := leaf.partition("."))[1] and isinstance(value, str) and f"{section}.{table[0]}" in TABLES:
+            below.setdefault(table[0], {})[table[2]] = read_value(value)
+        else:
             below[leaf if dot else section] = None if value in ("None", ["None"]) else value
+
+
+def read_value(text: str) -> Any:
+    """A word of the command line as TOML has it, or as it stands.
+
+    >>> read_value("3"), read_value("[1, 2]"), read_value("true"), read_value("red")
+    (3, [1, 2], True, 'red')
+    """
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, KeyError, RecursionError):
+        return text
 
 
 def parse(kind: type[BaseModel], words: Sequence[str], flags: Collection[str] = ()) -> Arguments:

@@ -13,9 +13,10 @@ from pydantic import Field, create_model, model_validator
 
 from lagrpo.objective.composition import Composition
 from lagrpo.settings.distributed import DistributedSettings
+from lagrpo.settings.evaluation import EvaluationSettings
 from lagrpo.settings.section import ONE_OR_MORE, Section
+from lagrpo.settings.task import TaskSettings, unset
 from lagrpo.settings.vllm import VllmSettings
-from lagrpo.tasks import option_takers, task_options
 
 
 class RunSettings(Section):
@@ -85,48 +86,6 @@ class ModelSettings(Section):
     graphs."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the tokenizer's."""
-
-
-def _unset(kind: Any, text: str, **bounds: Any) -> Any:
-    """A field that is None where it is not given, with its help and its bounds (ge, gt, le)."""
-    return kind | None, Field(default=None, description=text, **bounds)
-
-
-class _OfEveryTask(Section):
-    name: str = "arithmetic"
-    """arithmetic, countdown, gsm8k, math, custom, or package.module:function that returns a Task."""
-    reward: str | None = None
-    """Built-in judge (exact, number, math …) or package.module:function, called as function(text, gold) -> float."""
-    reward_range: tuple[float, float] = (0.0, 1.0)
-    """Least and greatest reward: the bounds are in units of this range."""
-    system_prompt: str | None = None
-    """System message in front of every prompt; "" for none."""
-
-    @model_validator(mode="after")
-    def _check_range(self) -> _OfEveryTask:
-        if not self.reward_range[0] < self.reward_range[1]:
-            raise ValueError(f"reward_range goes from the least to the greatest reward, not {self.reward_range}")
-        return self
-
-
-def _task_options() -> dict[str, Any]:
-    """The options that the tasks' own files declare."""
-    found: dict[str, Any] = {}
-    for options in task_options().values():
-        types = get_type_hints(options)
-        for option in fields(options):
-            help, least, most = (option.metadata[name] for name in ("help", "least", "most"))
-            default = f"; by default {option.default}" if option.default is not None else ""
-            text = f"{', '.join(option_takers()[option.name])}: {help}{default}."
-            found[option.name] = _unset(types[option.name], text, ge=least, le=most)
-    return found
-
-
-_WithOptions: Any = create_model("TaskOptions", __base__=_OfEveryTask, **_task_options())
-
-
-class TaskSettings(_WithOptions):
-    """What is asked, and how an answer is judged. An option can be given where the named task takes it."""
 
 
 class SamplingSettings(Section):
@@ -212,7 +171,7 @@ class _RecipeSettings(Section):
 
 
 _KINDS = get_type_hints(Composition)
-_KNOBS = {f.name: _unset(_KINDS[f.name], f.metadata["help"], **f.metadata["bounds"]) for f in fields(Composition)}
+_KNOBS = {f.name: unset(_KINDS[f.name], f.metadata["help"], **f.metadata["bounds"]) for f in fields(Composition)}
 _WithKnobs: Any = create_model("_Knobs", __base__=_RecipeSettings, **_KNOBS)
 
 
@@ -269,19 +228,6 @@ class VerifierSettings(Section):
         return self.model_dump(exclude={"max_without_reward_run"})
 
 
-class EvaluationSettings(Section):
-    before_and_after: bool = True
-    """Evaluate on the test split before the first and after the last update."""
-    every: int = Field(default=0, ge=0)
-    """Also evaluate every so many batches; 0: never."""
-    prompts: int = Field(default=64, ge=1)
-    """Test prompts (all where there are fewer)."""
-    samples: int = Field(default=8, ge=1)
-    """Completions per prompt."""
-    temperature: float | None = Field(default=None, gt=0)
-    """Sampling temperature of the evaluation; by default training's."""
-
-
 class Settings(Section):
     """All settings of a training run."""
 
@@ -315,9 +261,12 @@ class Settings(Section):
                 "nothing about alpha: set it to 0 with schedule.kind = 'certified'"
             )
         sampling, evaluation = self.sampling, self.evaluation
-        _check_fit("sampling.G", sampling.G, "sampling.max_num_seqs", sampling.max_num_seqs)
-        if evaluation.before_and_after or evaluation.every:
-            _check_fit("evaluation.samples", evaluation.samples, "sampling.max_num_seqs", sampling.max_num_seqs)
+        check_fit("sampling.G", sampling.G, "sampling.max_num_seqs", sampling.max_num_seqs)
+        if evaluation.takes_place:
+            samples = max(evaluation.values("samples"))
+            check_fit("evaluation.samples", samples, "sampling.max_num_seqs", sampling.max_num_seqs)
+        if evaluation.sampler == "vllm":
+            _check_servers(self)
         if (buffer := self.objective.overrides.get("overlong_buffer", 0)) > sampling.max_tokens:
             raise ValueError(
                 f"objective.overlong_buffer = {buffer} is more than sampling.max_tokens = {sampling.max_tokens}: it "
@@ -325,10 +274,23 @@ class Settings(Section):
             )
         return self
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the policy meets, in training or in an evaluation."""
+        of_sets = [most or 0 for most in self.evaluation.values("max_tokens")] if self.evaluation.takes_place else []
+        return self.sampling.max_prompt_tokens + max([self.sampling.max_tokens, *of_sets])
+
+
+class EvalSampling(Section):
+    sampler: Literal["local", "vllm"] = "local"
+    """What generates: this process, or vLLM servers (section vllm)."""
+
 
 class EvalSettings(Section):
     """Settings of an evaluation on its own."""
 
+    sampling: EvalSampling = EvalSampling()
+    vllm: VllmSettings = VllmSettings()
     task: TaskSettings = TaskSettings()
     model: ModelSettings = ModelSettings()
     prompts: int | None = Field(default=None, ge=1)
@@ -352,11 +314,23 @@ class EvalSettings(Section):
 
     @model_validator(mode="after")
     def _check_rows(self) -> EvalSettings:
-        _check_fit("samples", self.samples, "max_num_seqs", self.max_num_seqs)
+        check_fit("samples", self.samples, "max_num_seqs", self.max_num_seqs)
+        if self.sampling.sampler != "vllm" and self.vllm != VllmSettings():
+            raise ValueError("section vllm is set, but sampling.sampler is 'local': set it to 'vllm'")
+        if self.sampling.sampler == "vllm" and self.temperature > 2:
+            raise ValueError(f"temperature = {self.temperature:g}: vLLM takes at most 2")
         return self
 
 
-def _check_fit(name: str, completions: int, rows_name: str, rows: int) -> None:
+def _check_servers(settings: Settings) -> None:
+    """Raise ValueError for evaluations that vLLM servers are to generate, and cannot."""
+    if settings.sampling.sampler != "vllm":
+        raise ValueError("evaluation.sampler = 'vllm' is the run's sampler: set sampling.sampler to 'vllm', too")
+    if hot := [t for t in settings.evaluation.values("temperature") if t is not None and t > 2]:
+        raise ValueError(f"evaluation.temperature = {hot[0]:g}: vLLM takes at most 2")
+
+
+def check_fit(name: str, completions: int, rows_name: str, rows: int) -> None:
     if completions > rows:
         raise ValueError(
             f"{rows_name} = {rows} is less than {name} = {completions}: the completions of a prompt are decoded "

@@ -6,7 +6,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -69,12 +69,11 @@ def validate(kind: type[M], values: Mapping[str, Any], overrides: Mapping[str, A
 
 
 def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, section by section; `overrides` win."""
+    """Both, table by table; `overrides` win."""
     found = dict(values)
-    for section, change in overrides.items():
-        below = values.get(section)
-        both = isinstance(change, Mapping) and isinstance(below, Mapping)
-        found[section] = {**below, **change} if both else change  # type: ignore[dict-item]
+    for name, change in overrides.items():
+        below = values.get(name)
+        found[name] = merged(below, change) if isinstance(change, Mapping) and isinstance(below, Mapping) else change
     return found
 
 
@@ -108,13 +107,36 @@ def _blame(where: tuple[Any, ...], values: Mapping[str, Any], overrides: Mapping
 def _complain(kind: type[BaseModel], error: Any) -> str:
     where = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        return f"unknown setting {where!r}; {suggest_setting(kind, where)}"
+        entry = _entry_at(kind, error["loc"])
+        return f"unknown setting {where!r}; {suggest_setting(entry or kind, error['loc'][-1] if entry else where)}"
     if error["type"] == "value_error":
         return f"{where + ': ' if where else ''}{error['ctx']['error']}"
     if error["type"] == "model_type":
         names = [name for name in list_settings(kind) if name.startswith(f"{where}.")]
         return f"{where} is a section, not a setting: set {', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
     return f"{where} = {_shown(error['input'])}: {error['msg']}"
+
+
+def _entry_at(kind: type[BaseModel], where: tuple[Any, ...]) -> type[BaseModel] | None:
+    """The class of the entry of a list, such as task.rewards, in which a complaint has its place; None for none."""
+    if not any(isinstance(part, int) for part in where):
+        return None
+    for name in (part for part in where[:-1] if isinstance(part, str)):
+        if field := kind.model_fields.get(name):
+            kind = section_in(field.annotation) or kind
+    return kind
+
+
+def section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section in an annotation such as Section, Section | None or tuple[Section, ...]."""
+    found = (section_in(part) for part in get_args(annotation))
+    own = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    return own or next(filter(None, found), None)
+
+
+def entry_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that each entry of a list of tables is; None for other settings."""
+    return section_in(annotation) if get_origin(annotation) is tuple else None
 
 
 def _shown(value: Any) -> str:

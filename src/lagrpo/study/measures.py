@@ -1,6 +1,7 @@
 """Numbers from a finished run's files.
 
-    pass_at_1                  of the evaluation after training, `pass_at_1 before` of the one before it
+    pass_at_1                  of the evaluation after training, `pass_at_1 before` of the one before it; with
+                               evaluation.sets SET.pass_at_1, and any other result of a set: SET.reward_mean
     mean reward_mean           any name in metrics.jsonl, with mean, sum, max, min, first or last over the batches
     min NAME - NAME            the same of a difference
     peak reward_mean           the greatest, end the last, fall the largest fall from the greatest so far: of the means
@@ -13,7 +14,7 @@ A run's *stability* is `fall reward_mean`: 0 where the smoothed reward never fal
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -40,7 +41,7 @@ OVER_SMOOTHED: dict[str, Callable[[Sequence[float]], float]] = {
     "fall": lambda values: max(best - value for best, value in zip(accumulate(values, max), values, strict=True)),
 }
 GRAMMAR = re.compile(
-    rf"(?P<evaluated>pass_at_\d+|accuracy)(?P<before> before)?"
+    rf"(?P<evaluated>pass_at_\d+|accuracy|(?P<set>[A-Za-z]\w*)\.(?P<result>[A-Za-z]\w*))(?P<before> before)?"
     rf"|(?P<operation>{'|'.join([*OVER_BATCHES, *OVER_SMOOTHED])}) (?P<name>\w+)( - (?P<minus>\w+))?"
     r"|(?P<cost>\w+) to (?P<level>[\d.]+)"
 )
@@ -51,8 +52,8 @@ class Finished:
     """What a finished run recorded."""
 
     metrics: Sequence[dict[str, Any]]
-    before: dict[str, Any] | None
-    after: dict[str, Any] | None
+    evaluations: Mapping[str, dict[str, Any]]
+    """by the name of their files"""
     where: dict[str, Any] = field(default_factory=dict)
     """Processor or GPU, threads, dtype, commit."""
     run: str = ""
@@ -64,7 +65,7 @@ class Finished:
         evaluations, made = {summary["name"]: summary for summary in load_evaluations(run)}, read_environment(run)
         where = {name: made.get(name) for name in ("cpu", "device_name", "threads", "dtype")}
         where["commit"] = (made.get("git") or {}).get("commit")
-        return Finished(load_metrics(run), evaluations.get("before"), evaluations.get("after"), where, str(run))
+        return Finished(load_metrics(run), evaluations, where, str(run))
 
     def curve(self, name: str) -> list[float | None]:
         """A metric by batch; None where it is null or missing."""
@@ -77,10 +78,9 @@ def check_measure(text: str) -> str:
     """The measure itself. Raises ValueError for words that name none."""
     if not GRAMMAR.fullmatch(text):
         raise ValueError(
-            f"{text!r} is no measure: write pass_at_1, `pass_at_1 before`, an operation ({', '.join(OVER_BATCHES)}; "
-            f"smoothed: {', '.join(OVER_SMOOTHED)}) and a metric of metrics.jsonl (`mean reward_mean`) or a difference "
-            "of two (`min reward_mean - entropy`), or what it "
-            "costs to reach a reward (`seconds_total to 0.9`)"
+            f"{text!r} is no measure: write pass_at_1, `pass_at_1 before`, SET.pass_at_1, an operation "
+            f"({', '.join(OVER_BATCHES)}; smoothed: {', '.join(OVER_SMOOTHED)}) and a metric of metrics.jsonl "
+            "(`mean reward_mean`) or a difference of two (`min reward_mean - entropy`), or what it costs to reach a reward (`seconds_total to 0.9`)"
         )
     return text
 
@@ -103,8 +103,9 @@ def measure(text: str, run: Finished, smooth: int) -> float | None:
     found = GRAMMAR.fullmatch(check_measure(text))
     assert found is not None
     if evaluated := found["evaluated"]:
-        summary = run.before if found["before"] else run.after
-        return summary.get(evaluated) if summary else None
+        moment = "before" if found["before"] else "after"
+        summary = run.evaluations.get(f"{moment}.{found['set']}" if found["set"] else moment)
+        return summary.get(found["result"] or evaluated) if summary else None
     if found["cost"]:
         return _cost(run, found["cost"], float(found["level"]), smooth)
     curve = run.curve(found["name"])

@@ -14,7 +14,7 @@ from typing import Any
 from lagrpo.errors import SettingsError
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import flatten
-from lagrpo.study.measures import GRAMMAR, Finished
+from lagrpo.study.measures import Finished
 from lagrpo.training.changes import FREE
 from lagrpo.untrusted import parse_json, read_text
 
@@ -39,9 +39,8 @@ def settings_that_matter(settings: Settings) -> dict[str, Any]:
 def to_record(run: Finished, settings: Settings, names: Iterable[str]) -> dict[str, Any]:
     """A record of the metrics `names`; cell, seed and measures are added by the report."""
     scores = {
-        when: {name: value for name, value in summary.items() if GRAMMAR.fullmatch(name)}
-        for when, summary in (("before", run.before), ("after", run.after))
-        if summary is not None
+        name: {key: value for key, value in summary.items() if isinstance(value, int | float)}
+        for name, summary in run.evaluations.items()
     }
     curves = {name: [_rounded(line.get(name)) for line in run.metrics] for name in names}
     return {
@@ -84,8 +83,7 @@ def from_record(record: Mapping[str, Any], settings: Settings, source: Path) -> 
         raise SettingsError(
             f"--results {source}: the run {record['run']} has {len(lines)} batches, not those asked for"
         )
-    scores = record["evaluations"]
-    return Finished(lines, scores.get("before"), scores.get("after"), record["where"], record["run"])
+    return Finished(lines, record["evaluations"], record["where"], record["run"])
 
 
 def _rounded(value: Any) -> Any:

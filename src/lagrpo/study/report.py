@@ -198,7 +198,7 @@ def _interval(text: str, found: Interval) -> str:
 
 def _shown(text: str, value: float, beside: float | None = None) -> str:
     """A value of a measure; `beside`: with as many digits as this one has."""
-    if text.startswith(SHARES):
+    if text.rpartition(".")[2].startswith(SHARES):
         return f"{value:.1%}"
     size = abs(value if beside is None else beside)
     return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 10 else f"{value:.3f}"

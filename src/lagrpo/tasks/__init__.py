@@ -6,11 +6,9 @@ settings without loading anything.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
+import importlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -26,10 +24,25 @@ from lagrpo.tasks.base import (
     order_prompts,
     read_options,
 )
+from lagrpo.tasks.names import (
+    GYM,
+    JUDGES,
+    OWN,
+    SHAPED,
+    is_reference,
+    kind_of,
+    load_function,
+    load_judge,
+    require_installed,
+)
+from lagrpo.tasks.rewards import Reward, Rewards, reward_names
+from lagrpo.tasks.several import Rejudged, check_rewards, load_rewards
 
 __all__ = [
     "NO_TASK",
     "Judge",
+    "Reward",
+    "Rewards",
     "RowTask",
     "Task",
     "TaskSettings",
@@ -40,17 +53,10 @@ __all__ = [
     "load_task",
     "option_takers",
     "order_prompts",
+    "reward_names",
     "task_options",
 ]
 
-JUDGES = {
-    "arithmetic": "lagrpo.tasks.arithmetic:judge",
-    "countdown": "lagrpo.tasks.countdown:judge",
-    "number": "lagrpo.tasks.gsm8k:judge",
-    "math": "lagrpo.tasks.math:judge",
-    "exact": "lagrpo.tasks.custom:judge",
-}
-"""The built-in judges that the setting `reward` can name."""
 NO_TASK = "is no Task: a Task has name, judge, size(split) and prompt(split, index)"
 
 
@@ -58,7 +64,7 @@ NO_TASK = "is no Task: a Task has name, judge, size(split) and prompt(split, ind
 def task_options() -> Mapping[str, type]:
     """For each task the dataclass of its options, whose fields `option` makes. Every task also takes `system_prompt`
     and `reward`."""
-    from lagrpo.tasks import arithmetic, countdown, custom
+    from lagrpo.tasks import arithmetic, countdown, custom, reasoning_gym
     from lagrpo.tasks.files import DataOptions  # for math too, whose own file imports math-verify
 
     return {
@@ -67,6 +73,7 @@ def task_options() -> Mapping[str, type]:
         "gsm8k": DataOptions,
         "math": DataOptions,
         "custom": custom.Options,
+        GYM: reasoning_gym.Options,
     }
 
 
@@ -85,27 +92,41 @@ def check_options(settings: TaskSettings) -> None:
     is loaded."""
     name, reward, known = settings.name, settings.reward, task_options()
     if reward is not None and not is_reference(reward) and reward not in JUDGES:
+        further = f" {reward!r} can be an entry of task.rewards." if reward in SHAPED else suggest(reward, JUDGES)
         raise ValueError(
             f"task.reward: there is no built-in reward {reward!r}; there are {', '.join(JUDGES)}, and a function of "
-            f"your own as 'package.module:function'.{suggest(reward, JUDGES)}"
+            f"your own as 'package.module:function'.{further}"
         )
+    check_rewards(settings)
     if is_reference(name):
         return
-    if name not in known:
+    if (kind := kind_of(name)) not in known:
+        names = [f"{GYM}:NAME" if each == GYM else each for each in known]
         raise ValueError(
-            f"task.name: there is no task {name!r}; there are {', '.join(known)}, and a task of your own as "
-            f"'package.module:function'.{suggest(name, known)}"
+            f"task.name: there is no task {name!r}; there are {', '.join(names)}, and a task of your own as "
+            f"'package.module:function'.{suggest(name, names)}"
         )
+    check_custom(settings)
     own: Any = settings
-    if name == "custom" and reward is None:
-        known = ", ".join(JUDGES)
-        raise ValueError(f"the task 'custom' needs task.reward: one of {known}, or a 'package.module:function'")
-    if name == "custom" and reward in JUDGES and own.answer_column is None:
-        raise ValueError(f"the reward {reward!r} needs task.answer_column, the column to judge against")
     for option, tasks in option_takers().items():
-        if name not in tasks and getattr(own, option) is not None:
+        if kind not in tasks and getattr(own, option) is not None:
             do = f"{tasks[0]} does" if len(tasks) == 1 else f"{', '.join(tasks[:-1])} and {tasks[-1]} do"
             raise ValueError(f"task.{option} is set, but the task {name!r} does not take it: {do}")
+
+
+def check_custom(settings: TaskSettings) -> None:
+    """Raise ValueError for the task custom without a reward, or without what its rewards are to judge against."""
+    if settings.name != "custom":
+        return
+    own: Any = settings
+    if settings.reward is None and not settings.rewards:
+        known = ", ".join(JUDGES)
+        raise ValueError(f"the task 'custom' needs task.reward: one of {known}, or a 'package.module:function'")
+    for reward in (settings.reward, *(each.reward for each in settings.rewards)):
+        if reward == OWN:
+            raise ValueError(f"task.rewards: the task 'custom' has no judge of its own, which {OWN!r} would name")
+        if reward in JUDGES and own.answer_column is None:
+            raise ValueError(f"the reward {reward!r} needs task.answer_column, the column to judge against")
 
 
 def load_task(settings: TaskSettings, seed: int) -> Task:
@@ -118,67 +139,18 @@ def load_task(settings: TaskSettings, seed: int) -> Task:
         ImportError: the task needs a package that is not installed.
     """
     check_options(settings)
-    name = settings.name
+    name, kind = settings.name, kind_of(settings.name)
     if not is_reference(name):
-        require_installed(name)
-        file = importlib.import_module(f"lagrpo.tasks.{name}")
-        judge = load_judge(settings.reward, file.judge)
-        rows, ask = file.load(read_options(task_options()[name], settings), seed)
+        require_installed(kind)
+        file = importlib.import_module(f"lagrpo.tasks.{kind}")
+        options = read_options(task_options()[kind], settings)
+        if kind == GYM:
+            rows, ask, own = file.load(options, seed, name.partition(":")[2])
+        else:
+            (rows, ask), own = file.load(options, seed), file.judge
+        judge = load_rewards(settings, own) if settings.rewards else load_judge(settings.reward, own)
         return RowTask(name, rows, ask, judge, settings.system_prompt)
     task = load_function(name)(settings, seed)
     if not isinstance(task, Task):
         raise TypeError(f"task.name: {name!r} returned a {type(task).__name__}, which {NO_TASK}")
-    return task
-
-
-def load_judge(reward: str | None, default: Judge) -> Judge:
-    """The judge that the setting `reward` names (built in, or "package.module:function"), else the task's own."""
-    if reward is None:
-        return default
-    require_installed(reward)
-    return load_function(JUDGES.get(reward, reward))
-
-
-def require_installed(name: str) -> None:
-    """Raise ImportError, saying what to install, where a task or reward needs a missing package."""
-    if name == "math" and importlib.util.find_spec("math_verify") is None:
-        raise ImportError("judging mathematics needs math-verify: pip install 'lagrpo[math]'")
-
-
-def is_reference(name: str) -> bool:
-    """Whether a name in the settings is a "package.module:function", not something built in."""
-    return ":" in name
-
-
-def load_function(reference: str) -> Callable[..., Any]:
-    """The function that "package.module:function" names.
-
-    This finds modules in the current directory, too, though Python puts a console script's own directory on the path.
-    They come last, so that no file there can shadow the standard library. Worker processes inherit the path.
-
-    Raises ValueError for a name of another form, a missing module or attribute (with the nearest one), and an attribute
-    that cannot be called. An import that fails inside the module raises its own error."""
-    module_name, _, attribute = reference.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
-        raise ValueError(f"{reference!r} is not of the form 'package.module:function'")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)
-    module = _import(module_name, reference)
-    if not hasattr(module, attribute):
-        where = getattr(module, "__file__", None) or module_name
-        raise ValueError(f"{reference!r}: {where} has no attribute {attribute!r}.{suggest(attribute, vars(module))}")
-    if not callable(function := getattr(module, attribute)):
-        raise ValueError(f"{reference!r} is a {type(function).__name__}, not a function")
-    return function
-
-
-def _import(module_name: str, reference: str) -> Any:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module was found, but something that it imports was not
-        raise ValueError(
-            f"{reference!r}: there is no module {error.name!r}. Looked in the current directory ({os.getcwd()}) and "
-            "where installed packages are; is the name right, and is there a file of that name?"
-        ) from error
+    return Rejudged(task, load_rewards(settings, task.judge)) if settings.rewards else task

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from lagrpo.tasks.rewards import Rewards
     from lagrpo.types import Prompt
 
 Options = TypeVar("Options", bound="DataclassInstance")
@@ -39,7 +40,7 @@ class Task(Protocol):
     def name(self) -> str: ...
 
     @property
-    def judge(self) -> Judge: ...
+    def judge(self) -> Judge | Rewards: ...
 
     def size(self, split: str) -> int:
         """Count the prompts of the split."""
@@ -50,6 +51,27 @@ class Task(Protocol):
         ...
 
 
+class RewardSettings(Protocol):
+    """The settings of one of several rewards (settings/rewards.py)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def reward(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def range(self) -> tuple[float, float]: ...
+    @property
+    def right(self) -> bool: ...
+    @property
+    def batch(self) -> bool: ...
+    @property
+    def deadline(self) -> float | None: ...
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+
+
 class TaskSettings(Protocol):
     """The settings that every task reads; None where one is not given. A task reads its own options with
     `read_options`."""
@@ -58,6 +80,8 @@ class TaskSettings(Protocol):
     def name(self) -> str: ...
     @property
     def reward(self) -> str | None: ...
+    @property
+    def rewards(self) -> Sequence[RewardSettings]: ...
     @property
     def system_prompt(self) -> str | None: ...
 
@@ -90,7 +114,7 @@ class RowTask:
     name: str
     rows: Mapping[str, Sequence[Any]]
     ask: Ask
-    judge: Judge
+    judge: Judge | Rewards
     system_prompt: str | None = None
 
     def size(self, split: str) -> int:

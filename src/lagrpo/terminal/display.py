@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lagrpo.errors import visible
+from lagrpo.terminal.evaluations import headline
 from lagrpo.terminal.text import (
     ABSENT,
     MARKS,
@@ -152,15 +153,9 @@ class _Shown(Display):
         from lagrpo.runs.plots import reward_curve
 
         curve = reward_curve(self._path) if self._begun else None
-        before, after = (self._evaluations.get(name, ({}, ())) for name in ("before", "after"))
         self.console.print(Text(f"\n{detail}", style="bold"))
-        lines = [f"pass@1 {name:<7}{_pass_at_1(e)}" for name, (e, _) in (("before", before), ("after", after)) if e]
-        if after[0].get("pass_at_1_change") is not None:
-            lines.append(f"change        {_change(after[0])}")
-        for line in lines:
-            self.console.print(Text(f"  {line}"), soft_wrap=True)
-        if before[1] or after[1]:
-            self.console.print(self._samples(before[1], after[1]))
+        for of_set in dict.fromkeys(name.partition(".")[2] for name in self._evaluations):
+            self._show_set(of_set)
         places = (("run", self._path), ("reward curve", curve))
         commands = (("next", f"lagrpo show {self._path}"), ("in a browser", f"lagrpo view {self._path}"))
         for name, what in (*places, *commands):
@@ -168,21 +163,42 @@ class _Shown(Display):
                 # Never wrapped at the edge of the terminal: it is there to be copied.
                 self.console.print(Text.assemble((f"  {name:<14}", "dim"), str(what)), soft_wrap=True)
 
-    def _samples(self, before: Sequence[Metrics], after: Sequence[Metrics]) -> Table:
-        """The first completion of each of these records."""
+    def _show_set(self, of_set: str) -> None:
+        """Before and after of one set of prompts, or of the only one."""
+        names = [f"{moment}.{of_set}" if of_set else moment for moment in ("before", "after")]
+        before, after = (self._evaluations.get(name, ({}, ())) for name in names)
+        if not (before[0] or after[0]):
+            return
+        if of_set:
+            self.console.print(Text(f"  {of_set}", style="bold"))
+        said = [(moment, e) for moment, (e, _) in (("before", before), ("after", after)) if e]
+        lines = [f"pass@1 {moment:<7}{_pass_at_1(e)}" for moment, e in said if "metrics" not in e]
+        lines += [
+            f"{moment:<14}{', '.join(map(' '.join, headline(e).items()))}" for moment, e in said if "metrics" in e
+        ]
+        if after[0].get("pass_at_1_change") is not None:
+            lines.append(f"change        {_change(after[0])}")
+        for line in lines:
+            self.console.print(Text(f"  {line}"), soft_wrap=True)
+        if before[1] or after[1]:
+            scale = tuple((after[0] or before[0]).get("reward_range", self._range))
+            self.console.print(self._samples(before[1], after[1], scale))
+
+    def _samples(self, before: Sequence[Metrics], after: Sequence[Metrics], scale: Any) -> Table:
+        """The first completion of each of these records, whose rewards lie in the range `scale`."""
         table = Table(show_lines=True, header_style="dim", border_style="dim")
         for heading in ("prompt", "before", "after"):
             table.add_column(heading, overflow="fold")
         for old, new in zip_longest(before, after, fillvalue={}):
             prompt = old.get("prompt") or new.get("prompt") or ""
-            table.add_row(Text(clipped(visible(prompt), 300)), self._sample(old), self._sample(new))
+            table.add_row(Text(clipped(visible(prompt), 300)), self._sample(old, scale), self._sample(new, scale))
         return table
 
-    def _sample(self, record: Metrics) -> Text:
+    def _sample(self, record: Metrics, scale: Any) -> Text:
         if not record:
             return Text(ABSENT)
-        reward, text = record["rewards"][0], record["completions"][0]
-        mark, style = MARKS[None if reward is None else is_right(reward, self._range)]
+        reward, text, decided = record["rewards"][0], record["completions"][0], record.get("is_right", [None])[0]
+        mark, style = MARKS[None if reward is None else is_right(reward, scale, decided)]
         return Text.assemble((f"{mark} ", f"bold {style}"), clipped(visible(text or "(empty)"), 300))
 
 

@@ -14,8 +14,17 @@ from rich.text import Text
 
 from lagrpo.errors import refusing, visible
 from lagrpo.runs.directory import Run
-from lagrpo.runs.reading import RunNotFoundError, load_reward_range, load_rollouts, open_run, rollout_batches
-from lagrpo.terminal.text import MARKS, count_of
+from lagrpo.runs.reading import (
+    RunNotFoundError,
+    load_evaluations,
+    load_reward_range,
+    load_rollouts,
+    open_run,
+    rollout_batches,
+)
+from lagrpo.runs.rollouts import reward_columns
+from lagrpo.terminal.evaluations import result_lines
+from lagrpo.terminal.text import MARKS, count_of, formatted
 from lagrpo.types import Range, is_right
 
 Only = Literal["all", "right", "wrong", "unscored"]
@@ -44,9 +53,10 @@ def show(
     with refusing():
         rows = load_rollouts(run, [batches[-1] if batch is None else batch])
         scale = load_reward_range(run)
+        results = [Text(line, style="dim") for line in result_lines(load_evaluations(run))]
     rows_of_prompt = [row for row in rows if prompt in (None, row["prompt_key"])]
     chosen = [row for row in rows_of_prompt if only in ("all", KINDS[_is_right(row, scale)])]
-    console.print(_title(run, rows, batches, min(count, len(chosen)), len(chosen)))
+    console.print(_title(run, rows, batches, min(count, len(chosen)), len(chosen)), *results, sep="\n")
     if not chosen:
         console.print(Text(_nothing(rows, prompt, only)))
     for key, group in groupby(chosen[:count], key=lambda row: row["prompt_key"]):
@@ -56,7 +66,7 @@ def show(
 
 def _is_right(row: dict[str, Any], reward_range: Range) -> bool | None:
     """None where it was not scored."""
-    return is_right(row["reward"], reward_range) if row["outcome"] == "scored" else None
+    return is_right(row["reward"], reward_range, row.get("right")) if row["outcome"] == "scored" else None
 
 
 def render_completion(row: dict[str, Any], reward_range: Range) -> Group:
@@ -66,6 +76,9 @@ def render_completion(row: dict[str, Any], reward_range: Range) -> Group:
         f"{row['reward']:g}" if row["outcome"] == "scored" else row["outcome"],
         count_of(sum(row["sampled"]), "token"),
     ]
+    if parts := reward_columns(row):
+        found = ", ".join(f"{name} {formatted(value, 'g')}" for name, value in parts.items())
+        facts[0] += f" ({found})"
     facts += [] if row["finished"] else ["cut at the limit"]
     facts += _versions(row)
     facts += [f"advantage {row['advantage']:+.3f}"] if row["advantage"] is not None else []

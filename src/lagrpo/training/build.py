@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +32,14 @@ from lagrpo.sampling.parity import PARITY_PROMPTS, Parity, ParityCheck, ParityEr
 from lagrpo.sampling.prefetch import Prefetcher
 from lagrpo.sampling.schedule import Schedule
 from lagrpo.sampling.vllm.connecting import build_vllm, open_servers
+from lagrpo.sampling.vllm.evaluating import VllmEvaluator
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import Server
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, load_task
 from lagrpo.threads import team
 from lagrpo.training.checks import chat_template
+from lagrpo.training.exams import Exam, build_exams, concerning_set
 from lagrpo.training.lead import LeadLearner, LeadSampler
 from lagrpo.types import Group
 from lagrpo.verify import Verifier
@@ -101,15 +103,22 @@ class Data:
 
     task: Task
     records: Records | None
+    of_sets: Mapping[str, Task]
+    """by the name of the evaluation set: its task, where it has one of its own"""
 
     @staticmethod
     def read(settings: Settings, task: Task | None) -> Data:
         """`task` stands in for settings.task. Raises SettingsError for data that is missing or malformed."""
         with refusing():
             task = task if task is not None else load_task(settings.task, settings.run.seed)
+        of_sets = {}
+        for each in settings.evaluation.sets:
+            if each.task is not None:
+                with concerning_set(each.name):
+                    of_sets[each.name] = load_task(each.task, settings.run.seed)
         with refusing("offline.data"):
             names = settings.offline.data
-            return Data(task, read_records(names, settings.task.system_prompt) if names else None)
+            return Data(task, read_records(names, settings.task.system_prompt) if names else None, of_sets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +132,9 @@ class Parts:
     learner: Learner | LeadLearner
     """with the policy, the recipe and the reference"""
     sampler: LocalSampler | LeadSampler | VllmSampler
-    evaluator: LocalSampler | LeadSampler
+    evaluator: LocalSampler | LeadSampler | VllmEvaluator
+    exams: tuple[Exam, ...]
+    """what it is evaluated on"""
     prefetcher: Prefetcher
     prompts: PromptSource
     offline: OfflineData | None
@@ -132,6 +143,10 @@ class Parts:
     schedule: Schedule
     check_parity: ParityCheck | None
     """None where the run asks for no check"""
+    check_evaluated: ParityCheck | None = None
+    """the check of servers that evaluate; it has a memory of its own"""
+    others: Sequence[Verifier] = ()
+    """the judges of evaluation sets with tasks of their own"""
     world: World | None = None
     """the other ranks; None in a run of one process"""
 
@@ -157,8 +172,7 @@ class Parts:
     ) -> Parts:  # fmt: skip
         sampling, task = settings.sampling, data.task
         templates = undo.enter_context(closing(Templates()))
-        longest = sampling.max_prompt_tokens + sampling.max_tokens
-        policy = build_policy(settings.model, sampling.temperature, longest, templates)
+        policy = build_policy(settings.model, sampling.temperature, settings.longest, templates)
         prompts = build_prompts(settings, task, policy)
         offline = build_offline(settings, recipe, policy, data.records) if data.records else None
         sampler = build_vllm(settings, policy, servers) if servers else build_local_sampler(settings, policy)
@@ -171,19 +185,28 @@ class Parts:
             sampler = LeadSampler(world, sampler, "sampling", learner) if isinstance(sampler, LocalSampler) else sampler
             learner = LeadLearner(world, learner, skeleton)
             policy = learner.policy
+        verifier = undo.enter_context(build_verifier(settings, task))
+        others = {
+            name: (other, undo.enter_context(build_verifier(settings, other))) for name, other in data.of_sets.items()
+        }
+        check = build_parity_check(settings, policy, prompts, sampler) if sampling.parity_check else None
+        by_servers = settings.evaluation.sampler == "vllm" and isinstance(sampler, VllmSampler)
         return Parts(
             settings=settings,
             task=task,
             own_task=own_task,
             learner=learner,
             sampler=sampler,
-            evaluator=evaluator,
+            evaluator=VllmEvaluator(sampler) if by_servers else evaluator,
+            exams=build_exams(settings, policy, prompts, verifier, others),
             prefetcher=Prefetcher(sampler, prompts.batch, sampling.G),
             prompts=prompts,
             offline=offline,
-            check_parity=build_parity_check(settings, policy, prompts, sampler) if sampling.parity_check else None,
+            check_parity=check,
+            check_evaluated=build_parity_check(settings, policy, prompts, sampler) if check and by_servers else None,
             schedule=Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.delta),
-            verifier=undo.enter_context(build_verifier(settings, task)),
+            verifier=verifier,
+            others=[judging for _, judging in others.values()],
             world=world,
         )
 
@@ -204,7 +227,7 @@ class Parts:
     def close(self) -> None:
         """End the workers, the servers that were started, and the process that renders prompts."""
         with ExitStack() as last:  # each, whatever becomes of the others
-            for part in (self.learner.policy.chat.templates, self.sampler, self.verifier):
+            for part in (self.learner.policy.chat.templates, self.sampler, self.verifier, *self.others):
                 last.callback(part.close)
 
     def keep_logs(self, run: Path) -> None:

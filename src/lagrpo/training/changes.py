@@ -13,7 +13,7 @@ from lagrpo.runs.environment import read_environment
 from lagrpo.runs.files import to_json
 from lagrpo.runs.reading import check_no_links, load_events, load_until, open_run
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.toml import flatten, load_settings
+from lagrpo.settings.toml import load_settings
 
 if TYPE_CHECKING:  # it loads PyTorch
     from lagrpo.runs.checkpoints import Checkpoint, Checkpoints
@@ -23,6 +23,7 @@ FREE = (
     *("run.checkpoint_minutes", "run.checkpoint_every", "run.keep_checkpoints", "run.keep_optimizer"),
     *("run.trackers", "run.tracked_completions"),
     *("model.threads", "model.dtype", "optimizer.offload_moments", "evaluation.every", "evaluation.before_and_after"),
+    *("evaluation.sampler", "evaluation.best", "evaluation.best_is"),
     *(
         "distributed.shard",
         "distributed.shard_ranks",
@@ -116,8 +117,9 @@ def allowed_since(run: Path, checkpoint: Checkpoint | None, before: Mapping[str,
 
 
 def plain(settings: Settings) -> dict[str, Any]:
-    """section.name -> value, as JSON has it."""
-    return json.loads(to_json(flatten(settings.model_dump())))
+    """section.name -> value, as JSON has it: tables inside of a section, such as task.options, are values."""
+    sections = json.loads(to_json(settings.model_dump()))
+    return {f"{section}.{name}": value for section, own in sections.items() for name, value in own.items()}
 
 
 def own_settings(run: Path) -> Settings:

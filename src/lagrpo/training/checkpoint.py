@@ -156,7 +156,7 @@ class Keeper:
     def __init__(self, store: Checkpoints, every: int, minutes: float, keep: int) -> None:
         self.store, self.every, self.minutes, self.keep = store, every, minutes, keep
         self.best: list[float] | None = None
-        """pass@1 and batch of the best evaluation so far"""
+        """result and batch of the best evaluation so far"""
         self.written: list[int] = []
         """batches of the checkpoints that are whole, oldest first"""
         self._news: list[dict[str, Any]] = []
@@ -170,10 +170,12 @@ class Keeper:
         by_number = self.every > 0 and batch % self.every == 0
         return by_time or by_number or (self.best is not None and batch == self.best[1])
 
-    def rank(self, batch: int, value: float | None) -> None:
-        """The evaluation after this batch found this pass@1: the first of the best stays."""
-        if value is not None and (self.best is None or value > self.best[0]):
-            self.best = [value, batch]
+    def rank(self, batch: int, value: float | None) -> bool:
+        """The evaluation after this batch found this result: the first of the best stays. Whether it is that now."""
+        if value is None or (self.best is not None and value <= self.best[0]):
+            return False
+        self.best = [value, batch]
+        return True
 
     def take_over(self, batch: int, best: list[float] | None) -> None:
         """Go on from the checkpoint of a batch."""

@@ -27,6 +27,10 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
     unknown recipe or piece, a contradictory composition, options that the task does not take, a model or a chat
     template that is not there, a run that exists already or cannot be written."""
     check_evaluation(settings, task)
+    for each in settings.evaluation.sets:
+        if each.task is not None:
+            with refusing(f"evaluation.sets, {each.name!r}"):
+                check_options(each.task)
     with refusing("offline.data"):
         completion_files(settings.offline.data or ())
     rank = Rank.find()

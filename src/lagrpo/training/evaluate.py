@@ -9,34 +9,17 @@ alone. The random numbers have the same addresses every time, so before and afte
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from lagrpo.backends.process import restored
 from lagrpo.core.estimators import bootstrap_interval, clustered_interval, paired_interval, pass_at_k
-from lagrpo.data.prompts import PromptSource
-from lagrpo.errors import refusing
-from lagrpo.policy.chat import Templates
-from lagrpo.runs.directory import plain_name
-from lagrpo.runs.files import to_json, write_atomically, write_table
-from lagrpo.sampling.base import Request, Sampler
-from lagrpo.sampling.local import LocalSampler
-from lagrpo.settings.schema import EvalSettings
-from lagrpo.settings.toml import flatten
-from lagrpo.tasks import Task, load_task
+from lagrpo.runs.rollouts import REWARD
+from lagrpo.sampling.base import Request
 from lagrpo.terminal.text import count_of, formatted_interval
-from lagrpo.training.build import build_policy, build_verifier
-from lagrpo.training.checks import check_evaluation
-from lagrpo.training.memory import explained
-from lagrpo.types import Group, Range, is_right
+from lagrpo.types import Group, Outcome, Range, is_right
 from lagrpo.verify import Verifier
 
 ENOUGH_PROMPTS = 50
@@ -50,21 +33,38 @@ class Evaluation:
     records: list[dict[str, Any]]
 
 
+class Generates(Protocol):
+    """Who generates the completions of an evaluation."""
+
+    def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
+        """One group for each request."""
+        ...
+
+
 def evaluate(
-    sampler: Sampler, verifier: Verifier, requests: Sequence[Request], samples: int, seed: int, reward_range: Range
+    sampler: Generates,
+    verifier: Verifier,
+    requests: Sequence[Request],
+    samples: int,
+    seed: int,
+    reward_range: Range,
+    rewards: Sequence[str] = (),
 ) -> Evaluation:
-    """Generate, judge and count. Raises ValueError for no prompts."""
+    """Generate, judge and count; `rewards` are the names of several rewards. Raises ValueError for no prompts."""
     if not requests:
         raise ValueError("there are no test prompts to evaluate on")
     generated = (group for _, group in sampler.sample(requests, samples))
     groups = sorted(verifier.judge(generated), key=lambda group: group.prompt.key)
-    records = [_record(group, reward_range) for group in groups]
-    return Evaluation(_summary(records, samples, seed, reward_range), records)
+    records = [_record(group, reward_range) | _parts(group, rewards) for group in groups]
+    found = {name: _mean_of_parts(records, f"{REWARD}{name}") for name in rewards}
+    parts = {f"{REWARD}{name}_mean": mean for name, mean in found.items() if mean is not None}
+    return Evaluation(_summary(records, samples, seed, reward_range) | parts, records)
 
 
 def _record(group: Group, reward_range: Range) -> dict[str, Any]:
     rewards, completions = group.rewards, group.completions
-    right = sum(is_right(reward, reward_range) for reward in rewards)
+    outcomes = [c.outcome for c in group.scored if c.outcome is not None]
+    right = sum(is_right(o.reward, reward_range, o.right) for o in outcomes if o.reward is not None)
     return {
         "prompt_key": group.prompt.key,
         "prompt": group.prompt.messages[-1]["content"],
@@ -79,6 +79,23 @@ def _record(group: Group, reward_range: Range) -> dict[str, Any]:
         "completions": [c.text for c in completions],
         "rewards": [c.reward for c in completions],
     }
+
+
+def _parts(group: Group, rewards: Sequence[str]) -> dict[str, Any]:
+    """What a task with several rewards has further of a prompt: what each reward found, what is right, and of how many
+    tokens each completion is."""
+    if not rewards:
+        return {}
+    outcomes = [c.outcome or Outcome.unscored("") for c in group.completions]
+    found: dict[str, Any] = {f"{REWARD}{name}": [o.parts.get(name) for o in outcomes] for name in rewards}
+    return found | {"is_right": [o.right for o in outcomes], "tokens": [c.length for c in group.completions]}
+
+
+def _mean_of_parts(records: Sequence[Mapping[str, Any]], column: str) -> float | None:
+    """The mean over prompts of what one of several rewards found, where it found anything."""
+    found = [[value for value in record[column] if value is not None] for record in records]
+    means = [sum(values) / len(values) for values in found if values]
+    return sum(means) / len(means) if means else None
 
 
 def _summary(records: list[dict[str, Any]], samples: int, seed: int, reward_range: Range) -> dict[str, Any]:
@@ -136,96 +153,6 @@ def few_prompts(prompts: int) -> str | None:
         "nearly all or nearly no completions are right, they contain the true value 85 to 97 % of the time; use at "
         f"least {ENOUGH_PROMPTS}"
     )
-
-
-def evaluate_model(settings: EvalSettings) -> Evaluation:
-    """Evaluate the model of the settings on the test prompts of their task; print the summary, and write summary and
-    per-prompt records to the directory that `place` names.
-
-    Raises:
-        SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
-        VerifierError: too many completions could not be scored.
-        NoMemoryError: the memory does not suffice.
-    """
-    check_evaluation(settings)
-    with refusing():
-        task = load_task(settings.task, settings.seed)
-    output = place(settings, task.name)
-    with restored(), explained(lambda: "evaluation", {"evaluation": "lower max_num_seqs or max_tokens"}):
-        evaluation = _evaluated(settings, task)
-    of = {"model": settings.model.path, "task": task.name}
-    summary = {**of, **evaluation.summary, "settings": settings.model_dump()}
-    write_table(output / "records.parquet", evaluation.records)
-    write_atomically(output / "summary.json", to_json(summary) + "\n")
-    _print(summary, output)
-    return evaluation
-
-
-def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
-    print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
-    with closing(Templates()) as templates:
-        longest = settings.max_prompt_tokens + settings.max_tokens
-        policy = build_policy(settings.model, settings.temperature, longest, templates)
-        prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens)
-        requests = prompts.held_out(settings.prompts or task.size("test"))
-    print(f"computing with {policy.model.computation}; decoding {policy.model.decoding}", file=sys.stderr, flush=True)
-    sampler = LocalSampler(policy, settings.seed, settings.max_tokens, settings.max_num_seqs, purpose="evaluate")
-    with build_verifier(settings, task) as verifier:
-        return evaluate(sampler, verifier, requests, settings.samples, settings.seed, settings.task.reward_range)
-
-
-def place(settings: EvalSettings, task: str) -> Path:
-    """The directory for an evaluation: settings.output, else evaluations/MODEL-TASK, or that with the first number
-    behind it (-2, -3 …) whose directory has no evaluation with other settings. Raises SettingsError where
-    settings.output has one, or something else's summary.json."""
-    if settings.output:
-        with refusing("output"):
-            if problem := _occupied(Path(settings.output), settings):
-                raise ValueError(f"{problem}: name another directory")
-        return Path(settings.output)
-    name = f"evaluations/{label(settings.model.path)}-{plain_name(task)}"
-    places = (Path(name if n == 1 else f"{name}-{n}") for n in count(1))
-    return next(path for path in places if not _occupied(path, settings))
-
-
-def _occupied(output: Path, settings: EvalSettings) -> str | None:
-    """Why an evaluation with these settings must not be written there; None where it may."""
-    if output.exists() and not output.is_dir():
-        return f"{output} is a file"
-    file = output / "summary.json"
-    if not file.exists():
-        return None
-    try:
-        earlier = flatten(json.loads(file.read_bytes())["settings"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return f"{file} is not the summary of an evaluation"
-    ours = flatten(json.loads(to_json(settings.model_dump())))
-    names = [n for n in ours | earlier if ours.get(n) != earlier.get(n) and n != "output"]
-    differing = ", ".join(f"{n} = {earlier.get(n)}, not {ours.get(n)}" for n in names[:3])
-    return f"{output} holds an evaluation with other settings ({differing})" if names else None
-
-
-def label(model: str) -> str:
-    """A name for a model: its directory's, with the run's where it is a run's.
-
-    >>> label("Qwen/Qwen2.5-0.5B"), label("runs/addition/weights/final")
-    ('Qwen2.5-0.5B', 'addition-final')
-    """
-    path = Path(model)
-    return f"{path.parent.parent.name}-{path.name}" if path.parent.name == "weights" else path.name
-
-
-def _print(summary: dict[str, Any], output: Path) -> None:
-    print(f"{summary['model']} on {summary['task']}: {summary['prompts']} prompts x {summary['samples']} samples")
-    names = [name for name in summary if f"{name}_low" in summary]
-    for name in names if summary.get("reward_mean") != summary.get("pass_at_1") else names[1:]:
-        print(f"  {interval(summary, name)}")
-    if summary["without_reward"]:
-        print(f"  {summary['without_reward']} completions could not be scored and are not counted")
-    print("  intervals: for the mean over all the prompts that these were drawn from")
-    if warning := few_prompts(summary["prompts"]):
-        print(f"  {warning}")
-    print(f"  per-prompt records: {output / 'records.parquet'}")
 
 
 def interval(summary: Mapping[str, Any], name: str) -> str:

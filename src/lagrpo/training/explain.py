@@ -52,6 +52,8 @@ def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> l
         f"schedule    {_weight_syncs(settings)}",
         *_certificate(settings),
         *_sampler(settings),
+        *_rewards(settings),
+        *_evaluations(settings),
         f"run         {count_of(s.stages, 'stage')} x {count_of(s.batches, 'batch', 'es')} = "
         f"{count_of(batches * s.i, 'update')}, {batches * per_batch:,} samples",
         f"tokens      at most {per_batch * sampling.max_tokens:,} sampled per batch, "
@@ -116,6 +118,27 @@ def _sampler(settings: Settings) -> list[str]:
         f"parity      {parity}; at most {count_of(v.failures, 'failure')} of servers",
         f"deadlines   {deadlines(v)}",
     ]
+
+
+def _rewards(settings: Settings) -> list[str]:
+    """What the reward is made of, where it is several."""
+    if not (rewards := settings.task.rewards):
+        return []
+    low, high = settings.task.reward_range
+    parts = " + ".join(f"{each.weight:g} x {each.name} ({each.reward})" for each in rewards)
+    decides = [each.name for each in rewards if each.right] or [rewards[0].name]
+    return [f"reward      {parts}, from {low:g} to {high:g}; right is what has the greatest {' and '.join(decides)}"]
+
+
+def _evaluations(settings: Settings) -> list[str]:
+    """What is evaluated, where it is several sets of prompts or not by this process."""
+    e = settings.evaluation
+    if not e.sets and e.sampler == "local" and e.best is None:
+        return []
+    sets = ", ".join(f"{each.name} ({each.function or (each.task or settings.task).name})" for each in e.sets)
+    who = "vLLM, which gets the weights of pi for it" if e.sampler == "vllm" else "this process"
+    best = f"; the policy with the {e.best_is} {e.best} is kept in weights/best" if e.best else ""
+    return [f"evaluation  {sets or 'the held-out prompts'}, by {who}{best}"]
 
 
 def _moved(settings: Settings, parameters: int, size: int, ranks: int) -> list[str]:

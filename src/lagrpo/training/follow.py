@@ -40,7 +40,7 @@ def follow(world: World, settings: Settings, recipe: Recipe) -> Any:
 def build(world: World, settings: Settings, recipe: Recipe) -> Mapping[str, Command]:
     """What this rank does, by the name of the command."""
     sampling = settings.sampling
-    policy = build_policy(settings.model, sampling.temperature, sampling.max_prompt_tokens + sampling.max_tokens)
+    policy = build_policy(settings.model, sampling.temperature, settings.longest)
     found = fingerprint(policy.weights)
     sampler = build_local_sampler(settings, policy) if sampling.sampler == "local" else None
     learner, evaluator = build_learner(settings, recipe, policy, world)
@@ -51,6 +51,7 @@ def build(world: World, settings: Settings, recipe: Recipe) -> Mapping[str, Comm
         "ready": lambda _: found,
         "copying for a checkpoint": writer.write,
         "evaluation": lambda asked: sample_share(evaluator, world, *asked),
+        "adopting a manner": evaluator.adopt,
         **learning(learner, share, world, samplers),
         **(borrowing(evaluator) if isinstance(evaluator, BorrowingSampler) else {}),
         **(sampling_of(sampler, learner, world) if sampler is not None else {}),

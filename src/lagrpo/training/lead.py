@@ -22,7 +22,7 @@ from lagrpo.policy.learner import Learner
 from lagrpo.policy.model import Packed, Policy
 from lagrpo.policy.replica import Replica
 from lagrpo.ranks.world import World
-from lagrpo.sampling.base import Item, Request
+from lagrpo.sampling.base import Item, Manner, Request
 from lagrpo.sampling.local import BorrowingSampler, LocalSampler
 from lagrpo.training.shares import Share, Sums, add_up
 from lagrpo.types import Group
@@ -189,6 +189,10 @@ class LeadSampler:
     @property
     def version(self) -> int:
         return self.own.version
+
+    def adopt(self, manner: Manner) -> None:
+        if manner != self.own.manner:
+            self.world.lead("adopting a manner", lambda: self.own.adopt(manner), manner)
 
     def describe_versions(self) -> str:
         return self.own.describe_versions()

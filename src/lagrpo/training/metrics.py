@@ -11,7 +11,7 @@ import torch
 
 from lagrpo.training.clock import Clock
 from lagrpo.training.loop import Step
-from lagrpo.types import Completion
+from lagrpo.types import Completion, Group
 
 AT_ONCE = 1e-3  # seconds: what took less to come was sampled before
 
@@ -72,6 +72,24 @@ def _outcomes(completions: Sequence[Completion]) -> dict[str, float | None]:
         "tokens_mean": sum(c.length for c in completions) / count if count else None,
         "finished_share": sum(c.finished for c in completions) / count if count else None,
     }
+
+
+def reward_metrics(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float | None]:
+    """Of a task with several rewards, of each by its name: mean and standard deviation over the completions that it
+    could score, unweighted, and how many of those it was asked about it could not."""
+    parts = [
+        c.outcome.parts for group in groups for c in group.completions if c.outcome is not None and c.outcome.parts
+    ]
+    found: dict[str, float | None] = {}
+    for name in names:
+        values = [part[name] for part in parts if part[name] is not None]
+        values_C = torch.tensor(values, dtype=torch.float64)
+        found |= {
+            f"reward_{name}_mean": float(values_C.mean()) if values else None,
+            f"reward_{name}_std": float(values_C.std(correction=0)) if values else None,
+            f"reward_{name}_unscored": len(parts) - len(values),
+        }
+    return found
 
 
 def _pace(clock: Clock, sampled: int, learned: float) -> dict[str, float | None]:

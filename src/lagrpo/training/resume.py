@@ -16,6 +16,7 @@ from typing import Any
 from lagrpo.errors import SettingsError, one_line, refusing
 from lagrpo.runs import Run, load_evaluations, load_events, load_metrics
 from lagrpo.runs.checkpoints import Checkpoint, Checkpoints
+from lagrpo.runs.directory import BEST
 from lagrpo.runs.environment import read_environment
 from lagrpo.runs.files import numbered, remove_directory, remove_leftovers, to_json, write_atomically
 from lagrpo.runs.reading import load_until, rollout_batches
@@ -28,6 +29,8 @@ MACHINE = ("cpu", "ranks", "sharded", "threads", "device_name", "dtype", "comput
 """What of environment.json decides the bits, beside the packages."""
 COUNTS = ("batch", "completions", "unscored", "failed")
 """Metrics that every line has as whole numbers: a run that goes on counts with them."""
+OF_PLACE = ("name", "batch", "version", "set", "reward_range")
+"""What the file of an evaluation says of where and how it was made."""
 OF_A_PROMPT = ("prompt_key", "samples", "scored", "right")
 """Columns of an evaluation that have a whole number for each prompt."""
 
@@ -142,6 +145,9 @@ def read_evaluations(run: Run, batch: int) -> dict[str, tuple[dict[str, Any], li
             continue
         name = summary["name"]
         file = run.path / "evaluations" / f"{name}.parquet"
+        if "metrics" in summary:  # of a function, which has no records
+            found[name] = summary, []
+            continue
         try:
             table = pq.read_table(file)
             for column in OF_A_PROMPT:
@@ -173,12 +179,22 @@ def cut_back(earlier: Earlier, moved: Mapping[str, Any], ahead: int) -> list[str
     for number, folder in numbered(run.path / "weights", "v").items():
         if number > version:
             remove_directory(folder)
+    if (best := run.path / "weights" / "best").exists() and _batch_of_best(best) > batch:
+        remove_directory(best)  # it comes again
     Checkpoints(run.path).prune(range(batch + 1))
     for summary in (run.path / "evaluations").glob("*.json"):
         if summary.stem not in earlier.evaluations:
             remove_evaluation(run, summary.stem)
     leftovers = remove_leftovers(run.path)
     return [f"ignored, as it was only half written: {path.relative_to(run.path)}" for path in leftovers]
+
+
+def _batch_of_best(folder: Path) -> int:
+    """After which batch weights/best were found to be the best; 0 where it does not say."""
+    try:
+        return int(json.loads((folder / BEST).read_bytes())["batch"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return 0
 
 
 def remove_evaluation(run: Run, name: str) -> None:
@@ -212,11 +228,12 @@ def take_evaluations(earlier: Earlier, total: int) -> dict[str, Evaluation]:
     now on."""
     found = {}
     for name, (summary, records) in earlier.evaluations.items():
-        if name == "after" and summary["batch"] < total:
-            name = f"batch-{summary['batch']:06d}"
+        moment, dot, of_set = name.partition(".")
+        if moment == "after" and summary["batch"] < total:
             of_file = {key: value for key, value in summary.items() if key != "name"}
+            name, before = f"batch-{summary['batch']:06d}{dot}{of_set}", name
             earlier.run.record_evaluation(name, of_file, records)
-            remove_evaluation(earlier.run, "after")
-        said = {key: value for key, value in summary.items() if key not in ("name", "batch", "version")}
+            remove_evaluation(earlier.run, before)
+        said = {key: value for key, value in summary.items() if key not in OF_PLACE}
         found[name] = Evaluation(said, records)
     return found

@@ -6,9 +6,9 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from lagrpo.runs.environment import write_environment
 from lagrpo.runs.lock import locked
 from lagrpo.runs.rollouts import rollout_rows
 from lagrpo.sampling.schedule import LoopState
+from lagrpo.tasks import reward_names
 from lagrpo.terminal.display import make_display
 from lagrpo.terminal.text import count_of
 from lagrpo.threads import team
@@ -31,12 +32,12 @@ from lagrpo.training.budget import RewardBudget
 from lagrpo.training.build import Parts, without_progress_bars
 from lagrpo.training.changes import RUN, plain
 from lagrpo.training.checkpoint import Keeper, Stand, capture, restore
-from lagrpo.training.evaluate import Evaluation, change, evaluate, few_prompts, interval
+from lagrpo.training.evaluations import Evaluations, moment_of
 from lagrpo.training.explain import meaning
 from lagrpo.training.lag import completion_columns, lag_is_complete, lag_metrics
 from lagrpo.training.loop import Step, iterative_grpo
 from lagrpo.training.memory import Place, explained
-from lagrpo.training.metrics import batch_metrics, sampler_metrics
+from lagrpo.training.metrics import batch_metrics, reward_metrics, sampler_metrics
 from lagrpo.training.observers import Observer, Observers, RunFiles, Status
 from lagrpo.training.resume import Earlier, check_dtype, cut_back, describe_move, take_evaluations
 from lagrpo.training.warnings import Warnings
@@ -54,6 +55,8 @@ class Result:
     version: int
     batches: int
     interrupted: signal.Signals | None
+    evaluations: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """the summaries of all evaluations by the names of their files; `before` and `after` are of the first set"""
 
 
 class Training:
@@ -84,7 +87,7 @@ class Training:
         self.warnings = Warnings(self.settings, dtype, parts.task.size("train"))
         self.total = self.settings.schedule.stages * self.settings.schedule.batches
         self.budget = RewardBudget(self.settings.verifier.max_without_reward_run)
-        self.evaluations: dict[str, Evaluation] = {}
+        self.evaluations = Evaluations(parts, self.observers, self.display.note)
         self.restored = earlier is None  # π is the run's
         self.stand = Stand.of(parts, LoopState(pi_ref=self.policy.version))
         self.seconds_checkpoint = 0.0
@@ -118,8 +121,9 @@ class Training:
                 self.tell_end(status, interrupted, sys.exc_info()[1])
             if status == "finished" and not self.settings.run.keep_optimizer:  # after the event that says so
                 self.keeper.store.prune(())
-        before, after = (e.summary if (e := self.evaluations.get(name)) else None for name in ("before", "after"))
-        return Result(self.store.path, before, after, weights, self.policy.version, self.batches, interrupted)
+        before, after = map(self.evaluations.summary, ("before", "after"))
+        made = {name: found.summary for name, found in self.evaluations.made.items()}
+        return Result(self.store.path, before, after, weights, self.policy.version, self.batches, interrupted, made)
 
     def begin(self) -> None:
         """Tell the observers what the run is."""
@@ -151,7 +155,8 @@ class Training:
             self.store.write_config(write_config(self.parts))
             if checkpoint is None or not earlier.environment:
                 write_environment(self.store.path, self.environment)
-            self.evaluations = take_evaluations(earlier, self.total)
+            self.evaluations.made = take_evaluations(earlier, self.total)
+            self.rank_again()
         said += [f"no longer to the bit: {name} was {old}, and is {new} now" for name, (old, new) in moved.items()]
         left = "" if self.batches < self.total else ": all its batches are made"
         place = f"resumed after batch {self.batches} of {self.total}{left}"
@@ -209,9 +214,9 @@ class Training:
 
     def learn(self) -> None:
         """Algorithm 1 between its evaluations."""
-        around = self.settings.evaluation.before_and_after
+        around, evaluations = self.settings.evaluation.before_and_after, self.evaluations
         if around and not self.batches:
-            self.evaluate("before")
+            evaluations.make("before", 0, self.stand.state)
         self.evaluate_where_due()
         with closing(iterative_grpo(self.parts, self.stand.state, self.observers.phase)) as steps:
             for step in steps:
@@ -221,15 +226,36 @@ class Training:
                     self.keep()
         if self.settings.run.keep_optimizer:
             self.write_checkpoint()
-        if around and "after" not in self.evaluations:
-            self.evaluate("after")
+        if around:
+            evaluations.make("after", self.batches, self.stand.state)
+            self.rank("after")
 
     def evaluate_where_due(self) -> None:
-        """The evaluation after this batch, unless it has been made."""
-        b, every, name = self.batches, self.settings.evaluation.every, f"batch-{self.batches:06d}"
-        if every and b and b % every == 0 and b < self.total and name not in self.evaluations:
-            self.evaluate(name)
-            self.keeper.rank(b, self.evaluations[name].summary.get("pass_at_1"))
+        """The evaluations after this batch, unless they have been made."""
+        b, moment = self.batches, moment_of(self.batches)
+        if 0 < b < self.total:
+            self.evaluations.make(moment, b, self.stand.state, lambda exam: exam.every and b % exam.every == 0)
+            self.rank(moment)
+
+    def rank(self, moment: str) -> None:
+        """Keep the policy where this evaluation found it to be the best so far, and the run asks for that."""
+        value, settings = self.evaluations.value(moment), self.settings.evaluation
+        if (settings.best is None and moment == "after") or not self.keeper.rank(self.batches, value):
+            return
+        if settings.best is not None and value is not None:
+            found = {"best": settings.best, "value": value if settings.best_is == "greatest" else -value}
+            found |= {"batch": self.batches, "version": self.policy.version}
+            with without_progress_bars():
+                self.store.record_best(self.policy.save, found)
+
+    def rank_again(self) -> None:
+        """Which policy was the best so far, by the evaluations that a run made before it was resumed."""
+        if self.settings.evaluation.best is None:
+            return
+        self.keeper.best = None
+        for moment in sorted({name.partition(".")[0] for name in self.evaluations.made} - {"before"}):
+            batch = self.total if moment == "after" else int(moment.removeprefix("batch-"))
+            self.keeper.rank(batch, self.evaluations.value(moment))
 
     def keep(self) -> None:
         """A checkpoint where one is due; and what there is to tell of those that were written."""
@@ -285,7 +311,8 @@ class Training:
         """Tell the observers of a batch; then write weights where it is time."""
         b, metrics = step.b, self.measure(step)
         columns = completion_columns(step.batch, step.rows, self.parts.learner.recipe.composition.eps_std)
-        rows = rollout_rows(step.batch.groups, columns, batch=b, stage=step.stage, pi_k_version=step.version)
+        place = {"batch": b, "stage": step.stage, "pi_k_version": step.version}
+        rows = rollout_rows(step.batch.groups, columns, **place, rewards=reward_names(self.parts.task.judge))
         self.observers.batch(step, metrics, list(rows))
         for text in self.warnings.look(step, metrics):
             self.observers.note(text)
@@ -304,6 +331,8 @@ class Training:
             batch_metrics(step)
             | sampler_metrics(step.state.sync, step.sampling)
             | lag_metrics(step.batch, rows, recipe.composition.eps_std, s.task.reward_range, after_T, delta)
+            | reward_metrics(step.batch.groups, reward_names(self.parts.task.judge))
+            | self.evaluations.after(step.b - 1)
             | team.metrics()
             | {"seconds_checkpoint": self.spent_on_checkpoints()}
         )
@@ -312,25 +341,6 @@ class Training:
         """Seconds for which the run waited for checkpoints since the last call."""
         spent, self.seconds_checkpoint = self.seconds_checkpoint, 0.0
         return spent
-
-    def evaluate(self, name: str) -> None:
-        """pass@k of π as it is now, recorded under `name`."""
-        s, parts = self.settings, self.parts
-        self.observers.phase(f"evaluation ({name})")
-        requests = parts.prompts.held_out(s.evaluation.prompts)
-        scale = s.task.reward_range
-        found = evaluate(parts.evaluator, parts.verifier, requests, s.evaluation.samples, s.run.seed, scale)
-        if (before := self.evaluations.get("before")) is not None:
-            found = replace(found, summary=found.summary | change(before, found))
-        if not self.evaluations and (warning := few_prompts(len(requests))):
-            self.observers.note(warning)
-        parts.evaluator.rest()
-        self.evaluations[name] = found
-        summary = {"batch": self.batches, "version": self.policy.version} | found.summary
-        self.observers.evaluation(name, self.batches, summary, found.records)
-        mean = found.summary.get("reward_mean")
-        graded = f", mean reward {mean:.3f}" if mean not in (None, found.summary.get("pass_at_1")) else ""
-        self.display.note(f"evaluation ({name}): {interval(found.summary, 'pass_at_1')}{graded}")
 
     def save(self) -> Path | None:
         """The final policy as a Hugging Face model directory."""

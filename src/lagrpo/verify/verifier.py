@@ -12,7 +12,7 @@ import pickle
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,8 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
 
-from lagrpo.tasks.base import Judge
+from lagrpo.tasks.base import Judge, Messages
+from lagrpo.tasks.rewards import Answer, Rewards
 from lagrpo.threads import cores
 from lagrpo.types import Completion, Group, Outcome
 from lagrpo.verify import worker
@@ -32,6 +33,7 @@ _EARLY = 64
 _RESTARTS = 3
 _PATIENCE = 30.0
 _CLOSING = 10.0
+_SPARE = 2.0  # seconds for a worker whose calls keep a deadline themselves
 MAIN = b"__main__"  # in a pickled judge: it is defined in the main script
 
 
@@ -43,7 +45,7 @@ class Verifier:
     """Workers that judge completions.
 
     Args:
-        judge: (text, gold) -> reward, picklable by reference.
+        judge: (text, gold) -> reward, picklable by reference; or several `Rewards`, each with calls of its own.
         workers: number of processes; by default the number of CPUs at hand, at most 4.
         deadline: seconds for one completion.
         memory: GiB that a process may take with everything that it starts (on Linux).
@@ -56,7 +58,7 @@ class Verifier:
 
     def __init__(
         self,
-        judge: Judge,
+        judge: Judge | Rewards,
         *,
         workers: int | None = None,
         deadline: float = 5.0,
@@ -69,6 +71,9 @@ class Verifier:
         self._file_size = int(file_size * 2**30)
         self.max_without_reward = max_without_reward
         self._workers = workers or cores.limit_threads(4, cores.read_quota(), cores.count_cores())
+        self._rewards = judge.of if isinstance(judge, Rewards) else ()
+        self._combine = judge.combine if isinstance(judge, Rewards) else _only
+        self._longest = max([deadline, *(reward.deadline or 0.0 for reward in self._rewards)])
         self._judge = pickle_judge(judge)
         self._context = WorkerContext(self._judge, int(memory * 2**30))
         self._open: dict[_Job, None] = {}
@@ -84,17 +89,17 @@ class Verifier:
 
         Raises VerifierError where no worker can judge, and where more than `max_without_reward` of the completions got
         no reward (after every group was yielded, or earlier, once 64 completions have an outcome)."""
-        pending: deque[tuple[Group, list[_Job | None]]] = deque()
+        pending: deque[tuple[Group, list[_Job]]] = deque()
         tally = Tally()
         try:
             for group in groups:
-                pending.append((group, [self._submit(group, completion) for completion in group.completions]))
-                while pending and all(job is None or job.future.done() for job in pending[0][1]):
+                pending.append((group, [self._submit(job) for job in self._jobs(group)]))
+                while pending and all(job.future.done() for job in pending[0][1]):
                     yield self._collect(*pending.popleft(), tally)
             while pending:
                 yield self._collect(*pending.popleft(), tally)
         finally:
-            for job in (job for _, jobs in pending for job in jobs if job is not None):
+            for job in (job for _, jobs in pending for job in jobs):
                 self._open.pop(job, None)
         if message := describe_excess(tally, self.max_without_reward):
             raise VerifierError(message)
@@ -111,50 +116,71 @@ class Verifier:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, group: Group, completion: Completion) -> _Job | None:
-        """Send a completion to the workers; None for one that has its outcome."""
+    def _jobs(self, group: Group) -> Iterator[_Job]:
+        """What the workers are asked of a group: of each completion that has no outcome yet, and of its rewards one by
+        one."""
+        places = [n for n, completion in enumerate(group.completions) if completion.outcome is None]
+        if not self._rewards:
+            for n in places:
+                payload = pickle.dumps((group.completions[n].text, group.prompt.gold))
+                yield _Job(payload, (n,), self.deadline)
+        for number, reward in enumerate(self._rewards if places else ()):
+            seconds, whole = reward.deadline or self.deadline, reward.whole_groups
+            messages = group.prompt.messages if reward.takes == "answer" else ()
+            answers = {n: _answer(group.completions[n], group.prompt.gold, messages) for n in places}
+            for own in [places] if whole else [[n] for n in places]:
+                payload = pickle.dumps((number, [answers[n] for n in own]))
+                yield _Job(payload, tuple(own), seconds, _SPARE if reward.waits else 0.0)
+
+    def _submit(self, job: _Job) -> _Job:
+        """Send a job to the workers."""
         if self._closed:
             raise VerifierError("this verifier is closed")
-        if completion.outcome is not None:
-            return None
-        job = _Job(pickle.dumps((completion.text, group.prompt.gold)), Future())
         self._open[job] = None
         self._schedule(job)
         return job
 
     def _schedule(self, job: _Job) -> None:
+        call: Any = worker.give_verdicts if self._rewards else worker.give_verdict
+        given = (job.payload, job.deadline) if self._rewards else (job.payload,)
         try:
-            job.future = self._pool.schedule(worker.give_verdict, args=(job.payload,), timeout=self.deadline)
+            job.future = self._pool.schedule(call, args=given, timeout=job.deadline + job.spare)
         except RuntimeError as error:  # the pool has broken down: a process died while it had nothing to do
             self._restart(str(error))
 
-    def _collect(self, group: Group, jobs: list[_Job | None], tally: Tally) -> Group:
+    def _collect(self, group: Group, jobs: list[_Job], tally: Tally) -> Group:
         """Wait for the outcomes of the group, and return it with them."""
-        pairs = zip(group.completions, jobs, strict=True)
-        completions = tuple(replace(c, outcome=self._outcome(job)) if job is not None else c for c, job in pairs)
-        judged = replace(group, completions=completions)
+        found: dict[int, list[Outcome]] = {}
+        for job in jobs:
+            for n, outcome in zip(job.places, self._outcomes(job), strict=True):
+                found.setdefault(n, []).append(outcome)
+        completions = [
+            replace(c, outcome=self._combine(found[n])) if n in found else c for n, c in enumerate(group.completions)
+        ]
+        judged = replace(group, completions=tuple(completions))
         tally.add(judged)
         if tally.completions >= _EARLY and (message := describe_excess(tally, self.max_without_reward)):
             raise VerifierError(message)
         return judged
 
-    def _outcome(self, job: _Job) -> Outcome:
-        outcome, answered = None, -1
-        while outcome is None:
+    def _outcomes(self, job: _Job) -> list[Outcome]:
+        """What became of each completion of a job."""
+        outcomes, answered = None, -1
+        while outcomes is None:
             try:
-                outcome = _read(job.future.result(timeout=self.deadline + _PATIENCE))
+                outcomes = _read(job.future.result(timeout=self._longest + _PATIENCE))
             except ProcessExpired as error:
-                outcome = Outcome.unscored(_describe_end(error, self._context))
+                outcomes = [Outcome.unscored(_describe_end(error, self._context))]
             except (BrokenProcessPool, CancelledError) as error:
                 self._restart(f"{error}; {self._context.describe_ends()}".strip("; "))
             except TimeoutError:
                 if job.future.done() and isinstance(job.future.exception(), TimeoutError):
-                    outcome = Outcome.unscored(f"no verdict within {self.deadline:g} s")
+                    outcomes = [Outcome.unscored(f"no verdict within {job.deadline:g} s")]
                 elif answered == (answered := sum(other.future.done() for other in self._open)):
-                    self._restart(f"no verdict on anything for {self.deadline + _PATIENCE:g} s")
+                    self._restart(f"no verdict on anything for {self._longest + _PATIENCE:g} s")
         self._open.pop(job, None)
         self._restarts = 0
-        return outcome
+        return outcomes * len(job.places) if len(outcomes) == 1 else outcomes
 
     def _start(self) -> ProcessPool:
         initial = (self._judge, self.deadline, self._file_size)
@@ -190,10 +216,14 @@ class Verifier:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A completion under way: its pickled (text, gold), and the future verdict."""
+    """Completions under way: what the worker gets, which of their group they are, the seconds for a verdict (and those
+    to spare where the worker itself keeps them), and the future verdict, or verdicts."""
 
     payload: bytes
-    future: Future[worker.Verdict]
+    places: tuple[int, ...]
+    deadline: float
+    spare: float = 0.0
+    future: Future[Any] = field(default_factory=Future)
 
 
 @dataclass(slots=True)
@@ -230,7 +260,20 @@ def describe_excess(tally: Tally, max_share: float) -> str | None:
     )
 
 
-def _read(verdict: worker.Verdict) -> Outcome:
+def _answer(completion: Completion, gold: Any, messages: Messages) -> Answer:
+    return Answer(completion.text, gold, messages, completion.length, completion.finished)
+
+
+def _only(outcomes: Sequence[Outcome]) -> Outcome:
+    """The outcome that a single judge gives."""
+    return outcomes[0]
+
+
+def _read(answer: worker.Verdict | list[worker.Verdict]) -> list[Outcome]:
+    return [_outcome(verdict) for verdict in (answer if isinstance(answer, list) else [answer])]
+
+
+def _outcome(verdict: worker.Verdict) -> Outcome:
     kind, value = verdict
     if kind == "unloadable":
         raise VerifierError(f"the worker processes cannot load the judge: {value}")
@@ -243,7 +286,7 @@ def _describe_end(error: ProcessExpired, context: WorkerContext) -> str:
     return f"the worker process {context.describe_end(error.pid)} while it judged"
 
 
-def pickle_judge(judge: Judge) -> bytes:
+def pickle_judge(judge: Judge | Rewards) -> bytes:
     """Pickle the judge for worker processes: a reference to a function in a module, or an object. Raises TypeError
     where it cannot be pickled."""
     try:

@@ -1,4 +1,4 @@
-"""Judges one completion at a time, in a worker process.
+"""Judges completions in a worker process: one at a time, or the group of a reward that takes whole groups.
 
 This imports neither torch nor transformers, so a worker starts in about a tenth of a second and takes little memory
 (besides what the judge's own module imports). Judging runs beside sampling and learning, which wait for all their
@@ -8,6 +8,7 @@ threads, so a worker gives way to them and computes with one thread. A verdict t
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import pickle
@@ -16,14 +17,18 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
+from typing import Any, TypeVar
 
 from lagrpo.redaction import redact_start
 from lagrpo.tasks.base import Judge, Unjudgeable
+from lagrpo.tasks.rewards import Answer, Reward, Rewards
 from lagrpo.verify.surroundings import Surroundings
 from lagrpo.workers import Process, die_with_parent, limit_cpu_time
 
 Verdict = tuple[str, float | str]
+T = TypeVar("T")
 
 SPOILED = 100  # exit code: the process cannot be made as it was before the judge's call
 POLITENESS = 5  # niceness: of a core that both want, the policy gets three quarters and the judge one
@@ -35,7 +40,7 @@ _LONGEST_INTEGER = 10_000  # bits: Python writes no more than 4,300 digits
 _SILENT = "ignore:resource_tracker:UserWarning"  # for the tracker, which gets our warning options
 _SEGMENTS = "/dev/shm"  # where Linux lists them; elsewhere every segment counts as our own
 
-_judge: Judge | None = None
+_judge: Judge | Rewards | None = None
 _problem = ""
 _deadline = math.inf
 _process = 0
@@ -75,14 +80,31 @@ def warm_up() -> None:
 
 def give_verdict(payload: bytes) -> Verdict:
     """The verdict on a pickled (text, gold)."""
+    return _undisturbed(_deadline, lambda judge: _ask(lambda: judge(*pickle.loads(payload))), lambda verdict: verdict)
+
+
+def give_verdicts(payload: bytes, seconds: float) -> list[Verdict]:
+    """The verdicts of one of several rewards on a pickled (number of the reward, answers), where a call has so many
+    seconds: one for each answer, or one for all."""
+
+    def judge(rewards: Rewards) -> list[Verdict]:
+        number, answers = pickle.loads(payload)
+        return _ask_reward(rewards.of[number], answers, seconds)
+
+    return _undisturbed(seconds, judge, lambda verdict: [verdict])
+
+
+def _undisturbed(seconds: float, call: Callable[[Any], T], make: Callable[[Verdict], T]) -> T:
+    """What `call` returns for the judge, whatever the judge does to this process; `make` makes it of a verdict where
+    there is nothing to return."""
     if _judge is None:
-        return "unloadable", _problem
-    limit_cpu_time((_deadline + _SPARE_SECONDS) * (os.cpu_count() or 1))
+        return make(("unloadable", _problem))
+    limit_cpu_time((seconds + _SPARE_SECONDS) * (os.cpu_count() or 1))
     before = Surroundings.read()
     try:
-        return _ask(_judge, payload)
+        return call(_judge)
     except BaseException as error:  # noqa: BLE001 - an exception whose own text raises one
-        return "unscored", f"the judge raised {type(error).__name__}"
+        return make(("unscored", f"the judge raised {type(error).__name__}"))
     finally:
         if os.getpid() != _process:  # the judge has forked, and this is the copy
             os._exit(0)
@@ -92,14 +114,68 @@ def give_verdict(payload: bytes) -> Verdict:
             os._exit(SPOILED)
 
 
-def _ask(judge: Judge, payload: bytes) -> Verdict:
+def _ask(call: Callable[[], object]) -> Verdict:
     try:
-        text, gold = pickle.loads(payload)
-        return _score(judge(text, gold))
-    except Unjudgeable as error:
-        return "unscored", _told(str.__str__(str(error)))
+        return _score(call())
     except BaseException as error:  # noqa: BLE001 - whatever a judge raises, sys.exit too, concerns this completion only
-        return "unscored", f"the judge raised {_describe(error)}"
+        return _refusal(error)
+
+
+def _refusal(error: BaseException) -> Verdict:
+    """The verdict that an exception of the judge stands for."""
+    if isinstance(error, Unjudgeable):
+        return "unscored", _told(str.__str__(str(error)))
+    return "unscored", f"the judge raised {_describe(error)}"
+
+
+def _ask_reward(reward: Reward, answers: Sequence[Answer], seconds: float) -> list[Verdict]:
+    """One reward of these answers, each call within so many seconds where it waits for something."""
+    function = reward.function
+    if reward.takes == "batch":
+        return _ask_batch(function, answers, seconds)
+    if getattr(function, "side_by_side", False):
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(len(answers)) as pool:
+            return list(pool.map(lambda answer: _ask(lambda: function(answer, seconds)), answers))
+    if reward.waits:
+        import asyncio
+
+        return asyncio.run(_await_all([lambda a=a: function(a.text, a.gold) for a in answers], seconds))
+    if reward.takes == "answer":
+        return [_ask(lambda a=a: function(a)) for a in answers]
+    return [_ask(lambda a=a: function(a.text, a.gold)) for a in answers]
+
+
+async def _await_all(calls: Sequence[Callable[[], Any]], seconds: float) -> list[Verdict]:
+    """The verdicts of coroutine functions that wait side by side."""
+    import asyncio
+
+    async def ask(call: Callable[[], Any]) -> Verdict:
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                value = await call()
+        except BaseException as error:  # noqa: BLE001 - as in _ask
+            return ("unscored", f"no verdict within {seconds:g} s") if limit.expired() else _refusal(error)
+        return _score(value)
+
+    return list(await asyncio.gather(*map(ask, calls)))
+
+
+def _ask_batch(function: Callable[..., Any], answers: Sequence[Answer], seconds: float) -> list[Verdict]:
+    """One call for all answers."""
+    try:
+        values = function([answer.text for answer in answers], [answer.gold for answer in answers])
+        if inspect.isawaitable(values):
+            import asyncio
+
+            values = asyncio.run(asyncio.wait_for(values, seconds))
+        listed = list(values)
+    except BaseException as error:  # noqa: BLE001 - as in _ask
+        return [_refusal(error)]
+    if len(listed) != len(answers):
+        return [("unscored", f"the judge returned {len(listed)} values for {len(answers)} completions")]
+    return [_ask(lambda value=value: value) for value in listed]
 
 
 def _score(value: object) -> Verdict:

@@ -47,7 +47,8 @@ def collect(paths: Sequence[Path | str], most: int) -> bytes:
             for run, label, size, part in zip(runs, labels, sizes, quota, strict=True)
         ]
     header = {"format": FORMAT, "stamp": stamp, "created": _now(), "version": version("lagrpo"), "most": most}
-    return arrays.pack(header | {"runs": found, "metrics": meanings.METRICS, "settings": _meanings()})
+    names = [name for run in found for name in run["metrics"]]
+    return arrays.pack(header | {"runs": found, "metrics": meanings.of_names(names), "settings": _meanings()})
 
 
 def take_stamp(paths: Sequence[Path | str]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lagrpo.runs.directory import Run
 from lagrpo.runs.reading import load_evaluation_records, load_evaluations
+from lagrpo.runs.rollouts import reward_columns
 from lagrpo.view.payload import Table
 
 NEEDED = ("prompt_key", "prompt", "samples", "scored", "right", "completions", "rewards")
@@ -52,9 +53,12 @@ def _row(record: Mapping[str, Any], prompts: Table, texts: Table, keeps: bool) -
     row |= {"prompt": prompts.number((key, text, gold)), "reward": record.get("reward_mean")}
     if keeps:
         row |= {"texts": [texts.number(text or "") for text in record["completions"]], "rewards": record["rewards"]}
+        parts = {name: values for name, values in reward_columns(record).items() if isinstance(values, list)}
+        row |= ({"parts": parts} if parts else {}) | ({"decided": record["is_right"]} if record.get("is_right") else {})
     return row
 
 
 def _facts(summary: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in summary.items() if isinstance(value, int | float | str)}
+    kept |= {name: summary[name] for name in ("metrics", "reward_range") if isinstance(summary.get(name), list)}
     return kept | {"batch": summary.get("batch") or 0}

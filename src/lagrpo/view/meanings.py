@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 METRICS: dict[str, dict[str, str]] = {
     "Rewards": {
         "reward_mean": "mean reward of the scored completions",
@@ -89,4 +91,27 @@ METRICS: dict[str, dict[str, str]] = {
         "batch": "the batch, counted through all stages",
         "version": "version of π_k",
     },
+}
+
+
+def of_names(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The same with what only some runs have: the metrics of several rewards and of evaluation sets."""
+    rewards, sets = dict[str, str](), dict[str, str]()
+    known = {name for room in METRICS.values() for name in room}
+    for name in dict.fromkeys(names):
+        if name in known:
+            continue
+        if name.startswith("eval_"):
+            sets[name] = "of the policy at the start of the batch: an evaluation set's result, where it was evaluated"
+        for end, what in OF_A_REWARD.items():
+            if name.startswith("reward_") and name.endswith(end):
+                rewards[name] = f"{what} the reward {name.removeprefix('reward_').removesuffix(end)}"
+    whole = {**METRICS, "Rewards": {**METRICS["Rewards"], **rewards}}
+    return whole | ({"Evaluation sets": sets} if sets else {})
+
+
+OF_A_REWARD = {
+    "_mean": "mean, unweighted, of",
+    "_std": "standard deviation, unweighted, of",
+    "_unscored": "completions that could not be scored by",
 }

@@ -10,7 +10,7 @@ import numpy as np
 
 from lagrpo.runs.directory import Run
 from lagrpo.runs.reading import opened_rollouts, rollout_batches
-from lagrpo.runs.rollouts import LATER
+from lagrpo.runs.rollouts import LATER, REWARD
 from lagrpo.view import vocabulary
 from lagrpo.view.payload import Arrays, Table, shortest_unsigned
 from lagrpo.view.sample import Size, choose
@@ -52,6 +52,7 @@ def read_rollouts(run: Run, sizes: Mapping[int, Size], most: int, config: Mappin
     ids, places = np.unique(rows["token_ids"], return_inverse=True)
     texts, note = _texts(run, config, ids, rows)
     columns = groups | {name: shortest_unsigned(values) for name, values in coded.items()} | _columns(rows, places)
+    columns |= {name: rows[name] for name in rows["further"]}
     return {
         "batches": [_about(batch, rows, sizes[number]) for number, batch in zip(chosen, batches, strict=True)],
         "batches_on_disk": len(sizes),
@@ -62,6 +63,7 @@ def read_rollouts(run: Run, sizes: Mapping[int, Size], most: int, config: Mappin
         "vocabulary": texts,
         "ids": ids.tolist(),
         "vocabulary_note": note,
+        "rewards": [name.removeprefix(REWARD) for name in rows["further"] if name.startswith(REWARD)],
         "columns": {name: arrays.add(values) for name, values in columns.items()},
     }
 
@@ -71,6 +73,10 @@ def _join(batches: list[Rows]) -> Rows:
     kinds = dict.fromkeys((*NUMBERS, *PLAIN, *LATER), np.float64) | TOKENS | {"length": np.int64}
     for name, kind in kinds.items():
         rows[name] = np.concatenate([np.zeros(0, kind), *(batch[name] for batch in batches)]).astype(kind)
+    rows["further"] = list(dict.fromkeys(name for batch in batches for name in batch["further"]))
+    for name in rows["further"]:  # a run that was resumed with other rewards lacks some
+        found = [batch.get(name, np.full(len(batch["text"]), np.nan)) for batch in batches]
+        rows[name] = np.concatenate(found).astype(np.float32)
     return rows
 
 
@@ -108,10 +114,12 @@ TOKENS: dict[str, Any] = {
 def _read_batch(run: Run, batch: int, most: int) -> Rows:
     """The first whole groups of a batch: at least one, and no more than have `most` completions."""
     with opened_rollouts(run, batch) as file:
-        table = file.read([*COLUMNS, *(name for name in LATER if name in file.schema_arrow.names)])
+        further = [name for name in file.schema_arrow.names if name.startswith(REWARD) or name == "right"]
+        later = [name for name in LATER if name in file.schema_arrow.names]
+        table = file.read([*COLUMNS, *further, *later])
         table = table.slice(0, _whole_groups(table.column("completion").to_pylist(), most))
         found: Rows = {name: table.column(name).to_pylist() for name in (*TEXTS, *IDENTITY)}
-        for name in (*NUMBERS, "completion", "finished", "stage", "pi_k_version"):
+        for name in (*NUMBERS, *further, "completion", "finished", "stage", "pi_k_version"):
             found[name] = np.array(table.column(name).to_pylist(), dtype=np.float64)
         lists = {name: table.column(name).combine_chunks() for name in LISTS}
         lengths = {name: column.value_lengths().fill_null(0).to_numpy() for name, column in lists.items()}
@@ -121,7 +129,8 @@ def _read_batch(run: Run, batch: int, most: int) -> Rows:
     if any((lengths[name] != lengths["token_ids"]).any() for name in LISTS):
         raise ValueError(f"{run.path}, rollouts of batch {batch}: the lists of a completion's tokens differ in length")
     found |= {name: _measured(table, name, lengths["token_ids"]) for name in LATER}
-    return found | {"length": lengths["token_ids"], "batch": np.full(len(found["text"]), float(batch))}
+    place = {"batch": np.full(len(found["text"]), float(batch)), "further": further}
+    return found | {"length": lengths["token_ids"]} | place
 
 
 def _measured(table: Any, name: str, lengths: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ from lagrpo.sampling.vllm.server import GENERATE, HOW_TO_START, KEY, Deadlines, 
 from lagrpo.sampling.vllm.weights import Directories, WeightSync
 from lagrpo.sampling.vllm.wire import DirectoryWire, IpcWire, NcclWire, Wire
 from lagrpo.settings.options import split_options
-from lagrpo.settings.schema import SamplingSettings, Settings
+from lagrpo.settings.schema import Settings
 from lagrpo.settings.vllm import VllmSettings
 
 logger = logging.getLogger("lagrpo")
@@ -106,7 +106,7 @@ def start_servers(settings: Settings) -> list[Server]:
     check_options(options := split_options(vllm.options), OURS)
     model = resolve_model(settings.model.path)
     dtype, _ = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
-    launch = Launch(python, model, dtype, _longest(sampling), sampling.max_num_seqs, vllm.weight_sync, options)
+    launch = Launch(python, model, dtype, _longest(settings), sampling.max_num_seqs, vllm.weight_sync, options)
     with refusing("run.directory"):
         folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log" for _ in range(vllm.servers)]
@@ -122,7 +122,7 @@ def build_vllm(settings: Settings, policy: Policy, servers: Sequence[Server]) ->
     with refusing("vllm", SamplerError):
         for server in servers:
             server.wait(vllm.start_deadline)
-            check_length(server, _longest(s))
+            check_length(server, _longest(settings))
             check_tokenizer(server, lambda text: chat.tokenizer(text, add_special_tokens=False)["input_ids"])
         dtype = max((read_dtype(server) for server in servers), key=COARSENESS.index)
         directories = Directories(vllm.directory)
@@ -166,9 +166,10 @@ def read_dtype(server: Server) -> torch.dtype:
     return dtypes[name]
 
 
-def _longest(sampling: SamplingSettings) -> int:
+def _longest(settings: Settings) -> int:
     """Tokens of the longest sequence; vLLM wants room for one more."""
-    return sampling.max_prompt_tokens + sampling.max_tokens + 1
+    s = settings.sampling
+    return 1 + (settings.longest if settings.evaluation.sampler == "vllm" else s.max_prompt_tokens + s.max_tokens)
 
 
 def _read_config(path: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -12,11 +13,13 @@ from typing import Literal
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lagrpo.interrupts import whole
 from lagrpo.sampling.base import Item, Request
 from lagrpo.sampling.vllm.fleet import Fleet, Member
 from lagrpo.sampling.vllm.generation import Dispatcher, Generation
 from lagrpo.sampling.vllm.server import Server, concerning
 from lagrpo.sampling.vllm.weights import FILE, WeightSync
+from lagrpo.sampling.vllm.wire import Parcel
 from lagrpo.types import Group
 
 InFlight = Literal["finish", "span", "regenerate"]
@@ -33,6 +36,7 @@ class VllmSampler:
         self.fleet, self.generation, self.weights, self.in_flight = fleet, generation, weights, in_flight
         self.servers, self.spans = fleet.servers, in_flight != "finish"
         self._dispatcher = Dispatcher(fleet, self._generate)
+        self._own: Parcel | None = None  # the weights of the last sync, while the servers have others for an evaluation
 
     @property
     def version(self) -> int:
@@ -65,12 +69,35 @@ class VllmSampler:
         self.weights.directories.drop_before(version)
         return {"sync_bytes": parcel.size, "seconds_writing": written - started, "seconds_paused": done - paused}
 
+    @contextmanager
+    def lent(self, weights: Mapping[str, Tensor], version: int, back: bool) -> Iterator[None]:
+        """Inside, the servers have π_version, for an evaluation; no completion may be under way. Behind it they have
+        the weights of the last sync again if `back` says so. Raises as `sync_weights` does."""
+        served = self.fleet.served
+        before, scores = served.parcel, served.scores
+        if served.version == version:
+            yield
+            return
+        parcel, self._own = self.weights.pack(weights, version), before if back else None
+        try:
+            with self._dispatcher.halt(abort=False):
+                self.weights.load(parcel)
+            yield
+        finally:
+            with whole():
+                if self._own is not None and not self.fleet.broken:
+                    with self._dispatcher.halt(abort=False):
+                        self.weights.restore(self._own)
+                    served.scores = scores
+                self._own = None
+        self.weights.directories.drop_before(served.version)
+
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         return self._dispatcher.submit(requests, G, each=max(1, self.generation.max_num_seqs // G))
 
     def served(self) -> tuple[int, Mapping[str, Tensor]]:
         """As they were sent: in the dtype of the servers. Raises ValueError before the first sync."""
-        if (parcel := self.fleet.served.parcel) is None:
+        if (parcel := self._own or self.fleet.served.parcel) is None:
             raise ValueError("no weights have been synced yet")
         return self.fleet.served.version_of(parcel.label), load_file(Path(parcel.write()) / FILE)
 

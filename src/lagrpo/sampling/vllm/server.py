@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 
 import urllib3
 
+from lagrpo.exchange import exchange, find_cause
+
 Json = Mapping[str, Any]
 Ids = Sequence[int]  # of tokens
 GENERATE = "/inference/v1/generate"
@@ -93,35 +95,20 @@ class Server:
         seconds = self.deadlines.control if deadline is None else deadline
         content = None if body is None else json.dumps(body).encode()
         try:
-            status, answer = self._exchange(method, self.url + path, content, seconds)
+            status, answer = exchange(self._pool, method, self.url + path, content, seconds)
         except urllib3.exceptions.ProtocolError as error:
             if again:
                 return self.call(method, path, body, deadline, again=False)
-            raise UnreachableError(f"{self.url} broke off the connection: {_cause(error)}") from error
+            raise UnreachableError(f"{self.url} broke off the connection: {find_cause(error)}") from error
         except urllib3.exceptions.ReadTimeoutError as error:
             raise UnreachableError(f"{self.url}{path} did not answer within {seconds:g} s") from error
         except urllib3.exceptions.HTTPError as error:
-            raise UnreachableError(f"{self.url} cannot be reached: {_cause(error)}; is a server up there?") from error
+            raise UnreachableError(
+                f"{self.url} cannot be reached: {find_cause(error)}; is a server up there?"
+            ) from error
         if status != 200:
             self._raise(path, status, answer.decode(errors="replace"))
         return json.loads(answer) if answer else None
-
-    def _exchange(self, method: str, url: str, content: bytes | None, seconds: float) -> tuple[int, bytes]:
-        """Status and body of an answer. urllib3's own deadlines are for a single read: a server that sends a byte now
-        and then would pass them for ever, so the whole is timed here."""
-        end, timeout = time.monotonic() + seconds, urllib3.Timeout(connect=min(10.0, seconds), read=seconds)
-        answer = self._pool.request(method, url, body=content, timeout=timeout, preload_content=False)
-        body = bytearray()
-        try:
-            while chunk := answer.read1(1 << 16):
-                body += chunk
-                if time.monotonic() > end:
-                    raise urllib3.exceptions.ReadTimeoutError(self._pool.connection_from_url(url), url, "too slow")
-        except BaseException:
-            answer.close()
-            raise
-        answer.release_conn()
-        return answer.status, bytes(body)
 
     def _raise(self, path: str, status: int, text: str) -> NoReturn:
         if status == 401:
@@ -224,9 +211,3 @@ def _message(text: str) -> str:
     except (ValueError, KeyError, TypeError):
         return text.strip()[:500] or "no reason given"
     return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
-
-
-def _cause(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error).rpartition(": ")[2] or type(error).__name__

@@ -71,6 +71,11 @@ class WeightSync:
             after = "The servers go on with the version they had" if before else "Is it the same model?"
             raise SamplerError(f"version {version} was refused: {next(iter(refused.values()))}. {after}")
 
+    def restore(self, parcel: Parcel) -> None:
+        """Load weights once more that all servers had, from the shared directory. All servers are paused."""
+        self._fleet.served.set(parcel)
+        self._go_back(parcel, {})
+
     def _send(self, parcel: Parcel) -> dict[Member, SamplerError]:
         """The servers that are well and refused the weights, with what they said. One whose load failed because it was
         dead is back, and has the weights."""

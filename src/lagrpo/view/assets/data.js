@@ -93,7 +93,10 @@ function ordinal(run, g) {
 
 const outcomeOf = (run, c) => run.rollouts.codes.outcome[run.rollouts.outcome[c]];
 const isScored = (run, c) => run.rollouts.outcome[c] === run.rollouts.scored;
-const isRight = (run, c) => isScored(run, c) && run.rollouts.reward[c] >= run.range[1];
+/** Of a task with several rewards the run recorded what is right. */
+const isRight = (run, c) =>
+  isScored(run, c) &&
+  (Number.isNaN(run.rollouts.right?.[c] ?? NaN) ? run.rollouts.reward[c] >= run.range[1] : run.rollouts.right[c] === 1);
 const lengthOf = (run, c) => run.rollouts.first_token[c + 1] - run.rollouts.first_token[c];
 const batchesOf = (run) => run.rollouts.batches.map(([batch]) => batch);
 
@@ -103,11 +106,21 @@ function height(run, reward) {
   return high > low ? Math.min(1, Math.max(0, (reward - low) / (high - low))) : Number(reward >= high);
 }
 
+/** pass@k of an evaluation set, or of the only one: "hard pass_at_1" is ["hard", "pass_at_1"]. null for other metrics. */
+function evaluated(metric) {
+  const found = /^(?:(\w+) )?(pass_at_\d+)$/.exec(metric);
+  return found ? [found[1] ?? "", found[2]] : null;
+}
+
+/** The evaluations of a set. */
+const madeOf = (run, set) => run.evaluations.summaries.filter((one) => (one.set ?? "") === set);
+
 /** A metric of a run: [batches, values]; pass@k is of its evaluations. */
 function series(run, metric) {
-  if (metric.startsWith("pass_at_")) {
-    const made = run.evaluations.summaries.filter((one) => !missing(one[metric]));
-    return [made.map((one) => one.batch), made.map((one) => one[metric]), made];
+  const [set, name] = evaluated(metric) ?? [];
+  if (name) {
+    const made = madeOf(run, set).filter((one) => !missing(one[name]));
+    return [made.map((one) => one.batch), made.map((one) => one[name]), made];
   }
   const batches = run.metrics.get("batch") ?? [];
   return [batches, run.metrics.get(metric) ?? batches.map(() => null), null];

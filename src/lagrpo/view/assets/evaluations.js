@@ -23,10 +23,17 @@ function changeText(summary) {
   return `${signed(100 * summary.pass_at_1_change, 1)} points (${low} to ${high})`;
 }
 
+/** What an evaluation says besides pass@k and the mean reward: each of several rewards, or what a function returned. */
+function furtherResults(one) {
+  const means = Object.keys(one).filter((key) => /^reward_\w+_mean$/.test(key));
+  return [...means, ...(one.metrics ?? [])].map((key) => `${visible(key)} ${show(one[key])}`).join(" · ");
+}
+
 function evaluationTable(run) {
   const passes = [
     ...new Set(run.evaluations.summaries.flatMap((one) => Object.keys(one).filter((key) => /^pass_at_\d+$/.test(key)))),
   ].slice(1);
+  const further = run.evaluations.summaries.some(furtherResults);
   const headings = [
     "evaluation",
     "batch",
@@ -38,6 +45,7 @@ function evaluationTable(run) {
     "prompts",
     "samples",
     "without reward",
+    ...(further ? ["further"] : []),
   ];
   const rows = run.evaluations.summaries.map((one) =>
     el(
@@ -50,6 +58,7 @@ function evaluationTable(run) {
       el("td", { text: changeText(one) }),
       passes.map((name) => el("td", { text: percent(one[name]) })),
       ["reward_mean", "prompts", "samples", "without_reward"].map((name) => el("td", { text: show(one[name]) })),
+      further ? el("td", { class: "dim", text: furtherResults(one) }) : null,
     ),
   );
   return table(headings, rows, "numbers");
@@ -68,7 +77,7 @@ function compare(run, before, after) {
     .sort((a, b) => Math.abs(b.change) - Math.abs(a.change) || a.change - b.change || a.index - b.index);
 }
 
-function evaluationCompletions(run, row, title) {
+function evaluationCompletions(run, row, title, range) {
   if (!row.texts)
     return el(
       "div",
@@ -78,19 +87,21 @@ function evaluationCompletions(run, row, title) {
     );
   const items = row.texts.map((text, n) => {
     const reward = row.rewards[n],
-      right = !missing(reward) && reward >= run.range[1],
-      kind = missing(reward) ? "none" : right ? "right" : "wrong";
+      right = !missing(reward) && (row.decided?.[n] ?? reward >= range[1]),
+      kind = missing(reward) ? "none" : right ? "right" : "wrong",
+      parts = Object.entries(row.parts ?? {}).map(([name, values]) => `${visible(name)} ${show(values[n])}`);
     return el(
       "li",
       {},
       el("b", { class: kind, text: `${MARKS[kind]} ${show(reward)}` }),
+      parts.length ? el("span", { class: "dim", text: ` ${parts.join(" · ")} ` }) : null,
       el("span", { class: "text", dir: "auto", text: visible(run.evaluations.texts[text]) || "(empty)" }),
     );
   });
   return el("div", {}, el("h3", { text: title }), el("ul", { class: "samples" }, items));
 }
 
-function promptRows(app, run, row) {
+function promptRows(app, run, row, after) {
   const open = app.state.prompt === row.index,
     kind = row.change < 0 ? "wrong" : row.change > 0 ? "right" : "";
   const share = (one) => `${one.right} of ${one.scored}`;
@@ -104,7 +115,8 @@ function promptRows(app, run, row) {
     el("td", { class: kind, text: row.change ? `${signed(100 * row.change, 0)} points` : "0" }),
   );
   if (!open) return [line];
-  const [, text, gold] = row.prompt;
+  const [, text, gold] = row.prompt,
+    range = run.evaluations.summaries[after].reward_range ?? run.range;
   return [
     line,
     el(
@@ -118,8 +130,8 @@ function promptRows(app, run, row) {
         el(
           "div",
           { class: "sides" },
-          evaluationCompletions(run, row.before, "before"),
-          evaluationCompletions(run, row.after, "after"),
+          evaluationCompletions(run, row.before, "before", range),
+          evaluationCompletions(run, row.after, "after", range),
         ),
       ),
     ),
@@ -148,8 +160,9 @@ function evaluationsTab(app) {
       el("p", { class: "empty", text: "This run has no evaluations." }),
     );
   const names = summaries.map((one, n) => [n, `${visible(one.name)} (batch ${one.batch})`]);
-  const before = Math.min(Number(state.before || 0), names.length - 1);
   const after = Math.min(state.after === "" ? names.length - 1 : Number(state.after), names.length - 1);
+  const first = summaries.findIndex((one) => one.set === summaries[after].set);
+  const before = Math.min((state.before ?? "") === "" ? first : Number(state.before), names.length - 1);
   const rows = compare(run, before, after),
     shown = rows.filter(CHANGES[names.length > 1 ? state.changes : "all"][1]);
   const count = (name) => rows.filter(CHANGES[name][1]).length;
@@ -174,7 +187,7 @@ function evaluationsTab(app) {
     shown.length
       ? table(
           ["prompt", "", "right before", "right after", "change"],
-          shown.slice(0, 1000).flatMap((row) => promptRows(app, run, row)),
+          shown.slice(0, 1000).flatMap((row) => promptRows(app, run, row, after)),
           "prompts",
         )
       : el("p", { class: "empty", text: "There is no such prompt." }),

@@ -247,6 +247,7 @@ function completionFacts(run, c) {
   if (!r.finished[c]) facts.push("cut at the limit");
   if (!Number.isNaN(r.lag[c])) facts.push(`lag ${show(r.lag[c])}`);
   if (!Number.isNaN(r.log_ratio[c])) facts.push(`log π_k/α ${signed(r.log_ratio[c])}`);
+  for (const name of r.rewards) facts.push(`${visible(name)} ${show(r[`reward_${name}`][c])}`);
   const masked = r.codes.masked[r.masked[c]];
   if (masked) facts.push(`not in the objective: ${visible(masked)}`);
   return el("p", { class: "dim facts", text: facts.join(" · ") });

@@ -27,7 +27,8 @@ const TELLING = [
 ];
 
 function meaningOf(data, metric) {
-  if (metric.startsWith("pass_at_")) return `pass@${metric.slice(8)} of the evaluations, with 95 % intervals`;
+  const [set, pass] = evaluated(metric) ?? [];
+  if (pass) return `pass@${pass.slice(8)} of the evaluations${set ? ` of ${set}` : ""}, with 95 % intervals`;
   return (
     Object.values(data.metrics)
       .map((room) => room[metric])
@@ -49,7 +50,11 @@ function metricOptions(data) {
   if (known.size) rooms.push(["Others", [...known]]);
   const passes = new Set(
     data.runs.flatMap((run) =>
-      run.evaluations.summaries.flatMap((one) => Object.keys(one).filter((key) => /^pass_at_\d+$/.test(key))),
+      run.evaluations.summaries.flatMap((one) =>
+        Object.keys(one)
+          .filter((key) => /^pass_at_\d+$/.test(key))
+          .map((key) => (one.set ? `${one.set} ${key}` : key)),
+      ),
     ),
   );
   rooms.unshift(["Evaluations", [...passes]]);
@@ -80,7 +85,7 @@ function placer(run, axis) {
 function curve(run, state) {
   const [batches, values] = series(run, state.metric),
     place = placer(run, state.x);
-  const drawn = smooth(values, state.metric.startsWith("pass_at_") ? 1 : Number(state.smooth));
+  const drawn = smooth(values, evaluated(state.metric) ? 1 : Number(state.smooth));
   const points = batches.map((batch, at) => [place(batch), state.log && drawn[at] <= 0 ? null : drawn[at]]);
   const known = points.filter(([x]) => x !== null).sort(([a], [b]) => a - b);
   return [known.map(([x]) => x), known.map(([, y]) => y)];
@@ -131,7 +136,7 @@ function markRun(chart, run, state, row) {
 
 function markIntervals(chart, run, state, at, line) {
   for (const one of series(run, state.metric)[2] ?? []) {
-    const ends = ["_low", "_high"].map((end) => one[state.metric + end]);
+    const ends = ["_low", "_high"].map((end) => one[evaluated(state.metric)[1] + end]);
     if (!ends.some(missing)) line(at(one.batch), ...ends.map((end) => chart.valToPos(end, "y", true)));
   }
 }
@@ -161,7 +166,7 @@ function widened(low, high) {
 
 /** The large chart; a click on it opens the batch there. */
 function drawChart(box, runs, state, open) {
-  const sparse = state.metric.startsWith("pass_at_");
+  const sparse = evaluated(state.metric) !== null;
   const lines = runs.map((run) => ({
     label: clipped(run.name, 40),
     stroke: runColor(run.index),

@@ -1,0 +1,105 @@
+"""The settings of a run's evaluations: section evaluation, and its sets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from lagrpo.settings.rewards import NAME
+from lagrpo.settings.section import Section
+from lagrpo.settings.task import TaskSettings
+
+OURS = {"name", "batch", "version", "set", "metrics", "reward_range"}
+"""What the file of an evaluation says beside its results."""
+
+
+class EvaluationSet(Section):
+    name: str
+    """What it is called in files and metrics: letters, digits and _."""
+    task: TaskSettings | None = None
+    """What is asked, as in section task; by default the run's task. Its test split is asked."""
+    function: str | None = None
+    """package.module:function, called as function(generate) -> numbers by name, in place of a task
+    (docs/evaluations.md)."""
+    metrics: tuple[str, ...] = ()
+    """Names of the numbers that the function returns."""
+    every: int | None = Field(default=None, ge=0)
+    """Batches between evaluations; by default evaluation.every."""
+    prompts: int | None = Field(default=None, ge=1)
+    """Test prompts; by default evaluation.prompts."""
+    samples: int | None = Field(default=None, ge=1)
+    """Completions per prompt; by default evaluation.samples."""
+    temperature: float | None = Field(default=None, gt=0)
+    """Sampling temperature; by default evaluation.temperature."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest completion; by default sampling.max_tokens."""
+
+    @model_validator(mode="after")
+    def _check(self) -> EvaluationSet:
+        for name in (self.name, *self.metrics):
+            if not NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no name: a name has letters, digits and _, and begins with a letter")
+        if taken := OURS & {*self.metrics}:
+            raise ValueError(f"set {self.name!r}: {min(taken)!r} is a name of our own; call the metric otherwise")
+        if (self.function is None) != (not self.metrics):
+            raise ValueError(f"set {self.name!r}: metrics are the names of what function returns: set both or neither")
+        if self.function is not None and (self.task is not None or self.prompts is not None):
+            raise ValueError(f"set {self.name!r}: a function asks what it likes; task and prompts are not for it")
+        return self
+
+
+class EvaluationSettings(Section):
+    before_and_after: bool = True
+    """Evaluate on the test split before the first and after the last update."""
+    every: int = Field(default=0, ge=0)
+    """Also evaluate every so many batches; 0: never."""
+    prompts: int = Field(default=64, ge=1)
+    """Test prompts (all where there are fewer)."""
+    samples: int = Field(default=8, ge=1)
+    """Completions per prompt."""
+    temperature: float | None = Field(default=None, gt=0)
+    """Sampling temperature of the evaluation; by default training's."""
+    sampler: Literal["local", "vllm"] = "local"
+    """What generates: the learner's own policy in this process, or the run's vLLM servers, which get its weights for
+    that."""
+    sets: tuple[EvaluationSet, ...] = ()
+    """Several evaluations in place of one, each a table [[evaluation.sets]] (docs/evaluations.md)."""
+    best: str | None = None
+    """Which result makes the best policy, such as pass_at_1, or SET.pass_at_1 with sets: the policy with the best one
+    is kept in weights/best. Unset: no weights are kept for that."""
+    best_is: Literal["greatest", "least"] = "greatest"
+    """Whether a greater or a smaller result is better."""
+
+    @model_validator(mode="after")
+    def _check_sets(self) -> EvaluationSettings:
+        names = [each.name for each in self.sets]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"sets: the name {twice[0]!r} is there twice")
+        if self.best is None:
+            return self
+        of, dot, metric = self.best.rpartition(".")
+        chosen = next((each for each in self.sets if each.name == of), None)
+        if bool(self.sets) != bool(dot) or (dot and chosen is None):
+            form = f"SET.METRIC with SET one of {', '.join(names)}" if names else "a metric alone, as there are no sets"
+            raise ValueError(f"best = {self.best!r}: write {form}")
+        samples = (chosen.samples if chosen is not None else None) or self.samples
+        passes = [f"pass_at_{k}" for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))})]
+        known = chosen.metrics if chosen is not None and chosen.metrics else ("reward_mean", *passes)
+        if metric not in known and not (known[0] == "reward_mean" and re.fullmatch(r"reward_\w+_mean", metric)):
+            raise ValueError(f"best = {self.best!r}: there is no metric {metric!r}; there are {', '.join(known)}")
+        return self
+
+    @property
+    def takes_place(self) -> bool:
+        """Whether anything is ever evaluated."""
+        return self.before_and_after or bool(self.every or any(each.every for each in self.sets))
+
+    def values(self, name: str) -> Iterator[Any]:
+        """What samples, temperature or max_tokens are in each set, or in the one evaluation; None: as in sampling."""
+        if not self.sets:
+            yield getattr(self, name, None)
+        for each in self.sets:
+            yield getattr(each, name) if getattr(each, name) is not None else getattr(self, name, None)

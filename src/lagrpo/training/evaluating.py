@@ -1,0 +1,167 @@
+"""`lagrpo eval`: a model on the test prompts of a task, by this process or by vLLM servers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from lagrpo.backends.process import restored
+from lagrpo.data.prompts import PromptSource
+from lagrpo.errors import refusing
+from lagrpo.policy.chat import Templates
+from lagrpo.policy.embedded import resolve_model
+from lagrpo.policy.loading import check_files
+from lagrpo.policy.model import Policy
+from lagrpo.runs.directory import plain_name
+from lagrpo.runs.files import to_json, write_atomically, write_table
+from lagrpo.runs.rollouts import REWARD
+from lagrpo.sampling.base import Manner
+from lagrpo.sampling.local import LocalSampler
+from lagrpo.sampling.vllm.connecting import build_vllm, open_servers
+from lagrpo.sampling.vllm.evaluating import VllmEvaluator
+from lagrpo.sampling.vllm.server import Server
+from lagrpo.settings.schema import EvalSettings, Settings
+from lagrpo.settings.toml import flatten
+from lagrpo.tasks import Task, load_task, reward_names
+from lagrpo.training.build import build_parity_check, build_policy, build_verifier, loading
+from lagrpo.training.checks import check_evaluation
+from lagrpo.training.evaluate import Evaluation, Generates, evaluate, few_prompts, interval
+from lagrpo.training.exams import PURPOSE
+from lagrpo.training.memory import explained
+
+
+def evaluate_model(settings: EvalSettings) -> Evaluation:
+    """Evaluate the model of the settings on the test prompts of their task; print the summary, and write summary and
+    per-prompt records to the directory that `place` names.
+
+    Raises:
+        SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
+        VerifierError: too many completions could not be scored.
+        NoMemoryError: the memory does not suffice.
+    """
+    check_evaluation(settings)
+    with refusing():
+        task = load_task(settings.task, settings.seed)
+    output = place(settings, task.name)
+    with restored(), explained(lambda: "evaluation", {"evaluation": "lower max_num_seqs or max_tokens"}):
+        evaluation = _evaluated(settings, task)
+    of = {"model": settings.model.path, "task": task.name}
+    summary = {**of, **evaluation.summary, "settings": settings.model_dump()}
+    write_table(output / "records.parquet", evaluation.records)
+    write_atomically(output / "summary.json", to_json(summary) + "\n")
+    _print(summary, output)
+    return evaluation
+
+
+def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
+    with ExitStack() as parts:
+        servers = []
+        if settings.sampling.sampler == "vllm":  # starting them takes minutes: what is cheap to refuse comes first
+            with loading(settings.model):
+                check_files(resolve_model(settings.model.path))
+            servers = [parts.enter_context(closing(server)) for server in open_servers(as_run(settings))]
+        print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
+        templates = parts.enter_context(closing(Templates()))
+        longest = settings.max_prompt_tokens + settings.max_tokens
+        policy = build_policy(settings.model, settings.temperature, longest, templates)
+        prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens)
+        requests = prompts.held_out(settings.prompts or task.size("test"))
+        sampler = parts.enter_context(_sampler(settings, policy, prompts, servers))
+        verifier = parts.enter_context(build_verifier(settings, task))
+        scale, rewards = settings.task.reward_range, reward_names(task.judge)
+        return evaluate(sampler, verifier, requests, settings.samples, settings.seed, scale, rewards)
+
+
+@contextmanager
+def _sampler(
+    settings: EvalSettings, policy: Policy, prompts: PromptSource, servers: list[Server]
+) -> Iterator[Generates]:
+    """What generates: this process, or the servers, which get the policy's weights and are checked to compute as it
+    does."""
+    if not servers:
+        computed = f"computing with {policy.model.computation}; decoding {policy.model.decoding}"
+        print(computed, file=sys.stderr, flush=True)
+        yield LocalSampler(policy, settings.seed, settings.max_tokens, settings.max_num_seqs, purpose=PURPOSE)
+        return
+    run = as_run(settings)
+    with closing(build_vllm(run, policy, servers)) as sampler:
+        sampler.sync_weights(policy.weights, policy.version)
+        found = build_parity_check(run, policy, prompts, sampler)(policy, sampler)
+        where = ", ".join(map(str, servers))
+        print(f"decoding by vLLM ({where}); it differs from this process by {found['parity_mean']:.2g} nats a token",
+              file=sys.stderr, flush=True)  # fmt: skip
+        evaluator = VllmEvaluator(sampler)
+        evaluator.adopt(Manner(PURPOSE, settings.temperature, settings.max_tokens))
+        yield evaluator
+
+
+def as_run(settings: EvalSettings) -> Settings:
+    """The settings of a run whose servers would be those of the evaluation."""
+    of_sampling = ("temperature", "max_tokens", "max_prompt_tokens", "max_num_seqs")
+    limits = {name: getattr(settings, name) for name in of_sampling} | {"sampler": settings.sampling.sampler, "G": 1}
+    run = {"seed": settings.seed, "directory": str(Path(settings.output or "evaluations"))}
+    evaluation = {"before_and_after": False}
+    given = {"run": run, "model": settings.model, "sampling": limits, "vllm": settings.vllm, "evaluation": evaluation}
+    return Settings.model_validate(given)
+
+
+def place(settings: EvalSettings, task: str) -> Path:
+    """The directory for an evaluation: settings.output, else evaluations/MODEL-TASK, or that with the first number
+    behind it (-2, -3 …) whose directory has no evaluation with other settings. Raises SettingsError where
+    settings.output has one, or something else's summary.json."""
+    if settings.output:
+        with refusing("output"):
+            if problem := _occupied(Path(settings.output), settings):
+                raise ValueError(f"{problem}: name another directory")
+        return Path(settings.output)
+    name = f"evaluations/{label(settings.model.path)}-{plain_name(task)}"
+    places = (Path(name if n == 1 else f"{name}-{n}") for n in count(1))
+    return next(path for path in places if not _occupied(path, settings))
+
+
+def _occupied(output: Path, settings: EvalSettings) -> str | None:
+    """Why an evaluation with these settings must not be written there; None where it may."""
+    if output.exists() and not output.is_dir():
+        return f"{output} is a file"
+    file = output / "summary.json"
+    if not file.exists():
+        return None
+    try:
+        earlier = flatten(json.loads(file.read_bytes())["settings"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"{file} is not the summary of an evaluation"
+    ours = flatten(json.loads(to_json(settings.model_dump())))
+    names = [n for n in ours | earlier if ours.get(n) != earlier.get(n) and n != "output"]
+    differing = ", ".join(f"{n} = {earlier.get(n)}, not {ours.get(n)}" for n in names[:3])
+    return f"{output} holds an evaluation with other settings ({differing})" if names else None
+
+
+def label(model: str) -> str:
+    """A name for a model: its directory's, with the run's where it is a run's.
+
+    >>> label("Qwen/Qwen2.5-0.5B"), label("runs/addition/weights/final")
+    ('Qwen2.5-0.5B', 'addition-final')
+    """
+    path = Path(model)
+    return f"{path.parent.parent.name}-{path.name}" if path.parent.name == "weights" else path.name
+
+
+def _print(summary: dict[str, Any], output: Path) -> None:
+    print(f"{summary['model']} on {summary['task']}: {summary['prompts']} prompts x {summary['samples']} samples")
+    names = [name for name in summary if f"{name}_low" in summary]
+    for name in names if summary.get("reward_mean") != summary.get("pass_at_1") else names[1:]:
+        print(f"  {interval(summary, name)}")
+    for name, value in summary.items():
+        if name.startswith(REWARD) and name.endswith("_mean") and name != "reward_mean":
+            print(f"  {name.removeprefix(REWARD).removesuffix('_mean') + ', mean':<11} {value:.3f}")
+    if summary["without_reward"]:
+        print(f"  {summary['without_reward']} completions could not be scored and are not counted")
+    print("  intervals: for the mean over all the prompts that these were drawn from")
+    if warning := few_prompts(summary["prompts"]):
+        print(f"  {warning}")
+    print(f"  per-prompt records: {output / 'records.parquet'}")

@@ -1,0 +1,59 @@
+"""Rewards and evaluations of a user's own, in a light module: worker processes import it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Any
+
+
+def letters(text: str, gold: Any) -> float:
+    return sum(c.islower() for c in text) / 8
+
+
+def scaled(text: str, gold: Any, by: float, plus: float = 0.0) -> float:
+    return len(text) * by + plus
+
+
+def ranked(texts: Sequence[str], golds: Sequence[Any]) -> list[float]:
+    """Where each text stands among those of its group, by length: what no text says alone."""
+    order = sorted(len(text) for text in texts)
+    return [order.index(len(text)) / len(texts) for text in texts]
+
+
+def one_short(texts: Sequence[str], golds: Sequence[Any]) -> list[float]:
+    return [0.0] * (len(texts) - 1)
+
+
+async def awaited(text: str, gold: Any) -> float:
+    """Waits as many tenths of a second as the text says, without holding up the others."""
+    if text == "fail":
+        raise ConnectionError("refused")
+    await asyncio.sleep(float(text) / 10)
+    return 1.0
+
+
+async def awaited_together(texts: Sequence[str], golds: Sequence[Any]) -> list[float]:
+    await asyncio.sleep(0.01)
+    return [float(text == gold) for text, gold in zip(texts, golds, strict=True)]
+
+
+def fragile(text: str, gold: Any) -> float:
+    if text == "die":
+        os._exit(3)
+    if text == "raise":
+        raise ValueError("no")
+    return 0.5
+
+
+def survey(generate: Any) -> dict[str, float]:
+    """An evaluation of its own: how long the policy's answers are, and whether asking again gives others."""
+    first, again = generate(["ab?", [{"role": "user", "content": "cd?"}]]), generate(["ab?", "cd?"], 2)
+    assert [len(texts) for texts in first] == [3, 3]
+    assert [len(texts) for texts in again] == [2, 2]
+    return {"length": sum(len(text) for texts in first for text in texts) / 6, "unused": 1.0}
+
+
+def silent(generate: Any) -> dict[str, float]:
+    return {"other": 1.0}

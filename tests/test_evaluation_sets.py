@@ -1,0 +1,227 @@
+"""Several evaluations of one run: their names, their draws, their records, and the best policy by one of them."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+from running import tiny_settings, without_timings
+from tiny import save_tiny
+
+from lagrpo.errors import SettingsError
+from lagrpo.replay import verify_run
+from lagrpo.runs import load_evaluations, load_events, load_metrics, load_rollouts
+from lagrpo.runs.reading import load_evaluation_records
+from lagrpo.settings.schema import Settings
+from lagrpo.settings.toml import load_settings
+from lagrpo.study.measures import Finished, measure
+from lagrpo.terminal.show import show
+from lagrpo.training.exams import EvaluationError
+from lagrpo.training.run import train
+from lagrpo.view.data import collect
+from lagrpo.view.payload import unpack
+
+SETS: list[dict[str, Any]] = [
+    {"name": "own"},
+    {"name": "vowels", "task": {"name": "sample_task:load_vowels"}, "samples": 2, "max_tokens": 9, "temperature": 0.5},
+    {"name": "survey", "function": "sample_rewards:survey", "metrics": ["length"], "every": 0},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def run(model, root, /, **sections: dict[str, Any]):
+    base = {"evaluation": {"every": 1}}
+    return train(tiny_settings(model, root, **{n: base.get(n, {}) | sections.get(n, {}) for n in base | sections}))
+
+
+@pytest.fixture(scope="module")
+def sets(model, tmp_path_factory):
+    """A run with three sets, one of them a function."""
+    return run(model, tmp_path_factory.mktemp("sets"), evaluation={"sets": SETS, "best": "vowels.pass_at_1"})
+
+
+@pytest.fixture(scope="module")
+def plain(model, tmp_path_factory):
+    """The same run without sets."""
+    return run(model, tmp_path_factory.mktemp("plain"))
+
+
+def test_every_set_is_evaluated_at_its_own_moments(sets):
+    names = [summary["name"] for summary in load_evaluations(sets.run)]
+    moments = ("before", "batch-000001", "batch-000002", "after")
+    due = [f"{moment}.{name}" for moment in moments for name in ("own", "vowels")]
+    assert sorted(names) == sorted([*due, "before.survey", "after.survey"])
+    assert {summary["name"]: summary["set"] for summary in load_evaluations(sets.run)} == {
+        name: name.partition(".")[2] for name in names
+    }
+    assert set(sets.evaluations) == set(names)
+    assert sets.before == sets.evaluations["before.own"]
+
+
+def test_sets_change_nothing_in_training_and_draw_numbers_of_their_own(sets, plain):
+    assert load_rollouts(sets.run) == load_rollouts(plain.run)
+    lines = [without_timings(load_metrics(result.run)) for result in (sets, plain)]
+    assert [{n: v for n, v in line.items() if not n.startswith("eval_")} for line in lines[0]] == lines[1]
+    own, alone = (load_evaluation_records(r.run, name) for r, name in ((sets, "before.own"), (plain, "before")))
+    assert [record["prompt_key"] for record in own] == [record["prompt_key"] for record in alone]
+    assert [record["completions"] for record in own] != [record["completions"] for record in alone]
+
+
+def test_a_set_has_its_own_task_samples_and_limits(sets):
+    records = load_evaluation_records(sets.run, "before.vowels")
+    assert [record["prompt"][:4] for record in records] == ["Say "] * 2
+    assert [record["samples"] for record in records] == [2, 2]
+    assert max(record["tokens_mean"] for record in records) > 6  # sampling.max_tokens is 6
+    assert sets.evaluations["before.vowels"]["samples"] == 2
+    assert sets.evaluations["after.vowels"]["pass_at_1_change"] is not None
+
+
+def test_the_line_of_a_batch_says_what_was_found_of_the_policy_at_its_start(sets, plain):
+    lines = load_metrics(sets.run)
+    for line, moment in zip(lines, ("before", "batch-000001", "batch-000002"), strict=True):
+        for name in ("own", "vowels"):
+            found = sets.evaluations[f"{moment}.{name}"]
+            assert line[f"eval_{name}_pass_at_1"] == found["pass_at_1"]
+            assert line[f"eval_{name}_reward_mean"] == found["reward_mean"]
+    lengths = [line["eval_survey_length"] for line in lines]
+    assert lengths == [sets.evaluations["before.survey"]["length"], None, None]
+    assert not any(name.startswith("eval_") for name in load_metrics(plain.run)[0])
+
+
+def test_the_best_policy_is_kept_with_what_was_found_of_it(sets):
+    found = {name: s["pass_at_1"] for name, s in sets.evaluations.items() if name.endswith(".vowels")}
+    best = json.loads((sets.run / "weights" / "best" / "evaluation.json").read_bytes())
+    later = {name: value for name, value in found.items() if not name.startswith("before")}
+    assert best["value"] == max(later.values())
+    first = next(name for name, value in later.items() if value == best["value"])
+    assert best["batch"] == {"batch-000001": 1, "batch-000002": 2, "after": 3}[first.partition(".")[0]]
+    assert (sets.run / "weights" / "best" / "model.safetensors").is_file()
+    events = [event for event in load_events(sets.run) if event["event"] == "best"]
+    assert {name: events[-1][name] for name in best} == best
+
+
+@pytest.mark.usefixtures("shared_templates")
+def test_the_least_can_be_the_best_and_no_weights_are_kept_unless_asked(model, tmp_path, plain):
+    result = run(model, tmp_path, evaluation={"best": "reward_mean", "best_is": "least", "samples": 2})
+    best = json.loads((result.run / "weights" / "best" / "evaluation.json").read_bytes())
+    means = [s["reward_mean"] for s in load_evaluations(result.run)[1:]]
+    assert (best["value"], best["best"]) == (min(means), "reward_mean")
+    assert not (plain.run / "weights" / "best").exists()
+
+
+def test_a_run_with_sets_replays(sets):
+    report = verify_run(sets.run)
+    assert report.differences == []
+    names = {check.name for check in report.checks}
+    assert {"evaluation before.own", "evaluation batch-000001.vowels"} <= names
+    assert any("function of the user's own" in why for _, why in report.skipped)
+
+
+def test_a_replay_finds_what_a_set_is_missing_and_what_was_changed(model, tmp_path):
+    result = run(model, tmp_path, evaluation={"sets": SETS[:2]}, schedule={"batches": 2})
+    folder = result.run / "evaluations"
+    (folder / "batch-000001.vowels.json").unlink()
+    summary = json.loads((file := folder / "before.vowels.json").read_bytes())
+    file.write_text(json.dumps(summary | {"pass_at_1": 0.987}))
+    wrong = {difference.file for difference in verify_run(result.run).differences}
+    assert wrong == {"evaluations/batch-000001.vowels.json", "evaluations/before.vowels.json", "metrics.jsonl"}
+
+
+@pytest.mark.usefixtures("shared_templates")
+def test_a_resumed_run_with_sets_is_the_run_that_was_never_stopped(model, tmp_path, sets):
+    """Made with two batches, and then the third. What was said after the second is now of its batch, that of the
+    survey too, which the run that was never stopped did not make then; all else is the same."""
+    options = {"sets": SETS, "best": "vowels.pass_at_1"}
+    first = run(model, tmp_path, evaluation=options, schedule={"batches": 2}, run={"name": "x", "checkpoint_every": 1})
+    assert (first.run / "evaluations" / "after.own.json").exists()
+    whole = run(model, tmp_path, evaluation=options, run={"resume": str(first.run)})
+    assert load_rollouts(whole.run) == load_rollouts(sets.run)
+    for name in ("before.own", "batch-000002.vowels", "after.vowels"):
+        assert whole.evaluations[name] == sets.evaluations[name]
+    lines = [without_timings(load_metrics(result.run)) for result in (whole, sets)]
+    assert lines[0][2].pop("eval_survey_length") == first.evaluations["after.survey"]["length"]
+    assert lines[1][2].pop("eval_survey_length") is None
+    assert lines[0] == lines[1]
+    best = [json.loads((r / "weights" / "best" / "evaluation.json").read_bytes()) for r in (whole.run, sets.run)]
+    assert best[0] == best[1]
+
+
+def test_show_view_display_and_studies_know_the_sets(sets, model, tmp_path, capsys):
+    console = Console(record=True, width=150, file=io.StringIO())
+    show(sets.run, console=console)
+    shown = console.export_text()
+    assert "evaluation own: pass@1 " in shown
+    assert "evaluation survey: length " in shown
+    header, _ = unpack(collect([sets.run], 100))
+    summaries = header["runs"][0]["evaluations"]["summaries"]
+    assert {one["set"] for one in summaries} == {"own", "vowels", "survey"}
+    assert next(one for one in summaries if one["set"] == "survey")["metrics"] == ["length"]
+    assert "eval_own_pass_at_1" in header["metrics"]["Evaluation sets"]
+    finished = Finished.read(sets.run)
+    assert measure("vowels.pass_at_1 before", finished, 1) == sets.evaluations["before.vowels"]["pass_at_1"]
+    assert measure("survey.length", finished, 1) == sets.evaluations["after.survey"]["length"]
+    run(model, tmp_path, evaluation={"sets": SETS, "every": 0}, run={"display": "plain"}, schedule={"batches": 1})
+    said = capsys.readouterr().out
+    assert "evaluation (before, vowels): pass@1" in said
+    assert "evaluation (after, survey): length" in said
+    assert said.count("pass@1 before") == said.count("pass@1 after") == 2
+
+
+# Wrong input
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        (
+            {"sets": [{"name": "a", "smaples": 3}]},
+            "unknown setting 'evaluation.sets.0.smaples'; did you mean 'samples'",
+        ),
+        ({"sets": [{"name": "a"}] * 2}, "the name 'a' is there twice"),
+        ({"sets": [{"name": "a/b"}]}, "'a/b' is no name"),
+        ({"sets": [{"name": "a", "samples": 300}]}, "max_num_seqs = 128 is less than evaluation.samples = 300"),
+        ({"sets": [{"name": "a", "function": "x:y"}]}, "set both or neither"),
+        ({"sets": [{"name": "a", "function": "x:y", "metrics": ["batch"]}]}, "'batch' is a name of our own"),
+        (
+            {"sets": [{"name": "a", "function": "x:y", "metrics": ["b"], "prompts": 3}]},
+            "task and prompts are not for it",
+        ),
+        ({"sets": [{"name": "a"}], "best": "pass_at_1"}, "write SET.METRIC with SET one of a"),
+        ({"sets": [{"name": "a"}], "best": "a.pass_at_3"}, "there is no metric 'pass_at_3'; there are reward_mean"),
+        ({"best": "own.pass_at_1"}, "write a metric alone"),
+        ({"sampler": "vllm"}, "set sampling.sampler to 'vllm', too"),
+    ],
+)
+def test_sets_that_cannot_be_are_refused(evaluation, message):
+    with pytest.raises(SettingsError, match=message):
+        load_settings({"evaluation": evaluation})
+
+
+@pytest.mark.parametrize(
+    ("entry", "error", "message"),
+    [
+        ({"task": {"name": "countdwn"}}, SettingsError, "evaluation.sets, 'a': task.name: there is no task 'countdwn'"),
+        ({"task": {"name": "sample_task:load_untested"}}, SettingsError, "sets, 'a': .*has no test prompts"),
+        ({"function": "sample_rewards:survei", "metrics": ["x"]}, SettingsError, "Did you mean 'survey'"),
+        ({"function": "sample_rewards:silent", "metrics": ["x"]}, EvaluationError, "'a' returned other, without x"),
+    ],
+)
+@pytest.mark.usefixtures("shared_templates")
+def test_a_set_that_cannot_be_asked_is_refused(model, tmp_path, entry, error, message):
+    with pytest.raises(error, match=message):
+        run(model, tmp_path, evaluation={"sets": [{"name": "a", **entry}]})
+
+
+def test_the_longest_sequence_is_that_of_the_longest_set():
+    sets = [{"name": "a", "max_tokens": 900}, {"name": "b"}]
+    settings = {"sampling": {"max_tokens": 100, "max_prompt_tokens": 50}, "evaluation": {"sets": sets}}
+    assert Settings.model_validate(settings).longest == 950
+    settings["evaluation"] = {"sets": sets, "before_and_after": False}
+    assert Settings.model_validate(settings).longest == 150
