@@ -107,7 +107,7 @@ BOUNDED = {
     "policy/configs.py:read_config from_pretrained": HUB_ASKED,
     "policy/checkpoint.py:match_weights from_pretrained": HUB_ASKED,
     "policy/checkpoint.py:read_tokenizer from_pretrained": HUB_ASKED,
-    "policy/loading.py:load_policy from_pretrained": HUB_ASKED,
+    "policy/loading.py:load_model from_pretrained": HUB_ASKED,
     "policy/embedded.py:_convert from_pretrained": "the embedded model is a file",
     "policy/embedded.py:_tokenizer from_pretrained": "the embedded model is a file",
     "replay/weights.py:_base from_pretrained": HUB_ASKED,

@@ -114,6 +114,8 @@ def make_plan(settings: Settings, given: PlanSettings, run: Measured | None = No
     device = choose_device(given, run)
     check_split(given, device)
     recipe = _recipe(settings)
+    if settings.model.lora.r:
+        raise SettingsError("model.lora: lagrpo plan models full training; the line of a --dry-run has the memory of a run with adapters")
     lm = empty_model(settings)
     model = Model.of(lm, _size(settings, device, run))
     rates = stated_rates(device, given, model)

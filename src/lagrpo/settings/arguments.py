@@ -30,10 +30,12 @@ class Arguments:
 
     def put(self, name: str, value: str | list[str]) -> None:
         """Keep the value of the setting `name`."""
-        section, dot, leaf = name.partition(".")
-        below = self.overrides.setdefault(section, {}) if dot else self.overrides
+        *sections, leaf = name.split(".")
+        below: Any = self.overrides
+        for section in sections:
+            below = below.setdefault(section, {}) if isinstance(below, dict) else below
         if isinstance(below, dict):
-            below[leaf if dot else section] = None if value in ("None", ["None"]) else value
+            below[leaf] = None if value in ("None", ["None"]) else value
 
 
 def parse(kind: type[BaseModel], words: Sequence[str], flags: Collection[str] = ()) -> Arguments:
