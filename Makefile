@@ -25,7 +25,7 @@ PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu test-vllm test-view fuzz check-trl chaos conformance portability check-aarch64 bench-trl \
-	bench-scaling bench-peak bench-vllm bench-gpu bench-busy bench-plan bench-ranks bench-memory bench-sync docs lint format install vllm-env clean
+	bench-scaling bench-peak bench-vllm bench-gpu bench-busy bench-plan bench-ranks bench-memory bench-lora bench-sync docs lint format install vllm-env clean
 
 help:
 	@echo "make demo       install, then train the embedded 135M model on single-digit addition and show what it learned"
@@ -37,7 +37,7 @@ help:
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
 	@echo "make chaos      kill 50 training runs at random instants, resume them, and compare what they leave to the bit"
 	@echo "make conformance  install the peers' loss code, compare it with ours, and write the table of docs/conformance.md"
-	@echo "make bench-trl, bench-scaling, bench-peak, bench-vllm, bench-gpu, bench-busy, bench-plan, bench-ranks, bench-memory, bench-sync   see benchmarks/README.md"
+	@echo "make bench-trl, bench-scaling, bench-peak, bench-vllm, bench-gpu, bench-busy, bench-plan, bench-ranks, bench-memory, bench-lora, bench-sync   see benchmarks/README.md"
 	@echo "make portability  two updates of the embedded model at every level of instructions of this processor"
 	@echo "make check-aarch64  the kernels on an emulated ARM processor (needs gcc-aarch64-linux-gnu and qemu-user)"
 	@echo "make docs       install, then build the documentation as a site: site/index.html"
@@ -88,7 +88,7 @@ check-aarch64:
 bench-trl bench-peak: check-trl
 	$(BIN)/python benchmarks/$(subst -,_,$@).py --peer $(TRL)/bin/python $(OPTIONS)
 
-bench-scaling bench-gpu bench-busy bench-plan bench-ranks bench-memory: $(STAMP)
+bench-scaling bench-gpu bench-busy bench-plan bench-ranks bench-memory bench-lora: $(STAMP)
 	$(BIN)/python benchmarks/$(subst -,_,$@).py $(OPTIONS)
 
 bench-vllm bench-sync: $(STAMP) $(VLLM_STAMP)

@@ -44,6 +44,7 @@ def is_adapter(path: str | Path) -> bool:
 def save_adapter(lm: Any, weights: Mapping[str, Tensor], directory: Path) -> None:
     """Write `weights`, of the adapters of `lm`, by their names in it."""
     from peft import LoraConfig
+    from safetensors.torch import save_file
 
     layers = adapted(lm)
     first = next(iter(layers.values()))
@@ -55,15 +56,12 @@ def save_adapter(lm: Any, weights: Mapping[str, Tensor], directory: Path) -> Non
         base_model_name_or_path=lm.name_or_path, inference_mode=True,
     )  # fmt: skip
     config.save_pretrained(directory)
-    save_weights(weights, directory / WEIGHTS)
+    save_file(named(weights), directory / WEIGHTS, metadata={"format": "pt"})
 
 
-def save_weights(weights: Mapping[str, Tensor], file: Path) -> None:
-    """Write the weights of adapters under PEFT's names."""
-    from safetensors.torch import save_file
-
-    named = {f"{PREFIX}{name}.weight": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    save_file(named, file, metadata={"format": "pt"})
+def named(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of adapters by their names in the model, on the CPU and under PEFT's names."""
+    return {f"{PREFIX}{name}.weight": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
@@ -98,6 +96,6 @@ def read_config(directory: Path) -> tuple[Lora, str]:
         raise ValueError(f"{directory / CONFIG}: {odd[0]} is {getattr(config, odd[0])!r}: lagrpo reads plain LoRA alone")
     if not config.base_model_name_or_path:
         raise ValueError(f"{directory / CONFIG} does not name its model (base_model_name_or_path)")
-    named = config.target_modules
-    targets = (named,) if isinstance(named, str) else tuple(sorted(named))
+    of = config.target_modules
+    targets = (of,) if isinstance(of, str) else tuple(sorted(of))
     return Lora(config.r, config.lora_alpha, targets), config.base_model_name_or_path

@@ -64,6 +64,7 @@ class Launch:
     wire: str = "directory"  # how weights will reach it
     options: tuple[str, ...] = ()  # further options of vLLM
     host: str = LOOPBACK  # address that it listens on
+    lora: tuple[int, int] = (0, 0)  # largest rank of adapters, and how many may be in use at a time; 0: none
 
     def command(self, port: int) -> list[str]:
         """The command line. Log-probs are given at the sampling temperature. The model's own generation settings are
@@ -84,8 +85,12 @@ class Launch:
             *("--logprobs-mode", "processed_logprobs", "--max-model-len", str(self.longest)),
             *("--max-num-seqs", str(self.max_num_seqs), *([] if _has_gpu() else on_cpu)),
             *("--worker-extension-cls", EXTENDED),
-            *(*transfer, *self.options),
+            *(*self._adapters(), *transfer, *self.options),
         ]
+
+    def _adapters(self) -> list[str]:
+        rank, count = self.lora
+        return ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(count)] if rank else []
 
     def environment(self, key: str) -> dict[str, str]:
         """Environment variables of the server's process.
@@ -96,6 +101,7 @@ class Launch:
         """
         own = {"VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         own |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if self.wire == "ipc" else {}
+        own |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self.lora[0] else {}
         ours = ("OMP_NUM_THREADS", "PYTHONPATH")
         inherited = {name: value for name, value in waiting.drop_own(os.environ).items() if name not in ours}
         cpu = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}

@@ -5,18 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from lagrpo.sampling.base import Item, Request
 from lagrpo.sampling.vllm.fleet import Fleet, Member
 from lagrpo.sampling.vllm.generation import Dispatcher, Generation
 from lagrpo.sampling.vllm.server import Server, concerning
-from lagrpo.sampling.vllm.weights import FILE, WeightSync
+from lagrpo.sampling.vllm.weights import WeightSync
 from lagrpo.types import Group
 
 InFlight = Literal["finish", "span", "regenerate"]
@@ -24,8 +23,8 @@ InFlight = Literal["finish", "span", "regenerate"]
 
 class VllmSampler:
     """Sampler over the servers of a fleet. `in_flight` says what a weight sync does with completions under way:
-    `finish` allows none, `span` lets them go on with the new weights (their tokens then have several versions),
-    `regenerate` generates their groups again."""
+    `finish` allows none, `span` lets them go on with the new weights (their tokens then have several versions; with
+    adapters, with the one that they began with), `regenerate` generates their groups again."""
 
     def __init__(
         self, fleet: Fleet, generation: Generation, weights: WeightSync, in_flight: InFlight = "finish"
@@ -58,11 +57,12 @@ class VllmSampler:
         started = time.perf_counter()
         parcel = self.weights.pack(weights, version)
         written = time.perf_counter()
-        with self._dispatcher.halt(abort=self.in_flight == "regenerate"):
+        abort = self.in_flight == "regenerate"
+        with self._dispatcher.halt(abort) if abort or self.weights.pauses else nullcontext():
             paused = time.perf_counter()
             self.weights.load(parcel)
         done = time.perf_counter()
-        self.weights.directories.drop_before(version)
+        self.weights.forget_before(version)
         return {"sync_bytes": parcel.size, "seconds_writing": written - started, "seconds_paused": done - paused}
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
@@ -72,7 +72,7 @@ class VllmSampler:
         """As they were sent: in the dtype of the servers. Raises ValueError before the first sync."""
         if (parcel := self.fleet.served.parcel) is None:
             raise ValueError("no weights have been synced yet")
-        return self.fleet.served.version_of(parcel.label), load_file(Path(parcel.write()) / FILE)
+        return self.fleet.served.version_of(parcel.label), self.weights.read(parcel)
 
     def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
         """log-probs at temperature 1 by every server: [server][item][token], nats. They are kept: a server that is
@@ -110,4 +110,5 @@ class VllmSampler:
         return self.fleet.ask(member, score)
 
     def _generate(self, server: Server, request: Request, G: int, longest: int | None = None) -> Group:
-        return self.generation.generate(server, request, G, self.fleet.served, longest)
+        with self.weights.using() as label:
+            return self.generation.generate(server, request, G, self.fleet.served, label, longest)
