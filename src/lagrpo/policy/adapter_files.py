@@ -49,11 +49,11 @@ def save_adapter(lm: Any, weights: Mapping[str, Tensor], directory: Path) -> Non
     layers = adapted(lm)
     first = next(iter(layers.values()))
     r = first.lora_A.shape[0]
-    alpha = first.scale * r
+    alpha, name = first.scale * r, Path(lm.name_or_path)
     config = LoraConfig(
         r=r, lora_alpha=int(alpha) if alpha == int(alpha) else alpha, lora_dropout=0.0, bias="none",
-        target_modules=sorted({name.rpartition(".")[2] for name in layers}), task_type="CAUSAL_LM",
-        base_model_name_or_path=lm.name_or_path, inference_mode=True,
+        target_modules=sorted({layer.rpartition(".")[2] for layer in layers}), task_type="CAUSAL_LM",
+        base_model_name_or_path=str(name.absolute()) if name.is_dir() else lm.name_or_path, inference_mode=True,
     )  # fmt: skip
     config.save_pretrained(directory)
     save_file(named(weights), directory / WEIGHTS, metadata={"format": "pt"})

@@ -71,3 +71,8 @@ def merged(lm: Any) -> dict[str, Tensor]:
 def save_merged(lm: Any, directory: Path) -> None:
     """Write the Hugging Face model directory of `merged`, without a tokenizer."""
     lm.save_pretrained(directory, state_dict=merged(lm))
+
+
+def count_of_adapters(lm: Any) -> int:
+    """How many numbers the adapters that a model has have."""
+    return sum(m.lora_A.numel() + m.lora_B.numel() for m in adapted(lm).values())

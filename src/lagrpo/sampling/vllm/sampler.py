@@ -58,12 +58,13 @@ class VllmSampler:
         parcel = self.weights.pack(weights, version)
         written = time.perf_counter()
         abort = self.in_flight == "regenerate"
-        with self._dispatcher.halt(abort) if abort or self.weights.pauses else nullcontext():
+        halts = abort or self.weights.pauses
+        with self._dispatcher.halt(abort) if halts else nullcontext():
             paused = time.perf_counter()
             self.weights.load(parcel)
-        done = time.perf_counter()
+        seconds = time.perf_counter() - paused if halts else 0.0
         self.weights.forget_before(version)
-        return {"sync_bytes": parcel.size, "seconds_writing": written - started, "seconds_paused": done - paused}
+        return {"sync_bytes": parcel.size, "seconds_writing": written - started, "seconds_paused": seconds}
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         return self._dispatcher.submit(requests, G, each=max(1, self.generation.max_num_seqs // G))
