@@ -109,8 +109,8 @@ def test_a_server_that_dies_is_brought_back_with_the_adapter(server, policy, tmp
 def test_a_run_trains_adapters_with_a_server_that_it_attaches_to(server, model, tmp_path, monkeypatch):
     monkeypatch.setenv(KEY, server.key)
     sections = {
-        "model": {"lora": {"r": 8}}, "sampling": {"sampler": "vllm"}, "vllm": {"urls": [server.url], "in_flight": "span"},
-        "schedule": {"kind": "lagged", "v": 1, "batches": 4},
+        "model": {"lora": {"r": 8}}, "sampling": {"sampler": "vllm"},
+        "vllm": {"urls": [server.url], "in_flight": "span"}, "schedule": {"kind": "lagged", "v": 1, "batches": 4},
     }  # fmt: skip
     result = training.train(tiny_settings(model, tmp_path, **sections))
     metrics = load_metrics(result.run)

@@ -144,7 +144,9 @@ def evaluate(words: list[str]) -> None:
         evaluate_model(settings)
 
 
-def merge(adapter: tyro.conf.Positional[Path], out: Path, dtype: Literal["auto", "bfloat16", "float32"] = "auto") -> None:
+def merge(
+    adapter: tyro.conf.Positional[Path], out: Path, dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+) -> None:
     """Write a whole model: that of an adapter, with the adapter added to its weights.
 
     The sum is rounded once. In bfloat16 that loses what is below half a spacing of a weight: float32 keeps it.

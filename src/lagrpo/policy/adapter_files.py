@@ -93,7 +93,9 @@ def read_config(directory: Path) -> tuple[Lora, str]:
         "alpha_pattern": getattr(config, "alpha_pattern", None),
     }
     if odd := [name for name, differs in unlike.items() if differs]:
-        raise ValueError(f"{directory / CONFIG}: {odd[0]} is {getattr(config, odd[0])!r}: lagrpo reads plain LoRA alone")
+        raise ValueError(
+            f"{directory / CONFIG}: {odd[0]} is {getattr(config, odd[0])!r}: lagrpo reads plain LoRA alone"
+        )
     if not config.base_model_name_or_path:
         raise ValueError(f"{directory / CONFIG} does not name its model (base_model_name_or_path)")
     of = config.target_modules

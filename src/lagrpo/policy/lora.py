@@ -20,8 +20,8 @@ ALL = "all-linear"
 
 
 def targets(lm: Any, lora: Lora) -> dict[str, nn.Linear]:
-    """The layers that get adapters, by name. Raises ValueError for a target that no linear layer of the decoder's layers
-    is called by."""
+    """The layers that get adapters, by name. Raises ValueError for a target that no linear layer of the decoder is
+    called by."""
     layers = getattr(lm.get_decoder(), "layers", None)
     within = {id(module) for module in layers.modules()} if isinstance(layers, nn.ModuleList) else set()
     linear = {name: m for name, m in lm.named_modules() if isinstance(m, nn.Linear) and id(m) in within}
@@ -50,7 +50,9 @@ def attach(lm: Any, lora: Lora) -> None:
     lm.requires_grad_(False)
     for name, linear in found.items():
         made = AdaptedLinear(linear, lora.r, lora.alpha / lora.r)
-        numbers = torch.from_numpy(uniforms(made.lora_A.numel(), lora.seed, "lora", f"{name}.{A}")).view(made.lora_A.shape)
+        numbers = torch.from_numpy(uniforms(made.lora_A.numel(), lora.seed, "lora", f"{name}.{A}")).view(
+            made.lora_A.shape
+        )
         made.lora_A.copy_((2 * numbers - 1) / linear.in_features**0.5)
         parent, _, own = name.rpartition(".")
         setattr(lm.get_submodule(parent), own, made.train(linear.training))

@@ -83,7 +83,9 @@ def _load(directory: str, dtype: torch.dtype) -> Any:
     logging.disable_progress_bar()
     adapter = (Path(directory) / "adapter_config.json").is_file()
     try:
-        named = json.loads(read_text(Path(directory) / "adapter_config.json"))["base_model_name_or_path"] if adapter else ""
+        named = (
+            json.loads(read_text(Path(directory) / "adapter_config.json"))["base_model_name_or_path"] if adapter else ""
+        )
         model: Any = AutoModelForCausalLM.from_pretrained(named or directory, dtype=dtype, attn_implementation="eager")
         if adapter:
             from peft import PeftModel

@@ -21,7 +21,14 @@ if TYPE_CHECKING:  # it loads PyTorch
 FREE = (
     *("run.name", "run.directory", "run.resume", "run.allow", "run.display", "run.save_weights", "run.save_every"),
     *("run.checkpoint_minutes", "run.checkpoint_every", "run.keep_checkpoints", "run.keep_optimizer"),
-    *("model.threads", "model.dtype", "model.lora.merge", "optimizer.offload_moments", "evaluation.every", "evaluation.before_and_after"),
+    *(
+        "model.threads",
+        "model.dtype",
+        "model.lora.merge",
+        "optimizer.offload_moments",
+        "evaluation.every",
+        "evaluation.before_and_after",
+    ),
     *(
         "distributed.shard",
         "distributed.shard_ranks",

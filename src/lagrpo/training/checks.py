@@ -54,8 +54,8 @@ def check_lora(settings: Settings, rank: Rank | None) -> None:
         check_installed()
     if rank is not None and settings.distributed.shard == "layers":
         raise SettingsError(
-            "model.lora: with adapters every rank has all frozen weights, and distributed.shard = 'layers' cannot divide "
-            "them: take 'optimizer', which divides the masters and moments of the adapters"
+            "model.lora: with adapters every rank has all frozen weights, and distributed.shard = 'layers' cannot "
+            "divide them: take 'optimizer', which divides the masters and moments of the adapters"
         )
     if settings.sampling.sampler == "vllm" and settings.vllm.weight_sync != "directory":
         raise SettingsError(

@@ -107,8 +107,8 @@ class FusedDecoder:
         return self._stack[1]
 
     def _layer(
-        self, number: int, layer: Any, panels: list[Panels] | list[LowRank] | None, x: Tensor, delta: Tensor | None, cosine: Tensor,
-        sine: Tensor, layout: Layout,
+        self, number: int, layer: Any, panels: list[Panels] | list[LowRank] | None, x: Tensor, delta: Tensor | None,
+        cosine: Tensor, sine: Tensor, layout: Layout,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The residual stream before the layer's last addition, and what is to be added."""
         check_layer(layer, layout)
@@ -127,7 +127,8 @@ class FusedDecoder:
 
 def _normed_products(x: Tensor, delta: Tensor | None, norm: Any, linears: Linears) -> tuple[Tensor, ...]:
     """x + delta, and what linear layers make of its norm."""
-    return _NormedProducts.apply(x, delta, norm.weight, norm.variance_epsilon, linears, *linears.parameters)  # type: ignore[return-value]
+    given = x, delta, norm.weight, norm.variance_epsilon
+    return _NormedProducts.apply(*given, linears, *linears.parameters)  # type: ignore[return-value]
 
 
 def _stack(decoder: Any, panels: Packed) -> kernels.Stack | None:

@@ -37,7 +37,7 @@ def rank_of_server(r: int) -> int:
 
 
 def write_adapter(lm: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the adapters of `lm`, read them back and compare. Raises CorruptError for a file that does not hold them."""
+    """Write the adapters of `lm`, and read them back. Raises CorruptError for a file that does not hold them."""
     save_adapter(lm, weights, folder)
     check_file(folder / WEIGHTS, named(weights))
 

@@ -251,7 +251,9 @@ class Server:
             answer = self.call("POST", GENERATE, {**body, "model": adapter}, self.deadlines.request)
         except RefusedError as error:
             if adapter not in self.adapters():
-                raise UnreachableError(f"{self.url} has not the adapter {adapter} any more: was it restarted?") from error
+                raise UnreachableError(
+                    f"{self.url} has not the adapter {adapter} any more: was it restarted?"
+                ) from error
             raise
         for choice in answer["choices"]:  # the labels that vLLM reports are those of the model's own weights
             span = {"version": answer["model"], "start": 0, "end": len(choice["token_ids"] or [])}

@@ -130,9 +130,7 @@ class Directories:
     """The versions that may still be needed, each a directory of safetensors below `root`. The root is our own: `close`
     removes it, and if this process is killed, a later one does."""
 
-    def __init__(
-        self, parent: str | None, write: Callable[[Mapping[str, Tensor], Path], None] | None = None
-    ) -> None:
+    def __init__(self, parent: str | None, write: Callable[[Mapping[str, Tensor], Path], None] | None = None) -> None:
         """`write` fills the directory of a version; `write_weights` unless given."""
         self._write = write or write_weights
         base = Path(parent).expanduser() if parent else _shared_memory()
