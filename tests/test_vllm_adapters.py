@@ -81,6 +81,8 @@ def test_a_version_is_an_adapter_of_its_own_name_and_nobody_is_paused(policy, tm
         assert all(torch.equal(written[name], tensor) for name, tensor in policy.weights.items())
         assert not {"/pause?mode=keep", "/collective_rpc", "/update_weight_version"} & {*server.paths()}
         sampler.close()
+        assert not server.loaded
+        assert not path.exists()
 
 
 def test_an_adapter_that_a_request_uses_stays(policy, tmp_path):
@@ -98,6 +100,18 @@ def test_an_adapter_that_a_request_uses_stays(policy, tmp_path):
         sampler.sync_weights(policy.weights, 3)
         assert [*server.loaded] == [sampler.fleet.served.label]
         assert [path.name for path in sampler.weights.directories.root.iterdir()] == ["v000003"]
+        sampler.close()
+
+
+def test_the_same_version_may_be_synced_again(policy, tmp_path):
+    server = Adapters()
+    with stub(server) as url:
+        sampler = sampler_at(url, policy, tmp_path)
+        for _ in range(2):
+            sampler.sync_weights(policy.weights, 0)
+            assert [*server.loaded] == [sampler.fleet.served.label]
+            assert versions(sampler, policy, 1) == {0}
+        assert server.paths().count("/v1/load_lora_adapter") == 1
         sampler.close()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from lagrpo.backends.adapters import adapted
+from lagrpo.policy.configs import blaming
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of PEFT's names
@@ -82,7 +83,8 @@ def read_config(directory: Path) -> tuple[Lora, str]:
     check_installed()
     from peft import PeftConfig
 
-    config: Any = PeftConfig.from_pretrained(str(directory))
+    with blaming(f"{directory / CONFIG} cannot be read"):
+        config: Any = PeftConfig.from_pretrained(str(directory))
     unlike = {
         "peft_type": str(getattr(config.peft_type, "value", config.peft_type)) != "LORA",
         "use_dora": getattr(config, "use_dora", False),

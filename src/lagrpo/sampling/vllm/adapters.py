@@ -68,7 +68,8 @@ class AdapterSync(WeightSync):
                 "a server for adapters is started with `lagrpo serve MODEL --lora-rank R`"
             ) from error
         with self._lock:
-            self._loaded.append(parcel.label)
+            if parcel.label not in self._loaded:  # a batch without an update is followed by the same version
+                self._loaded.append(parcel.label)
             fleet.served.set(parcel)
         for server in fleet.servers:
             server.adapter = parcel.label
@@ -96,6 +97,12 @@ class AdapterSync(WeightSync):
 
     def read(self, parcel: Parcel) -> Mapping[str, Tensor]:
         return read_weights(Path(parcel.write()))
+
+    def close(self) -> None:
+        """Servers that run on are left without our adapters, unless they do not answer anyway."""
+        for label in self._loaded if not self._fleet.broken else ():
+            self._unload(label)
+        super().close()
 
     def _unload(self, label: str) -> None:
         """A server that has not the adapter, or does not answer, has nothing to unload."""

@@ -48,6 +48,11 @@ sys.exit(1 if code is None else code & 255)
 """
 
 
+PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+)
+"""Linear layers that servers take adapters for, by their names in the models and in vLLM."""
 EXTENDED = "lagrpo_extension.Worker"
 EXTENSION = Path(__file__).parent / "extension"  # the only directory of ours that vLLM's Python sees
 
@@ -89,8 +94,10 @@ class Launch:
         ]
 
     def _adapters(self) -> list[str]:
+        """The head is left out: vLLM 0.32 dies when it computes log-probs of a prompt with an adapter beside it."""
         rank, count = self.lora
-        return ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(count)] if rank else []
+        sizes = ["--max-lora-rank", str(rank), "--max-loras", str(count)]
+        return ["--enable-lora", *sizes, "--lora-target-modules", *PROJECTIONS] if rank else []
 
     def environment(self, key: str) -> dict[str, str]:
         """Environment variables of the server's process.

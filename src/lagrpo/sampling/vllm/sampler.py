@@ -101,7 +101,7 @@ class VllmSampler:
     def close(self) -> None:
         """End the threads, the servers that are ours, and what lies in the shared directory."""
         self.fleet.close()
-        self.weights.directories.close()
+        self.weights.close()
 
     def _score(self, member: Member, item: Item) -> list[float]:
         def score(server: Server) -> list[float]:

@@ -88,6 +88,10 @@ class WeightSync:
         """Remove what only older versions need."""
         self.directories.drop_before(version)
 
+    def close(self) -> None:
+        """Remove what lies in the shared directory."""
+        self.directories.close()
+
     def read(self, parcel: Parcel) -> Mapping[str, Tensor]:
         """The weights of a version, as they were sent."""
         return load_file(Path(parcel.write()) / FILE)
