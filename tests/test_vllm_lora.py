@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from running import tiny_settings
@@ -36,6 +34,12 @@ def server(model):
 
 
 @pytest.fixture
+def attached(server):
+    """The server as somebody else's, which a sampler's close does not end."""
+    return Server(server.url, server.key, DEADLINES)
+
+
+@pytest.fixture
 def policy(model):
     return load_policy(str(model), torch.float32, lora=LORA)
 
@@ -56,8 +60,8 @@ def versions_of(group) -> set[int]:
     return {int(v) for c in group.completions for v in c.versions}
 
 
-def test_learner_and_server_agree_after_each_sync_of_an_adapter(server, policy, tmp_path):
-    sampler, check = sampler_over([server], policy, tmp_path), ParityCheck(requests_for(policy, 4), torch.float32)
+def test_learner_and_server_agree_after_each_sync_of_an_adapter(attached, policy, tmp_path):
+    sampler, check = sampler_over([attached], policy, tmp_path), ParityCheck(requests_for(policy, 4), torch.float32)
     for version in range(4):
         cost = sampler.sync_weights(policy.weights, version)
         assert cost["sync_bytes"] == sum(4 * tensor.numel() for tensor in policy.weights.values())
@@ -68,7 +72,7 @@ def test_learner_and_server_agree_after_each_sync_of_an_adapter(server, policy, 
             assert versions_of(group) == {version}
             assert distance(policy, group) < 2e-3
         update(policy)
-    assert len(server.adapters()) == 1  # older ones have been unloaded
+    assert len(attached.adapters()) == 1  # older ones have been unloaded
     assert [path.name for path in sampler.weights.directories.root.iterdir()] == ["v000003"]
     served, weights = sampler.served()
     assert served == 3
@@ -76,8 +80,8 @@ def test_learner_and_server_agree_after_each_sync_of_an_adapter(server, policy, 
     sampler.close()
 
 
-def test_what_is_under_way_goes_on_by_the_adapter_that_it_began_with(server, policy, tmp_path):
-    sampler = sampler_over([server], policy, tmp_path)
+def test_what_is_under_way_goes_on_by_the_adapter_that_it_began_with(attached, policy, tmp_path):
+    sampler = sampler_over([attached], policy, tmp_path)
     sampler.in_flight, sampler.spans = "span", True
     sampler.sync_weights(policy.weights, 0)
     stream = sampler.sample(requests_for(policy, 6), 4)
@@ -103,7 +107,7 @@ def test_a_server_that_dies_is_brought_back_with_the_adapter(server, policy, tmp
     assert versions_of(group) == {1}
     assert distance(policy, group) < 2e-3
     assert sampler.read()["recoveries"] == 1
-    sampler.close = lambda: None
+    sampler.weights.close()  # the server goes on for the other tests
 
 
 def test_a_run_trains_adapters_with_a_server_that_it_attaches_to(server, model, tmp_path, monkeypatch):
@@ -121,9 +125,8 @@ def test_a_run_trains_adapters_with_a_server_that_it_attaches_to(server, model, 
         training.train(tiny_settings(model, tmp_path, **sections))
 
 
-def test_a_server_without_an_adapter_any_more_gets_it_again(server, policy, tmp_path):
-    attached = Server(server.url, server.key, DEADLINES)
-    sampler = sampler_over([attached], policy, Path(tmp_path))
+def test_a_server_without_an_adapter_any_more_gets_it_again(attached, policy, tmp_path):
+    sampler = sampler_over([attached], policy, tmp_path)
     sampler.sync_weights(policy.weights, 0)
     attached.unload_adapter(sampler.fleet.served.label)
     ((_, group),) = sampler.sample(requests_for(policy, 1), 2)
