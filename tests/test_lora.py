@@ -274,7 +274,8 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(whole, tmp_path, batch)
         if int(path.name[5:]) > batch:
             shutil.rmtree(path)
     resumed = train({"run": {"resume": str(run)}})
-    ours, theirs = (read_weights(at.weights) for at in (resumed, whole))
+    assert resumed.weights is not None
+    ours, theirs = read_weights(resumed.weights), read_weights(whole.weights)
     assert same(ours, theirs)
     for one, other in zip(load_rollouts(run), load_rollouts(whole.run), strict=True):
         assert one == other
@@ -290,6 +291,7 @@ def test_a_run_of_adapters_is_replayed(whole):
 def test_merged_weights_are_a_model(model, tmp_path):
     settings = lora_settings(model, tmp_path, model={"lora": {"r": 2, "merge": True}})
     result = train(settings)
+    assert result.weights is not None
     assert (result.weights / "model.safetensors").exists()
     assert not (result.weights / CONFIG).exists()
 
