@@ -59,8 +59,8 @@ class _TokenLogp(torch.autograd.Function):
             torch.mm(dx, weight, out=grad_hidden[rows])
             if share is not None:
                 torch.mm(dx.mT, hidden[rows], out=share)
-            if total is not None:
-                total += share
+                if total is not None:
+                    total += share
             if grad_bias is not None:
                 grad_bias += dx.sum(0, dtype=torch.float32)
         if kept is not None:
