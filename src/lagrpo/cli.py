@@ -157,8 +157,9 @@ def merge(
         dtype: dtype of the weights that are written; auto: that of the model's files.
     """
     from lagrpo.policy.merging import merge_adapter
+    from lagrpo.training.build import without_progress_bars
 
-    with refusing("merge"):
+    with refusing("merge"), without_progress_bars():
         merge_adapter(adapter, out, dtype)
     print(f"{out}: the model with the adapter {adapter}")
 
