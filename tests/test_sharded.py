@@ -22,6 +22,7 @@ from tiny import tiny_policy
 from torch import Tensor
 
 from lagrpo.objective.recipes import resolve
+from lagrpo.policy.adapter_files import Lora
 from lagrpo.policy.batch import FreshMicroBatch, micro_batches
 from lagrpo.policy.learner import Learner, Optimization
 from lagrpo.policy.masters import Masters
@@ -44,8 +45,10 @@ def share(group: Any, rows: Sequence[Any], first_takes_all: bool) -> list[Any]:
     return [*rows][group.rank() :: group.size()]
 
 
-def make(group: Any, dtype: str, kind: str = "llama", tie: bool = False, **changes: Any) -> Learner:
-    policy = tiny_policy(kind, DTYPES[dtype], backend="torch", tie_word_embeddings=tie)
+def make(
+    group: Any, dtype: str, kind: str = "llama", tie: bool = False, lora: Lora | None = None, **changes: Any
+) -> Learner:
+    policy = tiny_policy(kind, DTYPES[dtype], backend="torch", lora=lora, tie_word_embeddings=tie)
     optimization = Optimization(**({"lr": 1e-3, "updates": 9, "weight_decay": 0.1, "warmup": 2, "seed": 5} | changes))
     return Learner(policy, resolve("grpo", {"beta": 0.0}), optimization, ranks=group)
 

@@ -73,12 +73,16 @@ def tiny_policy(
     tau: float = 1.0,
     backend: Any = None,
     device: str = "cpu",
+    lora: Any = None,
     **changes: Any,
 ) -> Any:
-    """`backend`: as Policy.of takes it; BACKEND unless given."""
+    """`backend`: as Policy.of takes it; BACKEND unless given. `lora`: the adapters that it gets."""
+    from lagrpo.policy.lora import attach
     from lagrpo.policy.model import Policy
 
     model = tiny_model(kind, **changes).to(device, dtype)
+    if lora is not None:
+        attach(model, lora)
     return Policy.of(model, tiny_tokenizer(), tau, backend=backend or BACKEND, templates=shared_templates())
 
 

@@ -13,8 +13,10 @@ import psutil
 import torch
 from tiny import save_tiny
 
+from lagrpo.backends.adapters import adapted
 from lagrpo.policy.loading import load_policy
 from lagrpo.policy.model import Policy
+from lagrpo.sampling.vllm.adapters import AdapterSync
 from lagrpo.sampling.vllm.fleet import Fleet
 from lagrpo.sampling.vllm.generation import Generation
 from lagrpo.sampling.vllm.process import Launch, StartedServer
@@ -34,9 +36,9 @@ def tiny_directory(root: Path, **changes: Any) -> Path:
     return save_tiny(root / "model", **SIZES | changes)
 
 
-def start(model: Path, log: Path, dtype: str = "float32") -> StartedServer:
+def start(model: Path, log: Path, dtype: str = "float32", lora: tuple[int, int] = (0, 0)) -> StartedServer:
     """A server of the model, ready."""
-    launch = Launch(PYTHON, str(model), dtype, longest=256, max_num_seqs=64)
+    launch = Launch(PYTHON, str(model), dtype, longest=256, max_num_seqs=64, lora=lora)
     server = StartedServer(launch, DEADLINES, log)
     server.wait(DEADLINES.start)
     return server
@@ -51,6 +53,8 @@ def sampler_over(servers: Sequence[Server], policy: Policy, root: Path) -> VllmS
     generation = Generation(0, 12, policy.tau, sorted(policy.chat.eos_ids), 32, policy.chat.decode)
     fleet = Fleet(servers)
     weights = WeightSync(fleet, DirectoryWire(), Directories(str(root)), policy.dtype)
+    if adapted(policy.model.lm):
+        weights = AdapterSync(fleet, policy.model.lm, str(root), policy.dtype)
     return VllmSampler(fleet, generation, weights)
 
 

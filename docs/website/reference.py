@@ -39,17 +39,30 @@ def settings() -> str:
     lines = ["# Settings", "", ABOUT_SETTINGS, ""]
     for name, field in Settings.model_fields.items():
         section = field.annotation
-        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+        if not _is_section(section):
             raise TypeError(f"{name} is no section of settings")
-        lines += [f"## {name}", ""]
-        if "__doc__" in vars(section) and section.__doc__:
-            lines += [link_pages(escape(" ".join(section.__doc__.split()))), ""]
-        for leaf, setting in section.model_fields.items():
-            lines += _setting(f"{name}.{leaf}", setting)
-            if entry := entry_of(setting.annotation):
-                for each, of in entry.model_fields.items():
-                    lines += _setting(f"{name}.{leaf}.{each}", of)
+        lines += _section(name, section)
     return "\n".join(lines)
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _section(name: str, section: Any) -> list[str]:
+    """A section: its own settings, then the sections in it."""
+    lines = [f"## {name}", ""]
+    if "__doc__" in vars(section) and section.__doc__:
+        lines += [link_pages(escape(" ".join(section.__doc__.split()))), ""]
+    inner = {leaf: field for leaf, field in section.model_fields.items() if _is_section(field.annotation)}
+    for leaf, setting in section.model_fields.items():
+        lines += [] if leaf in inner else _setting(f"{name}.{leaf}", setting)
+        if entry := entry_of(setting.annotation):
+            for each, of in entry.model_fields.items():
+                lines += _setting(f"{name}.{leaf}.{each}", of)
+    for leaf, field in inner.items():
+        lines += _section(f"{name}.{leaf}", field.annotation)
+    return lines
 
 
 def _setting(name: str, field: FieldInfo) -> list[str]:

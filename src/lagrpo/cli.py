@@ -3,6 +3,7 @@
     lagrpo demo [--section.name VALUE …]
     lagrpo train [SETTINGS.toml] [--dry-run] [--section.name VALUE …]
     lagrpo eval MODEL [--task gsm8k] [--samples 50] …
+    lagrpo merge ADAPTER --out DIRECTORY [--dtype float32]
     lagrpo show RUN [--batch B] [--only right|wrong|unscored] …
     lagrpo view RUN … [--serve] [--out FILE] [--open] [--completions N]
     lagrpo verify RUN [--rows N | --all]
@@ -38,7 +39,7 @@ from pydantic import BaseModel
 
 from lagrpo import logs
 from lagrpo.doctor import doctor
-from lagrpo.errors import SettingsError, find_nearest
+from lagrpo.errors import SettingsError, find_nearest, refusing
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.redaction import redact
 from lagrpo.settings.arguments import TABLES, Arguments, parse
@@ -104,10 +105,13 @@ def led_quietly() -> Iterator[None]:
 def train(words: list[str]) -> None:
     """Train on the settings of a file (the defaults without one), overridden by --section.name VALUE.
 
-    --dry-run prints the settings as resolved and what they mean, and stops."""
-    given = parse(Settings, words, FLAGS)
+    --dry-run prints the settings as resolved and what they mean, and stops. --merge stands for --model.lora.merge
+    true."""
+    given = parse(Settings, words, FLAGS | {"--merge"})
     if len(given.files) > 1:
         raise SettingsError(f"one settings file, not {len(given.files)}: {' '.join(given.files)}")
+    if "--merge" in given.flags:
+        given.put("model.lora.merge", "true")
     settings = load_settings(given.files[0] if given.files else None, given.overrides)
     if given.flags & HELP:
         return show_help(settings, "lagrpo train [SETTINGS.toml]", train)
@@ -171,6 +175,26 @@ def evaluate(words: list[str]) -> None:
 
     with failing(*FAILURES):
         evaluate_model(settings)
+
+
+def merge(
+    adapter: tyro.conf.Positional[Path], out: Path, dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+) -> None:
+    """Write a whole model: that of an adapter, with the adapter added to its weights.
+
+    The sum is rounded once. In bfloat16 that loses what is below half a spacing of a weight: float32 keeps it.
+
+    Args:
+        adapter: Directory of the adapter, such as runs/NAME/weights/final.
+        out: Directory that the model is written to; it must not be there.
+        dtype: dtype of the weights that are written; auto: that of the model's files.
+    """
+    from lagrpo.policy.merging import merge_adapter
+    from lagrpo.training.build import without_progress_bars
+
+    with refusing("merge"), without_progress_bars():
+        merge_adapter(adapter, out, dtype)
+    print(f"{out}: the model with the adapter {adapter}")
 
 
 def show(
@@ -396,7 +420,7 @@ def describe_tables(kind: type[BaseModel]) -> list[str]:
 HELP = {"-h", "--help"}
 FLAGS = HELP | {"--dry-run"}
 FUNCTIONS: dict[str, Callable[..., None]] = {
-    **{"show": show, "view": view, "verify": verify, "recipes": recipes, "study": study},
+    **{"show": show, "view": view, "verify": verify, "recipes": recipes, "study": study, "merge": merge},
     **{"doctor": doctor, "completion": completion},
 }
 """Commands whose signature says what they take."""

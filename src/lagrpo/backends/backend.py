@@ -6,7 +6,6 @@ PyTorch's operations, which run on any device; CpuBackend and CudaBackend replac
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lagrpo.backends import logprobs, parts
+from lagrpo.backends.adapters import with_own_adapters
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import Product
 from lagrpo.backends.steps import Steps
@@ -62,9 +62,10 @@ class Backend:
         return None
 
     def copy(self, model: Any) -> tuple[Any, Any]:
-        """A copy of a model's transformers model that does not learn, and `panels` for its layers: None where the copy
-        has weights of its own. Panels have `load`, which takes the weights that the copy lacks."""
-        return copy.deepcopy(model.lm).requires_grad_(False), None
+        """A copy of a model's transformers model that does not learn, and `panels` for its layers, None where these are
+        the copy's own. Where the copy lacks weights, panels have `load`, which takes them. Frozen layers beside
+        adapters are shared."""
+        return with_own_adapters(model.lm), None
 
     def steps(self, model: Any) -> Steps:
         return Steps(model)

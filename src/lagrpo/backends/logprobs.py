@@ -8,6 +8,7 @@ however many tokens there are: float32 copies of the logits are made a chunk at 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -139,7 +140,8 @@ class _TokenLogp(torch.autograd.Function):
     def backward(ctx, grad_logp: Tensor):  # type: ignore[override]
         hidden, weight, bias, token_ids, lse = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        zeros = partial(torch.zeros, weight.shape, dtype=torch.float32, device=weight.device)
+        grad_weight = zeros() if ctx.needs_input_grad[1] else None  # a head beside adapters is frozen
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         for held in chunks(0, len(token_ids), weight.shape[0], HELD_GRADIENTS):
             dx, first = weight.new_empty(held.stop - held.start, weight.shape[0]), held.start
@@ -148,11 +150,13 @@ class _TokenLogp(torch.autograd.Function):
                 p = scaled_logits(hidden[rows], weight, bias, ctx.tau).sub_(lse[rows].unsqueeze(1)).exp_().mul_(-g)
                 dx[rows.start - first : rows.stop - first] = p.scatter_add_(1, token_ids[rows].unsqueeze(1), g)
             grad_hidden[held] = dx @ weight
-            grad_weight += dx.mT @ hidden[held]
+            if grad_weight is not None:
+                grad_weight += dx.mT @ hidden[held]
             if grad_bias is not None:
                 grad_bias += dx.sum(0, dtype=torch.float32)
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 def chunks(start: int, stop: int, vocabulary: int, numbers: int) -> list[slice]:

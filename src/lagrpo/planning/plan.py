@@ -114,6 +114,11 @@ def make_plan(settings: Settings, given: PlanSettings, run: Measured | None = No
     device = choose_device(given, run)
     check_split(given, device)
     recipe = _recipe(settings)
+    if settings.model.lora.r:
+        raise SettingsError(
+            "model.lora: lagrpo plan models full training; lagrpo train --dry-run says what a run with adapters needs "
+            "and moves"
+        )
     lm = empty_model(settings)
     model = Model.of(lm, _size(settings, device, run))
     rates = stated_rates(device, given, model)

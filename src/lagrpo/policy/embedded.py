@@ -74,7 +74,7 @@ def check_path(path_or_alias: str) -> None:
         return
     resolve_model(path_or_alias)
     path = Path(path_or_alias).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
+    if path.is_dir() and not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ValueError(f"{path_or_alias!r} is no model directory: it has no config.json")
     if path.is_file():
         raise ValueError(f"{path_or_alias!r} is a file; a model is a directory or the name of one on the hub")

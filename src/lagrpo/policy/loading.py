@@ -3,7 +3,8 @@ check on a small input that it computes what transformers computes."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -11,10 +12,13 @@ from torch import nn
 from lagrpo.backends import attention
 from lagrpo.backends.backend import Backend
 from lagrpo.backends.choose import Choice
+from lagrpo.policy.adapter_files import Lora, is_adapter, read_config, read_weights
 from lagrpo.policy.chat import Templates
 from lagrpo.policy.checkpoint import match_weights, model_class, read_headers, read_tokenizer
-from lagrpo.policy.configs import blaming, read_config
-from lagrpo.policy.model import Packed, Policy
+from lagrpo.policy.configs import blaming
+from lagrpo.policy.configs import read_config as read_model_config
+from lagrpo.policy.lora import attach
+from lagrpo.policy.model import Packed, Policy, weights_of
 
 LOADING = {"use_safetensors": True, "trust_remote_code": False}
 LOADING |= {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
@@ -28,21 +32,38 @@ ATTENTION_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16:
 def load_policy(
     path: str, dtype: torch.dtype, device: torch.device | str = "cpu", tau: float = 1.0,
     chat_template: str | None = None, templates: Templates | None = None, backend: Backend | Choice = "auto",
+    lora: Lora | None = None,
 ) -> Policy:  # fmt: skip
     """Load a policy from a hub id or a directory, with shared-prefix attention. `templates` renders its prompts; its
-    giver closes it. `backend`: what computes, or how to choose it.
+    giver closes it. `backend`: what computes, or how to choose it. `lora`: the adapters that it gets; a directory of
+    adapters has its own.
 
     Raises ValueError for files that are damaged or do not fit together, by file and field, and for a model that
     shared-prefix attention does not reproduce, with the reason; OSError where there is nothing that transformers can
     load."""
+    if templates is not None:
+        templates.start()  # gets ready while the model is loaded
+    lm, tokenizer = load_model(path, dtype, device, lora)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    policy = Policy.of(lm, tokenizer, tau, backend=backend, templates=templates)
+    check_attention(policy)
+    return policy
+
+
+def load_model(
+    path: str, dtype: torch.dtype | Literal["auto"], device: torch.device | str = "cpu", lora: Lora | None = None
+) -> tuple[Any, Any]:
+    """The model of transformers, with its adapters if it gets or has any, and its tokenizer. Raises as `load_policy`;
+    "auto" is the dtype of the files."""
     from transformers import AutoModelForCausalLM
 
     attention.register()
-    if templates is not None:
-        templates.start()  # gets ready while the model is loaded
+    weights = None
+    if is_adapter(path):
+        weights = read_weights(Path(path))
+        lora, path = read_config(Path(path))
     tokenizer = check_files(path)
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
     with blaming("transformers cannot load it"):
         lm: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention.NAME, **LOADING)
     check_finite(lm)
@@ -50,9 +71,11 @@ def load_policy(
     for module in lm.modules():  # no randomness inside the policy: sampler and learner are one function of the weights
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    policy = Policy.of(lm, tokenizer, tau, backend=backend, templates=templates)
-    check_attention(policy)
-    return policy
+    if lora is not None:
+        attach(lm, lora)
+    if weights is not None:
+        weights_of(lm).load(weights, 0)
+    return lm, tokenizer
 
 
 def check_finite(model: nn.Module) -> None:
@@ -66,7 +89,7 @@ def check_finite(model: nn.Module) -> None:
 def check_files(path: str) -> Any:
     """The tokenizer of a model whose files fit together and that is supported. Raises as `load_policy`; loads no
     weight."""
-    config = read_config(path)
+    config = read_model_config(path)
     check_supported(config)
     tokenizer = read_tokenizer(path, config)
     match_weights(config, read_headers(path, config))

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lagrpo.backends.adapters import A, B, adapted
 from lagrpo.backends.attention import Layout
 from lagrpo.backends.backend import Backend, is_plain_linear
 from lagrpo.backends.choose import Choice, choose_backend
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import token_logp_by_module
+from lagrpo.policy.adapter_files import save_adapter
 from lagrpo.policy.chat import Chat, Templates
 
 
@@ -55,6 +57,23 @@ class Weights(Mapping[str, Tensor]):
         for name, tensor in self.items():
             tensor.copy_(weights[name])
         self.version = version
+
+
+class AdapterWeights(Weights):
+    """The weights of a model's adapters: where it has any, they are all that a version has of its own."""
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (f"{layer}.{part}" for layer in adapted(self._lm) for part in (A, B))
+
+
+def weights_of(lm: Any, version: int = 0) -> Weights:
+    """What a version of a model has of its own: its adapters where it has any, else all weights."""
+    return AdapterWeights(lm, version) if adapted(lm) else Weights(lm, version)
+
+
+def all_weights(policy: Policy) -> Mapping[str, Tensor]:
+    """The weights that the policy computes by: beside those of its adapters the frozen ones."""
+    return Weights(policy.model.lm) if isinstance(policy.weights, AdapterWeights) else policy.weights
 
 
 def check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], version: int) -> None:
@@ -177,7 +196,7 @@ class Policy:
         if not isinstance(backend, Backend):
             weight = lm.get_output_embeddings().weight
             backend = choose_backend(backend, weight.device, weight.dtype)
-        return Policy(Weights(lm, version), Model(lm, backend), Chat.of(lm, tokenizer, templates), tau)
+        return Policy(weights_of(lm, version), Model(lm, backend), Chat.of(lm, tokenizer, templates), tau)
 
     @property
     def version(self) -> int:
@@ -196,6 +215,10 @@ class Policy:
         return self.model(packed, self.tau if tau is None else tau, entropy_T)
 
     def save(self, directory: Path) -> None:
-        """Write a Hugging Face model directory: weights as safetensors, config, tokenizer and generation config."""
-        self.model.lm.save_pretrained(directory)
+        """Write a Hugging Face model directory: weights as safetensors, config, tokenizer and generation config. Of a
+        model with adapters these alone, as PEFT writes them."""
+        if isinstance(self.weights, AdapterWeights):
+            save_adapter(self.model.lm, self.weights, directory)
+        else:
+            self.model.lm.save_pretrained(directory)
         self.chat.save(directory)

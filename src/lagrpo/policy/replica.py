@@ -3,6 +3,7 @@
 A decoding step does little else than read every weight, so how they lie decides its time. Where the C kernels compute
 all matrix products (`Model.exact`), the replica has panels in place of the weights of linear layers, and while it holds
 the version of the policy that learns, both read the same ones (backends/cpu/panels.py). Elsewhere it is a plain copy.
+With adapters only these are copied, everywhere: all else is shared.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lagrpo.backends.cpu.panels import BorrowedPanels
 from lagrpo.policy.chat import Chat
-from lagrpo.policy.model import Model, Packed, Policy, Weights, check_weights
+from lagrpo.policy.model import Model, Packed, Policy, Weights, check_weights, weights_of
 
 
 class PackedWeights:
@@ -69,5 +71,6 @@ def replica(policy: Policy) -> Replica:
     """A copy of the policy with the same weights, for its backend and at its tau."""
     backend = policy.model.backend
     lm, panels = backend.copy(policy.model)
-    weights = Weights(lm, policy.version) if panels is None else PackedWeights(policy.weights, lm, panels)
+    lacking = isinstance(panels, BorrowedPanels)
+    weights = PackedWeights(policy.weights, lm, panels) if lacking else weights_of(lm, policy.version)
     return Replica(weights, Model(lm, backend, panels), policy.chat, policy.tau)

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -124,9 +125,10 @@ class Source:
         era, settings = copy.copy(self), self.settings.model_dump()
         for resumption in reversed(self.resumptions[number:]):
             for name, (before, _) in resumption.changed.items():
-                section, _, leaf = name.partition(".")
-                if leaf in settings.get(section, {}):
-                    settings[section][leaf] = before
+                *sections, leaf = name.split(".")
+                below = reduce(lambda of, section: of.get(section, {}), sections, settings)
+                if leaf in below:
+                    below[leaf] = before
         era.settings = Settings.model_validate(settings)
         era.recipe = resolve(era.settings.objective.recipe, era.settings.objective.overrides)
         return era

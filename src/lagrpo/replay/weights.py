@@ -7,6 +7,7 @@ the two sides then rounds.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lagrpo import hub
 from lagrpo.policy.embedded import ALIASES, resolve_model
 from lagrpo.replay.findings import UnreadableError
 from lagrpo.replay.source import Source
+from lagrpo.untrusted import read_text
 
 
 class Weights:
@@ -79,9 +81,17 @@ def _load(directory: str, dtype: torch.dtype) -> Any:
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    adapter = (Path(directory) / "adapter_config.json").is_file()
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
-    except (OSError, ValueError, SafetensorError) as error:
+        named = (
+            json.loads(read_text(Path(directory) / "adapter_config.json"))["base_model_name_or_path"] if adapter else ""
+        )
+        model: Any = AutoModelForCausalLM.from_pretrained(named or directory, dtype=dtype, attn_implementation="eager")
+        if adapter:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, directory)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UnreadableError(f"{directory} is no whole model directory: {_first_line(error)}") from error
     finally:
         if shown:

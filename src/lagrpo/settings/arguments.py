@@ -34,14 +34,20 @@ class Arguments:
 
     def put(self, name: str, value: str | list[str]) -> None:
         """Keep the value of the setting `name`; that of task.options.NAME as the number, list or text that it is."""
-        section, dot, leaf = name.partition(".")
-        below = self.overrides.setdefault(section, {}) if dot else self.overrides
-        if not isinstance(below, dict):
-            return
-        if (table := leaf.partition("."))[1] and isinstance(value, str) and f"{section}.{table[0]}" in TABLES:
-            below.setdefault(table[0], {})[table[2]] = read_value(value)
+        *sections, leaf = name.split(".")
+        table = next((known for known in TABLES if name.startswith(f"{known}.")), None)
+        if table is not None and isinstance(value, str):
+            sections, leaf = table.split("."), name.removeprefix(f"{table}.")
+            self._below(sections)[leaf] = read_value(value)
         else:
-            below[leaf if dot else section] = None if value in ("None", ["None"]) else value
+            self._below(sections)[leaf] = None if value in ("None", ["None"]) else value
+
+    def _below(self, sections: Sequence[str]) -> dict[str, Any]:
+        """The overrides of a section; nowhere that counts where a section was given a value itself."""
+        below: Any = self.overrides
+        for section in sections:
+            below = below.setdefault(section, {}) if isinstance(below, dict) else below
+        return below if isinstance(below, dict) else {}
 
 
 def read_value(text: str) -> Any:

@@ -14,6 +14,7 @@ from pydantic import Field, create_model, model_validator
 from lagrpo.objective.composition import Composition
 from lagrpo.settings.distributed import DistributedSettings
 from lagrpo.settings.evaluation import EvaluationSettings
+from lagrpo.settings.lora import LoraSettings
 from lagrpo.settings.section import ONE_OR_MORE, Section
 from lagrpo.settings.task import TaskSettings, unset
 from lagrpo.settings.vllm import VllmSettings
@@ -86,6 +87,7 @@ class ModelSettings(Section):
     graphs."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the tokenizer's."""
+    lora: LoraSettings = LoraSettings()
 
 
 class SamplingSettings(Section):
@@ -248,6 +250,8 @@ class Settings(Section):
     def _check_sections(self) -> Settings:
         if self.sampling.sampler != "vllm" and self.vllm != VllmSettings():
             raise ValueError("section vllm is set, but sampling.sampler is 'local': set it to 'vllm'")
+        if not self.model.lora.r and self.model.lora != LoraSettings():
+            raise ValueError("section model.lora is set, but its r is 0, which is full training: set model.lora.r")
         if self.sampling.sampler == "vllm" and self.sampling.temperature > 2:
             raise ValueError(f"sampling.temperature = {self.sampling.temperature:g}: vLLM takes at most 2")
         if self.schedule.watches and not self.run.score_lag:

@@ -38,6 +38,8 @@ class ServeSettings:
     """Most completions decoded at a time."""
     weight_sync: Literal["directory", "nccl", "ipc"] = VLLM.weight_sync
     """How weights will travel (vllm.weight_sync of the run)."""
+    lora_rank: int = 0
+    """Largest rank of adapters that it takes (model.lora.r of the run); 0: none."""
     failures: int = VLLM.failures
     """How often it is started again when it dies."""
     deadline: float = VLLM.start_deadline

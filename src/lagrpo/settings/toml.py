@@ -95,7 +95,9 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _blame(where: tuple[Any, ...], values: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> str:
     """The source of what is complained about: the command line where it set that, or where nothing else was given."""
     found: Any = overrides
-    for part in where[:2]:
+    for depth, part in enumerate(where):
+        if depth > 1 and not isinstance(found, Mapping):
+            break
         if not isinstance(found, Mapping) or part not in found:
             return source
         found = found[part]
@@ -149,7 +151,7 @@ def _shown(value: Any) -> str:
 def suggest_setting(kind: type[BaseModel], name: str) -> str:
     """ "did you mean 'x'?" for the setting most like `name`: the one of that name in another section, else one of its
     section that begins or ends so or is spelled like it. Without one, the settings of its section, or the sections."""
-    section, _, leaf = name.partition(".") if "." in name else ("", "", name)
+    section, _, leaf = name.rpartition(".")
     named = {known.rpartition(".")[2]: known for known in reversed(list_settings(kind))}
     beside = {own.rpartition(".")[2].lower(): own for own in list_settings(kind) if own.rpartition(".")[0] == section}
     longer = next((own for word, own in beside.items() if section and word.startswith(leaf)), None)

@@ -80,7 +80,8 @@ def check_measure(text: str) -> str:
         raise ValueError(
             f"{text!r} is no measure: write pass_at_1, `pass_at_1 before`, SET.pass_at_1, an operation "
             f"({', '.join(OVER_BATCHES)}; smoothed: {', '.join(OVER_SMOOTHED)}) and a metric of metrics.jsonl "
-            "(`mean reward_mean`) or a difference of two (`min reward_mean - entropy`), or what it costs to reach a reward (`seconds_total to 0.9`)"
+            "(`mean reward_mean`) or a difference of two (`min reward_mean - entropy`), or what it costs to reach a "
+            "reward (`seconds_total to 0.9`)"
         )
     return text
 

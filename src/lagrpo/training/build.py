@@ -18,13 +18,14 @@ from lagrpo.data.offline import OfflineData, Records, read_records
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.objective.compose import Recipe
+from lagrpo.policy.adapter_files import Lora
 from lagrpo.policy.chat import Templates
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.layered import make_layered_replica, why_not, without_numbers
 from lagrpo.policy.learner import Learner, Optimization
 from lagrpo.policy.loading import check_context, check_files, load_policy
 from lagrpo.policy.masters import fingerprint
-from lagrpo.policy.model import Policy
+from lagrpo.policy.model import Policy, all_weights
 from lagrpo.policy.replica import Replica, replica
 from lagrpo.ranks.world import World
 from lagrpo.sampling.local import BorrowingSampler, LocalSampler
@@ -47,9 +48,12 @@ from lagrpo.verify import Verifier
 _QUIET = threading.RLock()  # what transformers says is set for the process: runs in several threads take turns
 
 
-def build_policy(model: ModelSettings, tau: float, longest: int, templates: Templates | None = None) -> Policy:
+def build_policy(
+    model: ModelSettings, tau: float, longest: int, templates: Templates | None = None, seed: int = 0
+) -> Policy:
     """The policy of the settings at temperature tau, checked against the `longest` sequence that they allow, in tokens;
-    `templates` renders its prompts. Raises SettingsError for a model that is not there or cannot be run."""
+    `templates` renders its prompts; adapters start at draws of `seed`. Raises SettingsError for a model that is not
+    there or cannot be run."""
     device = pick_device(model.device)
     team.start(model.threads, device.type)
     if device.type == "cpu":
@@ -57,11 +61,18 @@ def build_policy(model: ModelSettings, tau: float, longest: int, templates: Temp
     dtype = getattr(torch, pick_dtype(model.dtype, device)[0])
     with refusing("model.kernels", NoKernels):
         backend = choose_backend(model.kernels, device, dtype)
+    given = chat_template(model), templates, backend, lora_of(model, seed)
     with loading(model):
-        policy = load_policy(resolve_model(model.path), dtype, device, tau, chat_template(model), templates, backend)
+        policy = load_policy(resolve_model(model.path), dtype, device, tau, *given)
     with refusing("model.path"):
         check_context(policy, longest)
     return policy
+
+
+def lora_of(model: ModelSettings, seed: int = 0) -> Lora | None:
+    """The adapters that the settings ask for; None for full training."""
+    lora = model.lora
+    return Lora(lora.r, lora.alpha, lora.targets, seed) if lora.r else None
 
 
 @contextmanager
@@ -172,11 +183,11 @@ class Parts:
     ) -> Parts:  # fmt: skip
         sampling, task = settings.sampling, data.task
         templates = undo.enter_context(closing(Templates()))
-        policy = build_policy(settings.model, sampling.temperature, settings.longest, templates)
+        policy = build_policy(settings.model, sampling.temperature, settings.longest, templates, settings.run.seed)
         prompts = build_prompts(settings, task, policy)
         offline = build_offline(settings, recipe, policy, data.records) if data.records else None
         sampler = build_vllm(settings, policy, servers) if servers else build_local_sampler(settings, policy)
-        found = fingerprint(policy.weights) if world is not None else ""
+        found = fingerprint(all_weights(policy)) if world is not None else ""
         skeleton = without_numbers(policy.model.lm) if world is not None and world.mesh is not None else None
         learner, evaluator = build_learner(settings, recipe, policy, world)
         if world is not None:

@@ -22,7 +22,8 @@ FREE = (
     *("run.name", "run.directory", "run.resume", "run.allow", "run.display", "run.save_weights", "run.save_every"),
     *("run.checkpoint_minutes", "run.checkpoint_every", "run.keep_checkpoints", "run.keep_optimizer"),
     *("run.trackers", "run.tracked_completions"),
-    *("model.threads", "model.dtype", "optimizer.offload_moments", "evaluation.every", "evaluation.before_and_after"),
+    *("model.threads", "model.dtype", "model.lora.merge", "optimizer.offload_moments"),
+    *("evaluation.every", "evaluation.before_and_after"),
     *("evaluation.sampler", "evaluation.best", "evaluation.best_is"),
     *(
         "distributed.shard",

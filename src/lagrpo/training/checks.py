@@ -9,6 +9,8 @@ from pathlib import Path
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.objective.compose import Recipe
 from lagrpo.objective.recipes import resolve
+from lagrpo.policy import adapter_files
+from lagrpo.policy.adapter_files import is_adapter
 from lagrpo.policy.embedded import check_path
 from lagrpo.ranks.rank import Rank
 from lagrpo.runs.directory import check_new, check_writable
@@ -34,6 +36,7 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
     with refusing("offline.data"):
         completion_files(settings.offline.data or ())
     rank = Rank.find()
+    check_lora(settings, rank)
     count_shards(settings, rank)
     if rank is None or rank.number == 0:
         check_run(after_restart(settings, rank))
@@ -41,6 +44,30 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
         recipe = resolve(settings.objective.recipe, settings.objective.overrides)
         _check_exponential(recipe, settings)
     return recipe
+
+
+def check_lora(settings: Settings, rank: Rank | None) -> None:
+    """Raises SettingsError for adapters that cannot be trained so, or not without a package."""
+    with refusing("model.path"):
+        if is_adapter(Path(settings.model.path).expanduser()):
+            raise ValueError(
+                f"{settings.model.path!r} is an adapter, and a run begins with a whole model: lagrpo merge "
+                f"{settings.model.path} --out DIRECTORY writes one"
+            )
+    if not settings.model.lora.r:
+        return
+    with refusing("model.lora"):
+        adapter_files.check_installed()
+    if rank is not None and settings.distributed.shard == "layers":
+        raise SettingsError(
+            "model.lora: with adapters every rank has all frozen weights, and distributed.shard = 'layers' cannot "
+            "divide them: take 'optimizer', which divides the masters and moments of the adapters"
+        )
+    if settings.sampling.sampler == "vllm" and settings.vllm.weight_sync != "directory":
+        raise SettingsError(
+            f"vllm.weight_sync = {settings.vllm.weight_sync!r} sends whole models, and vLLM loads adapters from a "
+            "directory: take 'directory'"
+        )
 
 
 def count_shards(settings: Settings, rank: Rank | None) -> int | None:

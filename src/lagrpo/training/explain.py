@@ -12,16 +12,18 @@ from lagrpo.backends.cpu.fused import FAMILIES
 from lagrpo.backends.cpu.logprobs import KEPT_LOGITS, KERNEL_LOGITS
 from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.backends.logprobs import CHUNK_LOGITS
+from lagrpo.errors import refusing
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.configs import read_config
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.loading import check_supported
+from lagrpo.policy.lora import count_of_adapters, count_parameters
 from lagrpo.ranks.rank import Rank
 from lagrpo.sampling.schedule import Schedule, largest_lag
 from lagrpo.sampling.vllm.connecting import deadlines
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import count_of
-from lagrpo.training.build import Parts, loading, offline_prompts
+from lagrpo.training.build import Parts, loading, lora_of, offline_prompts
 from lagrpo.training.checks import count_shards
 from lagrpo.training.lag import CAP
 
@@ -39,11 +41,14 @@ def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> l
     ranks, shards = rank.size if rank is not None else 1, count_shards(settings, rank)
     s, sampling, policy = settings.schedule, settings.sampling, parts.learner.policy if parts else None
     per_batch, batches = s.prompts * sampling.G, s.stages * s.batches
-    config, parameters = (policy.model.config, policy.model.lm.num_parameters()) if policy else _sizes(settings)
+    config, parameters, adapters = _sizes(settings, policy.model.lm if policy else None)
     dtype, why = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
     text = config.get_text_config()
     fused = kernels_compute(settings, text) if policy is None else policy.model.layers is not None
-    memory = expected_memory(settings, recipe, text, parameters, fused, ranks=ranks, shards=shards)
+    if adapters:
+        memory = memory_with_adapters(settings, recipe, text, (parameters, adapters), fused, ranks)
+    else:
+        memory = expected_memory(settings, recipe, text, parameters, fused, ranks=ranks, shards=shards)
     changes = ", ".join(f"{name} = {value}" for name, value in settings.objective.overrides.items())
     return [
         f"recipe      {recipe.name}: {recipe.formula}" + (f"; here with {changes}" if changes else ""),
@@ -60,7 +65,8 @@ def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> l
         f"{settings.optimizer.micro_batch_tokens:,} in a micro-batch",
         f"memory      at most about {_size(sum(memory.values()))}{' for each rank' if ranks > 1 else ''}: "
         + ", ".join(f"{name} {_size(size)}" for name, size in memory.items()),
-        *_moved(settings, parameters, BYTES[dtype], ranks),
+        *_adapters(settings, parameters, adapters),
+        *_moved(settings, adapters or parameters, BYTES[dtype], ranks),
         f"arithmetic  {dtype} ({why}) on {policy.device if policy else settings.model.device}"
         + (f", {settings.optimizer.masters} float32 masters" if dtype == "bfloat16" else "")
         + (f"; {policy.model.computation}" if policy else ""),
@@ -139,6 +145,17 @@ def _evaluations(settings: Settings) -> list[str]:
     who = "vLLM, which gets the weights of pi for it" if e.sampler == "vllm" else "this process"
     best = f"; the policy with the {e.best_is} {e.best} is kept in weights/best" if e.best else ""
     return [f"evaluation  {sets or 'the held-out prompts'}, by {who}{best}"]
+
+
+def _adapters(settings: Settings, parameters: int, adapters: int) -> list[str]:
+    """How much is trained, where that is not the model itself."""
+    lora = settings.model.lora
+    if not adapters:
+        return []
+    return [
+        f"adapters    r = {lora.r}, alpha = {lora.alpha:g}, beside {', '.join(lora.targets)}: {adapters:,} numbers are "
+        f"trained, {adapters / parameters:.1%} of the model's {parameters:,}, which are frozen; a version is an adapter"
+    ]
 
 
 def _moved(settings: Settings, parameters: int, size: int, ranks: int) -> list[str]:
@@ -225,6 +242,21 @@ def expected_memory(
     return memory | idle | ({"checkpoint": parameters * 12 // parts + parameters * lagging * size} if writes else {})
 
 
+def memory_with_adapters(
+    settings: Settings, recipe: Recipe, config: Any, numbers: tuple[int, int], fused: bool, ranks: int
+) -> dict[str, int]:
+    """`expected_memory` where `numbers`, those of the model and those of its adapters, are frozen and trained: the
+    model is there once, and once more packed where the kernels multiply; all else that `expected_memory` counts for
+    each parameter is there for each number of the adapters."""
+    parameters, adapters = numbers
+    size = BYTES[pick_dtype(settings.model.dtype, pick_device(settings.model.device))[0]]
+    memory = expected_memory(settings, recipe, config, adapters, fused, ranks=ranks)
+    frozen = parameters * size * (1 + (fused and size == 2))
+    memory["weights"] += frozen
+    memory["idle"] += int(IDLE * frozen)
+    return memory
+
+
 HOST = ("program", "gathered", "moments", "checkpoint")
 """What of `expected_memory` lies in the host's memory where the device has its own."""
 
@@ -260,8 +292,9 @@ def _activations(settings: Settings, config: Any, size: int, fused: bool, prompt
     of_a_batch = prompts * (sampling.max_prompt_tokens + sampling.G * sampling.max_tokens)
     learned = min(settings.optimizer.micro_batch_tokens, of_a_batch)
     numbers, head = learned * config.vocab_size, config.vocab_size * config.hidden_size
-    by_pytorch = 4 * (4 * min(CHUNK_LOGITS, numbers) + head)
-    by_kernels = size * min(KEPT_LOGITS + KERNEL_LOGITS, numbers) + (4 + size) * head
+    gradient = 0 if settings.model.lora.r else head
+    by_pytorch = 4 * (4 * min(CHUNK_LOGITS, numbers) + gradient)
+    by_kernels = size * min(KEPT_LOGITS + KERNEL_LOGITS, numbers) + (4 + size) * gradient
     return learned * activation_bytes(settings, config, size, fused) + max(by_pytorch, by_kernels)
 
 
@@ -283,10 +316,15 @@ def activation_bytes(settings: Settings, config: Any, size: int, fused: bool = F
     return shape.layers * layer
 
 
-def _sizes(settings: Settings) -> tuple[Any, int]:
-    """The config of the model, and how many parameters it has."""
-    lm = empty_model(settings)
-    return lm.config, lm.num_parameters()
+def _sizes(settings: Settings, lm: Any) -> tuple[Any, int, int]:
+    """The config of the model, how many parameters it has, and how many numbers its adapters have; of the model of the
+    settings where there is none yet. Raises SettingsError for adapters that do not fit it."""
+    if lm is not None:
+        adapters = count_of_adapters(lm)
+        return lm.config, lm.num_parameters() - adapters, adapters
+    lm, lora = empty_model(settings), lora_of(settings.model)
+    with refusing("model.lora"):
+        return lm.config, lm.num_parameters(), count_parameters(lm, lora) if lora else 0
 
 
 def empty_model(settings: Settings) -> Any:

@@ -11,6 +11,7 @@ from lagrpo.logs import shown_by
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.learner import Learner
 from lagrpo.policy.masters import fingerprint
+from lagrpo.policy.model import all_weights
 from lagrpo.ranks.world import World
 from lagrpo.sampling.local import BorrowingSampler, LocalSampler
 from lagrpo.settings.schema import Settings
@@ -40,8 +41,8 @@ def follow(world: World, settings: Settings, recipe: Recipe) -> Any:
 def build(world: World, settings: Settings, recipe: Recipe) -> Mapping[str, Command]:
     """What this rank does, by the name of the command."""
     sampling = settings.sampling
-    policy = build_policy(settings.model, sampling.temperature, settings.longest)
-    found = fingerprint(policy.weights)
+    policy = build_policy(settings.model, sampling.temperature, settings.longest, seed=settings.run.seed)
+    found = fingerprint(all_weights(policy))
     sampler = build_local_sampler(settings, policy) if sampling.sampler == "local" else None
     learner, evaluator = build_learner(settings, recipe, policy, world)
     share = Share(learner, world)

@@ -14,7 +14,9 @@ from typing import Any
 
 from lagrpo import logs
 from lagrpo.interrupts import Interrupted, divisible, whole
+from lagrpo.policy.lora import save_merged
 from lagrpo.policy.masters import fingerprint
+from lagrpo.policy.model import all_weights
 from lagrpo.ranks.signs import RankError
 from lagrpo.runs.checkpoints import CheckpointError, Checkpoints
 from lagrpo.runs.environment import write_environment
@@ -66,7 +68,7 @@ class Training:
         self.parts, self.settings, self.policy = parts, parts.settings, parts.learner.policy
         run, self.earlier = self.settings.run, earlier
         self.environment = describe_environment(parts, earlier.identity if earlier else None)
-        self.model = fingerprint(self.policy.weights)
+        self.model = fingerprint(all_weights(self.policy))
         if earlier is None:
             named = self.settings.model_dump() | {"task": {"name": parts.task.name}}
             self.store = create_run(run, named, write_config(parts), self.environment)
@@ -352,4 +354,12 @@ class Training:
     def write_weights(self, version: int | None = None) -> Path:
         """π as it is now, as weights/final or under its version."""
         with without_progress_bars():
-            return self.store.record_weights(self.policy.save, version)
+            return self.store.record_weights(self.save_policy, version)
+
+    def save_policy(self, directory: Path) -> None:
+        """π as it is now: a model, or its adapter."""
+        if self.settings.model.lora.merge:
+            save_merged(self.policy.model.lm, directory)
+            self.policy.chat.save(directory)
+        else:
+            self.policy.save(directory)

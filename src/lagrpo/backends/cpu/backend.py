@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lagrpo.backends.adapters import adapted, with_own_adapters
 from lagrpo.backends.attention import Shape
 from lagrpo.backends.backend import Backend
 from lagrpo.backends.cpu import kernels, library, logprobs
 from lagrpo.backends.cpu.fused import FusedDecoder, is_reproduced
-from lagrpo.backends.cpu.panels import BorrowedPanels, OwnPanels, chosen_products, joined
+from lagrpo.backends.cpu.panels import AdaptedPanels, BorrowedPanels, OwnPanels, chosen_products, joined
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import Product
 from lagrpo.backends.steps import Rows, Steps
@@ -58,6 +59,8 @@ class CpuBackend(Backend):
             return None
         if panels is None and self._multiplies(lm):
             panels = OwnPanels(lm.get_decoder(), lm.get_output_embeddings())
+        if isinstance(panels, OwnPanels) and adapted(lm):
+            panels = AdaptedPanels(panels, lm.get_decoder())
         return FusedDecoder(lm, panels)
 
     def _multiplies(self, lm: Any) -> bool:
@@ -65,10 +68,13 @@ class CpuBackend(Backend):
         even = all(m.in_features % 2 == 0 for m in lm.modules() if isinstance(m, nn.Linear))
         return self.dtype == torch.bfloat16 and self.products is not None and even
 
-    def copy(self, model: Any) -> tuple[Any, BorrowedPanels | None]:
-        """Without weights of linear layers where the products read panels: these are lent, or the copy's own."""
+    def copy(self, model: Any) -> tuple[Any, BorrowedPanels | OwnPanels | None]:
+        """Without weights of linear layers where the products read panels: these are lent, or the copy's own. Panels of
+        frozen weights beside adapters are shared."""
         if not model.exact:
             return super().copy(model)
+        if isinstance(model.layers.panels, AdaptedPanels):
+            return with_own_adapters(model.lm), model.layers.panels.base
         weights = [m.weight for layer in model.decoder.layers for group in joined(layer) for m in group]
         empty = {id(p): nn.Parameter(p.new_empty(0), requires_grad=False) for p in weights}
         lm: Any = copy.deepcopy(model.lm, empty).requires_grad_(False)

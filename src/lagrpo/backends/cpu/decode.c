@@ -99,12 +99,13 @@ EXPORT void decode(const Live *l, const NewTokens *a) {
 
 /* What a step has room for, of all rows; freed by `h`. */
 typedef struct {
-    uint16_t *h, *qkv, *q, *k, *attended, *gate_up, *active;
+    uint16_t *h, *qkv, *q, *k, *attended, *gate_up, *active, *low;
     float *rstd;
 } Rooms;
 
 static Rooms rooms_for(const Stack *s, i64 rows) {
-    i64 q = s->heads * s->d, kv = s->kv_heads * s->d, numbers = s->width + (q + 2 * kv) + 2 * q + kv + 3 * s->inner;
+    i64 q = s->heads * s->d, kv = s->kv_heads * s->d;
+    i64 numbers = s->width + (q + 2 * kv) + 2 * q + kv + 3 * s->inner + s->rank;
     Rooms r;
     r.h = (uint16_t *)room_for(rows * (numbers / 2 + 1 + s->heads));
     r.qkv = r.h + rows * s->width;
@@ -113,6 +114,7 @@ static Rooms rooms_for(const Stack *s, i64 rows) {
     r.attended = r.k + rows * kv;
     r.gate_up = r.attended + rows * q;
     r.active = r.gate_up + rows * 2 * s->inner;
+    r.low = r.active + rows * s->inner;
     r.rstd = (float *)r.h + rows * (numbers / 2 + 1);
     return r;
 }
@@ -142,7 +144,7 @@ static Live layer_of(const Live *live, const Stack *s, i64 n) {
 static void attend_layer(const Stack *s, const Live *live, i64 n, Rotary turned, Rooms r) {
     const Layer *layer = s->layers + n;
     i64 rows = turned.rows, q = s->heads * s->d, kv = s->kv_heads * s->d;
-    product(rows, q + 2 * kv, s->width, r.h, layer->qkv, layer->qkv_bias, r.qkv);
+    linear(rows, q + 2 * kv, s->width, r.h, &layer->qkv, r.low, r.qkv);
     turned.heads = s->heads, turned.x = r.qkv, turned.y = r.q;
     turn(turned, layer->query_norm, s->eps, r.rstd);
     turned.heads = s->kv_heads, turned.x = r.qkv + q, turned.y = r.k;
@@ -164,12 +166,12 @@ EXPORT void decode_step(const Stack *s, const Live *live, i64 rows, const void *
         sum.weight = layer->input_norm, sum.delta = n ? delta : NULL;
         norm(&sum);
         attend_layer(s, live, n, turned, r);
-        product(rows, s->width, s->heads * s->d, r.attended, layer->output, layer->output_bias, delta);
+        linear(rows, s->width, s->heads * s->d, r.attended, &layer->output, r.low, delta);
         sum.weight = layer->mlp_norm, sum.delta = delta;
         norm(&sum);
-        product(rows, 2 * s->inner, s->width, r.h, layer->gate_up, layer->gate_up_bias, r.gate_up);
+        linear(rows, 2 * s->inner, s->width, r.h, &layer->gate_up, r.low, r.gate_up);
         swiglu(&(Gated){rows, s->inner, 2 * s->inner, r.gate_up, r.gate_up + s->inner, 1}, r.active);
-        product(rows, s->width, s->inner, r.active, layer->down, layer->down_bias, delta);
+        linear(rows, s->width, s->inner, r.active, &layer->down, r.low, delta);
     }
     free(r.h);
 }

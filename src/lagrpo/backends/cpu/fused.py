@@ -2,24 +2,34 @@
 
 transformers computes norms, rotary embedding and gated activation in several passes over memory each; here each is one,
 with the same roundings, forward and backward. With panels (panels.py) the matrix products of the forward pass are ours
-too, and a decoding step is one call; the backward pass multiplies by PyTorch, as it need not agree with anything to the
-bit. Other families, and models whose linear layers are not plain nn.Linear or have hooks, keep transformers' modules.
+too, and a decoding step is one call. Linear layers may have adapters (adapters.py). Other families, and models whose
+linear layers are anything else or have hooks, keep transformers' modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lagrpo.backends.adapters import AdaptedLinear
 from lagrpo.backends.attention import Layout, Shape, check_window
 from lagrpo.backends.backend import has_hooks, is_plain_linear, is_unhooked
 from lagrpo.backends.cpu import kernels
-from lagrpo.backends.cpu.panels import BorrowedPanels, DecoderPanels, OwnPanels, Panels, joined
+from lagrpo.backends.cpu.linear import Linears
+from lagrpo.backends.cpu.panels import (
+    AdaptedDecoder,
+    AdaptedPanels,
+    BorrowedPanels,
+    DecoderPanels,
+    LowRank,
+    OwnPanels,
+    Panels,
+    joined,
+)
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -27,7 +37,7 @@ LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
-Forward = Callable[[Tensor], tuple[Tensor, ...]]  # [n, in] -> [n, out] of each linear layer
+Packed = DecoderPanels | AdaptedDecoder
 
 
 def is_reproduced(lm: Any) -> bool:
@@ -44,9 +54,9 @@ class FusedDecoder:
     """The decoder of a model of transformers and its head, computed with the kernels from the weights of its modules,
     or for the forward products from `panels`."""
 
-    def __init__(self, lm: Any, panels: OwnPanels | BorrowedPanels | None = None) -> None:
+    def __init__(self, lm: Any, panels: OwnPanels | BorrowedPanels | AdaptedPanels | None = None) -> None:
         self.decoder, self.head, self.panels = lm.get_decoder(), lm.get_output_embeddings(), panels
-        self._stack: tuple[DecoderPanels, kernels.Stack | None] | None = None
+        self._stack: tuple[Packed, kernels.Stack | None] | None = None
         self._plain = True
 
     @property
@@ -90,66 +100,53 @@ class FusedDecoder:
         """The head's product by panels; None where PyTorch computes it, or the layers are not computed here."""
         return self.panels.current().head if self.panels is not None and self._plain else None
 
-    def stack(self, panels: DecoderPanels) -> kernels.Stack | None:
+    def stack(self, panels: Packed) -> kernels.Stack | None:
         """All layers for one call per decoding step; None where they differ in their scaling or norms."""
         if self._stack is None or self._stack[0] is not panels:
             self._stack = panels, _stack(self.decoder, panels)
         return self._stack[1]
 
     def _layer(
-        self, number: int, layer: Any, panels: list[Panels] | None, x: Tensor, delta: Tensor | None, cosine: Tensor,
-        sine: Tensor, layout: Layout,
+        self, number: int, layer: Any, panels: list[Panels] | list[LowRank] | None, x: Tensor, delta: Tensor | None,
+        cosine: Tensor, sine: Tensor, layout: Layout,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The residual stream before the layer's last addition, and what is to be added."""
         check_layer(layer, layout)
         attention = layer.self_attn
-        forwards = map(_by_panels, panels) if panels is not None else map(_plain, joined(layer))
-        qkv, output, gate_up, down = zip(forwards, joined(layer), strict=True)
-        x, *made = _normed_products(x, delta, layer.input_layernorm, *qkv)
+        qkv, output, gate_up, down = map(Linears, joined(layer), panels if panels is not None else [None] * 4)
+        x, *made = _normed_products(x, delta, layer.input_layernorm, qkv)
         query, key, value = (t.unflatten(1, (-1, attention.head_dim)) for t in made)
         if hasattr(attention, "q_norm"):
             query, key = _head_norm(query, attention.q_norm), _head_norm(key, attention.k_norm)
         query, key = rotary(query, cosine, sine), rotary(key, cosine, sine)
         attended = layout.attend(number, query, key, value, attention.scaling)
-        (forward, (linear,)), (last_forward, (last,)) = output, down
-        delta = _Product.apply(attended.flatten(1), forward, linear.weight, linear.bias)
-        x, gate, up = _normed_products(x, delta, layer.post_attention_layernorm, *gate_up)
-        return x, _GatedProduct.apply(gate, up, last_forward, last.weight, last.bias)  # type: ignore[return-value]
+        delta = _Product.apply(attended.flatten(1), output, *output.parameters)
+        x, gate, up = _normed_products(x, delta, layer.post_attention_layernorm, gate_up)
+        return x, _GatedProduct.apply(gate, up, down, *down.parameters)  # type: ignore[return-value]
 
 
-def _by_panels(panels: Panels) -> Forward:
-    return lambda x: panels(x).split(panels.widths, 1)
-
-
-def _plain(modules: Sequence[nn.Linear]) -> Forward:
-    """By PyTorch."""
-    return lambda x: tuple(F.linear(x, m.weight, m.bias) for m in modules)
-
-
-def _normed_products(
-    x: Tensor, delta: Tensor | None, norm: Any, forward: Forward, modules: Sequence[nn.Linear]
-) -> tuple[Tensor, ...]:
+def _normed_products(x: Tensor, delta: Tensor | None, norm: Any, linears: Linears) -> tuple[Tensor, ...]:
     """x + delta, and what linear layers make of its norm."""
-    parameters = [*(m.weight for m in modules), *(m.bias for m in modules)]
-    return _NormedProducts.apply(x, delta, norm.weight, norm.variance_epsilon, forward, *parameters)  # type: ignore[return-value]
+    given = x, delta, norm.weight, norm.variance_epsilon
+    return _NormedProducts.apply(*given, linears, *linears.parameters)  # type: ignore[return-value]
 
 
-def _stack(decoder: Any, panels: DecoderPanels) -> kernels.Stack | None:
+def _stack(decoder: Any, panels: Packed) -> kernels.Stack | None:
     """All layers for one call, where they are alike."""
     layers = decoder.layers
     scalings = {layer.self_attn.scaling for layer in layers}
     eps = {norm.variance_epsilon for layer in layers for norm in _norms(layer) if norm is not None}
     if len(scalings) > 1 or len(eps) > 1:
         return None
-    fields: list[list[Tensor | None]] = []
+    fields: list[list[Tensor | int | None]] = []
     for layer, four in zip(layers, panels.layers, strict=True):
         scales = [None if norm is None else norm.weight.detach() for norm in _norms(layer)]
-        fields.append([*scales, *(p.packed for p in four), *(p.bias for p in four)])
+        fields.append([*scales, *chain.from_iterable(p.fields for p in four)])
     qkv, output, _, down = panels.layers[0]
     d = layers[0].self_attn.head_dim
     return kernels.Stack(
         fields, width=qkv.k, inner=down.k, heads=output.k // d, kv_heads=(qkv.n - output.k) // (2 * d), d=d,
-        scaling=scalings.pop(), eps=eps.pop(),
+        rank=max(p.rank for four in panels.layers for p in four), scaling=scalings.pop(), eps=eps.pop(),
     )  # fmt: skip
 
 
@@ -170,11 +167,11 @@ def _names(module: nn.Module) -> set[str]:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether a layer is made of the parts of its family and nothing else (no adapters, say)."""
+    """Whether a layer is made of the parts of its family and nothing else but adapters of ours."""
     made_of = _names(layer) == LAYER and _names(layer.mlp) == MLP
     if not made_of or _names(layer.self_attn) not in (ATTENTION, ATTENTION | {"q_norm", "k_norm"}):
         return False
-    return all(type(m) is nn.Linear for group in joined(layer) for m in group)
+    return all(type(m) in (nn.Linear, AdaptedLinear) for group in joined(layer) for m in group)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, module: Any) -> tuple[Tensor, Tensor]:
@@ -230,54 +227,51 @@ class _NormedProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float, forward: Forward, *linear: Tensor | None
+        ctx, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float, linears: Linears, *parameters: Tensor | None
     ):
-        weights, biases = linear[: len(linear) // 2], linear[len(linear) // 2 :]
         total, h, rstd = kernels.norm(x, delta, scale, eps)
-        ctx.save_for_backward(total, scale, rstd, *weights)
-        ctx.eps, ctx.first = eps, delta is None
-        ctx.biased = [bias is not None for bias in biases]
+        ctx.save_for_backward(total, scale, rstd, *parameters)
+        ctx.eps, ctx.first, ctx.linears = eps, delta is None, linears
         ctx.set_materialize_grads(False)
-        return total.view_as(total) if delta is None else total, *forward(h)
+        return total.view_as(total) if delta is None else total, *linears.forward(h)
 
     @staticmethod
     def backward(ctx, grad_total: Tensor | None, *grads: Tensor):  # type: ignore[override]
-        total, scale, rstd, *weights = ctx.saved_tensors
-        h = kernels.norm(total, None, scale, ctx.eps)[1]
-        grad_h = torch.mm(grads[0], weights[0])
-        for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            grad_h.addmm_(grad, weight)
-        grad_weights = [torch.mm(grad.mT, h) for grad in grads]
-        grad_biases = [grad.sum(0) if biased else None for grad, biased in zip(grads, ctx.biased, strict=True)]
+        total, scale, rstd, *parameters = ctx.saved_tensors
+        h, wants_x = kernels.norm(total, None, scale, ctx.eps)[1], any(ctx.needs_input_grad[:3])
+        grad_h, found = ctx.linears.backward(h, grads, parameters, ctx.needs_input_grad[5:], wants_x)
+        if grad_h is None:  # the first layer, of frozen embeddings
+            return *5 * (None,), *found
         grad_x, grad_scale = kernels.norm_backward(total, scale, rstd, grad_h, grad_total)
-        return grad_x, None if ctx.first else grad_x, grad_scale, None, None, *grad_weights, *grad_biases
+        return grad_x, None if ctx.first else grad_x, grad_scale, None, None, *found
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, forward: Forward, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.biased = bias is not None
-        return forward(x)[0]
+    def forward(ctx, x: Tensor, linears: Linears, *parameters: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, *parameters)
+        ctx.linears = linears
+        return linears.forward(x)[0]
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        return torch.mm(grad_y, weight), None, torch.mm(grad_y.mT, x), grad_y.sum(0) if ctx.biased else None
+        x, *parameters = ctx.saved_tensors
+        grad_x, found = ctx.linears.backward(x, [grad_y], parameters, ctx.needs_input_grad[2:], True)
+        return grad_x, None, *found
 
 
 class _GatedProduct(torch.autograd.Function):
     """Keeps gate and up for the backward pass and computes the activation again."""
 
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor, forward: Forward, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        ctx.biased = bias is not None
-        return forward(kernels.swiglu(gate, up))[0]
+    def forward(ctx, gate: Tensor, up: Tensor, linears: Linears, *parameters: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate, up, *parameters)
+        ctx.linears = linears
+        return linears.forward(kernels.swiglu(gate, up))[0]
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):  # type: ignore[override]
-        gate, up, weight = ctx.saved_tensors
-        grad_weight = torch.mm(grad_y.mT, kernels.swiglu(gate, up))
-        grad_gate, grad_up = kernels.swiglu_backward(gate, up, torch.mm(grad_y, weight))
-        return grad_gate, grad_up, None, grad_weight, grad_y.sum(0) if ctx.biased else None
+        gate, up, *parameters = ctx.saved_tensors
+        given = [grad_y], parameters, ctx.needs_input_grad[3:], True
+        grad_made, found = ctx.linears.backward(kernels.swiglu(gate, up), *given)
+        return *kernels.swiglu_backward(gate, up, grad_made), None, *found

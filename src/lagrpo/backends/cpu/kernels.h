@@ -142,16 +142,24 @@ typedef struct {
 
 void decode(const Live *live, const NewTokens *a);
 
-/* Weights of a decoder layer, bfloat16; linear layers as panels (products.c) and float32 biases. */
+/* Linear layers with the same input, bfloat16: panels (products.c) of their weights [n, k] and float32 biases, NULL where
+ * there is none. With a rank, which is even, an adapter: panels `down` [rank, k] and `up` [n, rank]. */
+typedef struct {
+    i64 rank;
+    const void *weights;
+    const float *bias;
+    const void *down, *up;
+} Linear;
+
+/* Weights of a decoder layer, bfloat16. */
 typedef struct {
     const void *input_norm, *query_norm, *key_norm, *mlp_norm; /* query_norm, key_norm: NULL in most families */
-    const void *qkv, *output, *gate_up, *down;
-    const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias; /* NULL where there is none */
+    Linear qkv, output, gate_up, down;
 } Layer;
 
-/* All layers, alike: `inner` is the width of the MLP. */
+/* All layers, alike: `inner` is the width of the MLP, `rank` the largest of an adapter. */
 typedef struct {
-    i64 count, width, inner, heads, kv_heads, d;
+    i64 count, width, inner, heads, kv_heads, d, rank;
     const Layer *layers;
     float scaling, eps;
 } Stack;
@@ -167,6 +175,7 @@ i64 panel_width(void);
 i64 pack_bytes(i64 n, i64 k);
 void pack(i64 first, i64 n, i64 k, const void *w, void *packed);
 void product(i64 m, i64 n, i64 k, const uint16_t *x, const char *packed, const float *bias, uint16_t *y);
+void linear(i64 m, i64 n, i64 k, const uint16_t *x, const Linear *l, uint16_t *low, uint16_t *y);
 void plain_product(i64 m, i64 n, i64 k, const uint16_t *x, const uint16_t *w, const float *bias, uint16_t *y);
 
 #endif

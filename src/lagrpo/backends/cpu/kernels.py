@@ -152,7 +152,7 @@ _Active = struct(
     "groups members prompts lengths own_keys own_values prompt_keys prompt_values", half="",
 )  # fmt: skip
 _NewTokens = struct("heads kv_heads d v_stride", "q k v out", "scaling")
-_Stack = struct("count width inner heads kv_heads d", "layers", "scaling eps", half="")
+_Stack = struct("count width inner heads kv_heads d rank", "layers", "scaling eps", half="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +196,12 @@ def decode(active: Active, layer: int, query: Tensor, key: Tensor, value: Tensor
 class Stack:
     """A decoder's layers, all alike, with packed weights, as `decode_step` takes them."""
 
-    def __init__(self, layers: Sequence[Sequence[Tensor | None]], **numbers: float) -> None:
+    def __init__(self, layers: Sequence[Sequence[Tensor | int | None]], **numbers: float) -> None:
         """For each layer the fields of kernels.h's Layer in their order, None for what a family lacks; the numbers of
         its Stack by their names."""
         self._held = layers  # C has only their addresses
-        self._addresses = torch.tensor([0 if t is None else t.data_ptr() for layer in layers for t in layer])
+        fields = [field or 0 if not isinstance(field, Tensor) else field.data_ptr() for of in layers for field in of]
+        self._addresses = torch.tensor(fields)
         self.in_c = _Stack(count=len(layers), layers=self._addresses, **numbers)
 
 
@@ -210,6 +211,19 @@ def decode_step(stack: Stack, active: Active, x: Tensor, cosine: Tensor, sine: T
     delta = torch.empty_like(x)
     call("decode_step", stack.in_c, active.in_c(), len(x), cosine, sine, x, delta)
     return x, delta
+
+
+# ---- linear layers ----
+
+_Linear = struct("rank", "weights bias down up", half="")
+
+
+def linear(x: Tensor, n: int, fields: Sequence[Tensor | int | None], out: Tensor) -> None:
+    """Linear layers with an adapter: x [rows, k] -> out [rows, n]. `fields` are those of kernels.h's Linear."""
+    rank, weights, bias, down, up = fields
+    layers = _Linear(rank=rank, weights=weights, bias=bias, down=down, up=up)
+    low = x.new_empty(len(x), layers.rank)
+    call("linear", len(x), n, x.shape[1], x, layers, low, out)
 
 
 # ---- the softmax over the vocabulary ----

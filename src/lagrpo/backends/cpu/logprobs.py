@@ -51,16 +51,16 @@ class _TokenLogp(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         kept, ctx.kept = ctx.kept, None  # overwritten below: another backward pass computes them again
         pieces = _kept_and_chunks(0 if kept is None else len(kept), len(token_ids), weight.shape[0])
-        total = _room("gradient", weight.shape, torch.float32).zero_() if len(pieces) != 1 else None
-        share = torch.empty_like(weight) if total is None else _room("share", weight.shape, weight.dtype)
+        total, share = _rooms_for_gradient(weight, len(pieces)) if ctx.needs_input_grad[1] else (None, None)
         for rows in pieces:
             logits = kept if kept is not None and rows.stop <= len(kept) else None
             logits = _logits(hidden[rows], weight, bias, ctx.product) if logits is None else logits
             dx = kernels.token_logp_backward(logits, token_ids[rows], ctx.tau, lse[rows], grad_logp[rows])
             torch.mm(dx, weight, out=grad_hidden[rows])
-            torch.mm(dx.mT, hidden[rows], out=share)
-            if total is not None:
-                total += share
+            if share is not None:
+                torch.mm(dx.mT, hidden[rows], out=share)
+                if total is not None:
+                    total += share
             if grad_bias is not None:
                 grad_bias += dx.sum(0, dtype=torch.float32)
         if kept is not None:
@@ -68,6 +68,14 @@ class _TokenLogp(torch.autograd.Function):
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
         grad_weight = share if total is None else total.to(weight.dtype, copy=True)
         return grad_hidden, grad_weight, grad_bias, *5 * (None,)
+
+
+def _rooms_for_gradient(weight: Tensor, pieces: int) -> tuple[Tensor | None, Tensor]:
+    """For the sum of the gradients of all pieces, and for that of one; of one piece alone, which is the sum."""
+    if pieces == 1:
+        return None, torch.empty_like(weight)
+    total = _room("gradient", weight.shape, torch.float32).zero_()
+    return total, _room("share", weight.shape, weight.dtype)
 
 
 def _kept_and_chunks(kept: int, rows: int, vocabulary: int) -> list[slice]:

@@ -3,13 +3,15 @@
 The forward products of the learner, of the sampler and of π_ref are all ours (products.c): one order of sums, whatever
 lies beside a row. `OwnPanels` keeps the panels of one model: it packs them again when the weights have changed, and
 lends them to copies that hold the same version, so that right after a weight sync the same panels serve π and α.
-`BorrowedPanels` is what such a copy reads.
+`BorrowedPanels` is what such a copy reads. With adapters the weights are frozen: one `OwnPanels` serves all versions,
+and each model has its own adapters beside them, `AdaptedPanels`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -17,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lagrpo.backends.adapters import AdaptedLinear, adapted
+from lagrpo.backends.cpu import kernels
 from lagrpo.backends.cpu.build import isa_level
 from lagrpo.backends.cpu.library import call
 
@@ -25,6 +29,7 @@ logger = logging.getLogger("lagrpo")
 BY_VECTORS, BY_TILES = 1, 2  # products.c's ways to compute
 CHECKED = ((1, 5, 2), (3, 49, 30), (17, 33, 576), (33, 97, 1030))
 """Rows, outputs and inputs of the products that are compared with their plain form before any other is computed."""
+RANK = 6  # of the adapters that are compared so
 
 
 class Panels:
@@ -32,7 +37,7 @@ class Panels:
     layers side by side. A row's numbers depend on that row alone: see products.c."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.widths = [m.out_features for m in layers]
+        self.widths, self.rank = [m.out_features for m in layers], 0
         self.n, self.k = sum(self.widths), layers[0].in_features
         if self.k % 2:
             raise ValueError(f"a product of {self.k} inputs cannot be packed: pairs of bfloat16 need an even number")
@@ -58,6 +63,11 @@ class Panels:
         of_panels = self.packed.view(torch.int32).view(-(-self.n // width), -1)[:, : pairs * width]
         rows = of_panels.view(-1, pairs, width).transpose(1, 2).reshape(-1)[: self.n * pairs]
         return list(rows.clone().view(torch.bfloat16).view(self.n, self.k).split(self.widths))
+
+    @property
+    def fields(self) -> tuple[Tensor | int | None, ...]:
+        """As kernels.h's Linear has them."""
+        return 0, self.packed, self.bias, None, None
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[rows, k] -> [rows, n], in `out` where it is given."""
@@ -169,6 +179,84 @@ class BorrowedPanels:
             parameter.data = parameter.new_empty(0)
 
 
+class LowRank:
+    """Panels of linear layers with the same input, and of their adapters: one sum over the inputs and the rank. All
+    their A are one product [rank, k], all their s B the blocks of another [n, rank]. Adapters whose B are 0 are left
+    out: then `rank` is 0."""
+
+    def __init__(self, panels: Panels, layers: Sequence[nn.Linear]) -> None:
+        self.widths, self.n, self.k = panels.widths, panels.n, panels.k
+        self._panels, self._layers = panels, layers
+        ranks = [m.lora_A.shape[0] if isinstance(m, AdaptedLinear) else 0 for m in layers]
+        self._even = sum(ranks) + sum(ranks) % 2  # pairs of bfloat16
+        self._down, self._up = (
+            torch.zeros(call("pack_bytes", *size), dtype=torch.uint8, device="cpu")
+            for size in ((self._even, self.k), (self.n, self._even))
+        )
+        self.fill()
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Take over the adapters as they are now."""
+        weight = self._layers[0].weight
+        down, up = weight.new_zeros(self._even, self.k), weight.new_zeros(self.n, self._even)
+        first, output = 0, 0
+        for m in self._layers:
+            if isinstance(m, AdaptedLinear):
+                last = first + m.lora_A.shape[0]
+                down[first:last] = m.lora_A
+                up[output : output + m.out_features, first:last] = m.lora_B * m.scale
+                first = last
+            output += m.out_features
+        self.rank = self._even if bool(up.any()) else 0
+        call("pack", 0, self._even, self.k, down, self._down)
+        call("pack", 0, self.n, self._even, up, self._up)
+
+    @property
+    def fields(self) -> tuple[Tensor | int | None, ...]:
+        """As kernels.h's Linear has them."""
+        return self.rank, self._panels.packed, self._panels.bias, self._down, self._up
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[rows, k] -> [rows, n], in `out` where it is given."""
+        y = x.new_empty(len(x), self.n) if out is None else out
+        kernels.linear(x.contiguous(), self.n, self.fields, y)
+        return y
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptedDecoder:
+    """`DecoderPanels` of a model with adapters, as these are now."""
+
+    layers: list[list[LowRank]]
+    head: Panels
+
+
+class AdaptedPanels:
+    """The panels of frozen weights, `base`, which all copies of a model share, and this copy's own adapters."""
+
+    def __init__(self, base: OwnPanels, decoder: Any) -> None:
+        self.base, self._decoder = base, decoder
+        self._parameters = [p for m in adapted(decoder).values() for p in (m.lora_A, m.lora_B)]
+        self._panels: AdaptedDecoder | None = None
+        self._packed: list[tuple[int, int]] = []  # the state of the parameters that is in the panels
+
+    def current(self) -> AdaptedDecoder:
+        """With the adapters as they are now."""
+        now = [(p.data_ptr(), p._version) for p in self._parameters]
+        if self._panels is None:
+            base = self.base.current()
+            pairs = zip(base.layers, map(joined, self._decoder.layers), strict=True)
+            layers = [[LowRank(*both) for both in zip(four, groups, strict=True)] for four, groups in pairs]
+            self._panels = AdaptedDecoder(layers, base.head)
+        elif now != self._packed:
+            for low_rank in chain.from_iterable(self._panels.layers):
+                low_rank.fill()
+            self._panels = AdaptedDecoder(self._panels.layers, self._panels.head)  # another one: ranks may have changed
+        self._packed = now
+        return self._panels
+
+
 def choose_products() -> str | None:
     """Let the library compute products by the first of its ways that this processor has and that is right here. Returns
     the name of that way, or None where there is none."""
@@ -200,6 +288,22 @@ def products_are_right() -> bool:
         layer.bias.copy_(normal(n))
         plain = x.new_empty(m, n)
         call("plain_product", m, n, k, x, layer.weight, layer.bias.float(), plain)
-        if not torch.equal(Panels([layer])(x), plain):
+        panels = Panels([layer])
+        if not torch.equal(panels(x), plain) or not _low_rank_is_right(panels, layer, x, normal):
             return False
     return True
+
+
+def _low_rank_is_right(panels: Panels, layer: nn.Linear, x: Tensor, normal: Callable[..., Tensor]) -> bool:
+    """The same for a layer with an adapter: a product with k, filled up to a whole step of any instruction, and the
+    rank side by side."""
+    with_adapter, (n, k) = AdaptedLinear(layer, RANK, 2.0), layer.weight.shape
+    with_adapter.lora_A.copy_(normal(RANK, k))
+    with_adapter.lora_B.copy_(normal(n, RANK))
+    low, gap = x.new_empty(len(x), RANK), x.new_zeros(1, -k % 32)
+    call("plain_product", len(x), RANK, k, x, with_adapter.lora_A, None, low)
+    wide = torch.cat([x, gap.expand(len(x), -1), low], 1)
+    weights = torch.cat([layer.weight, gap.expand(n, -1), with_adapter.lora_B * 2], 1)
+    plain = x.new_empty(len(x), n)
+    call("plain_product", len(x), n, wide.shape[1], wide, weights, layer.bias.float(), plain)
+    return torch.equal(LowRank(panels, [with_adapter])(x), plain)

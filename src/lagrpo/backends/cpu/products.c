@@ -8,6 +8,8 @@
  *   by tiles    32 numbers of k at a time: the sum of their 16 first halves of pairs, the sum of the 16 second halves,
  *               and these two added up, to the total. That is AMX's instruction.
  *
+ * A linear layer with an adapter is one such sum, too: over k, then over the rank of the adapter.
+ *
  * Which of the two computes is decided once in a process (`products_by`), for all products. They are in
  * products_by_vectors.c and products_by_tiles.c. */
 
@@ -76,15 +78,24 @@ EXPORT void pack(i64 first, i64 n, i64 k, const void *w, void *packed) {
 
 /* ---- the products ---- */
 
-EXPORT void product(i64 m, i64 n, i64 k, const uint16_t *x, const char *packed, const float *bias, uint16_t *y) {
-    Product p = {m, n, k, x, packed, bias, y};
+static void multiply(const Product *p) {
 #if TILES
     if (by == BY_TILES) {
-        product_by_tiles(&p);
+        product_by_tiles(p);
         return;
     }
 #endif
-    product_by_vectors(&p);
+    product_by_vectors(p);
+}
+
+EXPORT void product(i64 m, i64 n, i64 k, const uint16_t *x, const char *packed, const float *bias, uint16_t *y) {
+    multiply(&(Product){.m = m, .n = n, .k = k, .x = x, .packed = packed, .bias = bias, .y = y});
+}
+
+/* y [m, n] of linear layers of x [m, k]; with an adapter low [m, rank] becomes x downᵀ, rounded. */
+EXPORT void linear(i64 m, i64 n, i64 k, const uint16_t *x, const Linear *l, uint16_t *low, uint16_t *y) {
+    if (l->rank) product(m, l->rank, k, x, l->down, NULL, low);
+    multiply(&(Product){m, n, k, x, l->weights, l->bias, y, l->rank, low, l->up});
 }
 
 /* ---- what the products must give, number after number ---- */

@@ -19,13 +19,17 @@ enum { COLUMNS = 1, ROWS = 4 };
 #endif
 enum { LINE = 64, DEPTH = 32, SIDE = 16 }; /* bytes of a cache line; numbers and rows of a tile */
 
-/* y [m, n] = x [m, k] packed weights [n, k] transposed + bias float32 [n up to a multiple of a panel], or NULL. */
+/* y [m, n] = x [m, k] packed weights [n, k] transposed + bias float32 [n up to a multiple of a panel], or NULL. With a
+ * `rank` the same sums go on over low [m, rank] packed `up` [n, rank] transposed. */
 typedef struct {
     i64 m, n, k;
     const uint16_t *x;
     const char *packed;
     const float *bias;
     uint16_t *y;
+    i64 rank;
+    const uint16_t *low;
+    const char *up;
 } Product;
 
 /* Bytes of a panel of `width` rows of w: pairs of k, filled up with zeros to a multiple of SIDE. */

@@ -66,14 +66,16 @@ static void store_tiles(float (*total)[SIDE * SIDE], i64 rows, i64 columns, cons
         }
 }
 
-/* x [m, k] in tiles, zeros beyond m and k: [m / 2 SIDE, k / DEPTH, 2 SIDE, DEPTH]. Called by all threads of a team. */
-static void x_in_tiles(i64 m, i64 k, const uint16_t *x, uint16_t *tiles) {
-    i64 steps = (k + DEPTH - 1) / DEPTH;
+static i64 steps_of(i64 k) { return (k + DEPTH - 1) / DEPTH; }
+
+/* x [m, k] in tiles, zeros beyond m and k: [m / 2 SIDE, k / DEPTH, 2 SIDE, DEPTH], of which blocks lie `apart` steps from
+ * each other. Called by all threads of a team. */
+static void x_in_tiles(i64 m, i64 k, const uint16_t *x, uint16_t *tiles, i64 apart) {
 #pragma omp for schedule(static)
     for (i64 block = 0; block < (m + 2 * SIDE - 1) / (2 * SIDE); block++)
-        for (i64 step = 0; step < steps; step++)
+        for (i64 step = 0; step < steps_of(k); step++)
             for (i64 r = 0; r < 2 * SIDE; r++) {
-                uint16_t *to = tiles + ((block * steps + step) * 2 * SIDE + r) * DEPTH;
+                uint16_t *to = tiles + ((block * apart + step) * 2 * SIDE + r) * DEPTH;
                 i64 row = block * 2 * SIDE + r, some = k - step * DEPTH < DEPTH ? k - step * DEPTH : DEPTH;
                 if (row >= m) some = 0;
                 if (some) memcpy(to, x + row * k + step * DEPTH, some * 2);
@@ -82,25 +84,30 @@ static void x_in_tiles(i64 m, i64 k, const uint16_t *x, uint16_t *tiles) {
 }
 
 /* A band of double tiles of rows, first .. stop - 1, against one panel: k in parts of which a panel's stays in the first
- * cache. */
+ * cache; then the adapter's part. */
 static void band_by_tiles(const Product *a, const uint16_t *tiles, i64 first, i64 stop, i64 panel,
                           float (*total)[4][SIDE * SIDE]) {
-    i64 steps = (a->k + DEPTH - 1) / DEPTH, column = panel * 2 * SIDE;
+    i64 own = steps_of(a->k), steps = own + steps_of(a->rank), column = panel * 2 * SIDE, count;
     const uint16_t *weights = (const uint16_t *)(a->packed + panel * panel_bytes(2 * SIDE, a->k));
-    for (i64 part = 0; part < steps; part += PART)
+    const uint16_t *up = a->rank ? (const uint16_t *)(a->up + panel * panel_bytes(2 * SIDE, a->rank)) : NULL;
+    for (i64 part = 0; part < steps; part += count) {
+        i64 left = (part < own ? own : steps) - part;
+        const uint16_t *b = part < own ? weights + part * 2 * SIDE * DEPTH : up + (part - own) * 2 * SIDE * DEPTH;
+        count = left < PART ? left : PART;
         for (i64 block = first; block < stop; block++) {
-            i64 rows = a->m - block * 2 * SIDE, count = steps - part < PART ? steps - part : PART;
-            tiles_of_sums(total[block - first], tiles + (block * steps + part) * 2 * SIDE * DEPTH,
-                          weights + part * 2 * SIDE * DEPTH, count, part == 0, rows <= SIDE);
+            i64 rows = a->m - block * 2 * SIDE;
+            tiles_of_sums(total[block - first], tiles + (block * steps + part) * 2 * SIDE * DEPTH, b, count, part == 0,
+                          rows <= SIDE);
             if (part + count < steps) continue;
             store_tiles(total[block - first], rows < 2 * SIDE ? rows : 2 * SIDE, a->n - column,
                         a->bias ? a->bias + column : NULL, a->y + block * 2 * SIDE * a->n + column, a->n);
         }
+    }
 }
 
 /* Bands of BAND double tiles of rows against panel after panel. */
 void product_by_tiles(const Product *a) {
-    i64 steps = (a->k + DEPTH - 1) / DEPTH, panels = (a->n + 2 * SIDE - 1) / (2 * SIDE);
+    i64 own = steps_of(a->k), steps = own + steps_of(a->rank), panels = (a->n + 2 * SIDE - 1) / (2 * SIDE);
     i64 blocks = (a->m + 2 * SIDE - 1) / (2 * SIDE), bands = (blocks + BAND - 1) / BAND;
     uint16_t *tiles = aligned_alloc(LINE, blocks * steps * 2 * SIDE * DEPTH * 2);
     if (!tiles) {
@@ -111,7 +118,8 @@ void product_by_tiles(const Product *a) {
     {
         float total[BAND][4][SIDE * SIDE] __attribute__((aligned(64)));
         configure_tiles();
-        x_in_tiles(a->m, a->k, a->x, tiles);
+        x_in_tiles(a->m, a->k, a->x, tiles, steps);
+        if (a->rank) x_in_tiles(a->m, a->rank, a->low, tiles + own * 2 * SIDE * DEPTH, steps);
 #pragma omp for schedule(static)
         for (i64 task = 0; task < bands * panels; task++) {
             i64 band = task / panels;

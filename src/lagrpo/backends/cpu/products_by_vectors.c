@@ -4,11 +4,11 @@
 
 enum { CACHE = 1 << 19 }; /* bytes of x that stay in a core's cache */
 
-/* One panel: `stop` of its outputs are real. y's rows are n apart. */
+/* One panel: `stop` of its outputs are real. y's rows are n apart. `up` is the adapter's part, where there is a rank. */
 typedef struct {
-    const char *weights;
+    const char *weights, *up;
     const float *bias;
-    i64 k, n, stop;
+    i64 k, rank, n, stop;
 } Panel;
 
 /* What is fetched into the cache meanwhile: `lines` cache lines, `each` per pair of k. */
@@ -17,8 +17,8 @@ typedef struct {
     i64 lines, each;
 } Ahead;
 
-/* `rows` rows of x against one panel. */
-INLINE void strip(const int rows, Panel p, const uint16_t *x, Ahead ahead, uint16_t *y) {
+/* `rows` rows of x, and of the adapter's `low`, against one panel. */
+INLINE void strip(const int rows, Panel p, const uint16_t *x, const uint16_t *low, Ahead ahead, uint16_t *y) {
     vec total[ROWS][COLUMNS];
     const char *end = ahead.at + ahead.lines * LINE;
     for (int r = 0; r < rows; r++)
@@ -34,6 +34,13 @@ INLINE void strip(const int rows, Panel p, const uint16_t *x, Ahead ahead, uint1
             for (int c = 0; c < COLUMNS; c++)
                 total[r][c] = add_product(total[r][c], same_lanes(x, r * p.k / 2 + pair), w[c], 1);
     }
+    for (i64 pair = 0; pair < p.rank / 2; pair++) {
+        vec w[COLUMNS];
+        for (int c = 0; c < COLUMNS; c++) memcpy(&w[c], p.up + (pair * COLUMNS + c) * LINE, sizeof(vec));
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < COLUMNS; c++)
+                total[r][c] = add_product(total[r][c], same_lanes(low, r * p.rank / 2 + pair), w[c], 1);
+    }
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS && c * W < p.stop; c++) {
             vec sum = p.bias ? total[r][c] + load(p.bias, c * W, 0) : total[r][c];
@@ -42,10 +49,10 @@ INLINE void strip(const int rows, Panel p, const uint16_t *x, Ahead ahead, uint1
 }
 
 /* one copy of the code for each number of rows, so that their sums stay in registers */
-static void strip_of(i64 rows, Panel p, const uint16_t *x, Ahead ahead, uint16_t *y) {
+static void strip_of(i64 rows, Panel p, const uint16_t *x, const uint16_t *low, Ahead ahead, uint16_t *y) {
 #define STRIP(R)                                                                                                       \
     case R:                                                                                                            \
-        strip(R, p, x, ahead, y);                                                                                      \
+        strip(R, p, x, low, ahead, y);                                                                                 \
         break;
     switch (rows) {
         STRIP(1) STRIP(2) STRIP(3) STRIP(4)
@@ -60,18 +67,24 @@ static void strip_of(i64 rows, Panel p, const uint16_t *x, Ahead ahead, uint16_t
 static void rows_by_vectors(const Product *a, i64 from, i64 to, i64 panel) {
     i64 size = panel_bytes(COLUMNS * W, a->k), m = to - from, strips = (m + ROWS - 1) / ROWS, column = panel * COLUMNS * W;
     i64 next = column + COLUMNS * W < a->n ? size / LINE : 0, each = strips < COLUMNS ? COLUMNS - strips + 1 : 1;
-    Panel p = {a->packed + panel * size, a->bias ? a->bias + column : NULL, a->k, a->n, a->n - column};
+    Panel p = {a->packed + panel * size, a->rank ? a->up + panel * panel_bytes(COLUMNS * W, a->rank) : NULL,
+               a->bias ? a->bias + column : NULL, a->k, a->rank, a->n, a->n - column};
     for (i64 s = 0; s < strips; s++) {
         i64 first = m * s / strips, lines = next * s / strips;
         Ahead ahead = {p.weights + size + lines * LINE, next * (s + 1) / strips - lines, each};
-        strip_of(m * (s + 1) / strips - first, p, a->x + (from + first) * a->k, ahead, a->y + (from + first) * a->n + column);
+        const uint16_t *low = a->rank ? a->low + (from + first) * a->rank : NULL;
+        uint16_t *y = a->y + (from + first) * a->n + column;
+        strip_of(m * (s + 1) / strips - first, p, a->x + (from + first) * a->k, low, ahead, y);
     }
 }
 
-/* Blocks of rows that stay in a core's cache, against panel after panel. */
+/* Blocks of rows that stay in a core's cache, against panel after panel. Where there are fewer panels than threads, as of
+ * an adapter, rows are divided among these. */
 void product_by_vectors(const Product *a) {
-    i64 panels = (a->n + COLUMNS * W - 1) / (COLUMNS * W);
+    i64 panels = (a->n + COLUMNS * W - 1) / (COLUMNS * W), threads = omp_get_max_threads();
     i64 fit = CACHE / (2 * a->k) > ROWS ? CACHE / (2 * a->k) : ROWS, blocks = (a->m + fit - 1) / fit;
+    i64 wanted = (threads + panels - 1) / panels, strips = (a->m + ROWS - 1) / ROWS;
+    if (blocks < wanted) blocks = wanted < strips ? wanted : strips;
 #pragma omp parallel for schedule(static)
     for (i64 task = 0; task < blocks * panels; task++) {
         i64 block = task / panels;

@@ -20,6 +20,7 @@ from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.errors import refusing
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.model import Policy
+from lagrpo.sampling.vllm.adapters import SPANNED, AdapterSync, rank_of_server
 from lagrpo.sampling.vllm.fleet import Fleet
 from lagrpo.sampling.vllm.generation import Generation
 from lagrpo.sampling.vllm.process import EXTENDED, Launch, StartedServer, check_options, check_python
@@ -34,6 +35,7 @@ from lagrpo.settings.vllm import VllmSettings
 logger = logging.getLogger("lagrpo")
 WIRES: dict[str, Callable[[], Wire]] = {"directory": DirectoryWire, "nccl": NcclWire, "ipc": IpcWire}
 OURS = {"--model", "--host", "--port", "--api-key", "--dtype", "--logprobs-mode", "--generation-config"}
+AS_STARTED = "default"  # vLLM's label of the weights that a server was started with
 COARSENESS = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 TEXTS = ("Hello, world 12 + 30 = 42", "def f(x):\n    return x", "Größe, 数学, ∑")  # that tell tokenizers apart
@@ -82,6 +84,8 @@ def attach_server(url: str, settings: Settings) -> Server:
     if GENERATE not in server.call("GET", "/openapi.json")["paths"]:
         raise ValueError(f"{url} has no {GENERATE}: {HOW_TO_START}")
     theirs, ours = (_read_config(path) for path in (root, resolve_model(settings.model.path)))
+    if settings.model.lora.r:
+        check_adapters(server, settings.model.lora.r)
     differing = [
         f"{n} {theirs[n]} (not {ours[n]})" for n in SIZES if n in theirs and n in ours and theirs[n] != ours[n]
     ]
@@ -106,13 +110,35 @@ def start_servers(settings: Settings) -> list[Server]:
     check_options(options := split_options(vllm.options), OURS)
     model = resolve_model(settings.model.path)
     dtype, _ = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
-    launch = Launch(python, model, dtype, _longest(settings), sampling.max_num_seqs, vllm.weight_sync, options)
+    sizes = _longest(settings), sampling.max_num_seqs
+    launch = Launch(python, model, dtype, *sizes, vllm.weight_sync, options, lora=adapters_of(settings))
     with refusing("run.directory"):
         folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log" for _ in range(vllm.servers)]
     for path in paths:
         logger.info("starting a vLLM server, for at most %g s (log: %s)", vllm.start_deadline, path)
     return [StartedServer(launch, deadlines(vllm), path) for path in paths]
+
+
+def adapters_of(settings: Settings) -> tuple[int, int]:
+    """The largest rank of adapters, and how many are in use at a time; 0 for none."""
+    r = settings.model.lora.r
+    return (rank_of_server(r), SPANNED if settings.vllm.in_flight == "span" else 1) if r else (0, 0)
+
+
+def check_adapters(server: Server, r: int) -> None:
+    """Raises ValueError for a server that takes no adapters of rank r."""
+    how = f"start it with `lagrpo serve MODEL --lora-rank {rank_of_server(r)}`"
+    if "/v1/load_lora_adapter" not in server.call("GET", "/openapi.json")["paths"]:
+        raise ValueError(f"{server} takes no adapters, which model.lora trains: {how}")
+    limit = (server.config().get("lora_config") or {}).get("max_lora_rank", 0)
+    if limit < r:
+        raise ValueError(f"{server} takes adapters of at most rank {limit}, and model.lora.r is {r}: {how}")
+    if (label := server.version()) != AS_STARTED:
+        raise ValueError(
+            f"{server} serves weights that a run has synced to it (labeled {label}), and adapters are for those of "
+            f"model.path: restart it, or {how}"
+        )
 
 
 def build_vllm(settings: Settings, policy: Policy, servers: Sequence[Server]) -> VllmSampler:
@@ -125,9 +151,11 @@ def build_vllm(settings: Settings, policy: Policy, servers: Sequence[Server]) ->
             check_length(server, _longest(settings))
             check_tokenizer(server, lambda text: chat.tokenizer(text, add_special_tokens=False)["input_ids"])
         dtype = max((read_dtype(server) for server in servers), key=COARSENESS.index)
-        directories = Directories(vllm.directory)
     fleet = Fleet(servers, vllm.failures)
-    weights = WeightSync(fleet, WIRES[vllm.weight_sync](), directories, dtype)
+    if settings.model.lora.r:
+        weights = AdapterSync(fleet, policy.model.lm, vllm.directory, dtype)
+    else:
+        weights = WeightSync(fleet, WIRES[vllm.weight_sync](), Directories(vllm.directory), dtype)
     generation = Generation(settings.run.seed, s.max_tokens, s.temperature, chat.eos_ids, s.max_num_seqs, chat.decode)
     return VllmSampler(fleet, generation, weights, vllm.in_flight)
 

@@ -52,10 +52,13 @@ class Served:
         """Load the weights into a revived server and check its scores. Raises SamplerError if they differ."""
         if self.parcel is None:
             return
-        server.pause()
-        server.reload(self.parcel.write())
-        server.label(self.parcel.label)
-        server.resume()
+        if self.parcel.adapter:
+            server.load_adapter(self.parcel.label, self.parcel.write())
+        else:
+            server.pause()
+            server.reload(self.parcel.write())
+            server.label(self.parcel.label)
+            server.resume()
         for (prompt_ids, token_ids), before in self.scores:
             now = server.score(prompt_ids, token_ids)
             difference = sum(abs(a - b) for a, b in zip(now, before, strict=True)) / len(before)

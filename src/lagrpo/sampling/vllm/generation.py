@@ -62,14 +62,17 @@ class Generation:
     decode: Callable[[Sequence[int]], str]  # token ids to text
     purpose: str = "sample"  # second part of the address
 
-    def generate(self, server: Server, request: Request, G: int, served: Served, longest: int | None = None) -> Group:
-        """The group of a request, its completions of at most `longest` tokens. Raises AbortedError where the server was
+    def generate(
+        self, server: Server, request: Request, G: int, served: Served, label: str, longest: int | None = None
+    ) -> Group:
+        """The group of a request, its completions of at most `longest` tokens; `label` is that of the weights that it
+        is asked by. Raises AbortedError where the server was
         told to abort, UnreachableError where it does not answer or serves weights of somebody else, RefusedError where
         it says no."""
         ids, max_tokens = request.prompt.token_ids, min(self.max_tokens, longest or self.max_tokens)
         seed = int(generator(self.seed, self.purpose, *request.address).random_raw(1)[0]) >> 2
-        with concerning(f"{describe(request, G)} by version {served.version}"):
-            choices = server.generate(ids, G, seed, max_tokens, self.tau, sorted(self.eos_ids), served.label)
+        with concerning(f"{describe(request, G)} by version {served.version_of(label)}"):
+            choices = server.generate(ids, G, seed, max_tokens, self.tau, sorted(self.eos_ids), label)
         answers = [Generated.of(choice) for choice in choices]
         if any(answer.end == "abort" for answer in answers):
             raise AbortedError(f"{server} broke off a group")

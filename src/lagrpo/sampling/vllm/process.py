@@ -48,6 +48,11 @@ sys.exit(1 if code is None else code & 255)
 """
 
 
+PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+)
+"""Linear layers that servers take adapters for, by their names in the models and in vLLM."""
 EXTENDED = "lagrpo_extension.Worker"
 EXTENSION = Path(__file__).parent / "extension"  # the only directory of ours that vLLM's Python sees
 
@@ -64,6 +69,7 @@ class Launch:
     wire: str = "directory"  # how weights will reach it
     options: tuple[str, ...] = ()  # further options of vLLM
     host: str = LOOPBACK  # address that it listens on
+    lora: tuple[int, int] = (0, 0)  # largest rank of adapters, and how many may be in use at a time; 0: none
 
     def command(self, port: int) -> list[str]:
         """The command line. Log-probs are given at the sampling temperature. The model's own generation settings are
@@ -84,8 +90,14 @@ class Launch:
             *("--logprobs-mode", "processed_logprobs", "--max-model-len", str(self.longest)),
             *("--max-num-seqs", str(self.max_num_seqs), *([] if _has_gpu() else on_cpu)),
             *("--worker-extension-cls", EXTENDED),
-            *(*transfer, *self.options),
+            *(*self._adapters(), *transfer, *self.options),
         ]
+
+    def _adapters(self) -> list[str]:
+        """The head is left out: vLLM 0.32 dies when it computes log-probs of a prompt with an adapter beside it."""
+        rank, count = self.lora
+        sizes = ["--max-lora-rank", str(rank), "--max-loras", str(count)]
+        return ["--enable-lora", *sizes, "--lora-target-modules", *PROJECTIONS] if rank else []
 
     def environment(self, key: str) -> dict[str, str]:
         """Environment variables of the server's process.
@@ -96,6 +108,7 @@ class Launch:
         """
         own = {"VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         own |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if self.wire == "ipc" else {}
+        own |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self.lora[0] else {}
         ours = ("OMP_NUM_THREADS", "PYTHONPATH")
         inherited = {name: value for name, value in waiting.drop_own(os.environ).items() if name not in ours}
         cpu = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}

@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from lagrpo.interrupts import whole
@@ -18,7 +16,7 @@ from lagrpo.sampling.base import Item, Request
 from lagrpo.sampling.vllm.fleet import Fleet, Member
 from lagrpo.sampling.vllm.generation import Dispatcher, Generation
 from lagrpo.sampling.vllm.server import Server, concerning
-from lagrpo.sampling.vllm.weights import FILE, WeightSync
+from lagrpo.sampling.vllm.weights import WeightSync
 from lagrpo.sampling.vllm.wire import Parcel
 from lagrpo.types import Group
 
@@ -27,8 +25,8 @@ InFlight = Literal["finish", "span", "regenerate"]
 
 class VllmSampler:
     """Sampler over the servers of a fleet. `in_flight` says what a weight sync does with completions under way:
-    `finish` allows none, `span` lets them go on with the new weights (their tokens then have several versions),
-    `regenerate` generates their groups again."""
+    `finish` allows none, `span` lets them go on with the new weights (their tokens then have several versions; with
+    adapters, with the one that they began with), `regenerate` generates their groups again."""
 
     def __init__(
         self, fleet: Fleet, generation: Generation, weights: WeightSync, in_flight: InFlight = "finish"
@@ -62,12 +60,14 @@ class VllmSampler:
         started = time.perf_counter()
         parcel = self.weights.pack(weights, version)
         written = time.perf_counter()
-        with self._dispatcher.halt(abort=self.in_flight == "regenerate"):
+        abort = self.in_flight == "regenerate"
+        halts = abort or self.weights.pauses
+        with self._dispatcher.halt(abort) if halts else nullcontext():
             paused = time.perf_counter()
             self.weights.load(parcel)
-        done = time.perf_counter()
-        self.weights.directories.drop_before(version)
-        return {"sync_bytes": parcel.size, "seconds_writing": written - started, "seconds_paused": done - paused}
+        seconds = time.perf_counter() - paused if halts else 0.0
+        self.weights.forget_before(version)
+        return {"sync_bytes": parcel.size, "seconds_writing": written - started, "seconds_paused": seconds}
 
     @contextmanager
     def lent(self, weights: Mapping[str, Tensor], version: int, back: bool) -> Iterator[None]:
@@ -90,7 +90,7 @@ class VllmSampler:
                         self.weights.restore(self._own)
                     served.scores = scores
                 self._own = None
-        self.weights.directories.drop_before(served.version)
+        self.weights.forget_before(served.version)
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         return self._dispatcher.submit(requests, G, each=max(1, self.generation.max_num_seqs // G))
@@ -99,7 +99,7 @@ class VllmSampler:
         """As they were sent: in the dtype of the servers. Raises ValueError before the first sync."""
         if (parcel := self._own or self.fleet.served.parcel) is None:
             raise ValueError("no weights have been synced yet")
-        return self.fleet.served.version_of(parcel.label), load_file(Path(parcel.write()) / FILE)
+        return self.fleet.served.version_of(parcel.label), self.weights.read(parcel)
 
     def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
         """log-probs at temperature 1 by every server: [server][item][token], nats. They are kept: a server that is
@@ -127,7 +127,7 @@ class VllmSampler:
     def close(self) -> None:
         """End the threads, the servers that are ours, and what lies in the shared directory."""
         self.fleet.close()
-        self.weights.directories.close()
+        self.weights.close()
 
     def _score(self, member: Member, item: Item) -> list[float]:
         def score(server: Server) -> list[float]:
@@ -137,4 +137,5 @@ class VllmSampler:
         return self.fleet.ask(member, score)
 
     def _generate(self, server: Server, request: Request, G: int, longest: int | None = None) -> Group:
-        return self.generation.generate(server, request, G, self.fleet.served, longest)
+        with self.weights.using() as label:
+            return self.generation.generate(server, request, G, self.fleet.served, label, longest)

@@ -77,6 +77,9 @@ class Server:
     reloading = "reload_weights"
     """What a server calls to load a directory of weights."""
 
+    adapter: str | None = None
+    """The adapter that requests name, as its label; None: the model's own weights."""
+
     def __init__(self, url: str, key: str | None, deadlines: Deadlines, connections: int = 64) -> None:
         self.url, self.deadlines = url.rstrip("/"), deadlines
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -88,8 +91,15 @@ class Server:
     def call(
         self, method: str, path: str, body: Json | None = None, deadline: float | None = None, again: bool = True
     ) -> Any:
-        """The JSON that the server answers within `deadline` seconds: `control` of the deadlines unless given, and at
-        most twice that where it goes silent in the middle of its answer. If the server closed the connection before it
+        """The JSON that the server answers, None for an empty answer: see `send`."""
+        answer = self.send(method, path, body, deadline, again)
+        return json.loads(answer) if answer else None
+
+    def send(
+        self, method: str, path: str, body: Json | None = None, deadline: float | None = None, again: bool = True
+    ) -> bytes:
+        """What the server answers within `deadline` seconds: `control` of the deadlines unless given, and at most twice
+        that where it goes silent in the middle of its answer. If the server closed the connection before it
         answered (it closes idle ones, and after a failed request), the request is sent once more, unless `again` is
         False. Raises UnreachableError (see there), and RefusedError for 4xx, with what the server said."""
         seconds = self.deadlines.control if deadline is None else deadline
@@ -98,7 +108,7 @@ class Server:
             status, answer = exchange(self._pool, method, self.url + path, content, seconds)
         except urllib3.exceptions.ProtocolError as error:
             if again:
-                return self.call(method, path, body, deadline, again=False)
+                return self.send(method, path, body, deadline, again=False)
             raise UnreachableError(f"{self.url} broke off the connection: {find_cause(error)}") from error
         except urllib3.exceptions.ReadTimeoutError as error:
             raise UnreachableError(f"{self.url}{path} did not answer within {seconds:g} s") from error
@@ -108,7 +118,7 @@ class Server:
             ) from error
         if status != 200:
             self._raise(path, status, answer.decode(errors="replace"))
-        return json.loads(answer) if answer else None
+        return answer
 
     def _raise(self, path: str, status: int, text: str) -> NoReturn:
         if status == 401:
@@ -162,8 +172,23 @@ class Server:
         return self.call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
 
     def version(self) -> str:
-        """The label of the weights that it serves."""
+        """The label of the weights that it serves; of an adapter, if it has that."""
+        if self.adapter is not None:
+            return self.adapter if self.adapter in self.adapters() else ""
         return self.call("GET", "/weight_info")["weight_version"]
+
+    def adapters(self) -> list[str]:
+        """The labels of its adapters."""
+        return [card["id"] for card in self.call("GET", "/v1/models")["data"][1:]]
+
+    def load_adapter(self, label: str, directory: str) -> None:
+        """Load the adapter of a directory that the server can read; it may be there already."""
+        if label not in self.adapters():
+            body = {"lora_name": label, "lora_path": directory}
+            self.send("POST", "/v1/load_lora_adapter", body, self.deadlines.sync, again=False)  # answers in words
+
+    def unload_adapter(self, label: str) -> None:
+        self.send("POST", "/v1/unload_lora_adapter", {"lora_name": label})
 
     def pause(self) -> None:
         """Stop generating; completions under way are kept until `resume`."""
@@ -189,19 +214,38 @@ class Server:
         self, prompt_ids: Ids, n: int, seed: int, max_tokens: int, tau: float, eos_ids: Ids, salt: str
     ) -> list[Json]:
         """n completions of a prompt from the whole distribution, the g-th with the seed `seed + g`, as vLLM returns
-        them. `salt` keeps cached keys and values of a prompt from being used with other weights."""
+        them. `salt`, the label of the weights, keeps cached keys and values of a prompt from being used with others; an
+        adapter is named by it."""
         own = {"n": n, "seed": seed, "temperature": tau, "max_tokens": max_tokens, "stop_token_ids": list(eos_ids)}
         body = {"token_ids": list(prompt_ids), "cache_salt": salt, "sampling_params": WHOLE_DISTRIBUTION | own}
-        choices = self.call("POST", GENERATE, body, self.deadlines.request)["choices"]
-        return sorted(choices, key=lambda choice: choice["index"])
+        answer = self._ask(body, salt if self.adapter is not None else None)
+        return sorted(answer["choices"], key=lambda choice: choice["index"])
 
     def score(self, prompt_ids: Ids, token_ids: Ids) -> list[float]:
         """log-probs of given tokens at temperature 1, whatever the sampling temperature is, in nats."""
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "ignore_eos": True, "detokenize": False}
         body = {"token_ids": [*prompt_ids, *token_ids], "sampling_params": sampling}
-        answer = self.call("POST", GENERATE, body, self.deadlines.request)["prompt_logprobs"]
+        answer = self._ask(body, self.adapter)["prompt_logprobs"]
         chosen = zip(token_ids, answer[len(prompt_ids) :], strict=True)
         return [float(place[str(token)]["logprob"]) for token, place in chosen]
+
+    def _ask(self, body: Json, adapter: str | None) -> dict[str, Any]:
+        """What a server generates, by an adapter or by the model's own weights. Raises UnreachableError where it has
+        not the adapter any more: it was restarted."""
+        if adapter is None:
+            return self.call("POST", GENERATE, body, self.deadlines.request)
+        try:
+            answer = self.call("POST", GENERATE, {**body, "model": adapter}, self.deadlines.request)
+        except RefusedError as error:
+            if adapter not in self.adapters():
+                raise UnreachableError(
+                    f"{self.url} has not the adapter {adapter} any more: was it restarted?"
+                ) from error
+            raise
+        for choice in answer["choices"]:  # the labels that vLLM reports are those of the model's own weights
+            span = {"version": answer["model"], "start": 0, "end": len(choice["token_ids"] or [])}
+            choice["weight_versions"] = [span]
+        return answer
 
 
 def _message(text: str) -> str:

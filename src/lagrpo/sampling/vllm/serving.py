@@ -17,6 +17,7 @@ from pathlib import Path
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.interrupts import interruptible
 from lagrpo.policy.embedded import check_path, resolve_model
+from lagrpo.sampling.vllm.adapters import RANKS, SPANNED, rank_of_server
 from lagrpo.sampling.vllm.process import (
     Launch,
     StartedServer,
@@ -77,7 +78,7 @@ def keep_up(server: StartedServer, failures: int) -> None:
 def plan_launch(settings: ServeSettings, log_path: Path) -> Launch:
     """How the server is started. Raises SettingsError for settings that cannot be used."""
     s = settings
-    for name, least in (("max_model_len", 2), ("max_num_seqs", 1), ("failures", 0)):
+    for name, least in (("max_model_len", 2), ("max_num_seqs", 1), ("failures", 0), ("lora_rank", 0)):
         if (number := getattr(s, name)) < least:
             raise SettingsError(f"--{name.replace('_', '-')} is at least {least}, not {number}")
     if not s.deadline > 0:
@@ -92,8 +93,10 @@ def plan_launch(settings: ServeSettings, log_path: Path) -> Launch:
         check_path(s.model)
     with refusing("--log"):
         log_path.open("ab").close()
-    sizes = s.max_model_len, s.max_num_seqs
-    return Launch(python, resolve_model(s.model), s.dtype, *sizes, s.weight_sync, options, s.host)
+    if s.lora_rank > RANKS[-1]:
+        raise SettingsError(f"--lora-rank is at most {RANKS[-1]}, not {s.lora_rank}")
+    sizes, lora = (s.max_model_len, s.max_num_seqs), (rank_of_server(s.lora_rank), SPANNED) if s.lora_rank else (0, 0)
+    return Launch(python, resolve_model(s.model), s.dtype, *sizes, s.weight_sync, options, s.host, lora)
 
 
 def check_host(host: str) -> None:

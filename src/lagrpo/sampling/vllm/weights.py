@@ -7,12 +7,13 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lagrpo.sampling.vllm.fleet import Fleet, Member
@@ -24,10 +25,16 @@ FILE = "model.safetensors"
 
 class WeightSync:
     """Weights to the servers of a fleet, in their `dtype`, by `wire`; `directories` keeps what a server may need
-    again."""
+    again. `adapters`: the weights are those of adapters (adapters.py)."""
 
-    def __init__(self, fleet: Fleet, wire: Wire, directories: Directories, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.wire, self.directories, self.dtype = wire, directories, dtype
+    pauses = True
+    """Whether the servers have to be paused meanwhile."""
+
+    def __init__(
+        self, fleet: Fleet, wire: Wire, directories: Directories, dtype: torch.dtype = torch.bfloat16,
+        adapters: bool = False,
+    ) -> None:  # fmt: skip
+        self.wire, self.directories, self.dtype, self.adapters = wire, directories, dtype, adapters
         self._fleet = fleet
 
     def pack(self, weights: Mapping[str, Tensor], version: int) -> Parcel:
@@ -36,7 +43,8 @@ class WeightSync:
         own = {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in weights.items()}
         # The trainer's weights move on. A server that dies may need these again, so a copy stays on the host.
         kept = own if self.wire.by_directory else {name: t.cpu() for name, t in own.items()}
-        parcel = Parcel(self._fleet.served.label_of(version), own, lambda: str(self.directories.put(kept, version)))
+        label = self._fleet.served.label_of(version)
+        parcel = Parcel(label, own, lambda: str(self.directories.put(kept, version)), self.adapters)
         before = self._fleet.served.parcel
         if before is not None and parcel.shapes != before.shapes:
             raise SamplerError(f"version {version} has other parameters or shapes than the version before: not sent")
@@ -76,6 +84,23 @@ class WeightSync:
         self._fleet.served.set(parcel)
         self._go_back(parcel, {})
 
+    @contextmanager
+    def using(self) -> Iterator[str]:
+        """Inside, a server is asked by the version of this label, which stays."""
+        yield self._fleet.served.label
+
+    def forget_before(self, version: int) -> None:
+        """Remove what only older versions need."""
+        self.directories.drop_before(version)
+
+    def close(self) -> None:
+        """Remove what lies in the shared directory."""
+        self.directories.close()
+
+    def read(self, parcel: Parcel) -> Mapping[str, Tensor]:
+        """The weights of a version, as they were sent."""
+        return load_file(Path(parcel.write()) / FILE)
+
     def _send(self, parcel: Parcel) -> dict[Member, SamplerError]:
         """The servers that are well and refused the weights, with what they said. One whose load failed because it was
         dead is back, and has the weights."""
@@ -114,7 +139,9 @@ class Directories:
     """The versions that may still be needed, each a directory of safetensors below `root`. The root is our own: `close`
     removes it, and if this process is killed, a later one does."""
 
-    def __init__(self, parent: str | None) -> None:
+    def __init__(self, parent: str | None, write: Callable[[Mapping[str, Tensor], Path], None] | None = None) -> None:
+        """`write` fills the directory of a version; `write_weights` unless given."""
+        self._write = write or write_weights
         base = Path(parent).expanduser() if parent else _shared_memory()
         if parent is None:  # in a directory of the user's, other hosts may be at work
             _remove_abandoned(base)
@@ -129,10 +156,12 @@ class Directories:
             return path
         scratch = path.with_suffix(".tmp")
         scratch.mkdir(exist_ok=True)
-        own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        save_file(own, scratch / FILE, metadata={"format": "pt"})
-        check_file(scratch / FILE, own)
+        self._write(weights, scratch)
         return scratch.rename(path)
+
+    def drop(self, version: int) -> None:
+        """Remove a version."""
+        shutil.rmtree(self.root / f"v{version:06d}", ignore_errors=True)
 
     def drop_before(self, version: int) -> None:
         """Remove the versions older than this one."""
@@ -142,6 +171,13 @@ class Directories:
 
     def close(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+def write_weights(weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write a version, and read it back. Raises CorruptError for a file that does not hold the weights."""
+    own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(own, folder / FILE, metadata={"format": "pt"})
+    check_file(folder / FILE, own)
 
 
 def check_file(path: Path, weights: Mapping[str, Tensor]) -> None:

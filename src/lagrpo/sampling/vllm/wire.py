@@ -45,6 +45,7 @@ class Parcel:
     label: str  # as the servers will report it
     weights: Mapping[str, Tensor]  # in the dtype of the servers, on the trainer's device
     write: Callable[[], str]  # writes it into the shared directory and returns the path
+    adapter: bool = False  # of frozen weights that the servers have
 
     @property
     def size(self) -> int:

@@ -1,0 +1,105 @@
+"""Adapters as directories that PEFT and vLLM load: adapter_config.json and adapter_model.safetensors.
+
+PEFT (extra `lora`) writes and reads the config; the weights are written under the names that it gives them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lagrpo.backends.adapters import adapted
+from lagrpo.policy.configs import blaming
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of PEFT's names
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Adapters of rank r, scaled by alpha / r, beside the linear layers of these names; "all-linear": all of the
+    decoder's layers. They start at draws of `seed`."""
+
+    r: int
+    alpha: float
+    targets: tuple[str, ...] = ("all-linear",)
+    seed: int = 0
+
+
+def check_installed() -> None:
+    """Raise ValueError where PEFT is not installed; it is not loaded."""
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError("adapters need the package peft: pip install 'lagrpo[lora]'")
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether a directory has an adapter, and no model."""
+    return (Path(path) / CONFIG).is_file() and not (Path(path) / "config.json").is_file()
+
+
+def save_adapter(lm: Any, weights: Mapping[str, Tensor], directory: Path) -> None:
+    """Write `weights`, of the adapters of `lm`, by their names in it."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    layers = adapted(lm)
+    first = next(iter(layers.values()))
+    r = first.lora_A.shape[0]
+    alpha, name = first.scale * r, Path(lm.name_or_path)
+    config = LoraConfig(
+        r=r, lora_alpha=int(alpha) if alpha == int(alpha) else alpha, lora_dropout=0.0, bias="none",
+        target_modules=sorted({layer.rpartition(".")[2] for layer in layers}), task_type="CAUSAL_LM",
+        base_model_name_or_path=str(name.absolute()) if name.is_dir() else lm.name_or_path, inference_mode=True,
+    )  # fmt: skip
+    config.save_pretrained(directory)
+    save_file(named(weights), directory / WEIGHTS, metadata={"format": "pt"})
+
+
+def named(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of adapters by their names in the model, on the CPU and under PEFT's names."""
+    return {f"{PREFIX}{name}.weight": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """The weights of a directory by their names in the model. Raises ValueError for a file that cannot be read."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        found = load_file(directory / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{directory / WEIGHTS} cannot be read: {error}") from error
+    return {name.removeprefix(PREFIX).removesuffix(".weight"): tensor for name, tensor in found.items()}
+
+
+def read_config(directory: Path) -> tuple[Lora, str]:
+    """What a directory says of its adapters, and the name or directory of the model that they are for. Raises
+    ValueError for kinds of adapters that are not plain LoRA."""
+    check_installed()
+    from peft import PeftConfig
+
+    with blaming(f"{directory / CONFIG} cannot be read"):
+        config: Any = PeftConfig.from_pretrained(str(directory))
+    unlike = {
+        "peft_type": str(getattr(config.peft_type, "value", config.peft_type)) != "LORA",
+        "use_dora": getattr(config, "use_dora", False),
+        "use_rslora": getattr(config, "use_rslora", False),
+        "bias": getattr(config, "bias", "none") != "none",
+        "modules_to_save": getattr(config, "modules_to_save", None),
+        "rank_pattern": getattr(config, "rank_pattern", None),
+        "alpha_pattern": getattr(config, "alpha_pattern", None),
+    }
+    if odd := [name for name, differs in unlike.items() if differs]:
+        raise ValueError(
+            f"{directory / CONFIG}: {odd[0]} is {getattr(config, odd[0])!r}: lagrpo reads plain LoRA alone"
+        )
+    if not config.base_model_name_or_path:
+        raise ValueError(f"{directory / CONFIG} does not name its model (base_model_name_or_path)")
+    of = config.target_modules
+    targets = (of,) if isinstance(of, str) else tuple(sorted(of))
+    return Lora(config.r, config.lora_alpha, targets), config.base_model_name_or_path
