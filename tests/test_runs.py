@@ -350,11 +350,11 @@ def test_the_file_says_its_schema_and_another_is_refused(sampled):
     import pyarrow.parquet as pq
 
     path = sampled.path / "rollouts" / "step-000120.parquet"
-    assert pq.read_schema(path).metadata[b"lagrpo.schema"] == b"lagrpo.rollouts/2"
+    assert pq.read_schema(path).metadata[b"lagrpo.schema"] == b"lagrpo.rollouts/3"
     assert pq.read_schema(path).equals(rollout_schema())
     table = pq.read_table(path).replace_schema_metadata({"lagrpo.schema": "lagrpo.rollouts/9"})
     pq.write_table(table, path)
-    with pytest.raises(ValueError, match=r"lagrpo.rollouts/9; this version of lagrpo reads lagrpo.rollouts/2"):
+    with pytest.raises(ValueError, match=r"lagrpo.rollouts/9; this version of lagrpo reads lagrpo.rollouts/3"):
         load_rollouts(sampled)
     with pytest.raises(SettingsError, match=r"lagrpo.rollouts/9; this version"):  # told without a traceback
         show(sampled)

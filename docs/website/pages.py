@@ -15,7 +15,7 @@ from website.markdown import anchors, links
 
 HOME_ENDS = "\n## Stop it, and go on\n"
 """Where the home page ends and the guide begins: both are the README."""
-USE = ("choose", "off-policy", "vllm", "scaling", "run-directory", "reliability", "verify")
+USE = ("choose", "environments", "off-policy", "vllm", "scaling", "run-directory", "reliability", "verify")
 """Pages of docs/ for who uses the program, in their order; the others explain it."""
 IMAGES = {".png", ".svg", ".jpg"}
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".sbatch": "bash", ".sh": "bash", ".json": "json"}

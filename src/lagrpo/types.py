@@ -105,6 +105,9 @@ class Completion:
     sampled: torch.Tensor = field(default=None)  # type: ignore[assignment]
     """bool [t], whether a policy sampled the token; by default all were"""
 
+    turns: tuple[str, ...] = ()
+    """of an episode, what the policy and its environment said in turn, without special tokens; else empty"""
+
     def __post_init__(self) -> None:
         if self.sampled is None:  # written so because importing torch would slow down the verifier's workers
             object.__setattr__(self, "sampled", self.token_ids == self.token_ids)

@@ -7,7 +7,8 @@ defines the run: its settings, the addresses of its random numbers (rng.py), the
 source.py    a run's files, refused where they are not whole     weights.py   versions on disk, as models
 tokens.py    samples, log-probs, divergences of a subset         judging.py   prompts, ends, texts, rewards, evaluations
 groups.py    weight syncs, versions, masks, advantages           formulas.py  advantages, written plainly
-metrics.py   metrics that follow from rows                       findings.py  what was found, and how it is printed
+episodes.py  completions of several turns                        findings.py  what was found, and how it is printed
+metrics.py   metrics that follow from rows
 
 `verify_run` is all of it at once; docs/verify.md says what each check can see and what it cannot.
 """

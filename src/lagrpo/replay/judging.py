@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 
+from lagrpo.replay.episodes import check_episodes, check_turns
 from lagrpo.replay.findings import Check, Report, UnreadableError
 from lagrpo.replay.formulas import mean_or_none
 from lagrpo.replay.source import Row, Source, groups_of
 from lagrpo.replay.weights import Weights
 from lagrpo.tasks import Task, load_task, order_prompts
+from lagrpo.tasks.base import Make
+from lagrpo.tasks.environments import load_environment
 from lagrpo.types import Completion, Group, Outcome, Prompt
 from lagrpo.verify import Verifier
 
@@ -53,6 +56,11 @@ def load(source: Source, era: Source, report: Report) -> Task | None:
     return None
 
 
+def environment_of(source: Source, task: Task) -> Make | None:
+    """What made the environments of a run's completions; None where they had one turn."""
+    return load_environment(source.settings.environment, task)
+
+
 def check_texts(source: Source, weights: Weights, tasks: Tasks, rows: Sequence[Row], report: Report) -> None:
     """Prompts against the task, ends and texts against the tokenizer."""
     try:
@@ -84,8 +92,12 @@ def check_prompts(source: Source, tokenizer: Any, tasks: Tasks, rows: Sequence[R
             found.equal(first.file, first.place, "prompt_key", key, f"one of 0 .. {size - 1}")
             continue
         prompt = task.prompt("train", key)
-        gold, tokens = json.dumps(prompt.gold, ensure_ascii=False), templated(tokenizer, prompt)
+        gold = json.dumps(prompt.gold, ensure_ascii=False)
         found.equal(first.file, first.place, "gold", first["gold"], gold)
+        if environment_of(source.at(batch), task) is not None:
+            report.skip("prompts: tokens", "an environment opens the conversation")
+            continue
+        tokens = templated(tokenizer, prompt)
         found.equal(first.file, first.place, "prompt_token_ids", first["prompt_token_ids"], tokens)
 
 
@@ -101,7 +113,8 @@ def check_ends(source: Source, tokenizer: Any, eos_ids: set[int], rows: Sequence
     """A completion ends at its first end-of-sequence token, or at the limit; its text is its tokens decoded."""
     found = report.check("ends and texts")
     own = [row for row in rows if row.generated]
-    for row in own:
+    check_turns(tokenizer, [row for row in own if row["turns"]], found)
+    for row in (row for row in own if not row["turns"]):
         tokens, most = row["token_ids"], source.at(row["batch"]).settings.sampling.max_tokens
         end = next((t for t, token in enumerate(tokens, start=1) if token in eos_ids), None)
         found.equal(row.file, row.place, "number of tokens", len(tokens), end or most)
@@ -119,11 +132,15 @@ def check_rewards(source: Source, tasks: Tasks, rows: Sequence[Row], report: Rep
     for task in distinct_tasks(source, tasks):
         with Verifier(task.judge, **settings) as judges:
             found = found or report.check("rewards")
-            judged = [row for row in own if tasks(row["batch"]) is task]
+            judged = [row for row in own if tasks(row["batch"]) is task and not row["turns"]]
             verdicts = judge_answers(judges, ((row["text"], json.loads(row["gold"])) for row in judged))
             for row, verdict in zip(judged, verdicts, strict=True):
                 compare(found, row.file, row.place, Outcome(row["outcome"], row["reward"], row["reason"]), verdict)
             check_evaluations(source, tasks, task, judges, report)
+        talked = [row for row in own if tasks(row["batch"]) is task and row["turns"]]
+        for era in source.eras if talked else ():
+            if (make := environment_of(era, task)) is not None:
+                check_episodes(era, make, task, [row for row in talked if source.at(row["batch"]) is era], report)
     if found is not None:
         check_missing_evaluations(source, report)
 
@@ -165,7 +182,9 @@ def check_evaluations(source: Source, tasks: Tasks, task: Task, judges: Verifier
         batch = summary.get("batch") or 0
         if tasks(batch) is not task:
             continue
-        if asked(source.at(batch)) != asked(source.at(batch + 1)):
+        if environment_of(source.at(batch), task) is not None:
+            report.skip("evaluations", "completions had several turns, which are recorded as one text")
+        elif asked(source.at(batch)) != asked(source.at(batch + 1)):
             why = "the settings were changed after their batch: they were made before that or after it"
             report.skip("evaluations", why)
         else:

@@ -13,9 +13,10 @@ from pydantic import Field, create_model, field_validator, model_validator
 
 from lagrpo.objective.composition import Composition
 from lagrpo.settings.distributed import DistributedSettings
+from lagrpo.settings.environment import EnvironmentSettings
 from lagrpo.settings.section import Section
 from lagrpo.settings.vllm import VllmSettings
-from lagrpo.tasks import option_takers, task_options
+from lagrpo.tasks import ENVIRONMENTS, option_takers, task_options
 
 
 class RunSettings(Section):
@@ -87,7 +88,7 @@ def _unset(kind: Any, text: str, **bounds: Any) -> Any:
 
 class _OfEveryTask(Section):
     name: str = "arithmetic"
-    """arithmetic, countdown, gsm8k, math, custom, or package.module:function that returns a Task."""
+    """arithmetic, countdown, guess_number, gsm8k, math, custom, or package.module:function that returns a Task."""
     reward: str | None = None
     """Built-in judge (exact, number, math …) or package.module:function, called as function(text, gold) -> float."""
     reward_range: tuple[float, float] = (0.0, 1.0)
@@ -266,6 +267,11 @@ class VerifierSettings(Section):
         """What the verifier takes, which knows of one batch at a time."""
         return self.model_dump(exclude={"max_without_reward_run"})
 
+    @property
+    def of_an_environment(self) -> dict[str, Any]:
+        """What the processes of environments take."""
+        return self.model_dump(exclude={"max_without_reward_run", "max_without_reward"})
+
 
 class EvaluationSettings(Section):
     before_and_after: bool = True
@@ -286,6 +292,7 @@ class Settings(Section):
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
     task: TaskSettings = TaskSettings()
+    environment: EnvironmentSettings = EnvironmentSettings()
     sampling: SamplingSettings = SamplingSettings()
     vllm: VllmSettings = VllmSettings()
     distributed: DistributedSettings = DistributedSettings()
@@ -324,10 +331,22 @@ class Settings(Section):
         return self
 
 
+    @property
+    def replied(self) -> int:
+        """Tokens that an environment says in a completion at the most, where the settings name one."""
+        return _replied(self.environment, self.task)
+
+
+def _replied(environment: EnvironmentSettings, task: Any) -> int:
+    named = environment.name is not None or environment.tools or task.name in ENVIRONMENTS
+    return environment.max_tokens if named else 0
+
+
 class EvalSettings(Section):
     """Settings of an evaluation on its own."""
 
     task: TaskSettings = TaskSettings()
+    environment: EnvironmentSettings = EnvironmentSettings()
     model: ModelSettings = ModelSettings()
     prompts: int | None = Field(default=None, ge=1)
     """Test prompts; all by default."""
@@ -352,6 +371,11 @@ class EvalSettings(Section):
     def _check_rows(self) -> EvalSettings:
         _check_fit("samples", self.samples, "max_num_seqs", self.max_num_seqs)
         return self
+
+    @property
+    def replied(self) -> int:
+        """As Settings.replied."""
+        return _replied(self.environment, self.task)
 
 
 def _check_fit(name: str, completions: int, rows_name: str, rows: int) -> None:

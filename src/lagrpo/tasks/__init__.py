@@ -17,6 +17,7 @@ from typing import Any
 
 from lagrpo.errors import suggest
 from lagrpo.tasks.base import (
+    EpisodeTask,
     Judge,
     RowTask,
     Task,
@@ -46,11 +47,16 @@ __all__ = [
 JUDGES = {
     "arithmetic": "lagrpo.tasks.arithmetic:judge",
     "countdown": "lagrpo.tasks.countdown:judge",
+    "guess_number": "lagrpo.tasks.guess_number:judge",
     "number": "lagrpo.tasks.gsm8k:judge",
     "math": "lagrpo.tasks.math:judge",
     "exact": "lagrpo.tasks.custom:judge",
 }
 """The built-in judges that the setting `reward` can name."""
+ENVIRONMENTS = {"guess_number": "lagrpo.tasks.guess_number:GuessNumber"}
+"""Tasks of several turns, and what makes their environments."""
+TOOLS = {"calculator": "lagrpo.tasks.calculator:calculate"}
+"""The built-in functions that environment.tools can name."""
 NO_TASK = "is no Task: a Task has name, judge, size(split) and prompt(split, index)"
 
 
@@ -58,7 +64,7 @@ NO_TASK = "is no Task: a Task has name, judge, size(split) and prompt(split, ind
 def task_options() -> Mapping[str, type]:
     """For each task the dataclass of its options, whose fields `option` makes. Every task also takes `system_prompt`
     and `reward`."""
-    from lagrpo.tasks import arithmetic, countdown, custom
+    from lagrpo.tasks import arithmetic, countdown, custom, guess_number
     from lagrpo.tasks.files import DataOptions  # for math too, whose own file imports math-verify
 
     return {
@@ -67,6 +73,7 @@ def task_options() -> Mapping[str, type]:
         "gsm8k": DataOptions,
         "math": DataOptions,
         "custom": custom.Options,
+        "guess_number": guess_number.Options,
     }
 
 
@@ -124,6 +131,9 @@ def load_task(settings: TaskSettings, seed: int) -> Task:
         file = importlib.import_module(f"lagrpo.tasks.{name}")
         judge = load_judge(settings.reward, file.judge)
         rows, ask = file.load(read_options(task_options()[name], settings), seed)
+        if name in ENVIRONMENTS:
+            environment = load_function(ENVIRONMENTS[name])
+            return EpisodeTask(name, rows, ask, judge, settings.system_prompt, environment=environment)
         return RowTask(name, rows, ask, judge, settings.system_prompt)
     task = load_function(name)(settings, seed)
     if not isinstance(task, Task):

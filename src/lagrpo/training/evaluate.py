@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -35,6 +35,7 @@ from lagrpo.tasks import Task, load_task
 from lagrpo.terminal.text import count_of, formatted_interval
 from lagrpo.training.build import build_policy, build_verifier
 from lagrpo.training.checks import check_evaluation
+from lagrpo.training.environments import Talk, replied
 from lagrpo.training.memory import explained
 from lagrpo.types import Group, Range, is_right
 from lagrpo.verify import Verifier
@@ -163,14 +164,20 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
 
 def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
     print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
-    with closing(Templates()) as templates:
-        longest = settings.max_prompt_tokens + settings.max_tokens
+    with ExitStack() as last:
+        templates = last.enter_context(closing(Templates()))
+        longest = settings.max_prompt_tokens + settings.max_tokens + replied(settings, task)
         policy = build_policy(settings.model, settings.temperature, longest, templates)
-        prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens)
+        sampler = LocalSampler(policy, settings.seed, settings.max_tokens, settings.max_num_seqs, purpose="evaluate")
+        given: dict[str, Any] = {}
+        if (talk := Talk.find(settings.environment, task, policy.chat)) is not None:
+            sampler.episodes = talk.start(settings, policy.chat, settings.max_tokens, last)
+            given = {"tools": talk.tools, "opening": sampler.episodes.environments.open}
+        prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens, **given)
         requests = prompts.held_out(settings.prompts or task.size("test"))
-    print(f"computing with {policy.model.computation}; decoding {policy.model.decoding}", file=sys.stderr, flush=True)
-    sampler = LocalSampler(policy, settings.seed, settings.max_tokens, settings.max_num_seqs, purpose="evaluate")
-    with build_verifier(settings, task) as verifier:
+        computed = f"computing with {policy.model.computation}; decoding {policy.model.decoding}"
+        print(computed, file=sys.stderr, flush=True)
+        verifier = last.enter_context(build_verifier(settings, task))
         return evaluate(sampler, verifier, requests, settings.samples, settings.seed, settings.task.reward_range)
 
 

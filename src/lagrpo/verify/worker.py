@@ -1,13 +1,15 @@
-"""Judges one completion at a time, in a worker process.
+"""Judges one completion at a time, or takes one turn of an environment, in a worker process.
 
 This imports neither torch nor transformers, so a worker starts in about a tenth of a second and takes little memory
 (besides what the judge's own module imports). Judging runs beside sampling and learning, which wait for all their
 threads, so a worker gives way to them and computes with one thread. A verdict travels as a pair: ("scored", reward),
-("unscored", reason), or ("unloadable", reason) where this process could not load the judge.
+("unscored", reason), or ("unloadable", reason) where this process could not load the judge. An environment's turn
+travels as ("turn", what it says), its end as ("final", (reward, reason)).
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pickle
@@ -16,14 +18,19 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
+from typing import Any, Literal
 
 from lagrpo.redaction import redact_start
-from lagrpo.tasks.base import Judge, Unjudgeable
+from lagrpo.tasks.base import Environment, Final, Turn, Unjudgeable
 from lagrpo.verify.surroundings import Surroundings
 from lagrpo.workers import Process, die_with_parent, limit_cpu_time
 
-Verdict = tuple[str, float | str]
+Verdict = tuple[str, Any]
+What = Literal["judge", "environment"]
+GIVES = {"judge": "verdict", "environment": "reply"}
+DOES = {"judge": "it judged", "environment": "the environment replied"}
 
 SPOILED = 100  # exit code: the process cannot be made as it was before the judge's call
 POLITENESS = 5  # niceness: of a core that both want, the policy gets three quarters and the judge one
@@ -35,7 +42,7 @@ _LONGEST_INTEGER = 10_000  # bits: Python writes no more than 4,300 digits
 _SILENT = "ignore:resource_tracker:UserWarning"  # for the tracker, which gets our warning options
 _SEGMENTS = "/dev/shm"  # where Linux lists them; elsewhere every segment counts as our own
 
-_judge: Judge | None = None
+_called: Any = None  # a judge, or what makes environments
 _problem = ""
 _deadline = math.inf
 _process = 0
@@ -50,11 +57,11 @@ class JudgeProcess(Process):
         return 1 if code == 0 else code
 
 
-def start(judge: bytes, deadline: float, file_size: int) -> None:
-    """Prepare this process: give way to the policy, limit every file that it writes to `file_size` bytes, load the
-    judge, end with the parent, leave nothing behind. SIGTERM keeps its default effect, because a handler in Python
+def start(called: bytes, deadline: float, file_size: int) -> None:
+    """Prepare this process: give way to the policy, limit every file that it writes to `file_size` bytes, load what it
+    is to call, end with the parent, leave nothing behind. SIGTERM keeps its default effect, because a handler in Python
     would wait for a judge that hangs in C code."""
-    global _judge, _problem, _deadline, _process
+    global _called, _problem, _deadline, _process
     _process = os.getpid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is blocked; starting a resource tracker unblocks it
@@ -64,7 +71,7 @@ def start(judge: bytes, deadline: float, file_size: int) -> None:
     threading.Thread(target=die_with_parent, daemon=True).start()
     _deadline = deadline
     try:
-        _judge = pickle.loads(judge)
+        _called = pickle.loads(called)
     except BaseException as error:  # noqa: BLE001 - importing a user's module can raise anything
         _problem = _describe(error)
 
@@ -75,14 +82,59 @@ def warm_up() -> None:
 
 def give_verdict(payload: bytes) -> Verdict:
     """The verdict on a pickled (text, gold)."""
-    if _judge is None:
+    return _call("judge", lambda text, gold: _score(_called(text, gold)), payload)
+
+
+def take_turn(payload: bytes) -> Verdict:
+    """What an environment says. The pickled payload is (its pickled state, the prompt, the address, what the policy
+    said). Without a state it starts, with what it said last; without a text it does no more than that. Returns the
+    turn's messages, its reward, and the next state; or the end."""
+    return _call("environment", _take_turn, payload)
+
+
+def _take_turn(state: bytes | None, prompt: Any, address: Any, text: str | None) -> Verdict:
+    environment: Environment = _called() if state is None else pickle.loads(state)
+    said: Any = environment.start(prompt, address) if state is None else None
+    if said is not None and not isinstance(said, Turn):
+        raise TypeError(f"start returned {_shown(said)} ({type(said).__name__}), not a Turn")
+    if text is None:
+        return "turn", _said(said, environment)
+    if said is not None and _plain(said.messages) != _plain(prompt.messages):
+        raise ValueError("start gave this completion other messages than its group: they may depend on the prompt alone")
+    said = environment.reply(text)
+    if isinstance(said, Turn):
+        return "turn", _said(said, environment)
+    if not isinstance(said, Final):
+        raise TypeError(f"reply returned {_shown(said)} ({type(said).__name__}), neither a Turn nor a Final")
+    kind, reward = _score(said.reward, "environment's reward is")
+    return (kind, reward) if kind == "unscored" else ("final", (reward, _told(str(said.reason))))
+
+
+def _said(turn: Turn, environment: Environment) -> tuple[tuple[dict[str, Any], ...], float, bytes]:
+    """What leaves this process: plain values, as the parent unpickles them."""
+    kind, reward = _score(turn.reward, "reward is")
+    if kind == "unscored":
+        raise ValueError(reward)
+    return _plain(turn.messages), reward, pickle.dumps(environment)
+
+
+def _plain(messages: Sequence[Any]) -> tuple[dict[str, Any], ...]:
+    """Messages as JSON has them. Raises TypeError or ValueError for what cannot be one."""
+    plain = json.loads(json.dumps([dict(message) for message in messages]))
+    if not plain or not all(isinstance(message.get("role"), str) for message in plain):
+        raise ValueError(f"its messages are {_told(str(plain))}: it needs at least one, and each a role")
+    return tuple(plain)
+
+
+def _call(what: What, call: Callable[..., Verdict], payload: bytes) -> Verdict:
+    if _called is None:
         return "unloadable", _problem
     limit_cpu_time((_deadline + _SPARE_SECONDS) * (os.cpu_count() or 1))
     before = Surroundings.read()
     try:
-        return _ask(_judge, payload)
+        return _ask(what, call, payload)
     except BaseException as error:  # noqa: BLE001 - an exception whose own text raises one
-        return "unscored", f"the judge raised {type(error).__name__}"
+        return "unscored", f"the {what} raised {type(error).__name__}"
     finally:
         if os.getpid() != _process:  # the judge has forked, and this is the copy
             os._exit(0)
@@ -92,17 +144,16 @@ def give_verdict(payload: bytes) -> Verdict:
             os._exit(SPOILED)
 
 
-def _ask(judge: Judge, payload: bytes) -> Verdict:
+def _ask(what: What, call: Callable[..., Verdict], payload: bytes) -> Verdict:
     try:
-        text, gold = pickle.loads(payload)
-        return _score(judge(text, gold))
+        return call(*pickle.loads(payload))
     except Unjudgeable as error:
         return "unscored", _told(str.__str__(str(error)))
     except BaseException as error:  # noqa: BLE001 - whatever a judge raises, sys.exit too, concerns this completion only
-        return "unscored", f"the judge raised {_describe(error)}"
+        return "unscored", f"the {what} raised {_describe(error)}"
 
 
-def _score(value: object) -> Verdict:
+def _score(value: object, what: str = "judge returned") -> Verdict:
     """Take any finite number (numpy's and torch's scalars, too), but no text that spells one."""
     try:
         reward = math.nan if isinstance(value, str | bytes | bytearray) else float(value)  # type: ignore[arg-type]
@@ -110,7 +161,7 @@ def _score(value: object) -> Verdict:
         reward = math.nan
     if math.isfinite(reward):
         return "scored", reward
-    return "unscored", f"the judge returned {_shown(value)} ({type(value).__name__}), not a finite number"
+    return "unscored", f"the {what} {_shown(value)} ({type(value).__name__}), not a finite number"
 
 
 def _shown(value: object) -> str:

@@ -65,10 +65,20 @@ class Generation:
         """The group of a request, its completions of at most `longest` tokens. Raises AbortedError where the server was
         told to abort, UnreachableError where it does not answer or serves weights of somebody else, RefusedError where
         it says no."""
-        ids, max_tokens = request.prompt.token_ids, min(self.max_tokens, longest or self.max_tokens)
-        seed = int(generator(self.seed, "sample", *request.address).random_raw(1)[0]) >> 2
-        with concerning(f"{describe(request, G)} by version {served.version}"):
-            choices = server.generate(ids, G, seed, max_tokens, self.tau, sorted(self.eos_ids), served.label)
+        max_tokens = min(self.max_tokens, longest or self.max_tokens)
+        answers = self.ask(server, request, (), G, served, max_tokens)
+        return Group(request.prompt, tuple(self.read(answer, served) for answer in answers), request.epoch)
+
+    def ask(
+        self, server: Server, request: Request, behind: Sequence[int], n: int, served: Served, max_tokens: int,
+        turn: tuple[int, ...] = (),
+    ) -> list[Generated]:  # fmt: skip
+        """n answers to a request's prompt and the tokens `behind` it; `turn` tells apart the seeds of a completion's
+        turns. Raises as `generate`."""
+        ids = [*request.prompt.token_ids, *behind]
+        seed = int(generator(self.seed, "sample", *request.address, *turn).random_raw(1)[0]) >> 2
+        with concerning(f"{describe(request, n)} by version {served.version}"):
+            choices = server.generate(ids, n, seed, max_tokens, self.tau, sorted(self.eos_ids), served.label)
         answers = [Generated.of(choice) for choice in choices]
         if any(answer.end == "abort" for answer in answers):
             raise AbortedError(f"{server} broke off a group")
@@ -77,7 +87,7 @@ class Generation:
                 f"{server} generated with weights that are not of this run (labeled {', '.join(sorted(foreign))}): it "
                 "was restarted, or another run syncs its weights to it"
             )
-        return Group(request.prompt, tuple(self.read(answer, served) for answer in answers), request.epoch)
+        return answers
 
     def read(self, answer: Generated, served: Served) -> Completion:
         """The completion in a server's answer; it has failed if it cannot be used."""
