@@ -155,3 +155,15 @@ class Job:
     def done(self) -> bool:
         self.looks -= 1
         return self.looks < 0
+
+
+class Countdown:
+    """In the style of Gymnasium: counts down from 3 or 4 by its seed, and pays half for each step that says so."""
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self.left = 3 + (seed or 0) % 2
+        return f"{self.left} to go", {}
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.left -= 1
+        return f"{self.left} to go", 0.5 * ("go" in text), self.left == 0, text == "stop", {}

@@ -49,7 +49,7 @@ def test_an_episode_goes_through_the_workers(wordy):
     [
         ("raise", "the environment raised RuntimeError: broken"),
         ("hang", "no reply within 1 s"),
-        ("exit", "the worker process ended with exit code 3 while the environment replied"),
+        ("exit", "the worker process ended itself with exit code 3 while the environment replied"),
         ("unjudgeable", "nobody knows"),
         ("nan", "the environment's reward is nan (float), not a finite number"),
         ("nothing", "the environment raised TypeError: reply returned None (NoneType), neither a Turn nor a Final"),
@@ -227,3 +227,26 @@ def test_the_calculator_refuses_what_is_no_arithmetic(expression):
 def test_division_by_zero_is_an_arithmetic_error():
     with pytest.raises(ZeroDivisionError):
         calculate("1 / 0")
+
+
+# ---- environments in the style of Gymnasium ----
+
+
+def test_a_gymnasium_environment_is_a_task():
+    found = load_task(TaskSettings(name="gym:talkers:Countdown"), seed=0)
+    assert isinstance(found, TaskWithEnvironment)
+    prompt = found.prompt("test", 1)
+    assert prompt.gold == 10_001
+    with Environments(found.environment, workers=1) as environments:
+        opened = Prompt(1, environments.open(prompt, ("opening",)), prompt.gold)
+        assert opened.messages == ({"role": "user", "content": "4 to go"},)
+        kind, (said, worth, state) = environments.result(environments.submit(None, opened, ADDRESS, "go"))
+        assert (kind, said[0]["content"], worth) == ("turn", "3 to go", 0.5)
+        ends = [environments.result(environments.submit(state, None, None, text)) for text in ("stop", "go", "stop")]
+    assert ends[0] == ends[2] == ("final", (0.5, "truncated by the environment"))
+    assert ends[1][1][:2] == (({"role": "user", "content": "2 to go"},), 1.0)  # a process that lacks its steps takes them
+
+
+def test_a_gymnasium_environment_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="no attribute 'Countup'"):
+        load_task(TaskSettings(name="gym:talkers:Countup"), seed=0)

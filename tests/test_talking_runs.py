@@ -25,7 +25,7 @@ from lagrpo.terminal.show import show
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that ends about every tenth token, with a chat template for several turns."""
     directory = tmp_path_factory.mktemp("model")
-    made = tiny_model()
+    made = tiny_model(max_position_embeddings=1024)
     made.get_output_embeddings().weight.data[1] *= 3
     made.save_pretrained(directory)
     tokenizer = tiny_tokenizer()
@@ -56,7 +56,7 @@ def test_a_run_is_recorded_shown_and_replayed(model, tmp_path):
     report = verify_run(result.run, everything=True)
     assert report.differences == []
     assert {check.name: check.compared for check in report.checks}["episodes"] >= 3 * len(rows)
-    show(result.run, console=Console(file=(out := io.StringIO()), width=100))
+    show(result.run, console=Console(file=(out := io.StringIO()), width=200))
     shown = out.getvalue()
     assert re.search(r"3 turns.*after 3 turns", shown)
     assert re.search(r"policy: .*\n *environment: 1/\d", shown)
@@ -79,9 +79,11 @@ def test_a_reply_that_was_changed_on_disk_is_found(model, tmp_path):
 
 def test_sampling_ahead_gives_the_records_of_batch_by_batch(model, tmp_path):
     runs = [
-        lagrpo.train(settings(model, tmp_path / str(ahead), schedule={"v": 3}, sampling={"prefetch": ahead, "max_num_seqs": rows})).run
-        for ahead, rows in ((True, 128), (False, 128))
-    ]  # fmt: skip
+        lagrpo.train(
+            settings(model, tmp_path / str(ahead), schedule={"v": 3}, sampling={"prefetch": ahead}, model={"dtype": "bfloat16"})
+        ).run
+        for ahead in (True, False)
+    ]
     assert load_rollouts(runs[0]) == load_rollouts(runs[1])
 
 
@@ -97,12 +99,8 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(model, tmp_path):
 
 
 def test_tools_are_called(model, tmp_path):
-    given = settings(model, tmp_path, environment={"name": None, "tools": ["calculator"]}, sampling={"max_prompt_tokens": 480})
-    del given["environment"]["name"]
-    with pytest.raises(SettingsError, match="environment.max_tokens"):  # the model has 512 positions
-        lagrpo.train(given)
-    given["environment"]["max_tokens"], given["sampling"]["max_tokens"] = 20, 10
-    given["sampling"]["max_prompt_tokens"] = 470
+    given = settings(model, tmp_path, sampling={"max_prompt_tokens": 620, "max_tokens": 10})
+    given["environment"] = {"tools": ["calculator"], "max_tokens": 20}
     rows = load_rollouts(lagrpo.train(given).run)
     assert rows[0]["prompt_text"].startswith("system: You can call functions:")
     assert {len(row["turns"]) for row in rows} == {1}  # a random model calls nothing
@@ -124,6 +122,7 @@ def test_a_task_with_an_environment_of_its_own(model, tmp_path):
         ({"tools": ["calculater"]}, "there is no tool 'calculater'; there are calculator.* Did you mean 'calculator'?"),
         ({"tools": ["talkers:undescribed"]}, "tool 'undescribed' does not say how it is called"),
         ({"max_turns": 0}, "greater than or equal to 1"),
+        ({"name": "talkers:Counting", "max_tokens": 1000}, "longest position .* is 1024; lower .* or environment.max_tokens"),
         ({"name": "talkers:Refusing"}, "prompt 0 of the train split .*: its environment does not start: .*no game today"),
     ],
 )
@@ -134,6 +133,6 @@ def test_wrong_settings_are_refused(model, tmp_path, environment, message):
 
 
 def test_a_chat_template_that_cannot_take_turns_is_refused(tmp_path):
-    plain = save_tiny(tmp_path / "model")
+    plain = save_tiny(tmp_path / "model", max_position_embeddings=1024)
     with pytest.raises(SettingsError, match=r"environment: the chat template .*model\.chat_template"):
         lagrpo.train(settings(plain, tmp_path))

@@ -121,6 +121,11 @@ class Completion:
         return int(self.sampled.sum())
 
     @property
+    def policy_turns(self) -> int:
+        """How many turns the policy had."""
+        return len(self.turns[::2]) or 1
+
+    @property
     def reward(self) -> float | None:
         return self.outcome.reward if self.outcome is not None else None
 

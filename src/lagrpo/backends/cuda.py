@@ -54,9 +54,11 @@ class RecordedSteps(Steps):
         several tokens of a row is rare, and is not recorded."""
         if fed.several:
             return super().step(state, fed)
+        if len(fed) == state.rows:
+            return self._step(state, fed)
         every = torch.zeros(state.rows, dtype=torch.long).index_copy(0, fed.rows, fed.ids)
         hidden = self._step(state, Fed(every, torch.arange(state.rows), state.lengths))
-        return hidden if len(fed) == state.rows else hidden.index_select(0, fed.rows.to(hidden.device))
+        return hidden.index_select(0, fed.rows.to(hidden.device))
 
     def _step(self, state: Any, fed: Fed) -> Tensor:
         caches = (state.own.keys, state.own.values, state.prefix.keys, state.prefix.values)

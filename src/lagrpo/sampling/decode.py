@@ -105,9 +105,13 @@ class DecodeState:
         rows = torch.arange(len(counts)).repeat_interleave(counts)
         within = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
         fed = Fed(torch.tensor([token for of_row in tokens for token in of_row]), rows, self.lengths[rows] + within)
-        if len(rows) <= PIECE:
+        alone = (counts[rows] == 1) & self.records  # a step with one token of each row is recorded
+        pieces = [*(~alone).nonzero().flatten().split(PIECE), alone.nonzero().flatten()]
+        pieces = [piece for piece in pieces if len(piece)]
+        if len(pieces) == 1:
             return self._feed(fed)
-        return torch.cat([self._feed(fed.of(piece)).clone() for piece in torch.arange(len(rows)).split(PIECE)])
+        hidden = torch.cat([self._feed(fed.of(piece)).clone() for piece in pieces])
+        return hidden.index_select(0, torch.cat(pieces).argsort().to(hidden.device))
 
     @torch.no_grad()
     def _feed(self, fed: Fed) -> Tensor:

@@ -16,7 +16,7 @@ from lagrpo.settings.distributed import DistributedSettings
 from lagrpo.settings.environment import EnvironmentSettings
 from lagrpo.settings.section import Section
 from lagrpo.settings.vllm import VllmSettings
-from lagrpo.tasks import ENVIRONMENTS, option_takers, task_options
+from lagrpo.tasks import ENVIRONMENTS, GYM, option_takers, task_options
 
 
 class RunSettings(Section):
@@ -88,7 +88,8 @@ def _unset(kind: Any, text: str, **bounds: Any) -> Any:
 
 class _OfEveryTask(Section):
     name: str = "arithmetic"
-    """arithmetic, countdown, guess_number, gsm8k, math, custom, or package.module:function that returns a Task."""
+    """arithmetic, countdown, guess_number, gsm8k, math, custom, gym:NAME (docs/environments.md), or
+    package.module:function that returns a Task."""
     reward: str | None = None
     """Built-in judge (exact, number, math …) or package.module:function, called as function(text, gold) -> float."""
     reward_range: tuple[float, float] = (0.0, 1.0)
@@ -338,7 +339,8 @@ class Settings(Section):
 
 
 def _replied(environment: EnvironmentSettings, task: Any) -> int:
-    named = environment.name is not None or environment.tools or task.name in ENVIRONMENTS
+    own = task.name in ENVIRONMENTS or task.name.startswith(GYM)
+    named = own or environment.name is not None or environment.tools
     return environment.max_tokens if named else 0
 
 

@@ -55,6 +55,8 @@ JUDGES = {
 """The built-in judges that the setting `reward` can name."""
 ENVIRONMENTS = {"guess_number": "lagrpo.tasks.guess_number:GuessNumber"}
 """Tasks of several turns, and what makes their environments."""
+GYM = "gym:"
+"""How the names of tasks begin whose environments are in the style of Gymnasium."""
 TOOLS = {"calculator": "lagrpo.tasks.calculator:calculate"}
 """The built-in functions that environment.tools can name."""
 NO_TASK = "is no Task: a Task has name, judge, size(split) and prompt(split, index)"
@@ -135,6 +137,10 @@ def load_task(settings: TaskSettings, seed: int) -> Task:
             environment = load_function(ENVIRONMENTS[name])
             return EpisodeTask(name, rows, ask, judge, settings.system_prompt, environment=environment)
         return RowTask(name, rows, ask, judge, settings.system_prompt)
+    if name.startswith(GYM):
+        from lagrpo.tasks import gym
+
+        return gym.load(name, settings.system_prompt)
     task = load_function(name)(settings, seed)
     if not isinstance(task, Task):
         raise TypeError(f"task.name: {name!r} returned a {type(task).__name__}, which {NO_TASK}")

@@ -11,20 +11,23 @@ A prompt is a seed: the completions of a group play the same episode. The reward
 
 from __future__ import annotations
 
+import importlib
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from lagrpo.tasks import GYM, load_function
 from lagrpo.tasks.base import Address, EpisodeTask, Final, Messages, Turn, Unjudgeable
 from lagrpo.types import Prompt
 
-PREFIX = "gym:"
 TRAIN, TEST = 10_000, 1_000  # seeds
+GEM = re.compile(r".*-v\d+(-\w+)*")  # ids of GEM
 KEPT = 64  # environments that a process keeps between their turns
 
 
 def load(name: str, system_prompt: str | None = None) -> EpisodeTask:
     """The task of this name. Raises ValueError or ImportError where there is no such environment."""
-    make = Gym(name.removeprefix(PREFIX), system_prompt or "")
+    make = Gym(name.removeprefix(GYM), system_prompt or "")
     make.build()
     rows = {"train": range(TRAIN), "test": range(TRAIN, TRAIN + TEST)}
     return EpisodeTask(name, rows, _ask, judge, environment=make)
@@ -51,19 +54,13 @@ class Gym:
 
     def build(self) -> Any:
         """The environment itself."""
-        from lagrpo.tasks import load_function
-
-        module, _, attribute = self.name.partition(":")
-        if "." in module or attribute.isidentifier() and not self.name.startswith(GEM):
+        if not GEM.fullmatch(self.name):
             return load_function(self.name)()
         try:
-            import gem
+            gem = importlib.import_module("gem")
         except ImportError as error:
-            raise ImportError(f"task {PREFIX}{self.name} needs GEM: pip install gem-llm") from error
+            raise ImportError(f"the task {GYM}{self.name} needs GEM: pip install gem-llm") from error
         return gem.make(self.name)
-
-
-GEM = ("game:", "math:", "qa:", "code:", "rg:", "eval:", "logic:")  # how ids of GEM begin
 
 
 @dataclass(slots=True)

@@ -37,6 +37,7 @@ from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import Server
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, load_task
+from lagrpo.tasks.environments import load_environment
 from lagrpo.threads import team
 from lagrpo.training.checks import chat_template
 from lagrpo.training.environments import Talk, replied
@@ -109,6 +110,8 @@ class Data:
         """`task` stands in for settings.task. Raises SettingsError for data that is missing or malformed."""
         with refusing():
             task = task if task is not None else load_task(settings.task, settings.run.seed)
+        with refusing("environment"):
+            load_environment(settings.environment, task)  # a function that is not there shows before a model is loaded
         with refusing("offline.data"):
             names = settings.offline.data
             return Data(task, read_records(names, settings.task.system_prompt) if names else None)
