@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import talkers
 
+from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task
 from lagrpo.tasks.base import Final, Task, TaskWithEnvironment, Turn
 from lagrpo.tasks.calculator import calculate
 from lagrpo.tasks.guess_number import GuessNumber, read_guess
 from lagrpo.tasks.tools import Call, MalformedError, Tools, describe, find_calls, system_text
-from lagrpo.settings.schema import TaskSettings
 from lagrpo.types import Prompt
 from lagrpo.verify import Environments, VerifierError
 
@@ -141,7 +141,10 @@ def test_a_guess_that_is_none_is_told():
             'Both.<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g"}</tool_call>',
             [Call("f", {}), Call("g", {})],
         ),
-        ('<tool_call>[{"name": "f", "arguments": {"x": 1}}, {"name": "g"}]</tool_call>', [Call("f", {"x": 1}), Call("g", {})]),
+        (
+            '<tool_call>[{"name": "f", "arguments": {"x": 1}}, {"name": "g"}]</tool_call>',
+            [Call("f", {"x": 1}), Call("g", {})],
+        ),
         ('{"name": "f", "parameters": {"x": "1"}}', [Call("f", {"x": "1"})]),
         ("<tool_call>[]</tool_call>", []),
     ],
@@ -183,7 +186,10 @@ def use(*calls: dict[str, Any]) -> list[str]:
 
 
 def test_calls_are_carried_out_and_mistakes_are_told():
-    assert use({"name": "add", "arguments": {"x": 2, "y": 3}}, {"name": "divide", "arguments": {"x": 1, "y": 4}}) == ["5", "0.25"]
+    assert use({"name": "add", "arguments": {"x": 2, "y": 3}}, {"name": "divide", "arguments": {"x": 1, "y": 4}}) == [
+        "5",
+        "0.25",
+    ]
     assert use({"name": "divide", "arguments": {"x": 1, "y": 0}}) == ["Error: division by zero"]
     assert use({"name": "add", "arguments": {"x": 1}}) == ["Error: missing a required argument: 'y'"]
     assert use({"name": "sub", "arguments": {}}) == ["Error: there is no function 'sub', but add, divide, broken"]
@@ -212,13 +218,22 @@ def test_a_policy_whose_template_takes_no_tools_is_told_of_them():
 
 @pytest.mark.parametrize(
     ("expression", "value"),
-    [("12 * (3 + 4)", "84"), ("4837*2915", "14099855"), ("7/2", "3.5"), ("-7 // 2", "-4"), ("10 % 4", "2"), ("0.1 + 0.2", "0.3")],
+    [
+        ("12 * (3 + 4)", "84"),
+        ("4837*2915", "14099855"),
+        ("7/2", "3.5"),
+        ("-7 // 2", "-4"),
+        ("10 % 4", "2"),
+        ("0.1 + 0.2", "0.3"),
+    ],
 )
 def test_the_calculator_computes(expression, value):
     assert calculate(expression) == value
 
 
-@pytest.mark.parametrize("expression", ["2 ** 9", "a + 1", "1 +", "f(1)", "1" * 201, "'a' * 3", "True + 1", "9" * 150 + "*9"])
+@pytest.mark.parametrize(
+    "expression", ["2 ** 9", "a + 1", "1 +", "f(1)", "1" * 201, "'a' * 3", "True + 1", "9" * 150 + "*9"]
+)
 def test_the_calculator_refuses_what_is_no_arithmetic(expression):
     with pytest.raises(ValueError, match=r"expression|too large"):
         calculate(expression)
@@ -244,7 +259,10 @@ def test_a_gymnasium_environment_is_a_task():
         assert (kind, said[0]["content"], worth) == ("turn", "3 to go", 0.5)
         ends = [environments.result(environments.submit(state, None, None, text)) for text in ("stop", "go", "stop")]
     assert ends[0] == ends[2] == ("final", (0.5, "truncated by the environment"))
-    assert ends[1][1][:2] == (({"role": "user", "content": "2 to go"},), 1.0)  # a process that lacks its steps takes them
+    assert ends[1][1][:2] == (
+        ({"role": "user", "content": "2 to go"},),
+        1.0,
+    )  # a process that lacks its steps takes them
 
 
 def test_a_gymnasium_environment_that_is_not_there_is_refused():

@@ -75,7 +75,9 @@ def test_the_learner_gives_tokens_of_all_turns_the_log_probs_that_the_sampler_ga
     found = completions(groups)
     assert max(len(c.turns) for c in found) >= 3  # a reply between two turns of the policy
     own = torch.cat([c.sampled for c in found])
-    packed = Packed.build([(groups[n].prompt.token_ids, [c.token_ids for c in groups[n].completions]) for n in range(4)])
+    packed = Packed.build(
+        [(groups[n].prompt.token_ids, [c.token_ids for c in groups[n].completions]) for n in range(4)]
+    )
     with torch.no_grad():
         logp = policy.logp(packed)[own]
     given = torch.cat([c.logp_alpha for c in found])[own]

@@ -272,7 +272,9 @@ def test_a_completion_of_several_turns_is_the_conversation_that_the_template_wri
     assert (whole.turns, cut.length) == (("5", "higher\n!", "7"), 3)
 
 
-@pytest.mark.parametrize("roles", [[], ["user"], ["assistant", "user"], ["assistant", "assistant"], ["user", "assistant"]])
+@pytest.mark.parametrize(
+    "roles", [[], ["user"], ["assistant", "user"], ["assistant", "assistant"], ["user", "assistant"]]
+)
 def test_turns_that_cannot_be_a_completion_are_refused(tmp_path, roles):
     row = {"prompt": "a", "completion": [{"role": role, "content": "x"} for role in roles], "reward": 1.0}
     with pytest.raises(ValueError, match=r"line 1: its completion is \[.* begins and ends with one of the assistant"):

@@ -18,7 +18,6 @@ from lagrpo.sampling.base import Request
 from lagrpo.tasks import Task, order_prompts
 from lagrpo.types import Prompt
 
-
 Opening = Callable[[Prompt, tuple[int | str, ...]], tuple[Mapping[str, Any], ...]]
 
 
@@ -33,7 +32,11 @@ class PromptSource:
         self.task, self.policy, self.seed, self.N, self.max_prompt_tokens = task, policy, seed, N, max_prompt_tokens
         self.first: list[tuple[int, Prompt]] = []
         """prompts of the first batch with their indices, once they were checked"""
-        self._tools, self._opening, self._opened = tools, opening, dict[tuple[str, int], tuple[Mapping[str, Any], ...]]()
+        self._tools, self._opening, self._opened = (
+            tools,
+            opening,
+            dict[tuple[str, int], tuple[Mapping[str, Any], ...]](),
+        )
         self._size = task.size("train")
         if self._size < 1:
             raise SettingsError(f"task {task.name!r} has no training prompts")
@@ -85,7 +88,7 @@ class PromptSource:
             return prompt
         if (split, index) not in self._opened:
             self._opened[split, index] = self._opening(prompt, (self.seed, "opening", split, index))
-        return replace(prompt, messages=self._opened[split, index])
+        return replace(prompt, messages=self._opened[split, index], asked=prompt.messages)
 
     def tokenized(self, split: str, index: int) -> Prompt:
         """A prompt with its token ids. Raises SettingsError where the task has none that can be asked, it exceeds

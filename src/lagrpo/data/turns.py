@@ -16,7 +16,10 @@ Messages = tuple[Mapping[str, Any], ...]
 def read_turns(value: Any) -> Messages:
     """The messages of a completion. Raises ValueError for what cannot be one."""
     messages = tuple(value) if isinstance(value, list) else ()
-    whole = all(isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages)
+    whole = all(
+        isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in messages
+    )
     own = [message["role"] == "assistant" for message in messages] if whole else []
     if not own or not own[0] or not own[-1] or any(a and b for a, b in zip(own, own[1:], strict=False)):
         raise ValueError(

@@ -22,7 +22,9 @@ def check_turns(tokenizer: Any, rows: Sequence[Row], found: Check) -> None:
         spans = spans_of(row)
         own = [tokens for sampled, tokens in spans if sampled]
         found.equal(row.file, row.place, "turns", row["turns"][::2], [_decoded(tokenizer, tokens) for tokens in own])
-        found.equal(row.file, row.place, "ends of turns", len({tokens[-1] for tokens in own[:-1]}), min(1, len(own) - 1))
+        found.equal(
+            row.file, row.place, "ends of turns", len({tokens[-1] for tokens in own[:-1]}), min(1, len(own) - 1)
+        )
         found.equal(row.file, row.place, "text", row["text"], _decoded(tokenizer, row["token_ids"]))
 
 
@@ -50,7 +52,11 @@ def check_episodes(source: Source, make: Make, task: Task, rows: Sequence[Row], 
 def _check_episode(source: Source, environments: Environments, prompt: Prompt, row: Row, found: Check) -> None:
     seed = source.settings.run.seed
     opened = environments.open(prompt, (seed, "opening", "train", prompt.key))
-    given: tuple[Any, ...] = (None, replace(prompt, messages=opened), (seed, "sample", *row.address))
+    given: tuple[Any, ...] = (
+        None,
+        replace(prompt, messages=opened, asked=prompt.messages),
+        (seed, "sample", *row.address),
+    )
     turns, replies, outcome = row["turns"], list[str](), Outcome.unscored("it did not end")
     for text in turns[::2]:
         kind, said = environments.result(environments.submit(*given, text))

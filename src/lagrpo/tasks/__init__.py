@@ -53,7 +53,10 @@ JUDGES = {
     "exact": "lagrpo.tasks.custom:judge",
 }
 """The built-in judges that the setting `reward` can name."""
-ENVIRONMENTS = {"guess_number": "lagrpo.tasks.guess_number:GuessNumber"}
+ENVIRONMENTS = {
+    "calculator": "lagrpo.tasks.calculator:ENVIRONMENT",
+    "guess_number": "lagrpo.tasks.guess_number:GuessNumber",
+}
 """Tasks of several turns, and what makes their environments."""
 GYM = "gym:"
 """How the names of tasks begin whose environments are in the style of Gymnasium."""
@@ -66,7 +69,7 @@ NO_TASK = "is no Task: a Task has name, judge, size(split) and prompt(split, ind
 def task_options() -> Mapping[str, type]:
     """For each task the dataclass of its options, whose fields `option` makes. Every task also takes `system_prompt`
     and `reward`."""
-    from lagrpo.tasks import arithmetic, countdown, custom, guess_number
+    from lagrpo.tasks import arithmetic, calculator, countdown, custom, guess_number
     from lagrpo.tasks.files import DataOptions  # for math too, whose own file imports math-verify
 
     return {
@@ -75,6 +78,7 @@ def task_options() -> Mapping[str, type]:
         "gsm8k": DataOptions,
         "math": DataOptions,
         "custom": custom.Options,
+        "calculator": calculator.Options,
         "guess_number": guess_number.Options,
     }
 

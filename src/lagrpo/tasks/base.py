@@ -21,7 +21,7 @@ Judge = Callable[[str, Any], float]
 """`judge(text, gold) -> reward`, any finite number. Workers get it by reference, so it is a function at the top level
 of a module. It raises `Unjudgeable` when it has no verdict; any other exception counts as that, too."""
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 Ask = Callable[[Any], tuple[str | Messages, Any]]
 """From a row to its question (a text, or chat messages) and its gold answer."""
 

@@ -114,7 +114,11 @@ class Talking:
         """The message with what a call gives."""
         if (function := self.tools.functions.get(call.name)) is None:
             known = ", ".join(self.tools.functions)
-            return {"role": "tool", "name": call.name, "content": f"Error: there is no function {call.name!r}, but {known}"}
+            return {
+                "role": "tool",
+                "name": call.name,
+                "content": f"Error: there is no function {call.name!r}, but {known}",
+            }
         try:
             given = inspect.signature(function).bind(**call.arguments)
             content = _shown(function(*given.args, **given.kwargs))
@@ -133,12 +137,21 @@ def _shown(result: Any) -> str:
 
 
 def told(messages: Sequence[Mapping[str, Any]], system: str) -> tuple[Mapping[str, Any], ...]:
-    """The messages with `system` in their system turn."""
+    """The messages with `system` in their system turn, and the calls of earlier turns written out."""
     if not system:
         return tuple(messages)
+    messages = [_written_out(message) for message in messages]
     if messages[0]["role"] != "system":
         return build_messages(messages, system)
     return ({"role": "system", "content": f"{messages[0]['content']}\n\n{system}"}, *messages[1:])
+
+
+def _written_out(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = [call["function"] for call in message["tool_calls"]]
+    content = f"{message.get('content') or ''}{OPEN}{json.dumps(calls)}</tool_call>"
+    return {"role": message["role"], "content": content}
 
 
 def describe(function: Callable[..., Any], name: str) -> dict[str, Any]:
@@ -159,5 +172,5 @@ def system_text(schemas: Sequence[Mapping[str, Any]]) -> str:
     """What tells a policy of functions whose chat template does not."""
     functions = [schema["function"] for schema in schemas]
     first = functions[0]
-    example = {"name": first["name"], "arguments": {name: "..." for name in first["parameters"]["properties"]}}
+    example = {"name": first["name"], "arguments": dict.fromkeys(first["parameters"]["properties"], "...")}
     return SYSTEM.format(tools=json.dumps(functions), example=json.dumps(example))

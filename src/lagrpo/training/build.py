@@ -152,7 +152,10 @@ class Parts:
             if settings.sampling.sampler == "vllm":  # starting them writes files and takes minutes
                 with loading(settings.model):
                     check_files(resolve_model(settings.model.path))
-                servers = [undo.enter_context(closing(server)) for server in open_servers(settings, replied(settings, data.task))]
+                servers = [
+                    undo.enter_context(closing(server))
+                    for server in open_servers(settings, replied(settings, data.task))
+                ]
             parts = Parts._build(settings, recipe, data, task is not None, servers, undo, world)
             undo.pop_all()
             return parts

@@ -40,7 +40,9 @@ class Talk:
                 return Talk(make) if make is not None else None
             schemas = [describe(function, function.__name__) for function in make.functions.values()]
             taken = all(f'"{name}"' in chat.render(OPENING, schemas) for name in make.functions)
-            return Talk(make if taken else replace(make, system=system_text(schemas)), "tool", schemas if taken else None)
+            return Talk(
+                make if taken else replace(make, system=system_text(schemas)), "tool", schemas if taken else None
+            )
 
     def start(self, settings: Settings | EvalSettings, chat: Chat, sampled: int, undo: ExitStack) -> Episodes:
         """Episodes of at most so many sampled tokens, their processes started. Raises SettingsError for an environment

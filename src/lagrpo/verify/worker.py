@@ -19,6 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing import resource_tracker
 from typing import Any, Literal
 
@@ -94,13 +95,17 @@ def take_turn(payload: bytes) -> Verdict:
 
 def _take_turn(state: bytes | None, prompt: Any, address: Any, text: str | None) -> Verdict:
     environment: Environment = _called() if state is None else pickle.loads(state)
-    said: Any = environment.start(prompt, address) if state is None else None
+    said: Any = None
+    if state is None:
+        said = environment.start(replace(prompt, messages=prompt.asked or prompt.messages, asked=()), address)
     if said is not None and not isinstance(said, Turn):
         raise TypeError(f"start returned {_shown(said)} ({type(said).__name__}), not a Turn")
     if text is None:
         return "turn", _said(said, environment)
     if said is not None and _plain(said.messages) != _plain(prompt.messages):
-        raise ValueError("start gave this completion other messages than its group: they may depend on the prompt alone")
+        raise ValueError(
+            "start gave this completion other messages than its group: they may depend on the prompt alone"
+        )
     said = environment.reply(text)
     if isinstance(said, Turn):
         return "turn", _said(said, environment)
