@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from lagrpo.tasks.base import Final, Turn, Unjudgeable
 
 
 class Counting:
-    """Says how many turns there were and a number at its address; ends after the third turn, with a reward of its own."""
+    """Says how many turns there were and a number at its address; ends after the third turn."""
 
     last = 3
 
@@ -59,7 +60,7 @@ class Wordy(Counting):
         if text == "nothing":
             return None
         if text == "open":
-            self.file = open(os.devnull)
+            self.lock = threading.Lock()
         return super().reply(text)
 
 

@@ -77,7 +77,7 @@ def test_an_environment_that_does_not_start_is_told():
 
 
 def test_what_cannot_be_sent_to_workers_is_refused():
-    with pytest.raises(TypeError, match="the environment .* cannot be sent to worker processes"):
+    with pytest.raises(TypeError, match=r"the environment .* cannot be sent to worker processes"):
         Environments(lambda: talkers.Counting())
 
 

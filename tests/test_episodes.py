@@ -22,8 +22,8 @@ from lagrpo.sampling.local import LocalSampler
 from lagrpo.types import Group, Prompt
 
 TURNS = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{{ '\\n' }}"
-    "{% endfor %}assistant: "
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<eos>{% endif %}{{ '\\n' }}{% endfor %}assistant: "
 )
 
 
@@ -205,7 +205,7 @@ def test_a_reply_is_what_the_template_adds():
     assert said == "\nuser: higher\nassistant: "
 
 
-STRIPPED = TURNS.replace("m['content'] }}{%", "m['content'].split('</think>')[-1] }}{%", 1)
+STRIPPED = TURNS.replace("m['content'] }}", "m['content'].split('</think>')[-1] }}")
 NUMBERED = TURNS.replace("{{ m['role'] }}:", "{{ m['role'] }}{{ loop.index if m['role'] == 'user' }}:")
 
 

@@ -36,10 +36,10 @@ if TYPE_CHECKING:  # annotations only: the verifier's worker processes import th
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a task. `key` is its index in its split and the address of its random numbers;
-    `messages` is what the chat template gets, `asked` what the task gave where an environment opens with other messages;
-    `gold` is what a completion is judged against (JSON-serializable); `token_ids` is the templated prompt, filled in
-    once a tokenizer is at hand."""
+    """One prompt of a task. `key` is its index in its split and the address of its random numbers; `messages` is what
+    the chat template gets, `asked` what the task gave where an environment opens with other messages; `gold` is what a
+    completion is judged against (JSON-serializable); `token_ids` is the templated prompt, filled in once a tokenizer is
+    at hand."""
 
     key: int
     messages: tuple[Mapping[str, str], ...]

@@ -13,11 +13,12 @@ One row per completion. Columns:
     finished, gold     optional
 
 The rollouts of a run (schema lagrpo.rollouts/3, 2, which has no `turns`, or 1, which has no `sampled`) are read too:
-there prompt and completion are called prompt_text and text, and gold is JSON. Of these a file is a batch, and its groups stay groups; completions
-that failed are left out. Elsewhere rows of the same prompt form groups of at most G, in the order of the files. A
-completion without log-probs (no `logp_alpha`, or null for a sampled token) carries NaN, and only recipes that never
-read log α may use it; for the others it is left out where some have them. `left_out` counts. Its version is -1, of no
-policy of this run: versions that the file names belong to another run, whose policy 3 is not this run's.
+there prompt and completion are called prompt_text and text, and gold is JSON. Of these a file is a batch, and its
+groups stay groups; completions that failed are left out. Elsewhere rows of the same prompt form groups of at most G, in
+the order of the files. A completion without log-probs (no `logp_alpha`, or null for a sampled token) carries NaN, and
+only recipes that never read log α may use it; for the others it is left out where some have them. `left_out` counts.
+Its version is -1, of no policy of this run: versions that the file names belong to another run, whose policy 3 is not
+this run's.
 
 `read_records` refuses what can be refused without a model: syntax, columns, types. `OfflineData` makes tokens of the
 rest, and refuses what the model does not have.

@@ -23,7 +23,8 @@ Opening = Callable[[Prompt, tuple[int | str, ...]], tuple[Mapping[str, Any], ...
 
 class PromptSource:
     """The requests of training batches and of evaluations, tokenized. Where completions talk to an environment,
-    `opening` gives the messages with which it begins; `tools` are for the chat template. Raises SettingsError where the task has none."""
+    `opening` gives the messages with which it begins; `tools` are for the chat template. Raises SettingsError where the
+    task has none."""
 
     def __init__(
         self, task: Task, policy: Policy, seed: int, N: int, max_prompt_tokens: int, opening: Opening | None = None,

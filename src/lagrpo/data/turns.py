@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ def read_turns(value: Any) -> Messages:
         for m in messages
     )
     own = [message["role"] == "assistant" for message in messages] if whole else []
-    if not own or not own[0] or not own[-1] or any(a and b for a, b in zip(own, own[1:], strict=False)):
+    if not own or not own[0] or not own[-1] or any(a and b for a, b in pairwise(own)):
         raise ValueError(
-            f"its completion is {value!r:.80}: a text, or a list of messages ({{'role': 'assistant', 'content': '...'}}) "
+            f"its completion is {value!r:.80}: a text, or a list of messages ({{'role': 'assistant', 'content': '…'}}) "
             "that begins and ends with one of the assistant, no two of which follow each other"
         )
     return messages
@@ -31,7 +31,8 @@ def read_turns(value: Any) -> Messages:
 
 def tokenize_turns(messages: Messages, replies: Replies, finished: bool) -> tuple[list[int], torch.Tensor]:
     """Token ids, and which of them are the assistant's: its texts, each with the token that ends a turn (the last only
-    where it is `finished`), and what the chat template adds for the messages between. Raises ValueError where it cannot."""
+    where it is `finished`), and what the chat template adds for the messages between. Raises ValueError where it
+    cannot."""
     ids, sampled = list[int](), list[bool]()
     for own, turn in groupby(messages, lambda message: message["role"] == "assistant"):
         given = list(turn)

@@ -127,8 +127,8 @@ class Chat:
 
     def tokenize(self, prompt: Prompt, tools: Tools | None = None) -> Prompt:
         """The prompt with its token ids: through the chat template, which also tells of `tools` that it gets as JSON
-        schemas, or its plain text where the tokenizer has none. Raises TemplateError where the chat template makes no text of it, ValueError for no tokens, or one that the
-        model does not have."""
+        schemas, or its plain text where the tokenizer has none. Raises TemplateError where the chat template makes no
+        text of it, ValueError for no tokens, or one that the model does not have."""
         if self.tokenizer.chat_template is None:
             ids = self.encode(text := "\n".join(message.get("content") or "" for message in prompt.messages))
         else:

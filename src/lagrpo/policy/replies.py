@@ -1,13 +1,13 @@
-"""What an environment's reply is in tokens: what the chat template adds between the end of an assistant's turn and the next
-one. It is tokenized once and appended; what the policy sampled is never tokenized again.
+"""What an environment's reply is in tokens: what the chat template adds between the end of an assistant's turn and the
+next one. It is tokenized once and appended; what the policy sampled is never tokenized again.
 
 The text of a reply is what a short conversation gains by it, in which only the reply is real:
 
     render(user "1", assistant "2", reply)  =  render(user "1") + "2" + END + reply's text
 
-That holds for the real conversation, too, if the template adds to what it has rendered and changes none of it. Templates
-that change earlier turns exist: many drop the thinking of all but the last one. The policy would then have sampled after
-other tokens than the template shows, so they are refused.
+That holds for the real conversation, too, if the template adds to what it has rendered and changes none of it.
+Templates that change earlier turns exist: many drop the thinking of all but the last one. The policy would then have
+sampled after other tokens than the template shows, so they are refused.
 """
 
 from __future__ import annotations

@@ -278,8 +278,8 @@ def _rows(batch: int, group: Group) -> list[dict[str, Any]]:
 
 
 def completion_of(row: Mapping[str, Any]) -> Completion:
-    """The completion of a row of `Checkpoint.read_waiting`. It was not judged, so an outcome says that it failed, or what
-    its environment gave."""
+    """The completion of a row of `Checkpoint.read_waiting`. It was not judged, so an outcome says that it failed, or
+    what its environment gave."""
     return Completion(
         token_ids=torch.tensor(row["token_ids"], dtype=torch.long),
         logp_alpha=torch.tensor(row["logp_alpha"], dtype=torch.float32),

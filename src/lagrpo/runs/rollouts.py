@@ -18,7 +18,8 @@ SCHEMA_KEY = b"lagrpo.schema"
 COLUMNS = """
     batch:int32  stage:int32  source:string  epoch:int32
     prompt_key:int64  prompt_text:string  prompt_token_ids:int32[]  gold:string
-    completion:int32  text:string  turns:string[]  token_ids:int32[]  logp_alpha:float[]  versions:int32[]  sampled:bool[]
+    completion:int32  text:string  turns:string[]
+    token_ids:int32[]  logp_alpha:float[]  versions:int32[]  sampled:bool[]
     pi_k_version:int32  lag:int32  finished:bool  outcome:string  reward:double  reason:string
     advantage:double  masked:string  sigma:double  log_ratio:double  kl_alpha:double
 """

@@ -1,7 +1,8 @@
-"""Episodes: completions of several turns. After each turn of the policy an environment says something or ends the episode.
+"""Episodes: completions of several turns. After each turn of the policy an environment says something or ends the
+episode.
 
-What it says is appended as tokens that nobody sampled (`policy/replies.py`). Where a limit ends an episode, it is scored
-with what it was worth by then, and its reason says which limit: an outcome, not a failure.
+What it says is appended as tokens that nobody sampled (`policy/replies.py`). Where a limit ends an episode, it is
+scored with what it was worth by then, and its reason says which limit: an outcome, not a failure.
 """
 
 from __future__ import annotations

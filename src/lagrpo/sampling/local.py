@@ -6,8 +6,8 @@ is no top-k and no top-p: the learner differentiates the distribution that is sa
 sampling temperature.
 
 With `episodes`, a row whose turn has ended waits for its environment while the others go on. The reply's tokens are fed
-to it behind those that its cache has. When it goes on cannot change its bits where the grade is exact; elsewhere rounding
-depends on what is computed beside it, so there it goes on after a fixed number of steps.
+to it behind those that its cache has. When it goes on cannot change its bits where the grade is exact; elsewhere
+rounding depends on what is computed beside it, so there it goes on after a fixed number of steps.
 """
 
 from __future__ import annotations

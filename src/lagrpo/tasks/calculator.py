@@ -37,7 +37,7 @@ class Options:
 
     operations: tuple[Operation, ...] = option(("*",), "operations to sample from")
     digits: int = option(3, "operands have up to this many digits", least=1, most=4)
-    examples: int = option(1, "solved problems in front of each", least=0, most=3)
+    examples: int = option(2, "solved problems in front of each", least=0, most=3)
 
 
 def load(options: Options, seed: int) -> tuple[dict[str, list[arithmetic.Problem]], Ask]:

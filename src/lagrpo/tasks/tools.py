@@ -6,8 +6,8 @@ A call is JSON with the name of a function and its arguments, in the formats of 
     <tool_call>[{"name": …, "arguments": {…}}, …]</tool_call>  SmolLM2
     {"name": …, "parameters": {…}}                             Llama 3: the whole turn is the call
 
-A turn with calls is answered with their results, each in a message of the role "tool". A turn without one is the answer,
-which the task's judge scores. A call that cannot be read or carried out is answered with what is wrong with it.
+A turn with calls is answered with their results, each in a message of the role "tool". A turn without one is the
+answer, which the task's judge scores. A call that cannot be read or carried out is answered with what is wrong with it.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _read(call: Any) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Makes episodes with these functions, by their names. `system` tells the policy of them, "" where its chat template
-    does."""
+    """Makes episodes with these functions, by their names. `system` tells the policy of them, "" where its chat
+    template does."""
 
     functions: Mapping[str, Callable[..., Any]]
     judge: Judge

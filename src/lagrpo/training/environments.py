@@ -23,8 +23,8 @@ EXAMPLE = "5"  # what is said to see whether the chat template can say it
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """What completions talk to: `make` makes an environment for each, `role` is who replies, and `tools` are JSON schemas
-    for the chat template, None where there are none or it does not take them."""
+    """What completions talk to: `make` makes an environment for each, `role` is who replies, and `tools` are JSON
+    schemas for the chat template, None where there are none or it does not take them."""
 
     make: Make
     role: str = "user"

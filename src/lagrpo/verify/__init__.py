@@ -1,4 +1,4 @@
-"""Judging completions, and environments, in worker processes, each with a deadline: scored, or unscored with a reason."""
+"""Judges and environments in worker processes, each call with a deadline: scored, or unscored with a reason."""
 
 from __future__ import annotations
 

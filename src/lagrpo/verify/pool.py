@@ -174,14 +174,14 @@ def _describe_end(error: ProcessExpired, context: WorkerContext, what: worker.Wh
 
 
 def pickle_called(called: Any, what: str) -> bytes:
-    """Pickle a judge or an environment for worker processes: a reference to a function in a module, or an object. Raises
-    TypeError where it cannot be pickled."""
+    """Pickle a judge or an environment for worker processes: a reference to a function in a module, or an object.
+    Raises TypeError where it cannot be pickled."""
     try:
         data = pickle.dumps(called)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
-            f"the {what} {called!r} cannot be sent to worker processes ({error}): make it a function at the top level of "
-            "a module, not a lambda, a nested function or an object that holds open things"
+            f"the {what} {called!r} cannot be sent to worker processes ({error}): make it a function at the top level "
+            "of a module, not a lambda, a nested function or an object that holds open things"
         ) from error
     if MAIN in data and not getattr(sys.modules["__main__"], "__file__", None):
         raise TypeError(

@@ -124,7 +124,8 @@ class KernelSteps(Steps):
 
 
 class KernelStepLayout:
-    """The tokens of a step. The kernels put their keys and values into the own caches and attend; they read `active`."""
+    """The tokens of a step. The kernels put their keys and values into the own caches and attend; they read
+    `active`."""
 
     def __init__(self, state: Rows, fed: Fed) -> None:
         group_of_row = state.group_of_row[fed.rows]

@@ -45,9 +45,9 @@ def deadlines(settings: VllmSettings) -> Deadlines:
 
 
 def open_servers(settings: Settings, replied: int = 0) -> list[Server]:
-    """The servers of the settings, for completions with `replied` tokens of an environment at the most. Servers that run already are reachable, accept our key and have the endpoints;
-    servers that are started here are on their way (`build_vllm` waits for them). Raises SettingsError for a server that
-    cannot be used, or cannot be started."""
+    """The servers of the settings, for completions with `replied` tokens of an environment at the most. Servers that
+    run already are reachable, accept our key and have the endpoints; servers that are started here are on their way
+    (`build_vllm` waits for them). Raises SettingsError for a server that cannot be used, or cannot be started."""
     with refusing("vllm", SamplerError):
         check_wire(settings.vllm)
         if settings.vllm.urls:
@@ -137,8 +137,9 @@ def check_length(server: Server, longest: int) -> None:
     limit = server.model()["max_model_len"]
     if limit < longest:
         raise ValueError(
-            f"{server} takes sequences of at most {limit} tokens; sampling.max_prompt_tokens + sampling.max_tokens + 1, "
-            f"with an environment + environment.max_tokens, is {longest}: lower them, or start it with a larger --max-model-len"
+            f"{server} takes sequences of at most {limit} tokens; sampling.max_prompt_tokens + sampling.max_tokens + 1 "
+            f"is {longest} (with an environment + environment.max_tokens): lower them, or start it with a larger "
+            "--max-model-len"
         )
 
 

@@ -1,7 +1,7 @@
 """Episodes by a server: each turn of the policy is a request of its own, with everything so far as its prompt.
 
-The server finds the keys and values of what it has generated in its cache of prefixes, if that is on. The first turns of
-a group are one request, as without an environment; after it each completion goes on by itself.
+The server finds the keys and values of what it has generated in its cache of prefixes, if that is on. The first turns
+of a group are one request, as without an environment; after it each completion goes on by itself.
 """
 
 from __future__ import annotations
