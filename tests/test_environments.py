@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -268,3 +269,22 @@ def test_a_gymnasium_environment_is_a_task():
 def test_a_gymnasium_environment_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="no attribute 'Countup'"):
         load_task(TaskSettings(name="gym:talkers:Countup"), seed=0)
+
+
+# ---- the task calculator ----
+
+
+def test_the_calculators_examples_are_written_out_for_a_template_without_tools():
+    found = load_task(TaskSettings(name="calculator", examples=1), seed=0)
+    assert isinstance(found, TaskWithEnvironment)
+    prompt = found.prompt("train", 0)
+    a, sign, b = prompt.messages[-1]["content"].removeprefix("What is ").removesuffix("?").split()
+    assert (sign, prompt.gold) == ("*", str(int(a) * int(b)))
+    assert [message["role"] for message in prompt.messages] == ["user", "assistant", "tool", "assistant", "user"]
+    made = found.environment
+    assert isinstance(made, Tools)
+    said = replace(made, system="Call.")().start(prompt, ADDRESS).messages
+    call = '<tool_call>[{"name": "calculate", "arguments": {"expression": "27 * 34"}}]</tool_call>'
+    assert said[2] == {"role": "assistant", "content": call}
+    assert find_calls(call) == [Call("calculate", {"expression": "27 * 34"})]
+    assert made().start(prompt, ADDRESS).messages == prompt.messages
