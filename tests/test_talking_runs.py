@@ -13,6 +13,7 @@ from running import leftovers, tiny_settings, without_timings
 from test_episodes import TURNS
 from test_resume import cut_to, go_on
 from tiny import save_tiny, tiny_model, tiny_tokenizer
+from together import QUICK, together
 
 import lagrpo
 from lagrpo.errors import SettingsError
@@ -150,3 +151,15 @@ def test_a_chat_template_that_cannot_take_turns_is_refused(tmp_path):
     plain = save_tiny(tmp_path / "model", max_position_embeddings=1024)
     with pytest.raises(SettingsError, match=r"environment: the chat template .*model\.chat_template"):
         lagrpo.train(settings(plain, tmp_path))
+
+
+def test_several_ranks_make_the_run_of_one(model, tmp_path):
+    """Each rank has environments of its own; evaluations talk to them, too."""
+    given = {"evaluation": {"before_and_after": True}, "distributed": QUICK}
+    alone = lagrpo.train(settings(model, tmp_path / "one", **given)).run
+    first, second = together(2, settings(model, tmp_path / "two", **given))
+    assert first == second
+    compared = ("token_ids", "sampled", "turns", "outcome", "reward", "reason", "finished")
+    of_run, of_one = ([[row[name] for name in compared] for row in load_rollouts(run)] for run in (first.run, alone))
+    assert of_run == of_one
+    assert max(len(turns) for _, _, turns, *_ in of_run) > 2
