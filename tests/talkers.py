@@ -167,4 +167,4 @@ class Countdown:
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.left -= 1
-        return f"{self.left} to go", 0.5 * ("go" in text), self.left == 0, text == "stop", {}
+        return "step", 0.5 * ("go" in text), self.left == 0, text == "stop", {"suffix": f"{self.left} to go"}

@@ -257,11 +257,11 @@ def test_a_gymnasium_environment_is_a_task():
         opened = Prompt(1, environments.open(prompt, ("opening",)), prompt.gold)
         assert opened.messages == ({"role": "user", "content": "4 to go"},)
         kind, (said, worth, state) = environments.result(environments.submit(None, opened, ADDRESS, "go"))
-        assert (kind, said[0]["content"], worth) == ("turn", "3 to go", 0.5)
+        assert (kind, said[0]["content"], worth) == ("turn", "step\n3 to go", 0.5)
         ends = [environments.result(environments.submit(state, None, None, text)) for text in ("stop", "go", "stop")]
     assert ends[0] == ends[2] == ("final", (0.5, "truncated by the environment"))
     assert ends[1][1][:2] == (
-        ({"role": "user", "content": "2 to go"},),
+        ({"role": "user", "content": "step\n2 to go"},),
         1.0,
     )  # a process that lacks its steps takes them
 

@@ -465,7 +465,7 @@ def test_show_prints_the_last_batch_with_its_facts(sampled):
 
 def test_show_says_which_completions_are_offline_data():
     row = dict.fromkeys(("reward", "advantage", "lag"), None) | {"outcome": "unscored", "masked": "", "reason": ""}
-    row |= {"source": "file", "sampled": [True], "versions": [-1], "finished": True, "text": "x"}
+    row |= {"source": "file", "sampled": [True], "versions": [-1], "finished": True, "text": "x", "turns": []}
     out = io.StringIO()
     Console(file=out, width=200).print(render_completion(row, (0.0, 1.0)))
     text = out.getvalue()

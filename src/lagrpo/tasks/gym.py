@@ -1,18 +1,20 @@
 """Tasks `gym:NAME`: text environments in the style of Gymnasium, such as those of GEM.
 
-`NAME` is the id of an environment of GEM (`gym:game:GuessTheNumber-v0`), or a package.module:function of one's own that
-returns an object with
+`NAME` is the id of an environment of GEM (`gym:game:GuessTheNumber-v0-easy`), or a package.module:function of one's own
+that returns an object with the methods
 
     reset(seed=…) -> text, info
     step(text) -> text, reward, terminated, truncated, info
 
-A prompt is a seed: the completions of a group play the same episode. The reward is the sum over the steps.
+A "suffix" in `info`, as GEM's environments have, stands behind the text. A prompt is a seed: the completions of a group
+play the same episode. The reward is the sum over the steps.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +78,7 @@ class Playing:
     def start(self, prompt: Prompt, address: Address) -> Turn:
         self.seed, self.key = int(prompt.gold), address
         _, text = self._begin()
-        said = {"role": "user", "content": str(text)}
+        said = {"role": "user", "content": text}
         return Turn(({"role": "system", "content": self.gym.system}, said) if self.gym.system else (said,))
 
     def reply(self, text: str) -> Turn | Final:
@@ -85,24 +87,29 @@ class Playing:
             env, _ = self._begin()
             for step in self.steps:
                 env.step(step)
-        said, reward, terminated, truncated, _ = env.step(text)
+        said, reward, terminated, truncated, info = env.step(text)
         self.steps.append(text)
         self.reward += float(reward)
         if terminated or truncated:
             return Final(self.reward, "truncated by the environment" if truncated and not terminated else "")
         self._keep(env)
-        return Turn(({"role": "user", "content": str(said)},), self.reward)
+        return Turn(({"role": "user", "content": _whole(said, info)},), self.reward)
 
     def _begin(self) -> tuple[Any, str]:
         env = self.gym.build()
-        text, _ = env.reset(seed=self.seed)
+        text, info = env.reset(seed=self.seed)
         self._keep(env)
-        return env, text
+        return env, _whole(text, info)
 
     def _keep(self, env: Any) -> None:
         _alive[self.key] = len(self.steps), env
         while len(_alive) > KEPT:
             _alive.pop(next(iter(_alive)))
+
+
+def _whole(text: Any, info: Any) -> str:
+    suffix = info.get("suffix") if isinstance(info, Mapping) else None
+    return f"{text}\n{suffix}" if suffix else str(text)
 
 
 _alive: dict[Address, tuple[int, Any]] = {}  # by the address of an episode: its steps, and the environment after them
