@@ -46,10 +46,14 @@ def judge(text: str, gold: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Gym:
-    """Makes the episodes of an environment."""
+    """Makes the episodes of an environment. A process that unpickles it loads the environment: not under the deadline
+    of the first turn."""
 
     name: str
     system: str = ""
+
+    def __reduce__(self) -> tuple[Any, tuple[str, str]]:
+        return _loaded, (self.name, self.system)
 
     def __call__(self) -> Playing:
         return Playing(self)
@@ -107,9 +111,18 @@ class Playing:
             _alive.pop(next(iter(_alive)))
 
 
+def _loaded(name: str, system: str) -> Gym:
+    gym = Gym(name, system)
+    if name not in _names:
+        gym.build()
+        _names.add(name)
+    return gym
+
+
 def _whole(text: Any, info: Any) -> str:
     suffix = info.get("suffix") if isinstance(info, Mapping) else None
     return f"{text}\n{suffix}" if suffix else str(text)
 
 
+_names: set[str] = set()  # environments that this process has loaded
 _alive: dict[Address, tuple[int, Any]] = {}  # by the address of an episode: its steps, and the environment after them
