@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -155,6 +156,7 @@ def test_a_sampling_that_is_left_forgets_what_is_under_way():
     sampler.episodes = of
     stream = sampler.sample(ask(policy), 5)
     next(stream)
+    assert isinstance(stream, Generator)
     stream.close()
     assert forgotten
 

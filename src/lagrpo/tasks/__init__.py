@@ -139,7 +139,8 @@ def load_task(settings: TaskSettings, seed: int) -> Task:
         rows, ask = file.load(read_options(task_options()[name], settings), seed)
         if name in ENVIRONMENTS:
             environment = load_function(ENVIRONMENTS[name])
-            return EpisodeTask(name, rows, ask, judge, settings.system_prompt, environment=environment)
+            talking: Any = EpisodeTask(name, rows, ask, judge, settings.system_prompt, environment=environment)
+            return talking
         return RowTask(name, rows, ask, judge, settings.system_prompt)
     if name.startswith(GYM):
         from lagrpo.tasks import gym

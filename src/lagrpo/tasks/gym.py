@@ -27,7 +27,7 @@ GEM = re.compile(r".*-v\d+(-\w+)*")  # ids of GEM
 KEPT = 64  # environments that a process keeps between their turns
 
 
-def load(name: str, system_prompt: str | None = None) -> EpisodeTask:
+def load(name: str, system_prompt: str | None = None) -> Any:
     """The task of this name. Raises ValueError or ImportError where there is no such environment."""
     make = Gym(name.removeprefix(GYM), system_prompt or "")
     make.build()

@@ -156,8 +156,11 @@ def _written_out(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def describe(function: Callable[..., Any], name: str) -> dict[str, Any]:
     """The JSON schema of a function, from its signature and docstring. Raises ValueError where these do not say it."""
-    from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
 
     try:
         return json.loads(json.dumps(get_json_schema(function)))

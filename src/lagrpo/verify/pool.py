@@ -67,7 +67,8 @@ class Workers:
         self, called: Any, what: worker.What, workers: int | None, deadline: float, memory: float, file_size: float
     ) -> None:
         refuse_in_worker(what)
-        self.deadline, self._what = deadline, what
+        self.deadline = deadline
+        self._what: worker.What = what
         self._file_size = int(file_size * 2**30)
         self._workers = workers or cores.limit_threads(4, cores.read_quota(), cores.count_cores())
         self._called = pickle_called(called, what)

@@ -88,25 +88,24 @@ def give_verdict(payload: bytes) -> Verdict:
 
 def take_turn(payload: bytes) -> Verdict:
     """What an environment says. The pickled payload is (its pickled state, the prompt, the address, what the policy
-    said). Without a state it starts, with what it said last; without a text it does no more than that. Returns the
-    turn's messages, its reward, and the next state; or the end."""
+    said). Without a state a new one starts first, and without a text it does no more. Returns the turn's messages, its
+    reward, and the next state; or the end."""
     return _call("environment", _take_turn, payload)
 
 
 def _take_turn(state: bytes | None, prompt: Any, address: Any, text: str | None) -> Verdict:
     environment: Environment = _called() if state is None else pickle.loads(state)
-    said: Any = None
     if state is None:
-        said = environment.start(replace(prompt, messages=prompt.asked or prompt.messages, asked=()), address)
-    if said is not None and not isinstance(said, Turn):
-        raise TypeError(f"start returned {_shown(said)} ({type(said).__name__}), not a Turn")
-    if text is None:
-        return "turn", _said(said, environment)
-    if said is not None and _plain(said.messages) != _plain(prompt.messages):
-        raise ValueError(
-            "start gave this completion other messages than its group: they may depend on the prompt alone"
-        )
-    said = environment.reply(text)
+        opening: Any = environment.start(replace(prompt, messages=prompt.asked or prompt.messages, asked=()), address)
+        if not isinstance(opening, Turn):
+            raise TypeError(f"start returned {_shown(opening)} ({type(opening).__name__}), not a Turn")
+        if text is None:
+            return "turn", _said(opening, environment)
+        if _plain(opening.messages) != _plain(prompt.messages):
+            raise ValueError(
+                "start gave this completion other messages than its group: they may depend on the prompt alone"
+            )
+    said: Any = environment.reply(str(text))
     if isinstance(said, Turn):
         return "turn", _said(said, environment)
     if not isinstance(said, Final):
