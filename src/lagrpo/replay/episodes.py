@@ -52,16 +52,16 @@ def check_episodes(source: Source, make: Make, task: Task, rows: Sequence[Row], 
 def _check_episode(source: Source, environments: Environments, prompt: Prompt, row: Row, found: Check) -> None:
     seed = source.settings.run.seed
     opened = environments.open(prompt, (seed, "opening", "train", prompt.key))
-    given: Any = replace(prompt, messages=opened, asked=prompt.messages), (seed, "sample", *row.address)
+    begun, address = replace(prompt, messages=opened, asked=prompt.messages), (seed, "sample", *row.address)
     state: bytes | None = None
     turns, replies, outcome = row["turns"], list[str](), Outcome.unscored("it did not end")
     for text in turns[::2]:
-        kind, said = environments.result(environments.submit(state, *given, text))
+        kind, said = environments.result(environments.submit(state, begun, address, text))
         if kind != "turn":
             outcome = Outcome.scored(said[0]) if kind == "final" else Outcome.unscored(str(said))
             break
         messages, worth, state = said
-        given, outcome = (None, None), Outcome.scored(worth)
+        outcome = Outcome.scored(worth)
         replies.append("\n".join(str(message.get("content") or "") for message in messages))
     found.equal(row.file, row.place, "replies", turns[1::2], replies[: len(turns) // 2])
     found.near(row.file, row.place, "reward", row["reward"], outcome.reward, 0.0)
