@@ -244,7 +244,7 @@ def test_tied_weights_are_not_missing(tmp_path):
 
 def test_no_server_is_started_for_a_model_that_is_refused(model, tmp_path, monkeypatch):
     config(num_hidden_layers=3)(model)
-    monkeypatch.setattr("lagrpo.training.build.open_servers", lambda settings: pytest.fail("a server was started"))
+    monkeypatch.setattr("lagrpo.training.build.open_servers", lambda *given: pytest.fail("a server was started"))
     with pytest.raises(SettingsError, match="lacks 9 weights"):
         train(tiny_settings(model, tmp_path / "runs", sampling={"sampler": "vllm"}))
 

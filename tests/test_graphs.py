@@ -11,6 +11,7 @@ import tiny
 import torch
 from fake_graphs import install
 from running import tiny_settings
+from test_episodes import completions, episodes, sampled, talking
 from test_sampling import log_ratio, requests_for
 from tiny import SHAPES, computed_by, save_tiny, tiny_policy
 
@@ -146,3 +147,15 @@ def test_parity_checks_use_the_recordings_of_the_sampling(run, alive):
             evaluation={"before_and_after": False})  # fmt: skip
         added[check_parity] = [after - before for before, after in pairwise(alive.recorded)]
     assert added[True] == added[False]
+
+
+def test_episodes_by_recorded_steps_are_those_of_steps_of_any_shape(recordings):
+    """Rows that wait are computed along, and what that leaves in their caches is overwritten."""
+    policy = talking(torch.float32)
+    found = sampled(policy, episodes(policy))
+    assert sum(graph.replays for graph in recordings) > 20
+    plain = computed_by(policy, "torch")
+    assert max(len(c.turns) for c in completions(found)) == 5
+    for ours, theirs in zip(completions(found), completions(sampled(plain, episodes(plain))), strict=True):
+        assert torch.equal(ours.token_ids, theirs.token_ids)
+        assert ours.turns == theirs.turns

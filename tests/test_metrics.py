@@ -132,5 +132,6 @@ def test_every_metric_is_documented():
         names = re.findall(r"`(\w+)`", cell)
         documented |= {name for name in names if not name.startswith("_")}
         documented |= {names[0] + name for name in names if name.startswith("_")}
+    documented = {name for name in documented if not {"NAME", "SET"} & {*name.split("_")}}  # of some runs only
     documented |= {f"sigma_bin_{n}" for n in range(10)}  # the table has the first and the last
     assert documented == set(GOLDEN.read_text(encoding="utf-8").split())

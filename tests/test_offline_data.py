@@ -253,3 +253,29 @@ def test_places_without_completions_are_named(tmp_path):
     failed = completion(policy, "", outcome=Outcome.failed("the server died"))
     with pytest.raises(ValueError, match=r"no completions in it \(left out: 1 failed\)"):
         loaded(rollouts(tmp_path, [[failed]]), policy, G=2, seed=0)
+
+
+def test_a_completion_of_several_turns_is_the_conversation_that_the_template_writes(tmp_path):
+    from test_episodes import TURNS
+
+    policy = tiny_policy()
+    policy.chat.tokenizer.chat_template = TURNS
+    turns = [("assistant", "5"), ("user", "higher"), ("tool", "!"), ("assistant", "7")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    row = {"prompt": "guess", "completion": messages, "reward": 1.0}
+    data = loaded(written(tmp_path, [row, row | {"finished": False}]), policy, G=2, seed=0)
+    whole, cut = data.batch(1, 1)[0].completions
+    text = policy.chat.tokenizer.decode(whole.token_ids)
+    assert text == "5<eos>\nuser: higher\ntool: !\nassistant: 7<eos>"
+    assert policy.chat.tokenizer.decode(whole.token_ids[whole.sampled]) == "5<eos>7<eos>"
+    assert whole.token_ids.tolist()[:-1] == cut.token_ids.tolist()
+    assert (whole.turns, cut.length) == (("5", "higher\n!", "7"), 3)
+
+
+@pytest.mark.parametrize(
+    "roles", [[], ["user"], ["assistant", "user"], ["assistant", "assistant"], ["user", "assistant"]]
+)
+def test_turns_that_cannot_be_a_completion_are_refused(tmp_path, roles):
+    row = {"prompt": "a", "completion": [{"role": role, "content": "x"} for role in roles], "reward": 1.0}
+    with pytest.raises(ValueError, match=r"line 1: its completion is \[.* begins and ends with one of the assistant"):
+        read_records(written(tmp_path, [row]))

@@ -22,31 +22,29 @@ doctor: training cannot run), 2 wrong input, 130 stopped by Ctrl-C, 143 by SIGTE
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
-from pydantic import BaseModel
 
 from lagrpo import logs
 from lagrpo.doctor import doctor
 from lagrpo.errors import SettingsError, find_nearest, refusing
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.redaction import redact
-from lagrpo.settings.arguments import TABLES, Arguments, parse
+from lagrpo.settings.arguments import Arguments, parse, pass_rest_on
+from lagrpo.settings.help import show_help
 from lagrpo.settings.plan import PlanSettings
 from lagrpo.settings.schema import EvalSettings, Settings
 from lagrpo.settings.serve import ServeSettings
-from lagrpo.settings.toml import entry_of, list_settings, load_settings, to_toml, validate
+from lagrpo.settings.toml import load_settings, to_toml, validate
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -284,16 +282,6 @@ def serve(words: list[str]) -> None:
         run(settings)
 
 
-def pass_rest_on(words: list[str]) -> list[str]:
-    """Turn the words after -- into values of --options.
-
-    >>> pass_rest_on(["model", "--", "--seed", "3"])
-    ['model', '--options=--seed', '--options=3']
-    """
-    own = words[: words.index("--")] if "--" in words else words
-    return [*own, *(f"--options={shlex.quote(word)}" for word in words[len(own) + 1 :])]
-
-
 def recipes(name: Annotated[str | None, tyro.conf.Positional] = None, code: bool = False) -> None:
     """List the recipes, or explain one.
 
@@ -394,27 +382,6 @@ def completion(shell: tyro.conf.Positional[Literal["bash", "zsh", "fish"]]) -> N
 def call(name: str, words: list[str]) -> None:
     """Call one of FUNCTIONS."""
     tyro.cli(FUNCTIONS[name], args=words, prog=f"lagrpo {name}")
-
-
-def show_help(settings: BaseModel, prog: str, function: Callable[..., Any]) -> None:
-    """Print every setting with its description and its present value."""
-    kind = type(settings)
-    text = "\n\n".join([inspect.getdoc(function) or "", *describe_tables(kind)])
-    config = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
-    tyro.cli(kind, args=["--help"], default=settings, prog=prog, description=text, config=config, use_underscores=True)
-
-
-def describe_tables(kind: type[BaseModel]) -> list[str]:
-    """Settings that are tables, or lists of them, which have no option of their own: what they are, and their
-    entries."""
-    found = []
-    for name, field in list_settings(kind).items():
-        said = " ".join((field.description or "").split())
-        if entry := entry_of(field.annotation):
-            found.append(f"In a settings file [[{name}]], with {', '.join(entry.model_fields)}: {said}")
-        elif name in TABLES:
-            found.append(f"In a settings file [{name}], or here --{name}.NAME VALUE: {said}")
-    return found
 
 
 HELP = {"-h", "--help"}

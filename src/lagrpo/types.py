@@ -36,14 +36,16 @@ if TYPE_CHECKING:  # annotations only: the verifier's worker processes import th
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a task. `key` is its index in its split and the address of its random numbers;
-    `messages` is what the chat template gets; `gold` is what a completion is judged against (JSON-serializable);
-    `token_ids` is the templated prompt, filled in once a tokenizer is at hand."""
+    """One prompt of a task. `key` is its index in its split and the address of its random numbers; `messages` is what
+    the chat template gets, `asked` what the task gave where an environment opens with other messages; `gold` is what a
+    completion is judged against (JSON-serializable); `token_ids` is the templated prompt, filled in once a tokenizer is
+    at hand."""
 
     key: int
     messages: tuple[Mapping[str, str], ...]
     gold: Any
     token_ids: tuple[int, ...] = ()
+    asked: tuple[Mapping[str, str], ...] = ()
 
 
 Kind = Literal["scored", "unscored", "failed"]
@@ -110,6 +112,9 @@ class Completion:
     sampled: torch.Tensor = field(default=None)  # type: ignore[assignment]
     """bool [t], whether a policy sampled the token; by default all were"""
 
+    turns: tuple[str, ...] = ()
+    """of an episode, what the policy and its environment said in turn, without special tokens; else empty"""
+
     def __post_init__(self) -> None:
         if self.sampled is None:  # written so because importing torch would slow down the verifier's workers
             object.__setattr__(self, "sampled", self.token_ids == self.token_ids)
@@ -121,6 +126,11 @@ class Completion:
     def length(self) -> int:
         """How many of its tokens were sampled."""
         return int(self.sampled.sum())
+
+    @property
+    def policy_turns(self) -> int:
+        """How many turns the policy had."""
+        return len(self.turns[::2]) or 1
 
     @property
     def reward(self) -> float | None:

@@ -12,7 +12,7 @@ from lagrpo.backends import flex
 from lagrpo.backends.attention import Shape
 from lagrpo.backends.backend import Backend
 from lagrpo.backends.layout import PackedLayout
-from lagrpo.backends.steps import StepLayout, Steps
+from lagrpo.backends.steps import Fed, StepLayout, Steps
 
 ROWS_RECORDED = 16  # a CUDA graph is recorded for each multiple of so many rows
 
@@ -49,13 +49,24 @@ class RecordedSteps(Steps):
         self._caches: tuple[int, ...] = ()
         self._recorded: dict[tuple[int, int], tuple[Tensor, Tensor, StepLayout, Callable[[], Tensor]]] = {}
 
-    def step(self, state: Any, token_ids: Tensor) -> Tensor:
+    def step(self, state: Any, fed: Fed) -> Tensor:
+        """Rows that are left out get a token all the same, whose key and value the next one overwrites. A step with
+        several tokens of a row is rare, and is not recorded."""
+        if fed.several:
+            return super().step(state, fed)
+        if len(fed) == state.rows:
+            return self._step(state, fed)
+        every = torch.zeros(state.rows, dtype=torch.long).index_copy(0, fed.rows, fed.ids)
+        hidden = self._step(state, Fed(every, torch.arange(state.rows), state.lengths))
+        return hidden.index_select(0, fed.rows.to(hidden.device))
+
+    def _step(self, state: Any, fed: Fed) -> Tensor:
         caches = (state.own.keys, state.own.values, state.prefix.keys, state.prefix.values)
         if self._caches != (addresses := tuple(t.data_ptr() for t in caches)):
             self._caches, self._recorded = addresses, {}
         padded = min(-(-state.rows // ROWS_RECORDED) * ROWS_RECORDED, state.max_rows)
-        layout = StepLayout(state, state.group_of_row, state.lengths, self.model.device, padded)
-        given = state.inputs(token_ids, torch.arange(padded) % state.rows)
+        layout = StepLayout(state, fed, self.model.device, padded)
+        given = state.inputs(fed.of(torch.arange(padded) % state.rows))
         shape = (padded, state.widest)
         if shape not in self._recorded:
             self._recorded[shape] = *given, layout, record(lambda: self.model.hidden(*given, layout))

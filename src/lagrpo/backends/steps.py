@@ -1,8 +1,9 @@
-"""Decoding: the caches of keys and values, and one step for all sequences that are being generated.
+"""Decoding: the caches of keys and values, and one step for the sequences that are being generated.
 
 `Steps` takes a step by PyTorch's operations, on any device; the CPU's and the GPU's backends replace what they do
 better. A step reads the keys and values of each sequence's own tokens and of its group's prompt. A prompt's are kept
-once per group.
+once per group. Most steps take one token of every sequence. A step may leave sequences out, and take several tokens of
+one that an environment has replied to.
 """
 
 from __future__ import annotations
@@ -67,6 +68,26 @@ class Cache:
         self.values[:, to, :, :used] = self.values[:, source, :, :used]
 
 
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """The n tokens of a step, those of one row one after the other. All int64 [n] on the CPU."""
+
+    ids: Tensor
+    rows: Tensor  # the row of each
+    before: Tensor  # how many tokens the row's own cache has before it
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def of(self, chosen: Tensor) -> Fed:
+        return Fed(self.ids[chosen], self.rows[chosen], self.before[chosen])
+
+    @property
+    def several(self) -> bool:
+        """Whether a row has more than one."""
+        return bool((self.rows.diff() < 1).any())
+
+
 class Rows(Protocol):
     """What a step reads of the sequences being generated (see sampling/decode.py)."""
 
@@ -80,7 +101,7 @@ class Rows(Protocol):
 
     @property
     def rows(self) -> int: ...
-    def inputs(self, token_ids: Tensor, copies: Tensor) -> tuple[Tensor, Tensor]: ...
+    def inputs(self, fed: Fed) -> tuple[Tensor, Tensor]: ...
 
 
 class Steps:
@@ -97,23 +118,24 @@ class Steps:
         shape = Shape.of(self.model.config.get_text_config())
         return Cache.empty(shape, batch, tokens, self.model.dtype, self.model.device, self.lanes)
 
-    def step(self, state: Rows, token_ids: Tensor) -> Tensor:
-        """One token per row, int64 [R] -> final hidden states [at least R, H]. The next step may overwrite them."""
-        copies = torch.arange(max(state.rows, self._least)) % state.rows
-        layout = self.layout(state, state.group_of_row[copies], state.lengths[copies])
-        return self.model.hidden(*state.inputs(token_ids, copies), layout)
+    def step(self, state: Rows, fed: Fed) -> Tensor:
+        """Final hidden states [at least n, H] of the tokens. The next step may overwrite them."""
+        fed = fed.of(torch.arange(max(len(fed), self._least)) % len(fed))
+        return self.model.hidden(*state.inputs(fed), self.layout(state, fed))
 
-    def layout(self, state: Rows, group_of_row: Tensor, lengths: Tensor) -> Layout:
-        """Who attends to whom in a step of rows of these groups that have so many tokens of their own."""
-        return StepLayout(state, group_of_row, lengths, self.model.device)
+    def layout(self, state: Rows, fed: Fed) -> Layout:
+        """Who attends to whom in a step."""
+        return StepLayout(state, fed, self.model.device)
 
 
 class StepLayout:
-    """One token per row: its key and value go into the own cache, its query to both parts of parts.py. With `padded`
-    rows, the last ones without use, shapes depend on that number and the caches' alone."""
+    """Each token's key and value go into its row's own cache, its query to both parts of parts.py. With `padded` rows,
+    the last ones without use, a token is fed to every row, and shapes depend on that number and the caches' alone."""
 
-    def __init__(self, state: Rows, group_of_row: Tensor, lengths: Tensor, device: torch.device, padded: int = 0):
+    def __init__(self, state: Rows, fed: Fed, device: torch.device, padded: int = 0):
+        group_of_row, lengths = state.group_of_row[fed.rows], fed.before
         self.own, self.prefix, self.rows = state.own, state.prefix, padded or len(lengths)
+        self.every = bool(padded) or torch.equal(fed.rows, torch.arange(len(fed)))
         self.longest = int((state.prompt_lengths[group_of_row] + lengths).max()) + 1
         grid, place = pair_rows_with_groups(group_of_row, state.prefix.batch, state.widest if padded else 0)
         place, lengths = (F.pad(t, (0, self.rows - len(t))) for t in (place, lengths))
@@ -122,7 +144,7 @@ class StepLayout:
         prefix_hidden = torch.arange(state.prefix.room)[None, :] >= state.prompt_lengths[:, None]
         masks = (h[:, None, None].to(device) if padded or bool(h.any()) else None for h in (own_hidden, prefix_hidden))
         self.own_hidden, self.prefix_hidden = masks
-        self.row_index = torch.arange(self.rows, device=device)
+        self.row_index = (torch.arange(self.rows) if self.every else fed.rows).to(device)
         self.slot, self.grid, self.place = lengths.to(device), grid.to(device), place.to(device)
 
     def take_over(self, other: StepLayout) -> None:
@@ -134,8 +156,9 @@ class StepLayout:
         keys, values = self.own.keys[layer], self.own.values[layer]
         keys[self.row_index, :, :, self.slot], values[self.row_index, :, self.slot] = key, value
         heads = key.shape[1]
-        k = keys[: self.rows, :, :, : self.keys].flatten(0, 1).mT
-        v = values[: self.rows, :, : self.keys].flatten(0, 1)
+        chosen = slice(self.rows) if self.every else self.row_index
+        k = keys[chosen, :, :, : self.keys].flatten(0, 1).mT
+        v = values[chosen, :, : self.keys].flatten(0, 1)
         own = part(fold_queries(query.unsqueeze(1), heads), k, v, self.own_hidden, scaling)
         groups, width = self.grid.shape
         gathered = query.index_select(0, self.grid.flatten()).view(groups, width, *query.shape[1:])

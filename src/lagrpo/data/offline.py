@@ -5,18 +5,20 @@ One row per completion. Columns:
     prompt             a question or a list of chat messages, put through the chat template;
                        or prompt_token_ids, used as they are
     completion         its text, tokenized here and ended with the end-of-sequence token where `finished` is true;
+                       or a list of chat messages, of which the assistant's count as sampled (turns.py);
                        or token_ids, used as they are
     reward             a finite number; null or absent: the task's judge decides, against `gold`
     logp_alpha         log-probs of token_ids under the policy that generated them, nats (optional; null: unknown)
     sampled            for each of token_ids whether a policy sampled it; the others are context (optional; all were)
     finished, gold     optional
 
-The rollouts of a run (schema lagrpo.rollouts/2, or 1, which has no `sampled`) are read too: there prompt and completion
-are called prompt_text and text, and gold is JSON. Of these a file is a batch, and its groups stay groups; completions
-that failed are left out. Elsewhere rows of the same prompt form groups of at most G, in the order of the files. A
-completion without log-probs (no `logp_alpha`, or null for a sampled token) carries NaN, and only recipes that never
-read log α may use it; for the others it is left out where some have them. `left_out` counts. Its version is -1, of no
-policy of this run: versions that the file names belong to another run, whose policy 3 is not this run's.
+The rollouts of a run (schema lagrpo.rollouts/3, 2, which has no `turns`, or 1, which has no `sampled`) are read too:
+there prompt and completion are called prompt_text and text, and gold is JSON. Of these a file is a batch, and its
+groups stay groups; completions that failed are left out. Elsewhere rows of the same prompt form groups of at most G, in
+the order of the files. A completion without log-probs (no `logp_alpha`, or null for a sampled token) carries NaN, and
+only recipes that never read log α may use it; for the others it is left out where some have them. `left_out` counts.
+Its version is -1, of no policy of this run: versions that the file names belong to another run, whose policy 3 is not
+this run's.
 
 `read_records` refuses what can be refused without a model: syntax, columns, types. `OfflineData` makes tokens of the
 rest, and refuses what the model does not have.
@@ -35,7 +37,9 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
+from lagrpo.data.turns import Messages, read_turns, texts_of, tokenize_turns
 from lagrpo.policy.model import Policy
+from lagrpo.policy.replies import Replies
 from lagrpo.runs.reading import completion_files
 from lagrpo.tasks import build_messages, order_prompts
 from lagrpo.tasks.tables import Table, format_of, read_table
@@ -62,6 +66,8 @@ class Record:
     finished: bool
     outcome: Outcome | None
     batch: tuple[Any, ...]
+    turns: Messages = ()
+    """messages in place of a text"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +105,8 @@ class OfflineData:
         reads_logp: bool = False,
     ) -> None:
         self.seed, self.left_out, self.files = seed, Counter[str](), found.files
-        rows = [_tokenized(record, policy, max_prompt_tokens) for record in found.records]
+        replies = Replies(policy.chat)
+        rows = [_tokenized(record, policy, replies, max_prompt_tokens) for record in found.records]
         rows = self._only(rows, "failed", lambda row: row.completion is not None)
         if reads_logp and any(_knows_alpha(row.completion) for row in rows):
             rows = self._only(rows, "without log-probs", lambda row: _knows_alpha(row.completion))
@@ -169,13 +176,14 @@ def _record(table: Table, index: int, row: Mapping[str, Any], system_prompt: str
     place = table.place(index)
     try:
         prompt, failed = _prompt(row, system_prompt), row.get("outcome") == "failed"
-        text, ids = (None, None) if failed else (_text(row), _completion_ids(row))
-        if not failed and text is None and ids is None:
+        turns = read_turns(said) if not failed and isinstance(said := row.get("completion"), list) else ()
+        text, ids = (None, None) if failed or turns else (_text(row), _completion_ids(row))
+        if not turns and not failed and text is None and ids is None:
             raise ValueError("it has neither completion nor token_ids")
         logp_alpha = _logp_alpha(row.get("logp_alpha"), len(ids)) if ids else None
         sampled = _sampled(row.get("sampled"), len(ids)) if ids else None
         ends, batch = (_finished(row), _outcome(row)), _batch(table.path, row)
-        return Record(place, prompt, failed, text, ids, logp_alpha, sampled, *ends, batch)
+        return Record(place, prompt, failed, text, ids, logp_alpha, sampled, *ends, batch, turns)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{place}: {error}") from error
 
@@ -235,7 +243,7 @@ def _token_ids(column: str, ids: Any) -> list[int]:
     return ids
 
 
-def _tokenized(record: Record, policy: Policy, max_prompt_tokens: int | None) -> _Row:
+def _tokenized(record: Record, policy: Policy, replies: Replies, max_prompt_tokens: int | None) -> _Row:
     try:
         if record.prompt.token_ids:
             prompt = record.prompt
@@ -245,14 +253,16 @@ def _tokenized(record: Record, policy: Policy, max_prompt_tokens: int | None) ->
         if max_prompt_tokens is not None and (count := len(prompt.token_ids)) > max_prompt_tokens:
             limit = f"sampling.max_prompt_tokens is {max_prompt_tokens}"
             raise ValueError(f"its prompt has {count} tokens; {limit}")
-        completion = None if record.failed else _completion(record, policy)
+        completion = None if record.failed else _completion(record, policy, replies)
         return _Row(prompt, completion, (*record.batch, prompt.token_ids))
     except ValueError as error:
         raise ValueError(f"{record.place}: {error}") from error
 
 
-def _completion(record: Record, policy: Policy) -> Completion:
-    text, ids = record.text, record.token_ids
+def _completion(record: Record, policy: Policy, replies: Replies) -> Completion:
+    text, ids, sampled = record.text, record.token_ids, record.sampled
+    if record.turns:
+        ids, sampled = tokenize_turns(record.turns, replies, record.finished)
     if ids is None:
         ends = [policy.chat.tokenizer.eos_token_id] * record.finished
         ids = [*policy.chat.encode(text or "", add_special_tokens=False), *ends]
@@ -266,7 +276,8 @@ def _completion(record: Record, policy: Policy) -> Completion:
         finished=record.finished,
         text=text if text is not None else policy.chat.decode(ids),
         outcome=record.outcome,
-        sampled=record.sampled if record.sampled is not None else torch.ones(len(ids), dtype=torch.bool),
+        sampled=sampled if sampled is not None else torch.ones(len(ids), dtype=torch.bool),
+        turns=tuple(texts_of(record.turns)),
     )
 
 

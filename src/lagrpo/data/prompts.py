@@ -6,22 +6,38 @@ The prompts of a split are visited epoch after epoch, each epoch in an order of 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from lagrpo.errors import SettingsError
+from lagrpo.policy.chat import Tools
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.base import Request
 from lagrpo.tasks import Task, order_prompts
 from lagrpo.types import Prompt
 
+Opening = Callable[[Prompt, tuple[int | str, ...]], tuple[Mapping[str, Any], ...]]
+
 
 class PromptSource:
-    """The requests of training batches and of evaluations, tokenized. Raises SettingsError where the task has none."""
+    """The requests of training batches and of evaluations, tokenized. Where completions talk to an environment,
+    `opening` gives the messages with which it begins; `tools` are for the chat template. Raises SettingsError where the
+    task has none."""
 
-    def __init__(self, task: Task, policy: Policy, seed: int, N: int, max_prompt_tokens: int) -> None:
+    def __init__(
+        self, task: Task, policy: Policy, seed: int, N: int, max_prompt_tokens: int, opening: Opening | None = None,
+        tools: Tools | None = None,
+    ) -> None:  # fmt: skip
         self.task, self.policy, self.seed, self.N, self.max_prompt_tokens = task, policy, seed, N, max_prompt_tokens
         self.first: list[tuple[int, Prompt]] = []
         """prompts of the first batch with their indices, once they were checked"""
+        self._tools, self._opening, self._opened = (
+            tools,
+            opening,
+            dict[tuple[str, int], tuple[Mapping[str, Any], ...]](),
+        )
         self._size = task.size("train")
         if self._size < 1:
             raise SettingsError(f"task {task.name!r} has no training prompts")
@@ -66,12 +82,21 @@ class PromptSource:
         order = order_prompts(self.seed, -1, size)
         return [Request(0, 0, self.tokenized("test", index)) for index in order[:count]]
 
+    def _open(self, split: str, index: int) -> Prompt:
+        """A prompt with the messages that the policy sees first; an environment is asked for them once."""
+        prompt = self.task.prompt(split, index)
+        if self._opening is None:
+            return prompt
+        if (split, index) not in self._opened:
+            self._opened[split, index] = self._opening(prompt, (self.seed, "opening", split, index))
+        return replace(prompt, messages=self._opened[split, index], asked=prompt.messages)
+
     def tokenized(self, split: str, index: int) -> Prompt:
         """A prompt with its token ids. Raises SettingsError where the task has none that can be asked, it exceeds
         max_prompt_tokens, the chat template refuses it (some know no system message) or the model lacks its tokens."""
         where = f"prompt {index} of the {split} split of {self.task.name!r}"
         try:
-            prompt = self.policy.chat.tokenize(self.task.prompt(split, index))
+            prompt = self.policy.chat.tokenize(self._open(split, index), self._tools)
         except ValueError as error:
             raise SettingsError(f"{where}: {error}") from error
         if len(prompt.token_ids) > self.max_prompt_tokens:

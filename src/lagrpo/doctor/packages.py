@@ -16,6 +16,8 @@ from lagrpo.settings.vllm import VllmSettings
 EXTRAS = {
     "math": "judging mathematics written in LaTeX (task math)",
     "demo": "reading the file of the embedded model smollm2 (lagrpo demo)",
+    "lora": "adapters (model.lora)",
+    "gym": "the tasks of reasoning-gym (task.name = reasoning_gym:NAME)",
     "tensorboard": "the tracker TensorBoard (run.trackers)",
     "wandb": "the tracker Weights & Biases (run.trackers)",
     "trackio": "the tracker trackio (run.trackers)",

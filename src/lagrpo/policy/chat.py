@@ -24,6 +24,7 @@ from lagrpo.workers import ENDING, Process, killing
 DEADLINE = 10.0  # seconds for one prompt
 MEMORY = 512 * 2**20  # bytes beyond what the process has when it begins
 START = 120.0  # seconds until the process must be ready, on a busy machine
+Tools = Sequence[Mapping[str, Any]]
 _LARGEST_REPLY = 16 * rendering.LONGEST  # bytes: JSON escapes a character by at most twelve
 
 
@@ -124,22 +125,30 @@ class Chat:
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(directory)
 
-    def tokenize(self, prompt: Prompt) -> Prompt:
-        """The prompt with its token ids: through the chat template, or its plain text where the tokenizer has none.
-        Raises TemplateError where the chat template makes no text of it, ValueError for no tokens, or one that the
-        model does not have."""
+    def tokenize(self, prompt: Prompt, tools: Tools | None = None) -> Prompt:
+        """The prompt with its token ids: through the chat template, which also tells of `tools` that it gets as JSON
+        schemas, or its plain text where the tokenizer has none. Raises TemplateError where the chat template makes no
+        text of it, ValueError for no tokens, or one that the model does not have."""
         if self.tokenizer.chat_template is None:
             ids = self.encode(text := "\n".join(message.get("content") or "" for message in prompt.messages))
         else:
-            messages = [{k: v for k, v in message.items() if v is not None} for message in prompt.messages]
-            variables = {**self.tokenizer.special_tokens_map, **self.arguments}
-            text = self.templates.render(self.tokenizer.get_chat_template(), variables, messages)
-            ids = self.encode(text, add_special_tokens=False)
+            ids = self.encode(text := self.render(prompt.messages, tools), add_special_tokens=False)
         if not ids:
             raise ValueError(f"it has no token: it is the text {text!r:.80}")
+        self.check_vocabulary(ids)
+        return replace(prompt, token_ids=tuple(int(i) for i in ids))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools | None = None) -> str:
+        """The text that the chat template makes of messages, with the header of the coming answer. Raises TemplateError
+        where it makes none."""
+        given = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        variables = {**self.tokenizer.special_tokens_map, **self.arguments, **({"tools": list(tools)} if tools else {})}
+        return self.templates.render(self.tokenizer.get_chat_template(), variables, given)
+
+    def check_vocabulary(self, ids: Sequence[int]) -> None:
+        """Raise ValueError for a token that the model does not have."""
         if (largest := max(ids)) >= self.vocabulary:
             raise ValueError(f"token {largest} is outside the model's vocabulary of {self.vocabulary}")
-        return replace(prompt, token_ids=tuple(int(i) for i in ids))
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """The token ids of a text. Raises ValueError for half of a surrogate pair, which no tokenizer takes."""

@@ -134,7 +134,7 @@ def check_context(policy: Policy, tokens: int) -> None:
         if limit is not None and tokens > limit:
             raise ValueError(
                 f"a prompt and its completion may be {tokens} tokens long, but the {what} of this {text.model_type} "
-                f"model is {limit}; lower sampling.max_prompt_tokens or sampling.max_tokens"
+                f"model is {limit}; lower sampling.max_prompt_tokens, sampling.max_tokens or environment.max_tokens"
             )
 
 

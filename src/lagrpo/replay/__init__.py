@@ -9,6 +9,7 @@ tokens.py    samples, log-probs, divergences of a subset         judging.py   pr
 groups.py    weight syncs, versions, masks, advantages           evaluations.py  prompts, rewards, pass@k
 metrics.py   metrics that follow from rows                       verdicts.py  answers judged again
 formulas.py  advantages, written plainly                         findings.py  what was found, and how it is printed
+episodes.py  completions of several turns
 
 `verify_run` is all of it at once; docs/verify.md says what each check can see and what it cannot.
 """

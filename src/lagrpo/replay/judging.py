@@ -10,12 +10,15 @@ from functools import cache
 from typing import Any
 
 from lagrpo.replay import evaluations
+from lagrpo.replay.episodes import check_episodes, check_turns
 from lagrpo.replay.findings import Check, Report
 from lagrpo.replay.source import Row, Source, groups_of
 from lagrpo.replay.verdicts import ASKED, Judging, Tasks, compare, judging_again, of
 from lagrpo.replay.weights import Weights
 from lagrpo.runs.rollouts import reward_columns
 from lagrpo.tasks import Task, load_task, order_prompts
+from lagrpo.tasks.base import Make
+from lagrpo.tasks.environments import load_environment
 from lagrpo.tasks.rewards import Answer
 from lagrpo.types import Outcome
 
@@ -42,6 +45,11 @@ def load(source: Source, era: Source, report: Report) -> Task | None:
     of_it = [batch for batch in source.batches if source.at(batch).settings.task == era.settings.task]
     report.skip("prompts and rewards: completions", why, sum(len(source.batches[batch]) for batch in of_it))
     return None
+
+
+def environment_of(source: Source, task: Task) -> Make | None:
+    """What made the environments of a run's completions; None where they had one turn."""
+    return load_environment(source.settings.environment, task)
 
 
 def check_texts(source: Source, weights: Weights, tasks: Tasks, rows: Sequence[Row], report: Report) -> None:
@@ -75,8 +83,12 @@ def check_prompts(source: Source, tokenizer: Any, tasks: Tasks, rows: Sequence[R
             found.equal(first.file, first.place, "prompt_key", key, f"one of 0 .. {size - 1}")
             continue
         prompt = task.prompt("train", key)
-        gold, tokens = json.dumps(prompt.gold, ensure_ascii=False), templated(tokenizer, prompt)
+        gold = json.dumps(prompt.gold, ensure_ascii=False)
         found.equal(first.file, first.place, "gold", first["gold"], gold)
+        if environment_of(source.at(batch), task) is not None:
+            report.skip("prompts: tokens", "an environment opens the conversation")
+            continue
+        tokens = templated(tokenizer, prompt)
         found.equal(first.file, first.place, "prompt_token_ids", first["prompt_token_ids"], tokens)
 
 
@@ -92,7 +104,8 @@ def check_ends(source: Source, tokenizer: Any, eos_ids: set[int], rows: Sequence
     """A completion ends at its first end-of-sequence token, or at the limit; its text is its tokens decoded."""
     found = report.check("ends and texts")
     own = [row for row in rows if row.generated]
-    for row in own:
+    check_turns(tokenizer, [row for row in own if row["turns"]], found)
+    for row in (row for row in own if not row["turns"]):
         tokens, most = row["token_ids"], source.at(row["batch"]).settings.sampling.max_tokens
         end = next((t for t, token in enumerate(tokens, start=1) if token in eos_ids), None)
         found.equal(row.file, row.place, "number of tokens", len(tokens), end or most)
@@ -108,10 +121,14 @@ def check_rewards(source: Source, tasks: Tasks, rows: Sequence[Row], report: Rep
     found: Check | None = None
     for task in distinct_tasks(source, tasks):
         found = found or report.check("rewards")
-        judged = [row for row in own if tasks(row["batch"]) is task]
+        judged = [row for row in own if tasks(row["batch"]) is task and not row["turns"]]
         with judging_again(source, task.judge) as judges:
             check_rollouts(found, task.judge, judges, judged, report)
             evaluations.check(source, tasks, task, judges, report)
+        talked = [row for row in own if tasks(row["batch"]) is task and row["turns"]]
+        for era in source.eras if talked else ():
+            if (make := environment_of(era, task)) is not None:
+                check_episodes(era, make, task, [row for row in talked if source.at(row["batch"]) is era], report)
     if found is not None:
         evaluations.check_missing(source, report)
 

@@ -83,6 +83,7 @@ def metrics(source: Source, batch: int, rows: Sequence[Row]) -> dict[str, Any]:
         "tokens_sampled": tokens,
         "tokens_mean": tokens / len(rows),
         "finished_share": formulas.mean([row["finished"] for row in rows]),
+        "turns_mean": formulas.mean([len(row["turns"][::2]) or 1 for row in rows]),
         **group_metrics(source, rows),
         **token_metrics(source, rows),
         **lag_metrics(source, rows),

@@ -21,7 +21,16 @@ from lagrpo.untrusted import parse_json, read_text
 
 OWN_TASK = "# The task was the caller's own object"
 DTYPES = ("bfloat16", "float32")
-SAMPLED_BY = ("sampling.", "task.", "offline.", "vllm.", "schedule.prompts", "schedule.v", "schedule.kind")
+SAMPLED_BY = (
+    "sampling.",
+    "task.",
+    "environment.",
+    "offline.",
+    "vllm.",
+    "schedule.prompts",
+    "schedule.v",
+    "schedule.kind",
+)
 """Settings, or how their names begin, on which it depends what is sampled for a batch."""
 ARITHMETIC = ("model.kernels", "model.device")
 """Settings on which it depends whether learner and sampler agree to the bit."""

@@ -30,8 +30,9 @@ from lagrpo.types import Completion, Group, Outcome
 STATE, LEARNER, WAITING = "state.json", "learner.safetensors", "waiting.parquet"
 COLUMNS = """
     batch:int32  epoch:int32  prompt_key:int64  token_ids:int32[]  logp_alpha:float[]  versions:int32[]  sampled:bool[]
-    finished:bool  text:string  outcome:string  reason:string
+    finished:bool  text:string  outcome:string  reason:string  reward:double  turns:string[]
 """
+LATER = ("reward", "turns")  # columns that older checkpoints lack: without environments they are empty
 
 
 class CheckpointError(OSError):
@@ -110,7 +111,9 @@ class Checkpoint:
         if not path.exists():
             return found
         try:
-            rows = pq.read_table(path).select(table_schema(COLUMNS).names).to_pylist()
+            table = pq.read_table(path)
+            names = [name for name in table_schema(COLUMNS).names if name in table.column_names or name not in LATER]
+            rows = table.select(names).to_pylist()
         except (OSError, KeyError, pa.ArrowException) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         for row in rows:
@@ -267,19 +270,23 @@ def _rows(batch: int, group: Group) -> list[dict[str, Any]]:
             "text": c.text,
             "outcome": c.outcome.kind if c.outcome else None,
             "reason": c.outcome.reason if c.outcome else None,
+            "reward": c.reward,
+            "turns": list(c.turns),
         }
         for c in group.completions
     ]
 
 
 def completion_of(row: Mapping[str, Any]) -> Completion:
-    """The completion of a row of `Checkpoint.read_waiting`; it was not judged, so an outcome says that it failed."""
+    """The completion of a row of `Checkpoint.read_waiting`. It was not judged, so an outcome says that it failed, or
+    what its environment gave."""
     return Completion(
         token_ids=torch.tensor(row["token_ids"], dtype=torch.long),
         logp_alpha=torch.tensor(row["logp_alpha"], dtype=torch.float32),
         versions=torch.tensor(row["versions"], dtype=torch.long),
         finished=row["finished"],
         text=row["text"],
-        outcome=Outcome(row["outcome"], reason=row["reason"]) if row["outcome"] else None,
+        outcome=Outcome(row["outcome"], row.get("reward"), row["reason"]) if row["outcome"] else None,
+        turns=tuple(row.get("turns") or ()),
         sampled=torch.tensor(row["sampled"], dtype=torch.bool),
     )

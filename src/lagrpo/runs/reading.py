@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lagrpo.errors import one_line
 from lagrpo.runs.directory import Run
-from lagrpo.runs.rollouts import LATER, SCHEMA_KEY, SCHEMA_NAME, rollout_schema
+from lagrpo.runs.rollouts import SCHEMA_KEY, SCHEMA_NAME, rollout_schema
 from lagrpo.untrusted import opened, parse_json, read_text
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def _opened_rollouts(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
                 raise ValueError(f"{path} is written in {one_line(schema)}; this version of lagrpo reads {SCHEMA_NAME}")
             types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
             for column in rollout_schema():
-                if types.get(column.name, column.type if column.name in LATER else None) != column.type:
+                if types.get(column.name) != column.type:
                     raise ValueError(f"{path} has no column {column.name} of type {column.type}")
             yield file
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:

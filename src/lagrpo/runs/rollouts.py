@@ -14,19 +14,17 @@ if TYPE_CHECKING:
     import pyarrow
     import torch
 
-SCHEMA_NAME = "lagrpo.rollouts/2"
+SCHEMA_NAME = "lagrpo.rollouts/3"
 SCHEMA_KEY = b"lagrpo.schema"
 COLUMNS = """
     batch:int32  stage:int32  source:string  epoch:int32
     prompt_key:int64  prompt_text:string  prompt_token_ids:int32[]  gold:string
-    completion:int32  text:string  token_ids:int32[]  logp_alpha:float[]  versions:int32[]  sampled:bool[]
+    completion:int32  text:string  turns:string[]
+    token_ids:int32[]  logp_alpha:float[]  versions:int32[]  sampled:bool[]
     pi_k_version:int32  lag:int32  finished:bool  outcome:string  reward:double  reason:string
     advantage:double  masked:string  sigma:double  log_ratio:double  kl_alpha:double  logp_k:float[]  entropy:float[]
 """
 REWARD = "reward_"  # how the columns of the rewards begin that a task with several of them has
-
-LATER = ("logp_k", "entropy")
-"""Columns that this schema was extended by: earlier files lack them."""
 
 
 def rollout_schema(rewards: Sequence[str] = ()) -> pyarrow.Schema:
@@ -111,6 +109,7 @@ def _completion_columns(completion: Completion, pi_k_version: int) -> dict[str, 
     versions = completion.versions[completion.sampled].tolist()
     return {
         "text": completion.text,
+        "turns": list(completion.turns),
         "token_ids": completion.token_ids.tolist(),
         "logp_alpha": [None if math.isnan(logp) else logp for logp in completion.logp_alpha.tolist()],
         "versions": completion.versions.tolist(),

@@ -2,7 +2,8 @@
 
 `DecodeState` holds what a set of active completions (*rows*) needs: for each group its prompt's keys and values, for
 each row the keys and values of its own tokens. Active rows are always rows 0 .. R-1: when one ends, the last one moves
-into its place. One step takes one token per row and returns the final hidden states; the model's backend takes it.
+into its place. One step takes one token per row and returns the final hidden states; the model's backend takes it. A
+row that waits for an environment is left out of steps; the next step that it is in takes all tokens of the reply.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from torch import Tensor
 from lagrpo.backends.backend import RowLayout
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.parts import MIN_KEYS
-from lagrpo.backends.steps import MIN_ROWS, Cache
+from lagrpo.backends.steps import MIN_ROWS, Cache, Fed
 from lagrpo.policy.model import Model
 from lagrpo.threads import team
 
 BLOCK = 64  # the own cache grows by this many tokens, or doubles
+PIECE = 512  # tokens of a step, at most: a longer reply takes several
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,24 +93,42 @@ class DecodeState:
             self.prefix, self.prompt_lengths = grown, F.pad(self.prompt_lengths, (0, missing))
         return free[: len(lengths)]
 
-    @torch.no_grad()
     def step(self, token_ids: Tensor) -> Tensor:
         """One token per active row, int64 [R] -> final hidden states [R, H]. Where steps are recorded, the next one
         overwrites them."""
+        return self._feed(Fed(token_ids, torch.arange(self.rows), self.lengths))
+
+    def feed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """The next tokens of each active row, none of a row that waits -> their final hidden states [., H]. Where steps
+        are recorded, the next one may overwrite them."""
+        counts = torch.tensor([len(of_row) for of_row in tokens])
+        rows = torch.arange(len(counts)).repeat_interleave(counts)
+        within = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+        fed = Fed(torch.tensor([token for of_row in tokens for token in of_row]), rows, self.lengths[rows] + within)
+        alone = (counts[rows] == 1) & self.records  # a step with one token of each row is recorded
+        pieces = [*(~alone).nonzero().flatten().split(PIECE), alone.nonzero().flatten()]
+        pieces = [piece for piece in pieces if len(piece)]
+        if len(pieces) == 1:
+            return self._feed(fed)
+        hidden = torch.cat([self._feed(fed.of(piece)).clone() for piece in pieces])
+        return hidden.index_select(0, torch.cat(pieces).argsort().to(hidden.device))
+
+    @torch.no_grad()
+    def _feed(self, fed: Fed) -> Tensor:
         team.look()
-        longest = int(self.lengths.max()) + 1
+        longest = max(int(self.lengths.max()), int(fed.before.max())) + 1
         if longest > self.own.room:
             grown = self._steps.cache(self.max_rows, max(longest, 2 * self.own.room))
             grown.copy(self.own)
             self.own = grown
-        hidden = self._steps.step(self, token_ids)
-        self.lengths += 1
-        return hidden[: self.rows]
+        hidden = self._steps.step(self, fed)
+        self.lengths = self.lengths + torch.bincount(fed.rows, minlength=self.rows)
+        return hidden[: len(fed)]
 
-    def inputs(self, token_ids: Tensor, copies: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and positions of the rows `copies`, on the model's device."""
-        positions = self.prompt_lengths[self.group_of_row[copies]] + self.lengths[copies]
-        return token_ids[copies].to(self.model.device), positions.to(self.model.device)
+    def inputs(self, fed: Fed) -> tuple[Tensor, Tensor]:
+        """Tokens and positions, on the model's device."""
+        positions = self.prompt_lengths[self.group_of_row[fed.rows]] + fed.before
+        return fed.ids.to(self.model.device), positions.to(self.model.device)
 
     def retire(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Drop ended rows; returns the moves (from row, to row) that keep the active ones at 0 .. R-1. A group whose

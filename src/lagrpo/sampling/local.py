@@ -4,10 +4,15 @@ A token is sampled by inverting the cumulative distribution at a uniform number.
 "sample", batch, epoch, prompt, completion, position), so a completion is the same whatever is sampled beside it. There
 is no top-k and no top-p: the learner differentiates the distribution that is sampled. `logp_alpha` is float32 at the
 sampling temperature.
+
+With `episodes`, a row whose turn has ended waits for its environment while the others go on. The reply's tokens are fed
+to it behind those that its cache has. When it goes on cannot change its bits where the grade is exact; elsewhere
+rounding depends on what is computed beside it, so there it goes on after a fixed number of steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +28,11 @@ from lagrpo.policy.replica import Replica
 from lagrpo.rng import uniforms
 from lagrpo.sampling.base import Item, Manner, Request
 from lagrpo.sampling.decode import DecodeState, Room
+from lagrpo.sampling.episodes import Episode, Episodes
 from lagrpo.types import Completion, Group
+
+PAUSE = 4
+"""Steps that a row waits for its environment at least, where rounding depends on what is computed beside it."""
 
 
 @dataclass(slots=True)
@@ -33,8 +42,30 @@ class _Row:
     group: _Open
     index: int
     uniform: np.ndarray
+    episode: Episode | None = None
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    drawn: int = 0
+    """tokens that were sampled"""
+    turn: int = 0
+    """where the last turn of the policy begins"""
+    fed: Sequence[int] = ()
+    """what the next step feeds to the model; nothing while it waits for its environment"""
+    due: int = 0
+    """the step at which it goes on"""
+    ended: bool = False
+
+    def add(self, tokens: Sequence[int], logp: Sequence[float], sampled: bool) -> None:
+        self.tokens += tokens
+        self.logp += logp
+        self.sampled += [sampled] * len(tokens)
+        self.drawn += len(tokens) if sampled else 0
+        self.fed = tokens
+
+    @property
+    def waits(self) -> bool:
+        return not self.fed and not self.ended
 
 
 @dataclass(slots=True)
@@ -50,7 +81,8 @@ class _Open:
 class LocalSampler:
     """Sampler over a policy of its own (a copy of the one that learns): at most `max_num_seqs` completions at a time,
     each of at most `max_tokens` tokens, at temperature `tau` (the policy's unless given). `purpose` is part of the
-    address of every random number, so that an evaluation does not repeat the random numbers of training."""
+    address of every random number, so that an evaluation does not repeat the random numbers of training. `episodes`
+    is set where completions talk to an environment."""
 
     servers = ("the in-process sampler",)
     spans = False
@@ -67,9 +99,11 @@ class LocalSampler:
         self.policy, self.model = policy, policy.model
         self.seed, self.max_tokens, self.max_num_seqs, self.purpose = seed, max_tokens, max_num_seqs, purpose
         self.tau = policy.tau if tau is None else tau
+        self.episodes: Episodes | None = None
         self.stopped: Callable[[], bool] = lambda: False
         """whether nobody wants the rest of what is being sampled"""
         self._under_way = 0
+        self._clock = 0  # steps
         self._kept: DecodeState | None = None
         self._room: Room | None = None  # what the last one had grown to
 
@@ -123,11 +157,10 @@ class LocalSampler:
         waiting = deque(_Open(request, (self.seed, purpose, *request.address), max_tokens) for request in requests)
         state = self._state(min(rows, G * len(waiting)), max_tokens)
         active: list[_Row] = []
-        tokens = torch.empty(0, dtype=torch.long)
-        self._under_way = len(waiting)
+        self._under_way, self._clock = len(waiting), 0
         try:
             while (waiting or active) and not self.stopped():
-                tokens, full = self._step(state, waiting, active, tokens, G)
+                full = self._step(state, waiting, active, G)
                 if not waiting and not active:
                     del state  # nobody may ever ask for what comes behind the last group
                 for group in full:
@@ -136,23 +169,71 @@ class LocalSampler:
                     yield group.request, Group(group.request.prompt, completions, group.request.epoch)
         finally:
             self._under_way = 0
+            for episode in (row.episode for row in active if row.episode is not None):
+                episode.forget()
 
-    def _step(
-        self, state: DecodeState, waiting: deque[_Open], active: list[_Row], tokens: Tensor, G: int
-    ) -> tuple[Tensor, list[_Open]]:
-        """Sample one more token of every active row, and the first tokens of groups that there is room for. Returns the
-        last token of each row that is active now, and the groups that are complete."""
-        hidden = state.step(tokens) if active else None
-        admitted = self._admit(waiting, state, active, G)
-        tokens = self._sample_tokens(torch.cat([h for h in (hidden, admitted) if h is not None]), active)
-        ended = [r for r, row in enumerate(active) if self._has_eos(row) or len(row.tokens) == row.group.max_tokens]
+    def _step(self, state: DecodeState, waiting: deque[_Open], active: list[_Row], G: int) -> list[_Open]:
+        """Sample one more token of every active row that does not wait, and the first tokens of groups that there is
+        room for. Returns the groups that are complete."""
+        self._clock += 1
+        if self.episodes is not None:
+            self._take_replies(active, bool(waiting) and len(active) + G <= state.max_rows)
+        going = [row for row in active if row.fed]
+        hidden = [self._feed(state, active, going)] if going else []
+        first = len(active)
+        if (admitted := self._admit(waiting, state, active, G)) is not None:
+            hidden.append(admitted)
+            going += active[first:]
+        if going:
+            self._sample_tokens(torch.cat(hidden), going)
+        for row in going:
+            self._end_turn(row)
+        ended = [r for r, row in enumerate(active) if row.ended]
         if not ended:
-            return tokens, []
+            return []
         full = [group for r in ended if len((group := self._close(active[r])).done) == G]
         for source, to in state.retire(ended):
-            active[to], tokens[to] = active[source], tokens[source]
+            active[to] = active[source]
         del active[state.rows :]
-        return tokens[: state.rows], full
+        return full
+
+    def _feed(self, state: DecodeState, active: list[_Row], going: list[_Row]) -> Tensor:
+        """The next tokens into the rows that go on; hidden [rows, H] of the last one of each."""
+        if len(going) == len(active) and all(len(row.fed) == 1 for row in going):
+            return state.step(torch.tensor([row.fed[0] for row in going]))
+        hidden = state.feed([row.fed for row in active])
+        last = torch.tensor([len(row.fed) for row in going]).cumsum(0) - 1
+        return hidden.index_select(0, last.to(hidden.device))
+
+    def _take_replies(self, active: list[_Row], busy: bool) -> None:
+        """Have rows go on, or end, whose environment has replied. Where nothing else is to be done, wait for it."""
+        waits = [row for row in active if row.waits]
+        idle = bool(waits) and not busy and not any(row.fed for row in active)
+        if self.model.exact:
+            ready = [row for row in waits if row.episode is not None and row.episode.ready()]
+            ready = ready or waits[:1] if idle else ready
+        else:
+            self._clock = max(self._clock, min(row.due for row in waits)) if idle else self._clock
+            ready = [row for row in waits if row.due <= self._clock]
+        for row in ready:
+            assert row.episode is not None
+            tokens = row.episode.take()
+            row.ended = row.episode.outcome is not None
+            if not row.ended:
+                last, row.turn = row.tokens[-1], len(row.tokens) + len(tokens)
+                row.add(tokens, [math.nan] * len(tokens), sampled=False)
+                row.fed = [last, *tokens]
+
+    def _end_turn(self, row: _Row) -> None:
+        """After a token: where the policy's turn has ended, ask the environment, or end the row where there is none."""
+        if row.drawn < row.group.max_tokens and not self._has_eos(row):
+            return
+        row.fed = ()
+        if row.episode is None:
+            row.ended = True
+        else:
+            row.episode.end_turn(row.tokens[row.turn :])
+            row.due = self._clock + PAUSE
 
     def _state(self, rows: int, tokens: int) -> DecodeState:
         """An empty state for so many rows: the last one again where its steps are recorded, which takes time."""
@@ -175,19 +256,27 @@ class LocalSampler:
 
     @torch.no_grad()
     def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
-        """By the path that samples, decoding steps and the head. An item that has ended gets its last token again."""
+        """By the path that samples, decoding steps and the head. An item that has ended gets its last token again. With
+        episodes, the second half of the tokens is fed at once, as replies are."""
         longest = max(len(tokens) for _, tokens in items)
         fed = torch.tensor([[tokens[min(t, len(tokens) - 1)] for _, tokens in items] for t in range(longest)])
         state = self._state(len(items), longest)
         hidden = state.admit([prompt_ids for prompt_ids, _ in items], 1)
+        steps = longest if self.episodes is None else -(-longest // 2)
         found = []
-        for t, token_ids in enumerate(fed):
-            logits = self.model.logits(hidden)  # at once: a recorded step overwrites its hidden states
-            found.append(self.model.backend.logp(logits, token_ids.to(self.model.device), 1.0).cpu())
-            hidden = state.step(token_ids) if t + 1 < longest else hidden
+        for t, token_ids in enumerate(fed[:steps]):
+            found.append(self._logp(hidden, token_ids))
+            hidden = state.step(token_ids) if t + 1 < steps else hidden
+        if steps < longest:
+            hidden = state.feed(fed[steps - 1 : -1].T.tolist())
+            found += self._logp(hidden, fed[steps:].T.flatten()).view(len(items), -1).unbind(1)
         state.retire(range(len(items)))
         logp = torch.stack(found, 1)
         return [[row[: len(tokens)].tolist() for row, (_, tokens) in zip(logp, items, strict=True)]]
+
+    def _logp(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """At temperature 1, on the CPU, and at once: a recorded step overwrites its hidden states."""
+        return self.model.backend.logp(self.model.logits(hidden), token_ids.to(self.model.device), 1.0).cpu()
 
     def _admit(self, waiting: deque[_Open], state: DecodeState, active: list[_Row], G: int) -> Tensor | None:
         """Open the waiting groups that there is room for. Returns hidden [new rows, H] for their first tokens."""
@@ -195,29 +284,37 @@ class LocalSampler:
         if not groups:
             return None
         for group in groups:
-            active += [_Row(group, g, uniforms(group.max_tokens, *group.address, g)) for g in range(G)]
+            active += [self._begin(group, g) for g in range(G)]
         hidden = state.admit([group.request.prompt.token_ids for group in groups], G)
         return hidden.repeat_interleave(G, 0)
 
-    def _sample_tokens(self, hidden: Tensor, active: list[_Row]) -> Tensor:
-        uniform = torch.tensor([row.uniform[len(row.tokens)] for row in active], dtype=torch.float64).to(hidden.device)
+    def _begin(self, group: _Open, index: int) -> _Row:
+        if self.episodes is None or group.address[1] != self.purpose:  # the parity check's completions have one turn
+            return _Row(group, index, uniforms(group.max_tokens, *group.address, index))
+        address, most = (*group.address, index), group.max_tokens + self.episodes.limits.replied
+        return _Row(group, index, uniforms(most, *address), self.episodes.begin(group.request.prompt, address))
+
+    def _sample_tokens(self, hidden: Tensor, rows: list[_Row]) -> None:
+        uniform = torch.tensor([row.uniform[len(row.tokens)] for row in rows], dtype=torch.float64).to(hidden.device)
         with torch.no_grad():
             tokens, logp = self.model.backend.sample(self.model.logits(hidden), self.tau, uniform)
-        for row, token, value in zip(active, tokens.tolist(), logp.tolist(), strict=True):
-            row.tokens.append(token)
-            row.logp.append(value)
-        return tokens.cpu()
+        for row, token, value in zip(rows, tokens.tolist(), logp.tolist(), strict=True):
+            row.add([token], [value], sampled=True)
 
     def _has_eos(self, row: _Row) -> bool:
         return row.tokens[-1] in self.policy.chat.eos_ids
 
     def _close(self, row: _Row) -> _Open:
+        sampled, episode = torch.tensor(row.sampled), row.episode
         row.group.done[row.index] = Completion(
             token_ids=torch.tensor(row.tokens),
             logp_alpha=torch.tensor(row.logp, dtype=torch.float32),
-            versions=torch.full((len(row.tokens),), self.version),
-            finished=self._has_eos(row),
+            versions=torch.where(sampled, self.version, -1),
+            finished=self._has_eos(row) if episode is None else episode.finished,
             text=self.policy.chat.decode(row.tokens),
+            outcome=None if episode is None else episode.outcome,
+            sampled=sampled,
+            turns=() if episode is None else tuple(episode.turns),
         )
         return row.group
 

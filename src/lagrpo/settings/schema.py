@@ -13,11 +13,13 @@ from pydantic import Field, create_model, model_validator
 
 from lagrpo.objective.composition import Composition
 from lagrpo.settings.distributed import DistributedSettings
+from lagrpo.settings.environment import EnvironmentSettings
 from lagrpo.settings.evaluation import EvaluationSettings
 from lagrpo.settings.lora import LoraSettings
 from lagrpo.settings.section import ONE_OR_MORE, Section
 from lagrpo.settings.task import TaskSettings, unset
 from lagrpo.settings.vllm import VllmSettings
+from lagrpo.tasks.names import ENVIRONMENTS, GYMNASIUM
 
 
 class RunSettings(Section):
@@ -229,6 +231,11 @@ class VerifierSettings(Section):
         """What the verifier takes, which knows of one batch at a time."""
         return self.model_dump(exclude={"max_without_reward_run"})
 
+    @property
+    def of_an_environment(self) -> dict[str, Any]:
+        """What the processes of environments take."""
+        return self.model_dump(exclude={"max_without_reward_run", "max_without_reward"})
+
 
 class Settings(Section):
     """All settings of a training run."""
@@ -236,6 +243,7 @@ class Settings(Section):
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
     task: TaskSettings = TaskSettings()
+    environment: EnvironmentSettings = EnvironmentSettings()
     sampling: SamplingSettings = SamplingSettings()
     vllm: VllmSettings = VllmSettings()
     distributed: DistributedSettings = DistributedSettings()
@@ -284,6 +292,17 @@ class Settings(Section):
         of_sets = [most or 0 for most in self.evaluation.values("max_tokens")] if self.evaluation.takes_place else []
         return self.sampling.max_prompt_tokens + max([self.sampling.max_tokens, *of_sets])
 
+    @property
+    def replied(self) -> int:
+        """Tokens that an environment says in a completion at the most, where the settings name one."""
+        return _replied(self.environment, self.task)
+
+
+def _replied(environment: EnvironmentSettings, task: Any) -> int:
+    own = task.name in ENVIRONMENTS or task.name.startswith(GYMNASIUM)
+    named = own or environment.name is not None or environment.tools
+    return environment.max_tokens if named else 0
+
 
 class EvalSampling(Section):
     sampler: Literal["local", "vllm"] = "local"
@@ -296,6 +315,7 @@ class EvalSettings(Section):
     sampling: EvalSampling = EvalSampling()
     vllm: VllmSettings = VllmSettings()
     task: TaskSettings = TaskSettings()
+    environment: EnvironmentSettings = EnvironmentSettings()
     model: ModelSettings = ModelSettings()
     prompts: int | None = Field(default=None, ge=1)
     """Test prompts; all by default."""
@@ -325,11 +345,18 @@ class EvalSettings(Section):
             raise ValueError(f"temperature = {self.temperature:g}: vLLM takes at most 2")
         return self
 
+    @property
+    def replied(self) -> int:
+        """As Settings.replied."""
+        return _replied(self.environment, self.task)
+
 
 def _check_servers(settings: Settings) -> None:
     """Raise ValueError for evaluations that vLLM servers are to generate, and cannot."""
     if settings.sampling.sampler != "vllm":
         raise ValueError("evaluation.sampler = 'vllm' is the run's sampler: set sampling.sampler to 'vllm', too")
+    if settings.model.lora.r:
+        raise ValueError("evaluation.sampler = 'vllm' lends whole models to servers, which have adapters: take 'local'")
     if hot := [t for t in settings.evaluation.values("temperature") if t is not None and t > 2]:
         raise ValueError(f"evaluation.temperature = {hot[0]:g}: vLLM takes at most 2")
 

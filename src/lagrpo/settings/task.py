@@ -21,8 +21,8 @@ def unset(kind: Any, text: str, **bounds: Any) -> Any:
 
 class _OfEveryTask(Section):
     name: str = "arithmetic"
-    """arithmetic, countdown, gsm8k, math, custom, reasoning_gym:NAME, or package.module:function that returns a
-    Task."""
+    """arithmetic, countdown, calculator, guess_number, gsm8k, math, custom, reasoning_gym:NAME, gym:NAME
+    (docs/environments.md), or package.module:function that returns a Task."""
     reward: str | None = None
     """Built-in judge (exact, number, math …) or package.module:function, called as function(text, gold) -> float."""
     rewards: tuple[RewardSettings, ...] = ()
@@ -55,6 +55,14 @@ class _OfEveryTask(Section):
         return self
 
 
+def _default_of(name: str) -> str:
+    """The default of an option, of each task where they differ."""
+    by_task = {task: made for task, options in task_options().items() for made in fields(options) if made.name == name}
+    defaults = {task: str(made.default) for task, made in by_task.items()}
+    first, *others = dict.fromkeys(defaults.values())
+    return ", ".join(f"{default} ({task})" for task, default in defaults.items()) if others else first
+
+
 def _task_options() -> dict[str, Any]:
     """The options that the tasks' own files declare."""
     found: dict[str, Any] = {}
@@ -62,7 +70,7 @@ def _task_options() -> dict[str, Any]:
         types = get_type_hints(options)
         for option in fields(options):
             help, least, most = (option.metadata[name] for name in ("help", "least", "most"))
-            default = f"; by default {option.default}" if option.default is not None else ""
+            default = f"; by default {_default_of(option.name)}" if option.default is not None else ""
             text = f"{', '.join(option_takers()[option.name])}: {help}{default}."
             found[option.name] = unset(types[option.name], text, ge=least, le=most)
     return found

@@ -15,6 +15,7 @@ from typing import Any
 
 from lagrpo.errors import suggest
 from lagrpo.tasks.base import (
+    EpisodeTask,
     Judge,
     RowTask,
     Task,
@@ -25,7 +26,9 @@ from lagrpo.tasks.base import (
     read_options,
 )
 from lagrpo.tasks.names import (
+    ENVIRONMENTS,
     GYM,
+    GYMNASIUM,
     JUDGES,
     OWN,
     SHAPED,
@@ -64,7 +67,7 @@ NO_TASK = "is no Task: a Task has name, judge, size(split) and prompt(split, ind
 def task_options() -> Mapping[str, type]:
     """For each task the dataclass of its options, whose fields `option` makes. Every task also takes `system_prompt`
     and `reward`."""
-    from lagrpo.tasks import arithmetic, countdown, custom, reasoning_gym
+    from lagrpo.tasks import arithmetic, calculator, countdown, custom, guess_number, reasoning_gym
     from lagrpo.tasks.files import DataOptions  # for math too, whose own file imports math-verify
 
     return {
@@ -74,6 +77,8 @@ def task_options() -> Mapping[str, type]:
         "math": DataOptions,
         "custom": custom.Options,
         GYM: reasoning_gym.Options,
+        "calculator": calculator.Options,
+        "guess_number": guess_number.Options,
     }
 
 
@@ -149,7 +154,15 @@ def load_task(settings: TaskSettings, seed: int) -> Task:
         else:
             (rows, ask), own = file.load(options, seed), file.judge
         judge = load_rewards(settings, own) if settings.rewards else load_judge(settings.reward, own)
+        if name in ENVIRONMENTS:
+            environment = load_function(ENVIRONMENTS[name])
+            talking: Any = EpisodeTask(name, rows, ask, judge, settings.system_prompt, environment=environment)
+            return talking
         return RowTask(name, rows, ask, judge, settings.system_prompt)
+    if name.startswith(GYMNASIUM):
+        from lagrpo.tasks import gym
+
+        return gym.load(name, settings.system_prompt)
     task = load_function(name)(settings, seed)
     if not isinstance(task, Task):
         raise TypeError(f"task.name: {name!r} returned a {type(task).__name__}, which {NO_TASK}")

@@ -1,4 +1,4 @@
-"""What a task is: prompts, and a judge of completions.
+"""What a task is: prompts, and a judge of completions, or an environment that they talk to.
 
 The verifier's worker processes import this module and the tasks beside it, so nothing here imports torch, numpy or
 pydantic at the top.
@@ -22,7 +22,7 @@ Judge = Callable[[str, Any], float]
 """`judge(text, gold) -> reward`, any finite number. Workers get it by reference, so it is a function at the top level
 of a module. It raises `Unjudgeable` when it has no verdict; any other exception counts as that, too."""
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 Ask = Callable[[Any], tuple[str | Messages, Any]]
 """From a row to its question (a text, or chat messages) and its gold answer."""
 
@@ -30,6 +30,49 @@ Ask = Callable[[Any], tuple[str | Messages, Any]]
 class Unjudgeable(Exception):  # noqa: N818 - not an error of the program: it is one of a completion's three outcomes
     """The answer cannot be scored, for example because the gold answer cannot be read. The completion is *unscored*: it
     has no reward, which is not a reward of 0."""
+
+
+Address = tuple[int | str, ...]
+"""Of random numbers: `lagrpo.rng.uniforms(count, *address)` gives the same ones on every rank and after a resume."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What an environment says: chat messages ({"role": "user", "content": …}, or a tool's). `reward` is what the
+    episode is worth if a limit ends it here: so many tokens, so many turns."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    reward: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """The end of an episode: its reward, any finite number, and why it ended, for the one who reads it."""
+
+    reward: float
+    reason: str = ""
+
+
+class Environment(Protocol):
+    """One episode: a completion of several turns, text in and text out.
+
+    It runs in the verifier's worker processes, with their deadline for every turn. Between two turns it is pickled, as
+    another process may take the next one, so it holds nothing that cannot be. Where it raises, or exceeds the deadline,
+    the completion is *unscored*. `Unjudgeable` is for what has no reward."""
+
+    def start(self, prompt: Prompt, address: Address) -> Turn:
+        """Begin. The turn holds all messages that the policy sees first, such as `prompt.messages`. They are a function
+        of the prompt alone, because the completions of a group share them; what comes later may depend on random
+        numbers at `address`."""
+        ...
+
+    def reply(self, text: str) -> Turn | Final:
+        """The answer to what the policy said in its turn, without special tokens."""
+        ...
+
+
+Make = Callable[[], Environment]
+"""Makes the environment of an episode: a class or a function at the top level of a module, or an object; pickled."""
 
 
 @runtime_checkable
@@ -70,6 +113,14 @@ class RewardSettings(Protocol):
     def deadline(self) -> float | None: ...
     @property
     def options(self) -> Mapping[str, Any]: ...
+
+
+@runtime_checkable
+class TaskWithEnvironment(Task, Protocol):
+    """A task whose completions are episodes of an environment. Its judge is for completions that a file brings."""
+
+    @property
+    def environment(self) -> Make: ...
 
 
 class TaskSettings(Protocol):
@@ -130,6 +181,13 @@ class RowTask:
         if split not in self.rows:
             raise ValueError(f"a task has the splits {', '.join(self.rows)}; there is no split {split!r}")
         return self.rows[split]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTask(RowTask):
+    """A task made of rows whose completions talk to an environment."""
+
+    environment: Make = field(kw_only=True)
 
 
 def build_messages(question: str | Messages, system_prompt: str | None = None) -> tuple[Mapping[str, str], ...]:

@@ -14,6 +14,7 @@ from lagrpo.errors import suggest
 JUDGES = {
     "arithmetic": "lagrpo.tasks.arithmetic:judge",
     "countdown": "lagrpo.tasks.countdown:judge",
+    "guess_number": "lagrpo.tasks.guess_number:judge",
     "number": "lagrpo.tasks.gsm8k:judge",
     "math": "lagrpo.tasks.math:judge",
     "exact": "lagrpo.tasks.custom:judge",
@@ -28,6 +29,15 @@ SHAPED = {
 OWN = "task"
 """How an entry of `rewards` names the task's own judge."""
 GYM = "reasoning_gym"
+GYMNASIUM = "gym:"
+"""How the names of tasks begin whose environments are in the style of Gymnasium."""
+ENVIRONMENTS = {
+    "calculator": "lagrpo.tasks.calculator:ENVIRONMENT",
+    "guess_number": "lagrpo.tasks.guess_number:GuessNumber",
+}
+"""Tasks of several turns, and what makes their environments."""
+TOOLS = {"calculator": "lagrpo.tasks.calculator:calculate"}
+"""The built-in functions that environment.tools can name."""
 
 
 def load_judge(reward: str | None, default: Any) -> Any:

@@ -70,7 +70,7 @@ def _is_right(row: dict[str, Any], reward_range: Range) -> bool | None:
 
 
 def render_completion(row: dict[str, Any], reward_range: Range) -> Group:
-    """One completion: a line of facts, and its text."""
+    """One completion: a line of facts, and its text or its turns."""
     mark, style = MARKS[_is_right(row, reward_range)]
     facts = [
         f"{row['reward']:g}" if row["outcome"] == "scored" else row["outcome"],
@@ -79,14 +79,27 @@ def render_completion(row: dict[str, Any], reward_range: Range) -> Group:
     if parts := reward_columns(row):
         found = ", ".join(f"{name} {formatted(value, 'g')}" for name, value in parts.items())
         facts[0] += f" ({found})"
-    facts += [] if row["finished"] else ["cut at the limit"]
+    facts += [count_of(len(row["turns"][::2]), "turn")] if row["turns"] else []
+    facts += [] if row["finished"] or row["turns"] else ["cut at the limit"]
     facts += _versions(row)
     facts += [f"advantage {row['advantage']:+.3f}"] if row["advantage"] is not None else []
     facts += ["no signal: all rewards of its group are equal"] if row["masked"] == "zero_variance" else []
     head = Text.assemble((f"{mark} {facts[0]}", f"bold {style}"), ("  ·  ".join(["", *facts[1:]]), "dim"))
     if row["reason"]:
         head.append(f"  ·  {visible(row['reason'])}", "yellow")
-    return Group(head, Padding(Text(visible(row["text"]) or "(empty)"), (0, 0, 1, 2)))
+    return Group(head, Padding(_said(row), (0, 0, 1, 2)))
+
+
+def _said(row: dict[str, Any]) -> Text:
+    """The text of a completion; of an episode, what the policy and its environment said, one after the other."""
+    if not row["turns"]:
+        return Text(visible(row["text"]) or "(empty)")
+    said = Text()
+    for number, text in enumerate(row["turns"]):
+        who, style = (("environment", "cyan"), ("policy", "bold"))[number % 2 == 0]
+        said.append(f"{who}: ", style).append(f"{visible(text) or '(empty)'}\n")
+    said.rstrip()
+    return said
 
 
 def _versions(row: dict[str, Any]) -> list[str]:

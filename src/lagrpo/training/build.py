@@ -28,6 +28,7 @@ from lagrpo.policy.masters import fingerprint
 from lagrpo.policy.model import Policy, all_weights
 from lagrpo.policy.replica import Replica, replica
 from lagrpo.ranks.world import World
+from lagrpo.sampling.episodes import Episodes
 from lagrpo.sampling.local import BorrowingSampler, LocalSampler
 from lagrpo.sampling.parity import PARITY_PROMPTS, Parity, ParityCheck, ParityError
 from lagrpo.sampling.prefetch import Prefetcher
@@ -38,8 +39,10 @@ from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import Server
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, load_task
+from lagrpo.tasks.environments import load_environment
 from lagrpo.threads import team
 from lagrpo.training.checks import chat_template
+from lagrpo.training.environments import Talk, check_environment, replied
 from lagrpo.training.exams import Exam, build_exams, concerning_set
 from lagrpo.training.lead import LeadLearner, LeadSampler
 from lagrpo.types import Group
@@ -127,6 +130,8 @@ class Data:
             if each.task is not None:
                 with concerning_set(each.name):
                     of_sets[each.name] = load_task(each.task, settings.run.seed)
+        with refusing("environment"):  # a function that is not there shows before a model is loaded
+            check_environment(settings, load_environment(settings.environment, task))
         with refusing("offline.data"):
             names = settings.offline.data
             return Data(task, read_records(names, settings.task.system_prompt) if names else None, of_sets)
@@ -160,6 +165,8 @@ class Parts:
     """the judges of evaluation sets with tasks of their own"""
     world: World | None = None
     """the other ranks; None in a run of one process"""
+    episodes: Episodes | None = None
+    """what completions of several turns talk to"""
 
     @staticmethod
     def build(settings: Settings, recipe: Recipe, task: Task | None = None, world: World | None = None) -> Parts:
@@ -171,7 +178,10 @@ class Parts:
             if settings.sampling.sampler == "vllm":  # starting them writes files and takes minutes
                 with loading(settings.model):
                     check_files(resolve_model(settings.model.path))
-                servers = [undo.enter_context(closing(server)) for server in open_servers(settings)]
+                servers = [
+                    undo.enter_context(closing(server))
+                    for server in open_servers(settings, replied(settings, data.task))
+                ]
             parts = Parts._build(settings, recipe, data, task is not None, servers, undo, world)
             undo.pop_all()
             return parts
@@ -183,15 +193,21 @@ class Parts:
     ) -> Parts:  # fmt: skip
         sampling, task = settings.sampling, data.task
         templates = undo.enter_context(closing(Templates()))
-        policy = build_policy(settings.model, sampling.temperature, settings.longest, templates, settings.run.seed)
-        prompts = build_prompts(settings, task, policy)
+        longest = settings.longest + (said := replied(settings, task))
+        policy = build_policy(settings.model, sampling.temperature, longest, templates, settings.run.seed)
+        talk = Talk.find(settings.environment, task, policy.chat)
+        episodes = talk.start(settings, policy.chat, sampling.max_tokens, undo) if talk is not None else None
+        prompts = build_prompts(settings, task, policy, talk, episodes)
         offline = build_offline(settings, recipe, policy, data.records) if data.records else None
-        sampler = build_vllm(settings, policy, servers) if servers else build_local_sampler(settings, policy)
+        sampler = build_vllm(settings, policy, servers, said) if servers else build_local_sampler(settings, policy)
         found = fingerprint(all_weights(policy)) if world is not None else ""
         skeleton = without_numbers(policy.model.lm) if world is not None and world.mesh is not None else None
         learner, evaluator = build_learner(settings, recipe, policy, world)
+        evaluator.episodes = sampler.episodes = episodes
         if world is not None:
             meet(world, found)
+            if talk is not None:
+                world.lead("starting the environment", lambda: None, talk)
             evaluator = LeadSampler(world, evaluator, "evaluation", learner)
             sampler = LeadSampler(world, sampler, "sampling", learner) if isinstance(sampler, LocalSampler) else sampler
             learner = LeadLearner(world, learner, skeleton)
@@ -219,6 +235,7 @@ class Parts:
             verifier=verifier,
             others=[judging for _, judging in others.values()],
             world=world,
+            episodes=episodes,
         )
 
     @property
@@ -240,6 +257,8 @@ class Parts:
         with ExitStack() as last:  # each, whatever becomes of the others
             for part in (self.learner.policy.chat.templates, self.sampler, self.verifier, *self.others):
                 last.callback(part.close)
+            if self.episodes is not None:
+                last.callback(self.episodes.environments.close)
 
     def keep_logs(self, run: Path) -> None:
         """The logs of the servers that were started for a run go to its directory."""
@@ -249,10 +268,13 @@ class Parts:
                 server.keep_log(run / f"vllm-{number}.log")
 
 
-def build_prompts(settings: Settings, task: Task, policy: Policy) -> PromptSource:
+def build_prompts(
+    settings: Settings, task: Task, policy: Policy, talk: Talk | None = None, episodes: Episodes | None = None
+) -> PromptSource:
     """The prompts of every batch, all of them tokenized once: one that cannot be asked shows before the run is made."""
     fresh = settings.schedule.prompts - offline_prompts(settings)
-    prompts = PromptSource(task, policy, settings.run.seed, fresh, settings.sampling.max_prompt_tokens)
+    given = {} if talk is None or episodes is None else {"tools": talk.tools, "opening": episodes.environments.open}
+    prompts = PromptSource(task, policy, settings.run.seed, fresh, settings.sampling.max_prompt_tokens, **given)
     prompts.tokenized("train", 0)  # a chat template that cannot be rendered shows here
     with refusing("task"):
         prompts.check(settings.schedule.stages * settings.schedule.batches)

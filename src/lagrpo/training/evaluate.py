@@ -76,6 +76,7 @@ def _record(group: Group, reward_range: Range) -> dict[str, Any]:
         "pass_at_1": right / len(rewards) if rewards else None,
         "tokens_mean": sum(c.length for c in completions) / len(completions),
         "finished_share": sum(c.finished for c in completions) / len(completions),
+        "turns_mean": sum(c.policy_turns for c in completions) / len(completions),
         "completions": [c.text for c in completions],
         "rewards": [c.reward for c in completions],
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 from lagrpo.backends.process import restored
 from lagrpo.data.prompts import PromptSource
-from lagrpo.errors import refusing
+from lagrpo.errors import SettingsError, refusing
 from lagrpo.policy.chat import Templates
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.loading import check_files
@@ -21,6 +21,7 @@ from lagrpo.runs.directory import plain_name
 from lagrpo.runs.files import to_json, write_atomically, write_table
 from lagrpo.runs.rollouts import REWARD
 from lagrpo.sampling.base import Manner
+from lagrpo.sampling.episodes import Episodes
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.vllm.connecting import build_vllm, open_servers
 from lagrpo.sampling.vllm.evaluating import VllmEvaluator
@@ -30,6 +31,7 @@ from lagrpo.settings.toml import flatten
 from lagrpo.tasks import Task, load_task, reward_names
 from lagrpo.training.build import build_parity_check, build_policy, build_verifier, loading
 from lagrpo.training.checks import check_evaluation
+from lagrpo.training.environments import Talk, replied
 from lagrpo.training.evaluate import Evaluation, Generates, evaluate, few_prompts, interval
 from lagrpo.training.exams import PURPOSE
 from lagrpo.training.memory import explained
@@ -67,11 +69,17 @@ def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
             servers = [parts.enter_context(closing(server)) for server in open_servers(as_run(settings))]
         print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
         templates = parts.enter_context(closing(Templates()))
-        longest = settings.max_prompt_tokens + settings.max_tokens
+        longest = settings.max_prompt_tokens + settings.max_tokens + replied(settings, task)
         policy = build_policy(settings.model, settings.temperature, longest, templates)
-        prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens)
+        episodes, given = None, dict[str, Any]()
+        if (talk := Talk.find(settings.environment, task, policy.chat)) is not None:
+            if settings.sampling.sampler == "vllm":
+                raise SettingsError("sampling.sampler = 'vllm' evaluates completions of one turn: take 'local'")
+            episodes = talk.start(settings, policy.chat, settings.max_tokens, parts)
+            given = {"tools": talk.tools, "opening": episodes.environments.open}
+        prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens, **given)
         requests = prompts.held_out(settings.prompts or task.size("test"))
-        sampler = parts.enter_context(_sampler(settings, policy, prompts, servers))
+        sampler = parts.enter_context(_sampler(settings, policy, prompts, servers, episodes))
         verifier = parts.enter_context(build_verifier(settings, task))
         scale, rewards = settings.task.reward_range, reward_names(task.judge)
         return evaluate(sampler, verifier, requests, settings.samples, settings.seed, scale, rewards)
@@ -79,14 +87,16 @@ def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
 
 @contextmanager
 def _sampler(
-    settings: EvalSettings, policy: Policy, prompts: PromptSource, servers: list[Server]
+    settings: EvalSettings, policy: Policy, prompts: PromptSource, servers: list[Server], episodes: Episodes | None
 ) -> Iterator[Generates]:
     """What generates: this process, or the servers, which get the policy's weights and are checked to compute as it
     does."""
     if not servers:
         computed = f"computing with {policy.model.computation}; decoding {policy.model.decoding}"
         print(computed, file=sys.stderr, flush=True)
-        yield LocalSampler(policy, settings.seed, settings.max_tokens, settings.max_num_seqs, purpose=PURPOSE)
+        local = LocalSampler(policy, settings.seed, settings.max_tokens, settings.max_num_seqs, purpose=PURPOSE)
+        local.episodes = episodes
+        yield local
         return
     run = as_run(settings)
     with closing(build_vllm(run, policy, servers)) as sampler:

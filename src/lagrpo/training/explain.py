@@ -57,7 +57,8 @@ def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> l
         f"schedule    {_weight_syncs(settings)}",
         *_certificate(settings),
         *_sampler(settings),
-        *_rewards(settings),
+        *_environment(settings, parts),
+        *([] if parts and parts.own_task else _rewards(settings)),
         *_evaluations(settings),
         f"run         {count_of(s.stages, 'stage')} x {count_of(s.batches, 'batch', 'es')} = "
         f"{count_of(batches * s.i, 'update')}, {batches * per_batch:,} samples",
@@ -108,6 +109,18 @@ def _weight_syncs(settings: Settings) -> str:
     updates = count_of(s.i if always else s.v * s.i, "update")
     lag = count_of(largest_lag(schedule, s.stages, s.batches, s.i), "update")
     return f"{schedule}: new weights {when}, {updates} per weight sync; largest possible lag {lag}"
+
+
+def _environment(settings: Settings, parts: Parts | None) -> list[str]:
+    """What completions talk to, and what ends them."""
+    if not settings.replied and (parts is None or parts.episodes is None):
+        return []
+    e, deadline = settings.environment, settings.verifier.deadline
+    what = e.name or ", ".join(e.tools) or settings.task.name
+    return [
+        f"environment {what}: at most {count_of(e.max_turns, 'turn')} and {e.max_tokens:,} tokens of replies in a "
+        f"completion; {deadline:g} s for a reply"
+    ]
 
 
 def _sampler(settings: Settings) -> list[str]:
@@ -283,13 +296,13 @@ def _tokens_held(settings: Settings, ranks: int) -> int:
         share = -(-s.prompts * together // ranks) * sampling.G if sampling.sampler == "local" else 0
         evaluated = e.prompts * e.samples if e.before_and_after or e.every else 0
         rows = min(rows, max(share, evaluated))
-    return rows * sampling.max_tokens + rows // sampling.G * sampling.max_prompt_tokens
+    return rows * (sampling.max_tokens + settings.replied) + rows // sampling.G * sampling.max_prompt_tokens
 
 
 def _activations(settings: Settings, config: Any, size: int, fused: bool, prompts: int) -> int:
     """Bytes that a micro-batch of at most so many prompts leaves for the backward pass, and its logits."""
     sampling = settings.sampling
-    of_a_batch = prompts * (sampling.max_prompt_tokens + sampling.G * sampling.max_tokens)
+    of_a_batch = prompts * (sampling.max_prompt_tokens + sampling.G * (sampling.max_tokens + settings.replied))
     learned = min(settings.optimizer.micro_batch_tokens, of_a_batch)
     numbers, head = learned * config.vocab_size, config.vocab_size * config.hidden_size
     gradient = 0 if settings.model.lora.r else head

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from lagrpo.logs import shown_by
@@ -16,6 +17,7 @@ from lagrpo.ranks.world import World
 from lagrpo.sampling.local import BorrowingSampler, LocalSampler
 from lagrpo.settings.schema import Settings
 from lagrpo.training.build import build_learner, build_local_sampler, build_policy
+from lagrpo.training.environments import Talk
 from lagrpo.training.lead import generate_on, sample_share, sync_own
 from lagrpo.training.shards import ShardWriter
 from lagrpo.training.shares import Share
@@ -28,8 +30,8 @@ def follow(world: World, settings: Settings, recipe: Recipe) -> Any:
     them to all. Raises RankError where rank 0 is gone, and what keeps this rank from going on, which rank 0 is told."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with shown_by(None, logging.WARNING):
-            return world.follow(build(world, settings, recipe))
+        with shown_by(None, logging.WARNING), ExitStack() as last:
+            return world.follow(build(world, settings, recipe, last))
     except BaseException as error:
         world.fail(error)
         raise
@@ -38,8 +40,8 @@ def follow(world: World, settings: Settings, recipe: Recipe) -> Any:
             signal.signal(number, handler)
 
 
-def build(world: World, settings: Settings, recipe: Recipe) -> Mapping[str, Command]:
-    """What this rank does, by the name of the command."""
+def build(world: World, settings: Settings, recipe: Recipe, last: ExitStack) -> Mapping[str, Command]:
+    """What this rank does, by the name of the command; `last` ends what it starts."""
     sampling = settings.sampling
     policy = build_policy(settings.model, sampling.temperature, settings.longest, seed=settings.run.seed)
     found = fingerprint(all_weights(policy))
@@ -48,8 +50,15 @@ def build(world: World, settings: Settings, recipe: Recipe) -> Mapping[str, Comm
     share = Share(learner, world)
     writer = ShardWriter(world, learner)
     samplers = [found for found in (sampler, evaluator) if found is not None]
+
+    def talk(found: Talk) -> None:
+        episodes = found.start(settings, policy.chat, sampling.max_tokens, last)
+        for of_rank in samplers:
+            of_rank.episodes = episodes
+
     return {
         "ready": lambda _: found,
+        "starting the environment": talk,
         "copying for a checkpoint": writer.write,
         "evaluation": lambda asked: sample_share(evaluator, world, *asked),
         "adopting a manner": evaluator.adopt,

@@ -71,6 +71,7 @@ def _outcomes(completions: Sequence[Completion]) -> dict[str, float | None]:
         "reward_std": float(rewards.std(correction=0)) if len(rewards) else None,
         "tokens_mean": sum(c.length for c in completions) / count if count else None,
         "finished_share": sum(c.finished for c in completions) / count if count else None,
+        "turns_mean": sum(c.policy_turns for c in completions) / count if count else None,
     }
 
 

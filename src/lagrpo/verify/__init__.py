@@ -1,7 +1,9 @@
-"""Judging completions in worker processes, each with a deadline: scored, or unscored with a reason."""
+"""Judges and environments in worker processes, each call with a deadline: scored, or unscored with a reason."""
 
 from __future__ import annotations
 
-from lagrpo.verify.verifier import Verifier, VerifierError
+from lagrpo.verify.environments import Environments
+from lagrpo.verify.pool import VerifierError
+from lagrpo.verify.verifier import Verifier
 
-__all__ = ["Verifier", "VerifierError"]
+__all__ = ["Environments", "Verifier", "VerifierError"]

@@ -7,38 +7,20 @@ the others are judged as usual. When more than a stated share of a batch has no 
 
 from __future__ import annotations
 
-import multiprocessing
-import pickle
-import sys
-import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
-from multiprocessing.context import SpawnContext
-from typing import Any
+from functools import partial
 
-from pebble import ProcessExpired, ProcessPool
-from pebble.pool.process import WORKERS_NAME
-
-from lagrpo.tasks.base import Judge, Messages
+from lagrpo.tasks.base import Judge
 from lagrpo.tasks.rewards import Answer, Rewards
-from lagrpo.threads import cores
-from lagrpo.types import Completion, Group, Outcome
+from lagrpo.types import Completion, Group, Outcome, Prompt
 from lagrpo.verify import worker
-from lagrpo.workers import Process
+from lagrpo.verify.pool import Job, VerifierError, Workers
+from lagrpo.verify.verdicts import Verdict
 
 _EARLY = 64
-_RESTARTS = 3
-_PATIENCE = 30.0
-_CLOSING = 10.0
 _SPARE = 2.0  # seconds for a worker whose calls keep a deadline themselves
-MAIN = b"__main__"  # in a pickled judge: it is defined in the main script
-
-
-class VerifierError(RuntimeError):
-    """The run cannot go on: too many completions have no reward, or no worker process can judge."""
 
 
 class Verifier:
@@ -66,20 +48,11 @@ class Verifier:
         file_size: float = 1.0,
         max_without_reward: float = 0.5,
     ) -> None:
-        refuse_in_worker()
-        self.deadline = deadline
-        self._file_size = int(file_size * 2**30)
         self.max_without_reward = max_without_reward
-        self._workers = workers or cores.limit_threads(4, cores.read_quota(), cores.count_cores())
+        self._deadline = deadline
         self._rewards = judge.of if isinstance(judge, Rewards) else ()
         self._combine = judge.combine if isinstance(judge, Rewards) else _only
-        self._longest = max([deadline, *(reward.deadline or 0.0 for reward in self._rewards)])
-        self._judge = pickle_judge(judge)
-        self._context = WorkerContext(self._judge, int(memory * 2**30))
-        self._open: dict[_Job, None] = {}
-        self._restarts = 0
-        self._closed = False
-        self._pool = self._start()
+        self._workers = Workers(judge, "judge", workers, deadline, memory, file_size)
 
     def judge(self, groups: Iterable[Group]) -> Iterator[Group]:
         """The groups with the outcome of every completion, in the order given.
@@ -89,26 +62,24 @@ class Verifier:
 
         Raises VerifierError where no worker can judge, and where more than `max_without_reward` of the completions got
         no reward (after every group was yielded, or earlier, once 64 completions have an outcome)."""
-        pending: deque[tuple[Group, list[_Job]]] = deque()
+        pending: deque[tuple[Group, list[_Asked]]] = deque()
         tally = Tally()
         try:
             for group in groups:
-                pending.append((group, [self._submit(job) for job in self._jobs(group)]))
-                while pending and all(job.future.done() for job in pending[0][1]):
+                pending.append((group, self._submit(group)))
+                while pending and all(asked.job.done() for asked in pending[0][1]):
                     yield self._collect(*pending.popleft(), tally)
             while pending:
                 yield self._collect(*pending.popleft(), tally)
         finally:
-            for job in (job for _, jobs in pending for job in jobs):
-                self._open.pop(job, None)
+            for asked in (asked for _, all_asked in pending for asked in all_asked):
+                self._workers.forget(asked.job)
         if message := describe_excess(tally, self.max_without_reward):
             raise VerifierError(message)
 
     def close(self) -> None:
         """End the workers, whatever they are doing, within seconds."""
-        self._closed = True
-        self._open.clear()
-        self._stop()
+        self._workers.close()
 
     def __enter__(self) -> Verifier:
         return self
@@ -116,43 +87,31 @@ class Verifier:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _jobs(self, group: Group) -> Iterator[_Job]:
-        """What the workers are asked of a group: of each completion that has no outcome yet, and of its rewards one by
-        one."""
+    def _submit(self, group: Group) -> list[_Asked]:
+        """Ask the workers about each completion of a group that has no outcome yet: the judge, or one reward after the
+        other."""
         places = [n for n, completion in enumerate(group.completions) if completion.outcome is None]
-        if not self._rewards:
-            for n in places:
-                payload = pickle.dumps((group.completions[n].text, group.prompt.gold))
-                yield _Job(payload, (n,), self.deadline)
-        for number, reward in enumerate(self._rewards if places else ()):
-            seconds, whole = reward.deadline or self.deadline, reward.whole_groups
-            messages = group.prompt.messages if reward.takes == "answer" else ()
-            answers = {n: _answer(group.completions[n], group.prompt.gold, messages) for n in places}
-            for own in [places] if whole else [[n] for n in places]:
-                payload = pickle.dumps((number, [answers[n] for n in own]))
-                yield _Job(payload, tuple(own), seconds, _SPARE if reward.waits else 0.0)
+        if self._rewards:
+            numbers = range(len(self._rewards) if places else 0)
+            return [asked for number in numbers for asked in self._submit_to(number, group, places)]
+        texts, gold = [completion.text for completion in group.completions], group.prompt.gold
+        return [_Asked((n,), self._workers.submit(worker.give_verdict, texts[n], gold)) for n in places]
 
-    def _submit(self, job: _Job) -> _Job:
-        """Send a job to the workers."""
-        if self._closed:
-            raise VerifierError("this verifier is closed")
-        self._open[job] = None
-        self._schedule(job)
-        return job
+    def _submit_to(self, number: int, group: Group, places: Sequence[int]) -> Iterator[_Asked]:
+        """Ask a reward about these completions: about all at once where it takes whole groups."""
+        reward = self._rewards[number]
+        seconds, spare = reward.deadline or self._deadline, _SPARE if reward.waits else 0.0
+        call = partial(worker.give_verdicts, seconds)
+        for own in [places] if reward.whole_groups else [[n] for n in places]:
+            answers = [_answer(group.prompt, group.completions[n], reward.takes == "answer") for n in own]
+            yield _Asked(tuple(own), self._workers.submit(call, number, answers, seconds=seconds, spare=spare))
 
-    def _schedule(self, job: _Job) -> None:
-        call: Any = worker.give_verdicts if self._rewards else worker.give_verdict
-        given = (job.payload, job.deadline) if self._rewards else (job.payload,)
-        try:
-            job.future = self._pool.schedule(call, args=given, timeout=job.deadline + job.spare)
-        except RuntimeError as error:  # the pool has broken down: a process died while it had nothing to do
-            self._restart(str(error))
-
-    def _collect(self, group: Group, jobs: list[_Job], tally: Tally) -> Group:
+    def _collect(self, group: Group, all_asked: list[_Asked], tally: Tally) -> Group:
         """Wait for the outcomes of the group, and return it with them."""
         found: dict[int, list[Outcome]] = {}
-        for job in jobs:
-            for n, outcome in zip(job.places, self._outcomes(job), strict=True):
+        for asked in all_asked:
+            outcomes = _read(self._workers.result(asked.job), len(asked.places))
+            for n, outcome in zip(asked.places, outcomes, strict=True):
                 found.setdefault(n, []).append(outcome)
         completions = [
             replace(c, outcome=self._combine(found[n])) if n in found else c for n, c in enumerate(group.completions)
@@ -163,67 +122,13 @@ class Verifier:
             raise VerifierError(message)
         return judged
 
-    def _outcomes(self, job: _Job) -> list[Outcome]:
-        """What became of each completion of a job."""
-        outcomes, answered = None, -1
-        while outcomes is None:
-            try:
-                outcomes = _read(job.future.result(timeout=self._longest + _PATIENCE))
-            except ProcessExpired as error:
-                outcomes = [Outcome.unscored(_describe_end(error, self._context))]
-            except (BrokenProcessPool, CancelledError) as error:
-                self._restart(f"{error}; {self._context.describe_ends()}".strip("; "))
-            except TimeoutError:
-                if job.future.done() and isinstance(job.future.exception(), TimeoutError):
-                    outcomes = [Outcome.unscored(f"no verdict within {job.deadline:g} s")]
-                elif answered == (answered := sum(other.future.done() for other in self._open)):
-                    self._restart(f"no verdict on anything for {self._longest + _PATIENCE:g} s")
-        self._open.pop(job, None)
-        self._restarts = 0
-        return outcomes * len(job.places) if len(outcomes) == 1 else outcomes
 
-    def _start(self) -> ProcessPool:
-        initial = (self._judge, self.deadline, self._file_size)
-        pool = ProcessPool(self._workers, initializer=worker.start, initargs=initial, context=self._context)
-        pool.schedule(worker.warm_up)
-        return pool
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A call under way, and which completions of their group it is about."""
 
-    def _stop(self) -> None:
-        self._pool.stop()
-        ending = threading.Thread(target=self._pool.join, daemon=True)
-        ending.start()
-        ending.join(_CLOSING)
-        self._context.kill()
-
-    def _restart(self, reason: str) -> None:
-        """Start over with new processes and send them everything without a verdict. A pool does not survive the death
-        of an idle process."""
-        if self._closed:
-            raise VerifierError("the verifier was closed while it judged")
-        self._restarts += 1
-        if self._restarts > _RESTARTS:
-            raise VerifierError(
-                f"worker processes were started {_RESTARTS} times over without judging anything ({reason}); what they "
-                "printed says why. If the judge is defined in your main script: what the script does must be under  "
-                "if __name__ == '__main__':"
-            )
-        self._stop()
-        self._pool = self._start()
-        for job in list(self._open):
-            if not job.future.done() or job.future.cancelled() or isinstance(job.future.exception(), BrokenProcessPool):
-                self._schedule(job)
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    """Completions under way: what the worker gets, which of their group they are, the seconds for a verdict (and those
-    to spare where the worker itself keeps them), and the future verdict, or verdicts."""
-
-    payload: bytes
     places: tuple[int, ...]
-    deadline: float
-    spare: float = 0.0
-    future: Future[Any] = field(default_factory=Future)
+    job: Job
 
 
 @dataclass(slots=True)
@@ -260,8 +165,9 @@ def describe_excess(tally: Tally, max_share: float) -> str | None:
     )
 
 
-def _answer(completion: Completion, gold: Any, messages: Messages) -> Answer:
-    return Answer(completion.text, gold, messages, completion.length, completion.finished)
+def _answer(prompt: Prompt, completion: Completion, with_messages: bool) -> Answer:
+    messages = prompt.messages if with_messages else ()
+    return Answer(completion.text, prompt.gold, messages, completion.length, completion.finished)
 
 
 def _only(outcomes: Sequence[Outcome]) -> Outcome:
@@ -269,79 +175,11 @@ def _only(outcomes: Sequence[Outcome]) -> Outcome:
     return outcomes[0]
 
 
-def _read(answer: worker.Verdict | list[worker.Verdict]) -> list[Outcome]:
-    return [_outcome(verdict) for verdict in (answer if isinstance(answer, list) else [answer])]
-
-
-def _outcome(verdict: worker.Verdict) -> Outcome:
+def _read(verdict: Verdict, count: int) -> list[Outcome]:
+    """The outcomes of so many completions: one verdict can hold for all."""
     kind, value = verdict
-    if kind == "unloadable":
-        raise VerifierError(f"the worker processes cannot load the judge: {value}")
+    return [_outcome(*each) for each in (value if kind == "several" else [verdict] * count)]
+
+
+def _outcome(kind: str, value: float | str) -> Outcome:
     return Outcome.scored(float(value)) if kind == "scored" else Outcome.unscored(str(value))
-
-
-def _describe_end(error: ProcessExpired, context: WorkerContext) -> str:
-    if error.exitcode == worker.SPOILED:
-        return "the judge closed files of its process, lowered its limits or removed its directory"
-    return f"the worker process {context.describe_end(error.pid)} while it judged"
-
-
-def pickle_judge(judge: Judge | Rewards) -> bytes:
-    """Pickle the judge for worker processes: a reference to a function in a module, or an object. Raises TypeError
-    where it cannot be pickled."""
-    try:
-        data = pickle.dumps(judge)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
-            f"the judge {judge!r} cannot be sent to worker processes ({error}): make it a function at the top level of "
-            "a module, not a lambda, a nested function or an object that holds open things"
-        ) from error
-    if MAIN in data and not getattr(sys.modules["__main__"], "__file__", None):
-        raise TypeError(
-            f"the judge {judge!r} was typed at the interactive prompt, where worker processes cannot import it: move "
-            "it to a file of its own and import it from there"
-        )
-    return data
-
-
-def refuse_in_worker() -> None:
-    """Raise RuntimeError in a worker process: only a script that starts its work on import gets here."""
-    if multiprocessing.current_process().name == WORKERS_NAME:
-        raise RuntimeError(
-            "a worker process imported the main script (the judge is defined in it), and the script began its work "
-            "again: put what it does under  if __name__ == '__main__':  or move the judge to a file of its own"
-        )
-
-
-class WorkerContext(SpawnContext):
-    """The multiprocessing context of one judge's workers, which may take so many bytes of memory each; it knows the
-    processes that it started."""
-
-    def __init__(self, judge: bytes, memory: int) -> None:
-        super().__init__()
-        self._imports_main, self._memory = MAIN in judge, memory
-        self._started: list[Process] = []
-        self._ends: dict[int | None, str] = {}
-
-    def Process(self, *args: Any, **kwargs: Any) -> Process:  # type: ignore[override]  # noqa: N802
-        process = worker.JudgeProcess(*args, **kwargs)
-        process.imports_main, process.memory = self._imports_main, self._memory
-        ended = {other: end for other in self._started if (end := other.end)}
-        self._ends.update((other.pid, end) for other, end in ended.items())
-        self._started = [*(other for other in self._started if other not in ended), process]
-        return process
-
-    def describe_end(self, process: int | None) -> str:
-        """How the process with this id ended, as a phrase."""
-        ends = {other.pid: other.end for other in self._started if other.end}
-        return ends.get(process) or self._ends.get(process) or "ended"
-
-    def describe_ends(self) -> str:
-        """How the processes ended that were not replaced yet."""
-        return ", ".join(f"a worker process {other.end}" for other in self._started if other.end)
-
-    def kill(self) -> None:
-        """Kill every process that is still there."""
-        for process in self._started:
-            if process.pid is not None:
-                process.kill()

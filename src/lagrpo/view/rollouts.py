@@ -10,12 +10,14 @@ import numpy as np
 
 from lagrpo.runs.directory import Run
 from lagrpo.runs.reading import opened_rollouts, rollout_batches
-from lagrpo.runs.rollouts import LATER, REWARD
+from lagrpo.runs.rollouts import REWARD
 from lagrpo.view import vocabulary
 from lagrpo.view.payload import Arrays, Table, shortest_unsigned
 from lagrpo.view.sample import Size, choose
 
 LISTS = ("token_ids", "logp_alpha", "versions", "sampled")
+MEASURED = ("logp_k", "entropy")
+"""Lists that a completion may lack."""
 NUMBERS = ("reward", "advantage", "sigma", "log_ratio", "kl_alpha", "lag")
 TEXTS = ("outcome", "masked", "reason", "source")
 COLUMNS = [*LISTS, *NUMBERS, *TEXTS, "text", "finished", "completion", "prompt_key", "prompt_text", "gold", "epoch"]
@@ -70,7 +72,7 @@ def read_rollouts(run: Run, sizes: Mapping[int, Size], most: int, config: Mappin
 
 def _join(batches: list[Rows]) -> Rows:
     rows: Rows = {name: [value for batch in batches for value in batch[name]] for name in (*TEXTS, *IDENTITY)}
-    kinds = dict.fromkeys((*NUMBERS, *PLAIN, *LATER), np.float64) | TOKENS | {"length": np.int64}
+    kinds = dict.fromkeys((*NUMBERS, *PLAIN, *MEASURED), np.float64) | TOKENS | {"length": np.int64}
     for name, kind in kinds.items():
         rows[name] = np.concatenate([np.zeros(0, kind), *(batch[name] for batch in batches)]).astype(kind)
     rows["further"] = list(dict.fromkeys(name for batch in batches for name in batch["further"]))
@@ -91,7 +93,7 @@ def _columns(rows: Rows, places: np.ndarray) -> dict[str, np.ndarray]:
         "logp": _thousandths(rows["logp_alpha"]),
         "version": rows["versions"],
         "sampled": rows["sampled"],
-        **{name: _thousandths(rows[name]) for name in LATER if not np.isnan(rows[name]).all()},
+        **{name: _thousandths(rows[name]) for name in MEASURED if not np.isnan(rows[name]).all()},
     }
 
 
@@ -115,8 +117,7 @@ def _read_batch(run: Run, batch: int, most: int) -> Rows:
     """The first whole groups of a batch: at least one, and no more than have `most` completions."""
     with opened_rollouts(run, batch) as file:
         further = [name for name in file.schema_arrow.names if name.startswith(REWARD) or name == "right"]
-        later = [name for name in LATER if name in file.schema_arrow.names]
-        table = file.read([*COLUMNS, *further, *later])
+        table = file.read([*COLUMNS, *MEASURED, *further])
         table = table.slice(0, _whole_groups(table.column("completion").to_pylist(), most))
         found: Rows = {name: table.column(name).to_pylist() for name in (*TEXTS, *IDENTITY)}
         for name in (*NUMBERS, *further, "completion", "finished", "stage", "pi_k_version"):
@@ -128,14 +129,14 @@ def _read_batch(run: Run, batch: int, most: int) -> Rows:
             found[name] = np.array(values, dtype=np.float64 if values.dtype == object else values.dtype).astype(kind)
     if any((lengths[name] != lengths["token_ids"]).any() for name in LISTS):
         raise ValueError(f"{run.path}, rollouts of batch {batch}: the lists of a completion's tokens differ in length")
-    found |= {name: _measured(table, name, lengths["token_ids"]) for name in LATER}
+    found |= {name: _measured(table, name, lengths["token_ids"]) for name in MEASURED}
     place = {"batch": np.full(len(found["text"]), float(batch)), "further": further}
     return found | {"length": lengths["token_ids"]} | place
 
 
 def _measured(table: Any, name: str, lengths: np.ndarray) -> np.ndarray:
     """A number of each token, end to end; NaN where a completion has no such list, or one of another length."""
-    lists = table.column(name).to_pylist() if name in table.column_names else [None] * len(lengths)
+    lists = table.column(name).to_pylist()
     of_each = (of if of is not None and len(of) == n else [None] * n for of, n in zip(lists, lengths, strict=True))
     return np.array([value for values in of_each for value in values], dtype=np.float64)
 

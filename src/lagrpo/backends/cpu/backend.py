@@ -22,7 +22,7 @@ from lagrpo.backends.cpu.fused import FusedDecoder, is_reproduced
 from lagrpo.backends.cpu.panels import AdaptedPanels, BorrowedPanels, OwnPanels, chosen_products, joined
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import Product
-from lagrpo.backends.steps import Rows, Steps
+from lagrpo.backends.steps import Fed, Rows, Steps
 from lagrpo.threads import team
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -125,19 +125,21 @@ class KernelSteps(Steps):
         super().__init__(model)
         self.lanes = kernels.numbers_in_a_lane(model.dtype)
 
-    def layout(self, state: Rows, group_of_row: Tensor, lengths: Tensor) -> KernelStepLayout:
-        return KernelStepLayout(state, group_of_row, lengths)
+    def layout(self, state: Rows, fed: Fed) -> KernelStepLayout:
+        return KernelStepLayout(state, fed)
 
 
 class KernelStepLayout:
-    """One token per row. The kernels put its key and value into the own cache and attend; they read `active`."""
+    """The tokens of a step. The kernels put their keys and values into the own caches and attend; they read
+    `active`."""
 
-    def __init__(self, state: Rows, group_of_row: Tensor, lengths: Tensor) -> None:
-        self.longest = int((state.prompt_lengths[group_of_row] + lengths).max()) + 1
+    def __init__(self, state: Rows, fed: Fed) -> None:
+        group_of_row = state.group_of_row[fed.rows]
+        self.longest = int((state.prompt_lengths[group_of_row] + fed.before).max()) + 1
         counts = torch.bincount(group_of_row, minlength=state.prefix.batch)
         groups = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
         self.active = kernels.Active(
-            groups, torch.argsort(group_of_row, stable=True), state.prompt_lengths, lengths,
+            groups, torch.argsort(group_of_row, stable=True), state.prompt_lengths, fed.before, fed.rows,
             state.own.keys, state.own.values, state.prefix.keys, state.prefix.values,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-/* One token of each active row: its attention to its prompt and its own tokens, and whole decoding steps.
+/* Tokens of the active rows: their attention to prompts and to the rows' own tokens, and whole decoding steps.
  *
  * A step uses the functions of the learner's forward pass, so sampler and learner agree to the bit. */
 
@@ -8,7 +8,7 @@
 
 /* Where the keys (and the values) of a row and a key head begin among those of all rows. */
 INLINE i64 own_cache(const Live *l, NewTokens a, i64 row, i64 h, i64 dl) {
-    return (row * a.kv_heads + h) * dl * l->own_room;
+    return (l->caches[row] * a.kv_heads + h) * dl * l->own_room;
 }
 
 /* Put the new key and value of a row and a key head in their caches. */
@@ -76,6 +76,7 @@ INLINE void decode_block(const Live *l, NewTokens a, i64 g, i64 h, LiveQueries b
     for (int i = 0; i < b.nq; i++) store_quotient(a.out, b.from[i], t.mix + i * d, total[i], d, half);
 }
 
+/* All keys come first: of several tokens of one sequence, the later ones attend to the earlier ones. */
 INLINE void decode_group(const Live *l, NewTokens a, i64 g, i64 h, Scratch t, int half) {
     for (i64 m = l->groups[g]; m < l->groups[g + 1]; m++) put(l, a, l->members[m], h, half);
     i64 queries = (l->groups[g + 1] - l->groups[g]) * (a.heads / a.kv_heads);

@@ -119,14 +119,15 @@ void attention_backward(const AttentionBackward *a);
 /* ---- decode.c ---- */
 
 /* The rows of a decoding step and their caches. Group g has the rows members[groups[g]] .. members[groups[g + 1] - 1] and
- * a prompt of prompts[g] tokens; row r has lengths[r] tokens of its own in its cache.
+ * a prompt of prompts[g] tokens. Row r has the cache number caches[r], and lengths[r] tokens of its own there; rows that
+ * are several tokens of one sequence have the same cache.
  *
  * Caches are in lanes, their rooms in tokens, multiples of 2 W. float32: keys [rows, kv_heads, d, own_room] and values
  * [rows, kv_heads, own_room, d]; bfloat16: half as many lanes along d of a key and along the tokens of a value. Prompts
- * likewise, [n_groups, kv_heads, ., .]. own_batch: rows that a layer's own caches have room for. */
+ * likewise, [n_groups, kv_heads, ., .]. own_batch: the number of a layer's own caches. */
 typedef struct {
     i64 n_groups, own_batch, own_room, prompt_room;
-    const i64 *groups, *members, *prompts, *lengths;
+    const i64 *groups, *members, *prompts, *lengths, *caches;
     float *own_keys, *own_values;
     const float *prompt_keys, *prompt_values;
 } Live;

@@ -149,7 +149,7 @@ def attention_backward(
 
 _Active = struct(
     "n_groups own_batch own_room prompt_room",
-    "groups members prompts lengths own_keys own_values prompt_keys prompt_values", half="",
+    "groups members prompts lengths caches own_keys own_values prompt_keys prompt_values", half="",
 )  # fmt: skip
 _NewTokens = struct("heads kv_heads d v_stride", "q k v out", "scaling")
 _Stack = struct("count width inner heads kv_heads d rank", "layers", "scaling eps", half="")
@@ -163,9 +163,10 @@ class Active:
     groups: Tensor  # int64 [N + 1]: the number of members before each group
     members: Tensor  # int64 [rows]: the rows, group after group
     prompts: Tensor  # int64 [N]: tokens of each group's prompt
-    lengths: Tensor  # int64 [rows]: tokens in each row's own cache
-    own_keys: Tensor  # [layers, rows, Hkv, D or half of it, room]
-    own_values: Tensor  # [layers, rows, Hkv, room or half of it, D]
+    lengths: Tensor  # int64 [rows]: tokens before this one in the row's own cache
+    caches: Tensor  # int64 [rows]: the number of that cache; several tokens of one sequence have the same
+    own_keys: Tensor  # [layers, caches, Hkv, D or half of it, room]
+    own_values: Tensor  # [layers, caches, Hkv, room or half of it, D]
     prompt_keys: Tensor  # [layers, N, Hkv, D or half of it, room]
     prompt_values: Tensor  # [layers, N, Hkv, room or half of it, D]
 
@@ -174,7 +175,7 @@ class Active:
         return _Active(
             n_groups=len(self.prompts), own_batch=self.own_keys.shape[1], own_room=self.own_keys.shape[4],
             prompt_room=self.prompt_keys.shape[4], groups=self.groups, members=self.members, prompts=self.prompts,
-            lengths=self.lengths, own_keys=self.own_keys[layer], own_values=self.own_values[layer],
+            lengths=self.lengths, caches=self.caches, own_keys=self.own_keys[layer], own_values=self.own_values[layer],
             prompt_keys=self.prompt_keys[layer], prompt_values=self.prompt_values[layer],
         )  # fmt: skip
 

@@ -46,15 +46,15 @@ def deadlines(settings: VllmSettings) -> Deadlines:
     return Deadlines(s.start_deadline, s.request_deadline, s.sync_deadline, s.control_deadline)
 
 
-def open_servers(settings: Settings) -> list[Server]:
-    """The servers of the settings. Servers that run already are reachable, accept our key and have the endpoints;
-    servers that are started here are on their way (`build_vllm` waits for them). Raises SettingsError for a server that
-    cannot be used, or cannot be started."""
+def open_servers(settings: Settings, replied: int = 0) -> list[Server]:
+    """The servers of the settings, for completions with `replied` tokens of an environment at the most. Servers that
+    run already are reachable, accept our key and have the endpoints; servers that are started here are on their way
+    (`build_vllm` waits for them). Raises SettingsError for a server that cannot be used, or cannot be started."""
     with refusing("vllm", SamplerError):
         check_wire(settings.vllm)
         if settings.vllm.urls:
             return [attach_server(url, settings) for url in settings.vllm.urls]
-        return start_servers(settings)
+        return start_servers(settings, replied)
 
 
 def check_wire(settings: VllmSettings) -> None:
@@ -102,7 +102,7 @@ def attach_server(url: str, settings: Settings) -> Server:
     return server
 
 
-def start_servers(settings: Settings) -> list[Server]:
+def start_servers(settings: Settings, replied: int) -> list[Server]:
     """Servers of our own, on their way up. Raises ValueError if they cannot be started."""
     vllm, sampling, folder = settings.vllm, settings.sampling, Path(settings.run.directory)
     with refusing("vllm.python"):
@@ -110,7 +110,7 @@ def start_servers(settings: Settings) -> list[Server]:
     check_options(options := split_options(vllm.options), OURS)
     model = resolve_model(settings.model.path)
     dtype, _ = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
-    sizes = _longest(settings), sampling.max_num_seqs
+    sizes = _longest(settings, replied), sampling.max_num_seqs
     launch = Launch(python, model, dtype, *sizes, vllm.weight_sync, options, lora=adapters_of(settings))
     with refusing("run.directory"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,14 +141,14 @@ def check_adapters(server: Server, r: int) -> None:
         )
 
 
-def build_vllm(settings: Settings, policy: Policy, servers: Sequence[Server]) -> VllmSampler:
+def build_vllm(settings: Settings, policy: Policy, servers: Sequence[Server], replied: int = 0) -> VllmSampler:
     """The sampler over the servers, once they are ready. Raises SettingsError where one does not get ready, or serves
     another model or shorter sequences."""
     vllm, s, chat = settings.vllm, settings.sampling, policy.chat
     with refusing("vllm", SamplerError):
         for server in servers:
             server.wait(vllm.start_deadline)
-            check_length(server, _longest(settings))
+            check_length(server, _longest(settings, replied))
             check_tokenizer(server, lambda text: chat.tokenizer(text, add_special_tokens=False)["input_ids"])
         dtype = max((read_dtype(server) for server in servers), key=COARSENESS.index)
     fleet = Fleet(servers, vllm.failures)
@@ -166,7 +166,8 @@ def check_length(server: Server, longest: int) -> None:
     if limit < longest:
         raise ValueError(
             f"{server} takes sequences of at most {limit} tokens; sampling.max_prompt_tokens + sampling.max_tokens + 1 "
-            f"is {longest}: lower them, or start it with a larger --max-model-len"
+            f"is {longest} (with an environment + environment.max_tokens): lower them, or start it with a larger "
+            "--max-model-len"
         )
 
 
@@ -194,10 +195,11 @@ def read_dtype(server: Server) -> torch.dtype:
     return dtypes[name]
 
 
-def _longest(settings: Settings) -> int:
+def _longest(settings: Settings, replied: int) -> int:
     """Tokens of the longest sequence; vLLM wants room for one more."""
     s = settings.sampling
-    return 1 + (settings.longest if settings.evaluation.sampler == "vllm" else s.max_prompt_tokens + s.max_tokens)
+    longest = settings.longest if settings.evaluation.sampler == "vllm" else s.max_prompt_tokens + s.max_tokens
+    return 1 + longest + replied
 
 
 def _read_config(path: str) -> dict[str, Any]:

@@ -93,13 +93,14 @@ class Fleet:
         self.broken: SamplerError | None = None
         self.closed = False
         self.recoveries = 0
+        self.turns = 1  # requests of a group, one after the other, at the most
         self._failures = failures
 
     @property
     def patience(self) -> float:
         """Seconds after which some group has come, or failed for good: one group, and every failure that is left."""
         d = self.servers[0].deadlines
-        return d.request + (1 + max(0, self._failures)) * (d.start + d.sync + d.request)
+        return self.turns * d.request + (1 + max(0, self._failures)) * (d.start + d.sync + self.turns * d.request)
 
     def ask(self, member: Member, action: Callable[[Server], T]) -> T:
         """What `action` returns for a server; when the server dies, it is brought back and the action repeated. Raises

@@ -69,10 +69,20 @@ class Generation:
         is asked by. Raises AbortedError where the server was
         told to abort, UnreachableError where it does not answer or serves weights of somebody else, RefusedError where
         it says no."""
-        ids, max_tokens = request.prompt.token_ids, min(self.max_tokens, longest or self.max_tokens)
-        seed = int(generator(self.seed, self.purpose, *request.address).random_raw(1)[0]) >> 2
-        with concerning(f"{describe(request, G)} by version {served.version_of(label)}"):
-            choices = server.generate(ids, G, seed, max_tokens, self.tau, sorted(self.eos_ids), label)
+        max_tokens = min(self.max_tokens, longest or self.max_tokens)
+        answers = self.ask(server, request, (), G, served, label, max_tokens)
+        return Group(request.prompt, tuple(self.read(answer, served) for answer in answers), request.epoch)
+
+    def ask(
+        self, server: Server, request: Request, behind: Sequence[int], n: int, served: Served, label: str,
+        max_tokens: int, turn: tuple[int, ...] = (),
+    ) -> list[Generated]:  # fmt: skip
+        """n answers to a request's prompt and the tokens `behind` it, by the weights of `label`; `turn` tells apart the
+        seeds of a completion's turns. Raises as `generate`."""
+        ids = [*request.prompt.token_ids, *behind]
+        seed = int(generator(self.seed, self.purpose, *request.address, *turn).random_raw(1)[0]) >> 2
+        with concerning(f"{describe(request, n)} by version {served.version_of(label)}"):
+            choices = server.generate(ids, n, seed, max_tokens, self.tau, sorted(self.eos_ids), label)
         answers = [Generated.of(choice) for choice in choices]
         if any(answer.end == "abort" for answer in answers):
             raise AbortedError(f"{server} broke off a group")
@@ -81,7 +91,7 @@ class Generation:
                 f"{server} generated with weights that are not of this run (labeled {', '.join(sorted(foreign))}): it "
                 "was restarted, or another run syncs its weights to it"
             )
-        return Group(request.prompt, tuple(self.read(answer, served) for answer in answers), request.epoch)
+        return answers
 
     def read(self, answer: Generated, served: Served) -> Completion:
         """The completion in a server's answer; it has failed if it cannot be used."""

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lagrpo.interrupts import whole
 from lagrpo.sampling.base import Item, Request
+from lagrpo.sampling.episodes import Episodes
+from lagrpo.sampling.vllm.conversing import converse
 from lagrpo.sampling.vllm.fleet import Fleet, Member
 from lagrpo.sampling.vllm.generation import Dispatcher, Generation
 from lagrpo.sampling.vllm.server import Server, concerning
@@ -33,6 +35,8 @@ class VllmSampler:
     ) -> None:
         self.fleet, self.generation, self.weights, self.in_flight = fleet, generation, weights, in_flight
         self.servers, self.spans = fleet.servers, in_flight != "finish"
+        self.episodes: Episodes | None = None
+        """set where completions talk to an environment"""
         self._dispatcher = Dispatcher(fleet, self._generate)
         self._own: Parcel | None = None  # the weights of the last sync, while the servers have others for an evaluation
 
@@ -93,6 +97,7 @@ class VllmSampler:
         self.weights.forget_before(served.version)
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
+        self.fleet.turns = self.episodes.limits.turns if self.episodes is not None else 1
         return self._dispatcher.submit(requests, G, each=max(1, self.generation.max_num_seqs // G))
 
     def served(self) -> tuple[int, Mapping[str, Tensor]]:
@@ -138,4 +143,6 @@ class VllmSampler:
 
     def _generate(self, server: Server, request: Request, G: int, longest: int | None = None) -> Group:
         with self.weights.using() as label:
-            return self.generation.generate(server, request, G, self.fleet.served, label, longest)
+            if self.episodes is None or longest is not None:  # the parity check's completions have one turn
+                return self.generation.generate(server, request, G, self.fleet.served, label, longest)
+            return converse(self.generation, self.episodes, server, request, G, self.fleet.served, label)

@@ -1,0 +1,170 @@
+"""Environments for tests, in a module of their own: worker processes import it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from lagrpo.rng import uniforms
+from lagrpo.tasks.base import Final, Turn, Unjudgeable
+
+
+class Counting:
+    """Says how many turns there were and a number at its address; ends after the third turn."""
+
+    last = 3
+
+    def start(self, prompt: Any, address: Any) -> Turn:
+        self.seen, self.address = 0, address
+        return Turn(tuple(prompt.messages))
+
+    def reply(self, text: str) -> Turn | Final:
+        self.seen += 1
+        drawn = int(uniforms(self.seen, *self.address)[-1] * 100)
+        if self.seen == self.last:
+            return Final((len(text) % 5) / 5, f"after {self.seen} turns")
+        return Turn(({"role": "user", "content": f"{self.seen}/{drawn}"},), reward=0.1 * self.seen)
+
+
+class Endless(Counting):
+    last = 10**6
+
+
+class Long(Endless):
+    def reply(self, text: str) -> Turn | Final:
+        return Turn(({"role": "user", "content": "x" * 30},))
+
+
+class Unsayable(Endless):
+    def reply(self, text: str) -> Turn | Final:
+        return Turn(({"role": "user", "content": "\ud800"},))
+
+
+class Wordy(Counting):
+    """What a policy says decides what happens."""
+
+    def reply(self, text: str) -> Any:
+        if text == "raise":
+            raise RuntimeError("broken")
+        if text == "hang":
+            time.sleep(60)
+        if text == "exit":
+            os._exit(3)
+        if text == "unjudgeable":
+            raise Unjudgeable("nobody knows")
+        if text == "nan":
+            return Final(float("nan"))
+        if text == "nothing":
+            return None
+        if text == "open":
+            self.lock = threading.Lock()
+        return super().reply(text)
+
+
+class Moody(Counting):
+    """Begins otherwise for every completion."""
+
+    def start(self, prompt: Any, address: Any) -> Turn:
+        super().start(prompt, address)
+        return Turn(({"role": "user", "content": str(address)},))
+
+
+class Refusing(Counting):
+    def start(self, prompt: Any, address: Any) -> Turn:
+        raise RuntimeError("no game today")
+
+
+class Tooling:
+    """Replies in the role of a tool."""
+
+    def start(self, prompt: Any, address: Any) -> Turn:
+        return Turn(tuple(prompt.messages))
+
+    def reply(self, text: str) -> Turn:
+        return Turn(({"role": "tool", "content": "4"},))
+
+
+def add(x: int, y: int) -> int:
+    """Add two numbers.
+
+    Args:
+        x: The first.
+        y: The second.
+    """
+    return x + y
+
+
+def divide(x: float, y: float) -> float:
+    """Divide.
+
+    Args:
+        x: The dividend.
+        y: The divisor.
+    """
+    return x / y
+
+
+def undescribed(x):
+    return x
+
+
+def broken(x: int) -> int:
+    """Fail.
+
+    Args:
+        x: Anything.
+    """
+    raise OSError("the network is down")
+
+
+@dataclass
+class Here:
+    """What stands in for worker processes: environments in this process, whose replies come `late` looks later."""
+
+    make: Any
+    late: int = 0
+
+    def open(self, prompt: Any, address: Any) -> Any:
+        return self.make().start(prompt, address).messages
+
+    def submit(self, state: Any, prompt: Any, address: Any, text: Any) -> Any:
+        import pickle
+
+        from lagrpo.verify import worker
+
+        worker._called = self.make
+        job = Job(worker._take_turn(state, prompt, address, text), self.late)
+        assert pickle.dumps(job.verdict)
+        return job
+
+    def result(self, job: Any) -> Any:
+        return job.verdict
+
+    def forget(self, job: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Job:
+    verdict: Any
+    looks: int
+
+    def done(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+class Countdown:
+    """In the style of Gymnasium: counts down from 3 or 4 by its seed, and pays half for each step that says so."""
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self.left = 3 + (seed or 0) % 2
+        return f"{self.left} to go", {}
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.left -= 1
+        return "step", 0.5 * ("go" in text), self.left == 0, text == "stop", {"suffix": f"{self.left} to go"}

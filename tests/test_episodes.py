@@ -1,0 +1,242 @@
+"""Completions of several turns: tokens in, tokens out, exact in sampler and learner, and what ends an episode."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import talkers
+import torch
+from tiny import tiny_policy, tiny_tokenizer
+
+from lagrpo.policy.chat import Chat, TemplateError
+from lagrpo.policy.model import Packed
+from lagrpo.policy.replica import replica
+from lagrpo.policy.replies import Replies, RewritingError
+from lagrpo.sampling import decode
+from lagrpo.sampling.base import Request
+from lagrpo.sampling.decode import DecodeState
+from lagrpo.sampling.episodes import Episodes, Limits
+from lagrpo.sampling.local import LocalSampler
+from lagrpo.types import Group, Prompt
+
+TURNS = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<eos>{% endif %}{{ '\\n' }}{% endfor %}assistant: "
+)
+
+
+def talking(dtype=torch.bfloat16, kind: str = "llama", **changes: Any) -> Any:
+    """A tiny policy with a chat template for several turns, which ends about every tenth token."""
+    policy = tiny_policy(kind, dtype, **changes)
+    policy.chat.tokenizer.chat_template = TURNS
+    with torch.no_grad():
+        policy.model.head.weight[1] *= 3
+    return policy
+
+
+def episodes(policy: Any, make: Any = talkers.Counting, late: int = 0, **limits: int) -> Episodes:
+    given = {"turns": 8, "sampled": 60, "replied": 200} | limits
+    return Episodes(talkers.Here(make, late), Replies(policy.chat), Limits(**given))
+
+
+def ask(policy: Any, count: int = 4) -> list[Request]:
+    prompts = [Prompt(n, ({"role": "user", "content": "x" * (3 * n + 1)},), "3") for n in range(count)]
+    return [Request(1, 0, policy.chat.tokenize(prompt)) for prompt in prompts]
+
+
+def sampled(policy: Any, of: Episodes, requests: Any = None, rows: int = 64, G: int = 5) -> dict[int, Group]:
+    sampler = LocalSampler(replica(policy), 0, of.limits.sampled, rows)
+    sampler.episodes = of
+    return {r.prompt.key: group for r, group in sampler.sample(requests or ask(policy), G)}
+
+
+def completions(groups: dict[int, Group]) -> list[Any]:
+    return [c for key in sorted(groups) for c in groups[key].completions]
+
+
+def same(one: dict[int, Group], other: dict[int, Group]) -> bool:
+    pairs = zip(completions(one), completions(other), strict=True)
+    return all(
+        torch.equal(a.token_ids, b.token_ids)
+        and torch.equal(a.logp_alpha[a.sampled], b.logp_alpha[b.sampled])
+        and (a.turns, a.outcome, a.finished) == (b.turns, b.outcome, b.finished)
+        for a, b in pairs
+    )
+
+
+@pytest.mark.usefixtures("either_computation")
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 0.1), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_the_learner_gives_tokens_of_all_turns_the_log_probs_that_the_sampler_gave_them(kind, dtype, rounding):
+    policy = talking(dtype, kind)
+    groups = sampled(policy, episodes(policy))
+    found = completions(groups)
+    assert max(len(c.turns) for c in found) >= 3  # a reply between two turns of the policy
+    own = torch.cat([c.sampled for c in found])
+    packed = Packed.build(
+        [(groups[n].prompt.token_ids, [c.token_ids for c in groups[n].completions]) for n in range(4)]
+    )
+    with torch.no_grad():
+        logp = policy.logp(packed)[own]
+    given = torch.cat([c.logp_alpha for c in found])[own]
+    assert torch.equal(logp, given) if policy.model.exact else (logp - given).abs().max() <= rounding
+
+
+@pytest.mark.usefixtures("with_kernels")
+def test_an_episode_depends_neither_on_what_is_beside_it_nor_on_when_the_environment_replies():
+    policy = talking()
+    assert policy.model.exact
+    wide = sampled(policy, episodes(policy))
+    assert same(wide, sampled(policy, episodes(policy, late=7)))
+    assert same(wide, sampled(policy, episodes(policy), rows=5))
+    assert same(wide, sampled(policy, episodes(policy), ask(policy)[::-1], rows=11))
+
+
+def test_where_rounding_depends_on_the_rows_beside_one_the_replies_come_at_fixed_steps():
+    policy = talking(torch.float32)
+    assert same(sampled(policy, episodes(policy)), sampled(policy, episodes(policy, late=9)))
+
+
+def test_a_completion_is_the_conversation_that_the_template_writes():
+    """Tokenized again, as one conversation of the texts, it is the same tokens; and only the policy's own count."""
+    policy = talking()
+    for request, group in zip(ask(policy), sampled(policy, episodes(policy)).values(), strict=True):
+        for c in (c for c in group.completions if not {0, 2} & {*c.token_ids.tolist()}):  # what a text does not show
+            said = [*request.prompt.messages]
+            for n, text in enumerate(c.turns):
+                said.append({"role": "user" if n % 2 else "assistant", "content": text})
+            ids = policy.chat.encode(policy.chat.render(said).removesuffix("assistant: "), add_special_tokens=False)
+            mine = [*request.prompt.token_ids, *c.token_ids.tolist()]
+            assert mine == ids[: len(mine)]
+            assert c.length == sum(len(text) for text in c.turns[::2]) + len(c.turns[::2]) - (not c.finished)
+            assert bool(c.logp_alpha[~c.sampled].isnan().all())
+            runs = [list(run) for _, run in itertools.groupby(c.sampled.tolist())]
+            assert len(runs) == len(c.turns)
+
+
+def test_rewards_and_reasons_are_the_environments():
+    found = completions(sampled(policy := talking(), episodes(policy)))
+    ended = [c for c in found if c.finished]
+    assert {c.outcome.reason for c in ended} == {"after 3 turns"}
+    assert all(c.outcome.reward == (len(c.turns[-1]) % 5) / 5 for c in ended)
+    cut = {c.outcome.reason for c in found if not c.finished}
+    assert cut <= {
+        "cut after 60 sampled tokens (sampling.max_tokens)",
+        "cut: the turn ended with another token than the one that ends a turn",
+        "after 3 turns; cut after 60 sampled tokens (sampling.max_tokens)",
+    }
+    assert len(ended) > 5
+
+
+@pytest.mark.parametrize(
+    ("make", "limits", "reason", "reward"),
+    [
+        (talkers.Endless, {"turns": 2}, "cut after 2 turns (environment.max_turns)", 0.2),
+        (talkers.Long, {"replied": 70}, "cut: the environment said more than 70 tokens (environment.max_tokens)", 0.0),
+        (talkers.Endless, {"sampled": 9}, "cut after 9 sampled tokens (sampling.max_tokens)", None),
+    ],
+)
+def test_a_limit_ends_an_episode_and_says_so(make, limits, reason, reward):
+    policy = talking()
+    found = [c for c in completions(sampled(policy, episodes(policy, make, **limits))) if c.outcome.reason == reason]
+    assert found
+    assert all(c.outcome.kind == "scored" and not c.finished and bool(c.sampled[-1]) for c in found)
+    assert {c.outcome.reward for c in found} == {reward} or reward is None
+    assert max(c.length for c in found) <= 60
+
+
+def test_a_sampling_that_is_left_forgets_what_is_under_way():
+    policy, forgotten = talking(), []
+    of = episodes(policy, late=50)
+    of.environments.forget = forgotten.append  # type: ignore[method-assign]
+    sampler = LocalSampler(replica(policy), 0, 60, 64)
+    sampler.episodes = of
+    stream = sampler.sample(ask(policy), 5)
+    next(stream)
+    assert isinstance(stream, Generator)
+    stream.close()
+    assert forgotten
+
+
+@pytest.mark.usefixtures("either_computation")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tokens_fed_together_are_tokens_fed_one_by_one(dtype, monkeypatch):
+    """Rows of two groups, some of which wait; what is longer than a piece goes in parts."""
+    monkeypatch.setattr(decode, "PIECE", 16)
+    policy = talking(dtype)
+    found = []
+    fed = [[5, 8, 9], [], [30, 6], [7] * 40, [40]]
+    for together in (True, False):
+        state = DecodeState(policy.model, 5, 20)
+        state.admit([[5, 6, 7]], 3)
+        state.step(torch.tensor([9, 8, 7]))
+        state.admit([[9, 8, 7, 30, 31, 6]], 2)
+        if together:
+            last = torch.tensor([len(tokens) for tokens in fed if tokens]).cumsum(0) - 1
+            hidden = state.feed(fed)[last]
+        else:
+            each = [[state.feed([[t] if row == r else [] for row in range(5)]) for t in fed[r]] for r in range(5)]
+            hidden = torch.cat([steps[-1] for steps in each if steps])
+        hidden = torch.cat([hidden, state.step(torch.arange(5) + 3)])
+        found.append((hidden, state.lengths.tolist()))
+    assert found[0][1] == found[1][1] == [5, 2, 4, 41, 2]
+    if policy.model.exact:
+        assert torch.equal(found[0][0], found[1][0])
+    else:
+        torch.testing.assert_close(found[0][0], found[1][0], rtol=0.05, atol=0.05 if dtype == torch.bfloat16 else 1e-4)
+
+
+# ---- chat templates ----
+
+
+def chat(template: str | None) -> Chat:
+    from tiny import shared_templates
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return Chat(tokenizer, 103, frozenset({1, 2}), shared_templates())
+
+
+def test_a_reply_is_what_the_template_adds():
+    replies = Replies(chat(TURNS))
+    assert replies.end_id == 1
+    said = replies.chat.tokenizer.decode(replies.tokens([{"role": "user", "content": "higher"}]))
+    assert said == "\nuser: higher\nassistant: "
+
+
+STRIPPED = TURNS.replace("m['content'] }}", "m['content'].split('</think>')[-1] }}")
+NUMBERED = TURNS.replace("{{ m['role'] }}:", "{{ m['role'] }}{{ loop.index if m['role'] == 'user' }}:")
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (None, "has no chat template"),
+        (TURNS.replace("<eos>", ""), r"does not end an assistant's turn with a token that ends the model's \('<eos>'"),
+        (STRIPPED, "changes earlier turns when the conversation goes on: '<think>.*Set model.chat_template"),
+        (TURNS + "<think>", "changes earlier turns .* '<think>2' becomes"),
+        (NUMBERED, "writes the same reply in several ways"),
+    ],
+)
+def test_a_template_that_rewrites_earlier_turns_is_refused_with_what_to_do(template, problem):
+    with pytest.raises(RewritingError, match=problem):
+        Replies(chat(template)).check([{"role": "user", "content": "5"}])
+
+
+def test_a_role_that_the_template_does_not_know_is_refused_when_it_comes():
+    strict = "{% for m in messages if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}" + TURNS
+    replies = Replies(chat(strict))
+    replies.check([{"role": "user", "content": "5"}])
+    with pytest.raises(TemplateError, match="no tools"):
+        replies.tokens([{"role": "tool", "content": "5"}])
+
+
+def test_what_cannot_be_tokenized_leaves_the_completion_unscored():
+    policy = talking()
+    found = completions(sampled(policy, episodes(policy, talkers.Unsayable)))
+    said = {c.outcome.reason for c in found if c.outcome.kind == "unscored"}
+    assert said
+    assert all("cannot be said: its character" in reason for reason in said)

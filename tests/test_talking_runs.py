@@ -1,0 +1,165 @@
+"""Runs whose completions talk to an environment: records, replay, resume, ranks, evaluations, and what a user sees."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from running import leftovers, tiny_settings, without_timings
+from test_episodes import TURNS
+from test_resume import cut_to, go_on
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from together import QUICK, together
+
+import lagrpo
+from lagrpo.errors import SettingsError
+from lagrpo.replay import verify_run
+from lagrpo.runs import load_metrics, load_rollouts
+from lagrpo.terminal.show import show
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that ends about every tenth token, with a chat template for several turns."""
+    directory = tmp_path_factory.mktemp("model")
+    made = tiny_model(max_position_embeddings=1024)
+    made.get_output_embeddings().weight.data[1] *= 3
+    made.save_pretrained(directory)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TURNS
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def settings(model: Path, root: Path, /, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    base: dict[str, dict[str, Any]] = {
+        "environment": {"name": "talkers:Counting"},
+        "sampling": {"max_tokens": 40},
+        "evaluation": {"before_and_after": False},
+    }
+    return tiny_settings(model, root, **{name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
+
+
+def test_a_run_is_recorded_shown_and_replayed(model, tmp_path):
+    result = lagrpo.train(
+        settings(model, tmp_path, run={"save_every": 1}, schedule={"v": 2}, evaluation={"before_and_after": True})
+    )
+    rows = load_rollouts(result.run)
+    assert max(len(row["turns"]) for row in rows) == 5
+    for row in rows:
+        assert row["reason"] == "after 3 turns" or row["reason"].startswith(("cut", "after 3 turns; cut"))
+        changes = sum(a != b for a, b in zip(row["sampled"], row["sampled"][1:], strict=False))
+        assert len(row["turns"]) == changes + 1
+    metrics = load_metrics(result.run)
+    assert sum(line["tokens_sampled"] for line in metrics) == sum(sum(row["sampled"]) for row in rows)
+    report = verify_run(result.run, everything=True)
+    assert report.differences == []
+    assert {check.name: check.compared for check in report.checks}["episodes"] >= 3 * len(rows)
+    show(result.run, console=Console(file=(out := io.StringIO()), width=200))
+    shown = out.getvalue()
+    assert re.search(r"3 turns.*after 3 turns|1 turn  .*cut after 40 sampled tokens", shown)
+    assert re.search(r"environment: 1/\d", shown)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_reply_that_was_changed_on_disk_is_found(model, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    run = lagrpo.train(settings(model, tmp_path, schedule={"batches": 1})).run
+    path = run / "rollouts" / "step-000001.parquet"
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    changed = next(row for row in rows if len(row["turns"]) > 2)
+    changed["turns"][1] = "1/100"
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+    assert any(found.name == "replies" for found in verify_run(run).differences)
+
+
+def test_sampling_ahead_gives_the_records_of_batch_by_batch(model, tmp_path):
+    runs = [
+        lagrpo.train(
+            settings(
+                model,
+                tmp_path / str(ahead),
+                schedule={"v": 3},
+                sampling={"prefetch": ahead},
+                model={"dtype": "bfloat16"},
+            )
+        ).run
+        for ahead in (True, False)
+    ]
+    assert load_rollouts(runs[0]) == load_rollouts(runs[1])
+
+
+def test_a_resumed_run_is_the_run_that_was_never_stopped(model, tmp_path):
+    """Stopped where completions of later batches are waiting in the checkpoint, rewards and turns with them."""
+    given = settings(model, tmp_path, schedule={"v": 3}, run={"checkpoint_every": 1, "keep_checkpoints": 5})
+    whole = lagrpo.train(given).run
+    stopped = cut_to(whole, 1, tmp_path / "cut")
+    assert list((stopped / "checkpoints").glob("*/waiting.parquet"))
+    assert go_on(stopped).batches == 3
+    assert load_rollouts(stopped) == load_rollouts(whole)
+    assert without_timings(load_metrics(stopped)) == without_timings(load_metrics(whole))
+
+
+def test_tools_are_called(model, tmp_path):
+    given = settings(model, tmp_path, sampling={"max_prompt_tokens": 620, "max_tokens": 10})
+    given["environment"] = {"tools": ["calculator"], "max_tokens": 20}
+    rows = load_rollouts(lagrpo.train(given).run)
+    assert rows[0]["prompt_text"].startswith("system: You can call functions:")
+    assert {len(row["turns"]) for row in rows} == {1}  # a random model calls nothing
+    assert {row["outcome"] for row in rows} == {"scored"}
+
+
+def test_a_task_with_an_environment_of_its_own(model, tmp_path):
+    given = settings(model, tmp_path, task={"name": "guess_number", "largest": 9}, sampling={"max_prompt_tokens": 100})
+    del given["environment"]
+    rows = load_rollouts(lagrpo.train(given).run)
+    assert any("My number is " in turn or "That is no number" in turn for row in rows for turn in row["turns"])
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"name": "calculator"}, "not of the form 'package.module:function'"),
+        ({"name": "talkers:Countin"}, "has no attribute 'Countin'. Did you mean 'Counting'?"),
+        ({"tools": ["calculater"]}, "there is no tool 'calculater'; there are calculator.* Did you mean 'calculator'?"),
+        ({"tools": ["talkers:undescribed"]}, "tool 'undescribed' does not say how it is called"),
+        ({"max_turns": 0}, "greater than or equal to 1"),
+        (
+            {"name": "talkers:Counting", "max_tokens": 1000},
+            "longest position .* is 1024; lower .* or environment.max_tokens",
+        ),
+        (
+            {"name": "talkers:Refusing"},
+            "prompt 0 of the train split .*: its environment does not start: .*no game today",
+        ),
+    ],
+)
+def test_wrong_settings_are_refused(model, tmp_path, environment, message):
+    with pytest.raises((SettingsError, ValueError), match=message):
+        lagrpo.train(settings(model, tmp_path) | {"environment": environment})
+    assert leftovers(tmp_path) == []
+
+
+def test_a_chat_template_that_cannot_take_turns_is_refused(tmp_path):
+    plain = save_tiny(tmp_path / "model", max_position_embeddings=1024)
+    with pytest.raises(SettingsError, match=r"environment: the chat template .*model\.chat_template"):
+        lagrpo.train(settings(plain, tmp_path))
+
+
+def test_several_ranks_make_the_run_of_one(model, tmp_path):
+    """Each rank has environments of its own; evaluations talk to them, too."""
+    given = {"evaluation": {"before_and_after": True}, "distributed": QUICK}
+    alone = lagrpo.train(settings(model, tmp_path / "one", **given)).run
+    first, second = together(2, settings(model, tmp_path / "two", **given))
+    assert first == second
+    compared = ("token_ids", "sampled", "turns", "outcome", "reward", "reason", "finished")
+    of_run, of_one = ([[row[name] for name in compared] for row in load_rollouts(run)] for run in (first.run, alone))
+    assert of_run == of_one
+    assert max(len(turns) for _, _, turns, *_ in of_run) > 2
