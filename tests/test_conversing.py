@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,7 +55,7 @@ def group(G: int = 2, end: str = "stop", syncing: bool = False, **limits: int) -
     chat = policy.chat
     generation = Generation(0, of.limits.sampled, 1.0, chat.eos_ids, 64, chat.decode)
     request = ask(policy, 1)[0]
-    return converse(generation, of, server, request, G, served), server, chat  # type: ignore[arg-type]
+    return converse(generation, of, server, request, G, served, lambda: nullcontext(served.label)), server, chat  # type: ignore[arg-type]
 
 
 def test_each_turn_is_a_request_with_everything_so_far():

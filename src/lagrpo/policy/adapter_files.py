@@ -9,12 +9,12 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from lagrpo.backends.adapters import adapted
 from lagrpo.policy.configs import blaming
+
+if TYPE_CHECKING:  # the settings are checked before PyTorch is loaded
+    from torch import Tensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of PEFT's names
@@ -46,6 +46,8 @@ def save_adapter(lm: Any, weights: Mapping[str, Tensor], directory: Path) -> Non
     """Write `weights`, of the adapters of `lm`, by their names in it."""
     from peft import LoraConfig
     from safetensors.torch import save_file
+
+    from lagrpo.backends.adapters import adapted
 
     layers = adapted(lm)
     first = next(iter(layers.values()))

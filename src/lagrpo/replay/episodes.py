@@ -12,6 +12,7 @@ from typing import Any
 from lagrpo.replay.findings import Check, Report
 from lagrpo.replay.source import Row, Source
 from lagrpo.tasks.base import Make, Task
+from lagrpo.tasks.environments import load_environment
 from lagrpo.types import Outcome, Prompt
 from lagrpo.verify import Environments
 
@@ -66,3 +67,8 @@ def _check_episode(source: Source, environments: Environments, prompt: Prompt, r
     found.equal(row.file, row.place, "replies", turns[1::2], replies[: len(turns) // 2])
     found.near(row.file, row.place, "reward", row["reward"], outcome.reward, 0.0)
     found.equal(row.file, row.place, "gold", json.loads(row["gold"]), prompt.gold)
+
+
+def environment_of(source: Source, task: Task) -> Make | None:
+    """What made the environments of a run's completions; None where they had one turn."""
+    return load_environment(source.settings.environment, task)

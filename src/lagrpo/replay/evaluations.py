@@ -8,6 +8,7 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
+from lagrpo.replay.episodes import environment_of
 from lagrpo.replay.findings import Check, Report, UnreadableError
 from lagrpo.replay.formulas import mean_or_none
 from lagrpo.replay.source import Source
@@ -41,7 +42,9 @@ def check(source: Source, tasks: Tasks, task: Task, judges: Judging, report: Rep
         if tasks(batch) is not task:
             continue
         era = source.at(batch)
-        if asked(era) != asked(source.at(batch + 1)):
+        if environment_of(era, task) is not None:
+            report.skip("evaluations", "completions had several turns, which are recorded as one text")
+        elif asked(era) != asked(source.at(batch + 1)):
             why = "the settings were changed after their batch: they were made before that or after it"
             report.skip("evaluations", why)
         else:

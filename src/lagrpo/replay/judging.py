@@ -10,15 +10,13 @@ from functools import cache
 from typing import Any
 
 from lagrpo.replay import evaluations
-from lagrpo.replay.episodes import check_episodes, check_turns
+from lagrpo.replay.episodes import check_episodes, check_turns, environment_of
 from lagrpo.replay.findings import Check, Report
 from lagrpo.replay.source import Row, Source, groups_of
 from lagrpo.replay.verdicts import ASKED, Judging, Tasks, compare, judging_again, of
 from lagrpo.replay.weights import Weights
 from lagrpo.runs.rollouts import reward_columns
 from lagrpo.tasks import Task, load_task, order_prompts
-from lagrpo.tasks.base import Make
-from lagrpo.tasks.environments import load_environment
 from lagrpo.tasks.rewards import Answer
 from lagrpo.types import Outcome
 
@@ -45,11 +43,6 @@ def load(source: Source, era: Source, report: Report) -> Task | None:
     of_it = [batch for batch in source.batches if source.at(batch).settings.task == era.settings.task]
     report.skip("prompts and rewards: completions", why, sum(len(source.batches[batch]) for batch in of_it))
     return None
-
-
-def environment_of(source: Source, task: Task) -> Make | None:
-    """What made the environments of a run's completions; None where they had one turn."""
-    return load_environment(source.settings.environment, task)
 
 
 def check_texts(source: Source, weights: Weights, tasks: Tasks, rows: Sequence[Row], report: Report) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from lagrpo.errors import suggest
 from lagrpo.tasks import Task
-from lagrpo.tasks.base import Make, TaskWithEnvironment
+from lagrpo.tasks.base import Judge, Make, TaskWithEnvironment
 from lagrpo.tasks.names import TOOLS, load_function
 from lagrpo.tasks.tools import Tools
 
@@ -28,8 +28,8 @@ def load_environment(settings: Named, task: Task, system: str = "") -> Make | No
         return load_function(settings.name)
     if isinstance(task, TaskWithEnvironment):
         return task.environment
-    functions = load_tools(settings.tools)
-    return Tools({function.__name__: function for function in functions}, task.judge, system) if functions else None
+    functions, judge = load_tools(settings.tools), cast(Judge, task.judge)  # several rewards are refused with tools
+    return Tools({function.__name__: function for function in functions}, judge, system) if functions else None
 
 
 def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -21,12 +22,15 @@ from lagrpo.types import Completion, Group
 
 
 def converse(
-    generation: Generation, episodes: Episodes, server: Server, request: Request, G: int, served: Served, label: str
-) -> Group:
-    """The group of a request, by the weights of `label`. Raises as Generation.generate."""
+    generation: Generation, episodes: Episodes, server: Server, request: Request, G: int, served: Served,
+    using: Callable[[], AbstractContextManager[str]],
+) -> Group:  # fmt: skip
+    """The group of a request; each turn is asked by the weights whose label `using` gives. Raises as
+    Generation.generate."""
 
     def ask(behind: Sequence[int], n: int, most: int, turn: tuple[int, ...] = ()) -> list[Generated]:
-        return generation.ask(server, request, behind, n, served, label, most, turn)
+        with using() as label:
+            return generation.ask(server, request, behind, n, served, label, most, turn)
 
     def read(answer: Generated) -> Completion:
         return generation.read(answer, served)

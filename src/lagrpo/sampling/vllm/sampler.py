@@ -142,7 +142,7 @@ class VllmSampler:
         return self.fleet.ask(member, score)
 
     def _generate(self, server: Server, request: Request, G: int, longest: int | None = None) -> Group:
-        with self.weights.using() as label:
-            if self.episodes is None or longest is not None:  # the parity check's completions have one turn
+        if self.episodes is None or longest is not None:  # the parity check's completions have one turn
+            with self.weights.using() as label:
                 return self.generation.generate(server, request, G, self.fleet.served, label, longest)
-            return converse(self.generation, self.episodes, server, request, G, self.fleet.served, label)
+        return converse(self.generation, self.episodes, server, request, G, self.fleet.served, self.weights.using)
