@@ -12,7 +12,7 @@ from tiny import save_tiny
 
 from lagrpo import train
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
-from lagrpo.trackers.tensorboard import TensorBoard
+from lagrpo.trackers.to_tensorboard import TensorBoard
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
 

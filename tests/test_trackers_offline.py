@@ -88,7 +88,7 @@ def test_wandb(begin, tmp_path):
 
 def records(file: Path) -> Iterator[Any]:
     """The records of W&B's transaction log: after seven bytes, blocks of 32 KiB with pieces of records."""
-    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportMissingImports]
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore
 
     data, at, whole = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
@@ -124,7 +124,7 @@ def test_mlflow(begin, tmp_path):
     from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
     client = MlflowClient()
-    experiment = client.get_experiment_by_name("lagrpo")
+    experiment: Any = client.get_experiment_by_name("lagrpo")
     (found,) = client.search_runs([experiment.experiment_id])
     assert (found.info.run_name, found.info.status) == ("one", "FINISHED")
     history = defaultdict(list)

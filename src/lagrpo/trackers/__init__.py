@@ -1,6 +1,6 @@
 """Trackers: TensorBoard, W&B, trackio and MLflow, told of a run by a process that follows its files.
 
-tracker.py   what a tracker is asked to do    wandb.py  tensorboard.py  trackio.py  mlflow.py   one each
+tracker.py   what a tracker is asked to do    to_wandb.py and so on     one each
 standing.py  what a tracker has of a run      following.py   what it lacks, read from the run's files
 serving.py   the process of a tracker         observer.py    starts the processes, hears what they say, ends them
 """
@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from lagrpo.errors import SettingsError
 
 TRACKERS = {
-    "tensorboard": "lagrpo.trackers.tensorboard:TensorBoard",
-    "wandb": "lagrpo.trackers.wandb:Wandb",
-    "trackio": "lagrpo.trackers.trackio:Trackio",
-    "mlflow": "lagrpo.trackers.mlflow:Mlflow",
+    "tensorboard": "lagrpo.trackers.to_tensorboard:TensorBoard",
+    "wandb": "lagrpo.trackers.to_wandb:Wandb",
+    "trackio": "lagrpo.trackers.to_trackio:Trackio",
+    "mlflow": "lagrpo.trackers.to_mlflow:Mlflow",
 }
 """Each tracker by the name of its package, which is also the name of its extra."""
 

@@ -32,7 +32,7 @@ class TensorBoard:
         return f"tensorboard --logdir {self._runs}"
 
     def numbers(self, batch: int, values: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         self._write(batch, [Summary.Value(tag=name, simple_value=number) for name, number in values.items()])
 
@@ -46,8 +46,8 @@ class TensorBoard:
         self._writer.close()
 
     def _write(self, batch: int, values: Sequence[Any]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         self._writer.add_event(Event(wall_time=time.time(), step=batch, summary=Summary(value=values)))
         self._writer.flush()
@@ -55,9 +55,9 @@ class TensorBoard:
 
 def _text(tag: str, text: str) -> Any:
     """A value of TensorBoard's text plugin."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.types_pb2 import DT_STRING
+    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboard.compat.proto.types_pb2 import DT_STRING  # pyright: ignore[reportAttributeAccessIssue]
     from tensorboard.plugins.text.metadata import create_summary_metadata
 
     metadata = create_summary_metadata(display_name="", description="")
