@@ -363,8 +363,8 @@ def test_the_file_says_its_schema_and_another_is_refused(sampled):
 def test_the_documentation_names_every_column_with_its_type():
     page = (Path(__file__).parent.parent / "docs" / "run-directory.md").read_text(encoding="utf-8")
     documented = re.findall(r"^\| `(\w+)` \| `([\w<>]+)` \|", page, flags=re.MULTILINE)
-    types = [re.sub(r"list<\w+: (\w+)>", r"list<\1>", str(field.type)) for field in rollout_schema()]
-    assert documented == list(zip(rollout_schema().names, types, strict=True))
+    types = [re.sub(r"list<\w+: (\w+)>", r"list<\1>", str(field.type)) for field in rollout_schema(["NAME"])]
+    assert documented == list(zip(rollout_schema(["NAME"]).names, types, strict=True))
 
 
 def test_the_documented_queries_run_on_the_files_where_they_lie(sampled):

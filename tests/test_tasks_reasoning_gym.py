@@ -16,6 +16,7 @@ from lagrpo.tasks.base import Unjudgeable
 from lagrpo.training.checks import check_settings
 from lagrpo.types import Completion, Group, Prompt
 from lagrpo.verify import Verifier
+
 pytestmark = pytest.mark.gym
 
 SUM = {"name": "reasoning_gym:chain_sum", "options": {"max_terms": 3}, "train_size": 40, "test_size": 10}
