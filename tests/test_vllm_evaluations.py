@@ -125,7 +125,12 @@ def test_a_model_that_a_server_of_ours_serves_is_a_judge(server, model, monkeypa
     """A random model grades what it is made to: one of two answers."""
     monkeypatch.setenv("JUDGE_API_KEY", server.key)
     body = {"structured_outputs": {"choice": ["Score: 3", "Score: 7"]}}
-    given = {"url": f"{server.url}/v1", "model": str(model), "api_key_env": "JUDGE_API_KEY", "max_tokens": 16}
+    given: dict[str, Any] = {
+        "url": f"{server.url}/v1",
+        "model": str(model),
+        "api_key_env": "JUDGE_API_KEY",
+        "max_tokens": 16,
+    }
     judge = LlmJudge(**given, prompt="{completion}?", body=body, temperature=1.0)
     none = torch.zeros(0)
     completions = tuple(Completion(none, none, none, finished=True, text=f"{n}") for n in range(6))

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from lagrpo.tasks.rewards import Rewards
     from lagrpo.types import Prompt
 
 Options = TypeVar("Options", bound="DataclassInstance")
@@ -83,7 +82,9 @@ class Task(Protocol):
     def name(self) -> str: ...
 
     @property
-    def judge(self) -> Judge | Rewards: ...
+    def judge(self) -> Any:
+        """A Judge, or several Rewards."""
+        ...
 
     def size(self, split: str) -> int:
         """Count the prompts of the split."""
@@ -165,7 +166,8 @@ class RowTask:
     name: str
     rows: Mapping[str, Sequence[Any]]
     ask: Ask
-    judge: Judge | Rewards
+    judge: Any
+    """a Judge, or several Rewards"""
     system_prompt: str | None = None
 
     def size(self, split: str) -> int:

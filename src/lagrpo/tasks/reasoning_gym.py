@@ -86,8 +86,7 @@ def _gold(index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def make_dataset(name: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
     """The generator with its options. Raises ValueError as `load` does."""
-    import reasoning_gym  # pyright: ignore[reportMissingImports]
-    from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
+    from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports]
 
     if name not in DATASETS:
         known = ", ".join(sorted(DATASETS))
@@ -101,6 +100,6 @@ def make_dataset(name: str, options: Mapping[str, Any], seed: int, size: int) ->
                 f"{suggest(given, known)}"
             )
     try:
-        return reasoning_gym.create_dataset(name, seed=seed, size=size, **options)
+        return create_dataset(name, seed=seed, size=size, **options)
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"task.options: reasoning_gym:{name} refuses them: {error}") from error

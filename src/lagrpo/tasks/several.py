@@ -46,7 +46,7 @@ def make_shaped(settings: RewardSettings) -> Any:
     """The built-in reward that an entry names, with its options. Raises ValueError for those that it does not take."""
     from pydantic import TypeAdapter, ValidationError
 
-    kind = load_function(SHAPED[settings.reward])
+    kind: Any = load_function(SHAPED[settings.reward])
     try:
         return TypeAdapter(kind).validate_python(settings.options)
     except ValidationError as error:

@@ -217,20 +217,20 @@ class Parts:
             name: (other, undo.enter_context(build_verifier(settings, other))) for name, other in data.of_sets.items()
         }
         check = build_parity_check(settings, policy, prompts, sampler) if sampling.parity_check else None
-        by_servers = settings.evaluation.sampler == "vllm" and isinstance(sampler, VllmSampler)
+        lent = sampler if settings.evaluation.sampler == "vllm" and isinstance(sampler, VllmSampler) else None
         return Parts(
             settings=settings,
             task=task,
             own_task=own_task,
             learner=learner,
             sampler=sampler,
-            evaluator=VllmEvaluator(sampler) if by_servers else evaluator,
+            evaluator=VllmEvaluator(lent) if lent is not None else evaluator,
             exams=build_exams(settings, policy, prompts, verifier, others),
             prefetcher=Prefetcher(sampler, prompts.batch, sampling.G),
             prompts=prompts,
             offline=offline,
             check_parity=check,
-            check_evaluated=build_parity_check(settings, policy, prompts, sampler) if check and by_servers else None,
+            check_evaluated=build_parity_check(settings, policy, prompts, sampler) if check and lent else None,
             schedule=Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.delta),
             verifier=verifier,
             others=[judging for _, judging in others.values()],

@@ -106,7 +106,7 @@ function height(run, reward) {
   return high > low ? Math.min(1, Math.max(0, (reward - low) / (high - low))) : Number(reward >= high);
 }
 
-/** pass@k of an evaluation set, or of the only one: "hard pass_at_1" is ["hard", "pass_at_1"]. null for other metrics. */
+/** pass@k of a set of prompts, or of the only: "hard pass_at_1" is ["hard", "pass_at_1"]; null for other metrics. */
 function evaluated(metric) {
   const found = /^(?:(\w+) )?(pass_at_\d+)$/.exec(metric);
   return found ? [found[1] ?? "", found[2]] : null;
