@@ -45,7 +45,7 @@ def move(policy: Any, spread: float, seed: int = 1) -> None:
     """Other adapters, as updates make them."""
     numbers = torch.Generator().manual_seed(seed)
     for layer in adapted(policy.model.lm).values():
-        layer.lora_B += spread * torch.randn(layer.lora_B.shape, generator=numbers)
+        layer.lora_B.add_(torch.randn(layer.lora_B.shape, generator=numbers), alpha=spread)
 
 
 def logp_of(policy: Any) -> Tensor:

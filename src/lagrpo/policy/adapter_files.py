@@ -53,8 +53,8 @@ def save_adapter(lm: Any, weights: Mapping[str, Tensor], directory: Path) -> Non
     first = next(iter(layers.values()))
     r = first.lora_A.shape[0]
     alpha, name = first.scale * r, Path(lm.name_or_path)
-    config = LoraConfig(
-        r=r, lora_alpha=int(alpha) if alpha == int(alpha) else alpha, lora_dropout=0.0, bias="none",
+    config: Any = LoraConfig(
+        r=r, lora_alpha=whole_or(alpha), lora_dropout=0.0, bias="none",
         target_modules=sorted({layer.rpartition(".")[2] for layer in layers}), task_type="CAUSAL_LM",
         base_model_name_or_path=str(name.absolute()) if name.is_dir() else lm.name_or_path, inference_mode=True,
     )  # fmt: skip
@@ -105,3 +105,8 @@ def read_config(directory: Path) -> tuple[Lora, str]:
     of = config.target_modules
     targets = (of,) if isinstance(of, str) else tuple(sorted(of))
     return Lora(config.r, config.lora_alpha, targets), config.base_model_name_or_path
+
+
+def whole_or(number: float) -> Any:
+    """An integer where the number is one, as files of PEFT have it."""
+    return int(number) if number == int(number) else number
