@@ -202,9 +202,7 @@ def test_what_a_run_with_a_task_of_ones_own_reads_of_the_section_is_what_it_says
     monkeypatch.setattr(TaskSettings, "__getattribute__", spied)
     result = train(given, task=load())
     monkeypatch.undo()
-    assert read - {"name"} == set(
-        READ_OF_TASK
-    )  # the name: whether it is an environment
+    assert read - {"name"} == set(READ_OF_TASK)  # the name: whether it is an environment
     first = (result.run / "config.toml").read_text().splitlines()[0]
     assert first == (
         "# The task was the caller's own object, a lagrpo.tasks.base.RowTask; of [task] only reward_range and "

@@ -31,4 +31,5 @@ class VllmEvaluator:
         """The servers have memory of their own."""
 
     def _generate(self, server: Server, request: Request, G: int) -> Group:
-        return self._generation.generate(server, request, G, self.sampler.fleet.served)
+        with self.sampler.weights.using() as label:
+            return self._generation.generate(server, request, G, self.sampler.fleet.served, label)
