@@ -131,10 +131,11 @@ def test_a_model_that_a_server_of_ours_serves_is_a_judge(server, model, monkeypa
         "api_key_env": "JUDGE_API_KEY",
         "max_tokens": 16,
     }
+    other: dict[str, Any] = {**given, "model": "another"}
     judge = LlmJudge(**given, prompt="{completion}?", body=body, temperature=1.0)
     none = torch.zeros(0)
     completions = tuple(Completion(none, none, none, finished=True, text=f"{n}") for n in range(6))
-    for shown, expected in ((judge, {0.3, 0.7}), (LlmJudge(**(given | {"model": "another"})), {None})):
+    for shown, expected in ((judge, {0.3, 0.7}), (LlmJudge(**other), {None})):
         several = Rewards((Reward("judge", shown, takes="answer", deadline=60.0),))
         with Verifier(several, workers=1, max_without_reward=1.0) as verifier:
             (found,) = verifier.judge([Group(Prompt(0, ({"role": "user", "content": "?"},), "g"), completions)])
