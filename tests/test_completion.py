@@ -59,7 +59,7 @@ def test_what_bash_offers(script, line, offered):
 
 def test_every_command_and_setting_is_offered(script):
     assert press_tab(script, "lagrpo ") == list(COMMANDS)
-    sections = Settings.model_fields
+    sections = {*Settings.model_fields, "model.lora"}
     offered = press_tab(script, "lagrpo train --")
     assert {f"--{name}" for name in list_settings(Settings) if name not in sections} <= set(offered)
 

@@ -115,9 +115,9 @@ def test_prompts_are_tokenized_once_at_the_start_and_once_in_their_batch(run, mo
     phase = {"now": "start"}
     tokenize, sample = Chat.tokenize, LocalSampler.sample
 
-    def counted(policy, prompt):
+    def counted(policy, prompt, *tools):
         counts[phase["now"]] += 1
-        return tokenize(policy, prompt)
+        return tokenize(policy, prompt, *tools)
 
     def sampling(sampler, requests, G):
         phase["now"] = f"batch {requests[0].batch + 1}"  # what comes after this draw

@@ -24,13 +24,13 @@ from running import options, tiny_settings
 from test_cli import lagrpo
 from vllm_servers import DEADLINES, PYTHON, tiny_directory
 
-from lagrpo import cli
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.sampling.parity import TOLERANCE
 from lagrpo.sampling.vllm import process
 from lagrpo.sampling.vllm import serving as serve
 from lagrpo.sampling.vllm.process import find_free_port
 from lagrpo.sampling.vllm.server import RefusedError, Server
+from lagrpo.settings import arguments
 from lagrpo.settings import options as passed_on
 from lagrpo.settings.serve import ServeSettings
 from lagrpo.settings.vllm import VllmSettings
@@ -309,7 +309,7 @@ def test_no_other_user_can_read_the_key_of_a_server_that_a_run_starts(tmp_path, 
     assert command[command.index("--host") + 1] == "127.0.0.1"
 
 
-@pytest.mark.parametrize("module", [cli, process, serve, passed_on])
+@pytest.mark.parametrize("module", [arguments, process, serve, passed_on])
 def test_the_examples(module):
     results = doctest.testmod(module)
     assert results.attempted > 0

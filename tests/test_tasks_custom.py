@@ -104,7 +104,7 @@ def test_prompts_can_be_chat_messages(tmp_path):
         ({"answer_column": "levels"}, r"has no column 'levels'.*Did you mean 'level'\?"),
         ({"prompt_column": None}, "needs task.prompt_column; the columns of the train split are q, a, level"),
         ({"prompt_column": "level"}, "the column 'level' holds 0: a prompt is a text, or a list of messages"),
-        ({"reward": None}, "needs task.reward: one of arithmetic, countdown, number, math, exact"),
+        ({"reward": None}, "needs task.reward: one of arithmetic, countdown, guess_number, number, math, exact"),
         ({"answer_column": None}, "the reward 'number' needs task.answer_column"),
         ({"test_split": "validation"}, "task.test_split: there is no split 'validation'; there are rows"),
     ],

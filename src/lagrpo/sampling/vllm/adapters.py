@@ -23,18 +23,6 @@ from lagrpo.sampling.vllm.server import RefusedError, SamplerError
 from lagrpo.sampling.vllm.weights import Directories, WeightSync, check_file
 from lagrpo.sampling.vllm.wire import DirectoryWire, Parcel, catch
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 can be started with
-SPANNED = 4  # adapters that completions under way may have between them, where they may have several
-
-
-def rank_of_server(r: int) -> int:
-    """The least rank of adapters that a server can be started with for those of rank r.
-
-    >>> rank_of_server(16), rank_of_server(20)
-    (16, 32)
-    """
-    return next(rank for rank in RANKS if rank >= r)
-
 
 def write_adapter(lm: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
     """Write the adapters of `lm`, and read them back. Raises CorruptError for a file that does not hold them."""

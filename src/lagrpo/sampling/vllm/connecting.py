@@ -20,9 +20,10 @@ from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.errors import refusing
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.model import Policy
-from lagrpo.sampling.vllm.adapters import SPANNED, AdapterSync, rank_of_server
+from lagrpo.sampling.vllm.adapters import AdapterSync
 from lagrpo.sampling.vllm.fleet import Fleet
 from lagrpo.sampling.vllm.generation import Generation
+from lagrpo.sampling.vllm.limits import SPANNED, rank_of_server
 from lagrpo.sampling.vllm.process import EXTENDED, Launch, StartedServer, check_options, check_python
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.sampling.vllm.server import GENERATE, HOW_TO_START, KEY, Deadlines, RefusedError, SamplerError, Server

@@ -17,7 +17,7 @@ from pathlib import Path
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.interrupts import interruptible
 from lagrpo.policy.embedded import check_path, resolve_model
-from lagrpo.sampling.vllm.adapters import RANKS, SPANNED, rank_of_server
+from lagrpo.sampling.vllm.limits import RANKS, SPANNED, rank_of_server
 from lagrpo.sampling.vllm.process import (
     Launch,
     StartedServer,

@@ -112,7 +112,7 @@ function curvesSection(data, redraw) {
         : null,
       choice("mean of", SMOOTHS, state.smooth, change("smooth", Number)),
       check("each seed", state.seeds, change("seeds", Boolean)),
-      el("span", { class: "dim", text: state.seeds ? "" : "line: mean of the seeds; band: the least and the greatest" }),
+      el("span", { class: "dim", text: state.seeds ? "" : "line: mean of the seeds; band: least and greatest" }),
     ),
     box,
   );
@@ -137,11 +137,17 @@ function claimsSection(data) {
     ),
   );
   const head = ["claim", "tested as", "difference", "verdict"];
-  return el("section", {}, el("h2", { text: "Claims" }), table(head, rows, "grid"), el("p", { class: "dim", text: data.caution }));
+  const caution = el("p", { class: "dim", text: data.caution });
+  return el("section", {}, el("h2", { text: "Claims" }), table(head, rows, "grid"), caution);
 }
 
 function tablesSection(data) {
   return data.tables.map(({ name, rows }) => el("section", {}, el("h2", { text: name }), rowsOf(rows)));
+}
+
+function whereSection(data) {
+  const lines = data.where.map((line) => el("li", { text: visible(line) }));
+  return el("section", {}, el("h2", { text: "Where" }), el("ul", {}, lines));
 }
 
 function renderStudy(data) {
@@ -156,7 +162,7 @@ function renderStudy(data) {
     el("p", { text: visible(data.note) }),
     el("p", { class: data.missing ? "warn" : "dim", text: data.about }),
     ...[claimsSection(data), curves?.[0], ...tablesSection(data)].filter(Boolean),
-    el("section", {}, el("h2", { text: "Where" }), el("ul", {}, data.where.map((line) => el("li", { text: visible(line) })))),
+    whereSection(data),
   );
   curves?.[1]();
 }
