@@ -316,6 +316,13 @@ def test_an_adapter_is_no_model_to_begin_with(whole, tmp_path):
         train(tiny_settings(whole.weights, tmp_path))
 
 
+def test_servers_evaluate_no_adapter(whole, capsys, monkeypatch):
+    monkeypatch.setattr("lagrpo.training.evaluating.open_servers", lambda _: pytest.fail("a server was started"))
+    with pytest.raises(SystemExit):
+        cli.main(["eval", str(whole.weights), "--task", "arithmetic", "--sampling.sampler", "vllm"])
+    assert f"lagrpo merge {whole.weights} --out DIRECTORY" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_dry_run_says_what_is_trained(model, capsys):
     cli.main(["train", "--model", str(model), "--model.lora.r", "4", "--model.lora.targets", "q_proj", "--dry-run"])
     out = capsys.readouterr().out

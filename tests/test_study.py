@@ -297,6 +297,8 @@ def test_runs_of_another_machine_count_by_their_report(tmp_path, command, capsys
         (lambda text: text.replace('"seed"', '"seeed"'), "run 0 has no seed"),
         (lambda text: text.replace('"schedule.batches": 4', '"schedule.batches": 5'), "had schedule.batches = 5"),
         (lambda text: text.replace('"v = 1"', '"v = 2"').replace('"v = 3"', '"v = 4"'), "it has no run of this study"),
+        (lambda text: text.replace('"model.dtype": "float32"', '"model.dtype": "auto"'), "had model.dtype = 'auto'"),
+        (lambda text: text.replace('"evaluation.', '"evaluation.every": 9, "evaluation.', 1), "had evaluation."),
         (lambda text: text[:50], "not the report.json of a study"),
     ],
 )

@@ -489,12 +489,9 @@ def report(tmp_path):
 def test_the_report_of_a_study_shows_verdicts_curves_and_tables(browser, report):
     page = browser.open(report.as_uri())
     assert "1 run missing" in page.text(".warn")
-    assert page.texts("section:first-of-type tbody td:last-child") == [
-        "holds",
-        "does not hold",
-        page.texts("section:first-of-type tbody td:last-child")[2],
-    ]
-    assert "cannot be told" in page.texts("section:first-of-type tbody td:last-child")[2]
+    *told, untold = page.texts("section:first-of-type tbody td:last-child")
+    assert told == ["holds", "does not hold"]
+    assert untold.startswith("cannot be told with ")
     assert len(page.texts(".u-series")) == 1 + 3 * 4
     page.choose("of", "v = 3")
     assert len(page.texts(".u-series")) == 1 + 3 * 2

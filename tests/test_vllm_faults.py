@@ -165,6 +165,7 @@ def test_a_server_that_cannot_start_shows_its_log(model, tmp_path):
         training.train(settings_of(model, tmp_path, options=("--no-such-option",)))
 
 
+@pytest.mark.long
 def test_two_servers_generate_what_one_does_and_the_one_that_dies_is_replaced(model, tmp_path, monkeypatch, servers):
     between(monkeypatch, servers)
     result = training.train(settings_of(model, tmp_path, servers=2))

@@ -1,7 +1,8 @@
 """Installs the wheel as a stranger would, and uses it: python tests/try_wheel.py (make check-wheel).
 
-For each Python of 3.11 to 3.13 on the PATH, a fresh environment outside of the checkout, the wheel with extra [demo],
-and from an empty directory `lagrpo --version`, `doctor`, and a demo of two batches. Other Pythons are named.
+For each Python of 3.11 to 3.13 on the PATH or among the versions of pyenv, a fresh environment outside of the
+checkout, the wheel with extra [demo], and from an empty directory `lagrpo --version`, `doctor`, and a demo of two
+batches. Pythons that are not here are named. With an argument, such as 3.12, that version alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PYTHONS = ("python3.11", "python3.12", "python3.13")
+VERSIONS = ("3.11", "3.12", "3.13")
 SHORT = ("--schedule.batches", "2", "--evaluation.prompts", "2", "--evaluation.samples", "2", "--run.name", "tried")
 DEADLINE = 1800  # seconds for each command
 
@@ -25,11 +26,21 @@ def main() -> None:
         build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", scratch]
         subprocess.run(build, cwd=ROOT, check=True, timeout=DEADLINE)
         (wheel,) = Path(scratch).glob("*.whl")
-        for name in PYTHONS:
-            if (python := shutil.which(name)) is None:
-                print(f"Not tried: {name} (it is not here)")
+        for version in sys.argv[1:] or VERSIONS:
+            if (python := find_python(version)) is None:
+                print(f"Not tried: Python {version} (it is not here)")
                 continue
-            try_with(python, wheel, Path(scratch) / name)
+            try_with(python, wheel, Path(scratch) / version)
+
+
+def find_python(version: str) -> str | None:
+    """A Python of that version that starts: pyenv puts shims of all its versions on the PATH."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    known = [shutil.which(f"python{version}"), *sorted(map(str, pyenv.glob(f"{version}.*/bin/python{version}")))]
+    for python in filter(None, known):
+        if subprocess.run([python, "-c", "import venv"], capture_output=True, timeout=DEADLINE).returncode == 0:
+            return python
+    return None
 
 
 def try_with(python: str, wheel: Path, folder: Path) -> None:

@@ -18,6 +18,8 @@ from lagrpo.study.measures import Finished
 from lagrpo.training.changes import FREE
 from lagrpo.untrusted import parse_json, read_text
 
+SEEN_IN_MEASURES = ("model.dtype", "evaluation.")
+"""Of the settings that a resumed run may change, how those begin that change what a study compares."""
 DIGITS = 6
 """Significant digits of a recorded metric."""
 HELD = {"cell": dict, "seed": int, "run": str, "settings": dict, "where": dict, "curves": dict, "evaluations": dict}
@@ -33,7 +35,8 @@ def settings_that_matter(settings: Settings) -> dict[str, Any]:
     {'schedule.v': 10}
     """
     now, default = (flatten(json.loads(each.model_dump_json())) for each in (settings, Settings()))
-    return {name: value for name, value in now.items() if name not in FREE and value != default.get(name)}
+    left_out = {name for name in FREE if not name.startswith(SEEN_IN_MEASURES)}
+    return {name: value for name, value in now.items() if name not in left_out and value != default.get(name)}
 
 
 def to_record(run: Finished, settings: Settings, names: Iterable[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from lagrpo.backends.process import restored
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
+from lagrpo.policy.adapter_files import is_adapter
 from lagrpo.policy.chat import Templates
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.loading import check_files
@@ -64,6 +65,11 @@ def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
     with ExitStack() as parts:
         servers = []
         if settings.sampling.sampler == "vllm":  # starting them takes minutes: what is cheap to refuse comes first
+            if is_adapter(settings.model.path):
+                raise SettingsError(
+                    f"sampling.sampler = 'vllm' serves whole models, and {settings.model.path} is an adapter: take "
+                    f"'local', or lagrpo merge {settings.model.path} --out DIRECTORY first"
+                )
             with loading(settings.model):
                 check_files(resolve_model(settings.model.path))
             servers = [parts.enter_context(closing(server)) for server in open_servers(as_run(settings))]
