@@ -16,9 +16,12 @@ from tiny import save_tiny
 from lagrpo.cli import read_plan
 from lagrpo.planning.measured import Measured, cost_of_syncs, mean_seconds, whole_cycles
 from lagrpo.planning.plan import make_plan
+from lagrpo.policy.lora import count_parameters
 from lagrpo.settings.plan import PlanSettings
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import validate
+from lagrpo.training.build import lora_of
+from lagrpo.training.explain import empty_model
 
 # Reading a run
 
@@ -144,6 +147,33 @@ def test_the_plan_for_programs(model):
     assert set(plan["memory_per_rank"]) == {"optimizer", "layers"}
 
 
+def test_a_plan_with_adapters(model):
+    settings, full = (Settings.model_validate({"model": {"path": str(model), "lora": {"r": r}}}) for r in (4, 0))
+    plan, whole = (make_plan(each, PlanSettings(gpus=4, gpu="h100")) for each in (settings, full))
+    assert plan.model.adapters == count_parameters(empty_model(settings), lora_of(settings.model))
+    assert plan.work.backward == 2
+    assert set(plan.memory) == {"optimizer"}
+    assert plan.memory["optimizer"]["optimizer"] < whole.memory["optimizer"]["optimizer"]
+    assert {option.layout.wire for option in plan.options} == {"directory"}
+    assert plan.to_dict()["weight_sync"]["bytes"] == 2 * plan.model.adapters
+    none = make_plan(settings, PlanSettings(gpus=4, gpu="h100", memory=0.001))
+    assert not any(option.layout.layers for option in none.options)
+    code, out, _ = lagrpo("plan", "--model", model, "--model.lora.r", 4, "--gpu", "h100")
+    assert code == 0
+    assert f"frozen; {plan.model.adapters / 1e6:.1f} M numbers of adapters are trained" in " ".join(out.split())
+
+
+def test_a_run_of_all_weights_predicts_one_of_adapters(run):
+    given, measured = PlanSettings(from_run=str(run)), Measured.read(str(run))
+    whole = make_plan(measured.settings, given, measured)
+    lora = measured.settings.model.lora.model_copy(update={"r": 4})
+    model = measured.settings.model.model_copy(update={"lora": lora})
+    adapted = make_plan(measured.settings.model_copy(update={"model": model}), given, measured)
+    assert adapted.rates.learning == whole.rates.learning
+    assert adapted.rates.update == pytest.approx(whole.rates.update * adapted.model.trained / whole.model.parameters)
+    assert adapted.best.seconds.learning < whole.best.seconds.learning
+
+
 def test_the_best_split_is_the_fastest_that_fits(model):
     settings = Settings.model_validate({"model": {"path": str(model)}})
     plan = make_plan(settings, PlanSettings(gpus=4, gpu="h100"))
@@ -184,6 +214,8 @@ def test_a_plan_from_a_run(run):
         (("--gpu", "h200", "--gpuss", 3), "unknown setting 'gpuss'"),
         (("--gpu", "h200", "--schedule.w", 3), "unknown setting 'schedule.w'"),
         (("--gpu", "h200", "--learning-share", 1.5), "learning_share = '1.5'"),
+        (("--gpu", "h200", "--model.lora.r", 4, "--weight-sync", "nccl"), "--weight-sync nccl: vLLM loads adapters"),
+        (("--gpu", "h200", "--model.lora.r", 4, "--model.lora.targets", "q"), "model.lora: targets: 'q'"),
         (("--from", "nowhere"), "--from: there is no run at nowhere"),
         (("--gpu", "h200", "--model", "./nowhere"), "model.path"),
         (("a.toml", "b.toml", "--gpu", "h200"), "one settings file, not 2"),

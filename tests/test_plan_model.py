@@ -61,6 +61,26 @@ def test_operations_by_hand():
     assert scoring(MODEL, replace(left, v=4, scores=False), 1) == 0
 
 
+def test_operations_with_adapters_by_hand():
+    """50 numbers of adapters are computed with, and have a gradient; the matrices beside them have none."""
+    adapted = replace(MODEL, adapters=50)
+    once = 2 * (650 * 300 + 300 * 200) + 4 * 2 * 20 * 30_000
+    assert forward(adapted, WORK, 1) == once
+    assert learning(adapted, replace(WORK, backward=2, i=3, learned=0.5), 1) == 0.5 * 3 * (2 * once + 2 * 50 * 300)
+    assert (adapted.trained, adapted.synced, adapted.weights) == (50, 100, 2000)
+    assert (MODEL.trained, MODEL.synced) == (1000, 2000)
+
+
+def test_what_adapters_move():
+    adapted, two = replace(MODEL, adapters=50), Layout(0, 2)
+    assert update_bytes(adapted, 2) == (100 + 200) / 2
+    assert batch_seconds(adapted, WORK, RATES, two).collectives == (100 + 200) / 2 / 1e5
+    assert sync_seconds(adapted, RATES, Layout(1, 1, wire="directory")) == 0.5 + 3 * 100 / 1e3
+    assert stated_rates(find_device("h100"), PlanSettings(), adapted).update == pytest.approx(
+        stated_rates(find_device("h100"), PlanSettings(), MODEL).update / 20
+    )
+
+
 def test_the_steps_of_decoding():
     assert decoding_steps(WORK, 8) == 80  # room for all: the longest
     assert decoding_steps(replace(WORK, max_num_seqs=16), 8) == 32 * 50 / 16 + 30

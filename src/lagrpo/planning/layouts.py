@@ -137,7 +137,7 @@ def _collectives(model: Model, work: Work, rates: Rates, layout: Layout) -> floa
     if layout.ranks == 1:
         return 0.0
     speed = rates.link if layout.ranks <= layout.node else rates.network
-    moved, times = model.weights + 4 * model.parameters, 1
+    moved, times = model.synced + 4 * model.trained, 1
     if layout.layers:
         times = micro_batches(work, math.ceil(work.prompts / layout.ranks))
         moved += model.weights
@@ -146,7 +146,7 @@ def _collectives(model: Model, work: Work, rates: Rates, layout: Layout) -> floa
 
 def update_bytes(model: Model, ranks: int) -> float:
     """Bytes that each rank sends in an update: its part of reduce-scatter and all-gather."""
-    return (model.weights + 4 * model.parameters) * (ranks - 1) / ranks
+    return (model.synced + 4 * model.trained) * (ranks - 1) / ranks
 
 
 def sync_seconds(model: Model, rates: Rates, layout: Layout) -> float:
@@ -158,10 +158,10 @@ def sync_bytes_seconds(model: Model, rates: Rates, layout: Layout) -> float:
     """Seconds for the bytes of a weight sync."""
     across = layout.gpus > layout.node
     if not layout.servers or layout.wire == "ipc":
-        return model.weights / rates.divided(layout.ranks).copying
+        return model.synced / rates.divided(layout.ranks).copying
     if layout.wire == "nccl":
-        return model.weights / (rates.network if across else rates.link)
-    return PASSES * model.weights / (min(rates.disk, rates.network) if across else rates.disk)
+        return model.synced / (rates.network if across else rates.link)
+    return PASSES * model.synced / (min(rates.disk, rates.network) if across else rates.disk)
 
 
 def layouts(gpus: int, node: int, wire: str, servers: int | None = None) -> list[Layout]:

@@ -17,10 +17,12 @@ from lagrpo.planning.layouts import Layout, Seconds, batch_seconds, layouts, syn
 from lagrpo.planning.measured import REPLACED, Measured, measured_rates
 from lagrpo.planning.rates import Rates, stated_rates
 from lagrpo.planning.work import Lengths, Model, Work
+from lagrpo.policy.lora import count_parameters
 from lagrpo.sampling.schedule import Schedule, largest_lag
 from lagrpo.settings.plan import PlanSettings
 from lagrpo.settings.schema import Settings
-from lagrpo.training.explain import BYTES, HOST, empty_model, expected_memory
+from lagrpo.training.build import lora_of
+from lagrpo.training.explain import BYTES, HOST, empty_model, expected_memory, memory_with_adapters
 
 MODEL = "a model of a batch's time, not a measurement"
 LAGS = (1, 2, 5, 10, 20)
@@ -81,7 +83,7 @@ class Plan:
             "batch": asdict(self.work),
             "layouts": [_of_option(option) for option in self.options],
             "best": _of_option(self.best),
-            "weight_sync": {"bytes": self.model.weights, "seconds": self.sync_seconds},
+            "weight_sync": {"bytes": self.model.synced, "seconds": self.sync_seconds},
             "update_bytes_per_rank": update_bytes(self.model, self.best.layout.ranks),
             "v": [
                 {"v": lag.v, "seconds": _of_seconds(lag.seconds), "sync_bytes_per_batch": lag.sync_bytes,
@@ -114,20 +116,17 @@ def make_plan(settings: Settings, given: PlanSettings, run: Measured | None = No
     device = choose_device(given, run)
     check_split(given, device)
     recipe = _recipe(settings)
-    if settings.model.lora.r:
-        raise SettingsError(
-            "model.lora: lagrpo plan models full training; lagrpo train --dry-run says what a run with adapters needs "
-            "and moves"
-        )
-    lm = empty_model(settings)
-    model = Model.of(lm, _size(settings, device, run))
+    lm, size = empty_model(settings), _size(settings, device, run)
+    model = Model.of(lm, size, _adapters(lm, settings))
     rates = stated_rates(device, given, model)
     if run is not None:
         own = run.settings
+        of_run = Model.of(lm, size, _adapters(lm, own))
         as_run = Work.of(own, _recipe(own), run.lengths(own.sampling.max_tokens), run.learned)
-        rates = measured_rates(run, model, as_run, rates)
+        rates = measured_rates(run, of_run, as_run, stated_rates(device, given, of_run))
+        rates = replace(rates, update=rates.update * model.trained / of_run.trained)
     work = Work.of(settings, recipe, find_lengths(settings, given, run), _learned(given, run))
-    wire = given.weight_sync or _wire(settings, device)
+    wire = _wire(settings, given, device)
     room = given.memory * 1e9 if given.memory else device.memory
     measure = Measure(settings, recipe, lm.config.get_text_config(), model, work, rates, room)
     options = tuple(measure(layout) for layout in layouts(given.gpus, given.node, wire))
@@ -142,7 +141,7 @@ def make_plan(settings: Settings, given: PlanSettings, run: Measured | None = No
         options=options,
         best=best,
         lags=tuple(measure.lag(best.layout, v) for v in sorted({*LAGS, max(1, work.v)})),
-        memory={name: measure.memory(best.layout, name) for name in ("optimizer", "layers")},
+        memory={name: measure.memory(best.layout, name) for name in measure.shardings},
         sync_seconds=sync_seconds(model, rates, best.layout),
     )
 
@@ -150,6 +149,14 @@ def make_plan(settings: Settings, given: PlanSettings, run: Measured | None = No
 def _recipe(settings: Settings) -> Recipe:
     with refusing("objective"):
         return resolve(settings.objective.recipe, settings.objective.overrides)
+
+
+def _adapters(lm: Any, settings: Settings) -> int:
+    """How many numbers the adapters of the settings have, 0 without any. Raises SettingsError for those that do not fit
+    the model."""
+    lora = lora_of(settings.model)
+    with refusing("model.lora"):
+        return count_parameters(lm, lora) if lora else 0
 
 
 def choose_device(given: PlanSettings, run: Measured | None) -> Device:
@@ -204,7 +211,14 @@ def _size(settings: Settings, device: Device, run: Measured | None) -> int:
     return BYTES[str(known) if known in BYTES else pick_dtype("auto", pick_device("cpu"))[0]]
 
 
-def _wire(settings: Settings, device: Device) -> str:
+def _wire(settings: Settings, given: PlanSettings, device: Device) -> str:
+    """How weights reach servers. Raises SettingsError for adapters otherwise than by directory, as vLLM loads them."""
+    if settings.model.lora.r:
+        if given.weight_sync not in (None, "directory"):
+            raise SettingsError(f"--weight-sync {given.weight_sync}: vLLM loads adapters (model.lora) from a directory")
+        return "directory"
+    if given.weight_sync:
+        return given.weight_sync
     if settings.sampling.sampler == "vllm":
         return settings.vllm.weight_sync
     return "directory" if device.shared else "nccl"
@@ -232,7 +246,7 @@ class Measure:
     def __call__(self, layout: Layout) -> Option:
         """The layout; with the layers sharded where the settings say so, or only that makes it fit."""
         option = self._as(replace(layout, layers=layout.ranks > 1 and self.settings.distributed.shard == "layers"))
-        if not option.fits and layout.ranks > 1:
+        if not option.fits and layout.ranks > 1 and "layers" in self.shardings:
             sharded = self._as(replace(layout, layers=True))
             return sharded if sharded.fits else option
         return option
@@ -243,6 +257,11 @@ class Measure:
         seconds = batch_seconds(self.model, self.work, self.rates, layout)
         return Option(layout, seconds, learner, self._server(layout), self.room)
 
+    @property
+    def shardings(self) -> tuple[str, ...]:
+        """The values that distributed.shard can have: frozen weights are not divided."""
+        return ("optimizer",) if self.model.adapters else ("optimizer", "layers")
+
     def memory(self, layout: Layout, shard: str) -> dict[str, int]:
         """Bytes of a rank that learns, by purpose."""
         sampler = "vllm" if layout.servers else "local"
@@ -250,8 +269,11 @@ class Measure:
         distributed = self.settings.distributed.model_copy(update={"shard": shard})
         settings = self.settings.model_copy(update={"sampling": sampling, "distributed": distributed})
         shards = self.settings.distributed.shard_ranks or min(layout.ranks, layout.node)
-        further: dict[str, Any] = {"size": self.model.size, "ranks": layout.ranks, "shards": shards}
-        return expected_memory(settings, self.recipe, self.config, self.model.parameters, **further)
+        further: dict[str, Any] = {"size": self.model.size, "ranks": layout.ranks}
+        if self.model.adapters:
+            numbers = self.model.parameters, self.model.adapters
+            return memory_with_adapters(settings, self.recipe, self.config, numbers, **further)
+        return expected_memory(settings, self.recipe, self.config, self.model.parameters, shards=shards, **further)
 
     def _server(self, layout: Layout) -> int | None:
         """Bytes that a server needs: its weights, and keys and values of the rows that it decodes."""
@@ -259,11 +281,11 @@ class Measure:
             return None
         work, longest = self.work, self.settings.sampling.max_prompt_tokens + self.settings.sampling.max_tokens
         rows = min(work.max_num_seqs, math.ceil(work.fresh * work.together / layout.servers) * work.G)
-        return self.model.weights + rows * longest * self.model.kv
+        return self.model.weights + self.model.adapters * self.model.size + rows * longest * self.model.kv
 
     def lag(self, layout: Layout, v: int) -> Lag:
         """What a batch costs where weights are synced every v batches."""
         s, work = self.settings.schedule, replace(self.work, v=v)
         lag = largest_lag(Schedule(s.kind, v, s.delta), s.stages, s.batches, s.i)
         seconds = batch_seconds(self.model, work, self.rates, layout)
-        return Lag(v, seconds, self.model.weights * bool(layout.servers) / work.per_sync, lag)
+        return Lag(v, seconds, self.model.synced * bool(layout.servers) / work.per_sync, lag)

@@ -23,7 +23,7 @@ class Figure:
 class Rates:
     """What one rank or server reaches: `learning` and `decoding` operations a second, `reading` bytes a second in
     decoding, `copying` those of a copy within a device; `step` seconds of a decoding step beside, `launch` those of a
-    micro-batch; `update` seconds of the optimizer for the whole model; `link`, `network` and `disk` bytes a second;
+    micro-batch; `update` seconds of the optimizer for all that is trained; `link`, `network` and `disk` bytes a second;
     `sync` and `server_sync` seconds of a weight sync beside its bytes, within a rank and to servers; `judge` seconds of
     a worker for a completion, `late` those that judging it outlasts sampling, `rest` what else a completion costs.
     `figures`: the same in words."""
@@ -88,7 +88,7 @@ def stated_rates(device: Device, given: PlanSettings, model: Model) -> Rates:
         reading=memory,
         step=device.step,
         launch=device.launch,
-        update=OPTIMIZER * model.parameters / memory,
+        update=OPTIMIZER * model.trained / memory,
         link=device.link * device.network_share,
         network=network * device.network_share,
         disk=device.disk,

@@ -46,12 +46,13 @@ def _head(plan: Plan) -> Table:
     head = Table.grid(padding=(0, 2, 0, 0))
     across = f"{plan.gpus} x {plan.device}" + (", processes that share one machine" if plan.rates.shared else "")
     facts = {
-        "model": f"{plan.path}: {model.parameters / 1e6:,.0f} M parameters of {model.size} bytes",
+        "model": f"{plan.path}: {model.parameters / 1e6:,.0f} M parameters of {model.size} bytes"
+        + (f", frozen; {model.adapters / 1e6:,.1f} M numbers of adapters are trained" if model.adapters else ""),
         "machine": across,
         "batch": f"{work.prompts} prompts x {work.G} completions, i = {work.i}, {work.kind}({work.v})",
         "lengths": f"prompts of {lengths.prompt:,.0f} tokens, completions of {lengths.mean:,.0f} (longest "
         f"{lengths.longest:,.0f}), {work.learned:.0%} of them in the loss",
-        "moves": f"a weight sync {size(model.weights)} "
+        "moves": f"a weight sync {size(model.synced)} "
         + (f"to each server by {layout.wire}" if layout.servers else "within each rank")
         + (f"; an update {size(update_bytes(model, layout.ranks))} from each rank" if layout.ranks > 1 else ""),
     }
@@ -165,9 +166,11 @@ def _figures(plan: Plan) -> Table:
 def seconds(value: float) -> str:
     """Three digits.
 
-    >>> seconds(0.01234), seconds(12.34), seconds(0.0), seconds(4321.0)
-    ('0.0123', '12.3', '0', '4,321')
+    >>> seconds(0.01234), seconds(12.34), seconds(0.0), seconds(4321.0), seconds(8.1e-5)
+    ('0.0123', '12.3', '0', '4,321', '<.001')
     """
+    if 0 < value < 0.001:
+        return "<.001"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -1,10 +1,12 @@
 """What a batch asks of a machine: operations and bytes, from the sizes of the model and the lengths of the texts.
 
     rows      n·(p + G·l)                      of n groups: prompts of p tokens once, G completions of l tokens
-    forward   2·(D·rows + H·n·G·l) + 4·layers·channels·(pairs of a token and one that it sees)
-    update    3 times that, 4 times with activation checkpointing
+    forward   2·((D + A)·rows + H·n·G·l) + 4·layers·channels·(pairs of a token and one that it sees)
+    update    3 times that, or with adapters 2 times and 2·A·rows, as frozen matrices get no gradient;
+              once more with activation checkpointing
 
-D are the numbers in the matrices of the layers, H those of the head. benchmarks/README.md counts alike.
+D are the numbers in the matrices of the layers, H those of the head, A those of adapters. benchmarks/README.md counts
+alike.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ moments read and written (24), the working weight written (2)."""
 @dataclass(frozen=True, slots=True)
 class Model:
     """Sizes of a model: `matrices` numbers in the matrices of its layers, `head` those of its head, `channels` query
-    heads times their size, `kv_channels` the same of keys, `size` bytes of a number."""
+    heads times their size, `kv_channels` the same of keys, `size` bytes of a number, `adapters` the numbers of adapters
+    beside frozen weights, 0 where all weights are trained."""
 
     parameters: int
     matrices: int
@@ -35,9 +38,10 @@ class Model:
     channels: int
     kv_channels: int
     size: int
+    adapters: int = 0
 
     @staticmethod
-    def of(lm: Any, size: int) -> Model:
+    def of(lm: Any, size: int, adapters: int = 0) -> Model:
         """Of a model that may be on the device meta, without storage."""
         from torch import nn
 
@@ -53,12 +57,23 @@ class Model:
             channels=shape.heads * shape.d,
             kv_channels=shape.kv_heads * shape.d,
             size=size,
+            adapters=adapters,
         )
 
     @property
     def weights(self) -> int:
-        """Bytes of one copy: what a weight sync moves."""
+        """Bytes of one copy."""
         return self.parameters * self.size
+
+    @property
+    def trained(self) -> int:
+        """How many numbers an update changes."""
+        return self.adapters or self.parameters
+
+    @property
+    def synced(self) -> int:
+        """Bytes that a weight sync moves."""
+        return self.trained * self.size
 
     @property
     def kv(self) -> int:
@@ -115,7 +130,7 @@ class Work:
             lengths=lengths,
             learned=learned,
             forwards=int(recipe.needs_pi_ref),
-            backward=4 if settings.optimizer.activation_checkpointing else 3,
+            backward=3 - bool(settings.model.lora.r) + settings.optimizer.activation_checkpointing,
             scores=settings.run.score_lag,
             judges=settings.verifier.workers,
             micro_batch=settings.optimizer.micro_batch_tokens,
@@ -144,12 +159,14 @@ def forward(model: Model, work: Work, groups: float) -> float:
     """Operations of a forward pass over the completions of these groups, prompts once."""
     p, mean = work.lengths.prompt, work.lengths.mean
     pairs = groups * (p * p / 2 + work.G * mean * (p + mean / 2))
-    return 2.0 * (model.matrices * work.rows(groups) + model.head * groups * work.G * mean) + model.attention(pairs)
+    in_layers, in_head = (model.matrices + model.adapters) * work.rows(groups), model.head * groups * work.G * mean
+    return 2.0 * (in_layers + in_head) + model.attention(pairs)
 
 
 def learning(model: Model, work: Work, groups: float) -> float:
     """Operations of all i updates on these groups, with the passes that they need beside."""
-    return work.learned * (work.i * work.backward + work.forwards) * forward(model, work, groups)
+    own = work.i * 2.0 * model.adapters * work.rows(groups)
+    return work.learned * ((work.i * work.backward + work.forwards) * forward(model, work, groups) + own)
 
 
 def micro_batches(work: Work, groups: float) -> int:

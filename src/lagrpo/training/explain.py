@@ -256,14 +256,15 @@ def expected_memory(
 
 
 def memory_with_adapters(
-    settings: Settings, recipe: Recipe, config: Any, numbers: tuple[int, int], fused: bool, ranks: int
-) -> dict[str, int]:
+    settings: Settings, recipe: Recipe, config: Any, numbers: tuple[int, int], fused: bool = False,
+    size: int | None = None, ranks: int = 1,
+) -> dict[str, int]:  # fmt: skip
     """`expected_memory` where `numbers`, those of the model and those of its adapters, are frozen and trained: the
     model is there once, and once more packed where the kernels multiply; all else that `expected_memory` counts for
     each parameter is there for each number of the adapters."""
     parameters, adapters = numbers
-    size = BYTES[pick_dtype(settings.model.dtype, pick_device(settings.model.device))[0]]
-    memory = expected_memory(settings, recipe, config, adapters, fused, ranks=ranks)
+    size = size or BYTES[pick_dtype(settings.model.dtype, pick_device(settings.model.device))[0]]
+    memory = expected_memory(settings, recipe, config, adapters, fused, size, ranks)
     frozen = parameters * size * (1 + (fused and size == 2))
     memory["weights"] += frozen
     memory["idle"] += int(IDLE * frozen)
