@@ -29,7 +29,7 @@ PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu test-vllm test-view test-trackers check-wheel wheel fuzz test-gym check-trl check-lighteval chaos conformance portability check-aarch64 bench-trl \
-	bench-scaling bench-peak bench-vllm bench-gpu bench-busy bench-plan bench-ranks bench-memory bench-lora bench-sync check-ranks docs lint format install vllm-env clean
+	bench-scaling bench-curve bench-peak bench-vllm bench-gpu bench-busy bench-plan bench-ranks bench-memory bench-lora bench-sync check-ranks docs lint format install vllm-env clean
 
 help:
 	@echo "make demo       install, then train the embedded 135M model on single-digit addition and show what it learned"
@@ -44,7 +44,7 @@ help:
 	@echo "make check-lighteval  install lighteval into an environment of its own, and compare how it scores answers (LAGRPO_DATA)"
 	@echo "make chaos      kill 50 training runs at random instants, resume them, and compare what they leave to the bit"
 	@echo "make conformance  install the peers' loss code, compare it with ours, and write the table of docs/conformance.md"
-	@echo "make bench-trl, bench-scaling, bench-peak, bench-vllm, bench-gpu, bench-busy, bench-plan, bench-ranks, bench-memory, bench-lora, bench-sync   see benchmarks/README.md"
+	@echo "make bench-trl, bench-curve, bench-scaling, bench-peak, bench-vllm, bench-gpu, bench-busy, bench-plan, bench-ranks, bench-memory, bench-lora, bench-sync   see benchmarks/README.md"
 	@echo "make check-ranks  runs by 1, 2 and 3 ranks beside each other: completions, gradients, weights"
 	@echo "make portability  two updates of the embedded model at every level of instructions of this processor"
 	@echo "make check-aarch64  the kernels on an emulated ARM processor (needs gcc-aarch64-linux-gnu and qemu-user)"
@@ -105,7 +105,7 @@ portability: $(STAMP)
 check-aarch64:
 	sh tests/aarch64/check.sh
 
-bench-trl bench-peak: check-trl
+bench-trl bench-peak bench-curve: check-trl
 	$(BIN)/python benchmarks/$(subst -,_,$@).py --peer $(TRL)/bin/python $(OPTIONS)
 
 bench-scaling bench-gpu bench-busy bench-plan bench-ranks bench-memory bench-lora check-ranks: $(STAMP)

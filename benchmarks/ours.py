@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import lagrpo  # noqa: F401 - before PyTorch, as on the command line: it says how threads wait
@@ -18,7 +19,7 @@ import lagrpo  # noqa: F401 - before PyTorch, as on the command line: it says ho
 # isort: split
 import torch
 from wire import Gate, Wire, imported
-from work import SEED, read_prompts
+from work import read_prompts
 
 from lagrpo.policy.batch import FreshMicroBatch, is_flat
 from lagrpo.policy.model import Policy
@@ -58,6 +59,7 @@ def measurements(used: Step, policy: Policy) -> dict[str, Any]:
         "micro_batches": len(used.rows),
         "threads": torch.get_num_threads(),
         "flat": sum(map(is_flat, groups)) / len(groups),
+        "reward": fmean(c.reward for group in groups for c in group.completions if c.reward is not None),
         "flops": sum(learning_flops(micro, policy) for micro in used.rows),
     }
 
@@ -94,11 +96,11 @@ def matrix_product(size: int, repetitions: int, device: str = "cpu") -> dict[str
     return {"rates": rates}
 
 
-def task(request: dict[str, Any]) -> RowTask:
-    """The prompts in such an order that the run visits them in that of the file."""
+def task(request: dict[str, Any], seed: int) -> RowTask:
+    """The prompts in such an order that a run of this seed visits them in that of the file."""
     visited = read_prompts(Path(request["prompts"]))
     rows: list[Any] = [None] * len(visited)
-    for place, index in enumerate(order_prompts(SEED, 0, len(visited))):
+    for place, index in enumerate(order_prompts(seed, 0, len(visited))):
         rows[index] = visited[place]
     ask = lambda row: (row["messages"], row["gold"])  # noqa: E731
     return RowTask("benchmark", {"train": rows, "test": []}, ask, imported(request["reward"]))
@@ -107,7 +109,8 @@ def task(request: dict[str, Any]) -> RowTask:
 def main() -> None:
     wire = Wire()
     request = json.loads(Path(sys.argv[1]).read_text())
-    settings, own = load_settings(request["settings"]), task(request)
+    settings = load_settings(request["settings"])
+    own = task(request, settings.run.seed)
     parts = Parts.build(settings, check_settings(settings, own), own)
     stepped = Stepped(parts.learner.policy, Gate(wire, {"matrix_product": matrix_product}))
     run = Training(parts, [stepped])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from processes import HERE, Side, environment
-from work import HASHED, Work, ours, trl, write_prompts
+from work import HASHED, SEED, Work, ours, trl, write_prompts
 
 from lagrpo.policy.embedded import resolve_model
 
@@ -22,7 +22,7 @@ def start_ours(
 ) -> Side:  # fmt: skip
     """A run of ours that makes one batch per request, under further environment `variables`."""
     settings = ours(work, scratch / name, **sections)
-    request = {"settings": settings, "prompts": _prompts(work, scratch), "reward": reward}
+    request = {"settings": settings, "prompts": _prompts(work, scratch, settings["run"]["seed"]), "reward": reward}
     return _start(name, [sys.executable, HERE / "ours.py"], request, scratch, threads, variables)
 
 
@@ -32,13 +32,18 @@ def start_trl(
     """A GRPOTrainer that makes one update per request. `config`: see work.trl."""
     full = trl(work, **config)
     model = resolve_model(work.model)
-    request = {"model": model, "config": full, "prompts": _prompts(work, scratch), "reward": reward}
+    request = {
+        "model": model,
+        "config": full,
+        "prompts": _prompts(work, scratch, full.get("seed", SEED)),
+        "reward": reward,
+    }
     return _start(name, [python, HERE / "trl_peer.py"], request, scratch, threads)
 
 
-def _prompts(work: Work, scratch: Path) -> str:
-    path = scratch / f"{work.name}-{work.N}.jsonl"
-    return str(path if path.exists() else write_prompts(work, path))
+def _prompts(work: Work, scratch: Path, seed: int) -> str:
+    path = scratch / f"{work.name}-{work.N}-{seed}.jsonl"
+    return str(path if path.exists() else write_prompts(work, path, seed))
 
 
 def _start(

@@ -93,9 +93,9 @@ def asked_for(work: Work, asked: argparse.Namespace) -> Work:
     return replace(work, N=2, G=4, max_tokens=4, prompt_tokens=(1, 1000)) if asked.quick else work
 
 
-def write_prompts(work: Work, path: Path) -> Path:
-    """PROMPTS prompts in the order in which they are to be visited, one JSON object per line: key, messages, gold,
-    tokens. A task that has fewer is gone through again. GSM8K comes from LAGRPO_DATA, else from the hub. Raises
+def write_prompts(work: Work, path: Path, seed: int = SEED) -> Path:
+    """PROMPTS prompts in the order in which a run of this seed visits them, one JSON object per line: key, messages,
+    gold, tokens. A task that has fewer is gone through again. GSM8K comes from LAGRPO_DATA, else from the hub. Raises
     lagrpo's own errors where the data is not there."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(work.model))
     hub: dict[str, Any] = (
@@ -114,7 +114,7 @@ def write_prompts(work: Work, path: Path) -> Path:
             break
     if not rows:
         raise ValueError(f"{work.title}: no prompt is that long")
-    order = order_prompts(SEED, 0, PROMPTS)
+    order = order_prompts(seed, 0, PROMPTS)
     path.write_text("".join(json.dumps({"key": key, **rows[key % len(rows)]}) + "\n" for key in order))
     return path
 

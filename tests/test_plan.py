@@ -150,7 +150,9 @@ def test_the_plan_for_programs(model):
 def test_a_plan_with_adapters(model):
     settings, full = (Settings.model_validate({"model": {"path": str(model), "lora": {"r": r}}}) for r in (4, 0))
     plan, whole = (make_plan(each, PlanSettings(gpus=4, gpu="h100")) for each in (settings, full))
-    assert plan.model.adapters == count_parameters(empty_model(settings), lora_of(settings.model))
+    lora = lora_of(settings.model)
+    assert lora is not None
+    assert plan.model.adapters == count_parameters(empty_model(settings), lora)
     assert plan.work.backward == 2
     assert set(plan.memory) == {"optimizer"}
     assert plan.memory["optimizer"]["optimizer"] < whole.memory["optimizer"]["optimizer"]
