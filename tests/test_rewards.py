@@ -92,7 +92,8 @@ def test_one_reward_that_cannot_score_leaves_the_completion_unscored():
     found = both.combine([Outcome.scored(1.0), Outcome.unscored("no verdict within 5 s")])
     assert found == Outcome("unscored", None, "no verdict within 5 s (reward 'b')", {"a": 1.0, "b": None})
     endless = rewards(("a", judge, {"weight": 1e308}), ("b", judge, {"weight": 1e308}))
-    assert endless.combine([Outcome.scored(9.0), Outcome.scored(9.0)]).kind == "unscored"
+    for values in ((9.0, 9.0), (1.0, 1.0), (9.0, -9.0)):  # infinite, beyond the largest number, and neither
+        assert endless.combine([Outcome.scored(value) for value in values]).kind == "unscored"
 
 
 # Who asks them
@@ -188,6 +189,8 @@ def two(**second: Any) -> dict[str, Any]:
         (two(reward="task") | {"reward": "exact"}, "task.reward and task.rewards are both set"),
         (two(reward="exact") | {"name": "custom"}, "'custom' has no judge of its own"),
         ({"rewards": [{"name": "a b", "reward": "task"}]}, "a name has letters, digits and _"),
+        ({"rewards": [{"name": "mean", "reward": "task"}]}, "reward_mean is the mean of the weighted sum"),
+        (two(reward="exact", weight=1e200, range=[0, 1e200]), "reward_range.* finite"),
         ({"rewards": [{"name": "a", "reward": "task", "weight": 0}]}, "all weights are 0"),
         ({"rewards": [{"name": "a", "reward": "task"}] * 2}, "the name 'a' is there twice"),
         ({"reward": "length"}, "'length' can be an entry of task.rewards"),
