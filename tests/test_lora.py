@@ -289,11 +289,12 @@ def test_a_run_of_adapters_is_replayed(whole):
 
 @pytest.mark.usefixtures("shared_templates")
 def test_merged_weights_are_a_model(model, tmp_path):
-    settings = lora_settings(model, tmp_path, model={"lora": {"r": 2, "merge": True}})
-    result = train(settings)
-    assert result.weights is not None
-    assert (result.weights / "model.safetensors").exists()
-    assert not (result.weights / CONFIG).exists()
+    merge = {"lora": {"r": 2, "merge": True}}
+    result = train(lora_settings(model, tmp_path, model=merge, evaluation={"best": "reward_mean"}))
+    for weights in (result.weights, result.run / "weights" / "best"):
+        assert weights is not None
+        assert (weights / "model.safetensors").exists()
+        assert not (weights / CONFIG).exists()
 
 
 @pytest.mark.parametrize(
