@@ -195,6 +195,10 @@ def test_show_view_display_and_studies_know_the_sets(sets, model, tmp_path, caps
         ),
         ({"sets": [{"name": "a"}], "best": "pass_at_1"}, "write SET.METRIC with SET one of a"),
         ({"sets": [{"name": "a"}], "best": "a.pass_at_3"}, "there is no metric 'pass_at_3'; there are reward_mean"),
+        (
+            {"sets": [{"name": "a", "function": "x:y", "metrics": ["b_pass_at_1"]}, {"name": "a_b"}]},
+            "two of them would have the metric eval_a_b_pass_at_1",
+        ),
         ({"best": "own.pass_at_1"}, "write a metric alone"),
         ({"sampler": "vllm"}, "set sampling.sampler to 'vllm', too"),
     ],
