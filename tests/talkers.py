@@ -60,6 +60,10 @@ class Wordy(Counting):
             return Final(float("nan"))
         if text == "nothing":
             return None
+        if text == "half":
+            return Final(0.5, "\ud800")
+        if text == "text":
+            return Turn("hello")  # type: ignore[arg-type]
         if text == "open":
             self.lock = threading.Lock()
         return super().reply(text)
