@@ -157,6 +157,23 @@ def test_a_batch_reward_that_returns_too_few_values_scores_none():
     assert first.reason == second.reason == "the judge returned 1 values for 2 completions (reward 'few')"
 
 
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (sample_rewards.keyed, "the judge returned a dict, not a list of numbers (reward 'x')"),
+        (sample_rewards.awaited_for_an_hour, "no verdict within 0.5 s (reward 'x')"),
+    ],
+)
+def test_what_is_no_list_or_comes_too_late_scores_none(function, reason):
+    found = judged(rewards(("x", function, {"takes": "batch", "deadline": 0.5})), "a", "b")
+    assert [o.reason for o in found] == [reason] * 2
+
+
+def test_a_reason_can_be_written_to_any_file():
+    (found,) = judged(rewards(("x", sample_rewards.unprintable, {})), "a")
+    assert found.reason.encode().startswith(b"the judge raised ValueError: half a pair: \\ud800")
+
+
 def test_a_completion_that_failed_is_no_part_of_its_group():
     given = group("a", "bb", "ccc")
     failed = given.completions[1]
@@ -183,7 +200,10 @@ def two(**second: Any) -> dict[str, Any]:
         (two(reward="length", wieght=2), "unknown setting 'task.rewards.1.wieght'; did you mean 'weight'"),
         (two(reward="format", options={"pattern": "("}), "no regular expression"),
         (two(reward="format", options={"pattern": "x", "tags": ["a"]}), "two ways to say the format"),
+        (two(reward="format", options={"tags": ["a", "a"]}), "each has a name of its own"),
         (two(reward="exact", options={"x": 1}), "the reward 'exact' takes no options"),
+        (two(reward="x:y", options={"by": {"api_key": "sk-1"}}), "options.by.api_key would be on the disk"),
+        (two(reward="exact", deadline=1e300), "less than or equal to 1000000"),
         (two(reward="exact", batch=True), "batch is about functions of your own"),
         (two(reward="exact", range=[1, 0]), "range goes from the least"),
         (two(reward="task") | {"reward": "exact"}, "task.reward and task.rewards are both set"),

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 
 from lagrpo.settings.section import Section
 
+LONGEST_DEADLINE = 1e6
+"""Seconds."""
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
 
 
@@ -27,7 +29,7 @@ class RewardSettings(Section):
     of the rewards."""
     batch: bool = False
     """The function takes the completions of a group at once: function(texts, golds, **options) -> list of numbers."""
-    deadline: float | None = Field(default=None, gt=0)
+    deadline: float | None = Field(default=None, gt=0, le=LONGEST_DEADLINE)
     """Seconds for a call; by default verifier.deadline."""
     options: dict[str, Any] = Field(default={})
     """What the built-in reward, or the function, takes further."""
