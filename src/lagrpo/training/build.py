@@ -91,6 +91,8 @@ def loading(model: ModelSettings) -> Iterator[None]:
         logging.set_verbosity_error()
         try:
             yield
+        except SettingsError:
+            raise
         except (OSError, ValueError) as error:
             here = Path(model.path).expanduser()
             looked = f"in {here}" if here.is_dir() else f"on the Hugging Face hub, as there is no directory {here} here"
