@@ -147,7 +147,8 @@ def test_sets_beside_an_environment_have_its_turns_their_own_or_one(model, tmp_p
     assert turns_of(run, "before.own") > 1
     assert turns_of(run, "before.guess") > 1
     assert turns_of(run, "before.vowels") == 1
-    longest = [max(r["tokens_mean"] for r in load_evaluation_records(*of)) for of in ((run, "before.own"), (plain, "before"))]
+    records = [load_evaluation_records(*of) for of in ((run, "before.own"), (plain, "before"))]
+    longest = [max(record["tokens_mean"] for record in each) for each in records]
     assert longest[0] <= 20 < longest[1]
     report = verify_run(run)
     assert report.differences == []

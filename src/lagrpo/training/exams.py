@@ -141,9 +141,7 @@ def concerning_set(name: str) -> Iterator[None]:
         raise SettingsError(f"evaluation.sets, {name!r}: {error}") from error
 
 
-def _exam(
-    settings: Settings, each: EvaluationSet | None, requests: Any, judged: Any, environment: str | None
-) -> Exam:
+def _exam(settings: Settings, each: EvaluationSet | None, requests: Any, judged: Any, environment: str | None) -> Exam:
     """The evaluation of a set, or the only one."""
     e, s = settings.evaluation, settings.sampling
     tau = (each.temperature if each is not None else None) or e.temperature or s.temperature
