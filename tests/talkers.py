@@ -143,6 +143,15 @@ def load_counting(settings: Any, seed: int) -> Any:
     return EpisodeTask("counting", rows, lambda row: (row, row), add, environment=Counting)
 
 
+def unresolved(x: Nowhere) -> int:  # pyright: ignore[reportUndefinedVariable]
+    """Fail.
+
+    Args:
+        x: Anything.
+    """
+    return x
+
+
 def undescribed(x):
     return x
 
