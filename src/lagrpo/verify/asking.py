@@ -54,8 +54,9 @@ async def _await_batch(values: Awaitable[Any], seconds: float) -> Any:
     """What a coroutine function returns for a group. Raises Unjudgeable where that takes longer."""
     import asyncio
 
+    limit = asyncio.timeout(seconds)
     try:
-        async with asyncio.timeout(seconds) as limit:
+        async with limit:
             return await values
     except TimeoutError:
         if limit.expired():
