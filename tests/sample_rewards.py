@@ -39,6 +39,19 @@ async def awaited_together(texts: Sequence[str], golds: Sequence[Any]) -> list[f
     return [float(text == gold) for text, gold in zip(texts, golds, strict=True)]
 
 
+async def awaited_for_an_hour(texts: Sequence[str], golds: Sequence[Any]) -> list[float]:
+    await asyncio.sleep(3600)
+    return [0.0] * len(texts)
+
+
+def keyed(texts: Sequence[str], golds: Sequence[Any]) -> dict[int, float]:
+    return dict.fromkeys(range(len(texts)), 1.0)
+
+
+def unprintable(text: str, gold: Any) -> float:
+    raise ValueError("half a pair: \ud800")
+
+
 def fragile(text: str, gold: Any) -> float:
     if text == "die":
         os._exit(3)

@@ -6,10 +6,11 @@ import os
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lagrpo.rng import uniforms
-from lagrpo.tasks.base import Final, Turn, Unjudgeable
+from lagrpo.tasks.base import EpisodeTask, Final, Turn, Unjudgeable
 
 
 class Counting:
@@ -59,6 +60,10 @@ class Wordy(Counting):
             return Final(float("nan"))
         if text == "nothing":
             return None
+        if text == "half":
+            return Final(0.5, "\ud800")
+        if text == "text":
+            return Turn("hello")  # type: ignore[arg-type]
         if text == "open":
             self.lock = threading.Lock()
         return super().reply(text)
@@ -105,6 +110,46 @@ def divide(x: float, y: float) -> float:
         y: The divisor.
     """
     return x / y
+
+
+def _also() -> Any:
+    def add(x: int, y: int) -> int:
+        """Add two numbers in another way.
+
+        Args:
+            x: The first.
+            y: The second.
+        """
+        return y + x
+
+    return add
+
+
+also_add, nameless = _also(), partial(add, 1)
+
+
+async def wait(x: int) -> int:
+    """Wait.
+
+    Args:
+        x: Anything.
+    """
+    return x
+
+
+def load_counting(settings: Any, seed: int) -> Any:
+    """A task with an environment."""
+    rows = {"train": ["a"], "test": ["b"]}
+    return EpisodeTask("counting", rows, lambda row: (row, row), add, environment=Counting)
+
+
+def unresolved(x: Nowhere) -> int:  # pyright: ignore[reportUndefinedVariable]
+    """Fail.
+
+    Args:
+        x: Anything.
+    """
+    return x
 
 
 def undescribed(x):

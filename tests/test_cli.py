@@ -49,6 +49,13 @@ def lagrpo(*words: object) -> tuple[int, str, str]:
     return int(str(code or 0)), out.getvalue(), err.getvalue()
 
 
+def test_signs_that_a_terminal_lacks_are_told_by_their_numbers(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", out := io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    main(["--help"])
+    out.flush()
+    assert b"VALUE \\u2026" in out.buffer.getvalue()
+
+
 # Training
 
 

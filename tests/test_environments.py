@@ -54,6 +54,7 @@ def test_an_episode_goes_through_the_workers(wordy):
         ("unjudgeable", "nobody knows"),
         ("nan", "the environment's reward is nan (float), not a finite number"),
         ("nothing", "the environment raised TypeError: reply returned None (NoneType), neither a Turn nor a Final"),
+        ("text", "the environment raised TypeError: its messages are 'hello'; a turn has a tuple"),
         ("open", "the environment raised TypeError: cannot pickle"),
     ],
 )
@@ -63,6 +64,11 @@ def test_what_goes_wrong_leaves_the_completion_unscored_with_the_reason(wordy, t
     assert kind == "unscored"
     assert said.startswith(reason)
     assert say(wordy, "b", state)[0] == "turn"  # the others go on
+
+
+def test_why_an_episode_ended_can_be_written_to_any_file(wordy):
+    _, (_, _, state) = say(wordy, "a")
+    assert say(wordy, "half", state) == ("final", (0.5, "\\ud800"))
 
 
 def test_an_environment_that_begins_otherwise_for_each_completion_is_told():

@@ -19,6 +19,7 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings
 from lagrpo.study.measures import Finished, measure
 from lagrpo.terminal.show import show
+from lagrpo.training.checks import check_settings
 from lagrpo.training.exams import EvaluationError
 from lagrpo.training.run import train
 from lagrpo.view.data import collect
@@ -195,6 +196,10 @@ def test_show_view_display_and_studies_know_the_sets(sets, model, tmp_path, caps
         ),
         ({"sets": [{"name": "a"}], "best": "pass_at_1"}, "write SET.METRIC with SET one of a"),
         ({"sets": [{"name": "a"}], "best": "a.pass_at_3"}, "there is no metric 'pass_at_3'; there are reward_mean"),
+        (
+            {"sets": [{"name": "a", "function": "x:y", "metrics": ["b_pass_at_1"]}, {"name": "a_b"}]},
+            "two of them would have the metric eval_a_b_pass_at_1",
+        ),
         ({"best": "own.pass_at_1"}, "write a metric alone"),
         ({"sampler": "vllm"}, "set sampling.sampler to 'vllm', too"),
     ],
@@ -202,6 +207,21 @@ def test_show_view_display_and_studies_know_the_sets(sets, model, tmp_path, caps
 def test_sets_that_cannot_be_are_refused(evaluation, message):
     with pytest.raises(SettingsError, match=message):
         load_settings({"evaluation": evaluation})
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        ({"best": "reward_nope_mean"}, "no metric 'reward_nope_mean'; there are reward_mean, reward_a_mean"),
+        ({"best": "b.reward_a_mean", "sets": [{"name": "b", "task": {"name": "countdown"}}]}, "there are reward_mean$"),
+        ({"best": "pass_at_1", "before_and_after": False}, "is never found: set every, or before_and_after"),
+    ],
+)
+def test_a_best_that_cannot_be_found_is_refused(evaluation, message):
+    task = {"rewards": [{"name": "a", "reward": "task"}]}
+    check_settings(load_settings({"task": task, "evaluation": {"best": "reward_a_mean"}}))
+    with pytest.raises(SettingsError, match=message):
+        check_settings(load_settings({"task": task, "evaluation": evaluation}))
 
 
 @pytest.mark.parametrize(

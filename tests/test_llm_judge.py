@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
 import time
@@ -223,6 +224,10 @@ def test_a_group_is_judged_side_by_side_and_failures_are_unscored_with_their_rea
         ({"url": "http://x/v1", "model": "m", "prompt": "{gold}"}, "does not have {completion}"),
         ({"url": "http://x/v1", "model": "m", "score": "("}, "no regular expression"),
         ({"url": "http://x/v1", "model": "m", "scale": [1, 1]}, "scale goes from"),
+        ({"url": "http://x/v1", "model": "m", "scale": [0, math.inf]}, "are finite numbers"),
+        ({"url": "http://x/v1#token=planted", "model": "m"}, "a query or a fragment"),
+        ({"url": "http://x/v1\n", "model": "m"}, "has white space in it"),
+        ({"url": "http://x/v1", "model": "m", "body": {"api_key": "planted"}}, "options.body.api_key would be on the"),
         ({"url": "http://x/v1", "model": "m", "api_key_env": "JUDGE"}, "has KEY, TOKEN or SECRET as a word"),
         ({"url": "http://x/v1", "model": "m", "retrys": 2}, "Did you mean 'retries'"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from running import tiny_settings
+from safetensors.torch import load_file, save_file
 from test_learner import assembled, generate_groups, judge_groups, learner
 from test_sharded import five_updates, same
 from tiny import computed_by, save_tiny, tiny_model, tiny_policy
@@ -22,6 +24,7 @@ from lagrpo.objective.recipes import resolve
 from lagrpo.policy.adapter_files import CONFIG, WEIGHTS, Lora, read_weights
 from lagrpo.policy.loading import load_policy
 from lagrpo.policy.lora import attach, count_parameters
+from lagrpo.policy.merging import merge_adapter
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import replica
 from lagrpo.policy.spans import Merged
@@ -289,11 +292,12 @@ def test_a_run_of_adapters_is_replayed(whole):
 
 @pytest.mark.usefixtures("shared_templates")
 def test_merged_weights_are_a_model(model, tmp_path):
-    settings = lora_settings(model, tmp_path, model={"lora": {"r": 2, "merge": True}})
-    result = train(settings)
-    assert result.weights is not None
-    assert (result.weights / "model.safetensors").exists()
-    assert not (result.weights / CONFIG).exists()
+    merge = {"lora": {"r": 2, "merge": True}}
+    result = train(lora_settings(model, tmp_path, model=merge, evaluation={"best": "reward_mean"}))
+    for weights in (result.weights, result.run / "weights" / "best"):
+        assert weights is not None
+        assert (weights / "model.safetensors").exists()
+        assert not (weights / CONFIG).exists()
 
 
 @pytest.mark.parametrize(
@@ -302,6 +306,8 @@ def test_merged_weights_are_a_model(model, tmp_path):
         ({"model": {"lora": {"r": 4, "dropout": 0.1}}}, "the learner would compute another policy"),
         ({"model": {"lora": {"alpha": 4.0}}}, "set model.lora.r"),
         ({"model": {"lora": {"r": -1}}}, "greater than or equal to 0"),
+        ({"model": {"lora": {"r": 4, "alpha": 1e300}}}, "less than or equal to 1000000"),
+        ({"model": {"lora": {"r": 4, "targets": ["lm_head"]}}}, "^model.lora: targets: 'lm_head' is no linear layer"),
         ({"model": {"lora": {"rank": 4}}}, "unknown setting 'model.lora.rank'"),
         ({"model": {"lora": 4}}, "model.lora is a section, not a setting: set model.lora.r"),
     ],
@@ -314,6 +320,25 @@ def test_settings_that_cannot_be_are_refused(model, tmp_path, sections, said):
 def test_an_adapter_is_no_model_to_begin_with(whole, tmp_path):
     with pytest.raises(SettingsError, match=r"is an adapter, and a run begins with a whole model: lagrpo merge"):
         train(tiny_settings(whole.weights, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "number", "said"),
+    [
+        ({}, math.nan, "lora_A has 1 of .* numbers that are not finite in bfloat16"),
+        ({"base_model_name_or_path": "/nowhere"}, 0.0, "/nowhere, the model of the adapter .*, cannot be loaded"),
+        ({"target_modules": None}, 0.0, "target_modules is None: lagrpo reads plain LoRA alone"),
+    ],
+)
+def test_a_damaged_adapter_is_refused(whole, tmp_path, config, number, said):
+    folder = shutil.copytree(whole.weights, tmp_path / "adapter")
+    file, weights = folder / CONFIG, load_file(folder / WEIGHTS)
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | config))
+    next(tensor for name, tensor in weights.items() if "lora_A" in name).view(-1)[0] = number
+    save_file(weights, folder / WEIGHTS)
+    with pytest.raises(ValueError, match=said):
+        merge_adapter(folder, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 def test_servers_evaluate_no_adapter(whole, capsys, monkeypatch):

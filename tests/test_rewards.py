@@ -92,7 +92,8 @@ def test_one_reward_that_cannot_score_leaves_the_completion_unscored():
     found = both.combine([Outcome.scored(1.0), Outcome.unscored("no verdict within 5 s")])
     assert found == Outcome("unscored", None, "no verdict within 5 s (reward 'b')", {"a": 1.0, "b": None})
     endless = rewards(("a", judge, {"weight": 1e308}), ("b", judge, {"weight": 1e308}))
-    assert endless.combine([Outcome.scored(9.0), Outcome.scored(9.0)]).kind == "unscored"
+    for values in ((9.0, 9.0), (1.0, 1.0), (9.0, -9.0)):  # infinite, beyond the largest number, and neither
+        assert endless.combine([Outcome.scored(value) for value in values]).kind == "unscored"
 
 
 # Who asks them
@@ -156,6 +157,23 @@ def test_a_batch_reward_that_returns_too_few_values_scores_none():
     assert first.reason == second.reason == "the judge returned 1 values for 2 completions (reward 'few')"
 
 
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (sample_rewards.keyed, "the judge returned a dict, not a list of numbers (reward 'x')"),
+        (sample_rewards.awaited_for_an_hour, "no verdict within 0.5 s (reward 'x')"),
+    ],
+)
+def test_what_is_no_list_or_comes_too_late_scores_none(function, reason):
+    found = judged(rewards(("x", function, {"takes": "batch", "deadline": 0.5})), "a", "b")
+    assert [o.reason for o in found] == [reason] * 2
+
+
+def test_a_reason_can_be_written_to_any_file():
+    (found,) = judged(rewards(("x", sample_rewards.unprintable, {})), "a")
+    assert found.reason.encode().startswith(b"the judge raised ValueError: half a pair: \\ud800")
+
+
 def test_a_completion_that_failed_is_no_part_of_its_group():
     given = group("a", "bb", "ccc")
     failed = given.completions[1]
@@ -182,12 +200,17 @@ def two(**second: Any) -> dict[str, Any]:
         (two(reward="length", wieght=2), "unknown setting 'task.rewards.1.wieght'; did you mean 'weight'"),
         (two(reward="format", options={"pattern": "("}), "no regular expression"),
         (two(reward="format", options={"pattern": "x", "tags": ["a"]}), "two ways to say the format"),
+        (two(reward="format", options={"tags": ["a", "a"]}), "each has a name of its own"),
         (two(reward="exact", options={"x": 1}), "the reward 'exact' takes no options"),
+        (two(reward="x:y", options={"by": {"api_key": "sk-1"}}), "options.by.api_key would be on the disk"),
+        (two(reward="exact", deadline=1e300), "less than or equal to 1000000"),
         (two(reward="exact", batch=True), "batch is about functions of your own"),
         (two(reward="exact", range=[1, 0]), "range goes from the least"),
         (two(reward="task") | {"reward": "exact"}, "task.reward and task.rewards are both set"),
         (two(reward="exact") | {"name": "custom"}, "'custom' has no judge of its own"),
         ({"rewards": [{"name": "a b", "reward": "task"}]}, "a name has letters, digits and _"),
+        ({"rewards": [{"name": "mean", "reward": "task"}]}, "reward_mean is the mean of the weighted sum"),
+        (two(reward="exact", weight=1e200, range=[0, 1e200]), "reward_range.* finite"),
         ({"rewards": [{"name": "a", "reward": "task", "weight": 0}]}, "all weights are 0"),
         ({"rewards": [{"name": "a", "reward": "task"}] * 2}, "the name 'a' is there twice"),
         ({"reward": "length"}, "'length' can be an entry of task.rewards"),

@@ -132,7 +132,7 @@ def test_short_values_of_the_environment_stand_in_any_text():
 
 
 def test_the_examples():
-    assert doctest.testmod(redaction) == doctest.TestResults(failed=0, attempted=2)
+    assert doctest.testmod(redaction) == doctest.TestResults(failed=0, attempted=3)
 
 
 LONG = 1_000_000

@@ -19,6 +19,7 @@ import lagrpo
 from lagrpo.errors import SettingsError
 from lagrpo.replay import verify_run
 from lagrpo.runs import load_metrics, load_rollouts
+from lagrpo.runs.reading import load_evaluation_records
 from lagrpo.terminal.show import show
 
 
@@ -123,12 +124,73 @@ def test_a_task_with_an_environment_of_its_own(model, tmp_path):
     assert any("My number is " in turn or "That is no number" in turn for row in rows for turn in row["turns"])
 
 
+GUESSING = {"name": "guess_number", "largest": 9}
+SETS: list[dict[str, Any]] = [
+    {"name": "own", "max_tokens": 20},
+    {"name": "vowels", "task": {"name": "sample_task:load_vowels"}},
+    {"name": "guess", "task": GUESSING},
+    {"name": "survey", "function": "sample_rewards:survey", "metrics": ["length"]},
+]
+
+
+def turns_of(run: Path, name: str) -> float:
+    return max(record["turns_mean"] for record in load_evaluation_records(run, name))
+
+
+def test_sets_beside_an_environment_have_its_turns_their_own_or_one(model, tmp_path):
+    wide = {"max_tokens": 40, "max_prompt_tokens": 100}
+    given = {"sampling": wide, "evaluation": {"before_and_after": True}}
+    plain = lagrpo.train(settings(model, tmp_path / "plain", **given)).run
+    given["evaluation"] = {"before_and_after": True, "sets": SETS}
+    run = lagrpo.train(settings(model, tmp_path / "sets", **given)).run
+    assert load_rollouts(run) == load_rollouts(plain)
+    assert turns_of(run, "before.own") > 1
+    assert turns_of(run, "before.guess") > 1
+    assert turns_of(run, "before.vowels") == 1
+    records = [load_evaluation_records(*of) for of in ((run, "before.own"), (plain, "before"))]
+    longest = [max(record["tokens_mean"] for record in each) for each in records]
+    assert longest[0] <= 20 < longest[1]
+    report = verify_run(run)
+    assert report.differences == []
+    assert {"evaluation before.vowels"} == {check.name for check in report.checks if "before" in check.name}
+    assert leftovers(tmp_path) == []
+
+
+def test_a_set_of_several_turns_beside_a_task_of_one(model, tmp_path):
+    given = settings(model, tmp_path, sampling={"max_prompt_tokens": 100}, schedule={"batches": 1})
+    del given["environment"]
+    given["evaluation"] = {"sets": [{"name": "own"}, {"name": "guess", "task": GUESSING}]}
+    run = lagrpo.train(given).run
+    assert [turns_of(run, f"before.{name}") > 1 for name in ("own", "guess")] == [False, True]
+    assert verify_run(run).differences == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"task": {"name": "guess_number"}, "environment": {"tools": ["calculator"]}}, "leave out environment.tools"),
+        ({"evaluation": {"sets": [{"name": "a", "task": {"name": "guess_number", "rewards": [{"name": "x", "reward":
+          "task"}]}}]}}, "sets, 'a': .*leave out task.rewards"),
+        ({"task": {"name": "talkers:load_counting", "rewards": [{"name": "x", "reward": "task"}]}, "environment": {}},
+         "the environment of the task 'talkers:load_counting' gives the rewards"),
+    ],
+)  # fmt: skip
+def test_environments_and_tasks_that_do_not_go_together_are_refused(model, tmp_path, sections, message):
+    with pytest.raises(SettingsError, match=message):
+        lagrpo.train(settings(model, tmp_path) | sections)
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
+        ({"name": "talkers:Counting", "tools": ["calculator"]}, "are two environments: set one of them"),
+        ({"tools": ["talkers:add", "talkers:also_add"]}, "are both called 'add': rename one of them"),
+        ({"tools": ["talkers:nameless"]}, "tool 'talkers:nameless' has no name of its own"),
+        ({"tools": ["talkers:wait"]}, "tool 'talkers:wait' is a coroutine function"),
         ({"name": "calculator"}, "not of the form 'package.module:function'"),
         ({"name": "talkers:Countin"}, "has no attribute 'Countin'. Did you mean 'Counting'?"),
         ({"tools": ["calculater"]}, "there is no tool 'calculater'; there are calculator.* Did you mean 'calculator'?"),
+        ({"tools": ["talkers:unresolved"]}, "tool 'unresolved' does not say how it is called: name 'Nowhere'"),
         ({"tools": ["talkers:undescribed"]}, "tool 'undescribed' does not say how it is called"),
         ({"max_turns": 0}, "greater than or equal to 1"),
         (
@@ -154,8 +216,9 @@ def test_a_chat_template_that_cannot_take_turns_is_refused(tmp_path):
 
 
 def test_several_ranks_make_the_run_of_one(model, tmp_path):
-    """Each rank has environments of its own; evaluations talk to them, too."""
-    given = {"evaluation": {"before_and_after": True}, "distributed": QUICK}
+    """Each rank has environments of its own; evaluations talk to them, too, and sets to their own."""
+    sets = {"before_and_after": True, "sets": [{"name": "own"}, SETS[2]]}
+    given = {"evaluation": sets, "distributed": QUICK, "sampling": {"max_tokens": 40, "max_prompt_tokens": 100}}
     alone = lagrpo.train(settings(model, tmp_path / "one", **given)).run
     first, second = together(2, settings(model, tmp_path / "two", **given))
     assert first == second
@@ -163,3 +226,6 @@ def test_several_ranks_make_the_run_of_one(model, tmp_path):
     of_run, of_one = ([[row[name] for name in compared] for row in load_rollouts(run)] for run in (first.run, alone))
     assert of_run == of_one
     assert max(len(turns) for _, _, turns, *_ in of_run) > 2
+    for name in ("before.own", "before.guess"):
+        found, expected = (load_evaluation_records(run, name) for run in (first.run, alone))
+        assert [record["completions"] for record in found] == [record["completions"] for record in expected]

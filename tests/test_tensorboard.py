@@ -87,3 +87,12 @@ def test_a_completion_cannot_break_the_table(tmp_path):
     writer.completions(1, [{"text": "a|b\\\nc\r", "reward": None}])
     (value,) = shown
     assert value.tensor.string_val[0].decode().splitlines()[2] == "| a\\|b\\\\<br>c␍ |  |"
+
+
+def test_each_set_of_evaluations_has_charts_of_its_own(begin):
+    sets = [{"name": "own"}, {"name": "vowels", "task": {"name": "sample_task:load_vowels"}}]
+    run = begin(evaluation={"sets": sets})
+    for name in ("own", "vowels"):
+        expected = [(e["batch"], pytest.approx(e["reward_mean"])) for e in load_evaluations(run) if e["set"] == name]
+        assert scalars(run, f"evaluation/{name}.reward_mean") == expected
+    assert "evaluation/reward_mean" not in events(run).Tags()["scalars"]

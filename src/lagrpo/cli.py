@@ -49,6 +49,7 @@ from lagrpo.settings.toml import load_settings, to_toml, validate
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The `lagrpo` command."""
+    logs.print_any_sign()
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name == "help" and rest:
         name, *rest = [*rest, "--help"]

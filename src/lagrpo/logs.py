@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 
 from lagrpo.redaction import redact
 
@@ -36,6 +37,13 @@ def print_records() -> None:
     """From now on, print every record from INFO upwards to standard error, as a line."""
     logger.addHandler(_lines)
     logger.setLevel(logging.INFO)
+
+
+def print_any_sign() -> None:
+    """From now on, what the encoding of standard output or error lacks (✓ in ASCII) is printed as its number."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 @contextmanager

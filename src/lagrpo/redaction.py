@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 HIDDEN = "***"
 WORDS = {"key", "apikey", "token", "secret", "password", "passwd", "credential", "credentials"}
@@ -33,6 +34,23 @@ def find_secret_option(words: Iterable[str]) -> str | None:
     """The first option on a command line whose value is a secret."""
     names = (word.partition("=")[0] for word in words if word.startswith("--"))
     return next(filter(is_secret, names), None)
+
+
+def find_secret(table: Any, prefix: str = "") -> str | None:
+    """The name of the first text in a table, or the tables in it, that is a secret by its name; that of an environment
+    variable is none.
+
+    >>> find_secret({"url": "x", "body": {"api_key": "sk-1", "max_tokens": 3}}), find_secret({"api_key_env": "KEY"})
+    ('body.api_key', None)
+    """
+    if isinstance(table, list | tuple):
+        return next(filter(None, (find_secret(part, prefix) for part in table)), None)
+    for name, value in table.items() if isinstance(table, Mapping) else ():
+        if isinstance(value, str) and is_secret(str(name)) and not str(name).endswith("_env"):
+            return f"{prefix}{name}"
+        if found := find_secret(value, f"{prefix}{name}."):
+            return found
+    return None
 
 
 def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:

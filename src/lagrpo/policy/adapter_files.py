@@ -95,6 +95,10 @@ def read_config(directory: Path) -> tuple[Lora, str]:
         "modules_to_save": getattr(config, "modules_to_save", None),
         "rank_pattern": getattr(config, "rank_pattern", None),
         "alpha_pattern": getattr(config, "alpha_pattern", None),
+        "layer_replication": getattr(config, "layer_replication", None),
+        "alora_invocation_tokens": getattr(config, "alora_invocation_tokens", None),
+        "use_qalora": getattr(config, "use_qalora", False),
+        "target_modules": not config.target_modules,
     }
     if odd := [name for name, differs in unlike.items() if differs]:
         raise ValueError(

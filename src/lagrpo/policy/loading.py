@@ -3,15 +3,17 @@ check on a small input that it computes what transformers computes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lagrpo.backends import attention
 from lagrpo.backends.backend import Backend
 from lagrpo.backends.choose import Choice
+from lagrpo.errors import refusing
 from lagrpo.policy.adapter_files import Lora, is_adapter, read_config, read_weights
 from lagrpo.policy.chat import Templates
 from lagrpo.policy.checkpoint import match_weights, model_class, read_headers, read_tokenizer
@@ -61,26 +63,31 @@ def load_model(
     attention.register()
     weights = None
     if is_adapter(path):
-        weights = read_weights(Path(path))
-        lora, path = read_config(Path(path))
-    tokenizer = check_files(path)
+        weights = read_weights(adapter := Path(path))
+        check_finite(weights)
+        lora, path = read_config(adapter)
+        with blaming(f"{path}, the model of the adapter {adapter}, cannot be loaded"):
+            tokenizer = check_files(path)
+    else:
+        tokenizer = check_files(path)
     with blaming("transformers cannot load it"):
         lm: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention.NAME, **LOADING)
-    check_finite(lm)
+    check_finite(dict(lm.named_parameters()))
     lm.to(device)
     for module in lm.modules():  # no randomness inside the policy: sampler and learner are one function of the weights
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     if lora is not None:
-        attach(lm, lora)
+        with refusing("model.lora"):
+            attach(lm, lora)
     if weights is not None:
         weights_of(lm).load(weights, 0)
     return lm, tokenizer
 
 
-def check_finite(model: nn.Module) -> None:
+def check_finite(weights: Mapping[str, Tensor]) -> None:
     """Raise ValueError for a weight that has no finite value in the dtype that it was loaded in."""
-    for name, weight in model.named_parameters():
+    for name, weight in weights.items():
         if count := int((~weight.isfinite()).sum()):
             dtype = str(weight.dtype).removeprefix("torch.")
             raise ValueError(f"{name} has {count} of {weight.numel()} numbers that are not finite in {dtype}")

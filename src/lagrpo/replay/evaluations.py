@@ -16,12 +16,14 @@ from lagrpo.replay.verdicts import ASKED, Judging, Tasks, compare, judging_again
 from lagrpo.runs.rollouts import reward_columns
 from lagrpo.settings.evaluation import EvaluationSet
 from lagrpo.tasks import Task, load_task, order_prompts
+from lagrpo.tasks.base import TaskWithEnvironment
 from lagrpo.tasks.rewards import Answer
 from lagrpo.types import Outcome
 
 EXACT = 1e-12  # relative: means of float64
 FREE = ("every", "before_and_after", "sampler", "best", "best_is")
 """Settings of evaluations on which no result depends."""
+TURNS = "completions had several turns, which are recorded as one text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,7 @@ def check(source: Source, tasks: Tasks, task: Task, judges: Judging, report: Rep
         if tasks(batch) is not task:
             continue
         era = source.at(batch)
-        if environment_of(era, task) is not None:
-            report.skip("evaluations", "completions had several turns, which are recorded as one text")
-        elif asked(era) != asked(source.at(batch + 1)):
+        if asked(era) != asked(source.at(batch + 1)):
             why = "the settings were changed after their batch: they were made before that or after it"
             report.skip("evaluations", why)
         else:
@@ -65,16 +65,17 @@ def check_one(source: Source, task: Task, judges: Judging, summary: dict[str, An
         return report.skip(
             "evaluations", "a function of the user's own made them, or a set that is not in the settings"
         )
-    if one is None:
-        exam = Asked(task, e.prompts, e.samples, own.reward_range[1])
-        return check_evaluation(source, exam, judges, summary, report)
-    counts = one.prompts or e.prompts, one.samples or e.samples
-    if one.task is None:
+    counts = (one and one.prompts) or e.prompts, (one and one.samples) or e.samples
+    if one is None or one.task is None:
+        if environment_of(source, task) is not None:
+            return report.skip("evaluations", TURNS)
         return check_evaluation(source, Asked(task, *counts, own.reward_range[1]), judges, summary, report)
     try:
         other = load_task(one.task, source.settings.run.seed)
     except (ValueError, TypeError, ImportError, OSError) as error:
         return report.skip("evaluations", f"the task of the set {one.name} cannot be loaded: {error}")
+    if isinstance(other, TaskWithEnvironment):
+        return report.skip("evaluations", TURNS)
     with judging_again(source, other.judge) as own_judges:
         exam = Asked(other, *counts, one.task.reward_range[1])
         check_evaluation(source, exam, own_judges, summary, report)

@@ -110,7 +110,7 @@ def evaluated(source: Source, batch: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for one in source.settings.evaluation.sets if source.settings.evaluation.takes_place else ():
         made = [e for e in source.evaluations if e.get("set") == one.name and (e.get("batch") or 0) == batch - 1]
-        for name in one.metrics or ("pass_at_1", "reward_mean"):
+        for name in one.columns:
             found[f"eval_{one.name}_{name}"] = made[0].get(name) if made else None
     return found
 

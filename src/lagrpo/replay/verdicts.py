@@ -12,7 +12,7 @@ import torch
 from lagrpo.replay.findings import Check
 from lagrpo.replay.source import Source
 from lagrpo.tasks import Task
-from lagrpo.tasks.rewards import Answer, Reward, Rewards
+from lagrpo.tasks.rewards import Answer, Reward, Rewards, sum_up
 from lagrpo.types import Completion, Group, Outcome, Prompt
 from lagrpo.verify import Verifier
 
@@ -72,7 +72,7 @@ def compare(found: Check, file: str, place: str, recorded: Outcome, verdict: Out
         _compare(found, file, place, f"reward_{name}", one, other)
     values = [value for value in (recorded.parts.get(reward.name) for reward in rewards) if value is not None]
     known = len(values) == len(rewards)
-    total = math.fsum(reward.weight * value for reward, value in zip(rewards, values, strict=True)) if known else None
+    total = sum_up([reward.weight * value for reward, value in zip(rewards, values, strict=True)]) if known else None
     total = total if total is not None and math.isfinite(total) else None
     found.near(file, place, "reward", recorded.reward, total, 0.0)
     found.equal(file, place, "right", recorded.right, _call_right(rewards, values) if total is not None else None)

@@ -38,6 +38,8 @@ class Manner:
     tau: float
     max_tokens: int
     """Longest completion."""
+    environment: str | None = None
+    """Name of the environments that completions talk to; None: completions have one turn."""
 
 
 class Sampler(Protocol):

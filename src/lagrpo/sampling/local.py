@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ class LocalSampler:
     """Sampler over a policy of its own (a copy of the one that learns): at most `max_num_seqs` completions at a time,
     each of at most `max_tokens` tokens, at temperature `tau` (the policy's unless given). `purpose` is part of the
     address of every random number, so that an evaluation does not repeat the random numbers of training. `episodes`
-    is set where completions talk to an environment."""
+    is set where completions talk to an environment; `known` has those that an evaluation can name."""
 
     servers = ("the in-process sampler",)
     spans = False
@@ -100,6 +100,8 @@ class LocalSampler:
         self.seed, self.max_tokens, self.max_num_seqs, self.purpose = seed, max_tokens, max_num_seqs, purpose
         self.tau = policy.tau if tau is None else tau
         self.episodes: Episodes | None = None
+        self.known: Mapping[str, Episodes] = {}
+        self._environment: str | None = None
         self.stopped: Callable[[], bool] = lambda: False
         """whether nobody wants the rest of what is being sampled"""
         self._under_way = 0
@@ -109,11 +111,16 @@ class LocalSampler:
 
     @property
     def manner(self) -> Manner:
-        return Manner(self.purpose, self.tau, self.max_tokens)
+        return Manner(self.purpose, self.tau, self.max_tokens, self._environment)
 
     def adopt(self, manner: Manner) -> None:
         """Sample so from now on. Only while nothing is being sampled."""
         self.purpose, self.tau, self.max_tokens = manner.purpose, manner.tau, manner.max_tokens
+        self._environment, found = manner.environment, None
+        if manner.environment is not None:
+            found = self.known[manner.environment]
+            found = replace(found, limits=replace(found.limits, sampled=manner.max_tokens))
+        self.episodes = found
 
     @property
     def version(self) -> int:

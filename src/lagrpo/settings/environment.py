@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from lagrpo.settings.section import Section
 
@@ -25,3 +25,9 @@ class EnvironmentSettings(Section):
         if name is not None and ":" not in name:
             raise ValueError(f"{name!r} is not of the form 'package.module:function'; built-in ones belong to tasks")
         return name
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> EnvironmentSettings:
+        if self.name is not None and self.tools:
+            raise ValueError(f"name = {self.name!r} and tools are two environments: set one of them")
+        return self

@@ -14,6 +14,8 @@ from lagrpo.settings.task import TaskSettings
 
 OURS = {"name", "batch", "version", "set", "metrics", "reward_range"}
 """What the file of an evaluation says beside its results."""
+OF_A_SET = ("pass_at_1", "reward_mean")
+"""What metrics.jsonl has of a set whose completions are judged."""
 
 
 class EvaluationSet(Section):
@@ -50,6 +52,11 @@ class EvaluationSet(Section):
             raise ValueError(f"set {self.name!r}: a function asks what it likes; task and prompts are not for it")
         return self
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What is in metrics.jsonl of it."""
+        return self.metrics or OF_A_SET
+
 
 class EvaluationSettings(Section):
     before_and_after: bool = True
@@ -78,6 +85,9 @@ class EvaluationSettings(Section):
         names = [each.name for each in self.sets]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"sets: the name {twice[0]!r} is there twice")
+        columns = [f"{each.name}_{metric}" for each in self.sets for metric in each.columns]
+        if twice := [column for column in columns if columns.count(column) > 1]:
+            raise ValueError(f"sets: two of them would have the metric eval_{twice[0]}: call one of them otherwise")
         if self.best is None:
             return self
         of, dot, metric = self.best.rpartition(".")

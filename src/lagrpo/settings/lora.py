@@ -10,7 +10,7 @@ from lagrpo.settings.section import Section
 class LoraSettings(Section):
     r: int = Field(default=0, ge=0, le=512)
     """Rank of the adapters (LoRA) that are trained in place of the model's own weights; 0: full training."""
-    alpha: float = Field(default=32.0, gt=0)
+    alpha: float = Field(default=32.0, gt=0, le=1e6)
     """The adapters' product counts alpha / r times."""
     dropout: float = Field(default=0.0, ge=0)
     """There is none: sampler and learner must be one policy."""

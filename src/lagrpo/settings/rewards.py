@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 
 from lagrpo.settings.section import Section
 
+LONGEST_DEADLINE = 1e6
+"""Seconds."""
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
 
 
@@ -27,7 +29,7 @@ class RewardSettings(Section):
     of the rewards."""
     batch: bool = False
     """The function takes the completions of a group at once: function(texts, golds, **options) -> list of numbers."""
-    deadline: float | None = Field(default=None, gt=0)
+    deadline: float | None = Field(default=None, gt=0, le=LONGEST_DEADLINE)
     """Seconds for a call; by default verifier.deadline."""
     options: dict[str, Any] = Field(default={})
     """What the built-in reward, or the function, takes further."""
@@ -36,6 +38,8 @@ class RewardSettings(Section):
     def _check(self) -> RewardSettings:
         if not NAME.fullmatch(self.name):
             raise ValueError(f"name = {self.name!r}: a name has letters, digits and _, and begins with a letter")
+        if self.name == "mean":  # evaluations have a column reward_mean
+            raise ValueError("name = 'mean': reward_mean is the mean of the weighted sum; call the reward otherwise")
         if not self.range[0] < self.range[1]:
             raise ValueError(f"range goes from the least to the greatest value, not {self.range}")
         return self

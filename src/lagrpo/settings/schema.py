@@ -16,6 +16,7 @@ from lagrpo.settings.distributed import DistributedSettings
 from lagrpo.settings.environment import EnvironmentSettings
 from lagrpo.settings.evaluation import EvaluationSettings
 from lagrpo.settings.lora import LoraSettings
+from lagrpo.settings.rewards import LONGEST_DEADLINE
 from lagrpo.settings.section import ONE_OR_MORE, Section
 from lagrpo.settings.task import TaskSettings, unset
 from lagrpo.settings.vllm import VllmSettings
@@ -214,7 +215,7 @@ class OptimizerSettings(Section):
 class VerifierSettings(Section):
     workers: int = Field(default=1, ge=1)
     """Processes that judge completions."""
-    deadline: float = Field(default=5.0, gt=0)
+    deadline: float = Field(default=5.0, gt=0, le=LONGEST_DEADLINE)
     """Seconds for each verdict; then the completion is unscored and the worker replaced."""
     memory: float = Field(default=4.0, ge=0.125)
     """GiB that a worker may take with everything that it starts; past it the completion is unscored and the worker

@@ -20,6 +20,7 @@ from lagrpo.tasks.base import (
     RowTask,
     Task,
     TaskSettings,
+    TaskWithEnvironment,
     Unjudgeable,
     build_messages,
     order_prompts,
@@ -166,4 +167,8 @@ def load_task(settings: TaskSettings, seed: int) -> Task:
     task = load_function(name)(settings, seed)
     if not isinstance(task, Task):
         raise TypeError(f"task.name: {name!r} returned a {type(task).__name__}, which {NO_TASK}")
-    return Rejudged(task, load_rewards(settings, task.judge)) if settings.rewards else task
+    if not settings.rewards:
+        return task
+    if isinstance(task, TaskWithEnvironment):
+        raise ValueError(f"task.rewards: the environment of the task {name!r} gives the rewards: leave them out")
+    return Rejudged(task, load_rewards(settings, task.judge))

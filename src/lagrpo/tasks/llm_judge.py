@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import random
 import re
@@ -81,6 +82,8 @@ class LlmJudge:
             raise ValueError(f"prompt has {{{unknown[0]}}}; there are {', '.join(f'{{{name}}}' for name in _KNOWN)}")
         if "completion" not in places:
             raise ValueError("prompt does not have {completion}: the judge would not see what it grades")
+        if not all(map(math.isfinite, (*self.scale, self.temperature))):
+            raise ValueError(f"scale = {self.scale} and temperature = {self.temperature} are finite numbers")
         if not self.scale[0] < self.scale[1]:
             raise ValueError(f"scale goes from the least to the greatest score, not {self.scale}")
         if self.retries < 0 or self.max_tokens < 1 or self.temperature < 0:
@@ -177,10 +180,12 @@ def shown(answer: Answer) -> str:
 def check_url(url: str) -> None:
     """Raise ValueError for a URL that is none, or has a secret in it."""
     parts = urlsplit(url)
-    if "@" in parts.netloc or parts.query:
+    if not url.isprintable() or " " in url:
+        raise ValueError(f"url = {url!r} has white space in it")
+    if "@" in parts.netloc or parts.query or parts.fragment:
         raise ValueError(
-            f"url = {url!r} has a user, a password or a query, which would be on the disk; an API key goes into the "
-            "environment variable that api_key_env names"
+            f"url = {url!r} has a user, a password, a query or a fragment, which would be on the disk; an API key goes "
+            "into the environment variable that api_key_env names"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"url = {url!r} is no URL; write http://host:port/v1")

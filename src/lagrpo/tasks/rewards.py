@@ -96,8 +96,8 @@ class Rewards:
         return Outcome("scored", total, parts=parts, right=self.call_right(values))
 
     def total(self, values: Sequence[float]) -> float:
-        """The weighted sum of the values, in the order of the rewards."""
-        return math.fsum(reward.weight * value for reward, value in zip(self.of, values, strict=True))
+        """The weighted sum of the values, in the order of the rewards; NaN or infinite where it is no number."""
+        return sum_up([reward.weight * value for reward, value in zip(self.of, values, strict=True)])
 
     def call_right(self, values: Sequence[float]) -> bool:
         """Whether every reward that decides has its greatest value: the first where none says that it does."""
@@ -114,7 +114,19 @@ def sum_ranges(parts: Sequence[tuple[float, Range]]) -> Range:
     (-1.0, 1.0)
     """
     ends = [sorted((weight * low, weight * high)) for weight, (low, high) in parts]
-    return math.fsum(low for low, _ in ends), math.fsum(high for _, high in ends)
+    return sum_up([low for low, _ in ends]), sum_up([high for _, high in ends])
+
+
+def sum_up(numbers: Sequence[float]) -> float:
+    """The sum, rounded once; NaN where it passes the largest number, or infinities of both signs meet.
+
+    >>> sum_up([0.1] * 10), sum_up([1e308, 1e308])
+    (1.0, nan)
+    """
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):
+        return math.nan
 
 
 def reward_names(judge: object) -> tuple[str, ...]:

@@ -52,6 +52,8 @@ class Format:
             raise ValueError("pattern and tags are two ways to say the format: set one of them")
         if self.pattern is None and not self.tags:
             raise ValueError("tags is empty: name at least one, or set pattern")
+        if "" in self.tags or len(set(self.tags)) < len(self.tags):
+            raise ValueError(f"tags = {list(self.tags)}: each has a name of its own, as each stands there once")
         try:
             re.compile(self.pattern or "")
         except re.error as error:

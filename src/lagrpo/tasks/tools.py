@@ -164,7 +164,7 @@ def describe(function: Callable[..., Any], name: str) -> dict[str, Any]:
 
     try:
         return json.loads(json.dumps(get_json_schema(function)))
-    except (DocstringParsingException, TypeHintParsingException) as error:
+    except (DocstringParsingException, TypeHintParsingException, NameError) as error:
         raise ValueError(
             f"tool {name!r} does not say how it is called: {error}. Give every parameter a type, and a line under "
             "'Args:' in the docstring"

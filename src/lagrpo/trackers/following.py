@@ -93,7 +93,8 @@ class Follower:
             self.standing.evaluations.add(moment(summary["name"], batch))
             self.standing.write()
 
-        values = {f"evaluation/{name}": n for name, n in numbers(summary).items() if name != "batch"}
+        place = f"evaluation/{summary['set']}." if summary.get("set") else "evaluation/"
+        values = {f"{place}{name}": n for name, n in numbers(summary).items() if name != "batch"}
         return Point(batch, begin, lambda: self.tracker.numbers(batch, values))
 
     def _send_completions(self, batch: int) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -42,7 +44,7 @@ from lagrpo.tasks import Task, load_task
 from lagrpo.tasks.environments import load_environment
 from lagrpo.threads import team
 from lagrpo.training.checks import chat_template
-from lagrpo.training.environments import Talk, check_environment, replied
+from lagrpo.training.environments import OF_RUN, check_environment, find_talks, replied
 from lagrpo.training.exams import Exam, build_exams, concerning_set
 from lagrpo.training.lead import LeadLearner, LeadSampler
 from lagrpo.types import Group
@@ -89,6 +91,8 @@ def loading(model: ModelSettings) -> Iterator[None]:
         logging.set_verbosity_error()
         try:
             yield
+        except SettingsError:
+            raise
         except (OSError, ValueError) as error:
             here = Path(model.path).expanduser()
             looked = f"in {here}" if here.is_dir() else f"on the Hugging Face hub, as there is no directory {here} here"
@@ -129,9 +133,10 @@ class Data:
         for each in settings.evaluation.sets:
             if each.task is not None:
                 with concerning_set(each.name):
-                    of_sets[each.name] = load_task(each.task, settings.run.seed)
+                    of_sets[each.name] = other = load_task(each.task, settings.run.seed)
+                    check_environment(settings, getattr(other, "environment", None), each.task)
         with refusing("environment"):  # a function that is not there shows before a model is loaded
-            check_environment(settings, load_environment(settings.environment, task))
+            check_environment(settings, load_environment(settings.environment, task), settings.task)
         with refusing("offline.data"):
             names = settings.offline.data
             return Data(task, read_records(names, settings.task.system_prompt) if names else None, of_sets)
@@ -165,8 +170,8 @@ class Parts:
     """the judges of evaluation sets with tasks of their own"""
     world: World | None = None
     """the other ranks; None in a run of one process"""
-    episodes: Episodes | None = None
-    """what completions of several turns talk to"""
+    talking: Mapping[str, Episodes] = field(default_factory=dict)
+    """what completions of several turns talk to: those of the run's task, and of evaluation sets by their names"""
 
     @staticmethod
     def build(settings: Settings, recipe: Recipe, task: Task | None = None, world: World | None = None) -> Parts:
@@ -193,21 +198,23 @@ class Parts:
     ) -> Parts:  # fmt: skip
         sampling, task = settings.sampling, data.task
         templates = undo.enter_context(closing(Templates()))
-        longest = settings.longest + (said := replied(settings, task))
+        longest = settings.longest + replied(settings, task, *data.of_sets.values())
         policy = build_policy(settings.model, sampling.temperature, longest, templates, settings.run.seed)
-        talk = Talk.find(settings.environment, task, policy.chat)
-        episodes = talk.start(settings, policy.chat, sampling.max_tokens, undo) if talk is not None else None
-        prompts = build_prompts(settings, task, policy, talk, episodes)
+        talks = find_talks(settings, task, data.of_sets, policy.chat)
+        talking = {name: talk.start(settings, policy.chat, undo) for name, talk in talks.items()}
+        asking = {name: talk.asking(talking[name]) for name, talk in talks.items()}
+        prompts = build_prompts(settings, task, policy, asking.get(OF_RUN, {}))
         offline = build_offline(settings, recipe, policy, data.records) if data.records else None
+        said, episodes = replied(settings, task), talking.get(OF_RUN)
         sampler = build_vllm(settings, policy, servers, said) if servers else build_local_sampler(settings, policy)
         found = fingerprint(all_weights(policy)) if world is not None else ""
         skeleton = without_numbers(policy.model.lm) if world is not None and world.mesh is not None else None
         learner, evaluator = build_learner(settings, recipe, policy, world)
-        evaluator.episodes = sampler.episodes = episodes
+        evaluator.known, sampler.episodes = talking, episodes
         if world is not None:
             meet(world, found)
-            if talk is not None:
-                world.lead("starting the environment", lambda: None, talk)
+            if talks:
+                world.lead("starting the environments", lambda: None, talks)
             evaluator = LeadSampler(world, evaluator, "evaluation", learner)
             sampler = LeadSampler(world, sampler, "sampling", learner) if isinstance(sampler, LocalSampler) else sampler
             learner = LeadLearner(world, learner, skeleton)
@@ -225,7 +232,7 @@ class Parts:
             learner=learner,
             sampler=sampler,
             evaluator=VllmEvaluator(lent) if lent is not None else evaluator,
-            exams=build_exams(settings, policy, prompts, verifier, others),
+            exams=build_exams(settings, policy, prompts, verifier, others, asking),
             prefetcher=Prefetcher(sampler, prompts.batch, sampling.G),
             prompts=prompts,
             offline=offline,
@@ -235,7 +242,7 @@ class Parts:
             verifier=verifier,
             others=[judging for _, judging in others.values()],
             world=world,
-            episodes=episodes,
+            talking=talking,
         )
 
     @property
@@ -257,8 +264,8 @@ class Parts:
         with ExitStack() as last:  # each, whatever becomes of the others
             for part in (self.learner.policy.chat.templates, self.sampler, self.verifier, *self.others):
                 last.callback(part.close)
-            if self.episodes is not None:
-                last.callback(self.episodes.environments.close)
+            for episodes in self.talking.values():
+                last.callback(episodes.environments.close)
 
     def keep_logs(self, run: Path) -> None:
         """The logs of the servers that were started for a run go to its directory."""
@@ -269,12 +276,12 @@ class Parts:
 
 
 def build_prompts(
-    settings: Settings, task: Task, policy: Policy, talk: Talk | None = None, episodes: Episodes | None = None
+    settings: Settings, task: Task, policy: Policy, asking: Mapping[str, Any] = MappingProxyType({})
 ) -> PromptSource:
-    """The prompts of every batch, all of them tokenized once: one that cannot be asked shows before the run is made."""
+    """The prompts of every batch, all of them tokenized once: one that cannot be asked shows before the run is made.
+    `asking` is what those of an environment need."""
     fresh = settings.schedule.prompts - offline_prompts(settings)
-    given = {} if talk is None or episodes is None else {"tools": talk.tools, "opening": episodes.environments.open}
-    prompts = PromptSource(task, policy, settings.run.seed, fresh, settings.sampling.max_prompt_tokens, **given)
+    prompts = PromptSource(task, policy, settings.run.seed, fresh, settings.sampling.max_prompt_tokens, **asking)
     prompts.tokenized("train", 0)  # a chat template that cannot be rendered shows here
     with refusing("task"):
         prompts.check(settings.schedule.stages * settings.schedule.batches)

@@ -17,6 +17,7 @@ from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.reading import completion_files
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, check_options
+from lagrpo.tasks.names import is_reference
 from lagrpo.trackers import check_installed
 from lagrpo.training.changes import after_restart, check_changes, find_run
 from lagrpo.untrusted import read_text
@@ -33,6 +34,7 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
         if each.task is not None:
             with refusing(f"evaluation.sets, {each.name!r}"):
                 check_options(each.task)
+    check_best(settings, task)
     with refusing("offline.data"):
         completion_files(settings.offline.data or ())
     rank = Rank.find()
@@ -44,6 +46,25 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
         recipe = resolve(settings.objective.recipe, settings.objective.overrides)
         _check_exponential(recipe, settings)
     return recipe
+
+
+def check_best(settings: Settings, task: Task | None) -> None:
+    """Raises SettingsError for an evaluation.best that is never made, or is of a reward that is not there. What rewards
+    a task of the user's own has is not known here."""
+    e, best = settings.evaluation, settings.evaluation.best
+    if best is None:
+        return
+    of, _, metric = best.rpartition(".")
+    chosen = next((each for each in e.sets if each.name == of), None)
+    every = e.every if chosen is None or chosen.every is None else chosen.every
+    if not (e.before_and_after or every):
+        raise SettingsError(f"evaluation.best = {best!r} is never found: set every, or before_and_after")
+    asked = chosen.task if chosen is not None and chosen.task is not None else settings.task
+    rewards = [f"reward_{each.name}_mean" for each in asked.rewards]
+    unknown = not rewards and ((task is not None and asked is settings.task) or is_reference(asked.name))
+    known = ("reward_mean", *rewards, *(chosen.metrics if chosen is not None else ()))
+    if metric.startswith("reward_") and metric not in known and not unknown:
+        raise SettingsError(f"evaluation.best = {best!r}: there is no metric {metric!r}; there are {', '.join(known)}")
 
 
 def check_lora(settings: Settings, rank: Rank | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,12 +13,15 @@ from lagrpo.policy.replies import OPENING, Replies
 from lagrpo.sampling.episodes import Episodes, Limits
 from lagrpo.settings.environment import EnvironmentSettings
 from lagrpo.settings.schema import EvalSettings, Settings
+from lagrpo.settings.task import TaskSettings
 from lagrpo.tasks import Task
 from lagrpo.tasks.base import Make, TaskWithEnvironment
 from lagrpo.tasks.environments import load_environment
 from lagrpo.tasks.tools import Tools, describe, system_text
 from lagrpo.verify import Environments
 
+OF_RUN = ""
+"""Name of the environment of the run's own task; that of an evaluation set has the set's name."""
 EXAMPLE = "5"  # what is said to see whether the chat template can say it
 
 
@@ -44,28 +48,41 @@ class Talk:
                 make if taken else replace(make, system=system_text(schemas)), "tool", schemas if taken else None
             )
 
-    def start(self, settings: Settings | EvalSettings, chat: Chat, sampled: int, undo: ExitStack) -> Episodes:
-        """Episodes of at most so many sampled tokens, their processes started. Raises SettingsError for an environment
-        that cannot be sent to them, and a chat template that changes earlier turns."""
+    def start(self, settings: Settings | EvalSettings, chat: Chat, undo: ExitStack) -> Episodes:
+        """Episodes, their processes started. Raises SettingsError for an environment that cannot be sent to them, and a
+        chat template that changes earlier turns."""
         replies, limits = Replies(chat), settings.environment
+        sampled = settings.sampling.max_tokens if isinstance(settings, Settings) else settings.max_tokens
         with refusing("environment", TypeError, TemplateError):
             replies.check([{"role": self.role, "content": EXAMPLE}])
             environments = undo.enter_context(Environments(self.make, **settings.verifier.of_an_environment))
         return Episodes(environments, replies, Limits(limits.max_turns, sampled, limits.max_tokens))
 
+    def asking(self, episodes: Episodes) -> dict[str, Any]:
+        """What the prompts need (`PromptSource`) whose completions are these episodes."""
+        return {"tools": self.tools, "opening": episodes.environments.open}
 
-def check_environment(settings: Settings, make: Make | None) -> None:
-    """Raise ValueError for settings that completions of several turns cannot be combined with."""
-    evaluation = settings.evaluation
+
+def find_talks(settings: Settings, task: Task, of_sets: Mapping[str, Task], chat: Chat) -> dict[str, Talk]:
+    """What the completions of the run, and of evaluation sets with tasks of their own, talk to, by name; nothing for
+    those of one turn. What section environment names is for the run's task. Raises as Talk.find."""
+    alone = settings.environment.model_copy(update={"name": None, "tools": ()})
+    found = {OF_RUN: Talk.find(settings.environment, task, chat)}
+    found |= {name: Talk.find(alone, other, chat) for name, other in of_sets.items()}
+    return {name: talk for name, talk in found.items() if talk is not None}
+
+
+def check_environment(settings: Settings, make: Make | None, task: TaskSettings) -> None:
+    """Raise ValueError for settings that completions of several turns cannot be combined with; `task` is asked."""
     if make is None:
         return
-    if settings.task.rewards:
+    if task.rewards:
         raise ValueError("the environment gives the rewards of its completions: leave out task.rewards")
-    if evaluation.sets or evaluation.sampler == "vllm":
-        name = "evaluation.sets" if evaluation.sets else "evaluation.sampler = 'vllm'"
-        raise ValueError(f"{name} evaluates completions of one turn: leave it out, and the held-out prompts are played")
+    if settings.evaluation.sampler == "vllm":
+        raise ValueError("evaluation.sampler = 'vllm' evaluates completions of one turn: take 'local'")
 
 
-def replied(settings: Settings | EvalSettings, task: Task) -> int:
-    """Tokens that an environment says in a completion at the most; 0 without one."""
-    return settings.environment.max_tokens if isinstance(task, TaskWithEnvironment) else settings.replied
+def replied(settings: Settings | EvalSettings, *tasks: Task) -> int:
+    """Tokens that an environment says in a completion of these tasks at the most; 0 without one."""
+    talking = any(isinstance(task, TaskWithEnvironment) for task in tasks)
+    return settings.environment.max_tokens if talking else settings.replied

@@ -81,8 +81,8 @@ def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
         if (talk := Talk.find(settings.environment, task, policy.chat)) is not None:
             if settings.sampling.sampler == "vllm":
                 raise SettingsError("sampling.sampler = 'vllm' evaluates completions of one turn: take 'local'")
-            episodes = talk.start(settings, policy.chat, settings.max_tokens, parts)
-            given = {"tools": talk.tools, "opening": episodes.environments.open}
+            episodes = talk.start(settings, policy.chat, parts)
+            given = talk.asking(episodes)
         prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens, **given)
         requests = prompts.held_out(settings.prompts or task.size("test"))
         sampler = parts.enter_context(_sampler(settings, policy, prompts, servers, episodes))

@@ -13,10 +13,11 @@ from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.base import Manner, Request
-from lagrpo.settings.evaluation import EvaluationSet
+from lagrpo.settings.evaluation import OF_A_SET, EvaluationSet
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Task, build_messages, load_function, reward_names
 from lagrpo.tasks.base import Messages
+from lagrpo.training.environments import OF_RUN
 from lagrpo.training.evaluate import Evaluation, Generates, evaluate
 from lagrpo.types import Prompt, Range
 from lagrpo.verify import Verifier
@@ -50,7 +51,7 @@ class Exam:
     judged: tuple[Verifier, Range, Sequence[str]]
     """who judges, the range of rewards, and the names of several rewards"""
     function: Callable[[Generate], object] | None = None
-    metrics: Sequence[str] = ("pass_at_1", "reward_mean")
+    metrics: Sequence[str] = OF_A_SET
     """what is in metrics.jsonl of it, where it is one of several sets"""
 
     def place(self, moment: str) -> str:
@@ -104,23 +105,27 @@ def build_exams(
     prompts: PromptSource,
     verifier: Verifier,
     others: Mapping[str, tuple[Task, Verifier]],
+    talking: Mapping[str, Mapping[str, Any]],
 ) -> tuple[Exam, ...]:
     """The evaluations of the settings. `prompts` and `verifier` are the run's, `others` by its name what a set has of
-    its own. Raises SettingsError for a set that cannot be asked, unless the run never evaluates."""
+    its own; `talking` what the prompts of several turns need, by the name of their environment. Raises SettingsError
+    for a set that cannot be asked, unless the run never evaluates."""
     e = settings.evaluation
     own = verifier, settings.task.reward_range, reward_names(prompts.task.judge)
+    of_run = OF_RUN if OF_RUN in talking else None
     if not e.sets:
-        return (_exam(settings, None, partial(prompts.held_out, e.prompts), own),)
+        return (_exam(settings, None, partial(prompts.held_out, e.prompts), own, of_run),)
     exams = []
     for each in e.sets if e.takes_place else ():
-        source, judged = prompts, own
+        source, judged, environment = prompts, own, of_run if each.function is None else None
         with concerning_set(each.name):
             if each.task is not None:
-                task, judges = others[each.name]
-                source = PromptSource(task, policy, settings.run.seed, 1, settings.sampling.max_prompt_tokens)
+                (task, judges), environment = others[each.name], each.name if each.name in talking else None
+                given = settings.run.seed, 1, settings.sampling.max_prompt_tokens
+                source = PromptSource(task, policy, *given, **talking.get(each.name, {}))
                 judged = judges, each.task.reward_range, reward_names(task.judge)
             requests = cache(partial(source.held_out, each.prompts or e.prompts))
-            exams.append(_exam(settings, each, requests, judged))
+            exams.append(_exam(settings, each, requests, judged, environment))
             if each.function is None:
                 requests()
     return tuple(exams)
@@ -136,14 +141,14 @@ def concerning_set(name: str) -> Iterator[None]:
         raise SettingsError(f"evaluation.sets, {name!r}: {error}") from error
 
 
-def _exam(settings: Settings, each: EvaluationSet | None, requests: Any, judged: Any) -> Exam:
+def _exam(settings: Settings, each: EvaluationSet | None, requests: Any, judged: Any, environment: str | None) -> Exam:
     """The evaluation of a set, or the only one."""
     e, s = settings.evaluation, settings.sampling
     tau = (each.temperature if each is not None else None) or e.temperature or s.temperature
     common: Any = {"seed": settings.run.seed, "requests": requests, "judged": judged}
     if each is None:
-        return Exam("", e.every, Manner(PURPOSE, tau, s.max_tokens), e.samples, **common)
-    manner = Manner(f"{PURPOSE} {each.name}", tau, each.max_tokens or s.max_tokens)
+        return Exam("", e.every, Manner(PURPOSE, tau, s.max_tokens, environment), e.samples, **common)
+    manner = Manner(f"{PURPOSE} {each.name}", tau, each.max_tokens or s.max_tokens, environment)
     every = e.every if each.every is None else each.every
     if each.function is not None:
         common |= {"function": load_function(each.function), "metrics": each.metrics}

@@ -25,6 +25,7 @@ from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import count_of
 from lagrpo.training.build import Parts, loading, lora_of, offline_prompts
 from lagrpo.training.checks import count_shards
+from lagrpo.training.environments import OF_RUN
 from lagrpo.training.lag import CAP
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -113,7 +114,7 @@ def _weight_syncs(settings: Settings) -> str:
 
 def _environment(settings: Settings, parts: Parts | None) -> list[str]:
     """What completions talk to, and what ends them."""
-    if not settings.replied and (parts is None or parts.episodes is None):
+    if not settings.replied and (parts is None or OF_RUN not in parts.talking):
         return []
     e, deadline = settings.environment, settings.verifier.deadline
     what = e.name or ", ".join(e.tools) or settings.task.name

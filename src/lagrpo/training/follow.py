@@ -17,7 +17,7 @@ from lagrpo.ranks.world import World
 from lagrpo.sampling.local import BorrowingSampler, LocalSampler
 from lagrpo.settings.schema import Settings
 from lagrpo.training.build import build_learner, build_local_sampler, build_policy
-from lagrpo.training.environments import Talk
+from lagrpo.training.environments import OF_RUN, Talk
 from lagrpo.training.lead import generate_on, sample_share, sync_own
 from lagrpo.training.shards import ShardWriter
 from lagrpo.training.shares import Share
@@ -51,14 +51,14 @@ def build(world: World, settings: Settings, recipe: Recipe, last: ExitStack) -> 
     writer = ShardWriter(world, learner)
     samplers = [found for found in (sampler, evaluator) if found is not None]
 
-    def talk(found: Talk) -> None:
-        episodes = found.start(settings, policy.chat, sampling.max_tokens, last)
-        for of_rank in samplers:
-            of_rank.episodes = episodes
+    def talk(found: Mapping[str, Talk]) -> None:
+        evaluator.known = {name: talk.start(settings, policy.chat, last) for name, talk in found.items()}
+        if sampler is not None:
+            sampler.episodes = evaluator.known.get(OF_RUN)
 
     return {
         "ready": lambda _: found,
-        "starting the environment": talk,
+        "starting the environments": talk,
         "copying for a checkpoint": writer.write,
         "evaluation": lambda asked: sample_share(evaluator, world, *asked),
         "adopting a manner": evaluator.adopt,

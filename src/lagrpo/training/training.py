@@ -248,7 +248,7 @@ class Training:
             found = {"best": settings.best, "value": value if settings.best_is == "greatest" else -value}
             found |= {"batch": self.batches, "version": self.policy.version}
             with without_progress_bars():
-                self.store.record_best(self.policy.save, found)
+                self.store.record_best(self.save_policy, found)
 
     def rank_again(self) -> None:
         """Which policy was the best so far, by the evaluations that a run made before it was resumed."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
+from lagrpo.tasks.base import Unjudgeable
 from lagrpo.tasks.rewards import Answer, Reward
 from lagrpo.verify.verdicts import Verdict, ask, refuse, score
 
@@ -49,13 +50,29 @@ async def _await_all(calls: Sequence[Callable[[], Any]], seconds: float) -> list
     return list(await asyncio.gather(*map(judge, calls)))
 
 
+async def _await_batch(values: Awaitable[Any], seconds: float) -> Any:
+    """What a coroutine function returns for a group. Raises Unjudgeable where that takes longer."""
+    import asyncio
+
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await values
+    except TimeoutError:
+        if limit.expired():
+            raise Unjudgeable(f"no verdict within {seconds:g} s") from None
+        raise
+
+
 def _ask_batch(function: Callable[..., Any], answers: Sequence[Answer], seconds: float) -> Verdict:
     """One call for all answers."""
     values = function([answer.text for answer in answers], [answer.gold for answer in answers])
     if inspect.isawaitable(values):
         import asyncio
 
-        values = asyncio.run(asyncio.wait_for(values, seconds))
+        values = asyncio.run(_await_batch(values, seconds))
+    if isinstance(values, Mapping | Set | str | bytes):
+        return "unscored", f"the judge returned a {type(values).__name__}, not a list of numbers"
     listed = list(values)
     if len(listed) != len(answers):
         return "unscored", f"the judge returned {len(listed)} values for {len(answers)} completions"

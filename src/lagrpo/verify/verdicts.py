@@ -65,5 +65,5 @@ def describe(error: BaseException) -> str:
 
 
 def tell(text: str) -> str:
-    """A judge's text as a part of a reason."""
-    return redact_start(text, _READ)[:_LONGEST_REASON]
+    """A judge's text as a part of a reason: half of a surrogate pair, which no file takes, as its number."""
+    return redact_start(text, _READ)[:_LONGEST_REASON].encode(errors="backslashreplace").decode()

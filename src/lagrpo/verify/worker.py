@@ -15,7 +15,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from typing import Any
@@ -124,7 +124,10 @@ def _said(turn: Turn, environment: Environment) -> tuple[tuple[dict[str, Any], .
 
 def _plain(messages: Sequence[Any]) -> tuple[dict[str, Any], ...]:
     """Messages as JSON has them. Raises TypeError or ValueError for what cannot be one."""
-    plain = json.loads(json.dumps([dict(message) for message in messages]))
+    listed: list[Any] = [messages] if isinstance(messages, str) else list(messages)
+    if not all(isinstance(message, Mapping) for message in listed):
+        raise TypeError(f"its messages are {show(messages)}; a turn has a tuple: ({{'role': …, 'content': …}},)")
+    plain = json.loads(json.dumps([dict(message) for message in listed]))
     if not plain or not all(isinstance(message.get("role"), str) for message in plain):
         raise ValueError(f"its messages are {tell(str(plain))}: it needs at least one, and each a role")
     return tuple(plain)
