@@ -1,8 +1,6 @@
 """Environments of verifiers with load_environment, for the tests marked verifiers: they run in the other Python."""
 
-import os
 import random
-import time
 
 import verifiers as vf
 from datasets import Dataset
@@ -33,23 +31,19 @@ class Guess(vf.MultiTurnEnv):
 
     async def env_response(self, messages, state, **kwargs):
         said = messages[-1]["content"]
-        if said == "exit":
-            os._exit(7)
-        if said == "hang":
-            time.sleep(60)
-        if said == "garbage":
-            os.write(3, b"not json\n")
         if said == "raise":
             raise RuntimeError("broken")
         if said == "rewrite":
             state["trajectory"][-1]["completion"][-1]["content"] = "something else"
-        if said == "clock":
-            return [{"role": "user", "content": str(time.time())}]
         return [{"role": "user", "content": f"no: {random.randrange(1000)}, secret {state['secret']}"}]
 
     @vf.stop
     async def found(self, state) -> bool:
         return bool(state["trajectory"]) and correct(state["trajectory"][-1]["completion"], state["answer"]) == 1.0
+
+
+def best(completions) -> list[float]:
+    return [0.0] * len(completions)
 
 
 def add(x: int, y: int) -> int:
@@ -73,6 +67,10 @@ def load_environment(kind="single", system_prompt=None, **further):
         return vf.ToolEnv(**given, tools=[add], max_turns=4)
     if kind == "judge":
         return vf.SingleTurnEnv(**given | {"rubric": vf.JudgeRubric()})
+    if kind == "together":
+        return vf.SingleTurnEnv(**given | {"rubric": vf.Rubric(funcs=[best])})
+    if kind == "sandbox":
+        return vf.PythonEnv(**given)
     if kind == "group":
         return vf.EnvGroup([load_environment("single"), load_environment("turns")])
     raise ValueError(f"no kind {kind!r}")

@@ -45,8 +45,8 @@ def load(options: Options, name: str) -> EpisodeTask:
     try:
         with Bridge(given) as bridge:
             said = bridge.described()
-    except BridgeError as error:
-        raise ValueError(f"the environment {VERIFIERS}:{name} cannot be loaded: {error}") from error
+    except (BridgeError, RefusedError) as error:
+        raise ValueError(f"task.name: {VERIFIERS}:{name} cannot be had: {error}") from error
     if "missing" in said:
         raise ImportError(
             f"the task {VERIFIERS}:{name} needs the package verifiers, which {given.python} does not have: "

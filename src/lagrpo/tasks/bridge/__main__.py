@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -25,35 +26,46 @@ sys.path[:] = [HERE, *(path for path in sys.path if os.path.abspath(path or ".")
 
 from conversation import Conversation, Source, Unfit  # noqa: E402 - they stand beside this file
 
-KNOWN = "https://docs.primeintellect.ai/verifiers"
 PROBE = "the first row"
+OLDER = "pip install 'verifiers>=0.1.11,<0.3.2'"
+try:
+    INSTALLED = f"verifiers {importlib.metadata.version('verifiers')} is installed"
+except importlib.metadata.PackageNotFoundError:
+    INSTALLED = "verifiers is a directory here"
 
 
 def load(name: str, arguments: dict[str, Any]) -> Source:
     """The environment of this name: of a module with load_environment, or with a Taskset. Raises Unfit."""
-    verifiers = importlib.import_module("verifiers")
     module = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")
-    is_own = importlib.util.find_spec("verifiers.v1") and importlib.util.find_spec(f"verifiers.v1.tasksets.{module}")
-    if not is_own:
-        try:
-            found = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name != module:
-                raise
-            where = f"{sys.executable} and {os.getcwd()}"
-            raise Unfit(f"there is no module {module!r} where {where} have theirs: install the environment") from error
-        if hasattr(found, "load_environment"):
-            if not hasattr(verifiers, "load_environment"):
-                raise Unfit(
-                    f"it is written for verifiers before 0.3.2 (load_environment), and verifiers {verifiers.__version__} "
-                    "is installed: pip install 'verifiers<0.3.2'"
-                )
-            from classic import Classic
+    own = f"verifiers.v1.tasksets.{module}"
+    if has_tasksets() and importlib.util.find_spec(own):
+        found = importlib.import_module(own)
+    else:
+        found = load_module(module)
+    if hasattr(found, "load_environment"):
+        from classic import Classic
 
-            return Classic(module, arguments)
+        return Classic(module, arguments)
+    if not has_tasksets():
+        raise Unfit(f"module {module!r} has no load_environment, and tasksets need verifiers 0.4 or later: {INSTALLED}")
     from tasksets import Tasksets
 
     return Tasksets(module, arguments)
+
+
+def load_module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            where = f"{sys.executable} and {os.getcwd()}"
+            raise Unfit(f"there is no module {name!r} where {where} have theirs: install the environment") from error
+        hint = f". If it is written for verifiers before 0.3.2 (load_environment): {OLDER}" if has_tasksets() else ""
+        raise Unfit(f"module {name!r} cannot be imported: {describe(error)}; {INSTALLED}{hint}") from error
+
+
+def has_tasksets() -> bool:
+    return importlib.util.find_spec("verifiers.v1") is not None and importlib.util.find_spec("verifiers.legacy") is None
 
 
 class Program:
@@ -67,7 +79,8 @@ class Program:
     async def describe(self) -> dict[str, Any]:
         """Its rows and tools. The first row is begun to see whether it can be."""
         train, test = await self.source.rows()
-        await self.start(PROBE, 0, None)
+        if "final" in (said := await self.start(PROBE, 0, None)):
+            raise Unfit(f"its first row ends before the policy has spoken: {said['final']['reason']}")
         self.tools = self.open[PROBE].tools
         await self.open.pop(PROBE).close()
         return {"ready": {"train": train, "test": test, "tools": self.tools}}
@@ -93,10 +106,13 @@ class Program:
     async def start(self, key: str, row: int, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
         if (before := self.open.pop(key, None)) is not None:
             await before.close()
-        self.open[key] = conversation = Conversation(self.source, row)
+        conversation = Conversation(self.source, row)
         said = await conversation.begin()
         if tools is not None and conversation.tools != tools:
+            await conversation.close()
             raise Unfit("its rows have different tools; the chat template shows the same to all prompts of a run")
+        if "turn" in said:
+            self.open[key] = conversation
         return said
 
 
@@ -152,4 +168,6 @@ async def main() -> None:
 
 if __name__ == "__main__":
     sys.path.append(os.getcwd())  # environments of one's own; last, so that no file there shadows a package
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (inherited, os.getcwd())))  # servers of their tools
     asyncio.run(main())

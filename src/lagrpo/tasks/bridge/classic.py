@@ -23,17 +23,17 @@ _faults: ContextVar[list[str]] = ContextVar("faults")
 
 class Classic:
     def __init__(self, module: str, arguments: dict[str, Any]) -> None:
-        vf = importlib.import_module("verifiers")
         try:
             self.client = _client(importlib.import_module("verifiers.clients"), importlib.import_module("verifiers.types"))
         except ModuleNotFoundError as error:
-            raise Unfit(f"verifiers {vf.__version__} is too old: pip install 'verifiers>=0.1.11,<0.3.2'") from error
-        self.env = vf.load_environment(module, **arguments)
+            raise Unfit("it needs another verifiers: pip install 'verifiers>=0.1.11,<0.3.2'") from error
+        self.env = importlib.import_module("verifiers").load_environment(module, **arguments)
         for env in environments(self.env):
             check(env)
             env.timeout_seconds = None  # it would run while the policy is sampled, too; a turn has a deadline of its own
         for rubric in rubrics(self.env):
-            rubric.funcs = [watched(function) for function in rubric.funcs]
+            weighed = zip(rubric.funcs, rubric.weights, strict=True)
+            rubric.funcs = [watched(function) if weight else function for function, weight in weighed]
         self.train, self.test = self._rows()
 
     def _rows(self) -> tuple[Any, Any]:
@@ -105,14 +105,14 @@ def watched(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*given: Any, **named: Any) -> Any:
         try:
             value = function(*given, **named)
+            return wait(value) if inspect.isawaitable(value) else float(value)
         except Exception as error:
             note(error)
             raise
-        return wait(value) if inspect.isawaitable(value) else value
 
     async def wait(value: Any) -> Any:
         try:
-            return await value
+            return float(await value)
         except Exception as error:
             note(error)
             raise

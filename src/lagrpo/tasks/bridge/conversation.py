@@ -118,7 +118,7 @@ def plain(message: Any) -> Message:
     further = {key: given[key] for key in ("tool_calls", "tool_call_id", "name") if given.get(key)}
     if calls := further.get("tool_calls"):
         further["tool_calls"] = [call_of(call) for call in calls]
-    return {"role": given["role"], "content": content, **further}
+    return {"role": "user" if given["role"] == "text" else given["role"], "content": content, **further}
 
 
 def call_of(call: Any) -> dict[str, Any]:
