@@ -28,7 +28,9 @@ for line in sys.stdin:
     key, said = request.get("start") or request["say"], request.get("content")
     steps[key] = [] if "start" in request else [*steps[key], said]
     if "start" in request:
-        answer(turn={"messages": [{"role": "user", "content": f"row {request['row']}, {given['name']}"}], "reward": 0.0})
+        answer(
+            turn={"messages": [{"role": "user", "content": f"row {request['row']}, {given['name']}"}], "reward": 0.0}
+        )
     elif said == "exit":
         os._exit(7)
     elif said == "kill":

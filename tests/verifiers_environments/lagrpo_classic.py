@@ -42,6 +42,10 @@ class Guess(vf.MultiTurnEnv):
         return bool(state["trajectory"]) and correct(state["trajectory"][-1]["completion"], state["answer"]) == 1.0
 
 
+class CliAgentEnv(vf.SingleTurnEnv):
+    """By name one of the package's own, which ask for a sandbox when they are made."""
+
+
 def best(completions) -> list[float]:
     return [0.0] * len(completions)
 
@@ -70,7 +74,7 @@ def load_environment(kind="single", system_prompt=None, **further):
     if kind == "together":
         return vf.SingleTurnEnv(**given | {"rubric": vf.Rubric(funcs=[best])})
     if kind == "sandbox":
-        return vf.PythonEnv(**given)
+        return CliAgentEnv(**given)
     if kind == "group":
         return vf.EnvGroup([load_environment("single"), load_environment("turns")])
     raise ValueError(f"no kind {kind!r}")

@@ -32,7 +32,9 @@ HOLDOUT = 5  # of the rows of an environment without rows for evaluation, one in
 class Options:
     """The options of these tasks."""
 
-    options: Mapping[str, Any] | None = option(None, "table of the options of its own, of the generator or the environment")
+    options: Mapping[str, Any] | None = option(
+        None, "table of the options of its own, of the generator or the environment"
+    )
     python: str | None = option(None, "Python with the package verifiers; by default the one that runs lagrpo")
     train_size: int = option(10_000, "training prompts", least=1, most=10_000_000)
     test_size: int = option(1_000, "test prompts", least=1, most=10_000_000)
@@ -63,7 +65,7 @@ def split(train: int | None, test: int, most: int, most_test: int) -> dict[str, 
     if train is None:
         return {"train": range(most), "test": range(most, most + most_test)}
     if not test:
-        held = min(most_test, train // HOLDOUT)
+        held = min(most_test, max(1, train // HOLDOUT)) if train > 1 else 0
         return {"train": range(min(most, train - held)), "test": range(train - held, train)}
     return {"train": range(min(most, train)), "test": range(train, train + min(most_test, test))}
 

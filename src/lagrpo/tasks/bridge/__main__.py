@@ -38,10 +38,8 @@ def load(name: str, arguments: dict[str, Any]) -> Source:
     """The environment of this name: of a module with load_environment, or with a Taskset. Raises Unfit."""
     module = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")
     own = f"verifiers.v1.tasksets.{module}"
-    if has_tasksets() and importlib.util.find_spec(own):
-        found = importlib.import_module(own)
-    else:
-        found = load_module(module)
+    is_own = has_tasksets() and importlib.util.find_spec(own)
+    found = importlib.import_module(own) if is_own else load_module(module)
     if hasattr(found, "load_environment"):
         from classic import Classic
 

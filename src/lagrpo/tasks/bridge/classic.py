@@ -24,13 +24,17 @@ _faults: ContextVar[list[str]] = ContextVar("faults")
 class Classic:
     def __init__(self, module: str, arguments: dict[str, Any]) -> None:
         try:
-            self.client = _client(importlib.import_module("verifiers.clients"), importlib.import_module("verifiers.types"))
+            self.client = _client(
+                importlib.import_module("verifiers.clients"), importlib.import_module("verifiers.types")
+            )
         except ModuleNotFoundError as error:
             raise Unfit("it needs another verifiers: pip install 'verifiers>=0.1.11,<0.3.2'") from error
         self.env = importlib.import_module("verifiers").load_environment(module, **arguments)
         for env in environments(self.env):
             check(env)
-            env.timeout_seconds = None  # it would run while the policy is sampled, too; a turn has a deadline of its own
+            env.timeout_seconds = (
+                None  # it would run while the policy is sampled, too; a turn has a deadline of its own
+            )
         for rubric in rubrics(self.env):
             weighed = zip(rubric.funcs, rubric.weights, strict=True)
             rubric.funcs = [watched(function) if weight else function for function, weight in weighed]
@@ -134,7 +138,7 @@ def _client(clients: Any, types: Any) -> Any:
     def unused(*_: Any) -> None:
         """The base class wants these for requests that this one does not make."""
 
-    methods = {name: unused for name in clients.Client.__abstractmethods__} | {"get_response": get_response}
+    methods = dict.fromkeys(clients.Client.__abstractmethods__, unused) | {"get_response": get_response}
     return type("Policy", (clients.Client,), methods)(None)
 
 
