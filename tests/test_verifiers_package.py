@@ -131,7 +131,7 @@ def test_an_environment_of_pypi_is_trained_on_and_replayed(classic, model, tmp_p
     assert {row["outcome"] for row in rows} == {"scored"}
     assert all("prosody_reward" in row["reason"] for row in rows)
     assert "haiku" in rows[0]["prompt_text"]
-    assert len({row["reward"] for row in rows}) > 1
+    assert max(row["reward"] for row in rows) > 0
     assert verify_run(result.run, everything=True).differences == []
 
 

@@ -75,6 +75,10 @@ def load_environment(kind="single", system_prompt=None, **further):
         return vf.SingleTurnEnv(**given | {"rubric": vf.Rubric(funcs=[best])})
     if kind == "sandbox":
         return CliAgentEnv(**given)
+    if kind == "reasoning_gym":
+        return vf.ReasoningGymEnv(
+            **{"gym": "basic_arithmetic", "num_train_examples": 40, "num_eval_examples": 10} | further
+        )
     if kind == "group":
         return vf.EnvGroup([load_environment("single"), load_environment("turns")])
     raise ValueError(f"no kind {kind!r}")

@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -39,6 +40,8 @@ class Classic:
             weighed = zip(rubric.funcs, rubric.weights, strict=True)
             rubric.funcs = [watched(function) if weight else function for function, weight in weighed]
         self.train, self.test = self._rows()
+        # Its rubrics print a line for every function that fails; what concerns a reward is told with its completion.
+        logging.getLogger("verifiers").setLevel(logging.CRITICAL)
 
     def _rows(self) -> tuple[Any, Any]:
         """The rows for training, and for evaluation: none where these are the same."""

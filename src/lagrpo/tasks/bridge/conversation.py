@@ -124,7 +124,7 @@ def plain(message: Any) -> Message:
 def call_of(call: Any) -> dict[str, Any]:
     given = call if isinstance(call, dict) else call.model_dump()
     function = given.get("function") or given
-    arguments = function.get("arguments") or {}
+    arguments: Any = function.get("arguments") or {}
     with contextlib.suppress(ValueError, TypeError):
         arguments = json.loads(arguments)
     return {"id": given.get("id", ""), "name": function["name"], "arguments": arguments}
