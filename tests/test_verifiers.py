@@ -10,9 +10,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from running import tiny_settings
+from test_resume import cut_to, go_on
+from test_talking_runs import model
 
+import lagrpo
 from lagrpo.errors import SettingsError
 from lagrpo.policy.chat import Chat
+from lagrpo.replay import verify_run
+from lagrpo.runs import load_rollouts
 from lagrpo.settings.environment import EnvironmentSettings
 from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task
@@ -24,6 +30,7 @@ from lagrpo.types import Prompt
 from lagrpo.verify import Environments
 
 ADDRESS = (3, "sample", 1, 0, 2, 0)
+__all__ = ["model"]  # a fixture
 FAKE = Path(__file__).with_name("fake_bridge.py")
 
 
@@ -52,7 +59,7 @@ def begin(environments: Environments, text: str, row: int = 2) -> tuple[str, Any
     return environments.result(environments.submit(None, prompt, ADDRESS, text))
 
 
-def go_on(environments: Environments, state: bytes, text: str) -> tuple[str, Any]:
+def say(environments: Environments, state: bytes, text: str) -> tuple[str, Any]:
     return environments.result(environments.submit(state, None, None, text))
 
 
@@ -64,10 +71,10 @@ def test_an_episode_is_the_programs(python, game):
     assert game.open(prompt, (3, "opening", "train", 2)) == ({"role": "user", "content": "row 2, game"},)
     kind, (messages, worth, state) = begin(game, "a")
     assert (kind, worth, messages[0]["content"][:4]) == ("turn", 0.25, "1: a")
-    kind, (messages, _, later) = go_on(game, state, "b")
+    kind, (messages, _, later) = say(game, state, "b")
     assert messages[0]["content"].startswith("2: b, seed ")
-    assert go_on(game, later, "end") == ("final", (0.5, "after 3 turns; []"))
-    assert go_on(game, state, "b") == ("turn", (messages, 0.25, later))  # the same seeds, when it is played again
+    assert say(game, later, "end") == ("final", (0.5, "after 3 turns; []"))
+    assert say(game, state, "b") == ("turn", (messages, 0.25, later))  # the same seeds, when it is played again
 
 
 @pytest.mark.parametrize(
@@ -85,23 +92,39 @@ def test_an_episode_is_the_programs(python, game):
 )
 def test_what_goes_wrong_leaves_the_completion_unscored_and_the_others_go_on(game, said, reason):
     _, (_, _, state) = begin(game, "a")
-    kind, why = go_on(game, state, said)
+    kind, why = say(game, state, said)
     assert (kind, why[: len(reason)]) == ("unscored", reason)
-    assert go_on(game, state, "end") == ("final", (0.5, "after 2 turns; []"))  # played again by a new program
+    assert say(game, state, "end") == ("final", (0.5, "after 2 turns; []"))  # played again by a new program
 
 
 def test_an_environment_that_does_not_repeat_itself_is_told(game):
     _, (_, _, state) = begin(game, "clock")
-    assert go_on(game, state, "exit")[0] == "unscored"
-    kind, why = go_on(game, state, "b")
+    assert say(game, state, "exit")[0] == "unscored"
+    kind, why = say(game, state, "b")
     assert (kind, why[:43]) == ("unscored", "the environment does not repeat itself: ano")
+
+
+def test_a_run_is_recorded_replayed_and_resumed(python, model, tmp_path):
+    given = tiny_settings(
+        model, tmp_path, task={"name": "verifiers:game", "python": python}, sampling={"max_tokens": 30},
+        environment={"max_turns": 3, "max_tokens": 400}, evaluation={"before_and_after": False},
+        run={"checkpoint_every": 1, "keep_checkpoints": 5}, schedule={"batches": 2},
+    )  # fmt: skip
+    whole = lagrpo.train(given).run
+    rows = load_rollouts(whole)
+    assert {row["outcome"] for row in rows} == {"scored"}
+    assert max(len(row["turns"]) for row in rows) == 5
+    assert verify_run(whole, everything=True).differences == []
+    stopped = cut_to(whole, 1, tmp_path / "cut")
+    assert go_on(stopped).batches == 2
+    assert load_rollouts(stopped) == rows
 
 
 def test_many_episodes_are_under_way_at_once(python):
     with Environments(load(python).environment, workers=1) as environments:
         opened = Prompt(0, ({"role": "user", "content": "row 0, game"},), 0)
         begun = [environments.result(environments.submit(None, opened, (3, n), "a")) for n in range(70)]
-        ended = [go_on(environments, state, "end") for _, (_, _, state) in begun]
+        ended = [say(environments, state, "end") for _, (_, _, state) in begun]
     assert set(ended) == {("final", (0.5, "after 2 turns; []"))}
 
 

@@ -148,6 +148,7 @@ def find_python(python: str | None) -> str:
     """The Python that the settings name, or this one. Raises ValueError where there is none."""
     if python is None:
         return sys.executable
+    python = os.path.expanduser(python)
     if not os.access(python, os.X_OK) or os.path.isdir(python):
         raise ValueError(
             f"task.python: there is no program {python!r} (looked from {os.getcwd()}); `make verifiers-env` makes an "
