@@ -112,12 +112,12 @@ def watched(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*given: Any, **named: Any) -> Any:
         try:
             value = function(*given, **named)
-            return wait(value) if inspect.isawaitable(value) else float(value)
+            return later(value) if inspect.isawaitable(value) else float(value)
         except Exception as error:
             note(error)
             raise
 
-    async def wait(value: Any) -> Any:
+    async def later(value: Any) -> Any:
         try:
             return float(await value)
         except Exception as error:
