@@ -9,40 +9,21 @@ import pytest
 import torch
 from running import tiny_settings, without_timings
 from test_sampling import requests_for
-from vllm_servers import DEADLINES, perturb, policy_of, sampler_over, start, tiny_directory
+from vllm_servers import perturb, policy_of, sampler_over
 
 from lagrpo import cli
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import load_evaluation_records
 from lagrpo.sampling.base import Manner
-from lagrpo.sampling.vllm.connecting import KEY
 from lagrpo.sampling.vllm.evaluating import VllmEvaluator
-from lagrpo.sampling.vllm.server import Server
 from lagrpo.tasks.llm_judge import LlmJudge
 from lagrpo.tasks.rewards import Reward, Rewards
 from lagrpo.training.run import train
 from lagrpo.types import Completion, Group, Prompt
 from lagrpo.verify import Verifier
 
+pytest_plugins = ["vllm_fixtures"]
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_directory(tmp_path_factory.mktemp("vllm"))
-
-
-@pytest.fixture(scope="module")
-def server(model):
-    server = start(model, model.parent / "vllm.log")
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def attached(server, monkeypatch):
-    monkeypatch.setenv(KEY, server.key)
-    return Server(server.url, server.key, DEADLINES)
 
 
 def run(model, root, server, by: str, **sections: Any):

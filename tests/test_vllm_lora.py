@@ -7,7 +7,7 @@ import torch
 from running import tiny_settings
 from test_lora import LORA, move
 from test_sampling import requests_for
-from vllm_servers import DEADLINES, kill, sampler_over, start, tiny_directory
+from vllm_servers import kill, sampler_over
 
 from lagrpo.errors import SettingsError
 from lagrpo.policy.loading import load_policy
@@ -15,28 +15,11 @@ from lagrpo.policy.model import Packed
 from lagrpo.runs import load_metrics
 from lagrpo.sampling.parity import ParityCheck
 from lagrpo.sampling.vllm.connecting import KEY
-from lagrpo.sampling.vllm.server import Server
 from lagrpo.training import run as training
 
+pytest_plugins = ["vllm_fixtures"]
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_directory(tmp_path_factory.mktemp("vllm"))
-
-
-@pytest.fixture(scope="module")
-def server(model):
-    server = start(model, model.parent / "vllm.log", lora=(8, 2))
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def attached(server):
-    """The server as somebody else's, which a sampler's close does not end."""
-    return Server(server.url, server.key, DEADLINES)
+ADAPTERS = (8, 2)
 
 
 @pytest.fixture

@@ -26,26 +26,8 @@ from lagrpo.sampling.vllm.weights import CorruptError
 from lagrpo.settings import schema as config
 from lagrpo.training import run as training
 
+pytest_plugins = ["vllm_fixtures"]
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_directory(tmp_path_factory.mktemp("vllm"))
-
-
-@pytest.fixture(scope="module")
-def server(model):
-    server = start(model, model.parent / "vllm.log")
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def attached(server, monkeypatch):
-    """The server as somebody else's: reached by URL and key, not ended by a sampler's close."""
-    monkeypatch.setenv(KEY, server.key)
-    return Server(server.url, server.key, DEADLINES)
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ HTTP = "every action is a call of one server, which has a deadline of Deadlines"
 SHORT = "held for a few statements that wait for nothing"
 STUCK = "runs in a thread that run_within leaves behind at its deadline"
 DONE = "called where the future is done"
+CONTEXT = "ContextVar.get waits for nothing"
 KEEPER = "Keeper.wait has DEADLINE of training/checkpoint.py inside"
 OF_GROUP = "the process group has the timeout distributed.collective"
 HUB_ASKED = "hub.limit_waits gives every request a deadline"
@@ -125,6 +126,10 @@ BOUNDED = {
     "replay/weights.py:_base from_pretrained": HUB_ASKED,
     "replay/weights.py:_load from_pretrained": HUB_ASKED,
     "replay/weights.py:tokenizer from_pretrained": HUB_ASKED,
+    "tasks/bridge/__main__.py:serve get": "an idle program, for the life of its parent: it ends with its stdin",
+    "tasks/bridge/classic.py:get_response get": CONTEXT,
+    "tasks/bridge/conversation.py:_next result": DONE,
+    "tasks/bridge/tasksets.py:minted get": CONTEXT,
     "tasks/files.py:load_hub_rows load_dataset": HUB_ASKED,
 }
 """What bounds a wait that has no deadline of its own."""

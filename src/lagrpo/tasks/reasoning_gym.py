@@ -35,7 +35,9 @@ _KEPT = 4096  # puzzles that a process keeps
 class Options:
     """The options of these tasks."""
 
-    options: Mapping[str, Any] | None = option(None, "table of the generator's own options")
+    options: Mapping[str, Any] | None = option(
+        None, "table of the options of its own, of the generator or the environment"
+    )
     train_size: int = option(10_000, "training prompts", least=1, most=10_000_000)
     test_size: int = option(1_000, "test prompts", least=1, most=10_000_000)
 

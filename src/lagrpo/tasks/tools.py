@@ -90,6 +90,10 @@ class Tools:
     def __call__(self) -> Talking:
         return Talking(self)
 
+    def schemas(self) -> list[dict[str, Any]]:
+        """JSON schemas of the functions. Raises ValueError where one does not say how it is called."""
+        return [describe(function, function.__name__) for function in self.functions.values()]
+
 
 class Talking:
     """One episode."""

@@ -17,7 +17,8 @@ from lagrpo.settings.task import TaskSettings
 from lagrpo.tasks import Task
 from lagrpo.tasks.base import Make, TaskWithEnvironment
 from lagrpo.tasks.environments import load_environment
-from lagrpo.tasks.tools import Tools, describe, system_text
+from lagrpo.tasks.tools import Tools, system_text
+from lagrpo.tasks.verifiers import Verifiers
 from lagrpo.verify import Environments
 
 OF_RUN = ""
@@ -40,10 +41,11 @@ class Talk:
         that are not there or do not say how they are called."""
         with refusing("environment", TemplateError):
             make = load_environment(settings, task)
-            if not isinstance(make, Tools):
+            schemas = make.schemas() if isinstance(make, Tools | Verifiers) else []
+            if not isinstance(make, Tools | Verifiers) or not schemas:
                 return Talk(make) if make is not None else None
-            schemas = [describe(function, function.__name__) for function in make.functions.values()]
-            taken = all(f'"{name}"' in chat.render(OPENING, schemas) for name in make.functions)
+            said = chat.render(OPENING, schemas)
+            taken = all(f'"{schema["function"]["name"]}"' in said for schema in schemas)
             return Talk(
                 make if taken else replace(make, system=system_text(schemas)), "tool", schemas if taken else None
             )

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lagrpo.tasks.base import Address, Make
+from lagrpo.tasks.bridges import PATIENCE
+from lagrpo.tasks.verifiers import Verifiers
 from lagrpo.types import Prompt
 from lagrpo.verify import worker
 from lagrpo.verify.pool import Job, Workers
@@ -22,7 +24,8 @@ class Environments:
         self, make: Make, *, workers: int | None = None, deadline: float = 5.0, memory: float = 4.0,
         file_size: float = 1.0,
     ) -> None:  # fmt: skip
-        self._workers = Workers(make, "environment", workers, deadline, memory, file_size)
+        starting = PATIENCE if isinstance(make, Verifiers) else 0.0
+        self._workers = Workers(make, "environment", workers, deadline, memory, file_size, starting)
 
     def open(self, prompt: Prompt, address: Address) -> tuple[Mapping[str, Any], ...]:
         """The messages with which an episode begins. Raises ValueError where it cannot."""
