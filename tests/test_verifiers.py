@@ -55,7 +55,7 @@ def game(python: str):
 
 
 def begin(environments: Environments, text: str, row: int = 2) -> tuple[str, Any]:
-    prompt = Prompt(row, ({"role": "user", "content": f"row {row}, game"},), row)
+    prompt = Prompt(row, ({"role": "user", "content": f"row {row}, game"},), {"row": row})
     return environments.result(environments.submit(None, prompt, ADDRESS, text))
 
 
@@ -66,7 +66,7 @@ def say(environments: Environments, state: bytes, text: str) -> tuple[str, Any]:
 def test_an_episode_is_the_programs(python, game):
     task = load(python, test=4)
     assert isinstance(task, TaskWithEnvironment)
-    assert (task.size("train"), task.size("test"), task.prompt("test", 1).gold) == (10, 4, 11)
+    assert (task.size("train"), task.size("test"), task.prompt("test", 1).gold) == (10, 4, {"row": 11})
     prompt = task.prompt("train", 2)
     assert game.open(prompt, (3, "opening", "train", 2)) == ({"role": "user", "content": "row 2, game"},)
     kind, (messages, worth, state) = begin(game, "a")
@@ -122,7 +122,7 @@ def test_a_run_is_recorded_replayed_and_resumed(python, model, tmp_path):
 
 def test_many_episodes_are_under_way_at_once(python):
     with Environments(load(python).environment, workers=1) as environments:
-        opened = Prompt(0, ({"role": "user", "content": "row 0, game"},), 0)
+        opened = Prompt(0, ({"role": "user", "content": "row 0, game"},), {"row": 0})
         begun = [environments.result(environments.submit(None, opened, (3, n), "a")) for n in range(70)]
         ended = [say(environments, state, "end") for _, (_, _, state) in begun]
     assert set(ended) == {("final", (0.5, "after 2 turns; []"))}
@@ -141,7 +141,7 @@ def test_calls_of_tools_are_read_from_what_the_policy_says(python):
     with Environments(told.make, workers=1) as environments:
         opening = environments.open(task.prompt("train", 0), (3, "opening", "train", 0))
         assert opening[0]["content"].startswith("You can call functions:")
-        prompt = Prompt(0, opening, 0)
+        prompt = Prompt(0, opening, {"row": 0})
         call = 'I add.<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
         for text, seen in ((call, "1: I add., "), ("<tool_call>add</tool_call>", "1: <tool_call>add</tool_call>, ")):
             _, (messages, _, _) = environments.result(environments.submit(None, prompt, ADDRESS, text))

@@ -142,6 +142,7 @@ def test_turns_of_an_episode_span_weight_syncs(attached, model, tmp_path):
     assert 2 in {label for labels in seen for label in labels}
 
 
+@pytest.mark.long
 def test_a_server_killed_in_the_middle_of_an_episode_is_brought_back(model, tmp_path):
     """A server of its own: the group under way is generated again, by the same weights."""
     server = start(model, tmp_path / "vllm.log")
@@ -189,7 +190,8 @@ def test_a_run_plays_games_and_is_replayed(attached, model, tmp_path, in_flight)
     rows, metrics = load_rollouts(directory), load_metrics(directory)
     assert {row["outcome"] for row in rows} == {"scored"}
     assert max(len(row["turns"]) for row in rows) > 1
-    assert [line["lag_max"] for line in metrics][1:] == [1, 1, 1]
+    assert {line["lag_max"] for line in metrics} <= {0, 1}  # what is generated again may have no lag
+    assert in_flight == "regenerate" or [line["lag_max"] for line in metrics][1:] == [1, 1, 1]
     assert all(line["parity_mean"] < 1e-3 for line in metrics)
     for row in rows:
         own = [version for version, sampled in zip(row["versions"], row["sampled"], strict=True) if sampled]

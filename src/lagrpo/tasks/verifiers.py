@@ -80,8 +80,8 @@ def _check(ready: Any) -> tuple[int | None, int, list[dict[str, Any]]]:
     raise ValueError(f"the program in the other Python says {ready!r:.80} of its environment")
 
 
-def _ask(row: int) -> tuple[Messages, int]:
-    return ({"role": "user", "content": f"row {row}"},), row
+def _ask(row: int) -> tuple[Messages, dict[str, int]]:
+    return ({"role": "user", "content": f"row {row}"},), {"row": row}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Playing:
     """digests of what the environment said"""
 
     def start(self, prompt: Prompt, address: Address) -> Turn:
-        self.row, self.key = int(prompt.gold), address
+        self.row, self.key = prompt.gold["row"], address
         turn = self._hear(self._begin())
         if not isinstance(turn, Turn):
             raise Unjudgeable(f"the environment ends before the policy has spoken: {turn.reason}")
