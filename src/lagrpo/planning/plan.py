@@ -116,15 +116,12 @@ def make_plan(settings: Settings, given: PlanSettings, run: Measured | None = No
     device = choose_device(given, run)
     check_split(given, device)
     recipe = _recipe(settings)
-    lm, size = empty_model(settings), _size(settings, device, run)
-    model = Model.of(lm, size, _adapters(lm, settings))
+    lm = empty_model(settings)
+    model = Model.of(lm, _size(settings, device, run), _adapters(lm, settings))
     rates = stated_rates(device, given, model)
     if run is not None:
-        own = run.settings
-        of_run = Model.of(lm, size, _adapters(lm, own))
-        as_run = Work.of(own, _recipe(own), run.lengths(own.sampling.max_tokens), run.learned)
-        rates = measured_rates(run, of_run, as_run, stated_rates(device, given, of_run))
-        rates = replace(rates, update=rates.update * model.trained / of_run.trained)
+        of_run = replace(model, adapters=_adapters(lm, run.settings))
+        rates = _rates_of_run(run, of_run, stated_rates(device, given, of_run), model)
     work = Work.of(settings, recipe, find_lengths(settings, given, run), _learned(given, run))
     wire = _wire(settings, given, device)
     room = given.memory * 1e9 if given.memory else device.memory
@@ -144,6 +141,14 @@ def make_plan(settings: Settings, given: PlanSettings, run: Measured | None = No
         memory={name: measure.memory(best.layout, name) for name in measure.shardings},
         sync_seconds=sync_seconds(model, rates, best.layout),
     )
+
+
+def _rates_of_run(run: Measured, of_run: Model, stated: Rates, model: Model) -> Rates:
+    """What the run measured, for `model`, of which another number of weights may be trained."""
+    own = run.settings
+    work = Work.of(own, _recipe(own), run.lengths(own.sampling.max_tokens), run.learned)
+    rates = measured_rates(run, of_run, work, stated)
+    return replace(rates, update=rates.update * model.trained / of_run.trained)
 
 
 def _recipe(settings: Settings) -> Recipe:
