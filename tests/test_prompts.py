@@ -153,3 +153,11 @@ def test_a_prompt_that_cannot_be_asked_is_named(question, message):
     task = RowTask("odd", {"train": [question]}, lambda row: (row, ""), lambda text, gold: 0.0, "Be brief.")
     with pytest.raises(SettingsError, match=f"prompt 0 of the train split of 'odd': .*{message}"):
         PromptSource(task, tiny_policy(), 5, 1, 64).tokenized("train", 0)
+
+
+def test_rewards_outside_of_their_range_are_told_of_once(run, capsys):
+    run("load_letters", run={"display": "plain"}, sampling={"max_tokens": 30})  # counts letters
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("outside of task.reward_range = [0, 1], such as ") == 1
+    run("load_rarely_right", run={"display": "plain"})
+    assert "outside of task.reward_range" not in capsys.readouterr().out

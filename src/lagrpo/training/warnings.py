@@ -48,6 +48,19 @@ class Warnings:
         if len(set(keys)) < len(keys):
             split = f"the {count_of(self.prompts, 'prompt')} of the split came to their end inside it (said once)"
             yield "repetition", f"batch {step.b} asks a prompt more than once: {split}"
+        low, high = self.settings.task.reward_range
+        rewards = [c.reward for group in step.batch.groups for c in group.completions if c.reward is not None]
+        if beyond := [reward for reward in rewards if not low <= reward <= high]:
+            yield "range", self._outside(beyond)
+
+    def _outside(self, rewards: Sequence[float]) -> str:
+        low, high = self.settings.task.reward_range
+        return (
+            f"{count_of(len(rewards), 'reward')} of a batch {'is' if len(rewards) == 1 else 'are'} outside of "
+            f"task.reward_range = [{low:g}, {high:g}], such as {rewards[0]:g}: bounds and certificates of such batches "
+            "are left out, and what counts as right is read off the range. Set it to the least and the greatest reward "
+            "that there can be; said once"
+        )
 
     def _standstill(self, version: int, share: float) -> str:
         remedies = ["a larger optimizer.lr", "more updates per weight sync (schedule.v, schedule.i)"]
