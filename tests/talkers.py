@@ -152,6 +152,15 @@ def unresolved(x: Nowhere) -> int:  # pyright: ignore[reportUndefinedVariable]
     return x
 
 
+def placed(x: int, /) -> int:
+    """Cannot be called by name.
+
+    Args:
+        x: Anything.
+    """
+    return x
+
+
 def undescribed(x):
     return x
 

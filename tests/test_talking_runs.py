@@ -191,6 +191,7 @@ def test_environments_and_tasks_that_do_not_go_together_are_refused(model, tmp_p
         ({"name": "talkers:Countin"}, "has no attribute 'Countin'. Did you mean 'Counting'?"),
         ({"tools": ["calculater"]}, "there is no tool 'calculater'; there are calculator.* Did you mean 'calculator'?"),
         ({"tools": ["talkers:unresolved"]}, "tool 'unresolved' does not say how it is called: name 'Nowhere'"),
+        ({"tools": ["talkers:placed"]}, "tool 'placed' takes 'x' by its place alone, and a call names its arguments"),
         ({"tools": ["talkers:undescribed"]}, "tool 'undescribed' does not say how it is called"),
         ({"max_turns": 0}, "greater than or equal to 1"),
         (

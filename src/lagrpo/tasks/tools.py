@@ -166,6 +166,9 @@ def describe(function: Callable[..., Any], name: str) -> dict[str, Any]:
         get_json_schema,
     )
 
+    parameters = inspect.signature(function).parameters.values()
+    if unnamed := [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]:
+        raise ValueError(f"tool {name!r} takes {unnamed[0]!r} by its place alone, and a call names its arguments")
     try:
         return json.loads(json.dumps(get_json_schema(function)))
     except (DocstringParsingException, TypeHintParsingException, NameError) as error:
