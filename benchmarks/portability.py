@@ -33,6 +33,7 @@ DEADLINE = 300.0  # seconds for a run
 WORK = {
     "run.display": "plain",
     "run.save-weights": "False",
+    "run.checkpoint-minutes": "0",
     "schedule.v": "2",
     "schedule.batches": "2",
     "schedule.prompts": "4",
@@ -98,7 +99,7 @@ def run(case: Case, scratch: Path, threads: int | None) -> dict[str, Any]:
             [*command, str(HERE.parent / "experiments" / "demo.toml"), *words],
             env={**os.environ, **case.level.environment}, capture_output=True, text=True, timeout=DEADLINE,
         )  # fmt: skip
-        error = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
+        error = "" if done.returncode == 0 else said_last(done.stderr)
     except subprocess.TimeoutExpired:
         error = f"not done after {DEADLINE:.0f} s"
     row = {"instructions": case.level.name, "kernels": case.kernels, "dtype": case.dtype}
@@ -118,6 +119,12 @@ def run(case: Case, scratch: Path, threads: int | None) -> dict[str, Any]:
         "seconds in all": f"{time.monotonic() - started:.0f}",
         "ok": metrics[-1]["version"] == 1 and metrics[-1]["synced"] == 1,
     }
+
+
+def said_last(errors: str) -> str:
+    """What a program that failed says of it: the last line of lagrpo's own, else the last."""
+    lines = errors.strip().splitlines() or ["no message"]
+    return next((line for line in reversed(lines) if line.startswith("lagrpo: ")), lines[-1])
 
 
 def main() -> None:
