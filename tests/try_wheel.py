@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -26,11 +27,17 @@ def main() -> None:
         build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", scratch]
         subprocess.run(build, cwd=ROOT, check=True, timeout=DEADLINE)
         (wheel,) = Path(scratch).glob("*.whl")
-        for version in sys.argv[1:] or VERSIONS:
-            if (python := find_python(version)) is None:
-                print(f"Not tried: Python {version} (it is not here)")
-                continue
-            try_with(python, wheel, Path(scratch) / version)
+        here = {version: find_python(version) for version in sys.argv[1:] or VERSIONS}
+        for version in (version for version, python in here.items() if python is None):
+            print(f"Not tried: Python {version} (it is not here)")
+        with ThreadPoolExecutor(max_workers=2) as side_by_side:  # pip computes with one thread
+            tried = [
+                side_by_side.submit(try_with, python, wheel, Path(scratch) / version)
+                for version, python in here.items()
+                if python is not None
+            ]
+        for each in tried:
+            each.result()
 
 
 def find_python(version: str) -> str | None:
