@@ -90,6 +90,8 @@ def test_the_memory_of_a_rank():
     assert four["weights"] - served["weights"] == 2_000_000  # alpha's copy
     assert served["sampler"] == 0
     assert four["sampler"] == (4 * 10 + 20) * (2 * 2 * 2 * 25) * 2  # one prompt of two
+    longer = {"every": 5, "samples": 4, "prompts": 1, "sets": [{"name": "long", "max_tokens": 70}]}
+    assert memory(**{**base, "evaluation": longer}, ranks=4)["sampler"] == (4 * 70 + 20) * (2 * 2 * 2 * 25) * 2
     single = memory(**base, ranks=4, model={"dtype": "float32"})
     assert (single["weights"], single["optimizer"]) == (8_000_000, 7_000_000)
     offloaded = memory(**base, ranks=4, optimizer={"offload_moments": True})

@@ -298,7 +298,8 @@ def _tokens_held(settings: Settings, ranks: int) -> int:
         share = -(-s.prompts * together // ranks) * sampling.G if sampling.sampler == "local" else 0
         evaluated = e.prompts * e.samples if e.before_and_after or e.every else 0
         rows = min(rows, max(share, evaluated))
-    return rows * (sampling.max_tokens + settings.replied) + rows // sampling.G * sampling.max_prompt_tokens
+    longest = settings.longest - sampling.max_prompt_tokens + settings.replied  # also of evaluation sets
+    return rows * longest + rows // sampling.G * sampling.max_prompt_tokens
 
 
 def _activations(settings: Settings, config: Any, size: int, fused: bool, prompts: int) -> int:
