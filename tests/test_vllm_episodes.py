@@ -181,7 +181,9 @@ def run(model: Path, root: Path, server: Server, **sections: Any) -> Path:
     return train(tiny_settings(model, root, **merged)).run
 
 
-@pytest.mark.parametrize("in_flight", ["finish", "span", "regenerate"])
+@pytest.mark.parametrize(
+    "in_flight", ["span", *(pytest.param(name, marks=pytest.mark.long) for name in ("finish", "regenerate"))]
+)
 def test_a_run_plays_games_and_is_replayed(attached, model, tmp_path, in_flight):
     directory = run(
         model, tmp_path, attached, task={"name": "guess_number", "largest": 9}, vllm={"in_flight": in_flight},

@@ -34,7 +34,10 @@ def run(model, root, server, by: str, **sections: Any):
     return train(settings)
 
 
-@pytest.mark.parametrize(("kind", "v"), [("every", 1), ("every", 4), ("lagged", 2)])
+@pytest.mark.parametrize(
+    ("kind", "v"),
+    [("every", 4), *(pytest.param(*each, marks=pytest.mark.long) for each in (("every", 1), ("lagged", 2)))],
+)
 def test_evaluations_by_the_server_change_no_record_of_training(attached, model, tmp_path, kind, v):
     schedule = {"kind": kind, "v": v, "batches": 5}
     made = [run(model, tmp_path / by, attached, by, schedule=schedule) for by in ("local", "vllm")]
