@@ -268,6 +268,7 @@ def test_runs_of_another_machine_count_by_their_report(tmp_path, command, capsys
     command(file, "--directory", there)
     kept = there / "report.json"
     first = json.loads(kept.read_text())
+    assert [run["run"] for run in first["runs"]] == ["v-1-seed3", "v-3-seed3", "v-1-seed4", "v-3-seed4"]
     kept.write_text(json.dumps(first | {"runs": first["runs"][:3]}))
     shutil.rmtree(there / "runs")
 

@@ -40,15 +40,16 @@ def settings_that_matter(settings: Settings) -> dict[str, Any]:
 
 
 def to_record(run: Finished, settings: Settings, names: Iterable[str]) -> dict[str, Any]:
-    """A record of the metrics `names`; cell, seed and measures are added by the report."""
+    """A record of the metrics `names`, without places of one machine; cell, seed and measures are added by the
+    report."""
     scores = {
         name: {key: value for key, value in summary.items() if isinstance(value, int | float)}
         for name, summary in run.evaluations.items()
     }
     curves = {name: [_rounded(line.get(name)) for line in run.metrics] for name in names}
     return {
-        "run": run.run, "settings": settings_that_matter(settings), "where": run.where, "evaluations": scores,
-        "curves": curves,
+        "run": Path(run.run).name, "settings": settings_that_matter(settings), "where": run.where,
+        "evaluations": scores, "curves": curves,
     }  # fmt: skip
 
 
