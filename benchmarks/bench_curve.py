@@ -25,7 +25,7 @@ from work import RESULTS, SHORT, Work, asked_for, common_options, require_peer
 
 from lagrpo.runs.plots import INK, plain_axes
 from lagrpo.study.curves import COLORS
-from lagrpo.study.measures import smoothed
+from lagrpo.study.measures import Finished, measure, smoothed
 from lagrpo.study.statistics import Interval
 
 PAGE, FIGURE = HERE.parent / "docs" / "papers.md", HERE.parent / "docs" / "images" / "trl.png"
@@ -90,21 +90,20 @@ def rows(curves: Curves, updates: int) -> list[dict[str, str]]:
 
 
 def row(seeds: Sequence[Sequence[dict[str, float]]], at: Sequence[int]) -> dict[str, str]:
-    rewards = [smoothed(values(list(updates), "reward"), SMOOTH) for updates in seeds]
-    reached = [cost(updates, curve) for updates, curve in zip(seeds, rewards, strict=True)]
-    made = [found for found in reached if found is not None]
-    costs = " / ".join(shown([found[part] for found in made]) for part in (0, 1)) if made else "–"
+    rewards = [smoothed(values(list(of), "reward"), SMOOTH) for of in seeds]
+    runs = [
+        Finished([{"reward_mean": u["reward"], "updates": 1, "seconds": u["seconds"]} for u in of], {}) for of in seeds
+    ]
+    updates, seconds = (
+        [cost for run in runs if (cost := measure(f"{name} to {LEVEL:g}", run, SMOOTH)) is not None]
+        for name in ("updates", "seconds")
+    )
+    costs = f"{shown(updates)} / {shown(seconds)}" if updates else "–"
     return {
         **{f"reward at update {k}": shown([curve[k - 1] for curve in rewards]) for k in at},
-        "seconds an update": shown([fmean(values(list(updates), "seconds")) for updates in seeds]),
-        f"updates / seconds until {LEVEL:g}": f"{costs} ({len(made)} of {len(seeds)} seeds)",
+        "seconds an update": shown([fmean(values(list(of), "seconds")) for of in seeds]),
+        f"updates / seconds until {LEVEL:g}": f"{costs} ({len(updates)} of {len(seeds)} seeds)",
     }
-
-
-def cost(updates: Sequence[dict[str, float]], curve: Sequence[float]) -> tuple[int, float] | None:
-    """After how many updates, and seconds, the curve reaches the level; None where it does not."""
-    first = next((place for place, value in enumerate(curve) if value >= LEVEL), None)
-    return None if first is None else (first + 1, sum(update["seconds"] for update in updates[: first + 1]))
 
 
 def shown(numbers: Sequence[float]) -> str:
