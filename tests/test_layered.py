@@ -16,19 +16,22 @@ from tiny import tiny_policy
 from torch import Tensor
 
 from lagrpo.objective.recipes import resolve
+from lagrpo.policy.adapter_files import Lora
 from lagrpo.policy.layered import make_layered_replica, why_not
 from lagrpo.policy.learner import Learner, Optimization
 from lagrpo.policy.replica import replica
 from lagrpo.policy.spans import Merged
 from lagrpo.ranks.world import mesh_of
 
+LORA = Lora(r=4, alpha=8.0, seed=3)
+
 
 def make_layered(
     group: Any, dtype: str, kind: str = "llama", tie: bool = False, replicas: int = 1, checkpointing: bool = False,
-    beta: float = 0.0, **changes: Any,
+    beta: float = 0.0, lora: Lora | None = None, **changes: Any,
 ) -> Learner:  # fmt: skip
     """As `make` of test_sharded, in shards."""
-    policy = tiny_policy(kind, DTYPES[dtype], backend="torch", tie_word_embeddings=tie)
+    policy = tiny_policy(kind, DTYPES[dtype], backend="torch", lora=lora, tie_word_embeddings=tie)
     numbers = {"lr": 1e-3, "updates": 9, "weight_decay": 0.1, "warmup": 2, "seed": 5} | changes
     mesh = mesh_of(group, "cpu", group.size() // replicas, 30.0) if group is not None else None
     reference = None
@@ -67,11 +70,13 @@ def five_updates(group: Any, made: dict[str, Any], first_takes_all: bool) -> tup
     return metrics, copied(learner.state()), copied(learner.policy.weights)
 
 
-@pytest.mark.parametrize(("R", "replicas"), [(1, 1), (2, 1), (3, 1), (3, 3)])
-def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks, R, replicas):
+@pytest.mark.parametrize(
+    ("R", "replicas", "lora"), [(1, 1, None), (2, 1, None), (3, 1, None), (3, 3, None), (2, 1, LORA), (3, 3, LORA)]
+)
+def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks, R, replicas, lora):
     """In float64, where rounding is far below the steps. Clipped: the limit is a third of the norms. Three ranks divide
     no weight evenly."""
-    made = {"dtype": "float64", "max_grad_norm": 0.05, "replicas": replicas}
+    made = {"dtype": "float64", "max_grad_norm": 0.05, "replicas": replicas, "lora": lora}
     metrics, state, weights = five_updates(None, made, False)
     assert min(m["grad_norm"] for m in metrics) > 0.1
     check_to_rounding(ranks.run(five_updates, made, False, size=R), metrics, state, weights)
@@ -85,6 +90,8 @@ def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks,
         {"dtype": "bfloat16", "checkpointing": True, "offload_moments": True},
         {"dtype": "float32", "kind": "qwen2"},
         {"dtype": "float32", "tie": True, "weight_decay": 0.0},
+        {"dtype": "bfloat16", "lora": LORA, "checkpointing": True},
+        {"dtype": "float32", "lora": LORA, "tie": True},
     ],
     ids=str,
 )
@@ -133,19 +140,38 @@ def test_a_rank_keeps_its_part_of_masters_gradients_and_weights(ranks):
             assert whole == []
 
 
-def reference(group: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def frozen(group: Any) -> tuple[int, list[str]]:
+    """Numbers of the frozen weights that a rank keeps; which weights are whole."""
+    learner = make_layered(group, "bfloat16", lora=LORA)
+    learner.accumulate_first(rows_of(learner))
+    learner.update()
+    learner.score(rows_of(learner))
+    named = dict(learner.policy.model.lm.named_parameters())
+    whole = [name for name, p in named.items() if not hasattr(p, "_local_tensor")]
+    return sum(named[name]._local_tensor.numel() for name in named.keys() - {*whole}), whole
+
+
+def test_frozen_weights_are_divided_and_adapters_are_not(ranks):
+    lm = tiny_policy(dtype=torch.bfloat16, lora=LORA).model.lm
+    numbers = sum(p.numel() for p in lm.parameters() if not p.requires_grad)
+    for R in (2, 3):
+        for kept, whole in ranks.run(frozen, size=R):
+            assert kept <= numbers / R * 1.05
+            assert whole == [name for name, p in lm.named_parameters() if p.requires_grad]
+
+
+def reference(group: Any, lora: Lora | None) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """log π_ref at the start, after updates, and after the end of a stage, with what the policy gives then."""
-    learner = make_layered(group, "bfloat16", beta=0.1) if group else None
-    if learner is None:
-        policy = tiny_policy(dtype=torch.bfloat16, backend="torch")
-        optimization = Optimization(lr=1e-3, updates=9, weight_decay=0.1, warmup=2, seed=5)
-        learner = Learner(policy, resolve("grpo", {"beta": 0.1}), optimization, replica(policy))
+    learner = make_layered(group, "bfloat16", beta=0.1, lora=lora)
     fresh = rows_of(learner)
     of_reference = lambda: learner.score(fresh, by=learner.reference)  # noqa: E731
-    before = of_reference()
+    before, own = of_reference(), learner.score(fresh)
+    assert all(map(torch.equal, before, own))
     rows, _ = learner.accumulate_first([row.__class__(**vars_of(row, before[n])) for n, row in enumerate(fresh)])
     learner.update(rows)
+    own = learner.score(fresh)
     after = of_reference()
+    assert all(map(torch.equal, own, learner.score(fresh)))
     learner.end_stage(reset_optimizer=False)
     assert learner.reference is not None
     assert learner.reference.version == 1
@@ -158,8 +184,9 @@ def vars_of(row: Any, logp_ref_T: Tensor) -> dict[str, Any]:
     return {name: getattr(row, name) for name in row.__dataclass_fields__} | {"logp_ref_T": logp_ref_T}
 
 
-def test_the_reference_stays_until_the_stage_ends_and_then_is_the_policy(ranks):
-    for before, after, swapped in ranks.run(reference, size=2):
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_the_reference_stays_until_the_stage_ends_and_then_is_the_policy(ranks, lora):
+    for before, after, swapped in ranks.run(reference, lora, size=2):
         assert all(map(torch.equal, before, after))
         assert not any(map(torch.equal, before, swapped))
 
@@ -167,10 +194,10 @@ def test_the_reference_stays_until_the_stage_ends_and_then_is_the_policy(ranks):
 # Gradients that are not finite
 
 
-def refused(group: Any, on: int, what: str, replicas: int) -> tuple[str, bool, bool]:
+def refused(group: Any, on: int, what: str, replicas: int, lora: Lora | None) -> tuple[str, bool, bool]:
     """The message; whether nothing changed, and whether the next update is the one of a learner that was never
     refused. On one rank a weight overflows the gradient inside the model, or a token has no finite derivative."""
-    learner, untouched = (make_layered(group, "bfloat16", replicas=replicas) for _ in range(2))
+    learner, untouched = (make_layered(group, "bfloat16", replicas=replicas, lora=lora) for _ in range(2))
     fresh = rows_of(learner)
     rows, passes = share(group, fresh, False), -(-len(fresh) // group.size())
     before, weights = copied(learner.state()), copied(learner.policy.weights)
@@ -189,14 +216,20 @@ def refused(group: Any, on: int, what: str, replicas: int) -> tuple[str, bool, b
 
 
 @pytest.mark.parametrize(
-    ("R", "what", "replicas"), [(2, "weight", 1), (3, "weight", 1), (2, "advantage", 1), (3, "advantage", 3)]
+    ("R", "what", "replicas", "lora"),
+    [
+        *((2, "weight", 1, None), (3, "weight", 1, None), (2, "advantage", 1, None), (3, "advantage", 3, None)),
+        *((2, "weight", 1, LORA), (3, "advantage", 1, LORA)),
+    ],
 )
-def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all_and_nothing_changes(ranks, R, what, replicas):
+def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all_and_nothing_changes(
+    ranks, R, what, replicas, lora
+):
     """All name the same completion, which only the last rank has."""
     row = rows_of(make(None, "bfloat16"))[R - 1]
     group, number = row.batch.member_C[row.members[0]]
     name = rf"completion {number} of prompt {row.batch.groups[group].prompt.key}"
-    messages, unchanged, as_if_never = zip(*ranks.run(refused, R - 1, what, replicas, size=R), strict=True)
+    messages, unchanged, as_if_never = zip(*ranks.run(refused, R - 1, what, replicas, lora, size=R), strict=True)
     assert len(set(messages)) == 1
     if what == "weight":
         start = r"the gradient of update 1 is not finite \(norm (inf|nan)\)"

@@ -23,7 +23,7 @@ from lagrpo.errors import SettingsError
 from lagrpo.objective.recipes import resolve
 from lagrpo.policy.adapter_files import CONFIG, WEIGHTS, Lora, read_weights
 from lagrpo.policy.loading import load_policy
-from lagrpo.policy.lora import attach, count_parameters
+from lagrpo.policy.lora import attach, count_parameters, merged
 from lagrpo.policy.merging import merge_adapter
 from lagrpo.policy.model import Packed
 from lagrpo.policy.replica import replica
@@ -216,6 +216,15 @@ def test_peft_computes_what_we_compute_from_a_saved_adapter(model, tmp_path, dty
     assert torch.equal(logp_of(again), ours)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merging_leaves_the_model_as_it_is(dtype):
+    policy = adapted_policy(dtype=dtype, spread=0.3)
+    before = {name: tensor.clone() for name, tensor in policy.model.lm.state_dict().items()}
+    found = merged(policy.model.lm)
+    assert any(not torch.equal(found[name], before[name]) for name in found)
+    assert same(dict(policy.model.lm.state_dict()), before)
+
+
 def test_a_merged_model_computes_the_same_up_to_rounding(model, tmp_path, capsys):
     from transformers import AutoModelForCausalLM
 
@@ -341,11 +350,20 @@ def test_a_damaged_adapter_is_refused(whole, tmp_path, config, number, said):
     assert not (tmp_path / "merged").exists()
 
 
-def test_servers_evaluate_no_adapter(whole, capsys, monkeypatch):
-    monkeypatch.setattr("lagrpo.training.evaluating.open_servers", lambda _: pytest.fail("a server was started"))
+def test_servers_that_evaluate_an_adapter_are_those_of_its_run(whole, model, monkeypatch):
+    """They serve the adapter's model, and take adapters of its rank."""
+    asked = []
+
+    def refuse(settings: Any) -> Any:
+        asked.append(settings)
+        raise SettingsError("no servers here")
+
+    monkeypatch.setattr("lagrpo.training.evaluating.open_servers", refuse)
     with pytest.raises(SystemExit):
         cli.main(["eval", str(whole.weights), "--task", "arithmetic", "--sampling.sampler", "vllm"])
-    assert f"lagrpo merge {whole.weights} --out DIRECTORY" in " ".join(capsys.readouterr().err.split())
+    ((own, lora),) = [(run.model.path, run.model.lora) for run in asked]
+    assert Path(own).resolve() == model.resolve()
+    assert (lora.r, lora.alpha) == (4, 8.0)
 
 
 def test_a_dry_run_says_what_is_trained(model, capsys):

@@ -72,7 +72,10 @@ def kinds(model, tmp_path_factory):
     """Further settings by kind of run; offline has completions of an earlier run."""
     root = tmp_path_factory.mktemp("earlier")
     made = train(merged(tiny_settings(model, root), {"schedule": {"prompts": 3}, "run": {"name": "earlier"}}))
-    return {"plain": {}, **KINDS, "offline": {"offline": {"data": str(made.run), "share": 0.34}}}
+    adapters = {"model": {"lora": {"r": 4}}, "optimizer": {"lr": 0.02}}
+    merging = adapters | {"model": {"lora": {"r": 4, "merge": True}}}
+    of_adapters = {"adapters": adapters, "adapters, merged": merging}
+    return {"plain": {}, **KINDS, **of_adapters, "offline": {"offline": {"data": str(made.run), "share": 0.34}}}
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +124,7 @@ def check_same_run(run: Path, alone: Path) -> None:
 
 
 def check_same_weights(run: Path, alone: Path) -> None:
-    of_run, of_one = (load_file(r / "weights/final/model.safetensors") for r in (run, alone))
+    of_run, of_one = (load_file(next((r / "weights/final").glob("*.safetensors"))) for r in (run, alone))
     assert of_run.keys() == of_one.keys()
     for name, weight in of_one.items():
         assert of_run[name].dtype == weight.dtype
@@ -141,12 +144,15 @@ def test_several_ranks_make_the_run_of_one(settings, alone, kinds, kind, size):
         ("offline", 4, "layers by pairs"),
         ("lagged", 3, "layers"),
         ("dynamic sampling", 2, "layers"),
+        ("adapters", 2, "layers"),
+        ("adapters, merged", 4, "layers by pairs"),
     ],
 )
 def test_ranks_that_have_the_layers_between_them_make_the_run_of_one(settings, alone, kinds, kind, size, shard):
     run = only_result(together(size, settings("ranks", kinds[kind], SHARDS[shard], PLAIN))).run
     check_same_run(run, alone(kind, "torch"))
-    configs = [json.loads((r / "weights/final/config.json").read_text()) for r in (run, alone(kind, "torch"))]
+    file = "adapter_config.json" if kind == "adapters" else "config.json"
+    configs = [json.loads((r / "weights/final" / file).read_text()) for r in (run, alone(kind, "torch"))]
     assert configs[0] == configs[1]
 
 
@@ -299,22 +305,25 @@ def test_torchrun_starts_a_killed_run_again_where_it_was(settings, whole, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("before", "shard_before", "after", "shard_after"),
+    ("before", "shard_before", "after", "shard_after", "kind"),
     [
-        (3, "optimizer", 2, "optimizer"),
-        (1, "optimizer", 2, "layers"),
-        (2, "copies", 1, "optimizer"),
-        (3, "layers", 2, "optimizer"),
+        (3, "optimizer", 2, "optimizer", "plain"),
+        (1, "optimizer", 2, "layers", "plain"),
+        (2, "copies", 1, "optimizer", "plain"),
+        (3, "layers", 2, "optimizer", "plain"),
+        (3, "layers", 2, "layers", "adapters"),
     ],
 )
-def test_a_run_goes_on_with_another_number_of_ranks(settings, alone, before, shard_before, after, shard_after):
+def test_a_run_goes_on_with_another_number_of_ranks(
+    settings, alone, kinds, before, shard_before, after, shard_after, kind
+):
     def make(size: int, of: dict[str, Any]) -> Result:
         return only_result(together(size, of)) if size > 1 else train(of)
 
-    short = make(before, settings("run", PLAIN, SHARDS[shard_before], {"schedule": {"stages": 1}}))
+    short = make(before, settings("run", kinds[kind], PLAIN, SHARDS[shard_before], {"schedule": {"stages": 1}}))
     longer = {"run": {"resume": str(short.run)}, "schedule": {"stages": 2}}
     long = make(after, merged(longer, SHARDS[shard_after]))
-    whole = alone("plain", "torch")
+    whole = alone(kind, "torch")
     assert [row["token_ids"] for row in rollouts(long.run)] == [row["token_ids"] for row in rollouts(whole)]
     check_same_weights(long.run, whole)
     resumed = next(event for event in load_events(long.run) if event["event"] == "resumed")

@@ -115,6 +115,30 @@ def test_the_same_version_may_be_synced_again(policy, tmp_path):
         sampler.close()
 
 
+@pytest.mark.parametrize("back", [True, False])
+def test_servers_evaluate_by_an_adapter_of_its_own(policy, tmp_path, back):
+    """Behind an evaluation they have the adapter of the last sync again, or keep the newer one if nobody needs that."""
+    server = Adapters()
+    with stub(server) as url:
+        sampler = sampler_at(url, policy, tmp_path)
+        sampler.sync_weights(policy.weights, 0)
+        first, before = sampler.fleet.served.label, {n: t.clone() for n, t in policy.weights.items()}
+        move(policy, 0.1)
+        with sampler.lent(policy.weights, 3, back=back):
+            assert (sampler.version, versions(sampler, policy)) == (3, {3})
+            assert first in server.loaded
+            version, served = sampler.served()
+            assert version == (0 if back else 3)
+            assert all(torch.equal(served[n], (before if back else policy.weights)[n]) for n in before)
+        assert (sampler.version, versions(sampler, policy)) == ((0, {0}) if back else (3, {3}))
+        assert [*server.loaded] == [sampler.fleet.served.label]
+        sampler.sync_weights(policy.weights, 3)
+        assert (sampler.version, versions(sampler, policy)) == (3, {3})
+        assert [*server.loaded] == [sampler.fleet.served.label]
+        sampler.close()
+        assert not server.loaded
+
+
 def test_a_server_that_lost_the_adapter_gets_it_again(policy, tmp_path):
     server = Adapters()
     with stub(server) as url:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from running import tiny_settings
@@ -9,10 +11,11 @@ from test_lora import LORA, move
 from test_sampling import requests_for
 from vllm_servers import kill, sampler_over
 
+from lagrpo import cli
 from lagrpo.errors import SettingsError
 from lagrpo.policy.loading import load_policy
 from lagrpo.policy.model import Packed
-from lagrpo.runs import load_metrics
+from lagrpo.runs import load_evaluations, load_metrics
 from lagrpo.sampling.parity import ParityCheck
 from lagrpo.sampling.vllm.connecting import KEY
 from lagrpo.training import run as training
@@ -106,6 +109,38 @@ def test_a_run_trains_adapters_with_a_server_that_it_attaches_to(server, model, 
     sections["model"] = {"lora": {"r": 9}}
     with pytest.raises(SettingsError, match=r"takes adapters of at most rank 8, and model.lora.r is 9: start it with"):
         training.train(tiny_settings(model, tmp_path, **sections))
+
+
+def test_servers_evaluate_adapters(attached, model, tmp_path, capsys):
+    """In a run, by an adapter beside that which samples, and by `lagrpo eval`."""
+    sections = {
+        "model": {"lora": {"r": 8}}, "sampling": {"sampler": "vllm"}, "optimizer": {"lr": 0.05},
+        "vllm": {"urls": [attached.url]}, "schedule": {"v": 4, "batches": 4},
+    }  # fmt: skip
+    evaluation = {"every": 1, "samples": 2, "temperature": 0.01}
+    made = [
+        training.train(tiny_settings(model, tmp_path / by, **sections, evaluation=evaluation | {"sampler": by}))
+        for by in ("local", "vllm")
+    ]
+    lines = [[(m["lag_max"], m["reward_mean"]) for m in load_metrics(result.run)] for result in made]
+    assert lines[0] == lines[1]
+    versions, means = zip(
+        *([[s[name] for s in load_evaluations(r.run)] for name in ("version", "reward_mean")] for r in made),
+        strict=True,
+    )
+    assert versions[0] == versions[1] == [0, 1, 2, 3, 4]
+    assert means[1] == pytest.approx(means[0], abs=0.2)
+    assert not attached.adapters()
+    words = ["eval", str(made[1].weights), "--task", "sample_task:load", "--model.dtype", "float32"]
+    words += ["--samples", "2", "--max_tokens", "6", "--max_prompt_tokens", "64", "--temperature", "0.01"]
+    cli.main([*words, "--output", str(tmp_path / "local-eval")])
+    by_server = ["--sampling.sampler", "vllm", "--vllm.urls", attached.url, "--output", str(tmp_path / "vllm-eval")]
+    cli.main([*words, *by_server])
+    assert "it differs from this process by" in capsys.readouterr().err
+    found = [
+        json.loads((tmp_path / f"{by}-eval" / "summary.json").read_bytes())["reward_mean"] for by in ("local", "vllm")
+    ]
+    assert found[0] == pytest.approx(found[1], abs=0.2)
 
 
 def test_a_server_without_an_adapter_any_more_gets_it_again(attached, policy, tmp_path):

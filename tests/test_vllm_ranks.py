@@ -16,6 +16,7 @@ from together import QUICK, together
 from vllm_servers import DEADLINES, PYTHON, tiny_directory
 
 from lagrpo import Observer
+from lagrpo.policy.adapter_files import read_weights
 from lagrpo.runs import load_events, load_metrics
 from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.training.run import Result
@@ -67,14 +68,16 @@ def watch(root: Path, rank: int) -> list[Observer]:
     return []
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "layers"])
-def test_ranks_learn_from_what_a_server_samples(tmp_path, shard):
+@pytest.mark.parametrize(
+    ("shard", "lora"), [("optimizer", 0), ("layers", 0), pytest.param("layers", 4, marks=pytest.mark.long)]
+)
+def test_ranks_learn_from_what_a_server_samples(tmp_path, shard, lora):
     """Every batch once, by the announced versions, with the parity check after each sync. What the server gets is what
     rank 1 has, where that has a whole copy. The run ends with later weights than it got last."""
     model = tiny_directory(tmp_path)
-    settings = merged(
-        tiny_settings(model, tmp_path), SECTIONS, {"run": {"name": "run"}, "distributed": {**QUICK, "shard": shard}}
-    )
+    own = {"run": {"name": "run"}, "distributed": {**QUICK, "shard": shard}}
+    adapters = {"model": {"lora": {"r": lora}}} if lora else {}
+    settings = merged(tiny_settings(model, tmp_path), SECTIONS, own, adapters)
     found = together(2, settings, partial(watch, tmp_path))
     assert all(isinstance(one, Result) for one in found), "\n\n".join(map(str, found))
     run = found[0].run
@@ -89,6 +92,6 @@ def test_ranks_learn_from_what_a_server_samples(tmp_path, shard):
     if shard == "optimizer":
         of_rank = json.loads((tmp_path / "rank-1.json").read_text())
         assert all(of_rank[version] == sent[version] for version in ("2", "6", "10"))
-    final = load_file(run / "weights/final/model.safetensors")
+    final = read_weights(run / "weights/final") if lora else load_file(run / "weights/final/model.safetensors")
     assert final.keys() == sent["10"].keys()
     assert any(float(tensor.double().sum()) != sent["10"][name] for name, tensor in final.items())

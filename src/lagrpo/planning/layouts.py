@@ -133,15 +133,17 @@ def _waiting(work: Work, rates: Rates, layout: Layout, generating: float, wave: 
 
 def _collectives(model: Model, work: Work, rates: Rates, layout: Layout) -> float:
     """Seconds of an update between the ranks: gradients in float32 to their owners, working weights back to all. With
-    `layers`, in every micro-batch: weights for the forward and for the backward pass, and gradients."""
+    `layers`, in every micro-batch: weights for the forward and for the backward pass, and gradients, but for those of
+    adapters, which are whole."""
     if layout.ranks == 1:
         return 0.0
     speed = rates.link if layout.ranks <= layout.node else rates.network
-    moved, times = model.synced + 4 * model.trained, 1
+    moved = model.synced + 4 * model.trained
     if layout.layers:
         times = micro_batches(work, math.ceil(work.prompts / layout.ranks))
-        moved += model.weights
-    return times * moved * (layout.ranks - 1) / layout.ranks / speed
+        moved = times * 2 * model.weights + (1 if model.adapters else times) * 4 * model.trained
+        moved += model.synced if model.adapters else 0
+    return moved * (layout.ranks - 1) / layout.ranks / speed
 
 
 def update_bytes(model: Model, ranks: int) -> float:

@@ -138,7 +138,7 @@ def make_plan(settings: Settings, given: PlanSettings, run: Measured | None = No
         options=options,
         best=best,
         lags=tuple(measure.lag(best.layout, v) for v in sorted({*LAGS, max(1, work.v)})),
-        memory={name: measure.memory(best.layout, name) for name in measure.shardings},
+        memory={name: measure.memory(best.layout, name) for name in ("optimizer", "layers")},
         sync_seconds=sync_seconds(model, rates, best.layout),
     )
 
@@ -251,7 +251,7 @@ class Measure:
     def __call__(self, layout: Layout) -> Option:
         """The layout; with the layers sharded where the settings say so, or only that makes it fit."""
         option = self._as(replace(layout, layers=layout.ranks > 1 and self.settings.distributed.shard == "layers"))
-        if not option.fits and layout.ranks > 1 and "layers" in self.shardings:
+        if not option.fits and layout.ranks > 1:
             sharded = self._as(replace(layout, layers=True))
             return sharded if sharded.fits else option
         return option
@@ -262,11 +262,6 @@ class Measure:
         seconds = batch_seconds(self.model, self.work, self.rates, layout)
         return Option(layout, seconds, learner, self._server(layout), self.room)
 
-    @property
-    def shardings(self) -> tuple[str, ...]:
-        """The values that distributed.shard can have: frozen weights are not divided."""
-        return ("optimizer",) if self.model.adapters else ("optimizer", "layers")
-
     def memory(self, layout: Layout, shard: str) -> dict[str, int]:
         """Bytes of a rank that learns, by purpose."""
         sampler = "vllm" if layout.servers else "local"
@@ -274,11 +269,11 @@ class Measure:
         distributed = self.settings.distributed.model_copy(update={"shard": shard})
         settings = self.settings.model_copy(update={"sampling": sampling, "distributed": distributed})
         shards = self.settings.distributed.shard_ranks or min(layout.ranks, layout.node)
-        further: dict[str, Any] = {"size": self.model.size, "ranks": layout.ranks}
+        further: dict[str, Any] = {"size": self.model.size, "ranks": layout.ranks, "shards": shards}
         if self.model.adapters:
             numbers = self.model.parameters, self.model.adapters
             return memory_with_adapters(settings, self.recipe, self.config, numbers, **further)
-        return expected_memory(settings, self.recipe, self.config, self.model.parameters, shards=shards, **further)
+        return expected_memory(settings, self.recipe, self.config, self.model.parameters, **further)
 
     def _server(self, layout: Layout) -> int | None:
         """Bytes that a server needs: its weights, and keys and values of the rows that it decodes."""

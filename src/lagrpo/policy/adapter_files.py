@@ -55,9 +55,10 @@ def save_adapter(lm: Any, weights: Mapping[str, Tensor], directory: Path) -> Non
     alpha, name = first.scale * r, Path(lm.name_or_path)
     config: Any = LoraConfig(
         r=r, lora_alpha=whole_or(alpha), lora_dropout=0.0, bias="none",
-        target_modules=sorted({layer.rpartition(".")[2] for layer in layers}), task_type="CAUSAL_LM",
+        target_modules=[layer.rpartition(".")[2] for layer in layers], task_type="CAUSAL_LM",
         base_model_name_or_path=str(name.absolute()) if name.is_dir() else lm.name_or_path, inference_mode=True,
     )  # fmt: skip
+    config.target_modules = sorted({*config.target_modules})  # PEFT's own set has another order in each process
     config.save_pretrained(directory)
     save_file(named(weights), directory / WEIGHTS, metadata={"format": "pt"})
 

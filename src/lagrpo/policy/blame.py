@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.batch import FreshMicroBatch, MicroBatch
-from lagrpo.policy.layered import LayerMasters, idle_row
+from lagrpo.policy.layered import InStep, idle_row
 from lagrpo.policy.model import Policy
 
 
@@ -36,7 +36,7 @@ def find_culprit(policy: Policy, recipe: Recipe, rows: Sequence[MicroBatch]) -> 
 
 
 def find_in_step(
-    policy: Policy, recipe: Recipe, rows: Sequence[MicroBatch], masters: LayerMasters, ranks: dist.ProcessGroup
+    policy: Policy, recipe: Recipe, rows: Sequence[MicroBatch], masters: InStep, ranks: dist.ProcessGroup
 ) -> tuple[float, str]:
     """The same of this rank's rows where the layers are sharded: each rank's completions in turn, all others idle
     beside it. Collective."""

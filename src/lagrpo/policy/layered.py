@@ -7,6 +7,9 @@ Gradients are summed over the ranks in float32, by a plain sum: weights of compl
 
 A mesh of one dimension shards over all ranks; one of two (replicas, shards) has several copies of the shards (HSDP).
 
+With adapters the frozen weights are sharded, in the model's dtype, and the adapters are whole on every rank, which has
+its part of their masters (sharded.py). π_ref is adapters alone: they take the place of the policy's for a pass.
+
 Whatever computes by the model or reads a whole weight is collective: all ranks must do it, in the same order.
 """
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -24,11 +28,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lagrpo.backends.adapters import adapted
 from lagrpo.backends.backend import Backend
 from lagrpo.policy.masters import EXACT, Start, chunks, round_, start_master, trained
-from lagrpo.policy.model import Model, Packed, Policy, Weights, check_weights
+from lagrpo.policy.model import Model, Packed, Policy, Weights, check_weights, weights_of
 from lagrpo.policy.replica import Replica
-from lagrpo.policy.sharded import norm_over
+from lagrpo.policy.sharded import ShardedMasters, norm_over
 from lagrpo.policy.spans import Span
 
 
@@ -38,7 +43,9 @@ class LayeredWeights(Weights):
 
     def __init__(self, model: Model, version: int) -> None:
         super().__init__(model.lm, version)
-        self._model, self._dtype, self.shards = model, model.dtype, dict(model.lm.named_parameters())
+        self._model, self._dtype = model, model.dtype
+        named: Any = model.lm.named_parameters()
+        self.shards: dict[str, Any] = {name: p for name, p in named if isinstance(p, DTensor)}
         self._names = [*super().__iter__()]
 
     def __iter__(self) -> Iterator[str]:
@@ -145,34 +152,99 @@ class LayerMasters:
         return moved.item() / self._numbers
 
 
-def make_layered(policy: Policy, mesh: DeviceMesh, start: Start, seed: int) -> tuple[Policy, LayerMasters]:
+class AdapterMasters(ShardedMasters):
+    """Masters of adapters that are whole on every rank, beside layers that are sharded over the ranks."""
+
+    def begin_pass(self, last: bool) -> None:
+        """Nothing: what replicas add up is of sharded weights, and these are frozen."""
+
+
+InStep = LayerMasters | AdapterMasters
+"""Masters of a policy whose every pass is collective."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayeredPolicy(Policy):
+    """A policy whose adapters, which are its weights, are whole, and whose frozen weights are sharded."""
+
+    @property
+    def all_weights(self) -> Weights:
+        return LayeredWeights(self.model, self.version)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterReference(Replica):
+    """π_ref as adapters alone, `weights`, beside the frozen weights that `model`, the policy's own, has in shards."""
+
+    def logp(self, packed: Packed) -> Tensor:
+        with torch.no_grad():
+            self._exchange()
+            try:
+                return self.model(packed, self.tau)
+            finally:
+                self._exchange()
+
+    def _exchange(self) -> None:
+        mine: Any = self.weights
+        for name, theirs in weights_of(self.model.lm).items():
+            kept = theirs.clone()
+            theirs.copy_(mine[name])
+            mine[name].copy_(kept)
+
+
+def make_layered(
+    policy: Policy, mesh: DeviceMesh, ranks: dist.ProcessGroup, start: Start, seed: int
+) -> tuple[Policy, InStep]:
     """The policy with its layers sharded over the mesh, and the masters to step on. The policy given is used up."""
     layered = with_modules(policy)
+    model, lm = layered.model, layered.model.lm
+    if adapted(lm):
+        for unit in units_of(model):
+            shard(unit, lm, None, mesh)
+        policy = LayeredPolicy(weights_of(lm, policy.version), model, policy.chat, policy.tau)
+        return policy, AdapterMasters(lm, start, seed, ranks)
     masters = LayerMasters(layered, mesh, start, seed)
-    return Policy(LayeredWeights(layered.model, policy.version), layered.model, policy.chat, policy.tau), masters
+    return Policy(LayeredWeights(model, policy.version), model, policy.chat, policy.tau), masters
 
 
 def make_layered_replica(policy: Policy, mesh: DeviceMesh) -> Replica:
-    """A copy of the policy, as it is before its own layers are sharded, that does not learn: in shards of the model's
-    dtype."""
+    """A copy of a policy of `with_modules`, as it is before its own layers are sharded, that does not learn: in shards
+    of the model's dtype, or its adapters alone."""
+    if adapted(policy.model.lm):
+        weights = weights_of(without_numbers(policy.model.lm, but_adapters=True), policy.version)
+        return AdapterReference(weights, policy.model, policy.chat, policy.tau)
     lm = copy.deepcopy(policy.model.lm).requires_grad_(False)
-    model = with_modules(Policy(policy.weights, Model(lm, policy.model.backend), policy.chat, policy.tau)).model
+    model = Model(lm, policy.model.backend)
     for unit in units_of(model):
         shard(unit, lm, None, mesh)
     return Replica(LayeredWeights(model, policy.version), model, policy.chat, policy.tau)
 
 
-def without_numbers(lm: Any) -> Any:
-    """A copy of a model of transformers whose weights have names and shapes only: what writes its directory."""
-    return copy.deepcopy(lm, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in lm.parameters()})
+def make_whole_replica(policy: Policy) -> Replica:
+    """A copy of a policy with adapters that shares no weight with it, and computes by its modules."""
+    lm = copy.deepcopy(policy.model.lm).requires_grad_(False)
+    model = Model(lm, by_modules(policy.model.backend))
+    return Replica(Weights(lm, policy.version), model, policy.chat, policy.tau)
+
+
+def without_numbers(lm: Any, but_adapters: bool = False) -> Any:
+    """A copy of a model of transformers whose weights have names and shapes only: what writes its directory. With
+    `but_adapters` its adapters have their numbers."""
+    empty = [p for p in lm.parameters() if not (but_adapters and p.requires_grad)]
+    return copy.deepcopy(lm, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in empty})
 
 
 def with_modules(policy: Policy) -> Policy:
-    """The policy with what computes by calls of the model's own modules, whose hooks gather the layers."""
-    backend = policy.model.backend
-    if policy.model.layers is not None:
-        backend = Backend(backend.device, backend.dtype, "its layers are sharded")
-    return Policy(policy.weights, Model(policy.model.lm, backend), policy.chat, policy.tau)
+    """The policy with what computes by calls of the model's own modules, whose hooks gather the layers: itself where it
+    does."""
+    if policy.model.layers is None:
+        return policy
+    return Policy(policy.weights, Model(policy.model.lm, by_modules(policy.model.backend)), policy.chat, policy.tau)
+
+
+def by_modules(backend: Backend) -> Backend:
+    """What computes in place of a backend that has whole layers of its own."""
+    return Backend(backend.device, backend.dtype, "its layers are sharded")
 
 
 def why_not(policy: Policy) -> str | None:
@@ -191,8 +263,10 @@ def units_of(model: Any) -> list[nn.Module]:
 
 def shard(unit: nn.Module, lm: nn.Module, dtype: torch.dtype | None, mesh: DeviceMesh) -> dict[str, Tensor]:
     """Shard a decoder layer, or the root: what of `lm` is in no layer. With a `dtype` that is not exact the shards are
-    float32, and what is gathered is rounded to it. Returns the unit's weights by name as they were."""
-    own = {id(p) for p in unit.parameters()}
+    float32, and what is gathered is rounded to it. Adapters stay whole. Returns the weights that were sharded by name,
+    as they were."""
+    beside = {p for layer in adapted(unit).values() for p in (layer.lora_A, layer.lora_B)}
+    own = {id(p) for p in unit.parameters() if p not in beside}
     before = {n: p.detach() for n, p in lm.named_parameters() if id(p) in own and not isinstance(p, DTensor)}
     mixed = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype is not None and dtype not in EXACT:
@@ -200,7 +274,9 @@ def shard(unit: nn.Module, lm: nn.Module, dtype: torch.dtype | None, mesh: Devic
             weight = attrgetter(name)(lm)
             weight.data = weight.data.float()
         mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    module = fully_shard(unit, mesh=mesh, mp_policy=mixed, reshard_after_forward=not isinstance(unit, Model))
+    module = fully_shard(
+        unit, mesh=mesh, mp_policy=mixed, reshard_after_forward=not isinstance(unit, Model), ignored_params=beside
+    )
     module.set_force_sum_reduction_for_comms(True)
     module.set_gradient_divide_factor(1.0)
     return before

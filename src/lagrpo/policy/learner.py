@@ -30,7 +30,7 @@ from lagrpo.interrupts import divisible, whole
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy import blame
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
-from lagrpo.policy.layered import LayerMasters, forget_whole, idle_row, make_layered
+from lagrpo.policy.layered import InStep, LayerMasters, forget_whole, idle_row, make_layered
 from lagrpo.policy.masters import Masters, Start, SyncedWeights
 from lagrpo.policy.model import Policy
 from lagrpo.policy.offload import MOMENTS, HostMoments, on_host
@@ -86,9 +86,10 @@ class Learner:
         self.policy, self.recipe, self.optimization, self.reference = policy, recipe, optimization, reference
         self.entropy, self._ranks = entropy, ranks
         start = optimization.masters, optimization.seed
-        self._masters: Masters | ShardedMasters | LayerMasters
+        self._masters: Masters | ShardedMasters | InStep
         if mesh is not None:
-            self.policy, self._masters = make_layered(policy, mesh, *start)
+            assert ranks is not None
+            self.policy, self._masters = make_layered(policy, mesh, ranks, *start)
         elif ranks is not None:
             self._masters = ShardedMasters(policy.model.lm, *start, ranks)
         else:
@@ -169,7 +170,7 @@ class Learner:
     @property
     def in_step(self) -> bool:
         """Whether every pass through the model is collective."""
-        return isinstance(self._masters, LayerMasters)
+        return isinstance(self._masters, InStep)
 
     @torch.no_grad()
     def score(
@@ -234,7 +235,7 @@ class Learner:
         """The rows; then idle passes until there were as many. A pass is what is done before the next row is taken."""
         masters, count = self._masters, max(passes, len(rows))
         for n in range(count):
-            if isinstance(masters, LayerMasters):
+            if isinstance(masters, InStep):
                 masters.begin_pass(last=n + 1 == count)
             if n < len(rows):
                 yield rows[n]
@@ -313,7 +314,7 @@ class Learner:
     def _refuse(self, norm: float, rows: Sequence[MicroBatch]) -> NoReturn:
         self.discard()
         given = self.policy, self.recipe, rows
-        if isinstance(self._masters, LayerMasters) and self._ranks is not None:
+        if isinstance(self._masters, InStep) and self._ranks is not None:
             size, culprit = blame.find_in_step(*given, self._masters, self._ranks)
         else:
             size, culprit = blame.find_culprit(*given)

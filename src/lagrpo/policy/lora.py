@@ -6,6 +6,7 @@ itself, to the bit. A dropout in front of the adapters is not there: sampler and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +60,21 @@ def attach(lm: Any, lora: Lora) -> None:
 
 
 @torch.no_grad()
-def merged(lm: Any) -> dict[str, Tensor]:
+def merged(lm: Any, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The weights of the model without adapters that computes the same up to rounding: W + s B A in float32, rounded to
-    the dtype of W once. What of s B A is below half a spacing of W is lost there."""
-    found, layers = dict(lm.state_dict()), adapted(lm)
-    for name, m in layers.items():
-        delta = m.lora_B.float() @ m.lora_A.float()
-        found[f"{name}.weight"] = m.weight.float().add_(delta, alpha=m.scale).to(m.weight.dtype)
-        del found[f"{name}.{A}"], found[f"{name}.{B}"]
+    the dtype of W once. What of s B A is below half a spacing of W is lost there. `weights`: those of the model, where
+    it does not have them itself."""
+    found = dict(lm.state_dict() if weights is None else weights)
+    for name, m in adapted(lm).items():
+        weight, low, high = (found.pop(f"{name}.{part}") for part in ("weight", A, B))
+        delta = high.float() @ low.float()
+        found[f"{name}.weight"] = torch.add(weight.float(), delta, alpha=m.scale).to(weight.dtype)
     return found
 
 
-def save_merged(lm: Any, directory: Path) -> None:
+def save_merged(lm: Any, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write the Hugging Face model directory of `merged`, without a tokenizer."""
-    lm.save_pretrained(directory, state_dict=merged(lm))
+    lm.save_pretrained(directory, state_dict=merged(lm, weights))
 
 
 def count_of_adapters(lm: Any) -> int:

@@ -23,6 +23,7 @@ from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import token_logp_by_module
 from lagrpo.policy.adapter_files import save_adapter
 from lagrpo.policy.chat import Chat, Templates
+from lagrpo.policy.lora import save_merged
 
 
 class Weights(Mapping[str, Tensor]):
@@ -69,11 +70,6 @@ class AdapterWeights(Weights):
 def weights_of(lm: Any, version: int = 0) -> Weights:
     """What a version of a model has of its own: its adapters where it has any, else all weights."""
     return AdapterWeights(lm, version) if adapted(lm) else Weights(lm, version)
-
-
-def all_weights(policy: Policy) -> Mapping[str, Tensor]:
-    """The weights that the policy computes by: beside those of its adapters the frozen ones."""
-    return Weights(policy.model.lm) if isinstance(policy.weights, AdapterWeights) else policy.weights
 
 
 def check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], version: int) -> None:
@@ -203,6 +199,11 @@ class Policy:
         return self.weights.version
 
     @property
+    def all_weights(self) -> Mapping[str, Tensor]:
+        """What the policy computes by: beside the weights of its adapters the frozen ones."""
+        return Weights(self.model.lm, self.version) if isinstance(self.weights, AdapterWeights) else self.weights
+
+    @property
     def device(self) -> torch.device:
         return self.model.device
 
@@ -221,4 +222,9 @@ class Policy:
             save_adapter(self.model.lm, self.weights, directory)
         else:
             self.model.lm.save_pretrained(directory)
+        self.chat.save(directory)
+
+    def save_merged(self, directory: Path) -> None:
+        """Write a Hugging Face model directory with the adapters added to the weights: `merged` of lora.py."""
+        save_merged(self.model.lm, directory)
         self.chat.save(directory)

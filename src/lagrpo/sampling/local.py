@@ -348,7 +348,7 @@ class BorrowingSampler(LocalSampler):
     def _load(self) -> None:
         for storage, size in self._storages():
             storage.resize_(size)
-        self._copy.load(self.source.weights, self.source.version)
+        self._copy.load(self.source.all_weights, self.source.version)
 
     def _give_memory(self) -> None:
         for storage, _ in self._storages():

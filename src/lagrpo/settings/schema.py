@@ -356,8 +356,6 @@ def _check_servers(settings: Settings) -> None:
     """Raise ValueError for evaluations that vLLM servers are to generate, and cannot."""
     if settings.sampling.sampler != "vllm":
         raise ValueError("evaluation.sampler = 'vllm' is the run's sampler: set sampling.sampler to 'vllm', too")
-    if settings.model.lora.r:
-        raise ValueError("evaluation.sampler = 'vllm' lends whole models to servers, which have adapters: take 'local'")
     if hot := [t for t in settings.evaluation.values("temperature") if t is not None and t > 2]:
         raise ValueError(f"evaluation.temperature = {hot[0]:g}: vLLM takes at most 2")
 

@@ -23,11 +23,11 @@ from lagrpo.objective.compose import Recipe
 from lagrpo.policy.adapter_files import Lora
 from lagrpo.policy.chat import Templates
 from lagrpo.policy.embedded import resolve_model
-from lagrpo.policy.layered import make_layered_replica, why_not, without_numbers
+from lagrpo.policy.layered import make_layered_replica, make_whole_replica, why_not, with_modules, without_numbers
 from lagrpo.policy.learner import Learner, Optimization
 from lagrpo.policy.loading import check_context, check_files, load_policy
 from lagrpo.policy.masters import fingerprint
-from lagrpo.policy.model import Policy, all_weights
+from lagrpo.policy.model import AdapterWeights, Policy
 from lagrpo.policy.replica import Replica, replica
 from lagrpo.ranks.world import World
 from lagrpo.sampling.episodes import Episodes
@@ -150,6 +150,8 @@ class Parts:
     task: Task
     own_task: bool
     """the caller gave the task as an object"""
+    model: str
+    """the fingerprint of all weights that it starts with"""
     learner: Learner | LeadLearner
     """with the policy, the recipe and the reference"""
     sampler: LocalSampler | LeadSampler | VllmSampler
@@ -207,7 +209,7 @@ class Parts:
         offline = build_offline(settings, recipe, policy, data.records) if data.records else None
         said, episodes = replied(settings, task), talking.get(OF_RUN)
         sampler = build_vllm(settings, policy, servers, said) if servers else build_local_sampler(settings, policy)
-        found = fingerprint(all_weights(policy)) if world is not None else ""
+        found = fingerprint(policy.all_weights)
         skeleton = without_numbers(policy.model.lm) if world is not None and world.mesh is not None else None
         learner, evaluator = build_learner(settings, recipe, policy, world)
         evaluator.known, sampler.episodes = talking, episodes
@@ -229,6 +231,7 @@ class Parts:
             settings=settings,
             task=task,
             own_task=own_task,
+            model=found,
             learner=learner,
             sampler=sampler,
             evaluator=VllmEvaluator(lent) if lent is not None else evaluator,
@@ -328,7 +331,8 @@ def build_learner(
         return learner, LocalSampler(policy, *evaluating)
     if reason := why_not(policy):
         raise SettingsError(f"distributed.shard = 'layers' cannot shard this model: {reason}")
-    evaluator = BorrowingSampler(world.in_step, replica(policy), *evaluating)
+    whole = make_whole_replica if isinstance(policy.weights, AdapterWeights) else replica
+    evaluator, policy = BorrowingSampler(world.in_step, whole(policy), *evaluating), with_modules(policy)
     reference = make_layered_replica(policy, mesh) if recipe.needs_pi_ref else None
     learner = Learner(policy, recipe, optimization, reference, *given, ranks=world.ranks, mesh=mesh)
     evaluator.source = learner.policy

@@ -38,7 +38,7 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
     with refusing("offline.data"):
         completion_files(settings.offline.data or ())
     rank = Rank.find()
-    check_lora(settings, rank)
+    check_lora(settings)
     count_shards(settings, rank)
     if rank is None or rank.number == 0:
         check_run(after_restart(settings, rank))
@@ -67,7 +67,7 @@ def check_best(settings: Settings, task: Task | None) -> None:
         raise SettingsError(f"evaluation.best = {best!r}: there is no metric {metric!r}; there are {', '.join(known)}")
 
 
-def check_lora(settings: Settings, rank: Rank | None) -> None:
+def check_lora(settings: Settings) -> None:
     """Raises SettingsError for adapters that cannot be trained so, or not without a package."""
     with refusing("model.path"):
         if is_adapter(Path(settings.model.path).expanduser()):
@@ -79,11 +79,6 @@ def check_lora(settings: Settings, rank: Rank | None) -> None:
         return
     with refusing("model.lora"):
         adapter_files.check_installed()
-    if rank is not None and settings.distributed.shard == "layers":
-        raise SettingsError(
-            "model.lora: with adapters every rank has all frozen weights, and distributed.shard = 'layers' cannot "
-            "divide them: take 'optimizer', which divides the masters and moments of the adapters"
-        )
     if settings.sampling.sampler == "vllm" and settings.vllm.weight_sync != "directory":
         raise SettingsError(
             f"vllm.weight_sync = {settings.vllm.weight_sync!r} sends whole models, and vLLM loads adapters from a "

@@ -13,7 +13,7 @@ from typing import Any
 from lagrpo.backends.process import restored
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
-from lagrpo.policy.adapter_files import is_adapter
+from lagrpo.policy.adapter_files import is_adapter, read_config
 from lagrpo.policy.chat import Templates
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.loading import check_files
@@ -27,6 +27,7 @@ from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.vllm.connecting import build_vllm, open_servers
 from lagrpo.sampling.vllm.evaluating import VllmEvaluator
 from lagrpo.sampling.vllm.server import Server
+from lagrpo.settings.lora import LoraSettings
 from lagrpo.settings.schema import EvalSettings, Settings
 from lagrpo.settings.toml import flatten
 from lagrpo.tasks import Task, load_task, reward_names
@@ -65,14 +66,10 @@ def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
     with ExitStack() as parts:
         servers = []
         if settings.sampling.sampler == "vllm":  # starting them takes minutes: what is cheap to refuse comes first
-            if is_adapter(settings.model.path):
-                raise SettingsError(
-                    f"sampling.sampler = 'vllm' serves whole models, and {settings.model.path} is an adapter: take "
-                    f"'local', or lagrpo merge {settings.model.path} --out DIRECTORY first"
-                )
             with loading(settings.model):
-                check_files(resolve_model(settings.model.path))
-            servers = [parts.enter_context(closing(server)) for server in open_servers(as_run(settings))]
+                run = as_run(settings)
+                check_files(resolve_model(run.model.path))
+            servers = [parts.enter_context(closing(server)) for server in open_servers(run)]
         print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
         templates = parts.enter_context(closing(Templates()))
         longest = settings.max_prompt_tokens + settings.max_tokens + replied(settings, task)
@@ -117,12 +114,18 @@ def _sampler(
 
 
 def as_run(settings: EvalSettings) -> Settings:
-    """The settings of a run whose servers would be those of the evaluation."""
+    """The settings of a run whose servers would be those of the evaluation; of an adapter, of a run that trains such
+    ones. Raises ValueError for an adapter that is no plain LoRA."""
     of_sampling = ("temperature", "max_tokens", "max_prompt_tokens", "max_num_seqs")
     limits = {name: getattr(settings, name) for name in of_sampling} | {"sampler": settings.sampling.sampler, "G": 1}
     run = {"seed": settings.seed, "directory": str(Path(settings.output or "evaluations"))}
     evaluation = {"before_and_after": False}
-    given = {"run": run, "model": settings.model, "sampling": limits, "vllm": settings.vllm, "evaluation": evaluation}
+    model = settings.model
+    if is_adapter(model.path):
+        lora, path = read_config(Path(model.path))
+        own = LoraSettings(r=lora.r, alpha=lora.alpha, targets=lora.targets)
+        model = model.model_copy(update={"path": path, "lora": own})
+    given = {"run": run, "model": model, "sampling": limits, "vllm": settings.vllm, "evaluation": evaluation}
     return Settings.model_validate(given)
 
 

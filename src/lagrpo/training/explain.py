@@ -47,7 +47,8 @@ def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> l
     text = config.get_text_config()
     fused = kernels_compute(settings, text) if policy is None else policy.model.layers is not None
     if adapters:
-        memory = memory_with_adapters(settings, recipe, text, (parameters, adapters), fused, ranks)
+        numbers = parameters, adapters
+        memory = memory_with_adapters(settings, recipe, text, numbers, fused, ranks=ranks, shards=shards)
     else:
         memory = expected_memory(settings, recipe, text, parameters, fused, ranks=ranks, shards=shards)
     changes = ", ".join(f"{name} = {value}" for name, value in settings.objective.overrides.items())
@@ -68,7 +69,7 @@ def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> l
         f"memory      at most about {_size(sum(memory.values()))}{' for each rank' if ranks > 1 else ''}: "
         + ", ".join(f"{name} {_size(size)}" for name, size in memory.items()),
         *_adapters(settings, parameters, adapters),
-        *_moved(settings, adapters or parameters, BYTES[dtype], ranks),
+        *_moved(settings, parameters, adapters, BYTES[dtype], ranks),
         f"arithmetic  {dtype} ({why}) on {policy.device if policy else settings.model.device}"
         + (f", {settings.optimizer.masters} float32 masters" if dtype == "bfloat16" else "")
         + (f"; {policy.model.computation}" if policy else ""),
@@ -172,16 +173,20 @@ def _adapters(settings: Settings, parameters: int, adapters: int) -> list[str]:
     ]
 
 
-def _moved(settings: Settings, parameters: int, size: int, ranks: int) -> list[str]:
+def _moved(settings: Settings, parameters: int, adapters: int, size: int, ranks: int) -> list[str]:
     """What goes between processes: weights to servers, and between ranks the gradients and weights of an update."""
-    moved = []
+    moved, trained = [], adapters or parameters
     if settings.sampling.sampler == "vllm":
-        moved.append(f"a weight sync {_size(parameters * size)} to each server by {settings.vllm.weight_sync}")
+        moved.append(f"a weight sync {_size(trained * size)} to each server by {settings.vllm.weight_sync}")
     if ranks > 1:
         layers, part = settings.distributed.shard == "layers", (ranks - 1) / ranks
-        gradients, weights = (_size(int(parameters * each * part)) for each in (4, (1 + layers) * size))
-        when = "each pass of a row" if layers else "an update"
+        in_passes = layers and not adapters
+        gradients, weights = (_size(int(trained * each * part)) for each in (4, (1 + in_passes) * size))
+        when = "each pass of a row" if in_passes else "an update"
         moved.append(f"{when} {gradients} of gradients and {weights} of weights from each of {ranks} ranks")
+        if layers and adapters:
+            frozen = _size(int(2 * parameters * size * part))
+            moved.append(f"each pass of a row {frozen} of frozen weights")
     return [f"moves       {'; '.join(moved)}"] if moved else []
 
 
@@ -235,8 +240,7 @@ def expected_memory(
     weights = parameters * size * (own + local + (fused and size == 2 and apart))
     gradient, sharded = parameters * 4, parameters * (12 if size == 2 or ranks > 1 else 8)
     if layers:
-        whole = local + bool(settings.evaluation.before_and_after or settings.evaluation.every)
-        weights = own * parameters * size // parts + whole * parameters * size + _in_hand(config, parameters, size)
+        weights = _sharded(settings, config, parameters, size, own, parts)
         gradient //= parts
     activations = _activations(settings, config, size, fused, -(-s.prompts // ranks))
     memory = {
@@ -258,18 +262,32 @@ def expected_memory(
 
 def memory_with_adapters(
     settings: Settings, recipe: Recipe, config: Any, numbers: tuple[int, int], fused: bool = False,
-    size: int | None = None, ranks: int = 1,
+    size: int | None = None, ranks: int = 1, shards: int | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """`expected_memory` where `numbers`, those of the model and those of its adapters, are frozen and trained: the
-    model is there once, and once more packed where the kernels multiply; all else that `expected_memory` counts for
-    each parameter is there for each number of the adapters."""
+    model is there once, and once more packed where the kernels multiply, or in shards as a model that is trained; all
+    else that `expected_memory` counts for each parameter is there for each number of the adapters, which are whole."""
     parameters, adapters = numbers
     size = size or BYTES[pick_dtype(settings.model.dtype, pick_device(settings.model.device))[0]]
-    memory = expected_memory(settings, recipe, config, adapters, fused, size, ranks)
+    layers = ranks > 1 and settings.distributed.shard == "layers"
+    whole = settings.distributed.model_copy(update={"shard": "optimizer"})
+    of_adapters = settings.model_copy(update={"distributed": whole})
+    memory = expected_memory(of_adapters, recipe, config, adapters, fused and not layers, size, ranks)
     frozen = parameters * size * (1 + (fused and size == 2))
+    if layers:
+        frozen = _sharded(settings, config, parameters, size, 1, shards or ranks)
+        memory |= {"gathered": parameters * size} if settings.model.lora.merge else {}
     memory["weights"] += frozen
     memory["idle"] += int(IDLE * frozen)
     return memory
+
+
+def _sharded(settings: Settings, config: Any, parameters: int, size: int, copies: int, parts: int) -> int:
+    """Bytes of weights in shards: the rank's part of so many copies, what is whole to sample and to evaluate with, and
+    what is gathered at a time."""
+    evaluates = bool(settings.evaluation.before_and_after or settings.evaluation.every)
+    whole = (settings.sampling.sampler == "local") + evaluates
+    return copies * parameters * size // parts + whole * parameters * size + _in_hand(config, parameters, size)
 
 
 HOST = ("program", "gathered", "moments", "checkpoint")

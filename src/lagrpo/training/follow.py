@@ -12,7 +12,6 @@ from lagrpo.logs import shown_by
 from lagrpo.objective.compose import Recipe
 from lagrpo.policy.learner import Learner
 from lagrpo.policy.masters import fingerprint
-from lagrpo.policy.model import all_weights
 from lagrpo.ranks.world import World
 from lagrpo.sampling.local import BorrowingSampler, LocalSampler
 from lagrpo.settings.schema import Settings
@@ -44,7 +43,7 @@ def build(world: World, settings: Settings, recipe: Recipe, last: ExitStack) -> 
     """What this rank does, by the name of the command; `last` ends what it starts."""
     sampling = settings.sampling
     policy = build_policy(settings.model, sampling.temperature, settings.longest, seed=settings.run.seed)
-    found = fingerprint(all_weights(policy))
+    found = fingerprint(policy.all_weights)
     sampler = build_local_sampler(settings, policy) if sampling.sampler == "local" else None
     learner, evaluator = build_learner(settings, recipe, policy, world)
     share = Share(learner, world)

@@ -16,10 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from lagrpo.interrupts import whole
+from lagrpo.policy.adapter_files import save_adapter
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch
 from lagrpo.policy.layered import LayeredWeights, forget_whole
 from lagrpo.policy.learner import Learner
-from lagrpo.policy.model import Packed, Policy
+from lagrpo.policy.lora import save_merged
+from lagrpo.policy.model import AdapterWeights, Packed, Policy, Weights
 from lagrpo.policy.replica import Replica
 from lagrpo.ranks.world import World
 from lagrpo.sampling.base import Item, Manner, Request
@@ -30,15 +32,16 @@ from lagrpo.types import Group
 
 class GatheredWeights(Mapping[str, Tensor]):
     """Weights whose shards all ranks have, as rank 0 reads them: gathered into its host's memory, all at once, when one
-    is asked for and the version is another than before. Nothing is sent on before all is there."""
+    is asked for and the version is another than before. Nothing is sent on before all is there. `counted` are weights
+    that have the version."""
 
-    def __init__(self, world: World, own: LayeredWeights, whose: str) -> None:
-        self._world, self._own, self._whose = world, own, whose
+    def __init__(self, world: World, own: LayeredWeights, whose: str, counted: Weights) -> None:
+        self._world, self._own, self._whose, self._counted = world, own, whose, counted
         self._found: tuple[int, dict[str, Tensor]] = (-1, {})
 
     @property
     def version(self) -> int:
-        return self._own.version
+        return self._counted.version
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._own)
@@ -66,10 +69,16 @@ class GatheredWeights(Mapping[str, Tensor]):
 class LeadPolicy(Policy):
     """The policy of a learner whose layers are sharded, as rank 0 uses it: every pass has all ranks in step."""
 
-    weights: GatheredWeights  # pyright: ignore[reportIncompatibleVariableOverride]
+    weights: Weights | GatheredWeights  # pyright: ignore[reportIncompatibleVariableOverride]
+    """all of them, or those of its adapters, which are whole"""
+    everything: GatheredWeights
     world: World
     skeleton: Any
     """the model of transformers without its numbers"""
+
+    @property
+    def all_weights(self) -> Mapping[str, Tensor]:
+        return self.everything
 
     def logp(self, packed: Packed, entropy_T: Tensor | None = None, tau: float | None = None) -> Tensor:
         tau = self.tau if tau is None else tau
@@ -82,7 +91,15 @@ class LeadPolicy(Policy):
         return lead_whole(self.world, "scoring a row", lambda: self.world.in_step(score))[0]
 
     def save(self, directory: Path) -> None:
-        self.skeleton.save_pretrained(directory, state_dict=dict(self.weights))
+        if isinstance(self.weights, AdapterWeights):
+            save_adapter(self.skeleton, self.weights, directory)
+        else:
+            self.skeleton.save_pretrained(directory, state_dict=dict(self.weights))
+        self.chat.save(directory)
+
+    def save_merged(self, directory: Path) -> None:
+        save_merged(self.skeleton, directory, dict(self.everything))
+        self.everything.forget()
         self.chat.save(directory)
 
 
@@ -105,11 +122,15 @@ class LeadLearner:
         self.recipe, self.synced = own.recipe, own.synced
         self.policy: Policy = own.policy
         self.reference: Replica | LeadReference | None = own.reference
-        if isinstance(own.policy.weights, LayeredWeights):
-            weights = GatheredWeights(world, own.policy.weights, "policy")
-            self.policy = LeadPolicy(weights, own.policy.model, own.policy.chat, own.policy.tau, world, skeleton)
+        if isinstance(own.policy.all_weights, LayeredWeights):
+            policy = own.policy
+            everything = GatheredWeights(world, own.policy.all_weights, "policy", policy.weights)
+            weights = policy.weights if isinstance(policy.weights, AdapterWeights) else everything
+            self.policy = LeadPolicy(weights, policy.model, policy.chat, policy.tau, everything, world, skeleton)
         if own.reference is not None and isinstance(own.reference.weights, LayeredWeights):
-            self.reference = LeadReference(GatheredWeights(world, own.reference.weights, "reference"))
+            self.reference = LeadReference(
+                GatheredWeights(world, own.reference.weights, "reference", own.reference.weights)
+            )
 
     def _lead(self, name: str, own: Callable[[], Any], payload: Any = None) -> list[Any]:
         """As World.lead; where the ranks go in step, nothing interrupts rank 0 either."""
@@ -167,8 +188,8 @@ class LeadLearner:
         return self.synced.metrics(self.policy.weights)
 
     def _forget(self) -> None:
-        if isinstance(self.policy.weights, GatheredWeights):
-            self.policy.weights.forget()
+        if isinstance(self.policy, LeadPolicy):
+            self.policy.everything.forget()
 
 
 class LeadSampler:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches, row_of
 from lagrpo.policy.learner import Learner
+from lagrpo.policy.model import Policy
 from lagrpo.ranks.world import World
 
 T = TypeVar("T")
@@ -115,7 +116,8 @@ class Share:
         learner, of = self.learner, self.learner.reference if whose == "reference" else self.learner.policy
         assert of is not None
         assert learner.in_step
-        self._in_step(lambda: [tensor.shape for _, tensor in of.weights.items()])
+        weights = of.all_weights if isinstance(of, Policy) else of.weights
+        self._in_step(lambda: [tensor.shape for _, tensor in weights.items()])
 
     def _passes(self, of_ranks: Sequence[Sequence[int]]) -> int:
         """How many passes through the model it takes where all ranks make them in step; 0: each makes its own."""

@@ -14,9 +14,6 @@ from typing import Any
 
 from lagrpo import logs
 from lagrpo.interrupts import Interrupted, divisible, whole
-from lagrpo.policy.lora import save_merged
-from lagrpo.policy.masters import fingerprint
-from lagrpo.policy.model import all_weights
 from lagrpo.ranks.signs import RankError
 from lagrpo.runs.checkpoints import CheckpointError, Checkpoints
 from lagrpo.runs.environment import write_environment
@@ -68,7 +65,6 @@ class Training:
         self.parts, self.settings, self.policy = parts, parts.settings, parts.learner.policy
         run, self.earlier = self.settings.run, earlier
         self.environment = describe_environment(parts, earlier.identity if earlier else None)
-        self.model = fingerprint(all_weights(self.policy))
         if earlier is None:
             named = self.settings.model_dump() | {"task": {"name": parts.task.name}}
             self.store = create_run(run, named, write_config(parts), self.environment)
@@ -146,7 +142,7 @@ class Training:
         if checkpoint is not None:  # all that can be refused is refused before the records are cut
             self.observers.phase("restoring the checkpoint")
             check_dtype(earlier.environment, self.environment)
-            stand = Stand.of(self.parts, restore(self.parts, checkpoint, self.model))
+            stand = Stand.of(self.parts, restore(self.parts, checkpoint, self.parts.model))
             self.keeper.take_over(checkpoint.batch, checkpoint.state["best"])
             self.warnings.restore(checkpoint.state["warnings"], earlier.metrics)
             for of_batch in earlier.metrics:
@@ -279,7 +275,7 @@ class Training:
         further = {
             "run": self.environment["id"],
             "settings": plain(self.settings),
-            "model": self.model,
+            "model": self.parts.model,
             "lengths": {f.name: f.stat().st_size if f.exists() else 0 for f in (self.store.metrics, self.store.events)},
             "warnings": self.warnings.memory(),
             "best": self.keeper.best,
@@ -359,7 +355,6 @@ class Training:
     def save_policy(self, directory: Path) -> None:
         """π as it is now: a model, or its adapter."""
         if self.settings.model.lora.merge:
-            save_merged(self.policy.model.lm, directory)
-            self.policy.chat.save(directory)
+            self.policy.save_merged(directory)
         else:
             self.policy.save(directory)

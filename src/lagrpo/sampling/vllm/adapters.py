@@ -62,6 +62,12 @@ class AdapterSync(WeightSync):
         for server in fleet.servers:
             server.adapter = parcel.label
 
+    def restore(self, parcel: Parcel) -> None:
+        """Serve an adapter again that was served before, as the newest."""
+        with self._lock:
+            self._loaded = [label for label in self._loaded if label != parcel.label]
+        self.load(parcel)
+
     @contextmanager
     def using(self) -> Iterator[str]:
         with self._lock:
