@@ -119,6 +119,12 @@ class Page:
             raise RuntimeError(f"{expression}: {done['exceptionDetails']}")
         return done["result"].get("value")
 
+    def reload(self) -> None:
+        """Load the page again and return once its script has drawn the head."""
+        self.js("window.leaving = true")
+        self.call("Page.reload")
+        self.wait("!window.leaving && document.querySelector('header')")
+
     def wait(self, expression: str) -> None:
         """Return once the expression is true. Raises TimeoutError after DEADLINE."""
         end = time.monotonic() + DEADLINE

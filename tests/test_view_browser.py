@@ -271,10 +271,9 @@ def test_the_address_holds_the_place(opened, run):
     page.key("l")
     page.type("input[name=q]", "answer")
     address = page.js("location.hash")
-    page.js("location.reload()")
-    page.wait("document.querySelector('.opened')")
+    page.reload()
     assert page.js("location.hash") == address
-    assert page.text(".summary").startswith("batch 2")
+    page.wait("document.querySelector('.summary').innerText.startsWith('batch 2')")
     assert "Prompt 3" in page.text(".group-head")
 
 
