@@ -68,6 +68,8 @@ class Record:
     batch: tuple[Any, ...]
     turns: Messages = ()
     """messages in place of a text"""
+    said: tuple[str, ...] = ()
+    """what a run recorded turn by turn, beside the tokens"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,8 @@ def _record(table: Table, index: int, row: Mapping[str, Any], system_prompt: str
         logp_alpha = _logp_alpha(row.get("logp_alpha"), len(ids)) if ids else None
         sampled = _sampled(row.get("sampled"), len(ids)) if ids else None
         ends, batch = (_finished(row), _outcome(row)), _batch(table.path, row)
-        return Record(place, prompt, failed, text, ids, logp_alpha, sampled, *ends, batch, turns)
+        recorded = _recorded_turns(row.get("turns")) if ids else ()
+        return Record(place, prompt, failed, text, ids, logp_alpha, sampled, *ends, batch, turns, recorded)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{place}: {error}") from error
 
@@ -277,7 +280,7 @@ def _completion(record: Record, policy: Policy, replies: Replies) -> Completion:
         text=text if text is not None else policy.chat.decode(ids),
         outcome=record.outcome,
         sampled=sampled if sampled is not None else torch.ones(len(ids), dtype=torch.bool),
-        turns=tuple(texts_of(record.turns)),
+        turns=tuple(texts_of(record.turns)) or record.said,
     )
 
 
@@ -323,6 +326,15 @@ def _sampled(values: Any, count: int) -> torch.Tensor:
     if not any(values):
         raise ValueError("none of its tokens was sampled: there is nothing to learn from")
     return torch.tensor(values, dtype=torch.bool)
+
+
+def _recorded_turns(values: Any) -> tuple[str, ...]:
+    """The texts of a completion's turns, the policy's and the environment's in turn. Raises ValueError for others."""
+    if values is None:
+        return ()
+    if not isinstance(values, list) or not all(isinstance(text, str) for text in values):
+        raise ValueError(f"turns is {values!r:.80}, not a list of texts")
+    return tuple(values)
 
 
 def _outcome(row: Mapping[str, Any]) -> Outcome | None:
