@@ -92,6 +92,9 @@ def test_the_memory_of_a_rank():
     assert four["sampler"] == (4 * 10 + 20) * (2 * 2 * 2 * 25) * 2  # one prompt of two
     longer = {"every": 5, "samples": 4, "prompts": 1, "sets": [{"name": "long", "max_tokens": 70}]}
     assert memory(**{**base, "evaluation": longer}, ranks=4)["sampler"] == (4 * 70 + 20) * (2 * 2 * 2 * 25) * 2
+    by_server = {"sampling": {"sampler": "vllm"}, "evaluation": {"every": 5, "sampler": "vllm"}}
+    assert memory(**{**base, **by_server}, ranks=4, sharding="layers")["weights"] == layers["weights"] - 2_000_000
+    assert [memory(**{**base, **by_server}, ranks=ranks)["sampler"] for ranks in (1, 4)] == [0, 0]
     single = memory(**base, ranks=4, model={"dtype": "float32"})
     assert (single["weights"], single["optimizer"]) == (8_000_000, 7_000_000)
     offloaded = memory(**base, ranks=4, optimizer={"offload_moments": True})

@@ -216,6 +216,33 @@ def test_peft_computes_what_we_compute_from_a_saved_adapter(model, tmp_path, dty
     assert torch.equal(logp_of(again), ours)
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*\.(q|up)_proj"},
+        {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["model.layers.0.self_attn.q_proj"]},
+        {"target_modules": ["self_attn.o_proj"], "init_lora_weights": "gaussian"},
+    ],
+    ids=str,
+)
+def test_adapters_that_peft_made_are_those_that_peft_reads(model, tmp_path, chosen):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32, attn_implementation="eager")
+    made = get_peft_model(base, LoraConfig(r=3, lora_alpha=7, task_type="CAUSAL_LM", **chosen)).eval()
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(len(name)))
+    made.save_pretrained(tmp_path / "adapter")
+    policy = load_policy(str(tmp_path / "adapter"), torch.float32)
+    assert (logp_of(policy) - by_transformers(made)).abs().mean() < 1e-5
+    assert (logp_of(policy) - logp_of(load_policy(str(model), torch.float32))).abs().mean() > 0.01
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merging_leaves_the_model_as_it_is(dtype):
     policy = adapted_policy(dtype=dtype, spread=0.3)
@@ -337,6 +364,11 @@ def test_an_adapter_is_no_model_to_begin_with(whole, tmp_path):
         ({}, math.nan, "lora_A has 1 of .* numbers that are not finite in bfloat16"),
         ({"base_model_name_or_path": "/nowhere"}, 0.0, "/nowhere, the model of the adapter .*, cannot be loaded"),
         ({"target_modules": None}, 0.0, "target_modules is None: lagrpo reads plain LoRA alone"),
+        ({"init_lora_weights": "pissa"}, 0.0, "init_lora_weights is 'pissa': lagrpo reads plain LoRA alone"),
+        ({"r": 0}, 0.0, "adapter_config.json: r is 0, not a whole number above 0"),
+        ({"r": "four"}, 0.0, "r is 'four', not a whole number"),
+        ({"lora_alpha": math.nan}, 0.0, "lora_alpha is nan, not a number above 0"),
+        ({"lora_alpha": -1}, 0.0, "lora_alpha is -1, not a number above 0"),
     ],
 )
 def test_a_damaged_adapter_is_refused(whole, tmp_path, config, number, said):

@@ -154,7 +154,7 @@ def test_a_plan_with_adapters(model):
     assert lora is not None
     assert plan.model.adapters == count_parameters(empty_model(settings), lora)
     assert plan.work.backward == 2
-    assert set(plan.memory) == {"optimizer"}
+    assert {*plan.memory} == {"optimizer", "layers"}
     assert plan.memory["optimizer"]["optimizer"] < whole.memory["optimizer"]["optimizer"]
     assert {option.layout.wire for option in plan.options} == {"directory"}
     assert plan.to_dict()["weight_sync"]["bytes"] == 2 * plan.model.adapters

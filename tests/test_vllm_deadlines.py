@@ -3,9 +3,12 @@ stubs; no vLLM is needed."""
 
 from __future__ import annotations
 
+import select
 import socket
+import sys
 import threading
 from contextlib import contextmanager
+from subprocess import PIPE, Popen
 
 import pytest
 from test_sampling import requests_for
@@ -116,6 +119,29 @@ def test_groups_that_nobody_generates_are_not_waited_for_for_ever(policy, monkey
     overdue = r"no group came from http://127\.0\.0\.1:1 within 0\.1 s, .*2 completions of prompt 0, batch 1 and 2 more"
     with pytest.raises(SamplerError, match=overdue):
         list(coming)
+
+
+def test_a_server_ends_with_its_guard_however_that_ends():
+    serving = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    guard = Popen([sys.executable, "-c", process.GUARD, sys.executable, "-c", serving], stdin=PIPE, stdout=PIPE)
+    assert guard.stdout is not None
+    assert int(guard.stdout.readline()) != guard.pid
+    guard.kill()
+    guard.wait(5)
+    assert select.select([guard.stdout], [], [], 10)[0]
+    assert guard.stdout.read() == b"", "the server, which has the other end of this pipe, is still there"
+
+
+def test_a_port_that_stays_taken_is_told_before_a_server_is_started_again(monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(process.StartedServer, "_start", lambda server: started.append(server))
+    monkeypatch.setattr(process, "STOPPING", 0.3)
+    launch = process.Launch("python", "model", "float32", 10, 1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        server = process.StartedServer(launch, SHORT, tmp_path / "log", other.getsockname()[1])
+        with pytest.raises(UnreachableError, match="another process listens on port"):
+            server.revive()
+    assert len(started) == 1
 
 
 def test_a_python_that_does_not_say_whether_it_has_vllm(tmp_path, monkeypatch):

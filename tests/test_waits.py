@@ -58,6 +58,7 @@ BOUNDED = {
     "cli.py:train put": "Arguments.put keeps a word",
     "sampling/vllm/adapters.py:forget_before with _lock": SHORT,
     "sampling/vllm/adapters.py:load with _lock": SHORT,
+    "sampling/vllm/adapters.py:restore with _lock": SHORT,
     "sampling/vllm/adapters.py:using with _lock": SHORT,
     "sampling/vllm/conversing.py:converse ThreadPoolExecutor": HTTP + "; a reply has verifier.deadline",
     "sampling/vllm/fleet.py:close with changed": SHORT,

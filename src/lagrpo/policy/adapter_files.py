@@ -6,6 +6,7 @@ PEFT (extra `lora`) writes and reads the config; the weights are written under t
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ if TYPE_CHECKING:  # the settings are checked before PyTorch is loaded
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of PEFT's names
+BEGINNINGS = (True, False, "gaussian", "orthogonal")
+"""What adapters may have begun as: for others (pissa, olora, loftq …) PEFT changes the model's own weights, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,11 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     return {name.removeprefix(PREFIX).removesuffix(".weight"): tensor for name, tensor in found.items()}
 
 
+def layers_of(weights: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The linear layers that adapters are beside, by the names of their weights."""
+    return tuple(sorted({name.rpartition(".lora_")[0] for name in weights}))
+
+
 def read_config(directory: Path) -> tuple[Lora, str]:
     """What a directory says of its adapters, and the name or directory of the model that they are for. Raises
     ValueError for kinds of adapters that are not plain LoRA."""
@@ -88,8 +96,22 @@ def read_config(directory: Path) -> tuple[Lora, str]:
 
     with blaming(f"{directory / CONFIG} cannot be read"):
         config: Any = PeftConfig.from_pretrained(str(directory))
+    _check_plain(config, directory / CONFIG)
+    base = config.base_model_name_or_path
+    if not base:
+        raise ValueError(f"{directory / CONFIG} does not name its model (base_model_name_or_path)")
+    if is_adapter(base):
+        raise ValueError(f"{directory / CONFIG}: base_model_name_or_path is {base!r}, which is an adapter, not a model")
+    of = config.target_modules
+    targets = (of,) if isinstance(of, str) else tuple(sorted(of))
+    return Lora(config.r, config.lora_alpha, targets), base
+
+
+def _check_plain(config: Any, place: Path) -> None:
+    """Raises ValueError for kinds of adapters that are not plain LoRA, and for numbers that none can have."""
     unlike = {
         "peft_type": str(getattr(config.peft_type, "value", config.peft_type)) != "LORA",
+        "init_lora_weights": getattr(config, "init_lora_weights", True) not in BEGINNINGS,
         "use_dora": getattr(config, "use_dora", False),
         "use_rslora": getattr(config, "use_rslora", False),
         "bias": getattr(config, "bias", "none") != "none",
@@ -102,14 +124,12 @@ def read_config(directory: Path) -> tuple[Lora, str]:
         "target_modules": not config.target_modules,
     }
     if odd := [name for name, differs in unlike.items() if differs]:
-        raise ValueError(
-            f"{directory / CONFIG}: {odd[0]} is {getattr(config, odd[0])!r}: lagrpo reads plain LoRA alone"
-        )
-    if not config.base_model_name_or_path:
-        raise ValueError(f"{directory / CONFIG} does not name its model (base_model_name_or_path)")
-    of = config.target_modules
-    targets = (of,) if isinstance(of, str) else tuple(sorted(of))
-    return Lora(config.r, config.lora_alpha, targets), config.base_model_name_or_path
+        raise ValueError(f"{place}: {odd[0]} is {getattr(config, odd[0])!r}: lagrpo reads plain LoRA alone")
+    r, alpha = config.r, config.lora_alpha
+    if not isinstance(r, int) or r < 1:
+        raise ValueError(f"{place}: r is {r!r}, not a whole number above 0")
+    if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise ValueError(f"{place}: lora_alpha is {alpha!r}, not a number above 0")
 
 
 def whole_or(number: float) -> Any:

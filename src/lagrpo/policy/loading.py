@@ -4,6 +4,7 @@ check on a small input that it computes what transformers computes."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +15,12 @@ from lagrpo.backends import attention
 from lagrpo.backends.backend import Backend
 from lagrpo.backends.choose import Choice
 from lagrpo.errors import refusing
-from lagrpo.policy.adapter_files import Lora, is_adapter, read_config, read_weights
+from lagrpo.policy.adapter_files import Lora, is_adapter, layers_of, read_config, read_weights
 from lagrpo.policy.chat import Templates
 from lagrpo.policy.checkpoint import match_weights, model_class, read_headers, read_tokenizer
 from lagrpo.policy.configs import blaming
 from lagrpo.policy.configs import read_config as read_model_config
+from lagrpo.policy.embedded import resolve_model
 from lagrpo.policy.lora import attach
 from lagrpo.policy.model import Packed, Policy, weights_of
 
@@ -61,13 +63,14 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     attention.register()
-    weights = None
+    weights, whose = None, "model.lora"
     if is_adapter(path):
         weights = read_weights(adapter := Path(path))
         check_finite(weights)
         lora, path = read_config(adapter)
+        lora, whose = replace(lora, targets=layers_of(weights)), f"the adapter {adapter}"
         with blaming(f"{path}, the model of the adapter {adapter}, cannot be loaded"):
-            tokenizer = check_files(path)
+            tokenizer = check_files(path := resolve_model(path))
     else:
         tokenizer = check_files(path)
     with blaming("transformers cannot load it"):
@@ -78,7 +81,7 @@ def load_model(
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     if lora is not None:
-        with refusing("model.lora"):
+        with refusing(whose):
             attach(lm, lora)
     if weights is not None:
         weights_of(lm).load(weights, 0)

@@ -21,19 +21,21 @@ ALL = "all-linear"
 
 
 def targets(lm: Any, lora: Lora) -> dict[str, nn.Linear]:
-    """The layers that get adapters, by name. Raises ValueError for a target that no linear layer of the decoder is
-    called by."""
+    """The layers that get adapters, by name: a target is the end of a name, as PEFT reads it. Raises ValueError for a
+    target that no linear layer of the decoder is called by."""
     layers = getattr(lm.get_decoder(), "layers", None)
     within = {id(module) for module in layers.modules()} if isinstance(layers, nn.ModuleList) else set()
     linear = {name: m for name, m in lm.named_modules() if isinstance(m, nn.Linear) and id(m) in within}
     known = {name.rpartition(".")[2] for name in linear}
-    if unknown := sorted({*lora.targets} - known - {ALL}):
+    by_target = {target: {n for n in linear if n == target or n.endswith(f".{target}")} for target in lora.targets}
+    by_target |= {ALL: {*linear}} if ALL in lora.targets else {}
+    if unknown := sorted(target for target, names in by_target.items() if not names):
         raise ValueError(
             f"targets: {unknown[0]!r} is no linear layer of this model's decoder; it has "
             f"{', '.join(sorted(known)) or 'none that can have an adapter'}"
         )
-    chosen = known if ALL in lora.targets else {*lora.targets}
-    found = {name: m for name, m in linear.items() if name.rpartition(".")[2] in chosen}
+    chosen = set[str]().union(*by_target.values())
+    found = {name: m for name, m in linear.items() if name in chosen}
     if not found:
         raise ValueError("targets: this model's decoder has no linear layers that can have an adapter")
     return found

@@ -285,8 +285,7 @@ def memory_with_adapters(
 def _sharded(settings: Settings, config: Any, parameters: int, size: int, copies: int, parts: int) -> int:
     """Bytes of weights in shards: the rank's part of so many copies, what is whole to sample and to evaluate with, and
     what is gathered at a time."""
-    evaluates = bool(settings.evaluation.before_and_after or settings.evaluation.every)
-    whole = (settings.sampling.sampler == "local") + evaluates
+    whole = (settings.sampling.sampler == "local") + _evaluates(settings)
     return copies * parameters * size // parts + whole * parameters * size + _in_hand(config, parameters, size)
 
 
@@ -307,15 +306,23 @@ def _kv_bytes(config: Any, size: int) -> int:
     return 2 * layers * kv_heads * d * size
 
 
+def _evaluates(settings: Settings) -> bool:
+    """Whether this process samples evaluations."""
+    e = settings.evaluation
+    return e.sampler == "local" and bool(e.before_and_after or e.every)
+
+
 def _tokens_held(settings: Settings, ranks: int) -> int:
     """Tokens whose keys and values are held at the most: by one rank as many rows as may be decoded at a time; with
-    more ranks those of its share of the prompts, or of an evaluation."""
+    more ranks those of its share of the prompts, or of an evaluation. None where vLLM has them."""
     s, sampling, e, rows = settings.schedule, settings.sampling, settings.evaluation, settings.sampling.max_num_seqs
+    local, evaluates = sampling.sampler == "local", _evaluates(settings)
     if ranks > 1:
         together = s.v if s.kind == "every" and sampling.prefetch else 1
-        share = -(-s.prompts * together // ranks) * sampling.G if sampling.sampler == "local" else 0
-        evaluated = e.prompts * e.samples if e.before_and_after or e.every else 0
-        rows = min(rows, max(share, evaluated))
+        share = -(-s.prompts * together // ranks) * sampling.G if local else 0
+        rows = min(rows, max(share, e.prompts * e.samples if evaluates else 0))
+    if not (local or evaluates):
+        return 0
     longest = settings.longest - sampling.max_prompt_tokens + settings.replied  # also of evaluation sets
     return rows * longest + rows // sampling.G * sampling.max_prompt_tokens
 

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,11 @@ SHOWN = 30  # lines of a server's log that a failure shows
 STOPPING = 20.0  # seconds for a guard to end its server; it needs at most ten
 CHECKING = 60.0  # seconds for a Python to say whether it has vLLM
 GUARD = """
-import os, select, signal, subprocess, sys
-server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
+import ctypes, os, select, signal, subprocess, sys
+def end_with_guard():
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_guard)
 while server.poll() is None and not select.select([0], [], [], 0.2)[0]:
     pass
 for end in (signal.SIGTERM, signal.SIGKILL):
@@ -144,6 +148,7 @@ class StartedServer(Server):
         """End what is left of the server and restart it. Raises UnreachableError if it does not get ready."""
         logger.info("restarting the vLLM server at %s", self.url)
         self._stop()
+        self._wait_until_gone()
         self._start()
         self.wait(self.deadlines.start)
 
@@ -176,6 +181,15 @@ class StartedServer(Server):
             with self.log_path.open("ab") as out:
                 self.guard = Popen(command, stdin=PIPE, stdout=out, stderr=out, env=env, start_new_session=True)
 
+    def _wait_until_gone(self) -> None:
+        """Return once nobody listens on the port. A server whose guard was killed ends a moment after it. Raises
+        UnreachableError for one that stays: the new server could not take its place."""
+        end = time.monotonic() + STOPPING
+        while _is_listening(self.port):
+            if time.monotonic() > end:
+                raise UnreachableError(f"another process listens on port {self.port}, that of {self.url}: end it")
+            time.sleep(0.1)
+
     def _stop(self) -> None:
         """The guard ends the server as soon as its input is closed."""
         with self._lock:
@@ -185,6 +199,12 @@ class StartedServer(Server):
                     guard.wait(STOPPING)
                 except TimeoutExpired:
                     guard.kill()
+
+
+def _is_listening(port: int) -> bool:
+    with socket.socket() as sock:
+        sock.settimeout(1.0)
+        return sock.connect_ex((LOOPBACK, port)) == 0
 
 
 def find_free_port() -> int:

@@ -50,7 +50,12 @@ def serve(settings: ServeSettings) -> None:
         server = StartedServer(launch, Deadlines(start=settings.deadline), log_path, settings.port, key)
         try:
             server.wait(settings.deadline)
-            print(describe_attaching(server.url, settings.model, launch.wire, None if key else server.key), flush=True)
+            print(
+                describe_attaching(
+                    server.url, settings.model, launch.wire, None if key else server.key, settings.lora_rank
+                ),
+                flush=True,
+            )
             keep_up(server, settings.failures)
         finally:
             server.close()
@@ -127,8 +132,8 @@ def check_port(port: int, host: str) -> None:
             raise SettingsError(f"--port: {port} on {host} {reason}; name another") from error
 
 
-def describe_attaching(url: str, model: str, wire: str, key: str | None) -> str:
-    """What is printed when the server is up; `key` is None if the user has set it.
+def describe_attaching(url: str, model: str, wire: str, key: str | None, rank: int = 0) -> str:
+    """What is printed when the server is up; `key` is None if the user has set it, `rank` that of adapters.
 
     >>> print(describe_attaching("http://127.0.0.1:8000", "smollm2", "directory", None))
     lagrpo: http://127.0.0.1:8000 is up; Ctrl-C ends it. To attach (the API key is in $LAGRPO_VLLM_API_KEY):
@@ -138,6 +143,7 @@ def describe_attaching(url: str, model: str, wire: str, key: str | None) -> str:
     """
     whose = "" if key else f" (the API key is in ${KEY})"
     by = "" if wire == "directory" else f" --vllm.weight_sync {wire}"
+    by += f" --model.lora.r {rank}" if rank else ""
     lines = [f"  export {KEY}={key}"] if key else []
     lines += [f"  lagrpo train … --model {shlex.quote(model)} --sampling.sampler vllm --vllm.urls {url}{by}"]
     return "\n".join([f"lagrpo: {url} is up; Ctrl-C ends it. To attach{whose}:", "", *lines, ""])
