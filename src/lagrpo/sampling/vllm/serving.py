@@ -50,12 +50,8 @@ def serve(settings: ServeSettings) -> None:
         server = StartedServer(launch, Deadlines(start=settings.deadline), log_path, settings.port, key)
         try:
             server.wait(settings.deadline)
-            print(
-                describe_attaching(
-                    server.url, settings.model, launch.wire, None if key else server.key, settings.lora_rank
-                ),
-                flush=True,
-            )
+            own = None if key else server.key
+            print(describe_attaching(server.url, settings.model, launch.wire, own, settings.lora_rank), flush=True)
             keep_up(server, settings.failures)
         finally:
             server.close()
@@ -135,10 +131,10 @@ def check_port(port: int, host: str) -> None:
 def describe_attaching(url: str, model: str, wire: str, key: str | None, rank: int = 0) -> str:
     """What is printed when the server is up; `key` is None if the user has set it, `rank` that of adapters.
 
-    >>> print(describe_attaching("http://127.0.0.1:8000", "smollm2", "directory", None))
+    >>> print(describe_attaching("http://127.0.0.1:8000", "smollm2", "directory", None, rank=8))
     lagrpo: http://127.0.0.1:8000 is up; Ctrl-C ends it. To attach (the API key is in $LAGRPO_VLLM_API_KEY):
     <BLANKLINE>
-      lagrpo train … --model smollm2 --sampling.sampler vllm --vllm.urls http://127.0.0.1:8000
+      lagrpo train … --model smollm2 --sampling.sampler vllm --vllm.urls http://127.0.0.1:8000 --model.lora.r 8
     <BLANKLINE>
     """
     whose = "" if key else f" (the API key is in ${KEY})"
