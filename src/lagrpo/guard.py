@@ -109,7 +109,10 @@ def _watch(worker: int, parent: int, program: int, memory: int, streams: list[St
             return -signal.SIGKILL, f"took more than {memory / 2**30:.4g} GiB of memory"
         survey = time.monotonic() + _SURVEY if due else survey
         if waiting and not sum(stream.forward() for stream in streams):
-            time.sleep(_PERIOD / 5)  # nobody takes what it prints, or it has closed its outputs
+            time.sleep(_PERIOD / 5)  # nobody takes what it prints
+        for stream in [stream for stream in streams if stream.ended]:
+            poller.unregister(stream.source)  # else poll never waits again
+            streams.remove(stream)
 
 
 class Stream:
@@ -118,6 +121,7 @@ class Stream:
     def __init__(self, source: int, target: int) -> None:
         self.source, self._target, self._left = source, target, LONGEST_OUTPUT
         self._line = self._ready = b""  # read and not yet whole; to be written
+        self.ended = False  # everyone who could print has closed it, and all was written
         os.set_blocking(source, False)
 
     def forward(self) -> bool:
@@ -125,12 +129,15 @@ class Stream:
         it."""
         with contextlib.suppress(BlockingIOError):
             if self._left <= 0:
-                return bool(os.read(self.source, 2**16))
+                self.ended = not os.read(self.source, 2**16)
+                return not self.ended
             if select.select([], [self._target], [], 0)[1]:
-                piece = b"" if self._ready else os.read(self.source, select.PIPE_BUF)
-                if not self._ready:
-                    self._take(piece)
-                return self._write() or bool(piece)
+                if self._ready:
+                    return self._write()
+                piece = os.read(self.source, select.PIPE_BUF)
+                self._take(piece)
+                self.ended = not self._write() and not piece
+                return not self.ended
         return False
 
     def finish(self) -> None:
