@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache, partial
@@ -23,6 +24,7 @@ from lagrpo.runs.checkpoints import CheckpointError, Checkpoints
 from lagrpo.runs.directory import Run
 from lagrpo.runs.lock import RunLockedError, locked
 from lagrpo.runs.state import Loop
+from lagrpo.sampling.prefetch import Prefetcher
 from lagrpo.sampling.schedule import LoopState
 from lagrpo.settings.toml import load_settings
 from lagrpo.training import resume as training_resume
@@ -727,3 +729,36 @@ def test_a_link_under_a_temporary_name_is_removed_alone(run, tmp_path):
     go_on(run)
     assert not (run / ".x.12-0123abcd.tmp").is_symlink()
     assert (tmp_path / "mine" / "file").read_text() == "mine"
+
+
+def test_what_a_checkpoint_waited_for_counts_as_sampling_of_the_next_batch(begin, monkeypatch):
+    """With prefetching, the first checkpoint finishes the completions of all batches up to the next weight sync."""
+    monkeypatch.setattr(Prefetcher, "_next", slowed(Prefetcher._next))
+    run = begin("ahead", schedule={"v": 9, "i": 1, "stages": 1}, sampling={"max_num_seqs": 8}).run
+    lines = load_metrics(run)
+    phases = ("sampling", "judging", "learning", "scoring", "sync")
+    for line in lines:
+        assert min(line[f"seconds_{phase}"] for phase in phases) >= 0
+        assert sum(line[f"seconds_{phase}"] for phase in phases) <= line["seconds_total"]
+    first, second, third = (line["seconds_sampling"] for line in lines)
+    assert first > 2 * SLOW
+    assert second > 4 * SLOW  # two groups of batch 2, two of batch 3
+    assert third == 0
+    assert sum(line["tokens_per_s_sampling"] * line["seconds_sampling"] for line in lines[:2]) == pytest.approx(
+        sum(line["tokens_sampled"] for line in lines)
+    )
+
+
+SLOW = 0.2
+
+
+def slowed(receive: Callable[..., Any]) -> Callable[..., Any]:
+    """Each group takes SLOW seconds more."""
+
+    def received(*args: Any) -> Any:
+        if (item := receive(*args)) is not None:
+            args[0]._seconds += SLOW
+            time.sleep(SLOW)
+        return item
+
+    return received

@@ -108,6 +108,11 @@ class Prefetcher:
                 self._announced[request.batch].add(version)
             self._coming.append(self._sampler.sample(again, self._G))
 
+    @property
+    def seconds(self) -> float:
+        """Seconds spent waiting for the sampler since the last `read`."""
+        return self._seconds
+
     def read(self) -> tuple[float, int]:
         """Seconds spent waiting for the sampler since the last call, and the sampled tokens of the groups that came."""
         read, self._seconds, self._tokens = (self._seconds, self._tokens), 0.0, 0

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Seconds by phase, and since it was made. `tell` is told what is being done from now on."""
+    """Seconds by phase, and in all: since it was made, and what was added. `tell` is told what is being done from now on."""
 
     def __init__(self, tell: Callable[[str], None] = lambda phase: None) -> None:
         self.tell = tell
@@ -24,6 +24,11 @@ class Clock:
             yield
         finally:
             self.seconds[phase] += time.perf_counter() - started
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Book seconds from before it was made, in all too."""
+        self.seconds[phase] += seconds
+        self._started -= seconds
 
     def move(self, source: str, to: str, seconds: float) -> None:
         """Book seconds that were measured inside one phase under another."""

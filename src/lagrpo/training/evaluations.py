@@ -109,7 +109,6 @@ def sampling_from_policy(parts: Parts, state: LoopState) -> Iterator[None]:
         yield
         return
     parts.prefetcher.finish()
-    parts.prefetcher.read()  # this wait belongs to no batch
     with evaluator.sampler.lent(policy.weights, policy.version, back=alpha_is_needed(parts, state)):
         if parts.check_evaluated is not None:
             parts.check_evaluated(policy, evaluator.sampler)

@@ -65,6 +65,7 @@ def iterative_grpo(
             state = state.after_stage(policy.version)
         for _ in range(state.batch % M, M):  # 6   k = 1 .. M
             b, clock, due = state.batch + 1, Clock(tell), a.schedule.next(state, S, M, prefetch)
+            count_sampling_before(a, clock)
             reason = "start" if state.alpha < 0 else due.reason
             if reason:  # 8
                 state = state.after_sync(policy.version, sync_weights(a, clock))  # 9   α <- π_θ
@@ -86,6 +87,14 @@ def iterative_grpo(
                 after_T = score_update(a, clock, rows)
                 state, read = state.after_batch(measure_spending(settings, batch, rows)), a.sampler.read()
                 yield Step(s, b, version, reason, read, batch, rows, updates, after_T, clock, state)
+
+
+def count_sampling_before(a: Parts, clock: Clock) -> None:
+    """Book what was generated for this batch and later ones since the batch before: evaluations and checkpoints wait for
+    completions that are under way."""
+    seconds, tokens = a.prefetcher.read()
+    clock.add("sampling", seconds)
+    clock.generated += tokens
 
 
 def sync_weights(a: Parts, clock: Clock) -> Mapping[str, float]:

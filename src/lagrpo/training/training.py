@@ -267,7 +267,7 @@ class Training:
 
     def write_checkpoint(self, finish: bool = True) -> None:
         """A checkpoint of this batch, written in the background."""
-        started = time.perf_counter()
+        started, waited = time.perf_counter(), self.parts.prefetcher.seconds
         self.observers.phase("checkpoint")
         self.keeper.wait()
         if self.batches in self.keeper.written:
@@ -283,7 +283,8 @@ class Training:
         with whole():
             path = self.keeper.store.path
             self.keeper.write(lambda: capture(self.parts, self.stand, further, path, finish))
-        self.seconds_checkpoint += time.perf_counter() - started
+        sampling = self.parts.prefetcher.seconds - waited  # the next batch counts it
+        self.seconds_checkpoint += time.perf_counter() - started - sampling
 
     def save_checkpoint(self) -> None:
         """A checkpoint of the last batch before the run ends, if π is still what it was then."""
