@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Seconds by phase, and in all: since it was made, and what was added. `tell` is told what is being done from now on."""
+    """Seconds by phase, and in all: since it was made, and what was added. `tell` is told what is being done now."""
 
     def __init__(self, tell: Callable[[str], None] = lambda phase: None) -> None:
         self.tell = tell

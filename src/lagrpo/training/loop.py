@@ -90,8 +90,8 @@ def iterative_grpo(
 
 
 def count_sampling_before(a: Parts, clock: Clock) -> None:
-    """Book what was generated for this batch and later ones since the batch before: evaluations and checkpoints wait for
-    completions that are under way."""
+    """Book what was generated for this batch and later ones since the batch before: evaluations and checkpoints wait
+    for completions that are under way."""
     seconds, tokens = a.prefetcher.read()
     clock.add("sampling", seconds)
     clock.generated += tokens
