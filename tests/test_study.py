@@ -292,6 +292,29 @@ def test_runs_of_another_machine_count_by_their_report(tmp_path, command, capsys
     }
 
 
+def test_runs_of_another_study_count_by_their_settings(tmp_path, command, capsys):
+    """What they are called there says nothing."""
+    grid = {"lag": {"none": {}, "two": {"schedule": {"v": 2}}}}
+    command(study_file(tmp_path, grid=grid, claims=[], seeds=[3]), "--directory", tmp_path / "there")
+    file = study_file(tmp_path)
+    capsys.readouterr()
+    command(file, "--directory", tmp_path / "here", "--results", tmp_path / "there", "--dry-run")
+    assert "1 run made elsewhere" in (said := capsys.readouterr().out)
+    assert "v-1-seed3" not in said
+    plan = Plan.read(file, tmp_path / "here", [tmp_path / "there"])
+    assert {key: Path(run.run).name for key, run in plan.made.items()} == {(("v = 1",), 3): "none-seed3"}
+    plan.report()
+    assert numbers(tmp_path / "here").keys() == {"none-seed3"}
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: (path / "runs").mkdir()])
+def test_directories_without_runs_of_the_study_are_refused(tmp_path, make):
+    (tmp_path / "there").mkdir()
+    make(tmp_path / "there")
+    with pytest.raises(SettingsError, match="no run is in it, nor in its directory runs"):
+        Plan.read(study_file(tmp_path), tmp_path / "out", [tmp_path / "there"])
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.runs.lock import RunLockedError, locked
+from lagrpo.settings.schema import Settings
+from lagrpo.settings.toml import load_settings
 from lagrpo.study.expecting import expect
 from lagrpo.study.file import Cell, Study, load_study, settings_of
 from lagrpo.study.measures import Finished
-from lagrpo.study.records import from_record, read_records
+from lagrpo.study.records import from_record, read_records, settings_that_matter
 from lagrpo.study.report import Report, print_summary
 from lagrpo.study.running import Planned, check_runs, run_missing
 from lagrpo.terminal.text import count_of
@@ -25,12 +28,12 @@ class Plan:
     runs: dict[tuple[Cell, int], Planned]
     directory: Path
     made: dict[tuple[Cell, int], Finished]
-    """Runs that reports of other machines have."""
+    """Runs that were made elsewhere: in reports of other machines, and in directories of other studies."""
 
     @staticmethod
     def read(file: Path, directory: Path | None = None, results: Sequence[Path] = ()) -> Plan:
-        """`results`: the report.json of other machines. Raises SettingsError for a file that is no study, for settings
-        of a run that are none, and for a report of runs with other settings."""
+        """`results`: each the report.json of another machine, or a directory of runs. Raises SettingsError for a file
+        that is no study, for settings of a run that are none, and for a report of runs with other settings."""
         study = load_study(file)
         directory = directory or Path("runs") / "studies" / file.stem
         runs: dict[tuple[Cell, int], Planned] = {}
@@ -85,12 +88,37 @@ class Plan:
 
 
 def _made(source: Path, study: Study, runs: Mapping[tuple[Cell, int], Planned]) -> dict[tuple[Cell, int], Finished]:
-    """The runs of the study that a report has; it may have more cells, or more seeds."""
-    found = {}
-    for record in read_records(source):
-        key = tuple(record["cell"].get(axis, "") for axis in study.grid), record["seed"]
-        if key in runs:
-            found[key] = from_record(record, runs[key].settings, source)
+    """The runs of the study that a report or a directory has; it may have more cells, or more seeds."""
+    found = dict(_made_in(source, runs)) if source.is_dir() else dict(_made_of(source, study, runs))
     if not found:
         raise SettingsError(f"--results {source}: it has no run of this study")
     return found
+
+
+def _made_of(
+    source: Path, study: Study, runs: Mapping[tuple[Cell, int], Planned]
+) -> Iterator[tuple[tuple[Cell, int], Finished]]:
+    """By cell and seed, from a report of this study."""
+    for record in read_records(source):
+        key = tuple(record["cell"].get(axis, "") for axis in study.grid), record["seed"]
+        if key in runs:
+            yield key, from_record(record, runs[key].settings, source)
+
+
+def _made_in(directory: Path, runs: Mapping[tuple[Cell, int], Planned]) -> Iterator[tuple[tuple[Cell, int], Finished]]:
+    """By their settings, from the finished runs in a directory, whatever study they were made for."""
+    if not (configs := sorted([*directory.glob("*/config.toml"), *directory.glob("runs/*/config.toml")])):
+        raise SettingsError(f"--results {directory}: no run is in it, nor in its directory runs")
+    there: dict[str, Path] = {}
+    for config in configs:
+        settings = load_settings(config)
+        if Planned(config.parent.name, settings, config.parent).is_finished:
+            there.setdefault(_fingerprint(settings), config.parent)
+    for key, run in runs.items():
+        if made := there.get(_fingerprint(run.settings)):
+            yield key, Finished.read(made)
+
+
+def _fingerprint(settings: Settings) -> str:
+    """The same for runs that learn the same."""
+    return json.dumps(settings_that_matter(settings) | {"run.seed": settings.run.seed}, sort_keys=True)

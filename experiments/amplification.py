@@ -1,0 +1,204 @@
+"""Success amplification along real swaps of pi_ref: where each stage took each prompt, beside Mroueh's curve.
+
+    lagrpo study experiments/papers/amplification.toml          make the runs
+    python experiments/amplification.py runs/studies/amplification    read them; then the table and the figure
+    python experiments/amplification.py                         the table and the figure of the points kept here
+
+A stage with one sampling policy alpha = pi_ref (v = M) seeks the maximizer of E_pi[A] - beta KL(pi || pi_ref). It
+moves the logit of the success probability p by w(p)/beta, with w(p) = 1/sqrt(p (1-p) + eps_std) (Mroueh, arXiv
+2503.06639) and, as groups of G normalize by their own deviation, w_G(p) (`core.dynamics.group_weight`). With v = 1 the
+advantage follows the policy: a stage seeks the p* with logit p* = logit p_ref + w_G(p*)/beta. Both are for each prompt
+by itself.
+
+The points (p of every prompt before and after each stage) go to experiments/papers/results/amplification-points.json,
+the figure to docs/images/amplification-run.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from precision_report import interval
+from theory import style
+
+from lagrpo.core.dynamics import group_weight
+from lagrpo.runs.files import write_atomically
+
+HERE = Path(__file__).resolve().parent
+POINTS = HERE / "papers" / "results" / "amplification-points.json"
+FIGURE = HERE.parent / "docs" / "images" / "amplification-run.png"
+EPS_STD = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a run: the success probability of each prompt before and after it, from `samples` completions."""
+
+    beta: float
+    v: int
+    G: int
+    seed: int
+    stage: int
+    samples: int
+    before: list[float]
+    after: list[float]
+
+
+def logit(p: float) -> float:
+    return math.log(p / (1 - p))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def weight(p: float, G: int | None) -> float:
+    """The difference between the advantages of a right and a wrong answer: of groups of G, or of the policy's own
+    statistics where G is None."""
+    return 1 / math.sqrt(p * (1 - p) + EPS_STD) if G is None else group_weight(p, G, EPS_STD)
+
+
+def maximizer(p_ref: float, beta: float, G: int | None) -> float:
+    """Where a stage ends whose advantages are those of pi_ref.
+
+    >>> round(maximizer(0.2, 2.0, None), 3), round(maximizer(0.2, 2.0, 16), 3)
+    (0.466, 0.447)
+    """
+    return sigmoid(logit(p_ref) + weight(p_ref, G) / beta)
+
+
+def fixed_point(p_ref: float, beta: float, G: int | None) -> float:
+    """Where a stage ends whose advantages follow the policy: the lowest p above p_ref with
+    logit p = logit p_ref + w(p)/beta, to 1e-9.
+
+    >>> p = fixed_point(0.2, 2.0, None)
+    >>> round(p, 4), abs(logit(p) - logit(0.2) - weight(p, None) / 2) < 1e-6
+    (0.4087, True)
+    """
+
+    def missing(p: float) -> float:
+        return logit(p_ref) + weight(p, G) / beta - logit(p)
+
+    grid = [sigmoid(logit(p_ref) + 0.01 * step) for step in range(1500)]
+    low, high = next(((a, b) for a, b in pairwise(grid) if missing(b) <= 0), (grid[-1], grid[-1]))
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if missing(middle) > 0 else (low, middle)
+    return high
+
+
+def expected(stage: Stage, G: int | None) -> list[float]:
+    """What the theory says of each prompt after the stage."""
+    end: Callable[[float, float, int | None], float] = fixed_point if stage.v == 1 else maximizer
+    return [end(p, stage.beta, G) for p in stage.before]
+
+
+def read(study: Path) -> list[Stage]:
+    """The stages of every finished run in the directory of the study. Raises ValueError where there is none."""
+    from lagrpo.runs import load_evaluations
+    from lagrpo.settings.toml import read_toml
+
+    found = []
+    for config in sorted(study.glob("runs/*/config.toml")):
+        settings, run = read_toml(config), config.parent
+        schedule = settings["schedule"]
+        names = {summary["batch"]: summary["name"] for summary in load_evaluations(run)}
+        moments = [schedule["batches"] * stage for stage in range(schedule["stages"] + 1)]
+        if not all(moment in names for moment in moments):
+            continue
+        rates = [success(run / "evaluations" / f"{names[moment]}.parquet") for moment in moments]
+        for number, (before, after) in enumerate(pairwise(rates), start=1):
+            found.append(
+                Stage(
+                    settings["objective"]["beta"], schedule["v"], settings["sampling"]["G"], settings["run"]["seed"],
+                    number, settings["evaluation"]["samples"], before, after,
+                )
+            )  # fmt: skip
+    if not found:
+        raise ValueError(f"{study}: no finished run of experiments/papers/amplification.toml; make them first")
+    return found
+
+
+def success(evaluation: Path) -> list[float]:
+    """(right + 1/2) / (samples + 1) of each prompt, in the order of the prompts: inside (0, 1), where logits are."""
+    import pyarrow.parquet
+
+    rows = pyarrow.parquet.read_table(evaluation, columns=["prompt_key", "right", "samples"]).to_pylist()
+    rows.sort(key=lambda row: row["prompt_key"])
+    return [round((row["right"] + 0.5) / (row["samples"] + 1), 5) for row in rows]
+
+
+def by_cell(stages: Sequence[Stage]) -> dict[tuple[float, int], dict[int, list[Stage]]]:
+    """(beta, v) -> number of the stage -> that stage of every seed."""
+    cells: dict[tuple[float, int], dict[int, list[Stage]]] = defaultdict(lambda: defaultdict(list))
+    for stage in stages:
+        cells[stage.beta, stage.v][stage.stage].append(stage)
+    return cells
+
+
+def table(stages: Sequence[Stage]) -> str:
+    """Means over the prompts, with intervals over the seeds."""
+    rows = [
+        "| β | v | stage | seeds | p before | after, by the curve | groups of G | measured | its distance from that |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (beta, v), numbers in sorted(by_cell(stages).items(), key=lambda cell: (-cell[0][1], cell[0][0])):
+        for number, found in sorted(numbers.items()):
+            curves = [[fmean(expected(s, G)) for s in found] for G in (None, found[0].G)]
+            after = [fmean(s.after) for s in found]
+            columns = (
+                interval([fmean(s.before) for s in found]), *map(interval, curves), interval(after),
+                interval([now - said for now, said in zip(after, curves[1], strict=True)]),
+            )  # fmt: skip
+            rows.append(f"| {beta:g} | {v} | {number} | {len(found)} | {' | '.join(columns)} |")
+    return "\n".join(rows)
+
+
+def figure(stages: Sequence[Stage], path: Path) -> None:
+    """A panel for each (beta, v): p after a stage against p before it, a dot for each prompt, stage and seed."""
+    cells = sorted(by_cell(stages).items(), key=lambda cell: (-cell[0][1], cell[0][0]))
+    drawing = style.canvas(4.2 * len(cells), 4.3)
+    panels: Any = drawing.subplots(1, len(cells), sharey=True, squeeze=False)[0]
+    grid = [at / 200 for at in range(1, 200)]
+    for axes, ((beta, v), numbers) in zip(panels, cells, strict=True):
+        one = next(iter(numbers.values()))[0]
+        axes.plot([0, 1], [0, 1], color=style.FAINT, lw=1)
+        for number, color in zip(sorted(numbers), (style.SKY, style.ORANGE, style.GREEN, style.PURPLE), strict=False):
+            pairs = [pair for s in numbers[number] for pair in zip(s.before, s.after, strict=True)]
+            axes.plot(*zip(*pairs, strict=True), ".", color=color, ms=4, alpha=0.5, label=f"stage {number}")
+        for G, line, name in ((None, ":", "the curve"), (one.G, "-", f"groups of {one.G}")):
+            curve = expected(Stage(beta, v, one.G, 0, 0, 0, grid, []), G)
+            axes.plot(grid, curve, line, color=style.INK, lw=1.5, label=name)
+        style.plain(axes, f"β = {beta:g}, v = {v}", "p before the stage", "p after it" if axes is panels[0] else "")
+        axes.set(xlim=(0, 1), ylim=(0, 1.01))
+    panels[0].legend(loc="lower right", fontsize=8, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", nargs="?", type=Path, help="directory of the study, as `lagrpo study` made it")
+    asked = parser.parse_args()
+    try:
+        if asked.study:
+            text = "[\n" + ",\n".join(json.dumps(asdict(stage)) for stage in read(asked.study)) + "\n]\n"
+            write_atomically(POINTS, lambda path: path.write_text(text, encoding="utf-8"))
+        stages = [Stage(**stage) for stage in json.loads(POINTS.read_text(encoding="utf-8"))]
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"{error}\n")
+    print(table(stages))
+    figure(stages, FIGURE)
+
+
+if __name__ == "__main__":
+    main()
