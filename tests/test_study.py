@@ -23,6 +23,7 @@ from lagrpo.cli import main
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics
 from lagrpo.study.claims import Comparison
+from lagrpo.study.curves import draw
 from lagrpo.study.file import Study, load_study, settings_of
 from lagrpo.study.measures import Finished, check_measure, measure
 from lagrpo.study.report import Report
@@ -205,6 +206,15 @@ def test_the_studies_of_the_papers_can_be_run(name, tmp_path):
     assert int(row[1]) == len(plan.runs)
 
 
+def test_curves_have_a_panel_for_each_label_with_runs_and_name_every_line():
+    grid = {"method": {"one": {}, "two": {}}, "v": {"v = 1": {}, "v = 2": {}, "v = 3": {}}}
+    study, run = Study(title="", settings="", seeds=(0,), grid=grid), finished(reward_mean=[0.5, 0.6])
+    drawn = draw(study, {(("one", "v = 1"), 0): run, (("one", "v = 3"), 0): run, (("two", "v = 3"), 0): run})
+    assert [axes.get_title(loc="left") for axes in drawn.axes] == ["v = 1", "v = 3"]
+    assert [text.get_text() for text in drawn.axes[-1].get_legend().get_texts()] == ["one", "two"]
+    assert len(draw(study, {}).axes) == 1
+
+
 # Whole studies
 
 
@@ -293,8 +303,9 @@ def test_runs_of_another_machine_count_by_their_report(tmp_path, command, capsys
 
 
 def test_runs_of_another_study_count_by_their_settings(tmp_path, command, capsys):
-    """What they are called there says nothing."""
-    grid = {"lag": {"none": {}, "two": {"schedule": {"v": 2}}}}
+    """What they are called there says nothing, nor how their objective is written."""
+    plain = {"recipe": "grpo", "epsilon_low": 0.2}
+    grid = {"lag": {"none": {"objective": plain}, "two": {"schedule": {"v": 2}}}}
     command(study_file(tmp_path, grid=grid, claims=[], seeds=[3]), "--directory", tmp_path / "there")
     file = study_file(tmp_path)
     capsys.readouterr()

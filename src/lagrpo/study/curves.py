@@ -20,12 +20,14 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def draw(study: Study, found: Mapping[tuple[Cell, int], Finished]) -> Figure:
-    """A row of panels for each metric. With several axes the labels of the last one have a panel each."""
+    """A row of panels for each metric. With several axes the labels of the last one have a panel each, where there are
+    runs."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     *_, last = [[""], *(list(labels) for labels in study.grid.values())]
-    panels = last if len(study.grid) > 1 else [""]
+    there = {cell[-1] for cell, _ in found if cell}
+    panels = [label for label in last if label in there] or last[:1] if len(study.grid) > 1 else [""]
     size = max(7.0, 4.6 * len(panels)), 3.6 * len(study.curves)
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -41,10 +43,9 @@ def draw(study: Study, found: Mapping[tuple[Cell, int], Finished]) -> Figure:
         row[0].set_ylabel(f"{metric}, mean of {study.smooth} batches", color=INK, fontsize=9)
     for axes in rows[-1]:
         axes.set_xlabel("batch k", color=INK)
-    if handles := rows[0][0].get_legend_handles_labels()[1]:
-        rows[0][-1].legend(
-            *rows[0][0].get_legend_handles_labels(), fontsize=8, frameon=False, ncols=1 + len(handles) // 9
-        )
+    lines = {name: line for axes in rows[0] for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if lines:
+        rows[0][-1].legend(lines.values(), lines.keys(), fontsize=8, frameon=False, ncols=1 + len(lines) // 9)
     return figure
 
 

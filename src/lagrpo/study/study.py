@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lagrpo.errors import SettingsError, refusing
+from lagrpo.objective.recipes import resolve
 from lagrpo.runs.lock import RunLockedError, locked
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings
@@ -120,5 +121,9 @@ def _made_in(directory: Path, runs: Mapping[tuple[Cell, int], Planned]) -> Itera
 
 
 def _fingerprint(settings: Settings) -> str:
-    """The same for runs that learn the same."""
-    return json.dumps(settings_that_matter(settings) | {"run.seed": settings.run.seed}, sort_keys=True)
+    """The same for runs that learn the same: one seed, one objective whatever recipe it is written as, and the same of
+    all other settings."""
+    objective = resolve(settings.objective.recipe, settings.objective.overrides).composition
+    matter = settings_that_matter(settings).items()
+    others = {name: value for name, value in matter if not name.startswith("objective.")}
+    return json.dumps(others | {"run.seed": settings.run.seed, "objective": asdict(objective)}, sort_keys=True)
