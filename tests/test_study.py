@@ -211,7 +211,9 @@ def test_curves_have_a_panel_for_each_label_with_runs_and_name_every_line():
     study, run = Study(title="", settings="", seeds=(0,), grid=grid), finished(reward_mean=[0.5, 0.6])
     drawn = draw(study, {(("one", "v = 1"), 0): run, (("one", "v = 3"), 0): run, (("two", "v = 3"), 0): run})
     assert [axes.get_title(loc="left") for axes in drawn.axes] == ["v = 1", "v = 3"]
-    assert [text.get_text() for text in drawn.axes[-1].get_legend().get_texts()] == ["one", "two"]
+    legend = drawn.axes[-1].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["one", "two"]
     assert len(draw(study, {}).axes) == 1
 
 

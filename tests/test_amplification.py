@@ -1,0 +1,86 @@
+"""The curve that a stage is held against, and the stages of a run read from its evaluations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import amplification
+import pytest
+from amplification import Stage, expected, fixed_point, logit, maximizer, read, table, weight
+from hypothesis import given
+from hypothesis import strategies as st
+from running import tiny_settings
+from tiny import save_tiny
+
+from lagrpo import train
+from lagrpo.core.dynamics import amplified, fixed_points
+from lagrpo.runs import load_evaluations
+
+PROBABILITIES = st.floats(0.02, 0.98)
+BETAS = st.floats(0.5, 8.0)
+
+
+@given(p=PROBABILITIES, beta=BETAS)
+def test_a_stage_with_one_sampling_policy_ends_on_mrouehs_curve(p, beta):
+    assert maximizer(p, beta, None) == pytest.approx(amplified(p, p, beta, amplification.EPS_STD), rel=1e-9)
+
+
+@given(p=PROBABILITIES, beta=BETAS, G=st.sampled_from([None, 8, 16]))
+def test_where_the_advantage_follows_the_policy_it_ends_where_that_advantage_leads_back(p, beta, G):
+    end = fixed_point(p, beta, G)
+    assert end > p
+    if end < 1 - 1e-5:
+        assert logit(end) == pytest.approx(logit(p) + weight(end, G) / beta, abs=1e-3)
+
+
+@pytest.mark.parametrize(("p", "beta"), [(0.05, 1.0), (0.05, 2.0), (0.2, 2.0), (0.5, 2.0)])
+def test_that_point_is_the_lowest_fixed_point(p, beta):
+    assert fixed_point(p, beta, None) == pytest.approx(fixed_points(p, beta, amplification.EPS_STD)[0][0], abs=1e-6)
+
+
+@pytest.mark.usefixtures("shared_templates")
+def test_the_stages_of_a_run_join(tmp_path, monkeypatch, capsys):
+    settings = tiny_settings(
+        save_tiny(tmp_path / "model"), tmp_path / "study" / "runs", run={"seed": 5, "name": "one"},
+        schedule={"stages": 2, "batches": 2, "v": 2}, objective={"recipe": "off_policy_grpo", "beta": 2.0},
+        evaluation={"every": 2},
+    )  # fmt: skip
+    run = train(settings).run
+    assert run is not None
+    first, second = read(tmp_path / "study")
+    assert (first.beta, first.v, first.G, first.seed, first.stage, second.stage) == (2.0, 2, 4, 5, 1, 2)
+    assert first.after == second.before
+    rates = {summary["batch"]: summary["pass_at_1"] for summary in load_evaluations(run)}
+    for batch, found in zip((0, 2, 4), (first.before, first.after, second.after), strict=True):
+        assert fmean(found) == pytest.approx((3 * rates[batch] + 0.5) / 4, abs=1e-4)
+
+    monkeypatch.setattr(amplification, "POINTS", tmp_path / "points.json")
+    monkeypatch.setattr(amplification, "FIGURE", tmp_path / "figure.png")
+    monkeypatch.setattr("sys.argv", ["amplification.py", str(tmp_path / "study")])
+    amplification.main()
+    assert capsys.readouterr().out.count("| 2 | 2 |") == 2
+    assert [Stage(**stage) for stage in json.loads((tmp_path / "points.json").read_text())] == [first, second]
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_holds_the_measured_against_the_curve_of_its_groups():
+    stage = Stage(2.0, 20, 16, 0, 1, 256, [0.2, 0.4], [0.5, 0.6])
+    said = fmean(expected(stage, 16))
+    assert f"| {0.55 - said:.2f} |" in table([stage])
+
+
+def test_a_directory_without_finished_runs_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["amplification.py", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        amplification.main()
+    assert ended.value.code == 2
+    assert "no finished run" in capsys.readouterr().err
+
+
+def test_the_points_that_are_kept_are_stages_of_the_study():
+    stages = [Stage(**stage) for stage in json.loads(Path(amplification.POINTS).read_text())]
+    assert {(stage.beta, stage.v) for stage in stages} <= {(2.0, 20), (4.0, 20), (2.0, 1)}
+    for stage in stages:
+        assert len(stage.before) == len(stage.after) == 16
