@@ -318,7 +318,7 @@ def study(
         jobs: Runs at a time; by default one for each core or GPU.
         only: Make only runs whose name has one of these in it.
         directory: Where runs and report go; by default runs/studies/NAME.
-        results: Runs that were made elsewhere count: of a report.json of this study, or of another study's directory.
+        results: report.json of this study, or directories of runs: what was made there counts, and is not made again.
         gpu: With --dry-run: the GPU, such as h200, whose time and memory are expected; by default this machine.
     """
     from lagrpo.study.running import RunsFailedError
