@@ -214,6 +214,8 @@ def test_curves_have_a_panel_for_each_label_with_runs_and_name_every_line():
     legend = drawn.axes[-1].get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["one", "two"]
+    assert drawn.axes[0].get_ylabel() == "reward_mean, mean of 5 batches"
+    assert draw(study.model_copy(update={"smooth": 1}), {}).axes[0].get_ylabel() == "reward_mean"
     assert len(draw(study, {}).axes) == 1
 
 

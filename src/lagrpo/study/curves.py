@@ -40,7 +40,8 @@ def draw(study: Study, found: Mapping[tuple[Cell, int], Finished]) -> Figure:
             for number, cell in enumerate(cells):
                 runs = [found[cell, seed] for seed in study.seeds if (cell, seed) in found]
                 _draw_cell(axes, ", ".join(cell[:-1] if label else cell), runs, metric, study.smooth, number)
-        row[0].set_ylabel(f"{metric}, mean of {study.smooth} batches", color=INK, fontsize=9)
+        averaged = f", mean of {study.smooth} batches" if study.smooth > 1 else ""
+        row[0].set_ylabel(metric + averaged, color=INK, fontsize=9)
     for axes in rows[-1]:
         axes.set_xlabel("batch k", color=INK)
     lines = {name: line for axes in rows[0] for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
