@@ -19,6 +19,7 @@ import tomli_w
 from running import tiny_settings
 from tiny import save_tiny
 
+from lagrpo import train
 from lagrpo.cli import main
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics
@@ -320,6 +321,25 @@ def test_runs_of_another_study_count_by_their_settings(tmp_path, command, capsys
     assert {key: Path(run.run).name for key, run in plan.made.items()} == {(("v = 1",), 3): "none-seed3"}
     plan.report()
     assert numbers(tmp_path / "here").keys() == {"none-seed3"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("metrics.jsonl", b"x\n", "metrics.jsonl, line 1: this is not JSON"),
+        ("config.toml", b"objective.recipe = 'nosuch'\nschedule.batches = 4\n", "config.toml: unknown recipe 'nosuch'"),
+        ("environment.json", b"[]", "environment.json"),
+    ],
+)
+def test_damaged_runs_are_refused_in_a_line(tmp_path, name, content, said):
+    """In a directory that --results names, and in the study's own."""
+    file, run = study_file(tmp_path), tmp_path / "there" / "runs" / "v-1-seed3"
+    train(Plan.read(file, tmp_path / "there").runs[("v = 1",), 3].settings)
+    (run / name).write_bytes(content)
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        Plan.read(file, tmp_path / "here", [tmp_path / "there"])
+    with pytest.raises(SettingsError):
+        Plan.read(file, tmp_path / "there").report()
 
 
 @pytest.mark.parametrize("make", [lambda path: None, lambda path: (path / "runs").mkdir()])

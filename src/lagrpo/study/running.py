@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lagrpo.backends.hardware import pick_device
-from lagrpo.errors import SettingsError
+from lagrpo.errors import SettingsError, refusing
 from lagrpo.guard import end_with_parent
 from lagrpo.runs import load_evaluations, load_metrics
 from lagrpo.runs.files import write_atomically
@@ -49,10 +49,11 @@ class Planned:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has all batches and its last evaluation."""
-        if not (self.path / "config.toml").is_file() or len(load_metrics(self.path)) < self.batches:
-            return False
-        evaluated = {summary["name"] for summary in load_evaluations(self.path)}
+        """Whether it has all batches and its last evaluation. Raises SettingsError for damaged records."""
+        with refusing(f"run {self.name}"):
+            if not (self.path / "config.toml").is_file() or len(load_metrics(self.path)) < self.batches:
+                return False
+            evaluated = {summary["name"] for summary in load_evaluations(self.path)}
         return "after" in evaluated or not self.settings.evaluation.before_and_after
 
 

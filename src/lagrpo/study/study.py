@@ -82,7 +82,7 @@ class Plan:
         with other settings."""
         finished = {key: run for key, run in self.runs.items() if run.is_finished}
         check_runs(list(finished.values()))
-        own = {key: Finished.read(run.path) for key, run in finished.items()}
+        own = {key: _read(run.path) for key, run in finished.items()}
         found = {key: (self.made | own)[key] for key in self.runs if key in own or key in self.made}
         report = Report(self.study, found, {key: run.settings for key, run in self.runs.items()})
         print_summary(report, report.write(self.directory))
@@ -113,11 +113,18 @@ def _made_in(directory: Path, runs: Mapping[tuple[Cell, int], Planned]) -> Itera
     there: dict[str, Path] = {}
     for config in configs:
         settings = load_settings(config)
-        if Planned(config.parent.name, settings, config.parent).is_finished:
-            there.setdefault(_fingerprint(settings), config.parent)
+        with refusing(f"--results {config}"):
+            if Planned(config.parent.name, settings, config.parent).is_finished:
+                there.setdefault(_fingerprint(settings), config.parent)
     for key, run in runs.items():
         if made := there.get(_fingerprint(run.settings)):
-            yield key, Finished.read(made)
+            yield key, _read(made)
+
+
+def _read(run: Path) -> Finished:
+    """A finished run. Raises SettingsError for damaged records."""
+    with refusing(f"run {run.name}"):
+        return Finished.read(run)
 
 
 def _fingerprint(settings: Settings) -> str:
