@@ -40,6 +40,7 @@ WORK = {
     "sampling.G": "4",
     "objective.recipe": "asymre",  # has a gradient whatever the rewards are
     "evaluation.before-and-after": "False",
+    "optimizer.schedule": "constant",  # a falling one ends at 0
 }
 
 

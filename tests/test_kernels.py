@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -485,12 +486,17 @@ head -c 1000 {cache[1]} > "$2"; sleep 0.5; cp {cache[1]} "$2"
     assert calls.read_text().count("call") == 2, "the library that is there is used"
 
 
-def test_a_spoilt_library_is_named(cache, monkeypatch):
+@pytest.mark.parametrize(
+    "spoil", [lambda whole: whole[: len(whole) // 2], lambda whole: Path(str(build._openmp())).read_bytes()]
+)
+def test_a_spoilt_library_is_compiled_again(cache, spoil):
+    """One cut short would end the process without a word; another library has none of the functions."""
     words, library = cache
-    library.write_bytes(b"spoilt")
-    said = reason(monkeypatch, **words)
-    assert str(library) in said
-    assert "cannot be kept or loaded" in said
+    library.write_bytes(spoil(library.read_bytes()))
+    done = python(DESCRIBE, **words)
+    assert done.stdout.startswith("C kernels (")
+    assert f"(it is damaged), into {library}" in done.stderr
+    assert build._is_whole(library)
 
 
 def test_a_library_that_others_may_write_is_not_loaded(cache, monkeypatch):

@@ -13,8 +13,10 @@ import torch
 from tiny import computed_by, tiny_policy
 from torch import Tensor, nn
 
+from lagrpo.backends import hardware
 from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.cpu import build, library, panels
+from lagrpo.errors import SettingsError
 from lagrpo.policy.model import Packed, Weights
 from lagrpo.policy.replica import PackedWeights, replica
 
@@ -137,6 +139,10 @@ def test_steps_through_all_layers_by_tiles_sample_what_the_learner_computes():
 
 def test_an_unknown_level_is_refused_before_anything_is_compiled(monkeypatch):
     monkeypatch.setenv(build.ISA, "sse9")
+    monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
+    monkeypatch.setattr(hardware.platform, "machine", lambda: "x86_64")
+    with pytest.raises(SettingsError, match=r"^LAGRPO_CPU_ISA = 'sse9' is no level"):
+        hardware.pick_dtype("auto", torch.device("cpu"))
     with pytest.raises(build.NoKernels, match=r"LAGRPO_CPU_ISA = 'sse9' is no level of instructions: use native, "):
         choose_backend("auto", "cpu", torch.bfloat16)
 

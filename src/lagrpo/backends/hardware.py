@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from lagrpo.backends.cpu.build import ISA, LEVELS, cpu_flags, isa_level
-from lagrpo.errors import SettingsError
+from lagrpo.backends.cpu.build import ISA, LEVELS, NoKernels, cpu_flags, isa_level
+from lagrpo.errors import SettingsError, refusing
 from lagrpo.ranks.rank import Rank
 
 Dtype = Literal["bfloat16", "float32"]
@@ -35,10 +35,12 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(dtype: Literal["auto", "bfloat16", "float32"], device: torch.device) -> tuple[Dtype, str]:
-    """The dtype of a setting on a device, and why: bfloat16 where the device has products of it, else float32."""
+    """The dtype of a setting on a device, and why: bfloat16 where the device has products of it, else float32. Raises
+    SettingsError where LAGRPO_CPU_ISA names no level of this processor."""
     if dtype != "auto":
         return dtype, "as set"
-    multiplies, why = multiplies_bfloat16(device)
+    with refusing("", NoKernels):
+        multiplies, why = multiplies_bfloat16(device)
     return ("bfloat16" if multiplies else "float32"), why
 
 

@@ -30,6 +30,8 @@ def collect_environment(device: str = "cpu") -> dict[str, Any]:
     time of the start (UTC). Imports none of the packages whose versions it gives, but torch."""
     import torch
 
+    from lagrpo.threads import team
+
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": redact(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])),
@@ -42,7 +44,7 @@ def collect_environment(device: str = "cpu") -> dict[str, Any]:
         "cores": os.cpu_count(),
         "cores_at_hand": cores.count_cores(),
         "cpu_quota": cores.read_quota(),
-        "threads": torch.get_num_threads(),
+        "threads": team.most(),
         "waiting": waiting.describe(os.environ),
         "device": device,
         "device_name": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,

@@ -112,7 +112,8 @@ class Team:
         if fewer not in self._told:
             self._told.add(fewer)
             why = "other programs keep cores busy" if fewer else "cores are free again"
-            logger.info("%s: computing with %d of %d threads (model.threads fixes the number)", why, threads, self.most)
+            known = "model.threads fixes the number" if fewer else "later changes: `threads` in metrics.jsonl"
+            logger.info("%s: computing with %d of %d threads (%s)", why, threads, self.most, known)
 
     def metrics(self) -> dict[str, float | None]:
         """Metrics since the last call: the fewest threads, and the seconds that threads were ready and had no core."""
@@ -170,6 +171,11 @@ def look() -> None:
 
 def metrics() -> dict[str, float | None]:
     return _team.metrics() if _team is not None else {"threads": torch.get_num_threads(), "seconds_waiting": None}
+
+
+def most() -> int:
+    """Threads that compute while no other program needs a core."""
+    return _team.most if _team is not None else torch.get_num_threads()
 
 
 def describe() -> str:

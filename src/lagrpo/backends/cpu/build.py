@@ -58,6 +58,7 @@ LEVELS = {
 }
 """emulated_tiles: AMX's instructions in plain C, for tests; far too slow for anything else."""
 DEADLINE = 300  # seconds for the compiler
+DIGEST = hashlib.sha256().digest_size  # bytes
 
 
 class NoKernels(RuntimeError):  # noqa: N818
@@ -103,8 +104,9 @@ def load_library() -> tuple[ctypes.CDLL, str]:
     version = _run([*compiler, "--version"]).partition("\n")[0]
     try:
         target = cache_directory() / "kernels" / f"{_fingerprint(compiler, version, flags)}.so"
-        if not target.is_file():
-            logger.info("compiling the kernels for this processor, once, into %s", target)
+        if not _is_whole(target):
+            why = "it is damaged" if target.exists() else "once"
+            logger.info("compiling the kernels for this processor (%s), into %s", why, target)
             _compile(compiler, flags, target)
         _trusted(target)
         return ctypes.CDLL(str(target)), version
@@ -112,6 +114,24 @@ def load_library() -> tuple[ctypes.CDLL, str]:
         raise
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home directory
         raise NoKernels(f"the library cannot be kept or loaded ({error}); LAGRPO_CACHE names another place") from error
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether it ends with the digest of what comes before it. A file cut short would end the process when it is loaded
+    (SIGBUS), and say nothing."""
+    if not library.is_file():
+        return False
+    content = library.read_bytes()
+    return hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]
+
+
+def _seal(library: Path) -> None:
+    """Append the digest, which the loader of libraries does not look at, and have the disk keep it."""
+    with library.open("r+b") as file:
+        digest = hashlib.sha256(file.read()).digest()
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _compiler() -> list[str]:
@@ -165,6 +185,7 @@ def _compile(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
         if not made.is_file():
             raise NoKernels(f"{compiler[0]} ended without an error and made no library")
         made.chmod(0o755)
+        _seal(made)
         made.replace(target)
 
 
