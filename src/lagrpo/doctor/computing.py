@@ -23,13 +23,14 @@ def look_at_training() -> Iterator[Finding]:
     from lagrpo.backends.cpu.backend import CpuBackend
     from lagrpo.backends.cpu.build import ISA, NoKernels
     from lagrpo.backends.hardware import pick_device, pick_dtype
+    from lagrpo.errors import SettingsError
 
     device = pick_device("auto")
     yield _device(device)
     try:
         name, why = pick_dtype("auto", device)
         backend: Backend = choose_backend("auto", device, getattr(torch, name))
-    except NoKernels as error:
+    except (NoKernels, SettingsError) as error:
         yield Finding("instructions", str(error), "broken", "computing on this processor", f"unset {ISA}")
         return
     yield Finding("dtype", f"{name} ({why})")
