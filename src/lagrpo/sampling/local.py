@@ -16,6 +16,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -264,11 +266,16 @@ class LocalSampler:
     @torch.no_grad()
     def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
         """By the path that samples, decoding steps and the head. An item that has ended gets its last token again. With
-        episodes, the second half of the tokens is fed at once, as replies are."""
+        episodes, the second half of the tokens is fed at once, as replies are. Items of one prompt share it, where they
+        stand side by side and all prompts have as many."""
         longest = max(len(tokens) for _, tokens in items)
         fed = torch.tensor([[tokens[min(t, len(tokens) - 1)] for _, tokens in items] for t in range(longest)])
         state = self._state(len(items), longest)
-        hidden = state.admit([prompt_ids for prompt_ids, _ in items], 1)
+        groups = [(prompt_ids, len([*group])) for prompt_ids, group in groupby(items, key=itemgetter(0))]
+        if len({G for _, G in groups}) > 1:
+            groups = [(prompt_ids, 1) for prompt_ids, _ in items]
+        G = groups[0][1]
+        hidden = state.admit([prompt_ids for prompt_ids, _ in groups], G).repeat_interleave(G, 0)
         steps = longest if self.episodes is None else -(-longest // 2)
         found = []
         for t, token_ids in enumerate(fed[:steps]):

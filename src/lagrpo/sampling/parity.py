@@ -25,6 +25,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -279,7 +281,8 @@ def _score(policy: Policy, sampler: Checkable, items: Sequence[Item]) -> tuple[T
 
 
 def _score_items(policy: Policy, items: Sequence[Item], tau: float = 1.0) -> Tensor:
-    return _score_packed(policy, [(ids, [torch.tensor(tokens)]) for ids, tokens in items], tau)
+    groups = groupby(items, key=itemgetter(0))  # completions of one prompt, side by side, share its rows
+    return _score_packed(policy, [(ids, [torch.tensor(tokens) for _, tokens in group]) for ids, group in groups], tau)
 
 
 def _score_groups(policy: Policy, groups: Sequence[Group]) -> Tensor:
