@@ -370,6 +370,20 @@ def test_reports_that_do_not_fit_are_refused(tmp_path, capsys, change, said):
         Plan.read(tmp_path / "study.toml", tmp_path / "out", [report])
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "warned"),
+    [(["float32"], False), (["bfloat16", "float32"], True)],
+)
+def test_runs_that_computed_in_several_dtypes_are_named(tmp_path, dtypes, warned):
+    plan = Plan.read(study_file(tmp_path), tmp_path / "out")
+    runs = {
+        key: Finished([{"reward_mean": 0.5, "lag_max": 0}] * 4, {}, {"cpu": "any", "dtype": dtypes[n % len(dtypes)]})
+        for n, key in enumerate(plan.runs)
+    }
+    page = Report(plan.study, runs, {key: run.settings for key, run in plan.runs.items()}).to_markdown()
+    assert ("Computed in bfloat16 and float32: a difference between two runs may be one of rounding" in page) == warned
+
+
 def test_a_run_that_fails_is_named_and_the_others_are_made(tmp_path, command, capsys):
     grid = {"v": {"v = 1": {}, "broken": {"sampling": {"max_prompt_tokens": 1}}}}
     file, out = study_file(tmp_path, grid=grid, claims=[], seeds=[3]), tmp_path / "out"

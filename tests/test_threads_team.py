@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from lagrpo.backends.cpu import library
+from lagrpo.runs.environment import collect_environment
 from lagrpo.threads import cores, team
 from lagrpo.threads.readings import Reading
 
@@ -63,6 +65,8 @@ def test_a_change_is_put_into_effect_and_logged_once_in_each_direction(caplog):
         "other programs keep cores busy",
         "cores are free again",
     ]
+    assert "model.threads fixes the number" in caplog.messages[0]
+    assert "`threads` in metrics.jsonl" in caplog.messages[1]
     two._last = two._noted = None
     two._read = crowded_then_free()
     looks(two, 100)
@@ -108,6 +112,16 @@ def test_the_setting_fixes_the_number_and_the_default_adapts():
     assert team._team.adapts
     team.start(None, "cuda")
     assert not team._team.adapts
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_run_records_the_threads_it_may_use_not_those_that_a_busy_machine_left(monkeypatch):
+    monkeypatch.setattr(team, "Team", functools.partial(team.Team, reading=crowded_then_free()))
+    team.start(None)
+    assert team._team is not None
+    looks(team._team, 5)
+    assert torch.get_num_threads() == 1
+    assert collect_environment()["threads"] == 2
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -87,12 +87,13 @@ def git_state(directory: Path) -> dict[str, Any] | None:
 
 
 def cpu_model() -> str:
-    """The CPU's name as the system gives it."""
+    """The CPU's name as the system gives it. On x86 with its family and model: a cloud's "AMD EPYC" names none."""
     information = Path("/proc/cpuinfo")
     if information.is_file():
-        for line in information.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        lines = (line.partition(":") for line in information.read_text().partition("\n\n")[0].splitlines())
+        first = {field.strip(): value.strip() for field, _, value in lines}
+        if name := first.get("model name"):
+            return f"{name} (family {first['cpu family']}, model {first['model']})" if "cpu family" in first else name
     return platform.processor() or platform.machine()
 
 

@@ -153,7 +153,7 @@ class Report:
         return rows
 
     def _where(self) -> list[str]:
-        """Machines and commits of the runs, and how long they took."""
+        """Machines and commits of the runs, and how long they took; a warning where they computed in several dtypes."""
         seconds = [value for value in self.values("sum seconds_total").values() if value is not None]
         where = Counter(
             f"{e.get('device_name') or e.get('cpu')}, {count_of(e.get('threads') or 1, 'thread')}, {e.get('dtype')}, "
@@ -162,7 +162,9 @@ class Report:
         )
         lines = [f"{count_of(n, 'run')}: {what}" for what, n in where.most_common()]
         took = [f"{duration(sum(seconds))} of batches in all, {duration(fmean(seconds))} a run"] if seconds else []
-        return [*lines, *took]
+        dtypes = sorted({str(run.where.get("dtype")) for run in self.found.values()})
+        mixed = [f"Computed in {' and '.join(dtypes)}: {MIXED}"] if len(dtypes) > 1 else []
+        return [*lines, *took, *mixed]
 
 
 CAUTION = (
@@ -171,6 +173,8 @@ CAUTION = (
     "if their differences went on to vary as they do. Of claims whose true difference is at the bound one in forty is "
     "said to hold."
 )
+
+MIXED = "a difference between two runs may be one of rounding; `model.dtype` in the study's settings fixes one for all"
 
 
 def print_summary(report: Report, page: Path) -> None:
