@@ -33,7 +33,8 @@ def no_limits(monkeypatch):
 def test_auto_is_what_the_processor_multiplies(flags, dtype, why, monkeypatch):
     monkeypatch.setattr(hardware, "cpu_flags", lambda: flags)
     assert pick_dtype("auto", CPU) == (dtype, why)
-    assert pick_dtype("bfloat16", CPU) == ("bfloat16", "as set")
+    assert pick_dtype("bfloat16", CPU) == ("bfloat16", "as set" if dtype == "bfloat16" else f"as set, although {why}")
+    assert pick_dtype("float32", CPU) == ("float32", "as set")
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,12 @@ def pick_device(name: str) -> torch.device:
 def pick_dtype(dtype: Literal["auto", "bfloat16", "float32"], device: torch.device) -> tuple[Dtype, str]:
     """The dtype of a setting on a device, and why: bfloat16 where the device has products of it, else float32. Raises
     SettingsError where LAGRPO_CPU_ISA names no level of this processor."""
-    if dtype != "auto":
+    if dtype == "float32":
         return dtype, "as set"
     with refusing("", NoKernels):
         multiplies, why = multiplies_bfloat16(device)
+    if dtype == "bfloat16":
+        return dtype, "as set" if multiplies else f"as set, although {why}"
     return ("bfloat16" if multiplies else "float32"), why
 
 
