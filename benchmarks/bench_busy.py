@@ -91,7 +91,7 @@ def main() -> None:
 
 def start_side(name: str, way: Way, work: Any, scratch: Path, threads: int) -> Side:
     """A run of ours that makes one batch per request."""
-    model = {"path": work.model, "device": "cpu", "dtype": "bfloat16", "threads": way.fixed}
+    model = {"path": work.model, "device": "cpu", "dtype": "auto", "threads": way.fixed}
     return start_ours(name, work, scratch, threads, variables=way.environment, model=model)
 
 

@@ -4,6 +4,7 @@ starts a process leaves its id there."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import resource
@@ -120,11 +121,13 @@ def start_program(place: Path, then: str) -> Any:
     return ACTIONS[then](place, "1") if then else 1.0
 
 
-def flood(place: Path, rest: str) -> None:
+def flood(place: Path, pieces: str) -> float:
+    """So many pieces of 60,000 bytes to each output; without a number, without an end."""
     piece = b"flood " * 10_000
-    while True:
+    for _ in range(int(pieces)) if pieces else itertools.count():
         os.write(1, piece)
         os.write(2, piece)
+    return 1.0
 
 
 def write_file(place: Path, mebibytes: str) -> float:

@@ -14,7 +14,7 @@ from tiny import tiny_model
 
 from lagrpo.errors import SettingsError
 from lagrpo.planning import hardware, show
-from lagrpo.planning.hardware import DEVICES, find_device, parse_network
+from lagrpo.planning.hardware import DEVICES, find_device, in_float32, parse_network
 from lagrpo.planning.layouts import Layout, batch_seconds, generation, layouts, sync_seconds, update_bytes
 from lagrpo.planning.rates import Rates, stated_rates
 from lagrpo.planning.work import Lengths, Model, Work, decoding_steps, forward, learning, prefill, scoring
@@ -284,6 +284,16 @@ def test_given_figures_replace_those_of_the_table():
     assert sources["bfloat16 peak"] == "--peak"
     assert sources["learning, share of the peak (MFU)"] == "--learning-share"
     assert sources["products of the sampler, share of the peak"] == "assumed"
+
+
+def test_a_cpu_multiplies_float32_as_fast_as_its_instructions_let_it_and_a_gpu_stays_as_it_is():
+    cpu, h200 = find_device("cpu"), find_device("h200")
+    with_avx512, without = in_float32(cpu, {"avx2", "avx512f"}), in_float32(cpu, {"avx2"})
+    assert without.peak < with_avx512.peak < cpu.peak
+    names = [figure.name for figure in stated_rates(without, PlanSettings(), MODEL).figures]
+    assert "float32 peak" in names
+    assert "bfloat16 peak" not in names
+    assert in_float32(h200, {"avx2"}) == h200
 
 
 def test_what_was_measured_says_where():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -275,7 +276,8 @@ def test_another_model_is_refused(attached, model, tmp_path):
 
 
 def test_a_head_that_is_the_embedding_is_renewed(tmp_path, monkeypatch):
-    """In bfloat16, where the tolerance of log-probs may hide an old head."""
+    """In bfloat16, where the tolerance of log-probs may hide an old head. vLLM's own reload keeps the first head where
+    oneDNN has packed it; on processors where it cannot, PyTorch multiplies by the embedding, which is renewed."""
     model = tiny_directory(tmp_path, tie_word_embeddings=True)
     server = start(model, tmp_path / "vllm.log", "bfloat16")
     try:
@@ -288,7 +290,8 @@ def test_a_head_that_is_the_embedding_is_renewed(tmp_path, monkeypatch):
             perturb(policy, 0.3)
         monkeypatch.setattr(server, "reloading", Server.reloading)
         sampler.sync_weights(policy.weights, 3)
-        with pytest.raises(ParityError):
+        packed = "fallback to torch linear" not in (tmp_path / "vllm.log").read_text()
+        with pytest.raises(ParityError) if packed else nullcontext():
             check(policy, sampler)
         monkeypatch.setattr(connecting, "EXTENDED", "somebody.Else")
         monkeypatch.setenv(KEY, server.key)

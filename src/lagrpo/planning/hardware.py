@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from lagrpo.errors import SettingsError, suggest
@@ -10,11 +11,11 @@ from lagrpo.errors import SettingsError, suggest
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU, or the CPU of this project's benchmarks: `peak` dense bfloat16 FLOP/s; `bandwidth` of its memory, bytes/s;
-    `memory` bytes, None where it is the machine's; `link` to the others of its node, bytes/s one way; the shares of
-    these that are reached; `step`, `launch`, `sync`, `server_sync`, `server_speed` as in PlanSettings, `disk` in
-    bytes/s. `sheet` says where the numbers come from, `sources` where the shares do; what it does not name is assumed.
-    """
+    """A GPU, or the CPU of this project's benchmarks: `peak` FLOP/s of dense `products`; `bandwidth` of its memory,
+    bytes/s; `memory` bytes, None where it is the machine's; `link` to the others of its node, bytes/s one way; the
+    shares of these that are reached; `step`, `launch`, `sync`, `server_sync`, `server_speed` as in PlanSettings, `disk`
+    in bytes/s. `sheet` says where the numbers come from, `sources` where the shares do; what it does not name is
+    assumed."""
 
     name: str
     peak: float
@@ -31,6 +32,7 @@ class Device:
     sync: float = 0.1
     server_sync: float = 0.3
     disk: float = 2e9
+    products: str = "bfloat16"
     sheet: str = "its data sheet"
     sources: tuple[tuple[str, str], ...] = ()
 
@@ -79,6 +81,7 @@ CPU = Device(
         ("server_sync", _MEASURED + "docs/vllm.md (1.19 s, .2 of them for bytes)"),
     ),
 )  # fmt: skip
+PEAK_FLOAT32 = {True: (210e9, "with AVX-512"), False: (115e9, "without AVX-512 (Zen 3)")}
 DEVICES = {device.name: device for device in (*_GPUS, CPU)}
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
@@ -97,6 +100,14 @@ def find_device(name: str) -> Device:
 
 def _plain(name: str) -> str:
     return re.sub("80gb$", "", re.sub(r"[\s_-]|nvidia|geforce|sxm\d?|hbm\de?", "", name.lower()))
+
+
+def in_float32(device: Device, flags: Collection[str]) -> Device:
+    """A CPU with these flags where it multiplies float32: what PyTorch's products reach. GPUs stay as they are."""
+    if not device.shared:
+        return device
+    peak, cpu = PEAK_FLOAT32["avx512f" in flags]
+    return replace(device, peak=peak, products="float32", sheet=f"measured on two cores of an AMD EPYC {cpu}")
 
 
 def own_device(peak: float, bandwidth: float, memory: float, link: float) -> Device:

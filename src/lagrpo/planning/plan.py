@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lagrpo.backends.cpu.build import cpu_flags
 from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.objective.compose import Recipe
 from lagrpo.objective.recipes import resolve
-from lagrpo.planning.hardware import DEVICES, Device, find_device, own_device
+from lagrpo.planning.hardware import DEVICES, Device, find_device, in_float32, own_device
 from lagrpo.planning.layouts import Layout, Seconds, batch_seconds, layouts, sync_seconds, update_bytes
 from lagrpo.planning.measured import REPLACED, Measured, measured_rates
 from lagrpo.planning.rates import Rates, stated_rates
@@ -117,7 +118,9 @@ def make_plan(settings: Settings, given: PlanSettings, run: Measured | None = No
     check_split(given, device)
     recipe = _recipe(settings)
     lm = empty_model(settings)
-    model = Model.of(lm, _size(settings, device, run), _adapters(lm, settings))
+    size = _size(settings, device, run)
+    device = in_float32(device, cpu_flags()) if size == BYTES["float32"] else device
+    model = Model.of(lm, size, _adapters(lm, settings))
     rates = stated_rates(device, given, model)
     if run is not None:
         of_run = replace(model, adapters=_adapters(lm, run.settings))

@@ -106,7 +106,7 @@ def _resolved(device: Device, given: PlanSettings) -> tuple[Device, list[Figure]
     """The device with the given numbers in place of its own, and each number with its source."""
     figures: list[Figure] = []
     changes: dict[str, Any] = {}
-    units = {"peak": (1e12, "TFLOP/s", "bfloat16 peak"), "bandwidth": (1e9, "GB/s", "memory bandwidth")}
+    units = {"peak": (1e12, "TFLOP/s", f"{device.products} peak"), "bandwidth": (1e9, "GB/s", "memory bandwidth")}
     units |= {"link": (1e9, "GB/s", "link to the GPUs of the node, one way"), "memory": (1e9, "GB", "memory")}
     for name, (scale, unit, words) in units.items():
         own = getattr(given, name)
