@@ -185,12 +185,15 @@ def test_alpha_has_weights_of_its_own():
     assert log_ratio(policy, fresh).abs().max() <= 1e-4
 
 
-def test_score_equals_the_recorded_log_probs():
+@pytest.mark.parametrize("left_out", [0, 1], ids=["as many of each prompt", "fewer of one"])
+def test_scores_equal_the_recorded_log_probs(left_out):
     policy = tiny_policy("qwen3", torch.bfloat16)
-    group = sampled(policy, requests_for(policy, 2))[1]
-    sampler = LocalSampler(replica(policy), 0, 24, 64)
-    (scored,) = sampler.scores([(group.prompt.token_ids, c.token_ids.tolist()) for c in group.completions])
-    for logp, completion in zip(scored, group.completions, strict=True):
+    groups = sampled(policy, requests_for(policy, 2)).values()
+    prompts = [group.prompt.token_ids for group in groups for _ in group.completions][left_out:]
+    kept = [completion for group in groups for completion in group.completions][left_out:]
+    items = [(prompt_ids, c.token_ids.tolist()) for prompt_ids, c in zip(prompts, kept, strict=True)]
+    (scored,) = LocalSampler(replica(policy), 0, 24, 64).scores(items)
+    for logp, completion in zip(scored, kept, strict=True):
         torch.testing.assert_close(torch.tensor(logp), completion.logp_alpha, rtol=0, atol=1e-5)
 
 
