@@ -118,8 +118,7 @@ def make_plan(settings: Settings, given: PlanSettings, run: Measured | None = No
     check_split(given, device)
     recipe = _recipe(settings)
     lm = empty_model(settings)
-    size = _size(settings, device, run)
-    device = in_float32(device, cpu_flags()) if size == BYTES["float32"] else device
+    device, size = _computing(settings, device, run)
     model = Model.of(lm, size, _adapters(lm, settings))
     rates = stated_rates(device, given, model)
     if run is not None:
@@ -217,6 +216,12 @@ def _size(settings: Settings, device: Device, run: Measured | None) -> int:
         return 2
     known = run.environment.get("dtype") if run else None
     return BYTES[str(known) if known in BYTES else pick_dtype("auto", pick_device("cpu"))[0]]
+
+
+def _computing(settings: Settings, device: Device, run: Measured | None) -> tuple[Device, int]:
+    """The device as it is for the dtype that it computes in, and the bytes of a number of the weights."""
+    size = _size(settings, device, run)
+    return in_float32(device, cpu_flags()) if size == BYTES["float32"] else device, size
 
 
 def _wire(settings: Settings, given: PlanSettings, device: Device) -> str:

@@ -43,12 +43,12 @@ def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> l
     s, sampling, policy = settings.schedule, settings.sampling, parts.learner.policy if parts else None
     per_batch, batches = s.prompts * sampling.G, s.stages * s.batches
     config, parameters, adapters = _sizes(settings, policy.model.lm if policy else None)
-    dtype, why = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
+    device = policy.device if policy else pick_device(settings.model.device)
+    dtype, why = pick_dtype(settings.model.dtype, device)
     text = config.get_text_config()
     fused = kernels_compute(settings, text) if policy is None else policy.model.layers is not None
     if adapters:
-        numbers = parameters, adapters
-        memory = memory_with_adapters(settings, recipe, text, numbers, fused, ranks=ranks, shards=shards)
+        memory = memory_with_adapters(settings, recipe, text, (parameters, adapters), fused, ranks=ranks, shards=shards)
     else:
         memory = expected_memory(settings, recipe, text, parameters, fused, ranks=ranks, shards=shards)
     changes = ", ".join(f"{name} = {value}" for name, value in settings.objective.overrides.items())
@@ -70,7 +70,7 @@ def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> l
         + ", ".join(f"{name} {_size(size)}" for name, size in memory.items()),
         *_adapters(settings, parameters, adapters),
         *_moved(settings, parameters, adapters, BYTES[dtype], ranks),
-        f"arithmetic  {dtype} ({why}) on {policy.device if policy else settings.model.device}"
+        f"arithmetic  {dtype} ({why}) on {device}"
         + (f", {settings.optimizer.masters} float32 masters" if dtype == "bfloat16" else "")
         + (f"; {policy.model.computation}" if policy else ""),
         *([f"decoding    {parts.sampled.model.decoding}"] if parts and parts.sampled else []),
