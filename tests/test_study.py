@@ -111,6 +111,17 @@ def test_differences_are_taken_seed_by_seed_and_averaged_over_what_is_not_named(
     assert of("plain & v = 10 > 0.5") == {0: 2.5, 1: 0.5}
 
 
+def test_the_sides_of_an_unfinished_study_are_averaged_over_the_same_cells():
+    """Otherwise a difference between methods would be one between v = 1 and v = 10."""
+    values = {(("plain", "v = 1"), 0): 1.0, (("masked", "v = 10"), 0): 6.0}
+    claim = Comparison.parse("masked > plain", GRID)
+    assert claim.differences(values, ["method", "v"]) == {}
+    values |= {(("plain", "v = 10"), 0): 5.0, (("masked", "v = 1"), 0): 4.0}
+    values |= {(("plain", "v = 10"), 1): 5.0, (("masked", "v = 10"), 1): 4.0}
+    assert claim.differences(values, ["method", "v"]) == {0: 2.0}  # seed 1 has nothing with v = 1
+    assert Comparison.parse("masked > plain", GRID).differences({}, ["method", "v"]) == {}
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

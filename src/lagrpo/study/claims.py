@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, cast
@@ -41,10 +41,13 @@ class Comparison:
         return Comparison(left, cast(Relation, parts[1]), right)
 
     def differences(self, values: Values, axes: Sequence[str]) -> dict[int, float]:
-        """Left − right by seed. A seed of which a value is missing on either side is left out."""
+        """Left − right by seed. Both sides average over the same labels of the axes that they do not name: all of which
+        there is any run. A seed that lacks one of these runs, or its value, on either side is left out."""
+        sides = [_runs(side, values, axes) if isinstance(side, Mapping) else side for side in (self.left, self.right)]
+        others = {other for side in sides if isinstance(side, Mapping) for _, other in side}
         of_seed = {}
         for seed in sorted({seed for _, seed in values}):
-            left, right = (_mean(side, values, axes, seed) for side in (self.left, self.right))
+            left, right = (_mean(side, others, seed) for side in sides)
             if left is not None and right is not None:
                 of_seed[seed] = left - right
         return of_seed
@@ -53,13 +56,23 @@ class Comparison:
         return judge(list(self.differences(values, axes).values()), self.relation, margin)
 
 
-def _mean(side: Side, values: Values, axes: Sequence[str], seed: int) -> float | None:
+def _runs(
+    side: Mapping[str, str], values: Values, axes: Sequence[str]
+) -> dict[tuple[int, tuple[str, ...]], float | None]:
+    """The values of a side by seed and the labels of the axes that it does not name."""
+    return {
+        (seed, tuple(label for axis, label in zip(axes, cell, strict=True) if axis not in side)): value
+        for (cell, seed), value in values.items()
+        if side.items() <= dict(zip(axes, cell, strict=True)).items()
+    }
+
+
+def _mean(
+    side: Mapping[tuple[int, tuple[str, ...]], float | None] | float, others: Collection[tuple[str, ...]], seed: int
+) -> float | None:
     if not isinstance(side, Mapping):
         return side
-    wanted = {axes.index(axis): label for axis, label in side.items()}
-    own = [
-        value for (cell, of), value in values.items() if of == seed and wanted.items() <= dict(enumerate(cell)).items()
-    ]
+    own = [side.get((seed, other)) for other in others]
     known = [value for value in own if value is not None]
     return fmean(known) if own and len(known) == len(own) else None
 
