@@ -1,0 +1,81 @@
+"""The small model of the studies, as it lies in the repository: what its program says of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import small_model
+import torch
+from small_model import FOLDER, RIGHT, Sum, line, loss_of, one_token, rate, split, tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@pytest.fixture(scope="module")
+def rates() -> dict[Sum, float]:
+    """The model's probability of the right answer to each sum, its end included."""
+    model = AutoModelForCausalLM.from_pretrained(FOLDER / "model", dtype=torch.float32)
+    encode = AutoTokenizer.from_pretrained(FOLDER / "model")
+    sums = [*split()[0], *split()[1]]
+    with torch.no_grad():
+        found = [loss_of(model, torch.tensor([encode(lesson(digits)).input_ids])).item() for digits in sums]
+    lengths = [len(str(sum(digits))) + 1 for digits in sums]
+    return {digits: float(torch.tensor(-nats * n).exp()) for digits, nats, n in zip(sums, found, lengths, strict=True)}
+
+
+def lesson(digits: Sum) -> str:
+    row = json.loads(line(digits))
+    return f"{row['prompt']}{row['answer']}."
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def test_the_data_are_what_the_program_writes():
+    training, testing = split()
+    assert len(training) == 800
+    assert len({*training, *testing}) == 1000
+    assert lines_of(FOLDER / "sums" / "train.jsonl") == [*map(line, training)]
+    assert lines_of(FOLDER / "sums" / "test.jsonl") == [*map(line, testing)]
+    assert lines_of(FOLDER / "one-token.jsonl") == [*map(line, one_token(training))]
+
+
+def test_a_sum_of_one_token_is_below_ten():
+    chosen = one_token(split()[0])
+    assert len({*chosen}) == 16
+    assert all(sum(digits) < 10 for digits in chosen)
+    assert sum(rate(digits) == RIGHT[0] for digits in chosen) == 8
+
+
+def test_the_tokenizer_is_what_the_program_makes_and_loses_nothing():
+    kept, made = AutoTokenizer.from_pretrained(FOLDER / "model"), tokenizer()
+    ids = kept("3+8+5=16._").input_ids
+    assert ids == made("3+8+5=16._").input_ids == [3, 10, 8, 10, 5, 11, 1, 6, 12, 13]
+    assert kept.decode(ids) == "3+8+5=16._"
+    question = [{"role": "user", "content": "3+8+5="}]
+    assert kept.apply_chat_template(question, tokenize=False, add_generation_prompt=True) == "3+8+5="
+    assert (kept.eos_token, kept.pad_token) == (".", "_")
+
+
+def test_the_model_is_right_about_as_often_as_its_teacher(rates):
+    found = [fmean(p for digits, p in rates.items() if rate(digits) == right) for right in RIGHT]
+    assert found == pytest.approx(RIGHT, abs=0.1)
+    assert found == sorted(found, reverse=True)
+    assert 0.2 < fmean(rates[digits] for digits in split()[1]) < 0.3
+
+
+def test_it_has_the_right_answer_to_offer_on_nearly_every_prompt(rates):
+    assert sum(p > 0.02 for p in rates.values()) > 980
+
+
+def test_a_lesson_ends_its_answer_and_is_off_by_an_error_of_the_teacher():
+    draws, wrong = small_model.random.Random(3), set[int]()
+    for _ in range(300):
+        text = "".join(small_model.VOCABULARY[n] for n in small_model.lesson(draws))
+        question, _, answer = text.partition("=")
+        assert answer.rstrip("_").endswith(".")
+        wrong.add(int(answer.rstrip("_.")) - sum(map(int, question.split("+"))))
+    assert wrong >= {0, *small_model.ERRORS}
