@@ -2,7 +2,9 @@
 
     lagrpo study experiments/papers/amplification.toml          make the runs
     python experiments/amplification.py runs/studies/amplification    read them; then the table and the figure
-    python experiments/amplification.py                         the table and the figure of the points kept here
+    python experiments/amplification.py amplification           the table and the figure of the points kept here
+
+Likewise for amplification-small.
 
 A stage with one sampling policy alpha = pi_ref (v = M) seeks the maximizer of E_pi[A] - beta KL(pi || pi_ref). It
 moves the logit of the success probability p by w(p)/beta, with w(p) = 1/sqrt(p (1-p) + eps_std) (Mroueh, arXiv
@@ -10,8 +12,8 @@ moves the logit of the success probability p by w(p)/beta, with w(p) = 1/sqrt(p 
 advantage follows the policy: a stage seeks the p* with logit p* = logit p_ref + w_G(p*)/beta. Both are for each prompt
 by itself.
 
-The points (p of every prompt before and after each stage) go to experiments/papers/results/amplification-points.json,
-the figure to docs/images/amplification-run.png.
+The points (p of every prompt before and after each stage) go to experiments/papers/results/NAME-points.json, the figure
+to docs/images/NAME-run.png, where NAME is the directory's.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from lagrpo.core.dynamics import group_weight
 from lagrpo.runs.files import write_atomically
 
 HERE = Path(__file__).resolve().parent
-POINTS = HERE / "papers" / "results" / "amplification-points.json"
-FIGURE = HERE.parent / "docs" / "images" / "amplification-run.png"
+POINTS = HERE / "papers" / "results"
+FIGURES = HERE.parent / "docs" / "images"
 EPS_STD = 1e-4
 
 
@@ -187,17 +189,18 @@ def figure(stages: Sequence[Stage], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", nargs="?", type=Path, help="directory of the study, as `lagrpo study` made it")
-    asked = parser.parse_args()
+    parser.add_argument("study", type=Path, help="directory of the study, as `lagrpo study` made it, or its name")
+    study = parser.parse_args().study
+    points = POINTS / f"{study.name}-points.json"
     try:
-        if asked.study:
-            text = "[\n" + ",\n".join(json.dumps(asdict(stage)) for stage in read(asked.study)) + "\n]\n"
-            write_atomically(POINTS, lambda path: path.write_text(text, encoding="utf-8"))
-        stages = [Stage(**stage) for stage in json.loads(POINTS.read_text(encoding="utf-8"))]
+        if study.is_dir():
+            text = "[\n" + ",\n".join(json.dumps(asdict(stage)) for stage in read(study)) + "\n]\n"
+            write_atomically(points, lambda path: path.write_text(text, encoding="utf-8"))
+        stages = [Stage(**stage) for stage in json.loads(points.read_text(encoding="utf-8"))]
     except (ValueError, OSError) as error:
         parser.exit(2, f"{error}\n")
     print(table(stages))
-    figure(stages, FIGURE)
+    figure(stages, FIGURES / f"{study.name}-run.png")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ Writes model, sums/train.jsonl, sums/test.jsonl, and one-token.jsonl there. The 
 weights up to rounding, so the weights are kept in the repository. Five minutes of a core of a Zen 3 beside other work.
 
 The model imitates a teacher that adds three digits ("3+8+5=" is followed by "16.") and is right less often the more of
-them are 5 or more: RIGHT, which the model follows to within .1. The teacher's errors are off by 1, 2 or 10. So the model
-has the right answer to offer on nearly every prompt, on the hardest not as its likeliest, and its rate of success varies
-over prompts as a language model's does.
+them are 5 or more: RIGHT, which the model follows to within .1. The teacher's errors are off by 1, 2 or 10. So the
+model has the right answer to offer on nearly every prompt, on the hardest not as its likeliest, and its rate of success
+varies over prompts as a language model's does.
 """
 
 from __future__ import annotations

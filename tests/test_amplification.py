@@ -56,13 +56,18 @@ def test_the_stages_of_a_run_join(tmp_path, monkeypatch, capsys):
     for batch, found in zip((0, 2, 4), (first.before, first.after, second.after), strict=True):
         assert fmean(found) == pytest.approx((3 * rates[batch] + 0.5) / 4, abs=1e-4)
 
-    monkeypatch.setattr(amplification, "POINTS", tmp_path / "points.json")
-    monkeypatch.setattr(amplification, "FIGURE", tmp_path / "figure.png")
+    monkeypatch.setattr(amplification, "POINTS", tmp_path / "kept")
+    monkeypatch.setattr(amplification, "FIGURES", tmp_path / "drawn")
     monkeypatch.setattr("sys.argv", ["amplification.py", str(tmp_path / "study")])
     amplification.main()
     assert capsys.readouterr().out.count("| 2 | 2 |") == 2
-    assert [Stage(**stage) for stage in json.loads((tmp_path / "points.json").read_text())] == [first, second]
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert [Stage(**stage) for stage in json.loads((tmp_path / "kept" / "study-points.json").read_text())] == [first, second]
+    assert (tmp_path / "drawn" / "study-run.png").read_bytes().startswith(b"\x89PNG")
+
+    monkeypatch.chdir(tmp_path / "kept")
+    monkeypatch.setattr("sys.argv", ["amplification.py", "study"])
+    amplification.main()  # of the points that are kept
+    assert capsys.readouterr().out.count("| 2 | 2 |") == 2
 
 
 def test_the_table_holds_the_measured_against_the_curve_of_its_groups():
@@ -79,8 +84,9 @@ def test_a_directory_without_finished_runs_is_refused(tmp_path, monkeypatch, cap
     assert "no finished run" in capsys.readouterr().err
 
 
-def test_the_points_that_are_kept_are_stages_of_the_study():
-    stages = [Stage(**stage) for stage in json.loads(Path(amplification.POINTS).read_text())]
+@pytest.mark.parametrize("points", sorted(amplification.POINTS.glob("*-points.json")), ids=lambda path: path.stem)
+def test_the_points_that_are_kept_are_stages_of_the_study(points):
+    stages = [Stage(**stage) for stage in json.loads(points.read_text())]
     assert {(stage.beta, stage.v) for stage in stages} <= {(2.0, 20), (4.0, 20), (2.0, 1)}
     for stage in stages:
         assert len(stage.before) == len(stage.after) == 16
