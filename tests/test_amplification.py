@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from statistics import fmean
 
 import amplification
@@ -61,7 +60,8 @@ def test_the_stages_of_a_run_join(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["amplification.py", str(tmp_path / "study")])
     amplification.main()
     assert capsys.readouterr().out.count("| 2 | 2 |") == 2
-    assert [Stage(**stage) for stage in json.loads((tmp_path / "kept" / "study-points.json").read_text())] == [first, second]
+    kept = json.loads((tmp_path / "kept" / "study-points.json").read_text())
+    assert [Stage(**stage) for stage in kept] == [first, second]
     assert (tmp_path / "drawn" / "study-run.png").read_bytes().startswith(b"\x89PNG")
 
     monkeypatch.chdir(tmp_path / "kept")
