@@ -195,7 +195,7 @@ def main() -> None:
     try:
         if study.is_dir():
             text = "[\n" + ",\n".join(json.dumps(asdict(stage)) for stage in read(study)) + "\n]\n"
-            write_atomically(points, lambda path: path.write_text(text, encoding="utf-8"))
+            write_atomically(points, text)
         stages = [Stage(**stage) for stage in json.loads(points.read_text(encoding="utf-8"))]
     except (ValueError, OSError) as error:
         parser.exit(2, f"{error}\n")
