@@ -4,7 +4,7 @@
     python experiments/amplification.py runs/studies/amplification    read them; then the table and the figure
     python experiments/amplification.py amplification           the table and the figure of the points kept here
 
-Likewise for amplification-small.
+Likewise for amplification-small. `python experiments/tables.py` puts the tables into docs/papers.md.
 
 A stage with one sampling policy alpha = pi_ref (v = M) seeks the maximizer of E_pi[A] - beta KL(pi || pi_ref). It
 moves the logit of the success probability p by w(p)/beta, with w(p) = 1/sqrt(p (1-p) + eps_std) (Mroueh, arXiv
@@ -130,6 +130,11 @@ def read(study: Path) -> list[Stage]:
     return found
 
 
+def kept(name: str) -> list[Stage]:
+    """The stages in NAME-points.json."""
+    return [Stage(**stage) for stage in json.loads((POINTS / f"{name}-points.json").read_text(encoding="utf-8"))]
+
+
 def success(evaluation: Path) -> list[float]:
     """(right + 1/2) / (samples + 1) of each prompt, in the order of the prompts: inside (0, 1), where logits are."""
     import pyarrow.parquet
@@ -191,12 +196,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="directory of the study, as `lagrpo study` made it, or its name")
     study = parser.parse_args().study
-    points = POINTS / f"{study.name}-points.json"
     try:
         if study.is_dir():
             text = "[\n" + ",\n".join(json.dumps(asdict(stage)) for stage in read(study)) + "\n]\n"
-            write_atomically(points, text)
-        stages = [Stage(**stage) for stage in json.loads(points.read_text(encoding="utf-8"))]
+            write_atomically(POINTS / f"{study.name}-points.json", text)
+        stages = kept(study.name)
     except (ValueError, OSError) as error:
         parser.exit(2, f"{error}\n")
     print(table(stages))

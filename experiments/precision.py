@@ -2,7 +2,7 @@
 
     python experiments/precision.py                                train what is missing, then the table and the figure
     python experiments/precision.py --report                       the table and the figure of the finished runs
-    python experiments/precision.py --report --write docs/precision.md    put the table into the page, too
+    python experiments/tables.py                                   put the table into the page, too
     python experiments/precision.py --trl .venv-trl/bin/python     TRL's curves, where `make check-trl` installed it
 
 The embedded model on the task of experiments/demo.toml: 8 prompts x 16 completions per update. A cell is a learning
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from precision_report import figure, table, write_table
+from precision_report import figure, table
 
 HERE = Path(__file__).resolve().parent
 UPDATES = {"5e-6": 24, "2e-5": 16, "1e-6": 60}  # by learning rate, in the order in which they are trained
@@ -157,7 +157,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--trl", type=Path, metavar="PYTHON", help="a Python that has TRL: train its side instead")
     parser.add_argument("--report", action="store_true", help="do not train")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the markers of this page")
     asked = parser.parse_args()
     if asked.trl:
         from precision_trl import train_trl, trl_cells
@@ -168,8 +167,6 @@ def main() -> None:
     found = read(asked.results)
     print(table(found))
     figure(found, HERE.parent / "docs" / "images" / "precision.png")
-    if asked.write:
-        write_table(asked.write, table(found))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from theory import style
 
 from lagrpo.study.statistics import Interval
 
-BEGIN, END = "<!-- the table of experiments/precision.py -->", "<!-- its end -->"
 ORDER = {"2e-5": (5, 10, 16), "5e-6": (5, 20, 24), "1e-6": (20, 60, 60)}
 """Learning rates; of each the two updates whose rewards are shown, and how many there are."""
 MODES = {
@@ -93,12 +92,3 @@ def figure(cells: Cells, path: Path) -> None:
             axes.legend(loc="upper left" if lr != "2e-5" else "lower right", fontsize=8, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(path, dpi=110)
-
-
-def write_table(page: Path, text: str) -> None:
-    """Put the table between the page's markers. Raises ValueError where they are missing."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{page} has no lines {BEGIN!r} and {END!r}, between which the table belongs")
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
