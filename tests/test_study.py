@@ -223,9 +223,10 @@ def test_curves_have_a_panel_for_each_label_with_runs_and_name_every_line():
     study, run = Study(title="", settings="", seeds=(0,), grid=grid), finished(reward_mean=[0.5, 0.6])
     drawn = draw(study, {(("one", "v = 1"), 0): run, (("one", "v = 3"), 0): run, (("two", "v = 3"), 0): run})
     assert [axes.get_title(loc="left") for axes in drawn.axes] == ["v = 1", "v = 3"]
-    legend = drawn.axes[-1].get_legend()
-    assert legend is not None
+    (legend,) = drawn.legends
     assert [text.get_text() for text in legend.get_texts()] == ["one", "two"]
+    drawn.draw_without_rendering()
+    assert legend.get_window_extent().y1 <= min(axes.get_window_extent().y0 for axes in drawn.axes), "below the curves"
     assert drawn.axes[0].get_ylabel() == "reward_mean, mean of 5 batches"
     assert draw(study.model_copy(update={"smooth": 1}), {}).axes[0].get_ylabel() == "reward_mean"
     assert len(draw(study, {}).axes) == 1

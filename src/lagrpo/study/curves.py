@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -44,10 +44,19 @@ def draw(study: Study, found: Mapping[tuple[Cell, int], Finished]) -> Figure:
         row[0].set_ylabel(metric + averaged, color=INK, fontsize=9)
     for axes in rows[-1]:
         axes.set_xlabel("batch k", color=INK)
-    lines = {name: line for axes in rows[0] for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-    if lines:
-        rows[0][-1].legend(lines.values(), lines.keys(), fontsize=8, frameon=False, ncols=1 + len(lines) // 9)
+    _legend(figure, rows[0])
     return figure
+
+
+def _legend(figure: Figure, panels: Iterable[Axes]) -> None:
+    """Below the panels, the name of every line that one of them has, in as many columns as there is room for."""
+    lines = {name: line for axes in panels for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if lines:
+        inches = 0.6 + 0.075 * max(map(len, lines))  # of an entry: its line, and letters of 8 points
+        columns = max(1, min(len(lines), int(figure.get_figwidth() / inches)))
+        figure.legend(
+            lines.values(), lines.keys(), loc="outside lower center", fontsize=8, frameon=False, ncols=columns
+        )
 
 
 def _draw_cell(axes: Axes, name: str, runs: list[Finished], metric: str, smooth: int, number: int) -> None:
