@@ -69,6 +69,10 @@ def filled(page: str) -> str:
             raise ValueError(f"<!-- table: {kind} -->: no such kind of table; there are {', '.join(KINDS)}")
         return f"{begin}\n{KINDS[kind](what, (lines or '').splitlines())}\n\n{end}"
 
+    asked, whole = page.count("<!-- table: "), TABLE.findall(page)
+    ended = page.count("<!-- end of table -->")
+    if not asked == ended == len(whole) or any("<!-- table: " in lines for *_, lines, _ in whole):
+        raise ValueError(f"{asked} tables begin and {ended} end: each `<!-- table:` needs its `<!-- end of table -->`")
     return TABLE.sub(table, page)
 
 
@@ -115,6 +119,10 @@ def cells(study: str, lines: Sequence[str]) -> str:
     runs, columns = record(study)["runs"], [_column(line) for line in lines]
     axis = next(iter(runs[0]["cell"]))
     most = len({run["seed"] for run in runs})
+    known = {label for run in runs for label in run["cell"].values()}
+    for head, measure, labels in columns:
+        if measure not in runs[0]["measures"] or not known.issuperset(labels):
+            raise ValueError(f"column {head!r}: the record of {study} has no measure {measure!r}, or no such label")
     rows: list[list[str]] = [[axis, *(head for head, _, _ in columns)]]
     for label in dict.fromkeys(run["cell"][axis] for run in runs):
         row = [label]

@@ -74,5 +74,11 @@ def test_a_table_asked_for_what_there_is_not_is_refused():
         tables.filled("<!-- table: verdict\nlag: v\n-->\n<!-- end of table -->")
     with pytest.raises(ValueError, match="0 claims begin with 'nothing'"):
         tables.filled("<!-- table: verdicts\nlag: nothing\n-->\n<!-- end of table -->")
+    with pytest.raises(ValueError, match="2 tables begin and 1 end"):
+        tables.filled("<!-- table: precision -->\nprose\n<!-- table: precision -->\n<!-- end of table -->")
+    with pytest.raises(ValueError, match="no measure 'pass_at_7'"):
+        tables.filled("<!-- table: cells lag\nhead: pass_at_7\n-->\n<!-- end of table -->")
+    with pytest.raises(ValueError, match="no such label"):
+        tables.filled("<!-- table: cells objectives\nhead: pass_at_1, v = 99\n-->\n<!-- end of table -->")
     with pytest.raises(ValueError, match="no record of a study 'nobody'"):
         tables.filled("<!-- table: verdicts\nnobody: v\n-->\n<!-- end of table -->")

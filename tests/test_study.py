@@ -218,6 +218,21 @@ def test_the_studies_of_the_papers_can_be_run(name, tmp_path):
     assert int(row[1]) == len(plan.runs)
 
 
+@pytest.mark.parametrize(
+    ("claim", "says"),
+    [("one > nan", "no number to compare"), ("one > inf", "no number to compare"), ("one < one", "the same runs")],
+)
+def test_a_claim_that_compares_nothing_is_refused(claim, says):
+    with pytest.raises(ValueError, match=says):
+        Comparison.parse(claim, {"method": {"one": {}, "two": {}}})
+
+
+@pytest.mark.parametrize("level", ["0.4.5", ".", "1..", "x"])
+def test_a_level_that_is_no_number_is_refused(level):
+    with pytest.raises(ValueError, match="no measure"):
+        check_measure(f"seconds_total to {level}")
+
+
 def test_curves_have_a_panel_for_each_label_with_runs_and_name_every_line():
     grid = {"method": {"one": {}, "two": {}}, "v": {"v = 1": {}, "v = 2": {}, "v = 3": {}}}
     study, run = Study(title="", settings="", seeds=(0,), grid=grid), finished(reward_mean=[0.5, 0.6])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ class Comparison:
             raise ValueError(f"claim {text!r}: both sides name labels of the same axes")
         if not isinstance(left, Mapping):
             raise ValueError(f"claim {text!r}: the left side names labels of the grid; only the right one is a number")
+        if left == right:
+            raise ValueError(f"claim {text!r}: both sides are the same runs")
         return Comparison(left, cast(Relation, parts[1]), right)
 
     def differences(self, values: Values, axes: Sequence[str]) -> dict[int, float]:
@@ -79,9 +82,13 @@ def _mean(
 
 def _side(text: str, grid: Mapping[str, Mapping[str, Any]], claim: str) -> Side:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         side: dict[str, str] = {}
+    else:
+        if not math.isfinite(number):
+            raise ValueError(f"claim {claim!r}: {text} is no number to compare with")
+        return number
     for label in (word.strip() for word in text.split("&")):
         axis = next((axis for axis, labels in grid.items() if label in labels), None)
         if axis is None:

@@ -43,7 +43,7 @@ OVER_SMOOTHED: dict[str, Callable[[Sequence[float]], float]] = {
 GRAMMAR = re.compile(
     rf"(?P<evaluated>pass_at_\d+|accuracy|(?P<set>[A-Za-z]\w*)\.(?P<result>[A-Za-z]\w*))(?P<before> before)?"
     rf"|(?P<operation>{'|'.join([*OVER_BATCHES, *OVER_SMOOTHED])}) (?P<name>\w+)( - (?P<minus>\w+))?"
-    r"|(?P<cost>\w+) to (?P<level>[\d.]+)"
+    r"|(?P<cost>\w+) to (?P<level>\d+(\.\d*)?|\.\d+)"
 )
 
 
