@@ -69,9 +69,8 @@ def filled(page: str) -> str:
             raise ValueError(f"<!-- table: {kind} -->: no such kind of table; there are {', '.join(KINDS)}")
         return f"{begin}\n{KINDS[kind](what, (lines or '').splitlines())}\n\n{end}"
 
-    asked, whole = page.count("<!-- table: "), TABLE.findall(page)
-    ended = page.count("<!-- end of table -->")
-    if not asked == ended == len(whole) or any("<!-- table: " in lines for *_, lines, _ in whole):
+    asked, ended = page.count("<!-- table: "), page.count("<!-- end of table -->")
+    if not asked == ended == len(TABLE.findall(page)):
         raise ValueError(f"{asked} tables begin and {ended} end: each `<!-- table:` needs its `<!-- end of table -->`")
     return TABLE.sub(table, page)
 

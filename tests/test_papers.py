@@ -76,6 +76,8 @@ def test_a_table_asked_for_what_there_is_not_is_refused():
         tables.filled("<!-- table: verdicts\nlag: nothing\n-->\n<!-- end of table -->")
     with pytest.raises(ValueError, match="2 tables begin and 1 end"):
         tables.filled("<!-- table: precision -->\nprose\n<!-- table: precision -->\n<!-- end of table -->")
+    with pytest.raises(ValueError, match="2 tables begin and 2 end"):
+        tables.filled("<!-- table: precision -->\n<!-- table: precision -->" + 2 * "\n<!-- end of table -->")
     with pytest.raises(ValueError, match="no measure 'pass_at_7'"):
         tables.filled("<!-- table: cells lag\nhead: pass_at_7\n-->\n<!-- end of table -->")
     with pytest.raises(ValueError, match="no such label"):
