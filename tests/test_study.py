@@ -167,8 +167,13 @@ def study_file(root: Path, **changes: Any) -> Path:
         ({"measurs": []}, "unknown setting 'measurs'; did you mean 'measures'"),
         ({"measures": ["speed"]}, "'speed' is no measure"),
         ({"settings": "gone.toml"}, "gone.toml: no such settings file"),
-        ({"seeds": []}, "seeds"),
-        ({"seeds": [1, 1]}, "seeds has 1 twice"),
+        ({"measures": ["mean reward_meen"]}, "no metric 'reward_meen'. Did you mean 'reward_mean'"),
+        ({"measures": ["secs to 0.5"]}, "no metric 'secs'"),
+        ({"curves": ["reward_meen"]}, "no metric 'reward_meen'"),
+        ({"seeds": []}, "seeds is empty"),
+        ({"seeds": [0, 0, 1]}, "seeds has the seed 0 twice"),
+        ({"seeds": [True]}, "seeds.0 = True"),
+        ({"seeds": [-1]}, "seeds.0 = -1"),
         ({"grid": {"v": {}}}, "grid.v has no label"),
         ({"grid": {"a": {"x": {}}, "b": {"x": {}}}}, "the label 'x' twice"),
         ({"grid": {"a": {"x 1": {}, "x-1": {}}}, "claims": []}, "would both be called"),
@@ -258,6 +263,13 @@ def command(monkeypatch) -> Callable[..., None]:
     return lambda *words: main(["study", *map(str, words)])
 
 
+def make_here(plan: Plan) -> None:
+    """Its runs one after the other in this process, without the start of one for each, and the report."""
+    for run in plan.runs.values():
+        train(run.settings)
+    plan.report()
+
+
 def numbers(report: Path) -> dict[str, Any]:
     """The measures of report.json by run, but for times."""
     runs = json.loads((report / "report.json").read_text())["runs"]
@@ -307,7 +319,7 @@ def test_a_study_runs_reports_and_goes_on(tmp_path, command, capsys):
 
 def test_runs_of_another_machine_count_by_their_report(tmp_path, command, capsys):
     file, there, here = study_file(tmp_path), tmp_path / "there", tmp_path / "here"
-    command(file, "--directory", there)
+    make_here(Plan.read(file, there))
     kept = there / "report.json"
     first = json.loads(kept.read_text())
     assert [run["run"] for run in first["runs"]] == ["v-1-seed3", "v-3-seed3", "v-1-seed4", "v-3-seed4"]
@@ -338,7 +350,7 @@ def test_runs_of_another_study_count_by_their_settings(tmp_path, command, capsys
     """What they are called there says nothing, nor how their objective is written."""
     plain = {"recipe": "grpo", "epsilon_low": 0.2}
     grid = {"lag": {"none": {"objective": plain}, "two": {"schedule": {"v": 2}}}}
-    command(study_file(tmp_path, grid=grid, claims=[], seeds=[3]), "--directory", tmp_path / "there")
+    make_here(Plan.read(study_file(tmp_path, grid=grid, claims=[], seeds=[3]), tmp_path / "there"))
     file = study_file(tmp_path)
     capsys.readouterr()
     command(file, "--directory", tmp_path / "here", "--results", tmp_path / "there", "--dry-run")
@@ -443,7 +455,7 @@ def test_a_study_that_was_ended_anywhere_goes_on_to_the_same_numbers(tmp_path, c
         time.sleep(0.05)
     assert 2 <= len(load_metrics(out / "runs" / "v-1-seed3")) < 12
     command(file, "--directory", out)
-    command(file, "--directory", tmp_path / "undisturbed")
+    make_here(Plan.read(file, tmp_path / "undisturbed"))
     assert numbers(out) == numbers(tmp_path / "undisturbed")
 
 
@@ -462,7 +474,38 @@ def test_the_report_of_no_runs_says_what_is_missing(tmp_path):
     plan = Plan.read(study_file(tmp_path), tmp_path / "out")
     page = Report(plan.study, {}, {}).to_markdown()
     assert "**4 runs missing**" in page
-    assert "cannot be told: no runs of both sides" in page
+    assert "cannot be told: no seed has runs of both sides" in page
+
+
+def test_a_claim_of_a_measure_that_no_run_has_says_so(tmp_path):
+    claims = [{"says": "", "claim": "v = 3 > v = 1", "measure": measure} for measure in ("pass_at_9", "pass_at_1")]
+    plan = Plan.read(study_file(tmp_path, claims=claims), tmp_path / "out")
+    run = Finished([{"reward_mean": 0.5, "lag_max": 0}] * 4, {"after": {"pass_at_1": 0.5}})
+    settings = {key: run.settings for key, run in plan.runs.items()}
+    lines = Report(plan.study, {key: run for key in plan.runs if key[0] == ("v = 1",)}, settings).to_markdown()
+    assert "| cannot be told: no run has this measure |" in lines
+    assert "| cannot be told: no seed has runs of both sides |" in lines
+
+
+def test_a_claim_against_a_number_shows_the_value_beside_the_difference(tmp_path):
+    claims = [{"says": "", "claim": "v = 1 >= 0.5"}, {"says": "", "claim": "v = 1 > 0"}]
+    plan = Plan.read(study_file(tmp_path, claims=claims), tmp_path / "out")
+    runs = {
+        (cell, seed): Finished([{"reward_mean": 0.5, "lag_max": 0}] * 4, {"after": {"pass_at_1": seed / 10}})
+        for cell, seed in plan.runs
+    }
+    page = Report(plan.study, runs, {key: run.settings for key, run in plan.runs.items()}).to_markdown()
+    assert "| -15.0% ± 63.5% (of 35.0%) |" in page
+    assert "| 35.0% ± 63.5% |" in page
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path, command, capsys):
+    (tmp_path / "file").write_text("")
+    for words in ([], ["--report"]):
+        with pytest.raises(SystemExit) as ended:
+            command(study_file(tmp_path), "--directory", tmp_path / "file" / "out", *words)
+        assert ended.value.code == 2
+        assert f"{tmp_path / 'file' / 'out'}: Not a directory" in capsys.readouterr().err
 
 
 def test_relative_settings_are_beside_the_study(tmp_path):

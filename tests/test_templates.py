@@ -29,9 +29,11 @@ SOUND = {
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
     "date": "{{ strftime_now('%Y') }}{{ dict(a=1) }}",
 }
+ENDLESS = {
+    "loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "in C": "{{ 7 ** (7 ** 9) }}",
+}
 EVIL = {
-    "loop": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "no text within 2 s"),
-    "in C": ("{{ 7 ** (7 ** 9) }}", "no text within 2 s"),
     "memory": ("{{ 'x' * 2 ** 33 }}", "more than 512 MiB"),
     "more memory": ("{{ 'x' * 10 ** 10 }}", "more than 512 MiB"),
     "by and by": (
@@ -61,7 +63,7 @@ EVIL = {
 
 @pytest.fixture(scope="module")
 def templates():
-    shared = Templates(deadline=2.0)
+    shared = Templates(deadline=60.0)  # also on a busy machine a template gets as far as the limit of memory
     yield shared
     shared.close()
 
@@ -84,6 +86,17 @@ def test_what_is_rendered_is_what_transformers_renders(template, messages):
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not keep limits on address space")
 @pytest.mark.parametrize(("template", "reason"), EVIL.values(), ids=list(EVIL))
 def test_a_template_that_does_harm_is_one_line_and_the_next_one_is_rendered(templates, template, reason):
+    check_refusal(templates, template, reason)
+
+
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=list(ENDLESS))
+def test_a_template_without_end_is_one_line_and_the_next_one_is_rendered(template):
+    hurried = Templates(deadline=2.0)
+    check_refusal(hurried, template, "no text within 2 s")
+    hurried.close()
+
+
+def check_refusal(templates: Templates, template: str, reason: str) -> None:
     chat = replace(tiny_policy().chat, templates=templates)
     chat.tokenizer.chat_template = template
     with pytest.raises(ValueError, match=reason) as refused:

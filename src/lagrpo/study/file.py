@@ -35,9 +35,19 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.section import Section
 from lagrpo.settings.toml import flatten, merged, read_toml, validate
 from lagrpo.study.claims import Comparison
-from lagrpo.study.measures import check_measure
+from lagrpo.study.measures import check_measure, metrics_of
+from lagrpo.view.meanings import check_metric
 
-Measure = Annotated[str, AfterValidator(check_measure)]
+
+def _check_names(measure: str) -> str:
+    for name in metrics_of(measure):
+        check_metric(name)
+    return measure
+
+
+Measure = Annotated[str, AfterValidator(check_measure), AfterValidator(_check_names)]
+Curve = Annotated[str, AfterValidator(check_metric)]
+Seed = Annotated[int, Field(strict=True, ge=0)]
 Sections = dict[str, dict[str, Any]]
 Cell = tuple[str, ...]
 """A label of each axis, in the order of the axes."""
@@ -68,12 +78,12 @@ class Study(Section):
     title: str
     settings: str
     """The settings file that all runs begin with, relative to this file."""
-    seeds: tuple[int, ...] = Field(default=(0, 1, 2), min_length=1)
+    seeds: tuple[Seed, ...] = (0, 1, 2)
     """run.seed of the runs of each cell; the same seeds everywhere, so that cells are compared seed by seed."""
     note: str = ""
     """What the reader of the report should know."""
     measures: tuple[Measure, ...] = ("pass_at_1", "mean reward_mean", "sum seconds_total")
-    curves: tuple[str, ...] = ("reward_mean",)
+    curves: tuple[Curve, ...] = ("reward_mean",)
     """Metrics that the report draws by batch."""
     smooth: int = Field(default=5, ge=1)
     """Batches that smoothed measures and curves average."""
@@ -87,8 +97,10 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Study:
-        if len(set_ := {*self.seeds}) != len(self.seeds):
-            raise ValueError(f"seeds has {len(self.seeds) - len(set_)} twice")
+        if not self.seeds:
+            raise ValueError("seeds is empty")
+        if again := [seed for seed in self.seeds if self.seeds.count(seed) > 1]:
+            raise ValueError(f"seeds has the seed {again[0]} twice")
         labels = [label for axis in self.grid.values() for label in axis]
         if twice := next((label for label in labels if labels.count(label) > 1), None):
             raise ValueError(f"grid has the label {twice!r} twice: claims need to tell them apart")

@@ -57,6 +57,12 @@ class Report:
         write_atomically(directory / "report.html", self.to_html())
         return write_atomically(directory / "report.md", self.to_markdown())
 
+    def print_summary(self, page: Path) -> None:
+        """The verdicts, and where the rest is."""
+        for claim, (_, tested, difference, outcome) in zip(self.study.claims, self._claims()[1:], strict=True):
+            print(f"{outcome}: {claim.says}: {tested}{'' if difference == ABSENT else f': {difference}'}")
+        print(f"report: {page}, and {page.with_suffix('.html')} for a browser")
+
     def to_json(self) -> str:
         """Every number of the report, and a record of each run, on a line of its own."""
         texts = dict.fromkeys([*self.study.measures, *COSTS.values(), *(claim.measure for claim in self.study.claims)])
@@ -135,9 +141,27 @@ class Report:
         for claim in self.study.claims:
             found, said = self.verdict(claim), claim.says + (f" ({claim.source})" if claim.source else "")
             margin = f", margin {_shown(claim.measure, claim.margin)}" if claim.margin else ""
-            difference = ABSENT if found.difference is None else _interval(claim.measure, found.difference)
-            rows.append([said, f"{claim.measure}: {claim.claim}{margin}", difference, _verdict(found)])
+            tested = f"{claim.measure}: {claim.claim}{margin}"
+            rows.append([said, tested, self._difference(claim, found), self._outcome(claim, found)])
         return rows
+
+    def _difference(self, claim: Claim, found: Verdict) -> str:
+        """With the value itself, where it is compared with a number other than 0."""
+        if found.difference is None:
+            return ABSENT
+        number = Comparison.parse(claim.claim, self.study.grid).right
+        of = isinstance(number, float) and number and f" (of {_shown(claim.measure, found.difference.mean + number)})"
+        return _interval(claim.measure, found.difference) + (of or "")
+
+    def _outcome(self, claim: Claim, found: Verdict) -> str:
+        if found.outcome != "cannot be told":
+            return found.outcome
+        if found.difference is None:
+            measured = any(value is not None for value in self.values(claim.measure).values())
+            lacking = "no seed has runs of both sides" if measured or not self.found else "no run has this measure"
+            return f"cannot be told: {lacking}"
+        seeds = count_of(found.difference.n, "seed")
+        return f"cannot be told with {seeds}" + (f"; about {found.needed} would" if found.needed else "")
 
     def _table(self, columns: Mapping[str, str]) -> Rows:
         axes, found = list(self.study.grid), {text: self.values(text) for text in columns.values()}
@@ -175,24 +199,6 @@ CAUTION = (
 )
 
 MIXED = "a difference between two runs may be one of rounding; `model.dtype` in the study's settings fixes one for all"
-
-
-def print_summary(report: Report, page: Path) -> None:
-    """The verdicts, and where the rest is."""
-    for claim in report.study.claims:
-        found = report.verdict(claim)
-        difference = "" if found.difference is None else f" ({_interval(claim.measure, found.difference)})"
-        print(f"{_verdict(found)}: {claim.says}: {claim.measure}: {claim.claim}{difference}")
-    print(f"report: {page}, and {page.with_suffix('.html')} for a browser")
-
-
-def _verdict(found: Verdict) -> str:
-    if found.outcome != "cannot be told":
-        return found.outcome
-    if found.difference is None:
-        return "cannot be told: no runs of both sides"
-    seeds = count_of(found.difference.n, "seed")
-    return f"cannot be told with {seeds}" + (f"; about {found.needed} would" if found.needed else "")
 
 
 def _interval(text: str, found: Interval) -> str:

@@ -16,7 +16,7 @@ from lagrpo.study.expecting import expect
 from lagrpo.study.file import Cell, Study, load_study, settings_of
 from lagrpo.study.measures import Finished
 from lagrpo.study.records import from_record, read_records, settings_that_matter
-from lagrpo.study.report import Report, print_summary
+from lagrpo.study.report import Report
 from lagrpo.study.running import Planned, check_runs, run_missing
 from lagrpo.terminal.text import count_of
 
@@ -85,7 +85,9 @@ class Plan:
         own = {key: _read(run.path) for key, run in finished.items()}
         found = {key: (self.made | own)[key] for key in self.runs if key in own or key in self.made}
         report = Report(self.study, found, {key: run.settings for key, run in self.runs.items()})
-        print_summary(report, report.write(self.directory))
+        with refusing(f"--directory {self.directory}"):
+            page = report.write(self.directory)
+        report.print_summary(page)
 
 
 def _made(source: Path, study: Study, runs: Mapping[tuple[Cell, int], Planned]) -> dict[tuple[Cell, int], Finished]:

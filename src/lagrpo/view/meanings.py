@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from lagrpo.errors import suggest
+
 METRICS: dict[str, dict[str, str]] = {
     "Rewards": {
         "reward_mean": "mean reward of the scored completions",
@@ -109,6 +111,14 @@ def of_names(names: Iterable[str]) -> dict[str, dict[str, str]]:
                 rewards[name] = f"{what} the reward {name.removeprefix('reward_').removesuffix(end)}"
     whole = {**METRICS, "Rewards": {**METRICS["Rewards"], **rewards}}
     return whole | ({"Evaluation sets": sets} if sets else {})
+
+
+def check_metric(name: str) -> str:
+    """The name itself. Raises ValueError, with the nearest, where no run has a metric of this name."""
+    known = [name for room in of_names([name]).values() for name in room]
+    if name not in known:
+        raise ValueError(f"there is no metric {name!r}.{suggest(name, known)} docs/run-directory.md lists all")
+    return name
 
 
 OF_A_REWARD = {
