@@ -149,9 +149,10 @@ class Report:
         """With the value itself, where it is compared with a number other than 0."""
         if found.difference is None:
             return ABSENT
-        number = Comparison.parse(claim.claim, self.study.grid).right
-        of = isinstance(number, float) and number and f" (of {_shown(claim.measure, found.difference.mean + number)})"
-        return _interval(claim.measure, found.difference) + (of or "")
+        shown, number = _interval(claim.measure, found.difference), Comparison.parse(claim.claim, self.study.grid).right
+        if isinstance(number, float) and number:
+            return f"{shown} (of {_shown(claim.measure, found.difference.mean + number)})"
+        return shown
 
     def _outcome(self, claim: Claim, found: Verdict) -> str:
         if found.outcome != "cannot be told":
