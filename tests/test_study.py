@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from lagrpo.study.curves import draw
 from lagrpo.study.file import Study, load_study, settings_of
 from lagrpo.study.measures import Finished, check_measure, measure
 from lagrpo.study.report import Report
-from lagrpo.study.running import check_runs
+from lagrpo.study.running import Planned, check_runs
 from lagrpo.study.study import Plan
 
 TESTS = Path(__file__).parent
@@ -263,11 +262,16 @@ def command(monkeypatch) -> Callable[..., None]:
     return lambda *words: main(["study", *map(str, words)])
 
 
-def make_here(plan: Plan) -> None:
-    """Its runs one after the other in this process, without the start of one for each, and the report."""
-    for run in plan.runs.values():
-        train(run.settings)
+def make_here(plan: Plan, *only: str) -> None:
+    """Its runs, or those called so, one after the other in this process, without the start of one for each, and the
+    report."""
+    train_here(plan.chosen(only))
     plan.report()
+
+
+def train_here(planned: Sequence[Planned], *_: Any) -> None:
+    for run in planned:
+        train(run.settings)
 
 
 def numbers(report: Path) -> dict[str, Any]:
@@ -288,10 +292,10 @@ def test_a_study_runs_reports_and_goes_on(tmp_path, command, capsys):
     said = capsys.readouterr().out
     assert "v-1-seed3: finished" in said
     assert "2 runs to make" in said
-    command(file, "--directory", out)
-    assert "report: " in capsys.readouterr().out
+    make_here(Plan.read(file, out), "seed4")
     before = {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*") if path.is_file()}
     command(file, "--directory", out)  # nothing is left to do
+    assert "report: " in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*") if path.is_file()} == before
 
     found = numbers(out)
@@ -317,7 +321,7 @@ def test_a_study_runs_reports_and_goes_on(tmp_path, command, capsys):
     assert "run v-1-seed3: schedule.prompts = 1, and the run has 2" in capsys.readouterr().err
 
 
-def test_runs_of_another_machine_count_by_their_report(tmp_path, command, capsys):
+def test_runs_of_another_machine_count_by_their_report(tmp_path, command, capsys, monkeypatch):
     file, there, here = study_file(tmp_path), tmp_path / "there", tmp_path / "here"
     make_here(Plan.read(file, there))
     kept = there / "report.json"
@@ -330,6 +334,7 @@ def test_runs_of_another_machine_count_by_their_report(tmp_path, command, capsys
     said = capsys.readouterr().out
     assert "3 runs made elsewhere" in said
     assert "1 run to make" in said
+    monkeypatch.setattr("lagrpo.study.study.run_missing", train_here)
     command(file, "--directory", here, "--results", kept)
     assert [path.name for path in (here / "runs").iterdir() if path.is_dir()] == ["v-3-seed4"]
     both = json.loads((here / "report.json").read_text())
@@ -436,24 +441,38 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(tmp_path, command, ca
     assert "**1 run missing**" in (out / "report.md").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_study_that_was_ended_anywhere_goes_on_to_the_same_numbers(tmp_path, command, number):
-    """Also by SIGKILL: its runs end by themselves, with a checkpoint."""
-    slow = {"schedule": {"batches": 12}, "run": {"checkpoint_minutes": 0, "checkpoint_every": 1}}
-    file, out = study_file(tmp_path, set=slow, seeds=[3]), tmp_path / "out"
-    words = [sys.executable, "-m", "lagrpo", "study", str(file), "--jobs", "1"]
-    with subprocess.Popen([*words, "--directory", str(out)], stderr=subprocess.DEVNULL) as study:
-        lines = out / "runs" / "v-1-seed3" / "metrics.jsonl"
+def end_study(words: list[str], number: int, run: Path) -> int:
+    """Send a study the signal once its run has made two more batches, and wait for both to end. Returns the study's
+    exit code."""
+    lines, lock = run / "metrics.jsonl", run / ".lock-holder.json"
+
+    def batches() -> int:
+        return lines.read_bytes().count(b"\n") if lines.exists() else 0
+
+    before = batches()
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL) as study:
         end = time.monotonic() + 120
-        while not (lines.exists() and lines.read_bytes().count(b"\n") >= 2) and time.monotonic() < end:
+        while batches() < before + 2 and time.monotonic() < end:
             time.sleep(0.05)
-        os.kill(study.pid, number)
+        study.send_signal(number)
         code = study.wait(120)
-    assert code == (-number if number == signal.SIGKILL else 128 + number)
     end = time.monotonic() + 60
-    while (out / "runs" / "v-1-seed3" / ".lock-holder.json").exists() and time.monotonic() < end:
+    while lock.exists() and time.monotonic() < end:
         time.sleep(0.05)
-    assert 2 <= len(load_metrics(out / "runs" / "v-1-seed3")) < 12
+    return code
+
+
+def test_a_study_that_was_ended_twice_goes_on_to_the_same_numbers(tmp_path, command):
+    """By SIGTERM, and in what went on by SIGKILL: its run ends by itself, with a checkpoint."""
+    slow = {"schedule": {"batches": 16}, "run": {"checkpoint_minutes": 0, "checkpoint_every": 1}}
+    one = {"v": {"v = 1": {}}}
+    file, out = study_file(tmp_path, set=slow, grid=one, claims=[], seeds=[3]), tmp_path / "out"
+    words = [sys.executable, "-m", "lagrpo", "study", str(file), "--directory", str(out), "--jobs", "1"]
+    run, made = out / "runs" / "v-1-seed3", 0
+    for number, code in ((signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)):
+        assert end_study(words, number, run) == code
+        assert made + 2 <= len(load_metrics(run)) < 16
+        made = len(load_metrics(run))
     command(file, "--directory", out)
     make_here(Plan.read(file, tmp_path / "undisturbed"))
     assert numbers(out) == numbers(tmp_path / "undisturbed")
