@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from lagrpo.threads import waiting
+from lagrpo.threads import WAITING
 
 DEADLINE = 3600.0  # seconds for any one reply
 HERE = Path(__file__).parent
@@ -36,7 +36,7 @@ class Program:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if self.piped else log,
                 stderr=log,
-                env={name: value for name, value in os.environ.items() if name not in waiting.POLICIES}
+                env={name: value for name, value in os.environ.items() if name not in WAITING}
                 | dict(environment),
                 start_new_session=True,
                 preexec_fn=_die_with_parent,

@@ -23,7 +23,6 @@ ALLOWED: dict[str, set[str]] = {
     "errors": {"redaction"},
     "logs": {"redaction"},
     "ranks": {"errors", "interrupts"},
-    "threads": {"ranks"},  # ranks of one host share its cores
     "workers": {"guard", "interrupts"},
     "objective": {"core", "errors"},
     "tasks": {*SMALL},
@@ -130,7 +129,7 @@ HEAVY = {"torch", "transformers", "datasets", "pyarrow", "matplotlib", "math_ver
 
 
 # How OpenMP's threads wait must be said before PyTorch is loaded, so `import lagrpo` says it.
-WITH_LAGRPO = {"lagrpo", "lagrpo.threads", "lagrpo.threads.waiting"}
+WITH_LAGRPO = {"lagrpo", "lagrpo.threads"}
 
 
 def test_core_alone_loads_torch_and_nothing_of_ours_or_anybody_elses():
@@ -157,7 +156,6 @@ def test_the_package_itself_loads_what_must_come_before_pytorch_and_nothing_else
         "terminal.display",
         "policy.embedded",
         "sampling.schedule",
-        "threads.cores",
         "trackers.serving",  # the process of each tracker
         "completion",
         "doctor.report",

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lagrpo.threads import waiting
+from lagrpo.threads import shorten_spin
 
 if TYPE_CHECKING:
     from lagrpo.training.observers import Observer
     from lagrpo.training.run import Result, train
 
-waiting.begin()  # before PyTorch is loaded, which loads OpenMP
+shorten_spin()  # before PyTorch loads OpenMP
 
 __all__ = ["Observer", "Result", "train"]
 

@@ -17,7 +17,6 @@ from lagrpo.backends.adapters import with_own_adapters
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import Product
 from lagrpo.backends.steps import Steps
-from lagrpo.threads import team
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,6 @@ class RowLayout:
         return self.row.longest
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        team.look()
         return self.backend.attend(self.row, query, key, value, scaling)
 
 

@@ -26,7 +26,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from lagrpo.backends.layout import PackedLayout
-from lagrpo.threads import team
 
 MIN_KEYS = 16  # below one vector register of float32 the order of the softmax's sum would depend on the padding
 BLOCK_SCORES = 1 << 21  # scores per head that are in memory at a time: 8 MiB in float32
@@ -114,7 +113,6 @@ def _attend_side_by_side(segments: Sequence[Own], prompt: tuple[Tensor, Tensor] 
 def _attend_block(segments: Sequence[Own], prompt: tuple[Tensor, Tensor] | None, scaling: float) -> Tensor:
     """The last queries [≤ t, Hq, D] of each segment against its keys and values [≤ K, Hkv, D] -> [B, t, Hq, D], where
     rows beyond a segment's queries have no meaning. Causality hides the padding of the keys."""
-    team.look()
     q, k, v = (pad_sequence(list(t), batch_first=True) for t in zip(*segments, strict=True))
     (b, t), dtype, kv_heads = q.shape[:2], q.dtype, k.shape[2]
     first = k.shape[1] - t

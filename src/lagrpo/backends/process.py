@@ -1,4 +1,4 @@
-"""What a run sets for the whole process, and gives back: threads, allocator, the tokenizers' threads.
+"""The allocator, which a run sets for the whole process and gives back.
 
 glibc gives large freed blocks and the end of its heap back to the system at once. The next micro-batch then gets the
 same memory page by page, each cleared by the kernel first: 400,000 page faults and a sixth of the time of an update,
@@ -12,8 +12,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-
-from lagrpo.threads import team
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 KEEP = {M_MMAP_THRESHOLD: 1 << 25, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: 1 << 26}
@@ -46,10 +44,9 @@ def _set(limits: Mapping[int, int]) -> bool:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Inside, a policy may be built (lagrpo.training.build), which sets all of these; afterward they are as they were.
+    """Inside, a policy may be built, which keeps freed memory (lagrpo.training.build); afterward the memory goes back.
     glibc's own adaptation of its allocator to the program does not come back."""
     try:
         yield
     finally:
-        team.release()
         give_freed_memory_back()

@@ -13,7 +13,7 @@ from lagrpo.cache import cache_directory
 from lagrpo.doctor.findings import Finding
 from lagrpo.runs.directory import check_writable
 from lagrpo.runs.environment import cpu_model
-from lagrpo.threads import cores
+from lagrpo.threads import usable_cores
 
 GB = 1e9
 ROOM = 5.0  # GB: two checkpoints of the embedded model and its weights
@@ -35,9 +35,7 @@ def look_at_processor() -> Iterator[Finding]:
 
 
 def look_at_cores() -> Iterator[Finding]:
-    usable, quota = cores.count_cores(), cores.read_quota()
-    limit = f"; the container allows {quota:g} of them at a time" if quota is not None else ""
-    yield Finding("cores", f"{usable} of {os.cpu_count()} for this process{limit}")
+    yield Finding("cores", f"{usable_cores()} of {os.cpu_count()} for this process")
 
 
 def look_at_memory() -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from lagrpo.redaction import redact
 from lagrpo.runs.files import to_json, write_atomically
-from lagrpo.threads import cores, waiting
+from lagrpo.threads import usable_cores
 from lagrpo.untrusted import parse_json, read_text
 
 FILE = "environment.json"
@@ -25,12 +25,10 @@ PACKAGES = ("lagrpo", "torch", "transformers", "numpy", "datasets", "math-verify
 
 
 def collect_environment(device: str = "cpu") -> dict[str, Any]:
-    """Versions, machine, its cores and what this process may use of them, threads and how they wait for each other,
-    device, git commit of the working directory (None outside a repository), command line (without its secrets) and the
-    time of the start (UTC). Imports none of the packages whose versions it gives, but torch."""
+    """Versions, machine, its cores and how many of them this process can use, threads, device, git commit of the
+    working directory (None outside a repository), command line (without its secrets) and the time of the start (UTC).
+    Imports none of the packages whose versions it gives, but torch."""
     import torch
-
-    from lagrpo.threads import team
 
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -42,10 +40,8 @@ def collect_environment(device: str = "cpu") -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
-        "cores_at_hand": cores.count_cores(),
-        "cpu_quota": cores.read_quota(),
-        "threads": team.most(),
-        "waiting": waiting.describe(os.environ),
+        "cores_at_hand": usable_cores(),
+        "threads": torch.get_num_threads(),
         "device": device,
         "device_name": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
         "cuda": torch.version.cuda,
@@ -63,7 +59,7 @@ def read_environment(run: Path) -> dict[str, Any]:
         return {}
     try:
         found = parse_json(read_text(file))
-        kinds = {"id": str, "dtype": str, "packages": dict}
+        kinds = {"id": str, "dtype": str, "threads": int, "packages": dict}
         if not isinstance(found, dict):
             raise ValueError(f"it holds a {type(found).__name__}, not an object")
         for name, kind in kinds.items():

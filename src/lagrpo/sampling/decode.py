@@ -20,7 +20,6 @@ from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.parts import MIN_KEYS
 from lagrpo.backends.steps import MIN_ROWS, Cache, Fed
 from lagrpo.policy.model import Model
-from lagrpo.threads import team
 
 BLOCK = 64  # the own cache grows by this many tokens, or doubles
 PIECE = 512  # tokens of a step, at most: a longer reply takes several
@@ -115,7 +114,6 @@ class DecodeState:
 
     @torch.no_grad()
     def _feed(self, fed: Fed) -> Tensor:
-        team.look()
         longest = max(int(self.lengths.max()), int(fed.before.max())) + 1
         if longest > self.own.room:
             grown = self._steps.cache(self.max_rows, max(longest, 2 * self.own.room))

@@ -82,8 +82,7 @@ class ModelSettings(Section):
     device: str = "auto"
     """cpu, cuda, cuda:1 …; auto: a GPU where there is one."""
     threads: int | None = Field(default=None, ge=1)
-    """Fixed number of CPU threads. By default OMP_NUM_THREADS or the physical cores, at most the container's CPU
-    quota, and fewer while other programs keep cores busy."""
+    """CPU threads; default: OMP_NUM_THREADS, else the physical cores within the container's quota."""
     kernels: Literal["auto", "c", "torch"] = "auto"
     """What computes beside PyTorch. c: lagrpo's C kernels (CPU), which make sampler and learner agree to the bit in
     bfloat16. torch: PyTorch alone. auto: the kernels where there is a C compiler; on a GPU FlexAttention and CUDA

@@ -27,7 +27,7 @@ from lagrpo.runs.files import write_atomically
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import to_toml
 from lagrpo.terminal.text import count_of
-from lagrpo.threads.cores import count_cores, limit_threads, read_quota
+from lagrpo.threads import usable_cores
 from lagrpo.training.checks import check_settings
 
 ENDING = 300.0  # seconds in which a run that is to stop writes its checkpoint
@@ -127,7 +127,7 @@ def slots_of(settings: Settings, jobs: int | None) -> list[dict[str, str]]:
         if jobs > len(devices):
             raise SettingsError(f"jobs = {jobs}: there are {count_of(len(devices), 'GPU')}")
         return [{"CUDA_VISIBLE_DEVICES": device} for device in devices[:jobs]]
-    cores = limit_threads(count_cores(), read_quota(), count_cores())
+    cores = usable_cores()
     jobs = jobs or (1 if settings.sampling.sampler == "vllm" else max(1, cores // (threads or 1)))
     if jobs > cores:
         raise SettingsError(f"jobs = {jobs}: there are {count_of(cores, 'core')}")

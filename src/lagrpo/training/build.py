@@ -42,7 +42,6 @@ from lagrpo.sampling.vllm.server import Server
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, load_task
 from lagrpo.tasks.environments import load_environment
-from lagrpo.threads import team
 from lagrpo.training.checks import chat_template
 from lagrpo.training.environments import OF_RUN, check_environment, find_talks, replied
 from lagrpo.training.exams import Exam, build_exams, concerning_set
@@ -60,7 +59,6 @@ def build_policy(
     `templates` renders its prompts; adapters start at draws of `seed`. Raises SettingsError for a model that is not
     there or cannot be run."""
     device = pick_device(model.device)
-    team.start(model.threads, device.type)
     if device.type == "cpu":
         keep_freed_memory()
     dtype = getattr(torch, pick_dtype(model.dtype, device)[0])

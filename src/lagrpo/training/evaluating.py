@@ -31,6 +31,7 @@ from lagrpo.settings.lora import LoraSettings
 from lagrpo.settings.schema import EvalSettings, Settings
 from lagrpo.settings.toml import flatten
 from lagrpo.tasks import Task, load_task, reward_names
+from lagrpo.threads import choose_threads, fixed_threads
 from lagrpo.training.build import build_parity_check, build_policy, build_verifier, loading
 from lagrpo.training.checks import check_evaluation
 from lagrpo.training.environments import Talk, replied
@@ -52,7 +53,8 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
     with refusing():
         task = load_task(settings.task, settings.seed)
     output = place(settings, task.name)
-    with restored(), explained(lambda: "evaluation", {"evaluation": "lower max_num_seqs or max_tokens"}):
+    threads = fixed_threads(choose_threads(settings.model.threads))
+    with restored(), threads, explained(lambda: "evaluation", {"evaluation": "lower max_num_seqs or max_tokens"}):
         evaluation = _evaluated(settings, task)
     of = {"model": settings.model.path, "task": task.name}
     summary = {**of, **evaluation.summary, "settings": settings.model_dump()}

@@ -22,7 +22,7 @@ from lagrpo.runs.files import numbered, remove_directory, remove_leftovers, to_j
 from lagrpo.runs.reading import load_until, rollout_batches
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import count_of
-from lagrpo.training.changes import changes, checkpoints_of, own_settings
+from lagrpo.training.changes import changes, checkpoints_of, find_run, own_settings
 from lagrpo.training.evaluate import Evaluation
 
 MACHINE = ("cpu", "ranks", "sharded", "threads", "device_name", "dtype", "computation", "decoding")
@@ -83,6 +83,14 @@ class Earlier:
     def identity(self) -> str | None:
         """By which the run's checkpoints are told from those of others; None where it begins again."""
         return self.checkpoint.state.get("run", "") if self.checkpoint else None
+
+
+def recorded_threads(settings: Settings, ranks: int) -> int | None:
+    """The number of threads that the run to resume began with; None for a new one and for another number of ranks."""
+    with refusing():
+        run = find_run(settings)
+        before = read_environment(run) if run is not None else {}
+    return before.get("threads") if before.get("ranks", 1) == ranks else None
 
 
 def find_checkpoint(run: Run) -> tuple[Checkpoint | None, list[str]]:

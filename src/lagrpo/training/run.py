@@ -24,13 +24,14 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings
 from lagrpo.tasks import NO_TASK, Task
 from lagrpo.terminal.text import count_of
+from lagrpo.threads import choose_threads, fixed_threads
 from lagrpo.training.build import Parts
 from lagrpo.training.changes import after_restart, find_run
 from lagrpo.training.checks import check_settings, count_shards
 from lagrpo.training.follow import follow
 from lagrpo.training.memory import NoMemoryError, explained
 from lagrpo.training.observers import Observer, check_observers
-from lagrpo.training.resume import Earlier
+from lagrpo.training.resume import Earlier, recorded_threads
 from lagrpo.training.training import Result, Training
 from lagrpo.verify import VerifierError
 
@@ -76,7 +77,9 @@ def train(
     settings = after_restart(settings if isinstance(settings, Settings) else load_settings(settings), rank)
     recipe = check_settings(settings, task)
     check_observers(observers)
-    with interruptible(), restored():
+    before = recorded_threads(settings, rank.size if rank else 1)
+    threads = choose_threads(settings.model.threads, before, rank.local_size if rank else 1)
+    with interruptible(), restored(), fixed_threads(threads):
         if rank is None:
             return lead(settings, recipe, task, observers)
         return train_together(rank, settings, recipe, task, observers)

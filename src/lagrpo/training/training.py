@@ -23,7 +23,6 @@ from lagrpo.sampling.schedule import LoopState
 from lagrpo.tasks import reward_names
 from lagrpo.terminal.display import make_display
 from lagrpo.terminal.text import count_of
-from lagrpo.threads import team
 from lagrpo.trackers.observer import Trackers
 from lagrpo.trackers.tracker import About
 from lagrpo.training.beginning import create_run, describe_environment, write_config
@@ -129,7 +128,7 @@ class Training:
         settings["run"] |= {"name": self.store.path.name, "directory": str(self.store.path.parent)}
         lines = meaning(self.settings, parts.learner.recipe, parts)
         self.observers.start(settings, self.environment)
-        for line in [*lines, f"threads     {team.describe()}"]:
+        for line in [*lines, f"threads     {self.environment['threads']}"]:
             self.display.note(line)
         if self.earlier is not None:
             self.resume(self.earlier)
@@ -155,7 +154,9 @@ class Training:
                 write_environment(self.store.path, self.environment)
             self.evaluations.made = take_evaluations(earlier, self.total)
             self.rank_again()
-        said += [f"no longer to the bit: {name} was {old}, and is {new} now" for name, (old, new) in moved.items()]
+        if moved:
+            differ = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in moved.items())
+            said.append(f"no longer bit-identical to a run that never stopped: {differ}")
         left = "" if self.batches < self.total else ": all its batches are made"
         place = f"resumed after batch {self.batches} of {self.total}{left}"
         for line in [*said, place if self.batches else "no checkpoint: it begins again"]:
@@ -332,7 +333,6 @@ class Training:
             | lag_metrics(step.batch, rows, recipe.composition.eps_std, s.task.reward_range, after_T, delta)
             | reward_metrics(step.batch.groups, reward_names(self.parts.task.judge))
             | self.evaluations.after(step.b - 1)
-            | team.metrics()
             | {"seconds_checkpoint": self.spent_on_checkpoints()}
         )
 

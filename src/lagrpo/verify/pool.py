@@ -20,7 +20,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
 
-from lagrpo.threads import cores
+from lagrpo.threads import usable_cores
 from lagrpo.verify import worker
 from lagrpo.verify.verdicts import Verdict, What
 from lagrpo.workers import Process
@@ -79,7 +79,7 @@ class Workers:
         self._what: What = what
         self._patience = _PATIENCE + starting
         self._file_size = int(file_size * 2**30)
-        self._workers = workers or cores.limit_threads(4, cores.read_quota(), cores.count_cores())
+        self._workers = workers or min(4, usable_cores())
         self._called = pickle_called(called, what)
         self._context = WorkerContext(self._called, int(memory * 2**30))
         self._open: dict[Job, None] = {}

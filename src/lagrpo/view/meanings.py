@@ -78,7 +78,6 @@ METRICS: dict[str, dict[str, str]] = {
         "seconds_writing": "seconds of writing weights to the shared directory",
         "seconds_paused": "seconds for which the servers generated nothing",
         "seconds_generating": "seconds in which the servers had something to generate",
-        "seconds_waiting": "seconds for which other programs had the cores, summed over threads",
         "seconds_checkpoint": "seconds for which the run waited for a checkpoint",
         "tokens_sampled": "completion tokens sampled",
         "tokens_learned": "completion tokens learned from",
@@ -87,7 +86,6 @@ METRICS: dict[str, dict[str, str]] = {
         "sync_bytes": "bytes of the last weight sync",
         "recoveries": "how often a server was brought back",
         "regenerated": "groups that were generated again",
-        "threads": "fewest CPU threads that computed",
     },
     "Place": {
         "stage": "the stage s",

@@ -23,7 +23,6 @@ from lagrpo.backends.cpu.panels import AdaptedPanels, BorrowedPanels, OwnPanels,
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import Product
 from lagrpo.backends.steps import Fed, Rows, Steps
-from lagrpo.threads import team
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -112,7 +111,6 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):  # type: ignore[override]
-        team.look()
         query, key, value, out, lse = ctx.saved_tensors
         given = (ctx.layout, query, key, value, out, lse, grad_out.contiguous(), ctx.scaling)
         return *kernels.attention_backward(*given), None, None

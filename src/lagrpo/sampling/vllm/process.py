@@ -23,7 +23,7 @@ from subprocess import PIPE, Popen, TimeoutExpired
 
 from lagrpo.redaction import redact
 from lagrpo.sampling.vllm.server import Deadlines, Server, UnreachableError
-from lagrpo.threads import waiting
+from lagrpo.threads import drop_own
 
 logger = logging.getLogger("lagrpo")
 LOOPBACK = "127.0.0.1"
@@ -114,7 +114,7 @@ class Launch:
         own |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if self.wire == "ipc" else {}
         own |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self.lora[0] else {}
         ours = ("OMP_NUM_THREADS", "PYTHONPATH")
-        inherited = {name: value for name, value in waiting.drop_own(os.environ).items() if name not in ours}
+        inherited = {name: value for name, value in drop_own(os.environ).items() if name not in ours}
         cpu = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
         return {**cpu, **inherited, **own, "PYTHONPATH": str(EXTENSION)}
 

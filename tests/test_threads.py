@@ -1,0 +1,236 @@
+"""How many threads compute, and how they wait for each other."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from running import tiny_settings
+from tiny import save_tiny
+
+from lagrpo import threads
+from lagrpo.backends.cpu import kernels, library
+from lagrpo.runs import load_events
+from lagrpo.sampling.vllm.process import Launch
+from lagrpo.training.run import train
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP is Linux's")
+CLEAN = {name: value for name, value in os.environ.items() if name not in threads.WAITING}
+
+
+@pytest.fixture(autouse=True)
+def two_threads(monkeypatch):
+    """PyTorch has two threads on a machine of two cores, and the user's environment does not say so."""
+    before = torch.get_num_threads()
+    for name in threads.NUMBER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_setting_then_environment_then_record_then_cores_decide(monkeypatch):
+    assert threads.choose_threads(None) == 2
+    assert threads.choose_threads(None, recorded=5) == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert threads.choose_threads(None, recorded=5) == 2
+    assert threads.choose_threads(3, recorded=5) == 3
+
+
+@pytest.mark.parametrize(("usable", "physical", "expected"), [(1, 2, 1), (8, 2, 2), (2, 4, 2)])
+def test_default_is_physical_cores_within_affinity_and_quota(monkeypatch, usable, physical, expected):
+    monkeypatch.setattr(threads, "usable_cores", lambda: usable)
+    torch.set_num_threads(physical)
+    assert threads.choose_threads(None) == expected
+
+
+def test_ranks_of_a_host_share_its_cores_whatever_torchrun_sets(monkeypatch):
+    monkeypatch.setattr(threads, "usable_cores", lambda: 7)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    assert [threads.choose_threads(None, ranks=ranks) for ranks in (1, 2, 3, 8)] == [1, 3, 2, 1]
+
+
+def read_quota(root: Path, membership: str, **files: str) -> float | None:
+    """With these files below the place where control groups are mounted."""
+    for name, content in files.items():
+        path = root / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content + "\n")
+    (root / "membership").write_text(membership)
+    return threads.read_quota(root / "groups", root / "membership")
+
+
+V1 = "4:memory:/a\n3:cpu,cpuacct:/a/b\n1:name=systemd:/\n"
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        ("0::/", {"cpu.max": "150000 100000"}, 1.5),
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("0::/", {}, None),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "200000 50000"}, 4.0),
+        ("0::/a/b", {"a/b/cpu.max": "300000 100000", "a/cpu.max": "100000 100000", "cpu.max": "max 100000"}, 1.0),
+        ("0::/a", {"other/cpu.max": "50000 100000"}, None),
+        ("0::/not/here", {"cpu.max": "250000 100000"}, 2.5),  # the path is the host's, what is mounted the container's
+        ("0::/../../a", {"cpu.max": "250000 100000"}, 2.5),
+        ("1:cpu:/\n0::/a", {"unified/a/cpu.max": "250000 100000"}, 2.5),
+        (V1, {"cpu,cpuacct/a/b/cpu.cfs_quota_us": "200000", "cpu,cpuacct/a/b/cpu.cfs_period_us": "100000"}, 2.0),
+        (V1, {"cpu/a/b/cpu.cfs_quota_us": "-1", "cpu/a/b/cpu.cfs_period_us": "100000"}, None),
+        (V1, {"memory/a/cpu.cfs_quota_us": "600000", "memory/a/cpu.cfs_period_us": "100000"}, None),
+        ("", {"cpu.max": "150000 100000"}, None),
+    ],
+)
+def test_quota_is_the_lowest_limit_of_the_groups_above(tmp_path, membership, files, expected):
+    assert read_quota(tmp_path, membership, **files) == expected
+
+
+def test_usable_cores_are_rounded_up_from_the_quota_within_affinity(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4), raising=False)
+    found = []
+    for quota in (None, 0.5, 2.5, 16.0):
+        monkeypatch.setattr(threads, "read_quota", lambda quota=quota: quota)
+        found.append(threads.usable_cores())
+    assert found == [4, 1, 3, 4]
+
+
+# Runs
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of two threads, and what resumes it with other settings of the model."""
+    model = save_tiny(tmp_path / "model")
+
+    def go(batches: int, number: int | None = None) -> Path:
+        sections = {
+            "run": {"name": "run", "resume": "auto", "display": "plain", "save_weights": False},
+            "model": {"threads": number},
+            "schedule": {"batches": batches},
+            "evaluation": {"before_and_after": False},
+        }
+        return train(tiny_settings(model, tmp_path, **sections)).run
+
+    return go
+
+
+def recorded(directory: Path) -> int:
+    return json.loads((directory / "environment.json").read_bytes())["threads"]
+
+
+def moved(directory: Path) -> dict[str, list[int]]:
+    return [event for event in load_events(directory) if event["event"] == "resumed"][-1]["moved"]
+
+
+def test_resumed_run_computes_with_the_recorded_number(run, monkeypatch, capsys):
+    assert recorded(run(1)) == 2
+    torch.set_num_threads(1)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 1)  # on a machine of one core
+    directory = run(2)
+    assert (recorded(directory), moved(directory), torch.get_num_threads()) == (2, {}, 1)
+    assert "bit-identical" not in capsys.readouterr().out
+
+
+def test_resumed_run_with_another_number_says_that_its_bits_differ(run, monkeypatch, capsys):
+    run(1)
+    torch.set_num_threads(1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert moved(run(2)) == {"threads": [2, 1]}
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "bit-identical" in line]
+    assert "threads was 2, now 1" in line
+    assert moved(run(3, number=3)) == {"threads": [2, 3]}
+
+
+def openmp_threads() -> int:
+    """Of the calling thread's next parallel region, as OpenMP itself says."""
+    found = next(Path(torch.__file__).parent.glob("lib/libgomp*.so*"), None)
+    if found is None:
+        pytest.skip("PyTorch's OpenMP here is not GNU's")
+    return ctypes.CDLL(str(found)).omp_get_max_threads()
+
+
+def test_one_number_holds_for_pytorch_and_for_the_kernels():
+    """They load the same OpenMP (backends/cpu/build.py), whose number PyTorch sets for the calling thread."""
+    for number in (2, 1, 3):
+        with threads.fixed_threads(number):
+            assert openmp_threads() == number
+    if library.why_not() is not None:
+        pytest.skip("there is no C compiler")
+    ours = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    assert sum(Path(torch.__file__).resolve().parent in Path(os.path.realpath(path)).parents for path in ours) == 1
+
+
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_kernels_sum_a_norms_gradient_over_the_same_slices_with_any_number(dtype):
+    noise = torch.Generator().manual_seed(0)
+    x, grad_y, grad_total = (torch.randn(300, 48, generator=noise).to(dtype) for _ in range(3))
+    weight = torch.randn(48, generator=noise).to(dtype)
+    rstd = kernels.norm(x, None, weight, 1e-5)[2]
+    found = []
+    for number in (1, 2, 3):
+        with threads.fixed_threads(number):
+            found.append(kernels.norm_backward(x, weight, rstd, grad_y, grad_total)[:2])
+    assert found[0][1].abs().max() > 0
+    assert all(map(torch.equal, found[0] * 2, found[1] + found[2]))
+
+
+# How threads wait
+
+
+def printed(code: str, **environment: str) -> str:
+    command, given = [sys.executable, "-c", code], CLEAN | environment
+    return subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@linux
+@pytest.mark.parametrize(
+    ("code", "users", "seen"),
+    [
+        ("import lagrpo", {}, threads.SPINS),
+        ("import lagrpo", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("import lagrpo", {"OMP_WAIT_POLICY": "passive"}, "None"),
+        ("import torch, lagrpo", {}, "None"),
+    ],
+)
+def test_spin_is_short_before_pytorch_loads_unless_the_user_chose(code, users, seen):
+    assert printed(f"{code}\nimport os; print(os.environ.get('GOMP_SPINCOUNT'))", **users) == seen
+
+
+@linux
+def test_openmp_reads_the_short_spin():
+    """GNU's OpenMP prints its settings as it loads."""
+    command, given = [sys.executable, "-c", "import lagrpo, torch"], CLEAN | {"OMP_DISPLAY_ENV": "verbose"}
+    said = subprocess.run(command, env=given, capture_output=True, text=True, check=True).stderr
+    if "GOMP_SPINCOUNT" not in said:
+        pytest.skip("PyTorch's OpenMP here is not GNU's")
+    assert f"GOMP_SPINCOUNT = '{threads.SPINS}'" in said
+
+
+def test_vllm_server_gets_the_users_choice_alone(monkeypatch):
+    launch = Launch(python="python", model="m", dtype="bfloat16", longest=8, max_num_seqs=1)
+    monkeypatch.setattr(threads, "_ours", {"GOMP_SPINCOUNT": threads.SPINS})
+    monkeypatch.setenv("GOMP_SPINCOUNT", threads.SPINS)
+    assert "GOMP_SPINCOUNT" not in launch.environment("key")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert launch.environment("key")["GOMP_SPINCOUNT"] == "7"
+
+
+@pytest.mark.parametrize(("users", "seen"), [({}, "false"), ({"TOKENIZERS_PARALLELISM": "true"}, "true")])
+def test_tokenizers_start_no_threads_unless_the_user_says_so(monkeypatch, users, seen):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
+    with threads.fixed_threads(1):
+        assert os.environ["TOKENIZERS_PARALLELISM"] == seen
+        assert ("TOKENIZERS_PARALLELISM" in threads.drop_own(os.environ)) == bool(users)
+    assert os.environ.get("TOKENIZERS_PARALLELISM") == users.get("TOKENIZERS_PARALLELISM")
