@@ -102,7 +102,8 @@ def test_plain_lines_have_every_metric_under_its_heading():
         display.phase("sampling")
         display.batch(None, METRICS, [])
         display.note("weights [final] written")
-    title, *_, header, line, note = written(to).splitlines()
+    title, *_, left, header, line, note = written(to).splitlines()
+    assert left == "about 9:04 left at the pace of the first batch", "108 batches of 5.04 s"
     assert title == "arithmetic [v10]: 120 batches"
     assert note == "weights [final] written"
     shown = [column.heading for column in columns_for(PLAIN_WIDTH)]

@@ -212,6 +212,8 @@ class PlainDisplay(_Shown):
     def batch(self, step: Any, metrics: Metrics, rollouts: Sequence[Metrics]) -> None:
         columns = columns_for(PLAIN_WIDTH)
         if not self._begun:
+            if (left := self.total - int(metrics.get("batch") or 0)) > 0:
+                self._print(f"about {time_left([metrics], left)} left at the pace of the first batch")
             self._print("  ".join(column.heading.rjust(column.width) for column in columns))
         super().batch(step, metrics, rollouts)
         self._print("  ".join(column.text(metrics).rjust(column.width) for column in columns))
