@@ -4,7 +4,8 @@ make bench-curve
 python benchmarks/bench_curve.py --seeds 0 1 2 --updates 16
 
 Of each seed both sides are there at once and make their updates in turn, so that both meet the same machine. Ours is
-lagrpo with its default masters, TRL its bfloat16 setting. The table goes to docs/papers.md, too, the figure beside it.
+lagrpo with its default masters, TRL has float32 weights, and both multiply in lagrpo's default dtype for this CPU. The
+table goes to docs/papers.md, too, the figure beside it.
 """
 
 from __future__ import annotations

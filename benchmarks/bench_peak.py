@@ -15,7 +15,7 @@ from bench_trl import DEFAULT, best_settings, described
 from measuring import Load, Report, gigabytes, machine, median, spread
 from processes import Side
 from sides import require_same_work, start_ours, start_trl, values
-from work import WORKS, Work, asked_for, common_options, read_prompts, require_peer, write_prompts
+from work import DTYPE, WORKS, Work, asked_for, common_options, read_prompts, require_peer, write_prompts
 
 SIZES = (1024, 2048, 4096)  # of the square matrices
 
@@ -44,7 +44,7 @@ def main() -> None:
 
 def share(asked: argparse.Namespace, work: Work, report: Report, load: Load) -> None:
     """Learning: operations that it cannot do without (ours.learning_flops) per second, as a share of what a large
-    bfloat16 matrix product reaches in the same process between the updates."""
+    matrix product of the same dtype reaches in the same process between the updates."""
     rates: dict[int, list[float]] = {size: [] for size in SIZES[: 1 if asked.quick else None]}
     updates = []
     with tempfile.TemporaryDirectory() as scratch, start_ours("ours", work, Path(scratch), asked.threads) as side:
@@ -59,7 +59,7 @@ def share(asked: argparse.Namespace, work: Work, report: Report, load: Load) -> 
     reached = [update["flops"] / update["phases"]["learning"] for update in updates]
     report.raw[f"share, {work.name}"] = {"rates": rates, "updates": updates}
     report.table(f"Learning, {work.title}", [
-        {"": "bfloat16 product of square matrices", " ": ", ".join(
+        {"": f"{DTYPE} product of square matrices", " ": ", ".join(
             f"{size}: {spread([r / 1e9 for r in rate])} GFLOP/s" for size, rate in rates.items())},
         {"": "peak: the largest of these medians", " ": f"{peak / 1e9:.0f} GFLOP/s"},
         {"": "learning, operations", " ": f"{median(values(updates, 'flops')) / 1e9:.0f} GFLOP"},
@@ -71,7 +71,7 @@ def share(asked: argparse.Namespace, work: Work, report: Report, load: Load) -> 
 
 
 def products(side: Side, size: int) -> list[float]:
-    return side.ask("question", name="matrix_product", size=size, repetitions=3)["rates"]
+    return side.ask("question", name="matrix_product", size=size, repetitions=3, dtype=DTYPE)["rates"]
 
 
 def memory(asked: argparse.Namespace, work: Work, report: Report, load: Load) -> dict[str, str]:

@@ -15,10 +15,11 @@ from typing import Any
 
 from measuring import Load, Report, gigabytes, machine, median, ratio, spread
 from sides import Measurements, interleaved, per_token, phases, require_same_work, start_ours, start_trl, values
-from work import HASHED, LONG, WORKS, Work, asked_for, common_options, require_peer
+from work import DTYPE, HASHED, LONG, WORKS, Work, asked_for, common_options, require_peer
 
 DEFAULT: dict[str, Any] = {"per_device": 32}
-"""TRL's settings where no scan was made: bfloat16 autocast, no activation checkpointing, micro-batches of 32."""
+"""TRL's settings without a scan: bfloat16 autocast or float32 (work.DTYPE), no activation checkpointing, micro-batches
+of 32."""
 DEFAULT_LONG: dict[str, Any] = {"per_device": 8}
 """The same for the long work, of which TRL wants 19 GB for a micro-batch of 32, more than 24 GB leave beside ours."""
 
@@ -62,7 +63,7 @@ def main() -> None:
     )
     for work in works:
         settings = fitting(work, asked.trl or best_settings(asked.results, work))
-        report.text(f"# {work.title}\n\nTRL: {described(settings)}. Micro-batches of ours: the default, 4096 tokens.")
+        report.text(f"# {work.title}\n\nTRL: {described(settings)}. Ours: {DTYPE}, micro-batches of 4096 tokens.")
         for name, reward, updates in (
             ("a reward that leaves no group without a signal", HASHED, asked.updates),
             ("the task's own reward", work.judge, asked.own_updates),
@@ -167,10 +168,11 @@ def best_settings(results: Path, work: Work) -> dict[str, Any]:
 
 def described(settings: dict[str, Any]) -> str:
     """TRL's settings in words."""
-    half = settings.get("model_init_kwargs", {}).get("dtype") == "bfloat16"
+    throughout = settings.get("model_init_kwargs", {}).get("dtype") == "bfloat16"
+    autocast = settings.get("bf16", DTYPE == "bfloat16")
     words = [
         f"micro-batches of {settings['per_device']} completions",
-        "bfloat16 throughout" if half else "bfloat16 autocast" if settings.get("bf16", True) else "float32",
+        "bfloat16 throughout" if throughout else "bfloat16 autocast" if autocast else "float32",
         "continuous batching" if settings.get("use_transformers_continuous_batching") else "transformers' generate",
         f"activation checkpointing {'on' if settings.get('gradient_checkpointing') else 'off'}",
     ]

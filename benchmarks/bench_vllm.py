@@ -23,12 +23,12 @@ from typing import Any
 
 from measuring import Load, Report, gigabytes, machine, ratio, spread
 from processes import HERE, Program, Side, environment
-from work import LONG, WORKS, asked_for, common_options, require_peer, write_prompts
+from work import DTYPE, LONG, WORKS, asked_for, common_options, require_peer, write_prompts
 
 from lagrpo.policy.embedded import resolve_model
 
 PROMPTS, TOKENS = 8, 64
-GREATEST_DIFFERENCE = 0.1  # nats, on average: two implementations in bfloat16, not two models
+GREATEST_DIFFERENCE = 0.1  # nats, on average: two implementations, in bfloat16 at the worst, not two models
 VARIANTS: dict[str, tuple[list[str], bool]] = {
     "compiled": ([], True),
     "eager": (["--enforce-eager"], True),
@@ -55,7 +55,7 @@ class Server(Program):
         flags, bound = VARIANTS[variant]
         self.model, self.url = model, f"http://127.0.0.1:{(port := free_port())}"
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
-        command += ["--port", port, "--dtype", "bfloat16", "--max-model-len", 2048, "--max-num-seqs", rows, *flags]
+        command += ["--port", port, "--dtype", DTYPE, "--max-model-len", 2048, "--max-num-seqs", rows, *flags]
         settings = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": ""}
         if bound:
             settings["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))

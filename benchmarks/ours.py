@@ -81,9 +81,9 @@ def learning_flops(micro: FreshMicroBatch, policy: Policy) -> float:
     )
 
 
-def matrix_product(size: int, repetitions: int, device: str = "cpu") -> dict[str, list[float]]:
-    """Operations per second of bfloat16 products of square matrices, one value for each repetition."""
-    a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+def matrix_product(size: int, repetitions: int, device: str = "cpu", dtype: str = "bfloat16") -> dict[str, list[float]]:
+    """Operations per second of products of square matrices, one value for each repetition."""
+    a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
     wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     torch.mm(a, b)
     rates = []

@@ -12,13 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer
 
+from lagrpo.backends.hardware import pick_dtype
 from lagrpo.policy.embedded import resolve_model
 from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task, order_prompts
 
 RESULTS = Path(__file__).parent / "results"
+DTYPE = pick_dtype("auto", torch.device("cpu"))[0]
+"""What both sides of a comparison compute in: the default of a run on this CPU."""
 SEED = 0
 PROMPTS = 384  # more than any benchmark visits: where one ends, the two sides would go on in different orders
 
@@ -127,7 +131,7 @@ def ours(work: Work, scratch: Path, **sections: Mapping[str, Any]) -> dict[str, 
     """Settings of a run of ours on this work, evaluated at no time and written to `scratch`."""
     base: dict[str, dict[str, Any]] = {
         "run": {"directory": str(scratch / "runs"), "seed": SEED, "display": "none", "save_weights": False},
-        "model": {"path": work.model, "device": "cpu", "dtype": "bfloat16"},
+        "model": {"path": work.model, "device": "cpu", "dtype": DTYPE},
         "sampling": {"G": work.G, "max_tokens": work.max_tokens, "max_num_seqs": max(128, work.G)},
         "schedule": {"prompts": work.N, "batches": 100_000},
         "objective": {"recipe": "grpo", "beta": 0.0},
@@ -139,8 +143,8 @@ def ours(work: Work, scratch: Path, **sections: Mapping[str, Any]) -> dict[str, 
 
 def trl(work: Work, per_device: int, **settings: Any) -> dict[str, Any]:
     """Arguments of GRPOConfig for the same work in micro-batches of `per_device` completions: the objective of ours
-    (grpo, no KL term), AdamW at the same constant rate, and nothing written or logged. What is not named here or in
-    `settings` is TRL's default."""
+    (grpo, no KL term), AdamW at the same constant rate, float32 weights that are multiplied in DTYPE, and nothing
+    written or logged. What is not named here or in `settings` is TRL's default."""
     if work.completions % per_device:
         raise ValueError(f"micro-batches of {per_device} do not divide {work.completions} completions")
     return {
@@ -155,7 +159,7 @@ def trl(work: Work, per_device: int, **settings: Any) -> dict[str, Any]:
         "max_grad_norm": 1.0,
         "max_steps": 100_000,
         "use_cpu": True,
-        "bf16": True,
+        "bf16": DTYPE == "bfloat16",
         "gradient_checkpointing": False,
         "shuffle_dataset": False,
         "save_strategy": "no",

@@ -67,7 +67,7 @@ def curve(python: Path, lr: str, seed: int, threads: int, scratch: Path) -> Iter
     updates = UPDATES[lr]
     rows, request = scratch / "prompts.jsonl", scratch / "request.json"
     rows.write_text("".join(json.dumps(row) + "\n" for row in prompts(seed, updates + 1)))  # TRL may look ahead
-    config = trl(SHORT, per_device=32, learning_rate=float(lr), seed=seed)
+    config = trl(SHORT, per_device=32, learning_rate=float(lr), seed=seed, bf16=True)
     model = resolve_model(SHORT.model)
     request.write_text(json.dumps({"model": model, "config": config, "prompts": str(rows), "reward": SHORT.judge}))
     taken = []
