@@ -5,6 +5,7 @@
     python tests/chaos.py --kills 5 --model smollm2 --vllm .venv-vllm/bin/python    with a vLLM server, too
     python tests/chaos.py --servers 10 --model smollm2 --vllm .venv-vllm/bin/python    one run whose server is killed
     python tests/chaos.py --kills 10 --ranks 2       runs of several ranks: all are killed, or one of them
+    python tests/chaos.py --kills 5 --model smollm2 --busy    a program that needs a core comes and goes meanwhile
 
 A trial is one run: its process group gets SIGKILL at an instant drawn by the seed, and it is resumed; every third trial
 is killed again while it resumes. With the in-process sampler every number must be equal to the bit: the final weights,
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -61,6 +63,15 @@ REAL: Sections = {
     "evaluation": {"every": 3, "prompts": 4, "samples": 2},
     "verifier": {"workers": 1},
 }
+COMES_AND_GOES = """
+import random, sys, time
+draws = random.Random(int(sys.argv[1]))
+while True:
+    end = time.monotonic() + draws.uniform(0.5, 8)
+    while time.monotonic() < end:
+        pass
+    time.sleep(draws.uniform(0.5, 8))
+"""
 OTHERS_END = 120.0  # seconds for the other ranks, when one was killed
 
 
@@ -268,12 +279,16 @@ def main() -> None:
     parser.add_argument(
         "--shard", choices=["optimizer", "layers"], default="optimizer", help="what ranks have parts of"
     )
+    parser.add_argument("--busy", action="store_true", help="another program computes now and then")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="which schedules")
     asked = parser.parse_args()
     started = os.getcwd()
     os.chdir(Path(__file__).parent)  # where the tiny model's task is
     import_all()
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as others:
+        if asked.busy:
+            other = subprocess.Popen([sys.executable, "-c", COMES_AND_GOES, str(asked.seed)])
+            others.callback(other.kill)
         root = Path(scratch)
         base = merged(REAL, {"model": {"path": asked.model}}) if asked.model else tiny(root)
         if asked.vllm:
