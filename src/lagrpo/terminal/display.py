@@ -212,7 +212,7 @@ class PlainDisplay(_Shown):
     def batch(self, step: Any, metrics: Metrics, rollouts: Sequence[Metrics]) -> None:
         columns = columns_for(PLAIN_WIDTH)
         if not self._begun:
-            if (left := self.total - int(metrics.get("batch") or 0)) > 0:
+            if (left := self.total - int(finite(metrics.get("batch")) or 0)) > 0:
                 self._print(f"about {time_left([metrics], left)} left at the pace of the first batch")
             self._print("  ".join(column.heading.rjust(column.width) for column in columns))
         super().batch(step, metrics, rollouts)
@@ -272,7 +272,7 @@ class LiveDisplay(_Shown):
         return table
 
     def _progress(self) -> Table:
-        done = int(self._rows[-1].get("batch") or 0) if self._rows else 0
+        done = int(finite(self._rows[-1].get("batch")) or 0) if self._rows else 0
         grid = Table.grid(padding=(0, 1))
         left = time_left(self._rows, self.total - done)
         bar = ProgressBar(total=max(self.total, 1), completed=done, width=max(10, min(40, self.console.width - 50)))
