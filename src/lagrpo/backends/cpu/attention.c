@@ -5,7 +5,7 @@
 
 #include "attention.h"
 
-/* y[h][c][row] = x[row][h][c] in lanes: x [rows, heads, d], rows of y `stride` >= rows + W apart. */
+/* y[h][c][row] = x[row][h][c] in lanes: x [rows, heads, d], rows of y `stride` >= rows + LANES apart. */
 EXPORT void transpose(i64 rows, i64 heads, i64 d, const uint32_t *x, uint32_t *y, i64 stride) {
 #pragma omp parallel for schedule(static) collapse(2)
     for (i64 h = 0; h < heads; h++)
@@ -100,11 +100,11 @@ EXPORT void attention(const Attention *a) {
 /* ---- backward ---- */
 
 INLINE void spread_tile(int nq, int vectors, Lanes p, Lanes x, i64 n, float *sums, i64 stride, int half) {
-    vec xs[QUERIES][4];
+    vec xs[QUERIES][VECTORS];
     for (int a = 0; a < nq; a++)
         for (int j = 0; j < vectors; j++) xs[a][j] = lanes(x.at, a * x.stride + j * W);
     for (i64 key = 0; key < n; key++) {
-        vec total[4];
+        vec total[VECTORS];
         for (int j = 0; j < vectors; j++) total[j] = load(sums, key * stride + j * W, 0);
         for (int a = 0; a < nq; a++) {
             vec weight = same_lanes(p.at, a * p.stride + key);
@@ -118,7 +118,7 @@ INLINE void spread_tile(int nq, int vectors, Lanes p, Lanes x, i64 n, float *sum
  * float32 with rows `stride` apart. */
 INLINE void spread(int nq, i64 d, Lanes p, const float *x, i64 n, float *sums, i64 stride, int half) {
     i64 c = 0, rows = half ? (nq + 1) / 2 : nq;
-    for (; c + TILE <= d; c += TILE) spread_tile(rows, 4, p, (Lanes){x + c, d}, n, sums + c, stride, half);
+    for (; c + TILE <= d; c += TILE) spread_tile(rows, VECTORS, p, (Lanes){x + c, d}, n, sums + c, stride, half);
     for (; c < d; c += W) spread_tile(rows, 1, p, (Lanes){x + c, d}, n, sums + c, stride, half);
 }
 
@@ -142,7 +142,7 @@ typedef struct {
 } BackwardScratch;
 
 static BackwardScratch backward_scratch_for(i64 tokens, i64 d) {
-    i64 room = tokens + 2 * W, scores = QUERIES * room, heads = QUERIES * d;
+    i64 room = tokens + 2 * LANES, scores = QUERIES * room, heads = QUERIES * d;
     float *p = room_for(3 * scores + 4 * heads), *q = p + 3 * scores;
     return (BackwardScratch){p, p + scores, p + 2 * scores, q, q + heads, q + 2 * heads, q + 3 * heads, room};
 }
@@ -151,8 +151,8 @@ static BackwardScratch backward_scratch_for(i64 tokens, i64 d) {
  * places, where inner = do . out. */
 INLINE void weigh(AttentionBackward a, i64 from, i64 P, i64 keys, i64 own_keys, float *p, float *ds, int half) {
     i64 own = even(P);
-    vec total = all(0), norm = all(a.lse[from / a.d]);
-    for (i64 c = 0; c < a.d; c += W) total += load(a.out, from + c, half) * load(a.grad_out, from + c, half);
+    vec total[PARTS] = {all(0)}, norm = all(a.lse[from / a.d]);
+    FOR_PARTS(c, part, 0, a.d) total[part] += load(a.out, from + c, half) * load(a.grad_out, from + c, half);
     float inner = sum(total);
     if (P < own) p[P] = -INFINITY, ds[P] = 0;
     for (i64 i = 0; i < own + keys; i += W) {
@@ -160,8 +160,8 @@ INLINE void weigh(AttentionBackward a, i64 from, i64 P, i64 keys, i64 own_keys, 
         store(ds, i, (load(ds, i, 0) - all(inner)) * e * all(a.scaling), half);
         store(p, i, e, half);
     }
-    clear(p, own + keys, own + own_keys + W, half);
-    clear(ds, own + keys, own + own_keys + W, half);
+    clear(p, own + keys, own + own_keys + LANES, half);
+    clear(ds, own + keys, own + own_keys + LANES, half);
 }
 
 /* One block of queries of segment g and key head h. */

@@ -12,7 +12,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { QUERIES = 4, TILE = 4 * W };
+#if defined(__AVX512F__)
+enum { VECTORS = 4 };
+#else
+enum { VECTORS = 2 };
+#endif
+enum { QUERIES = 4, TILE = VECTORS * W }; /* QUERIES * VECTORS sums stay in registers */
 
 /* Rows of lanes, `stride` lanes apart. */
 typedef struct {
@@ -37,7 +42,7 @@ static inline float *room_for(i64 numbers) {
 
 /* For sequences of up to `tokens` tokens; to be freed by its scores. */
 static inline Scratch scratch_for(i64 tokens, i64 d) {
-    i64 room = tokens + 2 * W;
+    i64 room = tokens + 2 * LANES;
     float *s = room_for(QUERIES * room + 2 * QUERIES * d);
     return (Scratch){s, s + QUERIES * room, s + QUERIES * room + QUERIES * d, room};
 }
@@ -52,11 +57,11 @@ static inline Scratch scratch_for(i64 tokens, i64 d) {
     }
 
 INLINE void products_tile(int nq, int vectors, i64 d, const float *q, Lanes kt, float *s, i64 room, int half) {
-    vec total[QUERIES][4];
+    vec total[QUERIES][VECTORS];
     for (int a = 0; a < nq; a++)
         for (int j = 0; j < vectors; j++) total[a][j] = all(0);
     for (i64 c = 0; c < d; c++) {
-        vec k[4];
+        vec k[VECTORS];
         for (int j = 0; j < vectors; j++) k[j] = lanes(kt.at, c * kt.stride + j * W);
         for (int a = 0; a < nq; a++)
             for (int j = 0; j < vectors; j++)
@@ -69,18 +74,18 @@ INLINE void products_tile(int nq, int vectors, i64 d, const float *q, Lanes kt, 
 /* s[a][key] = q[a] . k[key] for keys 0 .. n-1 (up to W - 1 more are written). q [nq, d] and kt [d, n] in d lanes; s
  * float32, its rows `room` apart. */
 INLINE void products(int nq, i64 d, const float *q, Lanes kt, i64 n, float *s, i64 room, int half) {
-    for (; n > 3 * W; n -= TILE, kt.at += TILE, s += TILE) products_tile(nq, 4, d, q, kt, s, room, half);
-    if (n > 2 * W) products_tile(nq, 3, d, q, kt, s, room, half);
-    else if (n > W) products_tile(nq, 2, d, q, kt, s, room, half);
+    for (; n > TILE - W; n -= TILE, kt.at += TILE, s += TILE) products_tile(nq, VECTORS, d, q, kt, s, room, half);
+    if (VECTORS > 3 && n > 2 * W) products_tile(nq, 3, d, q, kt, s, room, half);
+    else if (VECTORS > 2 && n > W) products_tile(nq, 2, d, q, kt, s, room, half);
     else if (n > 0) products_tile(nq, 1, d, q, kt, s, room, half);
 }
 
 INLINE void mixture_tile(int nq, int vectors, i64 d, Lanes p, Lanes v, i64 n, float *out, int half) {
-    vec total[QUERIES][4];
+    vec total[QUERIES][VECTORS];
     for (int a = 0; a < nq; a++)
         for (int j = 0; j < vectors; j++) total[a][j] = load(out, a * d + j * W, 0);
     for (i64 key = 0; key < n; key++) {
-        vec x[4];
+        vec x[VECTORS];
         for (int j = 0; j < vectors; j++) x[j] = lanes(v.at, key * v.stride + j * W);
         for (int a = 0; a < nq; a++)
             for (int j = 0; j < vectors; j++)
@@ -94,24 +99,24 @@ INLINE void mixture_tile(int nq, int vectors, i64 d, Lanes p, Lanes v, i64 n, fl
  * out float32 [nq, d]. */
 INLINE void mixture(int nq, i64 d, Lanes p, Lanes v, i64 n, float *out, int half) {
     i64 c = 0, rows = half ? (n + 1) / 2 : n;
-    for (; c + TILE <= d; c += TILE) mixture_tile(nq, 4, d, p, (Lanes){v.at + c, v.stride}, rows, out + c, half);
+    for (; c + TILE <= d; c += TILE) mixture_tile(nq, VECTORS, d, p, (Lanes){v.at + c, v.stride}, rows, out + c, half);
     for (; c < d; c += W) mixture_tile(nq, 1, d, p, (Lanes){v.at + c, v.stride}, rows, out + c, half);
 }
 
-/* s <- exp(scaling s - max) over n numbers, zeros up to the next multiple of W, in the place of s as bfloat16 (half);
+/* s <- exp(scaling s - max) over n numbers, zeros up to the next multiple of LANES, in the place of s as bfloat16 (half);
  * returns log sum exp, and the sum. */
 INLINE float softmax(float *s, i64 n, float scaling, float *total, int half) {
-    vec top = all(-INFINITY), sums = all(0);
-    for (i64 i = n; i % W; i++) s[i] = -INFINITY;
+    vec top = all(-INFINITY), sums[PARTS] = {all(0)};
+    for (i64 i = n; i % LANES; i++) s[i] = -INFINITY;
     for (i64 i = 0; i < n; i += W) {
         vec x = load(s, i, 0) * all(scaling);
         top = larger(x, top);
         store(s, i, x, 0);
     }
     float highest = largest(top);
-    for (i64 i = 0; i < n; i += W) {
+    FOR_PARTS(i, p, 0, n) {
         vec e = exponential(load(s, i, 0) - all(highest));
-        sums += e;
+        sums[p] += e;
         store(s, i, e, half);
     }
     *total = sum(sums);

@@ -79,12 +79,9 @@ def isa_level() -> str:
 
 
 def optimization(level: str) -> tuple[str, ...]:
-    """The compiler's flags. Where a vector takes several registers, -O3 takes a minute, four times as long as -O2, of
-    which a search for common expressions in registers takes a third and gains nothing.
-    Nothing is left out that this processor lacks, so that two levels with the same instructions share a library."""
-    wide = "avx512f" in cpu_flags() and level not in ("avx2", "baseline")
-    without_amx = (flag for flag in LEVELS[level].flags if flag not in NO_AMX or "amx_tile" in cpu_flags())
-    return (*(("-O3",) if wide else ("-O2", "-fno-gcse")), *without_amx)
+    """The compiler's flags. Nothing is left out that this processor lacks, so that two levels with the same instructions
+    share a library."""
+    return "-O3", *(flag for flag in LEVELS[level].flags if flag not in NO_AMX or "amx_tile" in cpu_flags())
 
 
 def cpu_flags() -> frozenset[str]:

@@ -26,7 +26,7 @@ typedef struct {
 void norm(const Norm *a);
 
 /* x, grad_y, grad_total, grad_x [rows, width]; weight [width]; rstd [rows]; grad_weight float32 [slices, width up to a
- * multiple of W]. grad_total may be NULL. */
+ * multiple of LANES]. grad_total may be NULL. */
 typedef struct {
     i64 rows, width, slices;
     const void *x, *weight, *grad_y, *grad_total;
@@ -48,7 +48,7 @@ typedef struct {
 void swiglu(const Gated *a, void *y);
 void swiglu_backward(const Gated *a, const void *grad_y, void *grad_gate, void *grad_up);
 
-/* x [rows, heads, d] with its stride; y [rows, heads, d]; cosine, sine [rows, d]; d a multiple of 2 W. sign: 1, or -1 for
+/* x [rows, heads, d] with its stride; y [rows, heads, d]; cosine, sine [rows, d]; d a multiple of 2 LANES. sign: 1, or -1 for
  * the transpose. */
 typedef struct {
     i64 rows, heads, d, stride;
@@ -122,7 +122,7 @@ void attention_backward(const AttentionBackward *a);
  * a prompt of prompts[g] tokens. Row r has the cache number caches[r], and lengths[r] tokens of its own there; rows that
  * are several tokens of one sequence have the same cache.
  *
- * Caches are in lanes, their rooms in tokens, multiples of 2 W. float32: keys [rows, kv_heads, d, own_room] and values
+ * Caches are in lanes, their rooms in tokens, multiples of 2 LANES. float32: keys [rows, kv_heads, d, own_room] and values
  * [rows, kv_heads, own_room, d]; bfloat16: half as many lanes along d of a key and along the tokens of a value. Prompts
  * likewise, [n_groups, kv_heads, ., .]. own_batch: the number of a layer's own caches. */
 typedef struct {

@@ -12,14 +12,14 @@
  * 1 / rms. */
 INLINE void norm_row(Norm a, i64 row, int half) {
     i64 first = row * a.width, stop = first + a.width;
-    vec squares = all(0);
-    for (i64 i = first; i < stop; i += W) {
+    vec squares[PARTS] = {all(0)};
+    FOR_PARTS(i, p, first, stop) {
         vec v = load_some(a.x, i, stop, 0, half);
         if (a.delta) {
             v = rounded(v + load_some(a.delta, i, stop, 0, half), half);
             store_some(a.total, i, stop, v, half);
         }
-        squares += v * v;
+        squares[p] += v * v;
     }
     const void *source = a.delta ? a.total : a.x;
     float r = 1.f / sqrtf(sum(squares) / (float)a.width + a.eps);
@@ -38,16 +38,16 @@ EXPORT void norm(const Norm *a) {
 /* grad_x = grad_total + r (g - xhat mean(g xhat)), g = weight grad_y, xhat = r x. grad_weight: the sums of grad_y xhat
  * over `slices` equal runs of rows; the caller adds them up in their order. */
 INLINE void norm_backward_slice(NormBackward a, i64 slice, int half) {
-    i64 width = a.width, padded = (width + W - 1) / W * W;
+    i64 width = a.width, padded = (width + LANES - 1) / LANES * LANES;
     float *gw = a.grad_weight + slice * padded;
     memset(gw, 0, padded * sizeof *gw);
     for (i64 row = a.rows * slice / a.slices; row < a.rows * (slice + 1) / a.slices; row++) {
         i64 first = row * width, stop = first + width;
-        vec products = all(0), r = all(a.rstd[row]);
-        for (i64 i = first; i < stop; i += W) {
+        vec products[PARTS] = {all(0)}, r = all(a.rstd[row]);
+        FOR_PARTS(i, p, first, stop) {
             vec g = load_some(a.grad_y, i, stop, 0, half), xhat = load_some(a.x, i, stop, 0, half) * r;
             store(gw, i - first, load(gw, i - first, 0) + g * rounded(xhat, half), 0);
-            products += g * load_some(a.weight, i - first, width, 0, half) * xhat;
+            products[p] += g * load_some(a.weight, i - first, width, 0, half) * xhat;
         }
         vec mean = all(sum(products) / (float)width);
         for (i64 i = first; i < stop; i += W) {

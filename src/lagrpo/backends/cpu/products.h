@@ -15,7 +15,7 @@
 #if defined(__AVX512F__)
 enum { COLUMNS = 3, ROWS = 8 }; /* of sums that stay in registers: vectors of outputs, rows */
 #else
-enum { COLUMNS = 1, ROWS = 4 };
+enum { COLUMNS = PARTS, ROWS = 4 };
 #endif
 enum { LINE = 64, DEPTH = 32, SIDE = 16 }; /* bytes of a cache line; numbers and rows of a tile */
 

@@ -2,7 +2,7 @@
 
 #include "products.h"
 
-enum { CACHE = 1 << 19 }; /* bytes of x that stay in a core's cache */
+enum { CACHE = 1 << 19, PAIR = COLUMNS * W * 4 / LINE }; /* bytes of x that stay in a core's cache; lines of a pair */
 
 /* One panel: `stop` of its outputs are real. y's rows are n apart. `up` is the adapter's part, where there is a rank. */
 typedef struct {
@@ -25,7 +25,7 @@ INLINE void strip(const int rows, Panel p, const uint16_t *x, const uint16_t *lo
         for (int c = 0; c < COLUMNS; c++) total[r][c] = all(0);
     for (i64 pair = 0; pair < p.k / 2; pair++) {
         vec w[COLUMNS];
-        for (int c = 0; c < COLUMNS; c++) memcpy(&w[c], p.weights + (pair * COLUMNS + c) * LINE, sizeof(vec));
+        for (int c = 0; c < COLUMNS; c++) memcpy(&w[c], p.weights + (pair * COLUMNS + c) * sizeof(vec), sizeof(vec));
         if (ahead.at < end) {
             for (i64 line = 0; line < ahead.each; line++) __builtin_prefetch(ahead.at + line * LINE, 0, 2);
             ahead.at += ahead.each * LINE;
@@ -36,7 +36,7 @@ INLINE void strip(const int rows, Panel p, const uint16_t *x, const uint16_t *lo
     }
     for (i64 pair = 0; pair < p.rank / 2; pair++) {
         vec w[COLUMNS];
-        for (int c = 0; c < COLUMNS; c++) memcpy(&w[c], p.up + (pair * COLUMNS + c) * LINE, sizeof(vec));
+        for (int c = 0; c < COLUMNS; c++) memcpy(&w[c], p.up + (pair * COLUMNS + c) * sizeof(vec), sizeof(vec));
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < COLUMNS; c++)
                 total[r][c] = add_product(total[r][c], same_lanes(low, r * p.rank / 2 + pair), w[c], 1);
@@ -66,7 +66,7 @@ static void strip_of(i64 rows, Panel p, const uint16_t *x, const uint16_t *low, 
 /* Rows `from` .. `to` - 1 against one panel; meanwhile the next panel is fetched. */
 static void rows_by_vectors(const Product *a, i64 from, i64 to, i64 panel) {
     i64 size = panel_bytes(COLUMNS * W, a->k), m = to - from, strips = (m + ROWS - 1) / ROWS, column = panel * COLUMNS * W;
-    i64 next = column + COLUMNS * W < a->n ? size / LINE : 0, each = strips < COLUMNS ? COLUMNS - strips + 1 : 1;
+    i64 next = column + COLUMNS * W < a->n ? size / LINE : 0, each = strips < PAIR ? PAIR - strips + 1 : 1;
     Panel p = {a->packed + panel * size, a->rank ? a->up + panel * panel_bytes(COLUMNS * W, a->rank) : NULL,
                a->bias ? a->bias + column : NULL, a->k, a->rank, a->n, a->n - column};
     for (i64 s = 0; s < strips; s++) {

@@ -29,18 +29,20 @@ INLINE float highest(Row r, int half) {
 
 /* sum of e = exp(x over_tau - top) over the block from `first` on */
 INLINE double block_sum(Row r, i64 first, float top, int half) {
-    vec sums = all(0);
-    for (i64 i = first, stop = block_end(r, first); i < stop; i += W)
-        sums += exponential(load_some(r.x, i, stop, -INFINITY, half) * all(r.over_tau) - all(top));
+    vec sums[PARTS] = {all(0)};
+    i64 stop = block_end(r, first);
+    FOR_PARTS(i, p, first, stop)
+        sums[p] += exponential(load_some(r.x, i, stop, -INFINITY, half) * all(r.over_tau) - all(top));
     return sum(sums);
 }
 
 /* sum of e (x over_tau - top) over the same numbers; where e = 0 the product is 0 */
 INLINE double block_moment(Row r, i64 first, float top, int half) {
-    vec sums = all(0);
-    for (i64 i = first, stop = block_end(r, first); i < stop; i += W) {
+    vec sums[PARTS] = {all(0)};
+    i64 stop = block_end(r, first);
+    FOR_PARTS(i, p, first, stop) {
         vec gap = load_some(r.x, i, stop, -INFINITY, half) * all(r.over_tau) - all(top), e = exponential(gap);
-        sums += choose(e == 0, all(0), e * gap);
+        sums[p] += choose(e == 0, all(0), e * gap);
     }
     return sum(sums);
 }

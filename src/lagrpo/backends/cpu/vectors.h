@@ -1,6 +1,7 @@
-/* Sixteen numbers at a time, by GCC's vector extensions, whatever the registers of the machine are.
+/* W numbers at a time, as many as a register of this machine holds, by GCC's vector extensions.
  *
- * In memory numbers are float32 or bfloat16 (`half`: bfloat16), in registers float32. */
+ * A sum along a row has LANES partial sums whatever W is, so every machine adds up in the same order. In memory numbers
+ * are float32 or bfloat16 (`half`: bfloat16), in registers float32. */
 
 #ifndef LAGRPO_VECTORS_H
 #define LAGRPO_VECTORS_H
@@ -13,16 +14,28 @@
 #include <stdint.h>
 #include <string.h>
 
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ivec __attribute__((vector_size(64)));
-typedef uint32_t uvec __attribute__((vector_size(64)));
-typedef uint16_t hvec __attribute__((vector_size(32)));
+#if defined(__AVX512F__)
+#define W 16
+#elif defined(__AVX__)
+#define W 8
+#else
+#define W 4
+#endif
+enum { LANES = 16, PARTS = LANES / W };
+
+typedef float vec __attribute__((vector_size(4 * W)));
+typedef int32_t ivec __attribute__((vector_size(4 * W)));
+typedef uint32_t uvec __attribute__((vector_size(4 * W)));
+typedef uint16_t hvec __attribute__((vector_size(2 * W)));
 typedef int64_t i64;
 
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 
-enum { W = 16 };
+/* For each vector i of `first` .. stop - 1, and up to LANES - W numbers more: p is the number of its partial sums. */
+#define FOR_PARTS(i, p, first, stop)                                                                                   \
+    for (i64 i = (first); i < (stop);)                                                                                 \
+        _Pragma("GCC unroll 4") for (int p = 0; p < PARTS; p++, i += W)
 
 /* `call`, compiled for either dtype: HALF is a constant in it. */
 #define FOR_DTYPE(half, call)                                                                                          \
@@ -122,10 +135,10 @@ INLINE vec choose(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (
 
 INLINE vec larger(vec a, vec b) { return choose((a > b) | (a != a), a, b); } /* a NaN in a comes through */
 
-INLINE float sum(vec x) {
-    float s[W];
-    memcpy(s, &x, sizeof s);
-    for (int step = W / 2; step; step /= 2)
+INLINE float sum(const vec *parts) {
+    float s[LANES];
+    memcpy(s, parts, sizeof s);
+    for (int step = LANES / 2; step; step /= 2)
         for (int j = 0; j < step; j++) s[j] += s[j + step];
     return s[0];
 }
