@@ -39,7 +39,7 @@ from lagrpo.types import Group
 
 PARITY_PROMPTS = 8
 LOCAL_TOKENS, SERVER_TOKENS = 8, 32  # at most, of each completion: in-process, by a vLLM server
-EXACT_PROMPTS, EXACT_TOKENS = 2, 4  # that are compared to the bit after a weight sync
+LATER_COMPLETIONS, LATER_TOKENS = 16, 2  # of one prompt: what an in-process sampler is compared on after a weight sync
 LONG_PROMPT = 160  # tokens: longer than any block in which keys are computed or kept
 TOO_FAR = 0.5
 """Nats a token, on average, at the start of a run: what differs by more computes something else."""
@@ -138,10 +138,7 @@ class ParityCheck:
 
     def _check_bits(self, policy: Policy, sampler: Checkable) -> Mapping[str, float]:
         """The grade exact."""
-        step = -(-len(self._items) // EXACT_PROMPTS)
-        learner_T, samplers_ST = _score(
-            policy, sampler, [(i, tokens[:EXACT_TOKENS]) for i, tokens in self._items[::step]]
-        )
+        learner_T, samplers_ST = _score(policy, sampler, self._items)
         check_finite(learner_T, f"version {policy.version}")
         for name, sampler_T in zip(sampler.servers, samplers_ST, strict=True):
             if not torch.equal(learner_T, sampler_T):
@@ -184,9 +181,12 @@ class ParityCheck:
     def _generate(self, policy: Policy, sampler: Checkable) -> list[Item]:
         """What the first server generates. The log-probs that every server reports with its own completions must be the
         learner's at the sampling temperature."""
-        found, tokens = [], LOCAL_TOKENS if self.parity else SERVER_TOKENS
+        found: list[list[Item]] = []
         for number, server in enumerate(sampler.servers):
-            groups = sampler.generate_on_server(number, self.requests, 1, tokens)
+            if self.parity is not None:
+                groups = _generate_later(sampler, self.requests)
+            else:
+                groups = sampler.generate_on_server(number, self.requests, 1, SERVER_TOKENS)
             outcomes = (group.completions[0].outcome for group in groups)
             if failed := next(filter(None, outcomes), None):
                 raise ParityError(f"{server}: a completion for the parity check failed: {failed.reason}")
@@ -201,8 +201,9 @@ def _measure(policy: Policy, sampler: Checkable, requests: Sequence[Request]) ->
     """Compare learner and in-process sampler with several numbers of rows, prompts longer than a block, groups of one
     and of several. Returns their parity, and the prompts and completions that later checks can score. Raises
     ParityError where they differ by more than TOO_FAR on average, or a log-prob is not a number."""
-    groups = sampler.generate_on_server(0, requests, max(2, -(-PARITY_PROMPTS // len(requests))), LOCAL_TOKENS)
-    items = _items_of(groups)
+    later = _generate_later(sampler, requests)
+    items, groups = _items_of(later), later
+    groups += sampler.generate_on_server(0, requests, 2, LOCAL_TOKENS)
     groups += sampler.generate_on_server(0, [*requests[:1], *_lengthen(policy, requests)], 1, LOCAL_TOKENS)
     is_sampled_T, sampled_T = _sampled(groups)
     together_T = _score_groups(policy, groups)[is_sampled_T]
@@ -222,6 +223,12 @@ def _measure(policy: Policy, sampler: Checkable, requests: Sequence[Request]) ->
     )
     reason = None if equal and policy.model.exact else _why_close(policy, equal)
     return Parity("close" if reason else "exact", mean, largest, len(sampled_T), reason), items
+
+
+def _generate_later(sampler: Checkable, requests: Sequence[Request]) -> list[Group]:
+    """Completions of the shortest prompt: few tokens, so that the check after a sync takes little of a batch's time."""
+    shortest = min(requests, key=lambda request: len(request.prompt.token_ids))
+    return sampler.generate_on_server(0, [shortest], LATER_COMPLETIONS, LATER_TOKENS)
 
 
 def check_finite(learner_T: Tensor, where: str) -> None:
