@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rounding import rounding
 from tiny import tiny_policy
 from torch import Tensor, nn
 
@@ -86,11 +87,9 @@ def test_swiglu_and_its_gradient(width, dtype):
     g, u = gate.double().requires_grad_(), up.double().requires_grad_()
     expected = torch.nn.functional.silu(g) * u
     assert_close(kernels.swiglu(gate, up), expected.detach(), 3)
-    for ours, theirs in zip(
-        kernels.swiglu_backward(gate, up, grad),
-        torch.autograd.grad((expected * grad.double()).sum(), (g, u)),
-        strict=True,
-    ):
+    again, *grads = kernels.swiglu_backward(gate, up, grad)
+    assert torch.equal(again, kernels.swiglu(gate, up))
+    for ours, theirs in zip(grads, torch.autograd.grad((expected * grad.double()).sum(), (g, u)), strict=True):
         assert_close(ours, theirs, 3)
     joined = torch.cat([gate, up], 1)
     assert torch.equal(kernels.swiglu(joined[:, :width], joined[:, width:]), kernels.swiglu(gate, up))
@@ -110,9 +109,9 @@ def test_rotary_and_back(dtype):
     assert_close(kernels.rotary(x, cosine, sine), (x * cosine[:, None] + turned * sine[:, None]).double(), 0.1)
     # turning back is the transpose: <turn x, y> = <x, turn back y>
     y = random(6, 3, 64, seed=1, dtype=dtype)
-    there = (kernels.rotary(x, cosine, sine).double() * y.double()).sum()
-    back = (x.double() * kernels.rotary(y, cosine, sine, back=True).double()).sum()
-    assert abs(there - back).item() < 100 * ROUNDING[dtype]
+    there = kernels.rotary(x, cosine, sine).double() * y.double()
+    back = x.double() * kernels.rotary(y, cosine, sine, back=True).double()
+    assert (there - back).sum().abs() <= ROUNDING[dtype] * there.abs().sum()
 
 
 LAYOUTS = [((7, (3, 9, 2)), (20, (1,)), (1, (5, 5, 30)), (5, ())), ((130, (70, 3)),)]
@@ -155,8 +154,9 @@ def test_log_probs_of_tokens_and_their_gradient(vocabulary, tau, dtype):
     exact = logits.double() / tau
     expected = exact.log_softmax(-1).gather(1, ids[:, None]).squeeze(1)
     logp, lse = kernels.token_logp(logits.detach(), ids, tau)
-    assert (logp - expected).abs().max().item() < 5e-6
-    assert (lse - exact.logsumexp(-1)).abs().max().item() < 5e-6
+    bound = rounding(torch.float32, exact.abs().max().item(), 16)
+    assert (logp - expected).abs().max().item() <= bound
+    assert (lse - exact.logsumexp(-1)).abs().max().item() <= bound
     weights = torch.linspace(-1, 1, 9)
     (expected * weights).sum().backward()
     assert logits.grad is not None
@@ -197,7 +197,8 @@ def test_kernels_and_pytorch_sample_the_same_tokens():
         choose_backend(choice, "cpu", torch.float32).sample(logits, 0.8, uniform) for choice in ("c", "torch")
     )
     assert (ours != theirs).sum().item() <= 1  # a number within 1e-7 of an interval's end may fall on either side
-    torch.testing.assert_close(logp[ours == theirs], reference[ours == theirs], rtol=0, atol=5e-6)
+    bound = rounding(torch.float32, logits.abs().max().item() / 0.8, 16)
+    torch.testing.assert_close(logp[ours == theirs], reference[ours == theirs], rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 150, 2000])

@@ -238,10 +238,11 @@ class _NormedProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total: Tensor | None, *grads: Tensor):  # type: ignore[override]
         total, scale, rstd, *parameters = ctx.saved_tensors
-        h, wants_x = kernels.norm(total, None, scale, ctx.eps)[1], any(ctx.needs_input_grad[:3])
-        grad_h, found = ctx.linears.backward(h, grads, parameters, ctx.needs_input_grad[5:], wants_x)
-        if grad_h is None:  # the first layer, of frozen embeddings
+        h = kernels.norm(total, None, scale, ctx.eps)[1]
+        found = ctx.linears.grad_parameters(h, grads, parameters, ctx.needs_input_grad[5:])
+        if not any(ctx.needs_input_grad[:3]):  # the first layer, of frozen embeddings
             return *5 * (None,), *found
+        grad_h = ctx.linears.grad_input(grads, parameters)
         grad_x, grad_scale = kernels.norm_backward(total, scale, rstd, grad_h, grad_total)
         return grad_x, None if ctx.first else grad_x, grad_scale, None, None, *found
 
@@ -256,8 +257,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y: Tensor):  # type: ignore[override]
         x, *parameters = ctx.saved_tensors
-        grad_x, found = ctx.linears.backward(x, [grad_y], parameters, ctx.needs_input_grad[2:], True)
-        return grad_x, None, *found
+        found = ctx.linears.grad_parameters(x, [grad_y], parameters, ctx.needs_input_grad[2:])
+        return ctx.linears.grad_input([grad_y], parameters), None, *found
 
 
 class _GatedProduct(torch.autograd.Function):
@@ -272,6 +273,7 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y: Tensor):  # type: ignore[override]
         gate, up, *parameters = ctx.saved_tensors
-        given = [grad_y], parameters, ctx.needs_input_grad[3:], True
-        grad_made, found = ctx.linears.backward(kernels.swiglu(gate, up), *given)
-        return *kernels.swiglu_backward(gate, up, grad_made), None, *found
+        grad_made = ctx.linears.grad_input([grad_y], parameters)
+        made, grad_gate, grad_up = kernels.swiglu_backward(gate, up, grad_made)
+        found = ctx.linears.grad_parameters(made, [grad_y], parameters, ctx.needs_input_grad[3:])
+        return grad_gate, grad_up, None, *found

@@ -46,7 +46,7 @@ typedef struct {
 } Gated;
 
 void swiglu(const Gated *a, void *y);
-void swiglu_backward(const Gated *a, const void *grad_y, void *grad_gate, void *grad_up);
+void swiglu_backward(const Gated *a, const void *grad_y, void *y, void *grad_gate, void *grad_up);
 
 /* x [rows, heads, d] with its stride; y [rows, heads, d]; cosine, sine [rows, d]; d a multiple of 2 LANES. sign: 1, or -1 for
  * the transpose. */

@@ -68,11 +68,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-def swiglu_backward(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `swiglu`, both contiguous."""
-    grad_gate, grad_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    call("swiglu_backward", _gated(gate, up), grad_y.contiguous(), grad_gate, grad_up)
-    return grad_gate, grad_up
+def swiglu_backward(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `swiglu` gave, and its gradients of gate and up; all contiguous."""
+    y, grad_gate, grad_up = (gate.new_empty(gate.shape) for _ in range(3))
+    call("swiglu_backward", _gated(gate, up), grad_y.contiguous(), y, grad_gate, grad_up)
+    return y, grad_gate, grad_up
 
 
 def rotary(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tensor:

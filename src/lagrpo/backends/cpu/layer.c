@@ -80,21 +80,22 @@ EXPORT void swiglu(const Gated *a, void *y) {
     for (i64 row = 0; row < a->rows; row++) FOR_DTYPE(a->half, swiglu_row(*a, y, row, HALF));
 }
 
-INLINE void swiglu_backward_row(Gated a, const void *grad_y, void *grad_gate, void *grad_up, i64 row, int half) {
+INLINE void swiglu_backward_row(Gated a, const void *grad_y, void *y, void *grad_gate, void *grad_up, i64 row, int half) {
     i64 from = row * a.stride, to = row * a.width, end = from + a.width, stop = to + a.width;
     for (i64 i = 0; i < a.width; i += W) {
         vec g = load_some(a.gate, from + i, end, 0, half), u = load_some(a.up, from + i, end, 0, half);
         vec gy = load_some(grad_y, to + i, stop, 0, half), s = sigmoid(g);
+        store_some(y, to + i, stop, rounded(g * s, half) * u, half);
         store_some(grad_up, to + i, stop, gy * g * s, half);
         store_some(grad_gate, to + i, stop, gy * u * s * (all(1.f) + g * (all(1.f) - s)), half);
     }
 }
 
-/* Gradients of `swiglu`: grad_y, grad_gate and grad_up [rows, width]. */
-EXPORT void swiglu_backward(const Gated *a, const void *grad_y, void *grad_gate, void *grad_up) {
+/* y of `swiglu` again, and its gradients: grad_y, grad_gate and grad_up [rows, width]. */
+EXPORT void swiglu_backward(const Gated *a, const void *grad_y, void *y, void *grad_gate, void *grad_up) {
 #pragma omp parallel for schedule(static)
     for (i64 row = 0; row < a->rows; row++)
-        FOR_DTYPE(a->half, swiglu_backward_row(*a, grad_y, grad_gate, grad_up, row, HALF));
+        FOR_DTYPE(a->half, swiglu_backward_row(*a, grad_y, y, grad_gate, grad_up, row, HALF));
 }
 
 /* ---- rotary position embedding ---- */

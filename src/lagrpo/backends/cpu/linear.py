@@ -36,30 +36,30 @@ class Linears:
             return tuple(m.forward(x) for m in self.modules)
         return self.panels(x).split(self.panels.widths, 1)
 
-    def backward(
-        self, x: Tensor, grads: Sequence[Tensor], parameters: Tensors, wanted: Sequence[bool], wants_x: bool
-    ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """The gradients of x and of the `parameters`, where they are `wanted`, from those of the outputs."""
+    def grad_input(self, grads: Sequence[Tensor], parameters: Tensors) -> Tensor:
+        """The gradient of the inputs [rows, k], from the gradients of the outputs."""
+        count, found = len(self.modules), None
+        for grad, weight in zip(grads, parameters, strict=False):
+            assert weight is not None
+            found = torch.mm(grad, weight) if found is None else found.addmm_(grad, weight)
+        assert found is not None
+        adapters = zip(self.modules, grads, parameters[2 * count : 3 * count], parameters[3 * count :], strict=True)
+        for m, grad, down, up in adapters:
+            if isinstance(m, AdaptedLinear) and down is not None and up is not None:
+                found.addmm_(torch.mm(grad, up).mul_(m.scale), down)
+        return found
+
+    def grad_parameters(
+        self, x: Tensor, grads: Sequence[Tensor], parameters: Tensors, wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """The gradients of the `parameters` that are `wanted`, from the inputs and the gradients of the outputs."""
         count = len(self.modules)
-        weights, _, downs, ups = (parameters[n : n + count] for n in range(0, 4 * count, count))
-        grad_x = _grad_input(grads, weights) if wants_x else None
+        downs, ups = parameters[2 * count : 3 * count], parameters[3 * count :]
         found: list[Tensor | None] = [torch.mm(grad.mT, x) if wanted[n] else None for n, grad in enumerate(grads)]
         found += [grad.sum(0) if wanted[count + n] else None for n, grad in enumerate(grads)]
         found += [None] * (2 * count)
         for n, (m, grad, down, up) in enumerate(zip(self.modules, grads, downs, ups, strict=True)):
             if isinstance(m, AdaptedLinear) and down is not None and up is not None:
-                low = torch.mm(grad, up).mul_(m.scale)
-                found[2 * count + n] = torch.mm(low.mT, x)
+                found[2 * count + n] = torch.mm(torch.mm(grad, up).mul_(m.scale).mT, x)
                 found[3 * count + n] = torch.mm(grad.mT, torch.mm(x, down.mT)).mul_(m.scale)
-                if grad_x is not None:
-                    grad_x.addmm_(low, down)
-        return grad_x, found
-
-
-def _grad_input(grads: Sequence[Tensor], weights: Tensors) -> Tensor:
-    found: Tensor | None = None
-    for grad, weight in zip(grads, weights, strict=True):
-        assert weight is not None
-        found = torch.mm(grad, weight) if found is None else found.addmm_(grad, weight)
-    assert found is not None
-    return found
+        return found
