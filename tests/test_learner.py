@@ -239,7 +239,7 @@ def test_v_batches_from_one_alpha_equal_v_mini_batches_of_one_larger_batch():
     v = 3
     runs = []
     for together in (False, True):
-        policy = tiny_policy()
+        policy = tiny_policy(dtype=torch.float64)
         recipe = resolve("off_policy_grpo", {"beta": 0.0, "reduction": "token_mean"})
         stepping = learner(policy, recipe)
         sampler = LocalSampler(replica(policy), 0, MAX_TOKENS, 64)
@@ -253,7 +253,7 @@ def test_v_batches_from_one_alpha_equal_v_mini_batches_of_one_larger_batch():
             stepping.first_step(micro_batches(assembled(recipe, judge_groups(parts[b]), b), 999))
         assert policy.version == v
         runs.append(torch.cat([w.flatten() for w in policy.weights.values()]))
-    assert (runs[0] - runs[1]).abs().max() <= 1e-6
+    assert (runs[0] - runs[1]).abs().max() <= 1e-6  # a thousandth of a step
 
 
 def test_masters_keep_what_bfloat16_would_round_away():
