@@ -105,10 +105,10 @@ def test_attention_and_its_gradient_in_each_dtype(monkeypatch, dtype, heads, kv_
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     expected, _ = dense_attention(layout, *exact, scaling=d**-0.5)
     out = choose_backend(tiny.BACKEND, "cpu", dtype).attend(layout, q, k, v, d**-0.5)
-    assert_close(out.detach(), expected.detach(), 2)
+    assert_close(out.detach(), expected.detach(), 6)  # scores of up to 4, probabilities, outputs
     theirs = torch.autograd.grad((expected * grad.detach().double()).sum(), exact)
     for mine, reference in zip(torch.autograd.grad(out, (q, k, v), grad.detach()), theirs, strict=True):
-        assert_close(mine, reference, 4)
+        assert_close(mine, reference, 8)
 
 
 def test_nothing_of_the_size_of_all_rows_with_all_rows_waits_for_the_backward_pass(monkeypatch):

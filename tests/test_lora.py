@@ -211,7 +211,7 @@ def test_peft_computes_what_we_compute_from_a_saved_adapter(model, tmp_path, dty
     theirs = by_transformers(PeftModel.from_pretrained(base, str(tmp_path / "adapter"), autocast_adapter_dtype=False))
     ours = logp_of(policy)
     assert (ours - initial).abs().mean() > 0.1
-    assert (ours - theirs).abs().mean() < (1e-5 if dtype == torch.float32 else 0.03)
+    assert (ours - theirs).abs().mean() < (1e-5 if dtype == torch.float32 else 8 * 2 * 2**-8)  # 8 roundings of 2
     again = load_policy(str(tmp_path / "adapter"), dtype)
     assert torch.equal(logp_of(again), ours)
 
