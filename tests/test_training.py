@@ -82,7 +82,8 @@ def test_the_lag_read_from_the_tokens_is_the_schedules(run, kind, v, i, batches)
 @pytest.mark.usefixtures("shared_templates")
 def test_prefetching_changes_no_record(run):
     prefetch, lazy = (
-        run(sampling={"prefetch": a, "max_num_seqs": 8}, schedule={"v": 3, "batches": 7}) for a in (True, False)
+        run(sampling={"prefetch": a, "max_num_seqs": 8}, schedule={"v": 3, "batches": 7}, model=BF16["model"])
+        for a in (True, False)
     )
     assert load_rollouts(prefetch.run) == load_rollouts(lazy.run)
     assert without_timings(load_metrics(prefetch.run)) == without_timings(load_metrics(lazy.run))
