@@ -39,7 +39,9 @@ from lagrpo.types import Group
 
 PARITY_PROMPTS = 8
 LOCAL_TOKENS, SERVER_TOKENS = 8, 32  # at most, of each completion: in-process, by a vLLM server
-LATER_COMPLETIONS, LATER_TOKENS = 16, 2  # of one prompt: what an in-process sampler is compared on after a weight sync
+LATER = {"exact": (8, 2), "close": (32, 1)}
+"""Completions of one prompt, and tokens of each, on which an in-process sampler is compared after a weight sync, by its
+grade. The second token takes a decoding step; with the grade close the step reads the same tensors as the prefill."""
 LONG_PROMPT = 160  # tokens: longer than any block in which keys are computed or kept
 TOO_FAR = 0.5
 """Nats a token, on average, at the start of a run: what differs by more computes something else."""
@@ -184,7 +186,7 @@ class ParityCheck:
         found: list[list[Item]] = []
         for number, server in enumerate(sampler.servers):
             if self.parity is not None:
-                groups = _generate_later(sampler, self.requests)
+                groups = _generate_later(sampler, self.requests, *LATER[self.parity.grade])
             else:
                 groups = sampler.generate_on_server(number, self.requests, 1, SERVER_TOKENS)
             outcomes = (group.completions[0].outcome for group in groups)
@@ -201,7 +203,7 @@ def _measure(policy: Policy, sampler: Checkable, requests: Sequence[Request]) ->
     """Compare learner and in-process sampler with several numbers of rows, prompts longer than a block, groups of one
     and of several. Returns their parity, and the prompts and completions that later checks can score. Raises
     ParityError where they differ by more than TOO_FAR on average, or a log-prob is not a number."""
-    later = _generate_later(sampler, requests)
+    later = _generate_later(sampler, requests, *map(max, LATER["exact"], LATER["close"]))
     items, groups = _items_of(later), later
     groups += sampler.generate_on_server(0, requests, 2, LOCAL_TOKENS)
     groups += sampler.generate_on_server(0, [*requests[:1], *_lengthen(policy, requests)], 1, LOCAL_TOKENS)
@@ -222,13 +224,16 @@ def _measure(policy: Policy, sampler: Checkable, requests: Sequence[Request]) ->
         and all(torch.equal(learner_T, sampler_T) for sampler_T in samplers_ST)
     )
     reason = None if equal and policy.model.exact else _why_close(policy, equal)
-    return Parity("close" if reason else "exact", mean, largest, len(sampled_T), reason), items
+    grade = "close" if reason else "exact"
+    count, tokens = LATER[grade]
+    kept = [(prompt_ids, token_ids[:tokens]) for prompt_ids, token_ids in items[:count]]
+    return Parity(grade, mean, largest, len(sampled_T), reason), kept
 
 
-def _generate_later(sampler: Checkable, requests: Sequence[Request]) -> list[Group]:
+def _generate_later(sampler: Checkable, requests: Sequence[Request], completions: int, tokens: int) -> list[Group]:
     """Completions of the shortest prompt: few tokens, so that the check after a sync takes little of a batch's time."""
     shortest = min(requests, key=lambda request: len(request.prompt.token_ids))
-    return sampler.generate_on_server(0, [shortest], LATER_COMPLETIONS, LATER_TOKENS)
+    return sampler.generate_on_server(0, [shortest], completions, tokens)
 
 
 def check_finite(learner_T: Tensor, where: str) -> None:
