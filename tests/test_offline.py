@@ -22,7 +22,7 @@ def model(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("model"))
 
 
-def trained(tmp_path: Path, model: Path, **sections) -> Path:
+def trained(tmp_path: Path, model: Path, /, **sections) -> Path:
     settings = {
         "run": {"directory": str(tmp_path), "display": "none", "save_weights": False},
         "model": {"path": str(model), "dtype": "float32", "threads": 1},
@@ -246,7 +246,7 @@ def test_prefetching_leaves_the_same_records(tmp_path, model, recipe):
     for prefetch in (True, False):
         sampling = {"prefetch": prefetch, "max_num_seqs": 8}
         run = trained(tmp_path / str(prefetch), model, sampling=sampling, schedule={"v": 4, "batches": 5},
-                      objective={"recipe": recipe}, **{"model": {"dtype": "bfloat16"}})  # fmt: skip
+                      objective={"recipe": recipe}, model={"dtype": "bfloat16"})  # fmt: skip
         runs.append(load_rollouts(run))
     for one, other in zip(*runs, strict=True):
         assert (one["prompt_key"], one["token_ids"], one["batch"]) == (
