@@ -408,10 +408,10 @@ def check_whole(result: Result, batches: int) -> None:
             signal.SIGINT,
             LocalSampler,
             "_sample_tokens",
-            18,
+            20,
             0,
             0,
-        ),  # behind the 16 of the parity check, in the evaluation before batch 1
+        ),  # behind the 18 of the parity check, in the evaluation before batch 1
         (signal.SIGTERM, LocalSampler, "sync_weights", 2, 1, 1),  # at the second batch's weight sync
         (signal.SIGINT, Learner, "first_step", 2, 1, 1),  # in the second batch's learning
         (signal.SIGTERM, Masters, "round", 2, 2, 2),  # in the middle of the second update; its batch is finished
