@@ -181,7 +181,7 @@ $(USER_STAMP): pyproject.toml constraints.txt
 
 # Tests start many processes, so everything is compiled here.
 $(STAMP): $(USER_STAMP)
-	@echo "Installing the tools for tests and lint into .venv (100 MB to download)"
+	@echo "Installing the tools for tests and lint into .venv (90 MB to download)"
 	@$(INSTALL) --upgrade 'pip>=25.1'
 	@$(INSTALL) -e '.[math,demo]' --group dev
 	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
