@@ -43,10 +43,8 @@ BELOW = set(ALLOWED)
 ALLOWED |= {
     "training": BELOW - {"replay", "view"},
     "doctor": {*LEAVES, "backends", "policy", "runs", "settings"},
-    "completion": {"objective", "settings", "tasks"},
-    "planning": BELOW | {"training"},
-    "study": BELOW | {"training", "planning"},
-    "cli": BELOW | {"training", "planning", "study", "doctor", "completion"},
+    "study": BELOW | {"training"},
+    "cli": BELOW | {"training", "study", "doctor"},
     "__init__": {"threads", "training"},
     "__main__": {"cli", "interrupts"},
 }

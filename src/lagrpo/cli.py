@@ -10,9 +10,7 @@
     lagrpo serve MODEL [--port P] [--weight-sync directory|nccl|ipc] … [-- OPTIONS OF VLLM]
     lagrpo recipes [NAME [--code]]
     lagrpo study STUDY.toml [--report] [--jobs N] [--only TEXT …] [--dry-run]
-    lagrpo plan [SETTINGS.toml] --gpus 8 --gpu h200 [--network 400Gb] [--servers N] [--from RUN] [--json]
     lagrpo doctor [--json]
-    lagrpo completion bash|zsh|fish
     lagrpo --version
 
 --task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --objective.recipe.
@@ -22,8 +20,6 @@ doctor: training cannot run), 2 wrong input, 130 stopped by Ctrl-C, 143 by SIGTE
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,9 +35,8 @@ from lagrpo.doctor import doctor
 from lagrpo.errors import SettingsError, find_nearest, refusing
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.redaction import redact
-from lagrpo.settings.arguments import Arguments, parse, pass_rest_on
+from lagrpo.settings.arguments import parse, pass_rest_on
 from lagrpo.settings.help import show_help
-from lagrpo.settings.plan import PlanSettings
 from lagrpo.settings.schema import EvalSettings, Settings
 from lagrpo.settings.serve import ServeSettings
 from lagrpo.settings.toml import load_settings, to_toml, validate
@@ -337,49 +332,6 @@ def study(
         planned.report()
 
 
-def plan(words: list[str]) -> None:
-    """Model where the time and the memory of a batch go, and which GPUs should serve and which learn.
-
-    Settings of the run are given as for train (--section.name VALUE); --json prints the plan for programs. No GPU is
-    needed and no weights are loaded. --from RUN takes the rates from a finished run."""
-    given, asked = read_plan(words)
-    if given.flags & HELP:
-        return show_help(asked, "lagrpo plan [SETTINGS.toml]", plan)
-    if len(given.files) > 1:
-        raise SettingsError(f"one settings file, not {len(given.files)}: {' '.join(given.files)}")
-    from lagrpo.planning.measured import Measured
-    from lagrpo.planning.plan import make_plan
-    from lagrpo.planning.show import show_plan
-
-    run = Measured.read(asked.from_run) if asked.from_run else None
-    source = given.files[0] if given.files else run.path / "config.toml" if run else None
-    made = make_plan(load_settings(source, given.overrides), asked, run)
-    print(json.dumps(made.to_dict(), indent=1)) if "--json" in given.flags else show_plan(made)
-
-
-def read_plan(words: list[str]) -> tuple[Arguments, PlanSettings]:
-    """The words of `lagrpo plan`: those of a run's settings, and the plan's own."""
-    words = [re.sub(r"^--from(?==|$)", "--from-run", word) for word in words]
-    given = parse(Settings, words, HELP | {"--json"})
-    own = {name: given.overrides.pop(name) for name in [*given.overrides] if name in PlanSettings.model_fields}
-    return given, validate(PlanSettings, {}, own, "command line")
-
-
-def completion(shell: tyro.conf.Positional[Literal["bash", "zsh", "fish"]]) -> None:
-    """Print what makes a shell complete commands, options and values.
-
-    bash: lagrpo completion bash > ~/.local/share/bash-completion/completions/lagrpo
-    zsh:  lagrpo completion zsh > ~/.lagrpo.zsh, and in ~/.zshrc: source ~/.lagrpo.zsh
-    fish: lagrpo completion fish > ~/.config/fish/completions/lagrpo.fish
-
-    Args:
-        shell: Which shell.
-    """
-    from lagrpo.completion import script
-
-    print(script(shell, FUNCTIONS, [*COMMANDS]), end="")
-
-
 def call(name: str, words: list[str]) -> None:
     """Call one of FUNCTIONS."""
     tyro.cli(FUNCTIONS[name], args=words, prog=f"lagrpo {name}")
@@ -389,10 +341,12 @@ HELP = {"-h", "--help"}
 FLAGS = HELP | {"--dry-run"}
 FUNCTIONS: dict[str, Callable[..., None]] = {
     **{"show": show, "view": view, "verify": verify, "recipes": recipes, "study": study, "merge": merge},
-    **{"doctor": doctor, "completion": completion},
+    **{
+        "doctor": doctor,
+    },
 }
 """Commands whose signature says what they take."""
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
-    **{"demo": demo, "train": train, "eval": evaluate, "serve": serve, "plan": plan},
+    **{"demo": demo, "train": train, "eval": evaluate, "serve": serve},
     **{name: partial(call, name) for name in FUNCTIONS},
 }

@@ -21,8 +21,8 @@ def unset(kind: Any, text: str, **bounds: Any) -> Any:
 
 class _OfEveryTask(Section):
     name: str = "arithmetic"
-    """arithmetic, countdown, calculator, guess_number, gsm8k, math, custom, reasoning_gym:NAME, gym:NAME,
-    verifiers:NAME (docs/environments.md), or package.module:function that returns a Task."""
+    """arithmetic, countdown, calculator, guess_number, gsm8k, math, custom, reasoning_gym:NAME, gym:NAME
+    (docs/environments.md), or package.module:function that returns a Task."""
     reward: str | None = None
     """Built-in judge (exact, number, math …) or package.module:function, called as function(text, gold) -> float."""
     rewards: tuple[RewardSettings, ...] = ()

@@ -79,7 +79,7 @@ def isa_level() -> str:
 
 
 def optimization(level: str) -> tuple[str, ...]:
-    """The compiler's flags. Nothing is left out that this processor lacks, so that two levels with the same instructions
+    """The compiler's flags. Nothing is left out that this processor lacks, so two levels with the same instructions
     share a library."""
     return "-O3", *(flag for flag in LEVELS[level].flags if flag not in NO_AMX or "amx_tile" in cpu_flags())
 
