@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
+from study.spec import Study
 from website import interface, markdown, pages, reference
 from website.generate import generate
 
@@ -23,7 +24,6 @@ from lagrpo.settings.arguments import SHORT, parse
 from lagrpo.settings.arguments import TABLES as SETTINGS_TABLES
 from lagrpo.settings.schema import ScheduleSettings, Settings
 from lagrpo.settings.toml import entry_of, list_settings, load_settings, validate
-from lagrpo.study.file import Study
 
 ROOT = Path(__file__).parent.parent
 PAGES = [Path("README.md"), *sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))]
