@@ -42,9 +42,8 @@ ALLOWED: dict[str, set[str]] = {
 BELOW = set(ALLOWED)
 ALLOWED |= {
     "training": BELOW - {"replay", "view"},
-    "doctor": {*LEAVES, "backends", "policy", "runs", "settings"},
-    "study": BELOW | {"training"},
-    "cli": BELOW | {"training", "study", "doctor"},
+    "env": {*LEAVES, "backends", "runs"},
+    "cli": BELOW | {"training", "env"},
     "__init__": {"threads", "training"},
     "__main__": {"cli", "interrupts"},
 }
@@ -155,8 +154,7 @@ def test_the_package_itself_loads_what_must_come_before_pytorch_and_nothing_else
         "policy.embedded",
         "sampling.schedule",
         "trackers.serving",  # the process of each tracker
-        "completion",
-        "doctor.report",
+        "env",
     ],
 )
 def test_settings_and_display_load_nothing_heavy(module):

@@ -9,13 +9,12 @@
     lagrpo verify RUN [--rows N | --all]
     lagrpo serve MODEL [--port P] [--weight-sync directory|nccl|ipc] … [-- OPTIONS OF VLLM]
     lagrpo recipes [NAME [--code]]
-    lagrpo study STUDY.toml [--report] [--jobs N] [--only TEXT …] [--dry-run]
-    lagrpo doctor [--json]
+    lagrpo env
     lagrpo --version
 
 --task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --objective.recipe.
-`lagrpo COMMAND --help` lists what each takes. Exit codes: 0 done, 1 the run failed (verify: something differs;
-doctor: training cannot run), 2 wrong input, 130 stopped by Ctrl-C, 143 by SIGTERM.
+`lagrpo COMMAND --help` lists what each takes. Exit codes: 0 done, 1 the run failed (verify: something differs),
+2 wrong input, 130 stopped by Ctrl-C, 143 by SIGTERM.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import Annotated, Literal
 import tyro
 
 from lagrpo import logs
-from lagrpo.doctor import doctor
+from lagrpo.env import env
 from lagrpo.errors import SettingsError, find_nearest, refusing
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.redaction import redact
@@ -292,46 +291,6 @@ def recipes(name: Annotated[str | None, tyro.conf.Positional] = None, code: bool
     show_recipes() if name is None else print_code(name) if code else show_recipe(name)
 
 
-def study(
-    file: tyro.conf.Positional[Path],
-    report: bool = False,
-    dry_run: bool = False,
-    jobs: int | None = None,
-    only: tuple[str, ...] = (),
-    directory: Path | None = None,
-    results: tuple[Path, ...] = (),
-    gpu: str | None = None,
-) -> None:
-    """Make the runs of a study that are missing, and write its report: tables, curves, a verdict for each claim.
-
-    Ended at any time, the same command goes on. The exit code is 0 whatever the verdicts, 1 if a run failed.
-
-    Args:
-        file: What is studied: settings, a grid, seeds, measures, claims.
-        report: Only write the report, of the runs that are finished.
-        dry_run: Only list the runs, with the time and the memory that they should take.
-        jobs: Runs at a time; by default one for each core or GPU.
-        only: Make only runs whose name has one of these in it.
-        directory: Where runs and report go; by default runs/studies/NAME.
-        results: report.json of this study, or directories of runs: what was made there counts, and is not made again.
-        gpu: With --dry-run: the GPU, such as h200, whose time and memory are expected; by default this machine.
-    """
-    from lagrpo.study.running import RunsFailedError
-    from lagrpo.study.study import Plan
-
-    planned = Plan.read(file, directory, results)
-    if dry_run:
-        return planned.print_runs(only, gpu)
-    with failing(RunsFailedError):
-        try:
-            if not report:
-                planned.run(only, jobs)
-        except RunsFailedError:
-            planned.report()
-            raise
-        planned.report()
-
-
 def call(name: str, words: list[str]) -> None:
     """Call one of FUNCTIONS."""
     tyro.cli(FUNCTIONS[name], args=words, prog=f"lagrpo {name}")
@@ -340,10 +299,7 @@ def call(name: str, words: list[str]) -> None:
 HELP = {"-h", "--help"}
 FLAGS = HELP | {"--dry-run"}
 FUNCTIONS: dict[str, Callable[..., None]] = {
-    **{"show": show, "view": view, "verify": verify, "recipes": recipes, "study": study, "merge": merge},
-    **{
-        "doctor": doctor,
-    },
+    **{"show": show, "view": view, "verify": verify, "recipes": recipes, "merge": merge, "env": env},
 }
 """Commands whose signature says what they take."""
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
