@@ -51,7 +51,7 @@ help:
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
 	@echo "make check-lighteval  install lighteval into an environment of its own, and compare how it scores answers (LAGRPO_DATA)"
 	@echo "make chaos      kill 50 training runs at random instants, resume them, and compare what they leave to the bit"
-	@echo "make conformance  install the peers' loss code, compare it with ours, and write the table of docs/conformance.md"
+	@echo "make conformance  install the peers' loss code, compare it with ours, and write the table of reports/conformance.md"
 	@echo "make bench-trl, bench-curve, bench-scaling, bench-peak, bench-vllm, bench-gpu, bench-busy,, bench-ranks, bench-memory, bench-lora   see benchmarks/README.md"
 	@echo "make check-ranks  runs by 1, 2 and 3 ranks beside each other: completions, gradients, weights"
 	@echo "make portability  two updates of the embedded model at every level of instructions of this processor"
