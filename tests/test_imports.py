@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "sampling": {*LEAVES, "backends", "policy", "settings", "workers"},
     "terminal": {*SMALL, "objective", "runs", "tasks"},
     "view": {*SMALL, "objective", "policy", "runs", "settings", "terminal"},  # policy: where embedded models lie
-    "trackers": {*SMALL, "runs", "settings", "terminal", "workers"},
+    "trackers": {*SMALL, "settings"},
     # What replays a run imports none of what made it: neither policy, sampling, backends nor the loop.
     "replay": {*SMALL, "core", "objective", "policy", "runs", "settings", "tasks", "verify"},
 }
@@ -153,7 +153,7 @@ def test_the_package_itself_loads_what_must_come_before_pytorch_and_nothing_else
         "terminal.display",
         "policy.embedded",
         "sampling.schedule",
-        "trackers.serving",  # the process of each tracker
+        "trackers",
         "env",
     ],
 )

@@ -57,8 +57,8 @@ class RunSettings(Section):
     entropy: bool = False
     """Measure the policy's entropy over the tokens that it learns from, in nats per token."""
     trackers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...], ONE_OR_MORE] = ()
-    """Who else gets metrics, evaluations and completions, each an extra: pip install 'lagrpo[wandb]'. A tracker that
-    fails, hangs or is slow neither stops nor slows the run (docs/inspect.md)."""
+    """Trackers that get metrics, evaluations and completions, each an extra: pip install 'lagrpo[wandb]'. A tracker
+    whose package raises is disabled with a warning (docs/inspect.md)."""
     tracked_completions: int = Field(default=16, ge=0, le=1024)
     """How many completions of each batch the trackers get; 0: none."""
 
