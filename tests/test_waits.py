@@ -125,10 +125,6 @@ BOUNDED = {
     "replay/weights.py:_base from_pretrained": HUB_ASKED,
     "replay/weights.py:_load from_pretrained": HUB_ASKED,
     "replay/weights.py:tokenizer from_pretrained": HUB_ASKED,
-    "tasks/bridge/__main__.py:serve get": "an idle program, for the life of its parent: it ends with its stdin",
-    "tasks/bridge/classic.py:get_response get": CONTEXT,
-    "tasks/bridge/conversation.py:_next result": DONE,
-    "tasks/bridge/tasksets.py:minted get": CONTEXT,
     "tasks/files.py:load_hub_rows load_dataset": HUB_ASKED,
 }
 """What bounds a wait that has no deadline of its own."""
