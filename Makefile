@@ -22,10 +22,6 @@ TRL := .venv-trl
 CONFORMANCE := .venv-conformance
 LIGHTEVAL := .venv-lighteval
 TRACKERS := .venv-trackers
-# Where verifiers is installed, and which: 0.3.1 is the last with load_environment, tasksets need 0.4.0.
-VERIFIERS_ENV ?= .venv-verifiers
-VERIFIERS_VERSION ?= 0.3.1
-VERIFIERS_STAMP := $(VERIFIERS_ENV)/installed-$(VERIFIERS_VERSION)
 DOCS := .venv-docs
 # Where vLLM is installed; may be a directory that is kept between checkouts.
 VLLM_ENV ?= .venv-vllm
@@ -39,9 +35,9 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm test-view test-trackers check-wheel wheel fuzz test-gym test-verifiers verifiers-env check-trl check-lighteval \
-	chaos conformance portability check-aarch64 bench-trl bench-scaling bench-curve bench-peak bench-vllm bench-gpu bench-busy bench-plan bench-ranks \
-	bench-memory bench-lora bench-sync check-ranks docs lint format install vllm-env clean
+.PHONY: help demo test test-gpu test-vllm test-view test-trackers check-wheel wheel fuzz test-gym check-trl check-lighteval \
+	chaos conformance portability check-aarch64 bench-trl bench-scaling bench-curve bench-peak bench-vllm bench-gpu bench-busy bench-ranks \
+	bench-memory bench-lora check-ranks docs lint format install vllm-env clean
 
 help:
 	@echo "make demo       install, then train the embedded 135M model on single-digit addition and show what it learned"
@@ -51,14 +47,12 @@ help:
 	@echo "make test-view  install, then run the tests of lagrpo view that need Chromium"
 	@echo "make test-trackers  install W&B, trackio and MLflow beside it, then run the tests that need them"
 	@echo "make test-gym   install reasoning-gym too, then run the tests that need it"
-	@echo "make test-verifiers  install verifiers into $(VERIFIERS_ENV), then run the tests that need it"
-	@echo "make verifiers-env  only install it (VERIFIERS_VERSION=0.3.1: load_environment; 0.4.0: tasksets)"
 	@echo "make fuzz       a minute of malformed settings, data and runs; OPTIONS='--seconds 600' for more"
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
 	@echo "make check-lighteval  install lighteval into an environment of its own, and compare how it scores answers (LAGRPO_DATA)"
 	@echo "make chaos      kill 50 training runs at random instants, resume them, and compare what they leave to the bit"
-	@echo "make conformance  install the peers' loss code, compare it with ours, and write the table of docs/conformance.md"
-	@echo "make bench-trl, bench-curve, bench-scaling, bench-peak, bench-vllm, bench-gpu, bench-busy, bench-plan, bench-ranks, bench-memory, bench-lora, bench-sync   see benchmarks/README.md"
+	@echo "make conformance  install the peers' loss code, compare it with ours, and write the table of reports/conformance.md"
+	@echo "make bench-trl, bench-curve, bench-scaling, bench-peak, bench-vllm, bench-gpu, bench-busy,, bench-ranks, bench-memory, bench-lora   see benchmarks/README.md"
 	@echo "make check-ranks  runs by 1, 2 and 3 ranks beside each other: completions, gradients, weights"
 	@echo "make portability  two updates of the embedded model at every level of instructions of this processor"
 	@echo "make check-aarch64  the kernels on an emulated ARM processor (needs gcc-aarch64-linux-gnu and qemu-user)"
@@ -69,7 +63,7 @@ help:
 	@echo "make vllm-env   install vLLM into $(VLLM_ENV), for the sampler vllm and \`lagrpo serve\`"
 	@echo "make check-wheel  install the wheel outside of the checkout with every Python of 3.11 to 3.13 that is here, and train"
 	@echo "make wheel      install, then build the package into dist/"
-	@echo "make clean      remove .venv, .venv-trl, .venv-conformance, .venv-lighteval, .venv-trackers, .venv-verifiers, .venv-docs, .venv-vllm, build, dist and site"
+	@echo "make clean      remove .venv, .venv-trl, .venv-conformance, .venv-lighteval, .venv-trackers,, .venv-docs, .venv-vllm, build, dist and site"
 	@echo
 	@echo "PYTHON=/path/to/python3.12   which Python (now: $(if $(PYTHON),$(PYTHON),none that is new enough))"
 	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu   a small torch without CUDA"
@@ -98,12 +92,6 @@ test-gym: $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gym]'
 	$(PYTEST) -m gym
 
-test-verifiers: $(STAMP) $(VERIFIERS_STAMP)
-	LAGRPO_VERIFIERS_PYTHON=$(abspath $(VERIFIERS_ENV))/bin/python $(PYTEST) -m verifiers
-
-verifiers-env: $(VERIFIERS_STAMP)
-	@echo "verifiers $(VERIFIERS_VERSION) is in $(VERIFIERS_ENV); use it with: --task.python $(VERIFIERS_ENV)/bin/python"
-
 fuzz: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/fuzz.py $(OPTIONS)
 
@@ -128,10 +116,10 @@ check-aarch64:
 bench-trl bench-peak bench-curve: check-trl
 	$(BIN)/python benchmarks/$(subst -,_,$@).py --peer $(TRL)/bin/python $(OPTIONS)
 
-bench-scaling bench-gpu bench-busy bench-plan bench-ranks bench-memory bench-lora check-ranks: $(STAMP)
+bench-scaling bench-gpu bench-busy bench-ranks bench-memory bench-lora check-ranks: $(STAMP)
 	$(BIN)/python benchmarks/$(subst -,_,$@).py $(OPTIONS)
 
-bench-vllm bench-sync: $(STAMP) $(VLLM_STAMP)
+bench-vllm: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python benchmarks/$(subst -,_,$@).py --peer $(VLLM_ENV)/bin/python $(OPTIONS)
 
 # A link or an anchor that leads nowhere, and any other warning, fails the build.
@@ -162,7 +150,7 @@ vllm-env: $(VLLM_STAMP)
 	@echo "vLLM $(VLLM_VERSION) is in $(VLLM_ENV)$(if $(filter-out .venv-vllm,$(VLLM_ENV)),; use it with: --vllm.python $(VLLM_ENV)/bin/python)"
 
 clean:
-	rm -rf .venv .venv-trl .venv-conformance .venv-lighteval .venv-trackers .venv-verifiers .venv-docs .venv-vllm build dist site
+	rm -rf .venv .venv-trl .venv-conformance .venv-lighteval .venv-trackers .venv-docs .venv-vllm build dist site
 
 define need_python
 @$(if $(PYTHON),,echo "lagrpo needs Python 3.11 or newer, and there is none on the PATH ($$(python3 -V 2>&1))." >&2; \
@@ -204,15 +192,6 @@ $(LIGHTEVAL)/installed: conformance/lighteval-requirements.txt
 $(TRACKERS)/installed: tests/trackers-requirements.txt $(STAMP)
 	rm -rf $(TRACKERS)
 	$(BIN)/python -m pip install -q --target $(TRACKERS) -r tests/trackers-requirements.txt
-	@touch $@
-
-# With an environment of PyPI that the tests play.
-$(VERIFIERS_STAMP): tests/verifiers-requirements.txt
-	$(need_python)
-	"$(PYTHON)" -m venv $(VERIFIERS_ENV)
-	$(VERIFIERS_ENV)/bin/python -m pip install -q --upgrade 'pip>=25.1'
-	$(VERIFIERS_ENV)/bin/python -m pip install -q verifiers==$(VERIFIERS_VERSION) -r tests/verifiers-requirements.txt
-	rm -f $(VERIFIERS_ENV)/installed-*
 	@touch $@
 
 # verl and Trinity-RFT without what they depend on (ray, vLLM …): see conformance/stubs.py.

@@ -5,12 +5,13 @@ python benchmarks/bench_curve.py --seeds 0 1 2 --updates 16
 
 Of each seed both sides are there at once and make their updates in turn, so that both meet the same machine. Ours is
 lagrpo with its default masters, TRL has float32 weights, and both multiply in lagrpo's default dtype for this CPU. The
-table goes to docs/papers.md, too, the figure beside it.
+table goes to reports/claims.md, too, the figure beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Sequence
 from itertools import accumulate
@@ -25,11 +26,13 @@ from sides import interleaved, require_same_work, start_ours, start_trl, values
 from work import RESULTS, SHORT, Work, asked_for, common_options, require_peer
 
 from lagrpo.runs.plots import INK, plain_axes
-from lagrpo.study.curves import COLORS
-from lagrpo.study.measures import Finished, measure, smoothed
-from lagrpo.study.statistics import Interval
 
-PAGE, FIGURE = HERE.parent / "docs" / "papers.md", HERE.parent / "docs" / "images" / "trl.png"
+sys.path.append(str(HERE.parent / "experiments"))
+from study.measures import RunResult, measure, smoothed
+from study.report import COLORS
+from study.statistics import Interval
+
+PAGE, FIGURE = HERE.parent / "reports" / "claims.md", HERE.parent / "docs" / "images" / "trl.png"
 SIDES = ("lagrpo", "TRL")
 SMOOTH = 3  # updates that a smoothed reward averages
 LEVEL = 0.8  # the smoothed reward whose cost is shown
@@ -93,7 +96,7 @@ def rows(curves: Curves, updates: int) -> list[dict[str, str]]:
 def row(seeds: Sequence[Sequence[dict[str, float]]], at: Sequence[int]) -> dict[str, str]:
     rewards = [smoothed(values(list(of), "reward"), SMOOTH) for of in seeds]
     runs = [
-        Finished([{"reward_mean": u["reward"], "updates": 1, "seconds": u["seconds"]} for u in of], {}) for of in seeds
+        RunResult([{"reward_mean": u["reward"], "updates": 1, "seconds": u["seconds"]} for u in of], {}) for of in seeds
     ]
     updates, seconds = (
         [cost for run in runs if (cost := measure(f"{name} to {LEVEL:g}", run, SMOOTH)) is not None]

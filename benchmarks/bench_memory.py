@@ -5,7 +5,7 @@ python benchmarks/bench_memory.py --ranks 1 2 3
 
 Runs of two batches of the demo (experiments/demo.toml), without and with a KL term, by each number of ranks and both
 ways to shard, one after the other. Memory does not depend on what else the machine does. The table goes to
-docs/scaling.md, too.
+reports/scaling.md, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lagrpo.settings.toml import load_settings
 from lagrpo.training.explain import empty_model, expected_memory, kernels_compute
 
 DEMO = HERE.parent / "experiments" / "demo.toml"
-PAGE = HERE.parent / "docs" / "scaling.md"
+PAGE = HERE.parent / "reports" / "scaling.md"
 
 
 def options() -> argparse.Namespace:

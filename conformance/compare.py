@@ -2,7 +2,7 @@
 
     python conformance/compare.py [--cases 100] [--check]
 
-Writes the table between the markers of docs/conformance.md (--check: only compares). Ends with 1 if a pairing that is
+Writes the table between the markers of reports/conformance.md (--check: only compares). Ends with 1 if a pairing that is
 expected to agree does not, or one that is expected to differ does not differ.
 """
 
@@ -28,7 +28,7 @@ from pairing import Pairing, Side  # noqa: E402
 from pairings import PAIRINGS  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-PAGE = ROOT / "docs" / "conformance.md"
+PAGE = ROOT / "reports" / "conformance.md"
 BEGIN, END = "<!-- conformance: begin -->", "<!-- conformance: end -->"
 AGREE = 1e-5  # our weights of completions are float32, and the peers add up to 1e-8 to their denominators
 LEAST = 1e-2  # values smaller than this are differences of larger terms

@@ -5,7 +5,7 @@
 LAGRPO_DATA names the directory with math500_test.jsonl and aime24_test.jsonl. Of every problem the gold answer is
 written in the forms that models use, right and wrong; --evaluation adds what a model wrote (`lagrpo eval --output`).
 Ours is the judge of the task `math`, in the worker processes of a run, with their deadline. Writes the table between
-the markers of docs/conformance.md, and all disagreements to conformance/lighteval-disagreements.md.
+the markers of reports/conformance.md, and all disagreements to conformance/lighteval-disagreements.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lagrpo.types import Completion, Group, Prompt
 from lagrpo.verify.verifier import Verifier
 
 HERE = Path(__file__).parent
-PAGE, LISTED = HERE.parent / "docs" / "conformance.md", HERE / "lighteval-disagreements.md"
+PAGE, LISTED = HERE.parent / "reports" / "conformance.md", HERE / "lighteval-disagreements.md"
 BEGIN, END = "<!-- lighteval: begin -->", "<!-- lighteval: end -->"
 FILES = {"math_500": "math500_test.jsonl", "aime24": "aime24_test.jsonl"}
 FORMS = {

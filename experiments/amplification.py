@@ -1,10 +1,10 @@
 """Success amplification along real swaps of pi_ref: where each stage took each prompt, beside Mroueh's curve.
 
-    lagrpo study experiments/papers/amplification.toml          make the runs
-    python experiments/amplification.py runs/studies/amplification    read them; then the table and the figure
-    python experiments/amplification.py amplification           the table and the figure of the points kept here
+    python -m experiments.study experiments/papers/amplification.toml    make the runs
+    python experiments/amplification.py runs/studies/amplification       read them; then the table and the figure
+    python experiments/amplification.py amplification                    the table and the figure of the kept points
 
-Likewise for amplification-small. `python experiments/tables.py` puts the tables into docs/papers.md.
+Likewise for amplification-small. `python experiments/tables.py` puts the tables into reports/claims.md.
 
 A stage with one sampling policy alpha = pi_ref (v = M) seeks the maximizer of E_pi[A] - beta KL(pi || pi_ref). It
 moves the logit of the success probability p by w(p)/beta, with w(p) = 1/sqrt(p (1-p) + eps_std) (Mroueh, arXiv
@@ -110,7 +110,7 @@ def read(study: Path) -> list[Stage]:
     from lagrpo.settings.toml import read_toml
 
     found = []
-    for config in sorted(study.glob("runs/*/config.toml")):
+    for config in sorted(study.glob("*/config.toml")):
         settings, run = read_toml(config), config.parent
         schedule = settings["schedule"]
         names = {summary["batch"]: summary["name"] for summary in load_evaluations(run)}
@@ -194,7 +194,7 @@ def figure(stages: Sequence[Stage], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", type=Path, help="directory of the study, as `lagrpo study` made it, or its name")
+    parser.add_argument("study", type=Path, help="directory of the study, as experiments.study made it, or its name")
     study = parser.parse_args().study
     try:
         if study.is_dir():

@@ -1,4 +1,4 @@
-"""The tables of docs/ that are made from records in experiments/.
+"""The tables of reports/ that are made from records in experiments/.
 
     python experiments/tables.py            write them anew
     python experiments/tables.py --check    name the pages that this would change, and fail where there are any
@@ -32,13 +32,13 @@ from typing import Any
 import amplification
 import precision
 import precision_report
+from study.statistics import Interval
 
 from lagrpo.runs.files import write_atomically
-from lagrpo.study.statistics import Interval
 from lagrpo.terminal.text import count_of
 
 HERE = Path(__file__).resolve().parent
-DOCS = HERE.parent / "docs"
+REPORTS = HERE.parent / "reports"
 RECORDS = HERE / "papers" / "results"
 TABLE = re.compile(r"(<!-- table: (\w+) ?([^\n]*?)(?:\n(.*?))?\s*-->\n).*?(<!-- end of table -->)", re.DOTALL)
 MEASURES = {
@@ -106,10 +106,10 @@ def difference(claim: dict[str, Any]) -> str:
 
 
 def verdict(claim: dict[str, Any]) -> str:
-    """What the seeds say, how many they are, and how many would tell."""
+    """The verdict, the number of seeds, and how many would decide an inconclusive claim, if the record says so."""
     if claim["difference"] is None:
         return "**not run**"
-    needed = f"; about {claim['seeds_needed']} would tell" if claim["seeds_needed"] else ""
+    needed = f"; about {claim['seeds_needed']} would decide" if claim.get("seeds_needed") else ""
     return f"**{claim['verdict']}**, {count_of(claim['difference']['seeds'], 'seed')}{needed}"
 
 
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
     changed = []
-    for page in sorted(DOCS.glob("*.md")):
+    for page in sorted(REPORTS.glob("*.md")):
         text = page.read_text(encoding="utf-8")
         try:
             anew = filled(text)

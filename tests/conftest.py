@@ -28,7 +28,6 @@ NEEDS = {
     "browser": "Chromium (make test-view)",
     "trackers": "wandb, trackio and mlflow (make test-trackers)",
     "gym": "reasoning-gym (make test-gym)",
-    "verifiers": "verifiers (make test-verifiers)",
 }
 SECONDS_WITH_SERVERS = 900  # for these: they start servers, download or compile
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import fake_graphs
 import torch
 from test_vllm_client import generous, stub
 from tiny import tiny_policy
@@ -28,10 +28,23 @@ def never(*_: Any, **__: Any) -> None:
     threading.Event().wait()
 
 
+def fake_streams(patch: Any) -> None:
+    """Puts streams that do nothing in the place of torch.cuda's, by `patch(owner, name, value)`."""
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None: ...
+        def synchronize(self) -> None: ...
+
+    patch(torch.cuda, "Stream", Stream)
+    patch(torch.cuda, "stream", lambda _: nullcontext())
+    patch(torch.cuda, "current_stream", Stream)
+    patch(torch.cuda, "synchronize", lambda: None)
+
+
 def sync_weights(call: str, root: Path, paths: list[str], refusing: bool = False, patch: Any = setattr) -> VllmSampler:
     """One weight sync by NCCL to a server that does what it is asked (or refuses to meet), where `call` never returns.
     `paths` gets what the server was asked for."""
-    fake_graphs.install(patch)
+    fake_streams(patch)
     patch(wire, "greeting", lambda: torch.zeros(1))
     for name in ("unique_id", "init_rank", "all_reduce", "broadcast"):
         patch(wire.nccl, name, lambda *_, **__: b"i" * 128)

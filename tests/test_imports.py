@@ -35,18 +35,15 @@ ALLOWED: dict[str, set[str]] = {
     "sampling": {*LEAVES, "backends", "policy", "settings", "workers"},
     "terminal": {*SMALL, "objective", "runs", "tasks"},
     "view": {*SMALL, "objective", "policy", "runs", "settings", "terminal"},  # policy: where embedded models lie
-    "trackers": {*SMALL, "runs", "settings", "terminal", "workers"},
+    "trackers": {*SMALL, "settings"},
     # What replays a run imports none of what made it: neither policy, sampling, backends nor the loop.
     "replay": {*SMALL, "core", "objective", "policy", "runs", "settings", "tasks", "verify"},
 }
 BELOW = set(ALLOWED)
 ALLOWED |= {
     "training": BELOW - {"replay", "view"},
-    "doctor": {*LEAVES, "backends", "policy", "runs", "settings"},
-    "completion": {"objective", "settings", "tasks"},
-    "planning": BELOW | {"training"},
-    "study": BELOW | {"training", "planning"},
-    "cli": BELOW | {"training", "planning", "study", "doctor", "completion"},
+    "env": {*LEAVES, "backends", "runs"},
+    "cli": BELOW | {"training", "env"},
     "__init__": {"threads", "training"},
     "__main__": {"cli", "interrupts"},
 }
@@ -156,9 +153,8 @@ def test_the_package_itself_loads_what_must_come_before_pytorch_and_nothing_else
         "terminal.display",
         "policy.embedded",
         "sampling.schedule",
-        "trackers.serving",  # the process of each tracker
-        "completion",
-        "doctor.report",
+        "trackers",
+        "env",
     ],
 )
 def test_settings_and_display_load_nothing_heavy(module):

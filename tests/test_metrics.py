@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from lagrpo.training.loop import Step
 from lagrpo.training.metrics import batch_metrics
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "run-directory.md"
 GOLDEN = Path(__file__).parent / "golden" / "metrics_keys.txt"
 
 
@@ -122,16 +120,3 @@ def test_every_line_of_every_run_has_the_same_keys_and_holds_numbers(tmp_path, r
     for line in load_metrics(train(settings).run):
         assert list(line) == GOLDEN.read_text(encoding="utf-8").split()
         assert {type(value) for value in line.values()} <= {int, float, type(None)}
-
-
-def test_every_metric_is_documented():
-    section = DOCUMENT.read_text(encoding="utf-8").partition("## metrics.jsonl")[2].partition("## events")[0]
-    first_cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    documented: set[str] = set()
-    for cell in first_cells:
-        names = re.findall(r"`(\w+)`", cell)
-        documented |= {name for name in names if not name.startswith("_")}
-        documented |= {names[0] + name for name in names if name.startswith("_")}
-    documented = {name for name in documented if not {"NAME", "SET"} & {*name.split("_")}}  # of some runs only
-    documented |= {f"sigma_bin_{n}" for n in range(10)}  # the table has the first and the last
-    assert documented == set(GOLDEN.read_text(encoding="utf-8").split())

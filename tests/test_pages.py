@@ -1,45 +1,97 @@
-"""The documentation is true: its Python gives what the page says, and the functions and tests that it names exist."""
+"""Docs, README and reports: links resolve, and the settings and commands that they name exist."""
 
-import doctest
 import re
-from importlib import import_module
+import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
+from website.markdown import code
+from website.pages import local_links
 
-TESTS = Path(__file__).parent
-DOCS = TESTS.parent / "docs"
-PAGES = sorted(path.name for path in DOCS.glob("*.md") if ">>>" in path.read_text())
-CORE = "advantages|bounds|corrections|divergences|dynamics|estimators|loss|objectives|ratios|reductions|reinforce"
+from lagrpo.cli import COMMANDS
+from lagrpo.runs.rollouts import rollout_schema
+from lagrpo.settings.arguments import SHORT, parse
+from lagrpo.settings.schema import Settings
+from lagrpo.settings.toml import list_settings, load_settings, validate
+from lagrpo.view.meanings import METRICS
 
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("page", PAGES)
-def test_the_examples_of_a_page(page):
-    found = doctest.testfile(str(DOCS / page), module_relative=False)
-    assert found.attempted > 0
-    assert found.failed == 0
-
-
-def test_the_page_on_theory_names_functions_and_tests_that_exist():
-    text = (DOCS / "theory.md").read_text()
-    named = re.findall(rf"`({CORE})\.(\w+)", text)
-    assert len(named) > 40
-    for module, function in named:
-        assert callable(getattr(import_module(f"lagrpo.core.{module}"), function)), f"{module}.{function}"
-    sources = "".join(path.read_text() for path in TESTS.rglob("test_*.py"))
-    for test in re.findall(r"`(test_\w+)`", text):
-        assert f"def {test}(" in sources
+ROOT = Path(__file__).parent.parent
+DOCS = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))
+PAGES = [Path("README.md"), *DOCS]
+LINKED = [
+    *PAGES,
+    *sorted(path.relative_to(ROOT) for name in ("reports", "benchmarks") for path in (ROOT / name).rglob("*.md")),
+]
+SECTIONS = "|".join(Settings.model_fields)
 
 
-def test_the_readme_shows_the_lines_of_the_loop():
-    readme = (TESTS.parent / "README.md").read_text()
-    loop = (TESTS.parent / "src" / "lagrpo" / "training" / "loop.py").read_text()
-    rows = re.findall(r"^\| \d+.*?\| (`.*?) \|$", readme, re.M)
-    assert len(rows) == 9
-    for row in rows:
-        names = re.findall(r"[\w.]+(?=\()", row)
-        assert names, row
-        assert [name for name in names if f"{name}(" not in loop] == []
-    for line in re.findall(r"`(for .*?:)`", "".join(rows)):
-        assert line in loop
+def text_of(page: Path) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", LINKED, ids=str)
+def test_links_lead_to_files_and_headings(page):
+    list(local_links(ROOT, page))
+
+
+def test_all_docs_together_have_at_most_1500_lines():
+    assert sum(text_of(page).count("\n") for page in DOCS) <= 1500
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_settings_named_in_a_page_exist(page):
+    known = list_settings(Settings)
+    for language, block in code(text_of(page)):
+        if language == "inline" and re.fullmatch(rf"({SECTIONS})\.[a-z0-9_.]+[a-zA-Z0-9_]", block):
+            entry = any(block.startswith(f"{name}.") for name in ("task.options", "evaluation.sets"))
+            assert entry or block in known, f"{page}: no setting {block}"
+        if language == "toml":
+            given = tomllib.loads(block)
+            if given.keys() <= Settings.model_fields.keys():
+                load_settings(given)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_commands_named_in_a_page_exist(page):
+    for words in commands(text_of(page)):
+        if "lagrpo" in (words[0], *words[2:-1]):
+            name, *rest = words[words.index("lagrpo") + 1 :]
+            assert name in COMMANDS or name.startswith("-"), f"{page}: no command lagrpo {name}"
+            check_settings(name, rest)
+        if words[0] == "make":
+            assert re.search(rf"^[\w -]*\b{words[1]}\b[\w -]*:", (ROOT / "Makefile").read_text(), re.M), words
+        for word in words:
+            if re.fullmatch(r"(experiments|examples|benchmarks|tests)/\S+", word):
+                assert (ROOT / word).exists(), f"{page}: no file {word}"
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of every command in blocks without a language and in code inside a line."""
+    lines = [
+        re.sub(r"\s#.*", "", line).strip()
+        for language, block in code(text)
+        if language in ("", "inline")
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
+    lines = [re.sub(r"^([A-Z_]+=\S+\s+)+", "", line) for line in lines]
+    return [shlex.split(line) for line in lines if re.match(r"(lagrpo|torchrun|make|python) \S", line)]
+
+
+def check_settings(name: str, words: list[str]) -> None:
+    """Settings given as --section.key exist and take their values; other options belong to the command."""
+    words = [word for word in words if word not in ("…", "VALUE")]
+    options = [word[2:].split("=")[0] for word in words if word.startswith("--") and len(word) > 2]
+    known = list_settings(Settings)
+    for option in options:
+        if "." in option and not option.startswith("section."):
+            assert option.replace("-", "_") in known or name == "eval", f"no setting {option}"
+    if name == "train" and all("." in option or option in {*SHORT, "dry-run"} for option in options):
+        given = parse(Settings, words, {"--dry-run"})
+        validate(Settings, {}, {**given.overrides, "run": {}}, "command line")
+
+
+def test_the_page_on_metrics_names_every_metric_and_column():
+    named = set(re.findall(r"`(\w+)`", text_of(Path("docs/metrics.md"))))
+    metrics = {name for group in METRICS.values() for name in group if not name.startswith("sigma_bin")}
+    assert {*metrics, *rollout_schema(["NAME"]).names} - named == set()

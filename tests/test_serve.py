@@ -4,11 +4,9 @@ listens, has children and dies when it is told to. Real servers are in the tests
 
 from __future__ import annotations
 
-import ast
 import doctest
 import json
 import os
-import re
 import shlex
 import signal
 import socket
@@ -25,15 +23,12 @@ from test_cli import lagrpo
 from vllm_servers import DEADLINES, PYTHON, tiny_directory
 
 from lagrpo.runs import load_metrics, load_rollouts
-from lagrpo.sampling.parity import TOLERANCE
 from lagrpo.sampling.vllm import process
 from lagrpo.sampling.vllm import serving as serve
 from lagrpo.sampling.vllm.process import find_free_port
 from lagrpo.sampling.vllm.server import RefusedError, Server
 from lagrpo.settings import arguments
 from lagrpo.settings import options as passed_on
-from lagrpo.settings.serve import ServeSettings
-from lagrpo.settings.vllm import VllmSettings
 
 HERE = Path(__file__).parent
 STAND_IN = """#!{python}
@@ -370,57 +365,6 @@ def test_a_signal_while_the_server_is_starting(start):
     serving.process.send_signal(signal.SIGTERM)
     assert serving.ended() == 143
     assert "is up" not in serving.output
-
-
-# The page
-
-
-def page() -> str:
-    return (HERE.parent / "docs" / "vllm.md").read_text()
-
-
-def table_rows(heading: str) -> list[list[str]]:
-    """The cells of the tables below a heading of the page."""
-    section = page().split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-
-
-def test_the_page_names_settings_that_exist_with_their_defaults():
-    fields = VllmSettings.model_fields
-    named = set(re.findall(r"\bvllm\.([a-z_]+)\b", page())) - {"md", "ai", "png", "toml"}  # names of files
-    assert named <= set(fields)
-    defaults = {row[0].strip("`"): row[1] for row in table_rows("Deadlines and failures") if len(row) == 3}
-    told = {name.removeprefix("vllm."): said for name, said in defaults.items() if name.startswith("vllm.")}
-    assert told == {
-        name: f"{field.default:g}" + (" s" if name.endswith("_deadline") else "")
-        for name, field in fields.items()
-        if name == "failures" or name.endswith("_deadline")
-    }
-    options = ServeSettings("model")
-    assert defaults["lagrpo serve --deadline"] == f"{options.deadline:g} s"
-    assert defaults["lagrpo serve --failures"] == str(options.failures)
-
-
-def test_the_page_quotes_messages_as_they_are():
-    """Between their gaps (…), they are texts of the program, however the source breaks its lines."""
-    trees = [ast.parse(path.read_text()) for path in (HERE.parent / "src" / "lagrpo").rglob("*.py")]
-    texts = [
-        n.value for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
-    ]
-    messages = [quoted for row in table_rows("Trouble-shooting") for quoted in re.findall(r"`([^`]+)`", row[0])]
-    ours = [message for message in messages if message != "No space left on device"]
-    assert len(ours) > 15
-    for message in ours:
-        for part in filter(None, (part.strip(" :;") for part in message.split("…"))):
-            assert any(part in text for text in texts), part
-
-
-def test_the_tolerances_of_the_page_are_those_of_the_check():
-    (header, values) = (row for row in table_rows("The parity check") if row[0] in ("float32", "0.001"))
-    assert dict(zip(header, map(float, values), strict=True)) == {
-        str(dtype).removeprefix("torch."): tolerance for dtype, tolerance in TOLERANCE.items()
-    }
 
 
 # Real servers

@@ -88,7 +88,7 @@ def test_wrong_names_and_options_are_refused_with_the_nearest(changes, message):
 def test_options_of_other_tasks_are_refused_and_those_of_a_table_travel_through_toml():
     with pytest.raises(SettingsError, match=r"task.digits is set, but the task 'reasoning_gym:chain_sum'"):
         check_settings(load_settings({"task": SUM | {"digits": 2}}))
-    with pytest.raises(SettingsError, match="'arithmetic' does not take it: reasoning_gym and verifiers do"):
+    with pytest.raises(SettingsError, match="'arithmetic' does not take it: reasoning_gym does"):
         check_settings(load_settings({"task": {"options": {"a": 1}}}))
     given = parse(Settings, ["--task.options.min_terms", "2", "--task.options.allow_negation=true"])
     settings = validate(Settings, {"task": SUM}, given.overrides, "x")

@@ -1,339 +1,199 @@
-"""Trackers: they get what the files of a run say, once, and cannot stop or slow the run, whatever they do."""
+"""Trackers: TensorBoard, read back; modules that stand in for packages, and the packages; one that raises; secrets."""
 
 from __future__ import annotations
 
-import doctest
 import importlib.util
-import json
-import math
-import shutil
-import time
+import os
+import sqlite3
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
-from made_runs import make_run
-from running import children, tiny_settings, without_timings
+from running import tiny_settings
 from test_cli import lagrpo
 from tiny import save_tiny
 
 from lagrpo import train
 from lagrpo.errors import SettingsError
-from lagrpo.runs import load_events, load_metrics, load_rollouts
-from lagrpo.settings.schema import RunSettings
+from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
 from lagrpo.settings.toml import load_settings
-from lagrpo.trackers import TRACKERS, check_installed, following, observer, serving, standing
-from lagrpo.trackers.serving import Session
-from lagrpo.trackers.standing import Standing
-from lagrpo.trackers.tracker import About
+from lagrpo.trackers import Trackers, check_installed
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
 @pytest.fixture
-def begin(model, tmp_path, monkeypatch):
-    """Runs a tiny training with a tracker of faulty_trackers, with these settings."""
-
-    def begin(tracker: str, /, **sections: dict[str, Any]):
-        monkeypatch.setitem(TRACKERS, "wandb", f"faulty_trackers:{tracker}")
-        monkeypatch.setattr("lagrpo.trackers.check_installed", lambda names: None)
-        monkeypatch.setattr("lagrpo.training.checks.check_installed", lambda names: None)
-        own = {"run": {"trackers": ["wandb"], "name": "run"} | sections.pop("run", {}), **sections}
-        return train(tiny_settings(model, tmp_path, **own))
+def begin(tmp_path):
+    def begin(tracker: str, **sections: dict[str, Any]) -> Path:
+        own = {"name": "run", "trackers": tracker, "checkpoint_every": 1, "tracked_completions": 4}
+        return train(tiny_settings(save_tiny(tmp_path / "tiny"), tmp_path, run=own, **sections)).run
 
     return begin
 
 
-def notes(run: Path, *kinds: str) -> list[list[Any]]:
-    lines = [json.loads(line) for line in (run / "notes.jsonl").read_text().splitlines()]
-    return [line for line in lines if line[0] in (kinds or (line[0],))]
-
-
-def warnings(run: Path) -> list[str]:
-    return [event["text"] for event in load_events(run) if event["event"] == "warning" and "tracker" in event["text"]]
-
-
-# What they get
-
-
-def test_a_tracker_gets_what_the_files_say_in_order(begin):
-    result = begin("Notes", run={"tracked_completions": 3}, evaluation={"every": 2})
-    told = notes(result.run)
-    assert [line[:2] for line in told] == [
-        ["open", None],
-        ["evaluation", 0],
-        *[["batch", 1], ["completions", 1], ["batch", 2], ["completions", 2]],
-        ["evaluation", 2],
-        *[["batch", 3], ["completions", 3]],
-        ["evaluation", 3],
-        ["close", "finished"],
-    ]
-    metrics = [line[2] for line in told if line[0] == "batch"]
-    assert metrics == [{k: v for k, v in m.items() if v is not None} for m in load_metrics(result.run)]
-    rows = load_rollouts(result.run, [2])
-    shown = next(line[2] for line in told if line[:2] == ["completions", 2])
-    assert [row["text"] for row in shown] == [rows[n]["text"] for n in (0, 2, 5)]
-    assert [row["reward"] for row in shown] == [rows[n]["reward"] for n in (0, 2, 5)]
-    before = json.loads((result.run / "evaluations" / "before.json").read_text())
-    assert next(line[2] for line in told if line[0] == "evaluation")["evaluation/pass_at_1"] == before["pass_at_1"]
-    assert children() == set()
-
-
-def test_a_run_without_trackers_starts_no_process_and_its_numbers_are_the_same(begin):
-    tracked = begin("Notes", run={"name": "tracked"})
-    alone = begin("Notes", run={"name": "alone", "trackers": []})
-    assert not (alone.run / "notes.jsonl").exists()
-    assert not (alone.run / "trackers").exists()
-    assert without_timings(load_metrics(alone.run)) == without_timings(load_metrics(tracked.run))
-
-
-def test_no_completions_where_none_are_wanted(begin):
-    assert notes(begin("Notes", run={"tracked_completions": 0}).run, "completions") == []
-
-
-# Going on
-
-
-def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker_without_double_points(begin):
-    run = begin("Notes", run={"checkpoint_every": 1}).run
-    shutil.rmtree(run / "checkpoints" / "step-000003")
-    (run / "events.jsonl").write_bytes(b"".join((run / "events.jsonl").read_bytes().splitlines(True)[:-1]))
+def resume(run: Path) -> None:
     train({"run": {"resume": str(run), "display": "none"}, "schedule": {"batches": 5}})
-    assert [line[1] for line in notes(run, "open")] == [None, "first"]
-    assert [line[1] for line in notes(run, "batch")] == [1, 2, 3, 4, 5]  # the third was made twice
-    assert [line[1] for line in notes(run, "evaluation")] == [0, 3, 5]
 
 
-def test_a_tracker_that_comes_later_gets_what_was_before(begin):
-    run = begin("Notes", run={"trackers": []}).run
-    train({"run": {"resume": str(run), "display": "none", "trackers": ["wandb"]}, "schedule": {"batches": 4}})
-    assert [line[1] for line in notes(run, "batch")] == [1, 2, 3, 4]
-    assert [line[1] for line in notes(run, "evaluation")] == [0, 3, 4]
+def events(run: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(run / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0}).Reload()
 
 
-def test_a_copy_of_a_run_is_another_one_there(begin, tmp_path):
-    run = begin("Notes").run
-    copy = shutil.copytree(run, tmp_path / "copy")
-    (copy / "notes.jsonl").unlink()
-    train({"run": {"resume": str(copy), "display": "none"}, "schedule": {"batches": 4}})
-    assert [line[1] for line in notes(copy, "open", "batch")] == [None, 1, 2, 3, 4]
+def scalars(run: Path, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in events(run).Scalars(tag)]
 
 
-def test_a_run_that_failed_says_so(begin, tmp_path):
-    with pytest.raises(Exception, match="have no reward"):
-        begin("Notes", task={"name": "sample_task:load_impossible"}, evaluation={"before_and_after": False})
-    (run,) = (path.parent for path in tmp_path.glob("*/notes.jsonl"))
-    assert notes(run, "close") == [["close", "failed"]]
+def text(run: Path, tag: str) -> dict[int, str]:
+    found = events(run).Tensors(f"{tag}/text_summary")
+    return {event.step: event.tensor_proto.string_val[0].decode() for event in found}
 
 
-# What they do wrong
+def test_tensorboard_shows_metrics_evaluations_settings_and_completions(begin):
+    sets = [{"name": "own"}, {"name": "vowels", "task": {"name": "sample_task:load_vowels"}}]
+    run = begin("tensorboard", evaluation={"sets": sets, "every": 2})
+    for name in ("reward_mean", "tokens_sampled", "lag_max"):
+        assert scalars(run, name) == [(m["batch"], pytest.approx(m[name])) for m in load_metrics(run)]
+    for name in ("own", "vowels"):
+        expected = [(e["batch"], pytest.approx(e["reward_mean"])) for e in load_evaluations(run) if e["set"] == name]
+        assert scalars(run, f"evaluation/{name}.reward_mean") == expected
+    assert 'name = "sample_task:load"' in text(run, "settings")[0]
+    tables = {batch: table.splitlines() for batch, table in text(run, "completion_texts").items()}
+    assert {batch: len(lines) for batch, lines in tables.items()} == dict.fromkeys((1, 2, 3), 2 + 4)
+    assert tables[2][2].startswith(f"| {load_rollouts(run, [2])[0]['prompt_key']} | 0 | ")
 
 
-def test_a_point_that_is_not_taken_is_tried_again_then_left_out_and_said(begin, monkeypatch, caplog):
-    run = begin("Raises", schedule={"batches": 4}).run
-    assert [line[1] for line in notes(run, "batch")] == [1, 3, 4]
-    assert any("tracker wandb: it would not take 1 point" in text for text in caplog.messages)
-    said = [*warnings(run), *caplog.messages]
-    assert any("ConnectionError: no answer from https://***@host" in text for text in said)
-    assert "planted" not in str(said)
+def test_a_resumed_run_hides_the_batches_that_it_makes_again_in_tensorboard(begin):
+    run = begin("tensorboard")
+    (run / "checkpoints" / "step-000003").rename(run / "removed")
+    (run / "events.jsonl").write_bytes(b"".join((run / "events.jsonl").read_bytes().splitlines(True)[:-1]))
+    resume(run)
+    assert [step for step, _ in scalars(run, "evaluation/pass_at_1")] == [e["batch"] for e in load_evaluations(run)]
+    assert scalars(run, "reward_mean") == [(m["batch"], pytest.approx(m["reward_mean"])) for m in load_metrics(run)]
+    assert list(text(run, "settings")) == [0]
 
 
-def test_a_tracker_that_cannot_be_opened_does_not_stop_the_run(begin, caplog):
-    run = begin("Closed").run
-    said = [*warnings(run), *caplog.messages]
-    assert any("tracker wandb: PermissionError: no API key; the run goes on without it" in text for text in said)
+class Package:
+    """Stands in for wandb, trackio and mlflow: notes their calls, and raises at the calls it is told to."""
+
+    MlflowClient = Table = Settings = property(lambda self: self._any)
+
+    def __init__(self, fails: str = "") -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.fails, self.id, self.info = fails, "id", SimpleNamespace(run_id="id")
+
+    def _any(self, **options: Any) -> Any:
+        return options or self
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(experiment_id="0")
+
+    def search_runs(self, experiments: list[str], query: str) -> list[Any]:
+        return [self] if f"'{self.named('create_run')[0][1]['tags']['lagrpo.id']}'" in query else []
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._note, name)
+
+    def _note(self, called: str, /, *arguments: Any, **options: Any) -> Any:
+        self.calls.append((called, arguments, options))
+        if called == self.fails:
+            raise SystemExit("no answer from https://me:planted@host")
+        return self
+
+    def named(self, *names: str) -> list[Any]:
+        return [call[1:] for call in self.calls if call[0] in names]
+
+
+@pytest.fixture
+def install(monkeypatch):
+    def install(name: str, fails: str = "") -> Package:
+        monkeypatch.setattr("lagrpo.training.checks.check_installed", lambda names: None)
+        monkeypatch.setitem(sys.modules, name, package := Package(fails))
+        return package
+
+    return install
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "trackio", "mlflow"])
+def test_packages_get_metrics_evaluations_and_tables_and_resume_their_run(begin, install, tracker):
+    package = install(tracker)
+    resume(begin(tracker))
+    calls = package.named("log", "log_metrics")
+    logged = [(args[0], options.get("step", args[0].get("batch"))) for args, options in calls]
+    assert [batch for values, batch in logged if "reward_mean" in values] == [1, 2, 3, 4, 5]
+    assert [batch for values, batch in logged if "evaluation/pass_at_1" in values] == [0, 3, 5]
+    tables = [values["completion_texts"]["data"] for values, _ in logged if "completion_texts" in values]
+    tables += [args[1]["text"] for args, _ in package.named("log_dict")]
+    assert [len(table) for table in tables] == [4] * 5
+    assert len(package.named("finish", "set_terminated")) == 2
+    if tracker == "mlflow":
+        assert len(package.named("create_run")) == 1
+        assert package.named("update_run") == [(("id",), {"status": "RUNNING"})]
+        return
+    first, second = (options for _, options in package.named("init"))
+    assert (first.get("id"), first["name"]) == (second.get("id"), second["name"])
+    assert (first["resume"], second["resume"]) == (None if tracker == "wandb" else "never", "allow")
+    assert first["config"]["sampling"]["G"] == 4
+
+
+@pytest.mark.trackers
+@pytest.mark.parametrize("tracker", ["wandb", "trackio", "mlflow"])
+def test_the_packages_take_a_run_and_its_resume(begin, tmp_path, monkeypatch, caplog, tracker):
+    monkeypatch.setattr(sys, "path", [*sys.path, os.environ["LAGRPO_TRACKERS"]])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    resume(run := begin(tracker))
+    assert not [message for message in caplog.messages if "tracker" in message]
+    if tracker == "wandb":
+        assert len({file.name for file in run.glob("wandb/offline-run-*/*.wandb")}) == 1
+        return
+    id, where = {"trackio": ("run_id", "instr(metrics, 'lag_max')"), "mlflow": ("run_uuid", "key = 'lag_max'")}[tracker]
+    with sqlite3.connect({"trackio": "lagrpo.db", "mlflow": "mlflow.db"}[tracker]) as database:
+        steps, ids = zip(*database.execute(f"select step, {id} from metrics where {where} order by step"), strict=True)
+    assert (steps, len(set(ids))) == ((1, 2, 3, 4, 5), 1)
+
+
+@pytest.mark.parametrize("fails", ["init", "log", "finish"])
+def test_a_package_that_raises_is_disabled_with_one_warning(begin, install, caplog, fails):
+    package = install("wandb", fails)
+    run = begin("wandb")
     assert len(load_metrics(run)) == 3
+    assert len(package.named(fails)) == 1
+    (said,) = [message for message in caplog.messages if "tracker" in message]
+    assert "wandb is disabled" in said
+    assert "SystemExit: no answer from https://***@host" in said
 
 
-def test_a_tracker_whose_process_dies_does_not_stop_the_run(begin, caplog):
-    run = begin("Exits").run
-    said = [*warnings(run), *caplog.messages]
-    assert any("tracker wandb: its process ended itself with exit code 3; the run goes on" in text for text in said)
-    assert len(load_metrics(run)) == 3
+def test_no_secret_reaches_a_tracker(install, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "planted-hf-token")
+    package, trackers = install("trackio"), Trackers(["trackio"], 8)
+    settings = {"task": {"data": "https://me:planted@host/?token=planted"}, "paths": [Path("planted-hf-token"), 3]}
+    trackers.open(tmp_path, settings, {"id": "0", "command": "train --key planted"}, None)
+    trackers.batch(SimpleNamespace(b=1), {"loss": None}, [{"text": "a planted-hf-token", "reason": "planted-hf-token"}])
+    assert package.named("init")[0][1]["config"]["paths"] == ["***", 3]
+    assert "a ***" in str(package.named("log")[-1])
+    assert "planted" not in str(package.calls)
 
 
-def test_a_tracker_that_hangs_is_waited_for_at_the_end_alone_and_not_for_ever(begin, monkeypatch, caplog):
-    monkeypatch.setattr(observer, "CLOSING", 1.0)
-    started = time.monotonic()
-    result = begin("Hangs")
-    assert time.monotonic() - started < 20
-    assert (len(load_metrics(result.run)), result.interrupted) == (3, None)
-    assert any("tracker wandb: not done within 1 s: it has the batches until 0" in text for text in caplog.messages)
-    assert children() == set()
+def test_unknown_and_repeated_names_are_rejected():
+    for given in ("wandbb", ["wandb", "wandb"]):
+        with pytest.raises(SettingsError, match="trackers"):
+            load_settings({"run": {"trackers": given}})
 
 
-def test_a_slow_tracker_gets_the_rest_at_the_end(begin, monkeypatch):
-    run = begin("Slow", schedule={"batches": 5}).run
-    assert [line[1] for line in notes(run, "batch")] == [1, 2, 3, 4, 5]
-
-
-def test_a_tracker_that_stays_behind_is_warned_of_once(monkeypatch):
-    said: list[str] = []
-    trackers = observer.Trackers(["wandb"], 0)
-    link: Any = SimpleNamespace(name="wandb", over=False, batch=2, since=time.monotonic() - 100, read=lambda: iter(()))
-    trackers.links, trackers._warn = [link], said.append
-    for b in (10, 17, 18, 30):
-        trackers.batch(SimpleNamespace(b=b), {}, ())
-    assert said == ["tracker wandb: it has taken nothing for 100 s and lacks 16 batches; the run does not wait"]
-
-
-class Line:
-    """The connection of a session whose run is not over."""
-
-    def __init__(self) -> None:
-        self.pauses: list[float] = []
-        self.said: list[dict[str, Any]] = []
-
-    def poll(self, seconds: float) -> bool:
-        self.pauses.append(seconds)
-        return False
-
-    def send_bytes(self, said: bytes) -> None:
-        self.said.append(json.loads(said))
-
-
-def test_points_are_tried_again_with_pauses_and_once_while_nothing_arrives():
-    line: Any = Line()
-    session, sent = Session(line), []
-
-    def send(fails: int) -> None:
-        sent.append(fails)
-        if len(sent) <= fails:
-            raise OSError("no network")
-
-    point = partial(following.Point, 1, lambda: None)
-    session.deliver(point(lambda: send(2)))
-    assert (len(sent), line.pauses, session.lost) == (3, [1.0, 5.0], 0)
-    sent.clear()
-    session.deliver(point(lambda: send(99)))
-    session.deliver(point(lambda: send(99)))
-    assert (len(sent), session.lost) == (6, 2)
-    sent.clear()
-    session.deliver(point(lambda: send(0)))
-    assert session.takes_points
-    assert {"lost": 2} in line.said
-
-
-# Standing
-
-
-def test_the_standing_is_written_before_a_point_is_sent(tmp_path):
-    """A process that is killed between the two loses a point and doubles none."""
-    run = make_run(tmp_path)
-    run.record({"batch": 1, "loss": math.nan})
-    own = Standing(run.path / "trackers" / "x.json", "made")
-    own.opened("there")
-
-    class Killed:
-        def numbers(self, batch: int, values: Any) -> None:
-            raise KeyboardInterrupt
-
-    tracker: Any = Killed()
-    (point,) = following.Follower(run.path, tracker, own, 0).missing()
-    point.begin()
-    with pytest.raises(KeyboardInterrupt):
-        point.send()
-    assert list(following.Follower(run.path, tracker, Standing.read(run.path, "x"), 0).missing()) == []
-
-
-def test_a_torn_line_waits_until_it_is_whole(tmp_path):
-    run = make_run(tmp_path)
-    follower = following.Follower(run.path, SimpleNamespace(), Standing(tmp_path / "x.json", "made"), 0)  # type: ignore
-    run.metrics.write_text('{"batch": 1}\n{"bat')
-    assert [point.batch for point in follower.missing()] == [1]
-    with run.metrics.open("a") as file:
-        file.write('ch": 2}\n')
-    assert [point.batch for point in follower.missing()] == [2]
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"run": "made", "id": 3, "batch": 1, "evaluations": []}'])
-def test_a_damaged_standing_is_named(tmp_path, text):
-    file = tmp_path / "trackers" / "wandb.json"
-    file.parent.mkdir()
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"trackers/wandb\.json is damaged .*remove it, and all is sent anew"):
-        Standing.read(tmp_path, "wandb")
-
-
-@pytest.mark.parametrize("module", [following, standing])
-def test_the_examples(module):
-    assert doctest.testmod(module).failed == 0
-
-
-# Settings
-
-
-def test_the_setting_names_every_tracker():
-    (kinds,) = {get_args(RunSettings.model_fields["trackers"].annotation)[0]}
-    assert set(get_args(kinds)) == set(TRACKERS)
-
-
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        ("wandbb", "Input should be 'tensorboard', 'wandb', 'trackio' or 'mlflow'"),
-        (["wandb", "wandb"], "trackers: the same one is there twice"),
-    ],
-)
-def test_names_that_are_none_are_refused(given, error):
-    with pytest.raises(SettingsError, match=error):
-        load_settings({"run": {"trackers": given}})
-
-
-def test_one_name_needs_no_list():
-    assert load_settings({"run": {"trackers": "mlflow"}}).run.trackers == ("mlflow",)
-
-
-def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(monkeypatch, tmp_path):
+def test_a_missing_package_is_rejected_before_anything_is_loaded(monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
     code, out, err = lagrpo("train", "--run.trackers", "wandb", "--run.directory", tmp_path / "runs")
     assert (code, out) == (2, "")
-    assert err == "lagrpo: run.trackers names wandb, which is not installed: pip install 'lagrpo[wandb]'\n"
-
-
-def test_a_directory_of_that_name_is_not_taken_for_the_package(monkeypatch, tmp_path):
-    (tmp_path / "no_such_tracker").mkdir()
+    assert "run.trackers names wandb, which is not installed" in err
+    (tmp_path / "no_package").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SettingsError, match="no_such_tracker, which is not installed"):
-        check_installed(["no_such_tracker"])
-
-
-# Secrets
-
-
-def test_no_secret_reaches_a_tracker(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "planted-hf-token")
-    settings = {"task": {"data": "https://me:planted@host/?token=planted"}, "paths": [Path("planted-hf-token"), 3]}
-    about = About.of(tmp_path, settings, {"command": "train --key planted"})
-    assert "planted" not in str(about)
-    assert about.settings["paths"] == ["***", 3]
-    run = make_run(tmp_path)
-    from made_runs import row
-
-    run.record_rollouts(1, [row("key planted-hf-token", reason="for planted-hf-token")])
-    run.record({"batch": 1})
-    got: list[Any] = []
-    tracker: Any = SimpleNamespace(numbers=lambda *all: None, completions=lambda batch, rows: got.extend(rows))
-    for point in following.Follower(run.path, tracker, Standing(tmp_path / "x.json", "made"), 8).missing():
-        point.send()
-    assert (got[0]["text"], got[0]["reason"]) == ("key ***", "for ***")
-
-
-def test_what_a_package_prints_goes_to_a_log_without_secrets_and_not_without_end(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "planted-key")
-    monkeypatch.setattr(serving, "LONGEST_LOG", 30)
-    file = (tmp_path / "log").open("w")
-    log = serving.Log(file)
-    print("half a", end="", file=log)
-    print(" line: planted-key", file=log)
-    for _ in range(10):
-        print("x" * 20, file=log)
-    assert (tmp_path / "log").read_text() == "half a line: ***\n" + "x" * 20 + "\n"
+    with pytest.raises(SettingsError, match="no_package"):
+        check_installed(["no_package"])

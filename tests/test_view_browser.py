@@ -9,12 +9,8 @@ import threading
 import pytest
 from browser import Browser
 from made_runs import HOSTILE, fill, fill_large, group, make_run, metrics, save_tokenizer
-from test_study import study_file
 from test_view import hostile_run
 
-from lagrpo.study.measures import Finished
-from lagrpo.study.report import Report
-from lagrpo.study.study import Plan
 from lagrpo.view.command import view
 from lagrpo.view.data import collect
 from lagrpo.view.serve import Server, Source
@@ -448,62 +444,4 @@ def test_a_served_page_follows_its_run_and_keeps_the_place(browser, run):
         thread.join()
         server.server_close()
     page.wait("document.body.innerText.includes('The server does not answer')")
-    page.close()
-
-
-# The report of a study
-
-
-@pytest.fixture
-def report(tmp_path):
-    """The page of a study of two schedules and two kinds of masters, four seeds, of which one run is missing."""
-    file = study_file(
-        tmp_path,
-        title=f"What v costs {HOSTILE}",
-        note=HOSTILE,
-        seeds=[3, 4, 5, 6],
-        grid={
-            "masters": {"plain": {}, "dithered": {"optimizer": {"lr": 1e-4}}},
-            "v": {"v = 1": {"schedule": {"v": 1}}, "v = 3": {"schedule": {"v": 3}}},
-        },
-        claims=[
-            {"says": f"v = 1 learns more {HOSTILE}", "claim": "v = 1 > v = 3", "measure": "mean reward_mean"},
-            {"says": "v = 3 learns more", "claim": "v = 3 > v = 1", "measure": "mean reward_mean"},
-            {"says": "masters matter", "claim": "dithered > plain", "measure": "mean reward_mean"},
-        ],
-        curves=["reward_mean", "lag_max"],
-    )
-    plan = Plan.read(file, tmp_path / "out")
-    found = {}
-    for n, ((cell, seed), run) in enumerate(plan.runs.items()):
-        lag = 2 if cell[1] == "v = 3" else 0
-        lines = [{"reward_mean": 0.1 * k - 0.1 * lag + 0.01 * (seed + n % 2), "lag_max": lag} for k in range(4)]
-        found[cell, seed] = Finished(lines, {"after": {"pass_at_1": 0.5}}, {"cpu": HOSTILE}, str(run.path))
-    found.popitem()
-    path = tmp_path / "report.html"
-    path.write_text(Report(plan.study, found, {key: run.settings for key, run in plan.runs.items()}).to_html())
-    return path
-
-
-def test_the_report_of_a_study_shows_verdicts_curves_and_tables(browser, report):
-    page = browser.open(report.as_uri())
-    assert "1 run missing" in page.text(".warn")
-    *told, untold = page.texts("section:first-of-type tbody td:last-child")
-    assert told == ["holds", "does not hold"]
-    assert untold.startswith("cannot be told with ")
-    assert len(page.texts(".u-series")) == 1 + 3 * 4
-    page.choose("of", "v = 3")
-    assert len(page.texts(".u-series")) == 1 + 3 * 2
-    page.click(".check input")
-    assert len(page.texts(".u-series")) == 1 + 4 + 3  # a line for each seed
-    page.choose("metric", "lag_max")
-    page.settle()
-    assert page.js("document.querySelectorAll('.chart canvas').length") == 1
-    assert "mean reward_mean" in page.text("section:nth-of-type(3)")
-    before = page.js("getComputedStyle(document.body).backgroundColor")
-    page.click("header button")
-    assert page.js("getComputedStyle(document.body).backgroundColor") != before
-    assert page.js("window.planted") is None
-    assert page.js(LISTENING) == 0
-    page.check("file://", "blob:")
     page.close()

@@ -16,7 +16,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
-import fake_graphs
 import pytest
 import torch
 from running import tiny_settings
@@ -305,6 +304,8 @@ def parcel():
 
 
 def test_nccl_tells_the_servers_names_in_the_order_of_the_broadcast(monkeypatch):
+    from stuck_nccl import fake_streams
+
     calls, answer = transfers(lambda path: (200, {"world_size": 2} if path == "/get_world_size" else {}))
     sent = []
     for name, fake in {
@@ -314,7 +315,7 @@ def test_nccl_tells_the_servers_names_in_the_order_of_the_broadcast(monkeypatch)
         "broadcast": lambda tensors, root, comms: sent.append((tensors[0].shape, root, comms)),
     }.items():
         monkeypatch.setattr(wire.nccl, name, fake)
-    fake_graphs.install(monkeypatch.setattr)
+    fake_streams(monkeypatch.setattr)
     monkeypatch.setattr(wire, "greeting", lambda: torch.zeros(1))
     own, communicator = parcel(), (5, b"i" * 128, 0)
     with stub(answer) as one, stub(answer) as other:

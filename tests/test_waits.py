@@ -93,8 +93,6 @@ BOUNDED = {
     "verify/pool.py:_start ProcessPool": "each call has a deadline, the end of the pool _CLOSING",
     "verify/pool.py:result exception": DONE,
     "verify/pool.py:submit with _lock": "held while a call is queued, or processes are ended within _CLOSING",
-    "trackers/observer.py:read recv_bytes": "a message of a few bytes, which is written at once, has begun to come",
-    "trackers/serving.py:rest recv_bytes": "the process of a tracker, which the run ends",
     "view/serve.py:read with _lock": "another request reads the runs' files",
     "policy/sharded.py:gather all_gather": OF_GROUP,
     "policy/layered.py:round all_reduce": OF_GROUP,
@@ -127,10 +125,6 @@ BOUNDED = {
     "replay/weights.py:_base from_pretrained": HUB_ASKED,
     "replay/weights.py:_load from_pretrained": HUB_ASKED,
     "replay/weights.py:tokenizer from_pretrained": HUB_ASKED,
-    "tasks/bridge/__main__.py:serve get": "an idle program, for the life of its parent: it ends with its stdin",
-    "tasks/bridge/classic.py:get_response get": CONTEXT,
-    "tasks/bridge/conversation.py:_next result": DONE,
-    "tasks/bridge/tasksets.py:minted get": CONTEXT,
     "tasks/files.py:load_hub_rows load_dataset": HUB_ASKED,
 }
 """What bounds a wait that has no deadline of its own."""

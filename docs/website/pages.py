@@ -16,8 +16,8 @@ from website.markdown import anchors, links
 HOME_ENDS = "\n## Stop it, and go on\n"
 """Where the home page ends and the guide begins: both are the README."""
 USE = (
-    *("install", "choose", "environments", "off-policy", "rewards", "evaluations", "lora", "vllm", "scaling"),
-    *("run-directory", "trackers", "reliability", "verify", "view", "studies"),
+    *("quickstart", "data-and-rewards", "multi-turn", "off-policy", "algorithms", "evaluation", "checkpoints"),
+    *("inspect", "vllm", "scaling", "lora", "settings", "metrics", "verify"),
 )
 """Pages of docs/ for who uses the program, in their order; the others explain it."""
 IMAGES = {".png", ".svg", ".jpg"}

@@ -1,4 +1,4 @@
-"""Figures of the theory, drawn from the functions of core. Each file here is one of them; docs/theory.md shows all.
+"""Figures of the theory, drawn from the functions of core. Each file here is one of them; reports/theory.md shows all.
 
     bernoulli      what a success probability costs in Theorem 1 (Fig. 1 of Mroueh et al., arXiv 2505.22257)
     amplification  success amplification p_n = h(p_{n-1}): paths, fixed points, stability

@@ -9,21 +9,16 @@
     lagrpo verify RUN [--rows N | --all]
     lagrpo serve MODEL [--port P] [--weight-sync directory|nccl|ipc] … [-- OPTIONS OF VLLM]
     lagrpo recipes [NAME [--code]]
-    lagrpo study STUDY.toml [--report] [--jobs N] [--only TEXT …] [--dry-run]
-    lagrpo plan [SETTINGS.toml] --gpus 8 --gpu h200 [--network 400Gb] [--servers N] [--from RUN] [--json]
-    lagrpo doctor [--json]
-    lagrpo completion bash|zsh|fish
+    lagrpo env
     lagrpo --version
 
 --task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --objective.recipe.
-`lagrpo COMMAND --help` lists what each takes. Exit codes: 0 done, 1 the run failed (verify: something differs;
-doctor: training cannot run), 2 wrong input, 130 stopped by Ctrl-C, 143 by SIGTERM.
+`lagrpo COMMAND --help` lists what each takes. Exit codes: 0 done, 1 the run failed (verify: something differs),
+2 wrong input, 130 stopped by Ctrl-C, 143 by SIGTERM.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,13 +30,12 @@ from typing import Annotated, Literal
 import tyro
 
 from lagrpo import logs
-from lagrpo.doctor import doctor
+from lagrpo.env import env
 from lagrpo.errors import SettingsError, find_nearest, refusing
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.redaction import redact
-from lagrpo.settings.arguments import Arguments, parse, pass_rest_on
+from lagrpo.settings.arguments import parse, pass_rest_on
 from lagrpo.settings.help import show_help
-from lagrpo.settings.plan import PlanSettings
 from lagrpo.settings.schema import EvalSettings, Settings
 from lagrpo.settings.serve import ServeSettings
 from lagrpo.settings.toml import load_settings, to_toml, validate
@@ -297,89 +291,6 @@ def recipes(name: Annotated[str | None, tyro.conf.Positional] = None, code: bool
     show_recipes() if name is None else print_code(name) if code else show_recipe(name)
 
 
-def study(
-    file: tyro.conf.Positional[Path],
-    report: bool = False,
-    dry_run: bool = False,
-    jobs: int | None = None,
-    only: tuple[str, ...] = (),
-    directory: Path | None = None,
-    results: tuple[Path, ...] = (),
-    gpu: str | None = None,
-) -> None:
-    """Make the runs of a study that are missing, and write its report: tables, curves, a verdict for each claim.
-
-    Ended at any time, the same command goes on. The exit code is 0 whatever the verdicts, 1 if a run failed.
-
-    Args:
-        file: What is studied: settings, a grid, seeds, measures, claims.
-        report: Only write the report, of the runs that are finished.
-        dry_run: Only list the runs, with the time and the memory that they should take.
-        jobs: Runs at a time; by default one for each core or GPU.
-        only: Make only runs whose name has one of these in it.
-        directory: Where runs and report go; by default runs/studies/NAME.
-        results: report.json of this study, or directories of runs: what was made there counts, and is not made again.
-        gpu: With --dry-run: the GPU, such as h200, whose time and memory are expected; by default this machine.
-    """
-    from lagrpo.study.running import RunsFailedError
-    from lagrpo.study.study import Plan
-
-    planned = Plan.read(file, directory, results)
-    if dry_run:
-        return planned.print_runs(only, gpu)
-    with failing(RunsFailedError):
-        try:
-            if not report:
-                planned.run(only, jobs)
-        except RunsFailedError:
-            planned.report()
-            raise
-        planned.report()
-
-
-def plan(words: list[str]) -> None:
-    """Model where the time and the memory of a batch go, and which GPUs should serve and which learn.
-
-    Settings of the run are given as for train (--section.name VALUE); --json prints the plan for programs. No GPU is
-    needed and no weights are loaded. --from RUN takes the rates from a finished run."""
-    given, asked = read_plan(words)
-    if given.flags & HELP:
-        return show_help(asked, "lagrpo plan [SETTINGS.toml]", plan)
-    if len(given.files) > 1:
-        raise SettingsError(f"one settings file, not {len(given.files)}: {' '.join(given.files)}")
-    from lagrpo.planning.measured import Measured
-    from lagrpo.planning.plan import make_plan
-    from lagrpo.planning.show import show_plan
-
-    run = Measured.read(asked.from_run) if asked.from_run else None
-    source = given.files[0] if given.files else run.path / "config.toml" if run else None
-    made = make_plan(load_settings(source, given.overrides), asked, run)
-    print(json.dumps(made.to_dict(), indent=1)) if "--json" in given.flags else show_plan(made)
-
-
-def read_plan(words: list[str]) -> tuple[Arguments, PlanSettings]:
-    """The words of `lagrpo plan`: those of a run's settings, and the plan's own."""
-    words = [re.sub(r"^--from(?==|$)", "--from-run", word) for word in words]
-    given = parse(Settings, words, HELP | {"--json"})
-    own = {name: given.overrides.pop(name) for name in [*given.overrides] if name in PlanSettings.model_fields}
-    return given, validate(PlanSettings, {}, own, "command line")
-
-
-def completion(shell: tyro.conf.Positional[Literal["bash", "zsh", "fish"]]) -> None:
-    """Print what makes a shell complete commands, options and values.
-
-    bash: lagrpo completion bash > ~/.local/share/bash-completion/completions/lagrpo
-    zsh:  lagrpo completion zsh > ~/.lagrpo.zsh, and in ~/.zshrc: source ~/.lagrpo.zsh
-    fish: lagrpo completion fish > ~/.config/fish/completions/lagrpo.fish
-
-    Args:
-        shell: Which shell.
-    """
-    from lagrpo.completion import script
-
-    print(script(shell, FUNCTIONS, [*COMMANDS]), end="")
-
-
 def call(name: str, words: list[str]) -> None:
     """Call one of FUNCTIONS."""
     tyro.cli(FUNCTIONS[name], args=words, prog=f"lagrpo {name}")
@@ -388,11 +299,10 @@ def call(name: str, words: list[str]) -> None:
 HELP = {"-h", "--help"}
 FLAGS = HELP | {"--dry-run"}
 FUNCTIONS: dict[str, Callable[..., None]] = {
-    **{"show": show, "view": view, "verify": verify, "recipes": recipes, "study": study, "merge": merge},
-    **{"doctor": doctor, "completion": completion},
+    **{"show": show, "view": view, "verify": verify, "recipes": recipes, "merge": merge, "env": env},
 }
 """Commands whose signature says what they take."""
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
-    **{"demo": demo, "train": train, "eval": evaluate, "serve": serve, "plan": plan},
+    **{"demo": demo, "train": train, "eval": evaluate, "serve": serve},
     **{name: partial(call, name) for name in FUNCTIONS},
 }

@@ -17,7 +17,7 @@ Choice = Literal["auto", "c", "torch"]
 
 def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtype) -> Backend:
     """The best backend for a device and dtype (auto), on a CPU the C kernels without fail (c), or PyTorch's plain
-    operations alone (torch; on a GPU without flex attention and CUDA graphs, too). Raises NoKernels for "c" where the
+    operations alone (torch; on a GPU without flex attention, too). Raises NoKernels for "c" where the
     kernels cannot be had, and where LAGRPO_CPU_ISA names no level of this processor, or another one than this process
     computes with."""
     device = torch.device(device)

@@ -82,11 +82,6 @@ class Fed:
     def of(self, chosen: Tensor) -> Fed:
         return Fed(self.ids[chosen], self.rows[chosen], self.before[chosen])
 
-    @property
-    def several(self) -> bool:
-        """Whether a row has more than one."""
-        return bool((self.rows.diff() < 1).any())
-
 
 class Rows(Protocol):
     """What a step reads of the sequences being generated (see sampling/decode.py)."""
@@ -97,7 +92,6 @@ class Rows(Protocol):
     group_of_row: Tensor
     lengths: Tensor
     max_rows: int
-    widest: int
 
     @property
     def rows(self) -> int: ...
@@ -108,7 +102,6 @@ class Steps:
     """Decoding steps of a model (lagrpo.policy.model.Model)."""
 
     lanes = 1  # of the caches
-    records = False  # whether steps are recorded, for the next ones of the same shape
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -119,7 +112,7 @@ class Steps:
         return Cache.empty(shape, batch, tokens, self.model.dtype, self.model.device, self.lanes)
 
     def step(self, state: Rows, fed: Fed) -> Tensor:
-        """Final hidden states [at least n, H] of the tokens. The next step may overwrite them."""
+        """Final hidden states [at least n, H] of the tokens."""
         fed = fed.of(torch.arange(max(len(fed), self._least)) % len(fed))
         return self.model.hidden(*state.inputs(fed), self.layout(state, fed))
 
@@ -129,28 +122,21 @@ class Steps:
 
 
 class StepLayout:
-    """Each token's key and value go into its row's own cache, its query to both parts of parts.py. With `padded` rows,
-    the last ones without use, a token is fed to every row, and shapes depend on that number and the caches' alone."""
+    """Each token's key and value go into its row's own cache, its query to both parts of parts.py."""
 
-    def __init__(self, state: Rows, fed: Fed, device: torch.device, padded: int = 0):
+    def __init__(self, state: Rows, fed: Fed, device: torch.device):
         group_of_row, lengths = state.group_of_row[fed.rows], fed.before
-        self.own, self.prefix, self.rows = state.own, state.prefix, padded or len(lengths)
-        self.every = bool(padded) or torch.equal(fed.rows, torch.arange(len(fed)))
+        self.own, self.prefix, self.rows = state.own, state.prefix, len(lengths)
+        self.every = torch.equal(fed.rows, torch.arange(len(fed)))
         self.longest = int((state.prompt_lengths[group_of_row] + lengths).max()) + 1
-        grid, place = pair_rows_with_groups(group_of_row, state.prefix.batch, state.widest if padded else 0)
-        place, lengths = (F.pad(t, (0, self.rows - len(t))) for t in (place, lengths))
-        self.keys = state.own.room if padded else max(MIN_KEYS, int(lengths.max()) + 1)
+        grid, place = pair_rows_with_groups(group_of_row, state.prefix.batch)
+        self.keys = max(MIN_KEYS, int(lengths.max()) + 1)
         own_hidden = torch.arange(self.keys)[None, :] > lengths[:, None]
         prefix_hidden = torch.arange(state.prefix.room)[None, :] >= state.prompt_lengths[:, None]
-        masks = (h[:, None, None].to(device) if padded or bool(h.any()) else None for h in (own_hidden, prefix_hidden))
+        masks = (h[:, None, None].to(device) if bool(h.any()) else None for h in (own_hidden, prefix_hidden))
         self.own_hidden, self.prefix_hidden = masks
         self.row_index = (torch.arange(self.rows) if self.every else fed.rows).to(device)
         self.slot, self.grid, self.place = lengths.to(device), grid.to(device), place.to(device)
-
-    def take_over(self, other: StepLayout) -> None:
-        """What another step of the same shapes attends to, in the tensors of this one."""
-        for name in ("slot", "grid", "place", "own_hidden", "prefix_hidden"):
-            getattr(self, name).copy_(getattr(other, name))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         keys, values = self.own.keys[layer], self.own.values[layer]
@@ -168,11 +154,11 @@ class StepLayout:
         return merge(*(unfold_queries(t, self.rows, 1) for t in own), *placed)
 
 
-def pair_rows_with_groups(group_of_row: Tensor, groups: int, width: int = 0) -> tuple[Tensor, Tensor]:
-    """grid [groups, c], the rows of each group (row 0 where there are fewer than c, which is at least `width`), and
-    place [R], where in the flattened grid each row stands."""
+def pair_rows_with_groups(group_of_row: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """grid [groups, c], the rows of each group (row 0 where there are fewer than c), and place [R], where in the
+    flattened grid each row stands."""
     counts = torch.bincount(group_of_row, minlength=groups)
-    width = max(width, int(counts.max()))
+    width = int(counts.max())
     order = torch.argsort(group_of_row, stable=True)
     within = torch.empty_like(order)
     within[order] = torch.arange(len(order)) - (counts.cumsum(0) - counts)[group_of_row[order]]

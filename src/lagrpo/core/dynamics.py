@@ -65,7 +65,7 @@ def group_weight(p: float, G: int, eps_std: float = 0.0) -> float:
         w_G(p) = E[m (1-m) / sqrt(m (1-m) + eps_std)] / (p (1-p)),    0 where m is 0 or 1
 
     At eps_std = 0 it is below 1/sqrt(p (1-p)), its limit as G grows, and at most sqrt(G-1), its limit as p goes to 0 or
-    1: see docs/theory.md. Raises ValueError unless 0 < p < 1, G >= 2, eps_std >= 0."""
+    1: see reports/theory.md. Raises ValueError unless 0 < p < 1, G >= 2, eps_std >= 0."""
     require_above(0.0, p=p)
     require_at_least(0.0, eps_std=eps_std)
     if p >= 1 or G < 2:

@@ -92,7 +92,7 @@ def check_syncs(source: Source, report: Report) -> None:
 
 
 def sync_reason(source: Source, batch: int, generated: int, said: float) -> str:
-    """Why new weights are synced before a batch, "" where they are not: docs/off-policy.md, "Definitions"."""
+    """Why new weights are synced before a batch, "" where they are not: docs/off-policy.md, "Terms"."""
     schedule = source.at(batch).settings.schedule
     if batch == 1:
         return "start"

@@ -1,4 +1,4 @@
-"""metrics.jsonl: the metrics of each batch that follow from its rows, written out here. docs/run-directory.md defines
+"""metrics.jsonl: the metrics of each batch that follow from its rows, written out here. docs/metrics.md defines
 each; the lag metrics come from the columns that the replay of the divergences checks."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and how it is read again. The layout and the schemas: docs/run-directory.md.
+"""What a run leaves on disk, and how it is read again. The layout and the schemas: docs/metrics.md.
 
 files.py     atomic writes, JSON without NaN               environment.py  versions, machine, git commit, command line
 directory.py Run: the directory and what is put into it    reading.py      metrics, rollouts and evaluations of a run

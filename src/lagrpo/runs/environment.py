@@ -36,7 +36,7 @@ def collect_environment(device: str = "cpu") -> dict[str, Any]:
         "directory": os.getcwd(),
         "git": git_state(Path.cwd()),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES},
         "platform": platform.platform(),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
@@ -100,7 +100,8 @@ def _git(directory: Path, *arguments: str) -> str:
 
 
 @functools.cache
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The version of an installed package; None without it."""
     try:
         return version(package)
     except PackageNotFoundError:

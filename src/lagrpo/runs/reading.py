@@ -40,7 +40,7 @@ def open_run(run: Run | Path | str) -> Run:
 
 OWN = (
     *("config.toml", "environment.json", "metrics.jsonl", "events.jsonl", "reward.png", ".lock", ".lock-holder.json"),
-    *("rollouts", "evaluations", "weights", "checkpoints", "checkpoints/weights", "trackers", "tensorboard", "wandb"),
+    *("rollouts", "evaluations", "weights", "checkpoints", "checkpoints/weights", "tensorboard", "wandb"),
 )
 """What a run writes into, or removes something from."""
 

@@ -1,4 +1,4 @@
-"""Rollouts as Parquet: one row per completion. docs/run-directory.md says what each column is. Nothing is padded: token
+"""Rollouts as Parquet: one row per completion. docs/metrics.md says what each column is. Nothing is padded: token
 quantities are lists of the completion's own length."""
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ row that waits for an environment is left out of steps; the next step that it is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -25,45 +24,23 @@ BLOCK = 64  # the own cache grows by this many tokens, or doubles
 PIECE = 512  # tokens of a step, at most: a longer reply takes several
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What a state has room for: rows, and tokens of each; prompts, and tokens of each; rows of a group."""
-
-    rows: int
-    tokens: int
-    prompts: int
-    prompt_tokens: int
-    widest: int
-
-
 class DecodeState:
     """Keys and values of the active rows, `own`, and of the prompts of their groups, `prefix`; which row belongs to
     which group. A group has a place in `prefix` until its last row has ended; the next new group takes that place.
+    Caches grow when rows, prompts or tokens need it."""
 
-    Caches grow when rows, prompts or tokens need it. Where steps are recorded, each growth ends the recordings, so a
-    state that repeats the work of another one begins with the `room` that the other had grown to."""
-
-    def __init__(self, model: Model, max_rows: int, max_tokens: int, room: Room | None = None) -> None:
+    def __init__(self, model: Model, max_rows: int, max_tokens: int) -> None:
         self.model, self._steps = model, model.backend.steps(model)
-        self.records = self._steps.records  # whether steps are recorded, for the next ones of the same shape
-        if room is None or not self.records:
-            room = Room(0, 0, 0, MIN_KEYS, 0)
-        self.max_rows = max(max_rows, room.rows, MIN_ROWS)
-        self.own = self._steps.cache(self.max_rows, max(min(BLOCK, max_tokens), room.tokens))
-        self.prefix = self._steps.cache(room.prompts, room.prompt_tokens)
-        self.prompt_lengths = torch.zeros(room.prompts, dtype=torch.long)  # in each place; 0: free
+        self.max_rows = max(max_rows, MIN_ROWS)
+        self.own = self._steps.cache(self.max_rows, min(BLOCK, max_tokens))
+        self.prefix = self._steps.cache(0, MIN_KEYS)
+        self.prompt_lengths = torch.zeros(0, dtype=torch.long)  # in each place; 0: free
         self.group_of_row = torch.empty(0, dtype=torch.long)  # its place
         self.lengths = torch.empty(0, dtype=torch.long)  # tokens in each row's own cache
-        self.widest = room.widest  # rows of a group, at the most
 
     @property
     def rows(self) -> int:
         return len(self.group_of_row)
-
-    @property
-    def room(self) -> Room:
-        """What the caches have grown to."""
-        return Room(self.max_rows, self.own.room, self.prefix.batch, self.prefix.room, self.widest)
 
     @torch.no_grad()
     def admit(self, prompts: Sequence[Sequence[int]], G: int) -> Tensor:
@@ -78,7 +55,6 @@ class DecodeState:
         self.prompt_lengths[places] = torch.tensor(lengths)
         self.group_of_row = torch.cat([self.group_of_row, torch.tensor(places).repeat_interleave(G)])
         self.lengths = torch.cat([self.lengths, torch.zeros(len(places) * G, dtype=torch.long)])
-        self.widest = max(self.widest, G)
         return hidden.index_select(0, layout.last_prompt_rows)
 
     def _places(self, lengths: list[int]) -> list[int]:
@@ -93,24 +69,16 @@ class DecodeState:
         return free[: len(lengths)]
 
     def step(self, token_ids: Tensor) -> Tensor:
-        """One token per active row, int64 [R] -> final hidden states [R, H]. Where steps are recorded, the next one
-        overwrites them."""
+        """One token per active row, int64 [R] -> final hidden states [R, H]."""
         return self._feed(Fed(token_ids, torch.arange(self.rows), self.lengths))
 
     def feed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """The next tokens of each active row, none of a row that waits -> their final hidden states [., H]. Where steps
-        are recorded, the next one may overwrite them."""
+        """The next tokens of each active row, none of a row that waits -> their final hidden states [., H]."""
         counts = torch.tensor([len(of_row) for of_row in tokens])
         rows = torch.arange(len(counts)).repeat_interleave(counts)
         within = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
         fed = Fed(torch.tensor([token for of_row in tokens for token in of_row]), rows, self.lengths[rows] + within)
-        alone = (counts[rows] == 1) & self.records  # a step with one token of each row is recorded
-        pieces = [*(~alone).nonzero().flatten().split(PIECE), alone.nonzero().flatten()]
-        pieces = [piece for piece in pieces if len(piece)]
-        if len(pieces) == 1:
-            return self._feed(fed)
-        hidden = torch.cat([self._feed(fed.of(piece)).clone() for piece in pieces])
-        return hidden.index_select(0, torch.cat(pieces).argsort().to(hidden.device))
+        return torch.cat([self._feed(fed.of(piece)) for piece in torch.arange(len(fed)).split(PIECE)])
 
     @torch.no_grad()
     def _feed(self, fed: Fed) -> Tensor:

@@ -29,7 +29,7 @@ from lagrpo.policy.model import Policy, Weights
 from lagrpo.policy.replica import Replica
 from lagrpo.rng import uniforms
 from lagrpo.sampling.base import Item, Manner, Request
-from lagrpo.sampling.decode import DecodeState, Room
+from lagrpo.sampling.decode import DecodeState
 from lagrpo.sampling.episodes import Episode, Episodes
 from lagrpo.types import Completion, Group
 
@@ -108,8 +108,6 @@ class LocalSampler:
         """whether nobody wants the rest of what is being sampled"""
         self._under_way = 0
         self._clock = 0  # steps
-        self._kept: DecodeState | None = None
-        self._room: Room | None = None  # what the last one had grown to
 
     @property
     def manner(self) -> Manner:
@@ -144,9 +142,7 @@ class LocalSampler:
         return self.version, dict(self.policy.weights.items())
 
     def rest(self) -> None:
-        """Completions under way keep their caches, and the steps recorded on them."""
-        if not self._under_way:
-            self._forget()
+        pass
 
     def read(self) -> Mapping[str, float]:
         return {}
@@ -164,7 +160,7 @@ class LocalSampler:
         self, requests: Sequence[Request], G: int, rows: int, max_tokens: int, purpose: str
     ) -> Iterator[tuple[Request, Group]]:
         waiting = deque(_Open(request, (self.seed, purpose, *request.address), max_tokens) for request in requests)
-        state = self._state(min(rows, G * len(waiting)), max_tokens)
+        state = DecodeState(self.model, min(rows, G * len(waiting)), max_tokens)
         active: list[_Row] = []
         self._under_way, self._clock = len(waiting), 0
         try:
@@ -244,19 +240,6 @@ class LocalSampler:
             row.episode.end_turn(row.tokens[row.turn :])
             row.due = self._clock + PAUSE
 
-    def _state(self, rows: int, tokens: int) -> DecodeState:
-        """An empty state for so many rows: the last one again where its steps are recorded, which takes time."""
-        if self._kept is None or self._kept.rows or self._kept.max_rows < rows:
-            self._forget()  # gives its memory back before the next one takes its own
-            state = DecodeState(self.model, rows, tokens, self._room)
-            self._kept = state if state.records else None
-            return state
-        return self._kept
-
-    def _forget(self) -> None:
-        if self._kept is not None:
-            self._room, self._kept = self._kept.room, None
-
     def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
         """As the parity check asks; training samples under other addresses."""
         generated = self._sample(requests, G, max(self.max_num_seqs, G), max_tokens, "probe")
@@ -270,7 +253,7 @@ class LocalSampler:
         stand side by side and all prompts have as many."""
         longest = max(len(tokens) for _, tokens in items)
         fed = torch.tensor([[tokens[min(t, len(tokens) - 1)] for _, tokens in items] for t in range(longest)])
-        state = self._state(len(items), longest)
+        state = DecodeState(self.model, len(items), longest)
         groups = [(prompt_ids, len([*group])) for prompt_ids, group in groupby(items, key=itemgetter(0))]
         if len({G for _, G in groups}) > 1:
             groups = [(prompt_ids, 1) for prompt_ids, _ in items]
@@ -284,12 +267,11 @@ class LocalSampler:
         if steps < longest:
             hidden = state.feed(fed[steps - 1 : -1].T.tolist())
             found += self._logp(hidden, fed[steps:].T.flatten()).view(len(items), -1).unbind(1)
-        state.retire(range(len(items)))
         logp = torch.stack(found, 1)
         return [[row[: len(tokens)].tolist() for row, (_, tokens) in zip(logp, items, strict=True)]]
 
     def _logp(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """At temperature 1, on the CPU, and at once: a recorded step overwrites its hidden states."""
+        """At temperature 1, on the CPU."""
         return self.model.backend.logp(self.model.logits(hidden), token_ids.to(self.model.device), 1.0).cpu()
 
     def _admit(self, waiting: deque[_Open], state: DecodeState, active: list[_Row], G: int) -> Tensor | None:

@@ -25,7 +25,7 @@ class EvaluationSet(Section):
     """What is asked, as in section task; by default the run's task. Its test split is asked."""
     function: str | None = None
     """package.module:function, called as function(generate) -> numbers by name, in place of a task
-    (docs/evaluations.md)."""
+    (docs/evaluation.md)."""
     metrics: tuple[str, ...] = ()
     """Names of the numbers that the function returns."""
     every: int | None = Field(default=None, ge=0)
@@ -73,7 +73,7 @@ class EvaluationSettings(Section):
     """What generates: the learner's own policy in this process, or the run's vLLM servers, which get its weights for
     that."""
     sets: tuple[EvaluationSet, ...] = ()
-    """Several evaluations in place of one, each a table [[evaluation.sets]] (docs/evaluations.md)."""
+    """Several evaluations in place of one, each a table [[evaluation.sets]] (docs/evaluation.md)."""
     best: str | None = None
     """Which result makes the best policy, such as pass_at_1, or SET.pass_at_1 with sets: the policy with the best one
     is kept in weights/best. Unset: no weights are kept for that."""

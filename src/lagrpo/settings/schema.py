@@ -57,8 +57,8 @@ class RunSettings(Section):
     entropy: bool = False
     """Measure the policy's entropy over the tokens that it learns from, in nats per token."""
     trackers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...], ONE_OR_MORE] = ()
-    """Who else gets metrics, evaluations and completions, each an extra: pip install 'lagrpo[wandb]'. A tracker that
-    fails, hangs or is slow neither stops nor slows the run (docs/trackers.md)."""
+    """Trackers that get metrics, evaluations and completions, each an extra: pip install 'lagrpo[wandb]'. A tracker
+    whose package raises is disabled with a warning (docs/inspect.md)."""
     tracked_completions: int = Field(default=16, ge=0, le=1024)
     """How many completions of each batch the trackers get; 0: none."""
 
@@ -85,8 +85,7 @@ class ModelSettings(Section):
     """CPU threads; default: OMP_NUM_THREADS, else the physical cores within the container's quota."""
     kernels: Literal["auto", "c", "torch"] = "auto"
     """What computes beside PyTorch. c: lagrpo's C kernels (CPU), which make sampler and learner agree to the bit in
-    bfloat16. torch: PyTorch alone. auto: the kernels where there is a C compiler; on a GPU FlexAttention and CUDA
-    graphs."""
+    bfloat16. torch: PyTorch alone. auto: the kernels where there is a C compiler; on a GPU FlexAttention."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the tokenizer's."""
     lora: LoraSettings = LoraSettings()

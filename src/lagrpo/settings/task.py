@@ -21,13 +21,13 @@ def unset(kind: Any, text: str, **bounds: Any) -> Any:
 
 class _OfEveryTask(Section):
     name: str = "arithmetic"
-    """arithmetic, countdown, calculator, guess_number, gsm8k, math, custom, reasoning_gym:NAME, gym:NAME,
-    verifiers:NAME (docs/environments.md), or package.module:function that returns a Task."""
+    """arithmetic, countdown, calculator, guess_number, gsm8k, math, custom, reasoning_gym:NAME, gym:NAME
+    (docs/multi-turn.md), or package.module:function that returns a Task."""
     reward: str | None = None
     """Built-in judge (exact, number, math …) or package.module:function, called as function(text, gold) -> float."""
     rewards: tuple[RewardSettings, ...] = ()
     """Several rewards in place of one, each a table [[task.rewards]]: a completion's reward is their weighted sum
-    (docs/rewards.md)."""
+    (docs/data-and-rewards.md)."""
     reward_range: tuple[float, float] = (0.0, 1.0)
     """Least and greatest reward: the bounds are in units of this range. With several rewards, by default, the least and
     the greatest sum that their own ranges allow."""

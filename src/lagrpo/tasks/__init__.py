@@ -33,7 +33,6 @@ from lagrpo.tasks.names import (
     JUDGES,
     OWN,
     SHAPED,
-    VERIFIERS,
     is_reference,
     kind_of,
     load_function,
@@ -69,7 +68,7 @@ NO_TASK = "is no Task: a Task has name, judge, size(split) and prompt(split, ind
 def task_options() -> Mapping[str, type]:
     """For each task the dataclass of its options, whose fields `option` makes. Every task also takes `system_prompt`
     and `reward`."""
-    from lagrpo.tasks import arithmetic, calculator, countdown, custom, guess_number, reasoning_gym, verifiers
+    from lagrpo.tasks import arithmetic, calculator, countdown, custom, guess_number, reasoning_gym
     from lagrpo.tasks.files import DataOptions  # for math too, whose own file imports math-verify
 
     return {
@@ -79,7 +78,6 @@ def task_options() -> Mapping[str, type]:
         "math": DataOptions,
         "custom": custom.Options,
         GYM: reasoning_gym.Options,
-        VERIFIERS: verifiers.Options,
         "calculator": calculator.Options,
         "guess_number": guess_number.Options,
     }
@@ -109,13 +107,12 @@ def check_options(settings: TaskSettings) -> None:
     if is_reference(name):
         return
     if (kind := kind_of(name)) not in known:
-        names = [f"{each}:NAME" if each in (GYM, VERIFIERS) else each for each in known]
+        names = [f"{each}:NAME" if each == GYM else each for each in known]
         raise ValueError(
             f"task.name: there is no task {name!r}; there are {', '.join(names)}, and a task of your own as "
             f"'package.module:function'.{suggest(name, names)}"
         )
     check_custom(settings)
-    check_verifiers(settings)
     own: Any = settings
     for option, tasks in option_takers().items():
         if kind not in tasks and getattr(own, option) is not None:
@@ -138,21 +135,6 @@ def check_custom(settings: TaskSettings) -> None:
             raise ValueError(f"the reward {reward!r} needs task.answer_column, the column to judge against")
 
 
-def check_verifiers(settings: TaskSettings) -> None:
-    """Raise ValueError for what an environment of verifiers says itself."""
-    if kind_of(settings.name) != VERIFIERS:
-        return
-    if not settings.name.partition(":")[2]:
-        raise ValueError(f"task.name: write {VERIFIERS}:NAME, with the name of an environment")
-    if settings.reward is not None:
-        raise ValueError(f"task.reward: the environment {settings.name} gives the rewards of its completions")
-    if settings.system_prompt is not None:
-        raise ValueError(
-            f"task.system_prompt: the environment {settings.name} has its own; where it takes one, give it as "
-            "task.options.system_prompt"
-        )
-
-
 def load_task(settings: TaskSettings, seed: int) -> Task:
     """The task that the settings name; what it generates is a function of the seed. For "package.module:function" it is
     what function(settings, seed) returns.
@@ -168,8 +150,6 @@ def load_task(settings: TaskSettings, seed: int) -> Task:
         require_installed(kind)
         file = importlib.import_module(f"lagrpo.tasks.{kind}")
         options = read_options(task_options()[kind], settings)
-        if kind == VERIFIERS:
-            return file.load(options, name.partition(":")[2])
         if kind == GYM:
             rows, ask, own = file.load(options, seed, name.partition(":")[2])
         else:

@@ -31,7 +31,6 @@ OWN = "task"
 GYM = "reasoning_gym"
 GYMNASIUM = "gym:"
 """How the names of tasks begin whose environments are in the style of Gymnasium."""
-VERIFIERS = "verifiers"
 ENVIRONMENTS = {
     "calculator": "lagrpo.tasks.calculator:ENVIRONMENT",
     "guess_number": "lagrpo.tasks.guess_number:GuessNumber",
@@ -59,13 +58,13 @@ def require_installed(name: str) -> None:
 
 def is_reference(name: str) -> bool:
     """Whether a name in the settings is a "package.module:function", not something built in."""
-    return ":" in name and kind_of(name) not in (GYM, VERIFIERS)
+    return ":" in name and kind_of(name) != GYM
 
 
 def kind_of(name: str) -> str:
     """Which of the built-in tasks a name means: of "reasoning_gym:chain_sum" what stands before the colon."""
     kind = name.partition(":")[0]
-    return kind if kind in (GYM, VERIFIERS) else name
+    return kind if kind == GYM else name
 
 
 def load_function(reference: str) -> Callable[..., Any]:

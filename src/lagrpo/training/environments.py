@@ -18,7 +18,6 @@ from lagrpo.tasks import Task
 from lagrpo.tasks.base import Make, TaskWithEnvironment
 from lagrpo.tasks.environments import load_environment
 from lagrpo.tasks.tools import Tools, system_text
-from lagrpo.tasks.verifiers import Verifiers
 from lagrpo.verify import Environments
 
 OF_RUN = ""
@@ -41,8 +40,8 @@ class Talk:
         that are not there or do not say how they are called."""
         with refusing("environment", TemplateError):
             make = load_environment(settings, task)
-            schemas = make.schemas() if isinstance(make, Tools | Verifiers) else []
-            if not isinstance(make, Tools | Verifiers) or not schemas:
+            schemas = make.schemas() if isinstance(make, Tools) else []
+            if not isinstance(make, Tools) or not schemas:
                 return Talk(make) if make is not None else None
             said = chat.render(OPENING, schemas)
             taken = all(f'"{schema["function"]["name"]}"' in said for schema in schemas)

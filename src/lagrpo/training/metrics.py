@@ -17,7 +17,7 @@ AT_ONCE = 1e-3  # seconds: what took less to come was sampled before
 
 
 def batch_metrics(step: Step) -> dict[str, Any]:
-    """What is recorded of a batch beside the lag (docs/run-directory.md). Metrics of the objective describe the first
+    """What is recorded of a batch beside the lag (docs/metrics.md). Metrics of the objective describe the first
     update on the batch, where π = π_k; loss, grad_norm, lr, moved and the clip shares _last describe the last one."""
     updates, groups, clock = step.updates, step.batch.groups, step.clock
     first, last = (updates[0], updates[-1]) if updates else ({}, {})

@@ -25,7 +25,7 @@ class Observer(Protocol):
 
     def batch(self, step: Step, metrics: Row, rollouts: Sequence[Row]) -> None:
         """A batch is finished: number `step.b`. `metrics` is its line of metrics.jsonl, `rollouts` has one row per
-        completion (docs/run-directory.md)."""
+        completion (docs/metrics.md)."""
 
     def evaluation(self, name: str, batch: int, summary: Row, records: Sequence[Row]) -> None:
         """The policy was evaluated after `batch` batches; `records` has one row per prompt."""

@@ -23,8 +23,7 @@ from lagrpo.sampling.schedule import LoopState
 from lagrpo.tasks import reward_names
 from lagrpo.terminal.display import make_display
 from lagrpo.terminal.text import count_of
-from lagrpo.trackers.observer import Trackers
-from lagrpo.trackers.tracker import About
+from lagrpo.trackers import Trackers
 from lagrpo.training.beginning import create_run, describe_environment, write_config
 from lagrpo.training.budget import RewardBudget
 from lagrpo.training.build import Parts, without_progress_bars
@@ -132,7 +131,8 @@ class Training:
             self.display.note(line)
         if self.earlier is not None:
             self.resume(self.earlier)
-        self.trackers.begin(About.of(self.store.path, settings, self.environment), self.observers.note)
+        kept = None if self.earlier is None else self.batches
+        self.trackers.open(self.store.path, settings, self.environment, kept)
 
     def resume(self, earlier: Earlier) -> None:
         """Go on where the run stood: restore the parts, and cut its records back to the checkpoint."""

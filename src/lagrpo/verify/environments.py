@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lagrpo.tasks.base import Address, Make
-from lagrpo.tasks.bridges import PATIENCE
-from lagrpo.tasks.verifiers import Verifiers
 from lagrpo.types import Prompt
 from lagrpo.verify import worker
 from lagrpo.verify.pool import Job, Workers
@@ -24,8 +22,7 @@ class Environments:
         self, make: Make, *, workers: int | None = None, deadline: float = 5.0, memory: float = 4.0,
         file_size: float = 1.0,
     ) -> None:  # fmt: skip
-        starting = PATIENCE if isinstance(make, Verifiers) else 0.0
-        self._workers = Workers(make, "environment", workers, deadline, memory, file_size, starting)
+        self._workers = Workers(make, "environment", workers, deadline, memory, file_size)
 
     def open(self, prompt: Prompt, address: Address) -> tuple[Mapping[str, Any], ...]:
         """The messages with which an episode begins. Raises ValueError where it cannot."""

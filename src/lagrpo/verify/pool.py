@@ -65,19 +65,16 @@ class Workers:
         deadline: seconds for a call that has no deadline of its own.
         memory: GiB that a process may take with everything that it starts (on Linux).
         file_size: GiB that a process may write into one file.
-        starting: seconds that a process may need to load what it calls, beyond those that every process has.
 
     Raises TypeError for what cannot be sent to another process.
     """
 
     def __init__(
         self, called: Any, what: What, workers: int | None, deadline: float, memory: float, file_size: float,
-        starting: float = 0.0,
     ) -> None:  # fmt: skip
         refuse_in_worker(what)
         self._deadline = self._longest = deadline
         self._what: What = what
-        self._patience = _PATIENCE + starting
         self._file_size = int(file_size * 2**30)
         self._workers = workers or min(4, usable_cores())
         self._called = pickle_called(called, what)
@@ -110,7 +107,7 @@ class Workers:
         """Wait for what the call gave, or why it gave nothing. Raises VerifierError where no process can do it."""
         found, answered = None, -1
         while found is None:
-            pool, patience = job.pool, self._longest + self._patience
+            pool, patience = job.pool, self._longest + _PATIENCE
             try:
                 found = job.future.result(timeout=patience)
             except ProcessExpired as error:

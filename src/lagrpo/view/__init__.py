@@ -1,4 +1,4 @@
-"""`lagrpo view`: a run as one HTML file that needs no network, to look into it in a browser. docs/view.md has more.
+"""`lagrpo view`: a run as one HTML file that needs no network, to look into it in a browser. docs/inspect.md has more.
 
 command.py     write the file, say what is in it      serve.py        the same page on 127.0.0.1, kept up to date
 data.py        from runs to what the page holds       sample.py       which completions fit in

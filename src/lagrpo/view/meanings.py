@@ -1,4 +1,4 @@
-"""What each metric of metrics.jsonl is, in a line, under the headings of the page. docs/run-directory.md has more."""
+"""What each metric of metrics.jsonl is, in a line, under the headings of the page. docs/metrics.md has more."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def check_metric(name: str) -> str:
     """The name itself. Raises ValueError, with the nearest, where no run has a metric of this name."""
     known = [name for room in of_names([name]).values() for name in room]
     if name not in known:
-        raise ValueError(f"there is no metric {name!r}.{suggest(name, known)} docs/run-directory.md lists all")
+        raise ValueError(f"there is no metric {name!r}.{suggest(name, known)} docs/metrics.md lists all")
     return name
 
 

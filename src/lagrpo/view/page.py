@@ -13,10 +13,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 
 STYLES = ("uplot.css", "style.css")
-RUNS = ("dom", "data", "trend", "groups", "tokens", "rollouts", "evaluations", "settings", "app")
-"""The scripts of the page of runs."""
-STUDY = ("dom", "study")
-"""Those of a study's report."""
+SCRIPTS = ("dom", "data", "trend", "groups", "tokens", "rollouts", "evaluations", "settings", "app")
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -40,18 +37,13 @@ PAGE = """<!doctype html>
 
 def make_page(names: Sequence[str], packed: bytes, live: bool = False) -> str:
     """The page of runs with these names; `live` lets it ask the server that it comes from for newer data."""
-    return build_page(f"{', '.join(names)} · lagrpo view", packed, RUNS, live)
-
-
-def build_page(title: str, packed: bytes, scripts: Sequence[str], live: bool = False) -> str:
-    """A page whose scripts show the data."""
-    style, library, program = _style(), _asset("uplot.js"), _program(scripts)
+    style, library, program = _style(), _asset("uplot.js"), _program()
     connect = "'self'" if live else "'none'"
     policy = (
         f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; style-src {_hash(style)}; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    title = html.escape(title.encode(errors="replace").decode())
+    title = html.escape(f"{', '.join(names)} · lagrpo view".encode(errors="replace").decode())
     data = base64.b64encode(packed).decode()
     marks = " data-live" if live else ""
     return PAGE.format(live=marks, policy=policy, title=title, style=style, data=data, library=library, program=program)
@@ -61,9 +53,9 @@ def _style() -> str:
     return "\n".join(map(_asset, STYLES))
 
 
-def _program(scripts: Sequence[str]) -> str:
+def _program() -> str:
     """All scripts in one function, so that they share names with each other and with nothing else."""
-    return "\n".join(["(() => {", '"use strict";', *(_asset(f"{name}.js") for name in scripts), "})();"])
+    return "\n".join(["(() => {", '"use strict";', *(_asset(f"{name}.js") for name in SCRIPTS), "})();"])
 
 
 def _asset(name: str) -> str:

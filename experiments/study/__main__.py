@@ -1,0 +1,100 @@
+"""Make the missing runs of a study and write its report. Run it from the checkout's root:
+
+    python -m experiments.study experiments/papers/fig2.toml                 make the missing runs, then the report
+    python -m experiments.study experiments/papers/fig2.toml --only seed0    only runs with this text in their names
+    python -m experiments.study experiments/papers/fig2.toml --report        only the report, from the finished runs
+
+A run is `lagrpo train` in its own process, in runs/studies/NAME/RUN, with RUN.toml and RUN.log beside it. Finished runs
+are kept, unfinished ones resume. Exit codes: 0 done (whatever the verdicts), 1 a run failed, 2 wrong input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lagrpo.errors import SettingsError
+from lagrpo.runs.files import write_atomically
+from lagrpo.settings.toml import to_toml
+from lagrpo.threads import usable_cores
+
+from .measures import RunResult
+from .report import load_results, write_report
+from .spec import Run, load_study
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, metavar="FILE.toml")
+    parser.add_argument("--report", action="store_true", help="make no runs")
+    parser.add_argument("--jobs", type=int, help="runs at a time; by default the file's, else one per core")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="only runs with one of these in the name")
+    parser.add_argument("--results", type=Path, nargs="+", default=[], help="report.json files whose runs count too")
+    asked = parser.parse_args(arguments)
+    try:
+        directory = Path("runs") / "studies" / asked.file.stem
+        study, runs = load_study(asked.file, directory)
+        recorded = {key: result for file in asked.results for key, result in load_results(file, study).items()}
+        chosen = [run for run in runs if not asked.only or any(text in run.path.name for text in asked.only)]
+        if not chosen:
+            raise SettingsError(f"--only {' '.join(asked.only)}: there is no such run; one is {runs[0].path.name}")
+        missing = [run for run in chosen if (run.cell, run.seed) not in recorded and not run.is_finished()]
+        failed = [] if asked.report else run_missing(missing, asked.jobs or study.jobs)
+        results = recorded | {(run.cell, run.seed): RunResult.load(run.path) for run in runs if run.is_finished()}
+        write_report(study, results, directory)
+    except (SettingsError, ValueError, OSError) as error:
+        print(f"study: {error}", file=sys.stderr)
+        return 2
+    return 1 if failed else 0
+
+
+def run_missing(missing: Sequence[Run], jobs: int | None) -> list[Run]:
+    """Make these runs, `jobs` at a time; returns those that failed. If a signal ends the study, the runs get SIGTERM,
+    write their checkpoints and end."""
+    if not missing:
+        return []
+    model, cores = missing[0].settings.model, usable_cores()
+    jobs = jobs or (1 if missing[0].settings.sampling.sampler == "vllm" else max(1, cores // (model.threads or 1)))
+    print(f"{len(missing)} runs to make, {jobs} at a time", flush=True)
+    waiting, active, failed = list(missing), dict[subprocess.Popen[bytes], Run](), list[Run]()
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        while waiting or active:
+            while waiting and len(active) < jobs:
+                run = waiting.pop(0)
+                active[start_run(run, model.threads or max(1, cores // jobs))] = run
+            time.sleep(0.2)
+            for process in [process for process in active if process.poll() is not None]:
+                run = active.pop(process)
+                failed += [] if run.is_finished() else [run]
+                outcome = (
+                    "finished" if run.is_finished() else f"failed, see {run.path}.log; the same command tries again"
+                )
+                print(f"{run.path.name}: {outcome}", flush=True)
+    finally:
+        for process in active:
+            process.terminate()
+        for process in active:
+            process.wait()
+        signal.signal(signal.SIGTERM, before)
+    return failed
+
+
+def start_run(run: Run, threads: int) -> subprocess.Popen[bytes]:
+    """Start `lagrpo train` in its own session, so that Ctrl-C reaches it only through the study."""
+    write_atomically(Path(f"{run.path}.toml"), to_toml(run.settings))
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", "lagrpo", "train", f"{run.path}.toml"]
+    with open(f"{run.path}.log", "ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

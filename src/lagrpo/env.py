@@ -1,0 +1,90 @@
+"""`lagrpo env`: what a bug report needs to say about a machine, and how to get what is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from lagrpo.errors import one_line
+from lagrpo.redaction import redact
+from lagrpo.runs.environment import cpu_model, package_version
+from lagrpo.threads import read_quota, usable_cores
+
+NEEDED = ("lagrpo", "torch", "transformers", "datasets", "numpy")
+EXTRAS = {"math-verify": "math", "gguf": "demo", "peft": "lora", "reasoning-gym": "gym"}  # package -> lagrpo's extra
+EXTRAS |= {name: name for name in ("tensorboard", "wandb", "trackio", "mlflow")}
+GET_VLLM = "make vllm-env, or install vllm==0.32.0 into its own environment and set LAGRPO_VLLM_PYTHON"
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
+GB = 1e9
+
+Lines = Iterator[tuple[str, str]]  # what is looked at, what was found
+
+
+def env() -> None:
+    """Print versions, hardware, kernels and vLLM for a bug report, and the command that gets what is missing."""
+    for look in (look_at_packages, look_at_machine, look_at_gpus, look_at_kernels, look_at_vllm):
+        try:
+            for name, found in look():
+                print(redact(f"{name:<14} {found}"))
+        except Exception as error:  # noqa: BLE001 - a broken package can raise anything
+            print(redact(f"{look.__name__:<14} failed: {type(error).__name__}: {one_line(str(error))}"))
+
+
+def look_at_packages() -> Lines:
+    yield "python", f"{platform.python_version()}, {sys.executable}"
+    for name in NEEDED:
+        yield name, package_version(name) or "missing: pip install --upgrade lagrpo"
+    for name, extra in EXTRAS.items():
+        yield name, package_version(name) or f"missing: pip install 'lagrpo[{extra}]'"
+
+
+def look_at_machine() -> Lines:
+    import torch
+
+    from lagrpo.backends.cpu.build import cpu_flags
+
+    yield "system", platform.platform()
+    yield "cpu", f"{cpu_model()} ({', '.join(name for name in INSTRUCTIONS if name in cpu_flags())})"
+    quota, threads = read_quota(), f"{torch.get_num_threads()} threads"
+    yield "cores", f"{os.cpu_count()}, {usable_cores()} usable, quota {quota or 'none'}, {threads}"
+    total, free = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+    yield "memory", f"{total / GB:.1f} GB, {free / GB:.1f} GB free"
+
+
+def look_at_gpus() -> Lines:
+    import torch
+
+    for n in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(n)
+        yield f"gpu {n}", f"{gpu.name}, {gpu.total_memory / GB:.0f} GB, CUDA {torch.version.cuda}"
+    if not torch.cuda.device_count():
+        hidden = shutil.which("nvidia-smi") and "missing: PyTorch does not see it: pip install --force-reinstall torch"
+        yield "gpu", hidden or "none"
+
+
+def look_at_kernels() -> Lines:
+    """Compiles the kernels the first time, in 6 to 16 seconds."""
+    from lagrpo.backends.cpu import library
+    from lagrpo.backends.cpu.build import isa_level
+    from lagrpo.backends.cpu.panels import chosen_products
+    from lagrpo.backends.hardware import pick_device, pick_dtype
+
+    if (reason := library.why_not()) is not None:
+        yield "kernels", f"missing: {reason}" + (": apt-get install gcc" if "no C compiler" in reason else "")
+    else:
+        products = chosen_products() or "PyTorch (the kernels' are wrong on this processor; update the C compiler)"
+        yield "kernels", f"{library.describe()}, instructions {isa_level()}, bfloat16 products by {products}"
+    yield "dtype", " because ".join(pick_dtype("auto", pick_device("auto")))
+
+
+def look_at_vllm() -> Lines:
+    pythons = (os.environ.get("LAGRPO_VLLM_PYTHON"), ".venv-vllm/bin/python", sys.executable)
+    for python in (Path(name).expanduser().absolute() for name in pythons if name):
+        for found in python.parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info"):
+            yield "vllm", f"{found.name.removesuffix('.dist-info')}: --vllm.python {python}"
+            return
+    yield "vllm", f"missing: {GET_VLLM}"

@@ -1,0 +1,250 @@
+"""Trackers: an observer that logs a run to TensorBoard, W&B, trackio or MLflow.
+
+`Trackers` calls the packages in the run's main thread. Below it is one class for each package, which alone imports it.
+It is constructed with a RunInfo, and opens a new run, or after a resume the same run. `log_table` gets at least one
+row. `finish` returns when everything is sent.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lagrpo.errors import SettingsError, one_line, visible
+from lagrpo.interrupts import find_interruption
+from lagrpo.redaction import redact
+from lagrpo.settings.toml import flatten
+from lagrpo.untrusted import read_text
+
+logger = logging.getLogger("lagrpo")
+
+PROJECT = "lagrpo"  # project or experiment of the runs, unless the tracker's environment variable names one
+TABLE = "completion_texts"  # name of the table of completions; `completions` is a metric
+Row = Mapping[str, Any]
+Status = Literal["finished", "interrupted", "failed"]
+COLUMNS = ("prompt_key", "completion", "prompt_text", "text", "reward", "outcome", "reason")
+COLUMNS += ("advantage", "masked", "lag", "finished")  # the columns of the rollouts that trackers get
+
+
+def check_installed(names: Iterable[str]) -> None:
+    """Raise SettingsError for a tracker whose package is missing. Nothing is imported."""
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # without an origin: a directory of that name, such as W&B makes
+            raise SettingsError(f"run.trackers names {name}, which is not installed: pip install 'lagrpo[{name}]'")
+
+
+class Trackers:
+    """An observer (training/observers.py) that logs to the named trackers. `completions`: max completions per batch.
+    If a tracker's package raises, the tracker is disabled with one warning and training continues."""
+
+    def __init__(self, names: Sequence[str], completions: int) -> None:
+        self.names, self.completions = names, completions
+        self.active: dict[str, Any] = {}
+
+    def open(self, path: Path, settings: Row, environment: Row, kept: int | None) -> None:
+        """Open the trackers' runs, once the run's files are in place. `kept`: the batches that a resumed run keeps,
+        None for a new run."""
+        config = without_secrets({**settings, "environment": environment})
+        info = RunInfo(path.absolute(), environment["id"], config, kept)
+        for name in self.names:
+            self._call(name, lambda name=name: self.active.update({name: TRACKERS[name](info)}))
+
+    def start(self, settings: Row, environment: Row) -> None: ...
+    def phase(self, name: str) -> None: ...
+    def note(self, text: str) -> None: ...
+
+    def batch(self, step: Any, metrics: Row, rollouts: Sequence[Row]) -> None:
+        """Log the metrics of a batch, and some of its completions as a table."""
+        if not self.active:
+            return
+        values, count = only_numbers(metrics), min(self.completions, len(rollouts))
+        rows = [rollouts[n * len(rollouts) // count] for n in range(count)]
+        table = without_secrets([{name: row.get(name) for name in COLUMNS} for row in rows])
+        self._log(lambda tracker: tracker.log(step.b, values))
+        if table:
+            self._log(lambda tracker: tracker.log_table(step.b, table))
+
+    def evaluation(self, name: str, batch: int, summary: Row, records: Sequence[Row]) -> None:
+        """Log the numbers of an evaluation's summary as evaluation/NAME, or evaluation/SET.NAME for a named set."""
+        prefix = f"evaluation/{summary['set']}." if summary.get("set") else "evaluation/"
+        values = {f"{prefix}{key}": value for key, value in only_numbers(summary).items() if key != "batch"}
+        self._log(lambda tracker: tracker.log(batch, values))
+
+    def end(self, status: Status, detail: str) -> None:
+        """Finish the trackers' runs. A package may wait here until everything is uploaded."""
+        self._log(lambda tracker: tracker.finish(status))
+        self.active = {}
+
+    def _log(self, log: Callable[[Any], object]) -> None:
+        for name, tracker in list(self.active.items()):
+            self._call(name, lambda tracker=tracker: log(tracker))
+
+    def _call(self, name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a package can raise anything
+            if stop := find_interruption(error):
+                raise stop from None
+            self.active.pop(name, None)
+            problem = one_line(redact(f"{type(error).__name__}: {error}"))
+            logger.warning("tracker %s is disabled, training continues: %s", name, problem)
+
+
+def only_numbers(values: Row) -> dict[str, float]:
+    """The values that are numbers; None and text are left out."""
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+
+def without_secrets(value: Any) -> Any:
+    """The value with *** instead of secrets, as JSON would have it: maps, lists and paths become plain."""
+    if isinstance(value, Mapping):
+        return {str(key): without_secrets(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(item) for item in value]
+    return redact(str(value)) if isinstance(value, str | Path) else value
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What a tracker gets when it opens. `path`: the run's directory; `id`: the run's id, the same after a resume;
+    `config`: settings and environment without secrets; `kept`: batches that a resumed run keeps, None for a new run."""
+
+    path: Path
+    id: str
+    config: dict[str, Any]
+    kept: int | None
+
+
+def _make_id(info: RunInfo) -> str:
+    """The run's id at a tracker. A copy of a run under another name gets another id."""
+    return "".join(c if c.isascii() and c.isalnum() else "-" for c in info.path.name)[:64] + "-" + info.id
+
+
+def _make_table(package: Any, rows: Sequence[Row], **options: Any) -> Any:
+    return package.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows], **options)
+
+
+class TensorBoard:
+    """Event files in the run's tensorboard/. A resumed run adds a file, and purges the batches that it makes again."""
+
+    def __init__(self, info: RunInfo) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder, kept = info.path / "tensorboard", info.kept
+        has_settings = kept and folder.is_dir()
+        self._writer: Any = SummaryWriter(str(folder), purge_step=kept + 1 if kept else kept)
+        if not has_settings:
+            config = redact(read_text(info.path / "config.toml"))
+            self._writer.add_text("settings", f"```toml\n{config}\n```", 0)
+
+    def log(self, batch: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, batch)
+        self._writer.flush()
+
+    def log_table(self, batch: int, rows: Sequence[Row]) -> None:
+        """Log a Markdown table: TensorBoard has no other."""
+        lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(cell) for cell in row.values()] for row in rows)]
+        self._writer.add_text(TABLE, "\n".join(f"| {' | '.join(line)} |" for line in lines), batch)
+
+    def finish(self, status: Status) -> None:
+        self._writer.close()
+
+
+def _cell(value: Any) -> str:
+    """A value in one cell of a Markdown table."""
+    return "" if value is None else visible(str(value)).replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
+
+
+class Wandb:
+    """Weights & Biases, with its environment variables: WANDB_MODE, WANDB_PROJECT, WANDB_DIR and others. Charts are
+    over batches, because W&B's steps never go back. Code and git are not sent."""
+
+    def __init__(self, info: RunInfo) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        hidden = dict.fromkeys(("disable_code", "disable_git", "disable_job_creation", "x_disable_meta"), True)
+        self._package: Any = wandb
+        self._run: Any = wandb.init(
+            id=_make_id(info),
+            resume=None if info.kept is None else "allow",
+            settings=wandb.Settings(silent=True, console="off", **hidden),
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            name=os.environ.get("WANDB_NAME") or info.path.name,
+            dir=os.environ.get("WANDB_DIR") or str(info.path),
+            config=info.config,
+        )
+        self._run.define_metric("*", step_metric="batch")
+
+    def log(self, batch: int, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "batch": batch})
+
+    def log_table(self, batch: int, rows: Sequence[Row]) -> None:
+        self._run.log({TABLE: _make_table(self._package, rows, allow_mixed_types=True), "batch": batch})
+
+    def finish(self, status: Status) -> None:
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+
+
+class Trackio:
+    """A local database in TRACKIO_DIR, or a Space of Hugging Face, TRACKIO_SPACE_ID. TRACKIO_PROJECT is the project. A
+    resumed run is found by its name."""
+
+    def __init__(self, info: RunInfo) -> None:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        self._package, project = trackio, os.environ.get("TRACKIO_PROJECT") or PROJECT
+        own: dict[str, Any] = {"name": info.path.name, "config": info.config, "embed": False}
+        self._run: Any = trackio.init(project, resume="never" if info.kept is None else "allow", **own)
+
+    def log(self, batch: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=batch)
+
+    def log_table(self, batch: int, rows: Sequence[Row]) -> None:
+        self._run.log({TABLE: _make_table(self._package, rows)}, step=batch)
+
+    def finish(self, status: Status) -> None:
+        self._run.finish()
+
+
+class Mlflow:
+    """The server or database MLFLOW_TRACKING_URI, else ./mlflow.db; experiment MLFLOW_EXPERIMENT_NAME. Settings are
+    parameters, completions JSON artifacts. A resumed run is found by its tag lagrpo.id."""
+
+    LONGEST_VALUE = 6000  # characters of a parameter
+    ENDS: Mapping[Status, str] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+
+    def __init__(self, info: RunInfo) -> None:
+        import mlflow  # pyright: ignore[reportMissingImports]
+
+        self._package, self._client = mlflow, mlflow.MlflowClient()
+        name, own = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT, _make_id(info)
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        if runs := info.kept is not None and self._client.search_runs([experiment], f"tags.`lagrpo.id` = '{own}'"):
+            self._id = runs[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        self._id = self._client.create_run(experiment, tags={"lagrpo.id": own}, run_name=info.path.name).info.run_id
+        params = {name: str(value)[: self.LONGEST_VALUE] for name, value in flatten(info.config).items()}
+        mlflow.log_params(params, run_id=self._id)
+
+    def log(self, batch: int, values: Mapping[str, float]) -> None:
+        self._package.log_metrics(values, step=batch, run_id=self._id)
+
+    def log_table(self, batch: int, rows: Sequence[Row]) -> None:
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        self._client.log_dict(self._id, columns, f"{TABLE}/batch-{batch:06d}.json")
+
+    def finish(self, status: Status) -> None:
+        self._client.set_terminated(self._id, self.ENDS[status])
+
+
+TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+"""Each tracker by the name of its package, which is also the name of its extra."""
