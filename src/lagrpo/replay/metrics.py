@@ -14,6 +14,7 @@ from lagrpo.replay import formulas
 from lagrpo.replay.findings import Check, Report
 from lagrpo.replay.source import UNCLEAR, Row, Source, scored_groups
 from lagrpo.runs.rollouts import reward_columns
+from lagrpo.settings.evaluation import OF_A_SET
 
 SIGMA_BINS = 10  # tenths of [0, 1/2]
 EXACT = 1e-9  # relative and absolute: sums of float64 in another order
@@ -109,7 +110,7 @@ def evaluated(source: Source, batch: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for one in source.settings.evaluation.sets if source.settings.evaluation.takes_place else ():
         made = [e for e in source.evaluations if e.get("set") == one.name and (e.get("batch") or 0) == batch - 1]
-        for name in one.columns:
+        for name in OF_A_SET:
             found[f"eval_{one.name}_{name}"] = made[0].get(name) if made else None
     return found
 

@@ -132,7 +132,7 @@ def _evaluations(settings: Settings) -> list[str]:
     e = settings.evaluation
     if not e.sets and e.sampler == "local" and e.best is None:
         return []
-    sets = ", ".join(f"{each.name} ({each.function or (each.task or settings.task).name})" for each in e.sets)
+    sets = ", ".join(f"{each.name} ({(each.task or settings.task).name})" for each in e.sets)
     who = "vLLM, which gets the weights of pi for it" if e.sampler == "vllm" else "this process"
     best = f"; the policy with the {e.best_is} {e.best} is kept in weights/best" if e.best else ""
     return [f"evaluation  {sets or 'the held-out prompts'}, by {who}{best}"]
