@@ -58,15 +58,3 @@ def fragile(text: str, gold: Any) -> float:
     if text == "raise":
         raise ValueError("no")
     return 0.5
-
-
-def survey(generate: Any) -> dict[str, float]:
-    """An evaluation of its own: how long the policy's answers are, and whether asking again gives others."""
-    first, again = generate(["ab?", [{"role": "user", "content": "cd?"}]]), generate(["ab?", "cd?"], 2)
-    assert [len(texts) for texts in first] == [3, 3]
-    assert [len(texts) for texts in again] == [2, 2]
-    return {"length": sum(len(text) for texts in first for text in texts) / 6, "unused": 1.0}
-
-
-def silent(generate: Any) -> dict[str, float]:
-    return {"other": 1.0}

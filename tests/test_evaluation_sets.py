@@ -19,7 +19,6 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings
 from lagrpo.terminal.show import show
 from lagrpo.training.checks import check_settings
-from lagrpo.training.exams import EvaluationError
 from lagrpo.training.run import train
 from lagrpo.view.data import collect
 from lagrpo.view.payload import unpack
@@ -27,7 +26,7 @@ from lagrpo.view.payload import unpack
 SETS: list[dict[str, Any]] = [
     {"name": "own"},
     {"name": "vowels", "task": {"name": "sample_task:load_vowels"}, "samples": 2, "max_tokens": 9, "temperature": 0.5},
-    {"name": "survey", "function": "sample_rewards:survey", "metrics": ["length"], "every": 0},
+    {"name": "rare", "samples": 2, "every": 0},
 ]
 
 
@@ -43,7 +42,7 @@ def run(model, root, /, **sections: dict[str, Any]):
 
 @pytest.fixture(scope="module")
 def sets(model, tmp_path_factory):
-    """A run with three sets, one of them a function."""
+    """A run with three sets, one of them evaluated before and after only."""
     return run(model, tmp_path_factory.mktemp("sets"), evaluation={"sets": SETS, "best": "vowels.pass_at_1"})
 
 
@@ -57,7 +56,7 @@ def test_every_set_is_evaluated_at_its_own_moments(sets):
     names = [summary["name"] for summary in load_evaluations(sets.run)]
     moments = ("before", "batch-000001", "batch-000002", "after")
     due = [f"{moment}.{name}" for moment in moments for name in ("own", "vowels")]
-    assert sorted(names) == sorted([*due, "before.survey", "after.survey"])
+    assert sorted(names) == sorted([*due, "before.rare", "after.rare"])
     assert {summary["name"]: summary["set"] for summary in load_evaluations(sets.run)} == {
         name: name.partition(".")[2] for name in names
     }
@@ -90,8 +89,8 @@ def test_the_line_of_a_batch_says_what_was_found_of_the_policy_at_its_start(sets
             found = sets.evaluations[f"{moment}.{name}"]
             assert line[f"eval_{name}_pass_at_1"] == found["pass_at_1"]
             assert line[f"eval_{name}_reward_mean"] == found["reward_mean"]
-    lengths = [line["eval_survey_length"] for line in lines]
-    assert lengths == [sets.evaluations["before.survey"]["length"], None, None]
+    rare = [line["eval_rare_pass_at_1"] for line in lines]
+    assert rare == [sets.evaluations["before.rare"]["pass_at_1"], None, None]
     assert not any(name.startswith("eval_") for name in load_metrics(plain.run)[0])
 
 
@@ -121,7 +120,6 @@ def test_a_run_with_sets_replays(sets):
     assert report.differences == []
     names = {check.name for check in report.checks}
     assert {"evaluation before.own", "evaluation batch-000001.vowels"} <= names
-    assert any("function of the user's own" in why for _, why in report.skipped)
 
 
 def test_a_replay_finds_what_a_set_is_missing_and_what_was_changed(model, tmp_path):
@@ -137,7 +135,7 @@ def test_a_replay_finds_what_a_set_is_missing_and_what_was_changed(model, tmp_pa
 @pytest.mark.usefixtures("shared_templates")
 def test_a_resumed_run_with_sets_is_the_run_that_was_never_stopped(model, tmp_path, sets):
     """Made with two batches, and then the third. What was said after the second is now of its batch, that of the
-    survey too, which the run that was never stopped did not make then; all else is the same."""
+    rare set too, which the run that was never stopped did not make then; all else is the same."""
     options = {"sets": SETS, "best": "vowels.pass_at_1"}
     first = run(model, tmp_path, evaluation=options, schedule={"batches": 2}, run={"name": "x", "checkpoint_every": 1})
     assert (first.run / "evaluations" / "after.own.json").exists()
@@ -146,8 +144,9 @@ def test_a_resumed_run_with_sets_is_the_run_that_was_never_stopped(model, tmp_pa
     for name in ("before.own", "batch-000002.vowels", "after.vowels"):
         assert whole.evaluations[name] == sets.evaluations[name]
     lines = [without_timings(load_metrics(result.run)) for result in (whole, sets)]
-    assert lines[0][2].pop("eval_survey_length") == first.evaluations["after.survey"]["length"]
-    assert lines[1][2].pop("eval_survey_length") is None
+    for name in ("pass_at_1", "reward_mean"):
+        assert lines[0][2].pop(f"eval_rare_{name}") == first.evaluations["after.rare"][name]
+        assert lines[1][2].pop(f"eval_rare_{name}") is None
     assert lines[0] == lines[1]
     best = [json.loads((r / "weights" / "best" / "evaluation.json").read_bytes()) for r in (whole.run, sets.run)]
     assert best[0] == best[1]
@@ -158,17 +157,16 @@ def test_show_view_and_display_know_the_sets(sets, model, tmp_path, capsys):
     show(sets.run, console=console)
     shown = console.export_text()
     assert "evaluation own: pass@1 " in shown
-    assert "evaluation survey: length " in shown
+    assert "evaluation rare: pass@1 " in shown
     header, _ = unpack(collect([sets.run], 100))
     summaries = header["runs"][0]["evaluations"]["summaries"]
-    assert {one["set"] for one in summaries} == {"own", "vowels", "survey"}
-    assert next(one for one in summaries if one["set"] == "survey")["metrics"] == ["length"]
+    assert {one["set"] for one in summaries} == {"own", "vowels", "rare"}
     assert "eval_own_pass_at_1" in header["metrics"]["Evaluation sets"]
     run(model, tmp_path, evaluation={"sets": SETS, "every": 0}, run={"display": "plain"}, schedule={"batches": 1})
     said = capsys.readouterr().out
     assert "evaluation (before, vowels): pass@1" in said
-    assert "evaluation (after, survey): length" in said
-    assert said.count("pass@1 before") == said.count("pass@1 after") == 2
+    assert "evaluation (after, rare): pass@1" in said
+    assert said.count("pass@1 before") == said.count("pass@1 after") == 3
 
 
 # Wrong input
@@ -184,18 +182,8 @@ def test_show_view_and_display_know_the_sets(sets, model, tmp_path, capsys):
         ({"sets": [{"name": "a"}] * 2}, "the name 'a' is there twice"),
         ({"sets": [{"name": "a/b"}]}, "'a/b' is no name"),
         ({"sets": [{"name": "a", "samples": 300}]}, "max_num_seqs = 128 is less than evaluation.samples = 300"),
-        ({"sets": [{"name": "a", "function": "x:y"}]}, "set both or neither"),
-        ({"sets": [{"name": "a", "function": "x:y", "metrics": ["batch"]}]}, "'batch' is a name of our own"),
-        (
-            {"sets": [{"name": "a", "function": "x:y", "metrics": ["b"], "prompts": 3}]},
-            "task and prompts are not for it",
-        ),
         ({"sets": [{"name": "a"}], "best": "pass_at_1"}, "write SET.METRIC with SET one of a"),
         ({"sets": [{"name": "a"}], "best": "a.pass_at_3"}, "there is no metric 'pass_at_3'; there are reward_mean"),
-        (
-            {"sets": [{"name": "a", "function": "x:y", "metrics": ["b_pass_at_1"]}, {"name": "a_b"}]},
-            "two of them would have the metric eval_a_b_pass_at_1",
-        ),
         ({"best": "own.pass_at_1"}, "write a metric alone"),
         ({"sampler": "vllm"}, "set sampling.sampler to 'vllm', too"),
     ],
@@ -221,17 +209,15 @@ def test_a_best_that_cannot_be_found_is_refused(evaluation, message):
 
 
 @pytest.mark.parametrize(
-    ("entry", "error", "message"),
+    ("entry", "message"),
     [
-        ({"task": {"name": "countdwn"}}, SettingsError, "evaluation.sets, 'a': task.name: there is no task 'countdwn'"),
-        ({"task": {"name": "sample_task:load_untested"}}, SettingsError, "sets, 'a': .*has no test prompts"),
-        ({"function": "sample_rewards:survei", "metrics": ["x"]}, SettingsError, "Did you mean 'survey'"),
-        ({"function": "sample_rewards:silent", "metrics": ["x"]}, EvaluationError, "'a' returned other, without x"),
+        ({"task": {"name": "countdwn"}}, "evaluation.sets, 'a': task.name: there is no task 'countdwn'"),
+        ({"task": {"name": "sample_task:load_untested"}}, "sets, 'a': .*has no test prompts"),
     ],
 )
 @pytest.mark.usefixtures("shared_templates")
-def test_a_set_that_cannot_be_asked_is_refused(model, tmp_path, entry, error, message):
-    with pytest.raises(error, match=message):
+def test_a_set_that_cannot_be_asked_is_refused(model, tmp_path, entry, message):
+    with pytest.raises(SettingsError, match=message):
         run(model, tmp_path, evaluation={"sets": [{"name": "a", **entry}]})
 
 

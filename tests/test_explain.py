@@ -174,15 +174,3 @@ def test_the_examples_in_the_docstrings():
     results = doctest.testmod(evaluate)
     assert results.attempted > 0
     assert results.failed == 0
-
-
-def test_a_certificate_that_no_batch_can_give_is_warned_of():
-    """At 95 % shared by 4 batches, C = 1.5: .5 - 7 · 1.5 · ln(160) / (3 (n - 1)) is 0 at n - 1 = 35.5."""
-
-    def lines(prompts: int) -> list[str]:
-        schedule = {"kind": "certified", "v": 4, "prompts": prompts}
-        return meaning._certificate(Settings.model_validate({"schedule": schedule, "sampling": {"G": 4}}))
-
-    assert "WARNING: never" in lines(9)[0]  # 36 completions
-    assert "certifies no gain below 0.455" in lines(10)[0]
-    assert meaning._certificate(Settings()) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import tensor
 from lagrpo.core.divergences import prefers_bounded, tv_terms
 from lagrpo.objective.recipes import resolve
 from lagrpo.policy.batch import assemble, left_out, micro_batches
-from lagrpo.training.lag import KEYS, certified, divergence_metrics, lag_metrics, sequence_kl, sequence_log_ratio
+from lagrpo.training.lag import KEYS, divergence_metrics, lag_metrics, sequence_kl, sequence_log_ratio
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
@@ -194,46 +193,3 @@ def test_a_step_beyond_what_is_possible_is_no_reliable_one(rewards):
     assert metrics["step_ess"] == pytest.approx(len(rewards) * 112**2 / (111**2 + 1), rel=1e-5)
     assert metrics["step_reliable"] == 0
     assert metrics["lag_reliable"] == (2 * len(rewards) >= 25)
-
-
-# What a batch certifies
-
-
-def coins(count, p, p_k, unjudged=0, source="sampler"):
-    """A batch of a coin that is right with p under α and p_k under π_k, p exactly, and its log-ratios."""
-    right = round(count * p)
-    rewards = [1.0] * right + [0.0] * (count - right)
-    batch, rows = batch_of([rewards], lengths=1, budget=10_000)
-    log_ratio = {c: math.log(p_k / p) if r else math.log((1 - p_k) / (1 - p)) for c, r in enumerate(rewards)}
-    group = batch.groups[0]
-    lost = tuple(replace(c, outcome=Outcome.unscored("no")) for c in group.completions[:unjudged])
-    groups = (replace(group, completions=(*group.completions, *lost), source=source),)
-    return replace(batch, groups=groups), give(rows, log_ratio)
-
-
-def test_a_certificate_is_that_of_its_formula():
-    """1,000 completions, gain .1: z = .5 for 200 of them, else 0; mean .1, variance .04 · 1000/999."""
-    batch, rows = coins(1_000, 0.2, 0.3)
-    doubt = math.log(2 / 0.05)
-    margin = math.sqrt(2 * 0.04 * 1000 / 999 * doubt / 1000) + 7 * 1.5 * doubt / (3 * 999)
-    assert certified(batch, rows, (0.0, 1.0), 0.05) == pytest.approx(0.1 - margin, abs=1e-6)
-    assert lag_metrics(batch, rows, 0.0, delta=0.05)["lag_certified"] == pytest.approx(0.1 - margin, abs=1e-6)
-    assert lag_metrics(batch, rows, 0.0)["lag_certified"] is None
-
-
-def test_completions_that_could_not_be_judged_count_as_the_least_reward():
-    batch, rows = coins(1_000, 0.2, 0.3, unjudged=500)
-    with_them = certified(batch, rows, (0.0, 1.0), 0.05)
-    mean = 0.1 * 1_000 / 1_500
-    variance = (200 * (0.5 - mean) ** 2 + 1_300 * mean**2) / 1_499
-    doubt = math.log(2 / 0.05)
-    margin = math.sqrt(2 * variance * doubt / 1_500) + 7 * 1.5 * doubt / (3 * 1_499)
-    assert with_them == pytest.approx(mean - margin, abs=1e-6)
-
-
-def test_offline_completions_and_missing_ones_certify_nothing():
-    batch, rows = coins(1_000, 0.2, 0.3, source="file")
-    assert certified(batch, rows, (0.0, 1.0), 0.05) is None
-    batch, rows = coins(1_000, 0.2, 0.3)
-    assert certified(batch, (), (0.0, 1.0), 0.05) is None
-    assert certified(batch, rows, (0.0, 0.5), 0.05) is None

@@ -178,7 +178,6 @@ SCHEDULES: list[dict[str, Any]] = [
     {"kind": "every", "v": 2, "stages": 3, "batches": 3},
     {"kind": "lagged", "v": 2},
     {"kind": "budget", "v": 3, "delta": 1.0},
-    {"kind": "certified", "v": 3},
 ]
 
 

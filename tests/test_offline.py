@@ -203,25 +203,6 @@ def test_metrics_that_would_be_of_a_subset_are_null_where_they_are_not_paid_for(
         trained(tmp_path, model, run={"score_lag": False}, schedule={"kind": "budget", "delta": 1.0, "v": 9})
 
 
-def test_certified_syncs_at_the_latest_where_nothing_is_certified_and_says_so(tmp_path, model):
-    run = trained(tmp_path, model, schedule={"kind": "certified", "v": 2, "batches": 5})
-    assert reasons_of(run) == {1: "start", 3: "cap", 5: "cap"}
-    assert all(m["lag_certified"] == -1 for m in load_metrics(run))  # 16 completions say nothing
-    warnings = [e for e in load_events(run) if e["event"] == "warning"]
-    said = ["no batch certified that pi_k is better than alpha" in warning["text"] for warning in warnings]
-    assert said == [True, False]  # each once; the other one is of a prompt that a batch asks twice
-    assert "asks a prompt more than once" in warnings[1]["text"]
-
-
-def test_certified_syncs_on_a_certificate(tmp_path, model, monkeypatch):
-    bounds = iter([-1.0, 0.01, -0.01, -0.2, 0.3])
-    monkeypatch.setattr("lagrpo.training.loop.measure_spending", lambda *rest: next(bounds))
-    run = trained(tmp_path, model, schedule={"kind": "certified", "v": 9, "batches": 5})
-    assert reasons_of(run) == {1: "start", 3: "certified"}
-    with pytest.raises(SettingsError, match=r"dynamic_sampling.*certifies nothing"):
-        trained(tmp_path, model, schedule={"kind": "certified", "v": 9}, sampling={"dynamic_sampling": 1})
-
-
 def test_a_budget_is_spent_by_the_fresh_completions_of_a_mixed_batch(tmp_path, model):
     data = tmp_path / "texts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in TEXTS))

@@ -158,7 +158,6 @@ CHANGED += [
     "lag_reliable",
     "lag_improvement",
     "lag_identity",
-    "lag_certified",
 ]
 
 
@@ -261,7 +260,6 @@ def test_an_event_of_a_weight_sync_that_is_gone_is_found(run):
     [
         ({"kind": "budget", "v": 3, "delta": 1e-9}, "kl_sequence", "budget"),
         ({"kind": "budget", "v": 2, "delta": 1e9}, "kl_sequence", "cap"),
-        ({"kind": "certified", "v": 2}, "lag_certified", "cap"),
     ],
 )
 def test_what_a_batch_says_decides_about_the_weight_sync_before_the_next(model, tmp_path, schedule, metric, reason):

@@ -21,7 +21,7 @@ from lagrpo.sampling.base import Request
 from lagrpo.sampling.local import LocalSampler
 from lagrpo.sampling.parity import ParityCheck, ParityError
 from lagrpo.sampling.prefetch import Prefetcher, VersionError
-from lagrpo.sampling.schedule import Schedule, budget, certified, every, lagged, lags
+from lagrpo.sampling.schedule import Schedule, budget, every, lagged, lags
 from lagrpo.types import Group, Prompt
 
 pytestmark = pytest.mark.usefixtures("either_computation")
@@ -383,14 +383,6 @@ def test_an_unspent_budget_is_a_cap_and_the_budget_zero_is_on_policy():
     assert lags(budget(1.0, 3), 1, 7, 1) == [0, 1, 2, 0, 1, 2, 0]
     plan = budget(0.0, 9).plan(1, 5, latest=lambda: 1e-9)
     assert [due.reason for due in plan] == ["", "budget", "budget", "budget", "budget"]
-
-
-def test_certified_syncs_on_a_certificate_and_at_the_cap():
-    bounds = iter([-0.2, -0.01, 0.02, 0.0, -1.0, -1.0, -0.5])
-    plan = certified(4).plan(1, 8, latest=lambda: next(bounds))
-    assert [(due.batch, due.reason) for due in plan if due.reason] == [(4, "certified"), (8, "cap")]
-    assert lags(certified(3), 1, 7, 1) == [0, 1, 2, 0, 1, 2, 0]
-    assert str(certified(3)) == "certified(3)"
 
 
 def test_a_delta_goes_with_a_budget():

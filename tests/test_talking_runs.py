@@ -129,7 +129,6 @@ SETS: list[dict[str, Any]] = [
     {"name": "own", "max_tokens": 20},
     {"name": "vowels", "task": {"name": "sample_task:load_vowels"}},
     {"name": "guess", "task": GUESSING},
-    {"name": "survey", "function": "sample_rewards:survey", "metrics": ["length"]},
 ]
 
 

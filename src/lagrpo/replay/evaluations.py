@@ -61,10 +61,8 @@ def check_one(source: Source, task: Task, judges: Judging, summary: dict[str, An
     """One evaluation, of a set or the only one; a set with a task of its own has judges of its own."""
     e, own = source.settings.evaluation, source.settings.task
     one = next((each for each in e.sets if each.name == summary.get("set")), None)
-    if "metrics" in summary or (one is None and summary.get("set") is not None):
-        return report.skip(
-            "evaluations", "a function of the user's own made them, or a set that is not in the settings"
-        )
+    if one is None and summary.get("set") is not None:
+        return report.skip("evaluations", "their set is not in the settings")
     counts = (one and one.prompts) or e.prompts, (one and one.samples) or e.samples
     if one is None or one.task is None:
         if environment_of(source, task) is not None:

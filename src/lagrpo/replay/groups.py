@@ -15,7 +15,6 @@ from lagrpo.rng import uniforms
 PER_TOKEN = ("token_ids", "logp_alpha", "versions", "sampled")
 ALWAYS = ("batch", "stage", "source", "epoch", "prompt_key", "completion", "pi_k_version", "finished", "outcome")
 FLOAT32 = 2.0**-22  # advantages are float32 on disk: their relative rounding, with room for sums
-DECIDES = {"budget": "kl_sequence", "certified": "lag_certified"}  # the metric by which a schedule decides
 
 
 def whole_rows(source: Source, report: Report) -> list[Row]:
@@ -87,7 +86,7 @@ def check_syncs(source: Source, report: Report) -> None:
         expected = {"reason": reason or None, "version": line["version"] if reason else None}
         found.equal("events.jsonl", f"batch {batch}", "weight_sync", recorded, expected)
         generated, said = (1, 0.0) if reason else (generated + 1, said)
-        value = line.get(DECIDES.get(source.at(batch).settings.schedule.kind, ""))
+        value = line.get("kl_sequence") if source.at(batch).settings.schedule.kind == "budget" else None
         said = said if value is None else value
 
 
@@ -101,7 +100,7 @@ def sync_reason(source: Source, batch: int, generated: int, said: float) -> str:
     if schedule.kind == "every":
         return "schedule" if ((batch - 1) % schedule.batches + 1) % schedule.v == 0 else ""
     if said > (schedule.delta or 0.0):
-        return schedule.kind
+        return "budget"
     return "cap" if generated >= schedule.v else ""
 
 

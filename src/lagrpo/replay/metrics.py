@@ -14,16 +14,16 @@ from lagrpo.replay import formulas
 from lagrpo.replay.findings import Check, Report
 from lagrpo.replay.source import UNCLEAR, Row, Source, scored_groups
 from lagrpo.runs.rollouts import reward_columns
+from lagrpo.settings.evaluation import OF_A_SET
 
 SIGMA_BINS = 10  # tenths of [0, 1/2]
 EXACT = 1e-9  # relative and absolute: sums of float64 in another order
 FLOAT32 = 1e-4  # relative: sums over tokens in float32
 ROUNDED = {"kl_alpha": 1e-7, "ratio_mean": 1e-6}  # absolute, for those: a mean ratio near 1 has spacings of 1.2e-7
-CAP = 1.5  # C of the certificate
 CALM = 0.8  # share of the completions that their effective number reaches where |rho - 1| / 2 estimates TV
 ENOUGH = 25.0  # effective completions from which an improvement is reliable
-LAG = ("kl_sequence", "pinsker", "tv_sequence", "chi2_sequence", "lag_ess", "lag_reliable", "lag_improvement")
-LAG += ("lag_identity", "lag_certified")
+LAG = ("kl_sequence", "pinsker", "tv_sequence", "chi2_sequence")
+LAG += ("lag_ess", "lag_reliable", "lag_improvement", "lag_identity")
 
 
 def check(source: Source, rows: Sequence[Row], report: Report) -> None:
@@ -110,7 +110,7 @@ def evaluated(source: Source, batch: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for one in source.settings.evaluation.sets if source.settings.evaluation.takes_place else ():
         made = [e for e in source.evaluations if e.get("set") == one.name and (e.get("batch") or 0) == batch - 1]
-        for name in one.columns:
+        for name in OF_A_SET:
             found[f"eval_{one.name}_{name}"] = made[0].get(name) if made else None
     return found
 
@@ -165,7 +165,6 @@ def lag_metrics(source: Source, rows: Sequence[Row]) -> dict[str, Any]:
         "lag_reliable": None if gain is None else int(ess >= ENOUGH and abs(gain) <= 1),
         "lag_improvement": gain,
         "lag_identity": gain,
-        "lag_certified": certified(source, rows),
     }
     return {name: value if value is not None and math.isfinite(value) else None for name, value in found.items()}
 
@@ -184,24 +183,6 @@ def improvement(source: Source, groups: Iterable[Sequence[Row]]) -> float | None
         terms = zip(members, r, others, strict=True)
         gains.append(formulas.mean([(ratio(row) - 1) * (x - other) for row, x, other in terms]))
     return formulas.mean_or_none(gains)
-
-
-def certified(source: Source, rows: Iterable[Row]) -> float | None:
-    """The lower bound on J(π_k) - J(α): z = (min(rho, C) - 1) r over the completions of the sampler, one without a
-    reward counted as the least, less the margin of Maurer & Pontil, arXiv 0907.3740."""
-    low, high = source.settings.task.reward_range
-    z = []
-    for row in rows:
-        if row["source"] != "sampler":
-            continue
-        if row.scored and (row["log_ratio"] is None or not low <= row["reward"] <= high):
-            return None
-        z.append((min(ratio(row), CAP) - 1) * (row["reward"] - low) / (high - low) if row.scored else 0.0)
-    if len(z) < 2 or source.settings.sampling.dynamic_sampling:
-        return None
-    doubt, n, mean = math.log(2 / source.settings.schedule.doubt), len(z), formulas.mean(z)
-    variance = sum((x - mean) ** 2 for x in z) / (n - 1)
-    return max(mean - math.sqrt(2 * variance * doubt / n) - 7 * CAP * doubt / (3 * (n - 1)), -1.0)
 
 
 def ratio(row: Row) -> float:

@@ -92,13 +92,12 @@ class Run:
         return write_table(self.path / "rollouts" / f"step-{batch:06d}.parquet", rows, schema)
 
     def record_evaluation(self, name: str, summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Path:
-        """Write evaluations/NAME.parquet, one row per prompt (a function of the user's has none), then
-        evaluations/NAME.json. For the reward curve the summary has `batch` (0 before the first), `pass_at_1`,
-        `pass_at_1_low` and `pass_at_1_high`. Raises ValueError for a name that is no name of a file."""
+        """Write evaluations/NAME.parquet, one row per prompt, then evaluations/NAME.json. For the reward curve the
+        summary has `batch` (0 before the first), `pass_at_1`, `pass_at_1_low` and `pass_at_1_high`. Raises ValueError
+        for a name that is no name of a file."""
         check_name("evaluation", name)
         folder = self.path / "evaluations"
-        if records:
-            write_table(folder / f"{name}.parquet", records)
+        write_table(folder / f"{name}.parquet", records)
         return write_atomically(folder / f"{name}.json", to_json({"name": name, **summary}) + "\n")
 
     def record_weights(self, write: Callable[[Path], None], version: int | None = None) -> Path:

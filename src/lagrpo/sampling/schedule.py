@@ -9,8 +9,6 @@ Batches are counted through all stages: k = 1 .. M inside a stage, b = (stage - 
 `budget(δ, v)`  sync when the estimated KL(α‖π_k) of a completion (nats) passed δ in the batch before,
                 and at the latest after v batches. By Pinsker TV(α, π_k) <= sqrt(δ / 2), up to the estimate's error and
                 the updates that it is old.
-`certified(v)`  sync when the batch before certified that π_k is better than α (its lower bound on J(π_k) - J(α),
-                lag.certified, was above 0), and at the latest after v batches.
 
 >>> [every(3).due(k) for k in range(1, 7)]
 [False, False, True, False, False, True]
@@ -27,8 +25,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-Kind = Literal["every", "lagged", "budget", "certified"]
-Reason = Literal["", "start", "schedule", "budget", "certified", "cap"]
+Kind = Literal["every", "lagged", "budget"]
+Reason = Literal["", "start", "schedule", "budget", "cap"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +43,7 @@ class LoopState:
     since_sync: int = 0
     """batches since the last sync"""
     spent: float = 0.0
-    """what budget and certified decide by, since the last sync: the estimate of KL(α‖π_k) in nats a completion, or the
-    lower bound on J(π_k) - J(α)"""
+    """what budget has spent since the last sync: the estimate of KL(α‖π_k), nats per completion"""
     prefetched: tuple[int, ...] = ()
     """the versions of α that sample batches `batch` + 1, + 2, …, which were prefetched"""
     sync: Mapping[str, float] = field(default_factory=dict)
@@ -87,7 +84,7 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`kind` every, lagged, budget or certified; `v` in batches; `delta` in nats, of budget alone. Raises ValueError on
+    """`kind` every, lagged or budget; `v` in batches; `delta` in nats, of budget alone. Raises ValueError on
     numbers that the kind does not allow."""
 
     kind: Kind
@@ -128,17 +125,17 @@ class Schedule:
         if self.kind in ("every", "lagged"):
             return "schedule" if self.due(k) else ""
         if state.since_sync and state.spent > (self.delta or 0.0):
-            return "budget" if self.kind == "budget" else "certified"
+            return "budget"
         return "cap" if state.since_sync >= self.v else ""
 
     def plan(
         self, stages: int, batches: int, prefetch: bool = True, latest: Callable[[], float] = lambda: 0.0
     ) -> Iterator[Due]:
-        """One `Due` for every batch of a run, each when it is asked for. `latest` gives what budget and certified
-        decide by (`LoopState.spent`)."""
+        """One `Due` for every batch of a run, each when it is asked for. `latest` gives what budget has spent
+        (`LoopState.spent`)."""
         state = LoopState()
         for _ in range(stages * batches):
-            if self.kind in ("budget", "certified") and state.since_sync:
+            if self.kind == "budget" and state.since_sync:
                 state = replace(state, spent=latest())
             due = self.next(state, stages, batches, prefetch)
             yield due
@@ -147,7 +144,6 @@ class Schedule:
 
 every = partial(Schedule, "every")
 lagged = partial(Schedule, "lagged")
-certified = partial(Schedule, "certified")
 
 
 def budget(delta: float, v: int) -> Schedule:
@@ -156,8 +152,8 @@ def budget(delta: float, v: int) -> Schedule:
 
 
 def lags(schedule: Schedule, stages: int, batches: int, i: int) -> list[int]:
-    """The lag of each batch of a run, in optimizer updates, when every batch makes i updates (budget and
-    certified: where nothing comes before their cap)."""
+    """The lag of each batch of a run, in optimizer updates, when every batch makes i updates (budget: if
+    nothing is spent before its cap)."""
     alpha, lags, generated_at = 0, [], dict[int, int]()  # batch -> version of its sampler
     for due in schedule.plan(stages, batches):
         version = (due.batch - 1) * i

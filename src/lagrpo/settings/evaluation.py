@@ -12,10 +12,8 @@ from lagrpo.settings.rewards import NAME
 from lagrpo.settings.section import Section
 from lagrpo.settings.task import TaskSettings
 
-OURS = {"name", "batch", "version", "set", "metrics", "reward_range"}
-"""What the file of an evaluation says beside its results."""
 OF_A_SET = ("pass_at_1", "reward_mean")
-"""What metrics.jsonl has of a set whose completions are judged."""
+"""What metrics.jsonl has of a set."""
 
 
 class EvaluationSet(Section):
@@ -23,11 +21,6 @@ class EvaluationSet(Section):
     """What it is called in files and metrics: letters, digits and _."""
     task: TaskSettings | None = None
     """What is asked, as in section task; by default the run's task. Its test split is asked."""
-    function: str | None = None
-    """package.module:function, called as function(generate) -> numbers by name, in place of a task
-    (docs/evaluation.md)."""
-    metrics: tuple[str, ...] = ()
-    """Names of the numbers that the function returns."""
     every: int | None = Field(default=None, ge=0)
     """Batches between evaluations; by default evaluation.every."""
     prompts: int | None = Field(default=None, ge=1)
@@ -41,21 +34,9 @@ class EvaluationSet(Section):
 
     @model_validator(mode="after")
     def _check(self) -> EvaluationSet:
-        for name in (self.name, *self.metrics):
-            if not NAME.fullmatch(name):
-                raise ValueError(f"{name!r} is no name: a name has letters, digits and _, and begins with a letter")
-        if taken := OURS & {*self.metrics}:
-            raise ValueError(f"set {self.name!r}: {min(taken)!r} is a name of our own; call the metric otherwise")
-        if (self.function is None) != (not self.metrics):
-            raise ValueError(f"set {self.name!r}: metrics are the names of what function returns: set both or neither")
-        if self.function is not None and (self.task is not None or self.prompts is not None):
-            raise ValueError(f"set {self.name!r}: a function asks what it likes; task and prompts are not for it")
+        if not NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} is no name: a name has letters, digits and _, and begins with a letter")
         return self
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """What is in metrics.jsonl of it."""
-        return self.metrics or OF_A_SET
 
 
 class EvaluationSettings(Section):
@@ -85,9 +66,6 @@ class EvaluationSettings(Section):
         names = [each.name for each in self.sets]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"sets: the name {twice[0]!r} is there twice")
-        columns = [f"{each.name}_{metric}" for each in self.sets for metric in each.columns]
-        if twice := [column for column in columns if columns.count(column) > 1]:
-            raise ValueError(f"sets: two of them would have the metric eval_{twice[0]}: call one of them otherwise")
         if self.best is None:
             return self
         of, dot, metric = self.best.rpartition(".")
@@ -97,8 +75,8 @@ class EvaluationSettings(Section):
             raise ValueError(f"best = {self.best!r}: write {form}")
         samples = (chosen.samples if chosen is not None else None) or self.samples
         passes = [f"pass_at_{k}" for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))})]
-        known = chosen.metrics if chosen is not None and chosen.metrics else ("reward_mean", *passes)
-        if metric not in known and not (known[0] == "reward_mean" and re.fullmatch(r"reward_\w+_mean", metric)):
+        known = ("reward_mean", *passes)
+        if metric not in known and not re.fullmatch(r"reward_\w+_mean", metric):
             raise ValueError(f"best = {self.best!r}: there is no metric {metric!r}; there are {', '.join(known)}")
         return self
 

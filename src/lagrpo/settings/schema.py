@@ -51,7 +51,7 @@ class RunSettings(Section):
     """Settings that may differ from those of the run to go on with, such as optimizer.lr."""
     score_lag: bool = True
     """Where alpha lags, also score the completions that the loss leaves out, so that the metrics of the lag cover all
-    completions. Without it these metrics are null where the loss leaves any out. budget and certified need it."""
+    completions. Without it these metrics are null where the loss leaves any out. The schedule budget needs it."""
     score_update: bool = False
     """Score each batch again after its updates, for both sides of the bounds on the step (one forward pass)."""
     entropy: bool = False
@@ -121,16 +121,14 @@ class OfflineSettings(Section):
 
 
 class ScheduleSettings(Section):
-    kind: Literal["every", "lagged", "budget", "certified"] = "every"
+    kind: Literal["every", "lagged", "budget"] = "every"
     """When the sampler gets new weights. every: before batch k when k mod v = 0 (Algorithm 1). lagged: alpha is always
-    v batches behind. budget: when the estimated KL(alpha || pi_k) of a completion passes delta. certified: when a
-    batch certifies J(pi_k) > J(alpha). The last two also sync after v batches."""
+    v batches behind. budget: when the estimated KL(alpha || pi_k) of a completion passes delta, and at the
+    latest after v batches."""
     v: int = Field(default=1, ge=0)
-    """Batches between weight syncs (the most of them for budget and certified), or the lag in batches (lagged)."""
+    """Batches between weight syncs (the most of them for budget), or the lag in batches (lagged)."""
     delta: float | None = Field(default=None, ge=0)
     """Nats per completion that budget spends before a weight sync."""
-    confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Confidence of the lower bound on J(pi_k) - J(alpha); certified shares the rest over its v batches."""
     i: int = Field(default=1, ge=1)
     """Optimizer updates on each batch."""
     prompts: int = Field(default=8, ge=1)
@@ -155,12 +153,7 @@ class ScheduleSettings(Section):
     @property
     def watches(self) -> bool:
         """Whether the metrics of the batches decide about weight syncs."""
-        return self.kind in ("budget", "certified")
-
-    @property
-    def doubt(self) -> float:
-        """Chance that a batch's certificate is wrong. `certified` looks at up to v of them before a weight sync."""
-        return (1 - self.confidence) / (self.v if self.kind == "certified" else 1)
+        return self.kind == "budget"
 
 
 class _RecipeSettings(Section):
@@ -265,11 +258,6 @@ class Settings(Section):
             raise ValueError(
                 f"run.score_lag = false leaves out completions that schedule.kind = {self.schedule.kind!r} decides by: "
                 "set it to true"
-            )
-        if self.schedule.kind == "certified" and self.sampling.dynamic_sampling:
-            raise ValueError(
-                "sampling.dynamic_sampling replaces groups because of their rewards, and what is left certifies "
-                "nothing about alpha: set it to 0 with schedule.kind = 'certified'"
             )
         sampling, evaluation = self.sampling, self.evaluation
         check_fit("sampling.G", sampling.G, "sampling.max_num_seqs", sampling.max_num_seqs)

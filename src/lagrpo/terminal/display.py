@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from lagrpo.errors import visible
-from lagrpo.terminal.evaluations import headline
 from lagrpo.terminal.text import (
     ABSENT,
     MARKS,
@@ -172,10 +171,7 @@ class _Shown(Display):
         if of_set:
             self.console.print(Text(f"  {of_set}", style="bold"))
         said = [(moment, e) for moment, (e, _) in (("before", before), ("after", after)) if e]
-        lines = [f"pass@1 {moment:<7}{_pass_at_1(e)}" for moment, e in said if "metrics" not in e]
-        lines += [
-            f"{moment:<14}{', '.join(map(' '.join, headline(e).items()))}" for moment, e in said if "metrics" in e
-        ]
+        lines = [f"pass@1 {moment:<7}{_pass_at_1(e)}" for moment, e in said]
         if after[0].get("pass_at_1_change") is not None:
             lines.append(f"change        {_change(after[0])}")
         for line in lines:

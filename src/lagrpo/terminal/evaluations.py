@@ -23,13 +23,11 @@ def by_set(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
 
 
 def headline(summary: Summary) -> dict[str, str]:
-    """What to show of an evaluation first: pass@1, or the numbers of a function, by their names.
+    """What to show of an evaluation first: pass@1, and the mean reward if it is another number.
 
-    >>> headline({"pass_at_1": 0.5}), headline({"metrics": ["loss"], "loss": 2.0})
-    ({'pass@1': '50.0%'}, {'loss': '2'})
+    >>> headline({"pass_at_1": 0.5})
+    {'pass@1': '50.0%'}
     """
-    if isinstance(names := summary.get("metrics"), list):
-        return {str(name): formatted(summary.get(name), ".4g") for name in names}
     mean = finite(summary.get("reward_mean"))
     shown = {"pass@1": formatted(summary.get("pass_at_1"), ".1%")}
     return shown | ({} if mean in (None, summary.get("pass_at_1")) else {"mean reward": formatted(mean, ".3f")})

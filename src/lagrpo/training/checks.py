@@ -62,7 +62,7 @@ def check_best(settings: Settings, task: Task | None) -> None:
     asked = chosen.task if chosen is not None and chosen.task is not None else settings.task
     rewards = [f"reward_{each.name}_mean" for each in asked.rewards]
     unknown = not rewards and ((task is not None and asked is settings.task) or is_reference(asked.name))
-    known = ("reward_mean", *rewards, *(chosen.metrics if chosen is not None else ()))
+    known = ("reward_mean", *rewards)
     if metric.startswith("reward_") and metric not in known and not unknown:
         raise SettingsError(f"evaluation.best = {best!r}: there is no metric {metric!r}; there are {', '.join(known)}")
 

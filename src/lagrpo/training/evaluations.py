@@ -9,7 +9,7 @@ from typing import Any
 
 from lagrpo.sampling.schedule import LoopState
 from lagrpo.sampling.vllm.evaluating import VllmEvaluator
-from lagrpo.terminal.evaluations import headline
+from lagrpo.settings.evaluation import OF_A_SET
 from lagrpo.training.build import Parts
 from lagrpo.training.checkpoint import alpha_is_needed
 from lagrpo.training.evaluate import Evaluation, change, few_prompts, interval
@@ -40,13 +40,12 @@ class Evaluations:
         name, policy = exam.place(moment), self.parts.learner.policy
         shown = f"{moment}, {exam.name}" if exam.name else moment
         self.observers.phase(f"evaluation ({shown})")
-        found = exam.run(self.parts.evaluator, policy)
-        if exam.function is None:
-            if (before := self.made.get(exam.place("before"))) is not None:
-                found = replace(found, summary=found.summary | change(before, found))
-            first = not any(exam.place(moment) in self.made for moment in self._moments())
-            if first and (warning := few_prompts(len(found.records))):
-                self.observers.note(f"evaluation of {exam.name}: {warning}" if exam.name else warning)
+        found = exam.run(self.parts.evaluator)
+        if (before := self.made.get(exam.place("before"))) is not None:
+            found = replace(found, summary=found.summary | change(before, found))
+        first = not any(exam.place(moment) in self.made for moment in self._moments())
+        if first and (warning := few_prompts(len(found.records))):
+            self.observers.note(f"evaluation of {exam.name}: {warning}" if exam.name else warning)
         self.made[name] = found
         of_set = {"set": exam.name, "reward_range": list(exam.judged[1])} if exam.name else {}
         summary = {"batch": batch, "version": policy.version} | of_set | found.summary
@@ -62,7 +61,7 @@ class Evaluations:
         moment, found = moment_of(batch), dict[str, float | None]()
         for exam in (exam for exam in self.parts.exams if exam.name):
             made = self.made.get(exam.place(moment))
-            found |= {f"eval_{exam.name}_{name}": made.summary.get(name) if made else None for name in exam.metrics}
+            found |= {f"eval_{exam.name}_{name}": made.summary.get(name) if made else None for name in OF_A_SET}
         return found
 
     def value(self, moment: str) -> float | None:
@@ -92,8 +91,6 @@ def moment_of(batch: int) -> str:
 
 def describe(summary: Mapping[str, Any]) -> str:
     """An evaluation in a line."""
-    if "metrics" in summary:
-        return ", ".join(f"{name} {value}" for name, value in headline(summary).items())
     mean = summary.get("reward_mean")
     graded = f", mean reward {mean:.3f}" if mean not in (None, summary.get("pass_at_1")) else ""
     return f"{interval(summary, 'pass_at_1')}{graded}"

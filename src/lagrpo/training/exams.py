@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol
 
@@ -13,20 +12,15 @@ from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.policy.model import Policy
 from lagrpo.sampling.base import Manner, Request
-from lagrpo.settings.evaluation import OF_A_SET, EvaluationSet
+from lagrpo.settings.evaluation import EvaluationSet
 from lagrpo.settings.schema import Settings
-from lagrpo.tasks import Task, build_messages, load_function, reward_names
-from lagrpo.tasks.base import Messages
+from lagrpo.tasks import Task, reward_names
 from lagrpo.training.environments import OF_RUN
 from lagrpo.training.evaluate import Evaluation, Generates, evaluate
-from lagrpo.types import Prompt, Range
+from lagrpo.types import Range
 from lagrpo.verify import Verifier
 
 PURPOSE = "evaluate"
-
-
-class EvaluationError(RuntimeError):
-    """A function of the user's returned what is no result."""
 
 
 class Evaluator(Generates, Protocol):
@@ -50,53 +44,15 @@ class Exam:
     requests: Callable[[], Sequence[Request]]
     judged: tuple[Verifier, Range, Sequence[str]]
     """who judges, the range of rewards, and the names of several rewards"""
-    function: Callable[[Generate], object] | None = None
-    metrics: Sequence[str] = OF_A_SET
-    """what is in metrics.jsonl of it, where it is one of several sets"""
 
     def place(self, moment: str) -> str:
         """The name of its files: before, after, batch-000010, each with the set behind it."""
         return f"{moment}.{self.name}" if self.name else moment
 
-    def run(self, evaluator: Evaluator, policy: Policy) -> Evaluation:
-        """The evaluation of the policy that the evaluator samples from. Raises EvaluationError for a function that
-        does not return its metrics."""
+    def run(self, evaluator: Evaluator) -> Evaluation:
+        """The evaluation of the policy that the evaluator samples from."""
         evaluator.adopt(self.manner)
-        if self.function is not None:
-            return Evaluation(self._ask(self.function, Generate(self, evaluator, policy)), [])
         return evaluate(evaluator, self.judged[0], self.requests(), self.samples, self.seed, *self.judged[1:])
-
-    def _ask(self, function: Callable[[Generate], object], generate: Generate) -> dict[str, Any]:
-        found, said = function(generate), f"the function of the evaluation {self.name!r} returned"
-        if not isinstance(found, Mapping):
-            raise EvaluationError(f"{said} a {type(found).__name__}, not numbers by name")
-        if missing := [name for name in self.metrics if name not in found]:
-            raise EvaluationError(f"{said} {', '.join(map(str, found)) or 'nothing'}, without {', '.join(missing)}")
-        try:
-            values = {name: float(found[name]) for name in self.metrics}
-        except (TypeError, ValueError) as error:
-            raise EvaluationError(f"{said} what is no number: {error}") from error
-        numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        return {"metrics": list(self.metrics), **numbers}
-
-
-@dataclass(slots=True)
-class Generate:
-    """Asks the policy, for an evaluation function of the user's own: `generate(prompts, samples)` returns for each
-    prompt the texts of its completions, None for one that was lost. A prompt is a text or a list of chat messages. The
-    random numbers have addresses: the same calls give the same texts, if the policy is the same."""
-
-    exam: Exam
-    evaluator: Evaluator
-    policy: Policy
-    calls: int = field(default=0)
-
-    def __call__(self, prompts: Sequence[str | Messages], samples: int | None = None) -> list[list[str | None]]:
-        asked = [self.policy.chat.tokenize(Prompt(n, build_messages(p), None)) for n, p in enumerate(prompts)]
-        requests = [Request(0, self.calls, prompt) for prompt in asked]
-        self.calls += 1
-        groups = {group.prompt.key: group for _, group in self.evaluator.sample(requests, samples or self.exam.samples)}
-        return [[c.text if c.outcome is None else None for c in groups[n].completions] for n in range(len(requests))]
 
 
 def build_exams(
@@ -117,7 +73,7 @@ def build_exams(
         return (_exam(settings, None, partial(prompts.held_out, e.prompts), own, of_run),)
     exams = []
     for each in e.sets if e.takes_place else ():
-        source, judged, environment = prompts, own, of_run if each.function is None else None
+        source, judged, environment = prompts, own, of_run
         with concerning_set(each.name):
             if each.task is not None:
                 (task, judges), environment = others[each.name], each.name if each.name in talking else None
@@ -126,8 +82,7 @@ def build_exams(
                 judged = judges, each.task.reward_range, reward_names(task.judge)
             requests = cache(partial(source.held_out, each.prompts or e.prompts))
             exams.append(_exam(settings, each, requests, judged, environment))
-            if each.function is None:
-                requests()
+            requests()
     return tuple(exams)
 
 
@@ -150,6 +105,4 @@ def _exam(settings: Settings, each: EvaluationSet | None, requests: Any, judged:
         return Exam("", e.every, Manner(PURPOSE, tau, s.max_tokens, environment), e.samples, **common)
     manner = Manner(f"{PURPOSE} {each.name}", tau, each.max_tokens or s.max_tokens, environment)
     every = e.every if each.every is None else each.every
-    if each.function is not None:
-        common |= {"function": load_function(each.function), "metrics": each.metrics}
     return Exam(each.name, every, manner, each.samples or e.samples, **common)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from lagrpo.terminal.text import count_of
 from lagrpo.training.build import Parts, loading, lora_of, offline_prompts
 from lagrpo.training.checks import count_shards
 from lagrpo.training.environments import OF_RUN
-from lagrpo.training.lag import CAP
 
 BYTES = {"bfloat16": 2, "float32": 4}
 HIDDEN_BYTES = {2: 44, 4: 54}  # by the bytes of a number
@@ -57,7 +55,6 @@ def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> l
         f"batch       {s.prompts} prompts x {sampling.G} completions = {per_batch:,} samples, used for "
         f"{count_of(s.i, 'update')} (i = {s.i}){_from_file(settings)}",
         f"schedule    {_weight_syncs(settings)}",
-        *_certificate(settings),
         *_sampler(settings),
         *_environment(settings, parts),
         *([] if parts and parts.own_task else _rewards(settings)),
@@ -79,25 +76,6 @@ def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> l
     ]
 
 
-def _certificate(settings: Settings) -> list[str]:
-    """Of schedule certified: the least gain that a batch can certify, that of completions which all have reward 1 and a
-    ratio of at least C. Where it passes C - 1, no batch certifies anything, whatever the policies do."""
-    s = settings.schedule
-    if s.kind != "certified":
-        return []
-    n = (s.prompts - offline_prompts(settings)) * settings.sampling.G
-    least = 7 * CAP * math.log(2 / s.doubt) / (3 * (n - 1)) if n > 1 else math.inf
-    if least >= CAP - 1:
-        return [
-            "certified   WARNING: never; so few completions in a batch certify nothing, so that all weight syncs are "
-            "those at the latest: raise schedule.prompts or sampling.G"
-        ]
-    return [
-        f"certified   J(pi_k) > J(alpha) with {s.confidence:.0%} over the batches of a weight sync; a batch certifies "
-        f"no gain below {least:.3f} of the range of rewards, and where they vary none below about twice that"
-    ]
-
-
 def _weight_syncs(settings: Settings) -> str:
     """When the sampler gets new weights, and how far it can fall behind."""
     s = settings.schedule
@@ -106,8 +84,6 @@ def _weight_syncs(settings: Settings) -> str:
     when = "before every batch" if always else f"every {s.v} batches"
     if s.kind == "budget":
         when = f"when KL(alpha||pi_k) of a completion passes {s.delta:g} nats, at the latest {when}"
-    if s.kind == "certified":
-        when = f"when a batch certifies J(pi_k) > J(alpha), at the latest {when}"
     updates = count_of(s.i if always else s.v * s.i, "update")
     lag = count_of(largest_lag(schedule, s.stages, s.batches, s.i), "update")
     return f"{schedule}: new weights {when}, {updates} per weight sync; largest possible lag {lag}"
@@ -156,7 +132,7 @@ def _evaluations(settings: Settings) -> list[str]:
     e = settings.evaluation
     if not e.sets and e.sampler == "local" and e.best is None:
         return []
-    sets = ", ".join(f"{each.name} ({each.function or (each.task or settings.task).name})" for each in e.sets)
+    sets = ", ".join(f"{each.name} ({(each.task or settings.task).name})" for each in e.sets)
     who = "vLLM, which gets the weights of pi for it" if e.sampler == "vllm" else "this process"
     best = f"; the policy with the {e.best_is} {e.best} is kept in weights/best" if e.best else ""
     return [f"evaluation  {sets or 'the held-out prompts'}, by {who}{best}"]

@@ -2,8 +2,8 @@
 
 Everything here speaks of the policy π_k at the start of the batch, against α that sampled it, over every scored
 completion whose log α is known, in groups that the loss leaves out too. A mean over what the loss computes would be
-a mean over a subset chosen by its rewards. ρ = π_k/α of a *whole completion* unless said otherwise. reports/theory.md says
-what each metric estimates and how its variance grows.
+a mean over a subset chosen by its rewards. ρ = π_k/α of a *whole completion* unless said otherwise. reports/theory.md
+says what each metric estimates and how its variance grows.
 """
 
 from __future__ import annotations
@@ -27,20 +27,13 @@ SIGMA_BINS = 10  # of the histogram of sigma over [0, 1/2], the range of rewards
 ENOUGH = 25.0
 """Effective sample size from which an improvement means something: its standard error is then at most about a tenth of
 the range of rewards (standard deviation of a reward, at most 1/2, over √ESS)."""
-CAP = 1.5
-"""C of the certificate: ratios count up to here. A larger one loses less of a large gain and needs more completions."""
 
 Row = dict[str, float | None]
 
 SIGMA_KEYS = ("sigma_mean", *(f"sigma_bin_{n}" for n in range(SIGMA_BINS)))
 DIVERGENCE_KEYS = ("kl_sequence", "pinsker", "tv_sequence", "tv_sequence_low", "tv_sequence_high", "chi2_sequence")
 BOUND_KEYS = ("ess", "reliable", "improvement", "theorem1", "identity")
-KEYS = (
-    *SIGMA_KEYS,
-    *DIVERGENCE_KEYS,
-    *(f"{step}_{key}" for step in ("lag", "step") for key in BOUND_KEYS),
-    "lag_certified",
-)
+KEYS = (*SIGMA_KEYS, *DIVERGENCE_KEYS, *(f"{step}_{key}" for step in ("lag", "step") for key in BOUND_KEYS))
 """Every metric of `lag_metrics`."""
 
 
@@ -112,11 +105,10 @@ def lag_metrics(
     eps_std: float,
     reward_range: Range = (0.0, 1.0),
     after_T: Sequence[Tensor] | None = None,
-    delta: float | None = None,
 ) -> Row:
     """The lag metrics of a batch: all KEYS, None where there is no such number. Those of the lag need `rows` with every
     scored completion whose log α is known; those of the step from π_k to π need `after_T`, the log-probs of the rows
-    under π after the updates. `delta` is the chance of a certificate that is wrong, None for no certificate."""
+    under π after the updates."""
     metrics: Row = dict.fromkeys(KEYS) | sigma_metrics(batch, eps_std)
     log_ratio_C = sequence_log_ratio(batch, rows)
     known_C = torch.tensor([knows_alpha(batch, [c]) for c in range(len(batch.member_C))], dtype=torch.bool)
@@ -125,8 +117,6 @@ def lag_metrics(
     metrics |= divergence_metrics(log_ratio_C[known_C], sequence_kl(batch, rows)[known_C])
     alpha_C = torch.where(known_C, torch.zeros_like(log_ratio_C), log_ratio_C)
     metrics |= bound_metrics("lag", batch, log_ratio_C, alpha_C, eps_std, reward_range)
-    if delta is not None:
-        metrics["lag_certified"] = certified(batch, rows, reward_range, delta)
     if after_T is not None:
         after_C = sequence_log_ratio(batch, rows, after_T)
         metrics |= bound_metrics("step", batch, after_C, log_ratio_C, eps_std, reward_range)
@@ -139,36 +129,10 @@ def lag_is_complete(settings: Settings, recipe: Recipe) -> bool:
 
 
 def measure_spending(settings: Settings, batch: Batch, rows: Sequence[MicroBatch]) -> float | None:
-    """What the schedule decides by: the mean of `sequence_kl`, nats a completion (budget), or a certificate.
-    None where the batch does not tell, and for other schedules."""
-    schedule = settings.schedule
-    if schedule.kind == "certified":
-        return certified(batch, rows, settings.task.reward_range, schedule.doubt)
-    mean = sequence_kl(batch, rows).nanmean().item() if schedule.kind == "budget" else math.nan
+    """What schedule budget decides by: the mean of `sequence_kl`, nats per completion. None if no log-prob of α is
+    known, and for other schedules."""
+    mean = sequence_kl(batch, rows).nanmean().item() if settings.schedule.kind == "budget" else math.nan
     return None if math.isnan(mean) else mean
-
-
-def certified(batch: Batch, rows: Sequence[MicroBatch], reward_range: Range, delta: float) -> float | None:
-    """A lower bound on J(π_k) - J(α), in units of the range, that is wrong with a chance of at most `delta`:
-    `bounds.certified_improvement` with cap CAP over the completions that the sampler generated for this batch, J the
-    mean over its prompts. A completion that could not be scored counts as one of the least reward, since leaving it out
-    could select. Offline completions do not take part: π_k may have learned from them.
-
-    None where there are fewer than two, one of them was not computed, or a reward lies outside the range."""
-    low, high = reward_range
-    log_ratio_C = sequence_log_ratio(batch, rows)
-    place = {member: c for c, member in enumerate(batch.member_C)}
-    rewards, log_ratios = [], []
-    for g, group in enumerate(batch.groups):
-        for j, completion in enumerate(group.completions if group.source == "sampler" else ()):
-            c = place.get((g, j))
-            rewards.append(low if c is None or completion.reward is None else completion.reward)
-            log_ratios.append(0.0 if c is None else float(log_ratio_C[c]))
-    inside = all(low <= reward <= high for reward in rewards)
-    if len(rewards) < 2 or not inside or not all(map(math.isfinite, log_ratios)):
-        return None
-    scaled = bounds.scaled(torch.tensor([rewards], dtype=torch.float64), low, high)
-    return float(bounds.certified_improvement(scaled, torch.tensor([log_ratios]).double(), CAP, delta))
 
 
 def divergence_metrics(log_ratio_C: Tensor, kl_C: Tensor) -> Row:

@@ -153,9 +153,6 @@ def read_evaluations(run: Run, batch: int) -> dict[str, tuple[dict[str, Any], li
             continue
         name = summary["name"]
         file = run.path / "evaluations" / f"{name}.parquet"
-        if "metrics" in summary:  # of a function, which has no records
-            found[name] = summary, []
-            continue
         try:
             table = pq.read_table(file)
             for column in OF_A_PROMPT:

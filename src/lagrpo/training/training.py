@@ -143,7 +143,7 @@ class Training:
             check_dtype(earlier.environment, self.environment)
             stand = Stand.of(self.parts, restore(self.parts, checkpoint, self.parts.model))
             self.keeper.take_over(checkpoint.batch, checkpoint.state["best"])
-            self.warnings.restore(checkpoint.state["warnings"], earlier.metrics)
+            self.warnings.restore(checkpoint.state["warnings"])
             for of_batch in earlier.metrics:
                 self.budget.count(of_batch)
         self.stand, self.restored, self.files.finished = stand, True, stand.state.batch
@@ -314,7 +314,7 @@ class Training:
         place = {"batch": b, "stage": step.stage, "pi_k_version": step.version}
         rows = rollout_rows(step.batch.groups, columns, **place, rewards=reward_names(self.parts.task.judge))
         self.observers.batch(step, metrics, list(rows))
-        for text in self.warnings.look(step, metrics):
+        for text in self.warnings.look(step):
             self.observers.note(text)
         if (every := self.settings.run.save_every) and b % every == 0:
             self.write_weights(self.policy.version)
@@ -326,11 +326,10 @@ class Training:
         """The metrics of a batch. Metrics of the lag are null where the run leaves out completions that they need."""
         s, recipe = self.settings, self.parts.learner.recipe
         rows, after_T = (step.rows, step.after_T) if lag_is_complete(s, recipe) else ((), None)
-        delta = None if s.sampling.dynamic_sampling else s.schedule.doubt
         return (
             batch_metrics(step)
             | sampler_metrics(step.state.sync, step.sampling)
-            | lag_metrics(step.batch, rows, recipe.composition.eps_std, s.task.reward_range, after_T, delta)
+            | lag_metrics(step.batch, rows, recipe.composition.eps_std, s.task.reward_range, after_T)
             | reward_metrics(step.batch.groups, reward_names(self.parts.task.judge))
             | self.evaluations.after(step.b - 1)
             | {"seconds_checkpoint": self.spent_on_checkpoints()}

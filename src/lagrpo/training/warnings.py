@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lagrpo.settings.schema import Settings
-from lagrpo.terminal.text import count_of, formatted
+from lagrpo.terminal.text import count_of
 from lagrpo.training.loop import Step
 
 STILL = 1e-4  # a weight sync that changes a smaller share of the weights is warned of
@@ -19,21 +19,19 @@ class Warnings:
         self.settings, self.dtype, self.prompts = settings, dtype, prompts
         self._given: set[str] = set()
         self._pushed = False  # an update had a gradient since the last weight sync
-        self._before: Mapping[str, Any] = {}
 
     def memory(self) -> dict[str, Any]:
         """What has been said, for a checkpoint."""
         return {"given": sorted(self._given), "pushed": self._pushed}
 
-    def restore(self, memory: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what `memory` gave, and the metrics of the batches until then."""
-        self._given, self._pushed, self._before = set(memory["given"]), memory["pushed"], metrics[-1]
+    def restore(self, memory: Mapping[str, Any]) -> None:
+        """Take over what `memory` gave."""
+        self._given, self._pushed = set(memory["given"]), memory["pushed"]
 
-    def look(self, step: Step, metrics: Mapping[str, Any]) -> list[str]:
+    def look(self, step: Step) -> list[str]:
         """What is to be said of this batch and was not said before."""
         found = {name: text for name, text in self._find(step) if name not in self._given}
         self._given |= found.keys()
-        self._before = metrics
         pushed = any(update.get("grad_norm") for update in step.updates)
         self._pushed = pushed or (self._pushed and not step.reason)
         return list(found.values())
@@ -42,8 +40,6 @@ class Warnings:
         share = step.state.sync.get("moved_synced")
         if step.reason and self._pushed and share is not None and share < STILL:
             yield "standstill", self._standstill(step.alpha, share)
-        if self.settings.schedule.kind == "certified" and step.reason == "cap":
-            yield "certificate", self._no_certificate()
         keys = [group.prompt.key for group in step.batch.groups if group.source == "sampler"]
         if len(set(keys)) < len(keys):
             split = f"the {count_of(self.prompts, 'prompt')} of the split came to their end inside it (said once)"
@@ -57,7 +53,7 @@ class Warnings:
         low, high = self.settings.task.reward_range
         return (
             f"{count_of(len(rewards), 'reward')} of a batch {'is' if len(rewards) == 1 else 'are'} outside of "
-            f"task.reward_range = [{low:g}, {high:g}], such as {rewards[0]:g}: bounds and certificates of such batches "
+            f"task.reward_range = [{low:g}, {high:g}], such as {rewards[0]:g}: bounds of such batches "
             "are left out, and what counts as right is read off the range. Set it to the least and the greatest reward "
             "that there can be; said once"
         )
@@ -71,13 +67,4 @@ class Warnings:
             f"the weight sync of version {version} changes {share:.4%} of the sampler's weights, less than 1 in "
             f"10,000: its steps are lost in the rounding to {self.dtype}, and the sampler generates as before. What "
             f"helps: {', '.join(remedies)}. See docs/precision.md; said once"
-        )
-
-    def _no_certificate(self) -> str:
-        shown = (("lag_certified", "+.3f"), ("lag_ess", ".1f"))
-        bound, ess = (formatted(self._before.get(key), form) for key, form in shown)
-        return (
-            f"schedule certified: {count_of(self.settings.schedule.v, 'batch', 'es')} are over and no batch certified "
-            f"that pi_k is better than alpha (the last: J(pi_k) - J(alpha) >= {bound}, with an effective sample size "
-            f"of {ess}). More completions in a batch (schedule.prompts, sampling.G) certify smaller gains; said once"
         )

@@ -60,5 +60,5 @@ def _row(record: Mapping[str, Any], prompts: Table, texts: Table, keeps: bool) -
 
 def _facts(summary: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in summary.items() if isinstance(value, int | float | str)}
-    kept |= {name: summary[name] for name in ("metrics", "reward_range") if isinstance(summary.get(name), list)}
+    kept |= {"reward_range": summary["reward_range"]} if isinstance(summary.get("reward_range"), list) else {}
     return kept | {"batch": summary.get("batch") or 0}

@@ -39,7 +39,6 @@ METRICS: dict[str, dict[str, str]] = {
         "lag_improvement": "J(π_k) − J(α): what was gained since the weight sync",
         "lag_theorem1": "right side of Corollary 1 for the step from α to π_k",
         "lag_identity": "right side of the identity bound for the step from α to π_k",
-        "lag_certified": "a lower bound on J(π_k) − J(α) that the completions certify; −1: nothing is certified",
     },
     "Objective": {
         "objective": "the weighted surrogate at the first update, without the KL term",

@@ -23,10 +23,10 @@ function changeText(summary) {
   return `${signed(100 * summary.pass_at_1_change, 1)} points (${low} to ${high})`;
 }
 
-/** What an evaluation says besides pass@k and the mean reward: each of several rewards, or what a function returned. */
+/** What an evaluation says besides pass@k and the mean reward: the mean of each of several rewards. */
 function furtherResults(one) {
   const means = Object.keys(one).filter((key) => /^reward_\w+_mean$/.test(key));
-  return [...means, ...(one.metrics ?? [])].map((key) => `${visible(key)} ${show(one[key])}`).join(" · ");
+  return means.map((key) => `${visible(key)} ${show(one[key])}`).join(" · ");
 }
 
 function evaluationTable(run) {
