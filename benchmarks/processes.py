@@ -36,8 +36,7 @@ class Program:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if self.piped else log,
                 stderr=log,
-                env={name: value for name, value in os.environ.items() if name not in WAITING}
-                | dict(environment),
+                env={name: value for name, value in os.environ.items() if name not in WAITING} | dict(environment),
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
                 text=True,

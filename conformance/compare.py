@@ -2,8 +2,8 @@
 
     python conformance/compare.py [--cases 100] [--check]
 
-Writes the table between the markers of reports/conformance.md (--check: only compares). Ends with 1 if a pairing that is
-expected to agree does not, or one that is expected to differ does not differ.
+Writes the table between the markers of reports/conformance.md (--check: only compares). Ends with 1 if a pairing does
+not agree, or differ, as expected.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Everything here speaks of the policy π_k at the start of the batch, against α that sampled it, over every scored
 completion whose log α is known, in groups that the loss leaves out too. A mean over what the loss computes would be
-a mean over a subset chosen by its rewards. ρ = π_k/α of a *whole completion* unless said otherwise. reports/theory.md
-says what each metric estimates and how its variance grows.
+a mean over a subset chosen by its rewards. ρ = π_k/α of a *whole completion* unless said otherwise.
+reports/theory.md says what each metric estimates and how its variance grows.
 """
 
 from __future__ import annotations
