@@ -24,16 +24,16 @@ from work import SEED, common_options
 
 from lagrpo.backends import attention
 from lagrpo.backends.choose import Choice, choose_backend
+from lagrpo.model.batch import assemble
+from lagrpo.model.embedded import resolve_model
+from lagrpo.model.learner import Learner, Optimization
+from lagrpo.model.loading import load_policy
+from lagrpo.model.model import Model, Policy
+from lagrpo.model.replica import replica
 from lagrpo.objective.recipes import resolve
-from lagrpo.policy.batch import assemble
-from lagrpo.policy.embedded import resolve_model
-from lagrpo.policy.learner import Learner, Optimization
-from lagrpo.policy.loading import load_policy
-from lagrpo.policy.model import Model, Policy
-from lagrpo.policy.replica import replica
 from lagrpo.rng import uniforms
-from lagrpo.sampling.base import Request
-from lagrpo.sampling.local import LocalSampler
+from lagrpo.rollout.base import Request
+from lagrpo.rollout.local import LocalSampler
 from lagrpo.types import Group, Outcome, Prompt
 
 QWEN = Qwen2Config(

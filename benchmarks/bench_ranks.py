@@ -25,7 +25,7 @@ from processes import HERE, environment, train
 from safetensors import safe_open
 from work import common_options
 
-from lagrpo.policy.embedded import resolve_model
+from lagrpo.model.embedded import resolve_model
 from lagrpo.runs import load_metrics
 
 DEMO = HERE.parent / "experiments" / "demo.toml"

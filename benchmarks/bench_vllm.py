@@ -25,7 +25,7 @@ from measuring import Load, Report, gigabytes, machine, ratio, spread
 from processes import HERE, Program, Side, environment
 from work import DTYPE, LONG, WORKS, asked_for, common_options, require_peer, write_prompts
 
-from lagrpo.policy.embedded import resolve_model
+from lagrpo.model.embedded import resolve_model
 
 PROMPTS, TOKENS = 8, 64
 GREATEST_DIFFERENCE = 0.1  # nats, on average: two implementations, in bfloat16 at the worst, not two models

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lagrpo.policy.sharded import all_gather, reduce_scatter
+from lagrpo.model.sharded import all_gather, reduce_scatter
 
 
 def main() -> None:

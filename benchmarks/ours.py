@@ -21,8 +21,8 @@ import torch
 from wire import Gate, Wire, imported
 from work import read_prompts
 
-from lagrpo.policy.batch import FreshMicroBatch, is_flat
-from lagrpo.policy.model import Policy
+from lagrpo.model.batch import FreshMicroBatch, is_flat
+from lagrpo.model.model import Policy
 from lagrpo.settings.toml import load_settings
 from lagrpo.tasks import RowTask, order_prompts
 from lagrpo.training.build import Parts

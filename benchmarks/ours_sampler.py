@@ -22,10 +22,10 @@ import torch
 from wire import Wire
 from work import SEED, read_prompts
 
-from lagrpo.policy.model import Packed, Policy
-from lagrpo.policy.replica import Replica, replica
-from lagrpo.sampling.base import Request
-from lagrpo.sampling.local import LocalSampler
+from lagrpo.model.model import Packed, Policy
+from lagrpo.model.replica import Replica, replica
+from lagrpo.rollout.base import Request
+from lagrpo.rollout.local import LocalSampler
 from lagrpo.settings.schema import ModelSettings
 from lagrpo.training.build import build_policy
 from lagrpo.types import Prompt

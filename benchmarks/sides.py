@@ -11,7 +11,7 @@ from typing import Any
 from processes import HERE, Side, environment
 from work import HASHED, SEED, Work, ours, trl, write_prompts
 
-from lagrpo.policy.embedded import resolve_model
+from lagrpo.model.embedded import resolve_model
 
 Measurements = list[dict[str, Any]]
 

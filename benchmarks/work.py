@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lagrpo.backends.hardware import pick_dtype
-from lagrpo.policy.embedded import resolve_model
+from lagrpo.model.embedded import resolve_model
 from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task, order_prompts
 

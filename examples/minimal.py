@@ -28,12 +28,12 @@ from lagrpo.core.advantages import normalized
 from lagrpo.core.objectives import clipped
 from lagrpo.core.ratios import token_ratio
 from lagrpo.data.prompts import PromptSource
-from lagrpo.policy.embedded import resolve_model
-from lagrpo.policy.loading import load_policy
-from lagrpo.policy.model import Packed, Policy
-from lagrpo.policy.replica import replica
-from lagrpo.sampling.base import Request
-from lagrpo.sampling.local import LocalSampler
+from lagrpo.model.embedded import resolve_model
+from lagrpo.model.loading import load_policy
+from lagrpo.model.model import Packed, Policy
+from lagrpo.model.replica import replica
+from lagrpo.rollout.base import Request
+from lagrpo.rollout.local import LocalSampler
 from lagrpo.tasks.arithmetic import judge
 from lagrpo.tasks.base import RowTask, Task
 from lagrpo.types import Group, Outcome

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lagrpo.policy.embedded import resolve_model
+from lagrpo.model.embedded import resolve_model
 from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task, order_prompts
 

@@ -28,7 +28,7 @@ from tiny import tiny_policy
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.errors import SettingsError
-from lagrpo.policy.model import Packed
+from lagrpo.model.model import Packed
 from lagrpo.runs import load_evaluations, load_events, load_metrics, load_rollouts
 from lagrpo.runs.reading import load_reward_range
 from lagrpo.runs.rollouts import rollout_rows, rollout_schema

@@ -12,13 +12,13 @@ import torch
 from test_vllm_client import generous, stub
 from tiny import tiny_policy
 
-from lagrpo.sampling.vllm import wire
-from lagrpo.sampling.vllm.fleet import Fleet
-from lagrpo.sampling.vllm.generation import Generation
-from lagrpo.sampling.vllm.sampler import VllmSampler
-from lagrpo.sampling.vllm.server import Deadlines, Server
-from lagrpo.sampling.vllm.weights import Directories, WeightSync
-from lagrpo.sampling.vllm.wire import NcclWire
+from lagrpo.rollout.vllm import wire
+from lagrpo.rollout.vllm.fleet import Fleet
+from lagrpo.rollout.vllm.generation import Generation
+from lagrpo.rollout.vllm.sampler import VllmSampler
+from lagrpo.rollout.vllm.server import Deadlines, Server
+from lagrpo.rollout.vllm.weights import Directories, WeightSync
+from lagrpo.rollout.vllm.wire import NcclWire
 
 CALLS = ("init_rank", "all_reduce", "broadcast", "synchronize")
 DEADLINES = Deadlines(start=1, request=1, sync=1, control=5)

@@ -26,9 +26,9 @@ from safetensors.torch import load_file
 from test_learner import generate_groups, gradient, judge_groups
 from tiny import save_tiny, tiny_policy
 
+from lagrpo.model.batch import assemble, micro_batches
+from lagrpo.model.model import Policy
 from lagrpo.objective.recipes import resolve
-from lagrpo.policy.batch import assemble, micro_batches
-from lagrpo.policy.model import Policy
 from lagrpo.types import Group
 
 pytestmark = pytest.mark.peer

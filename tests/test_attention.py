@@ -13,8 +13,8 @@ from tiny import SHAPES, tiny_model, tiny_policy
 from lagrpo.backends import parts
 from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.layout import PackedLayout
-from lagrpo.policy.loading import check_attention, check_context, check_supported
-from lagrpo.policy.model import Packed, Policy
+from lagrpo.model.loading import check_attention, check_context, check_supported
+from lagrpo.model.model import Packed, Policy
 
 pytestmark = pytest.mark.usefixtures("either_computation")
 GROUPS = ((7, (3, 9, 1)), (20, (1,)), (1, (4, 4, 30)), (5, ()))

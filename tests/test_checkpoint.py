@@ -16,7 +16,7 @@ from tiny import save_tiny
 
 from lagrpo.cli import main
 from lagrpo.errors import SettingsError
-from lagrpo.policy.loading import check_attention, load_policy
+from lagrpo.model.loading import check_attention, load_policy
 from lagrpo.training.run import train
 
 pytestmark = pytest.mark.usefixtures("shared_templates")

@@ -11,9 +11,9 @@ import talkers
 import torch
 from test_episodes import ask, episodes, talking
 
-from lagrpo.sampling.vllm.conversing import converse
-from lagrpo.sampling.vllm.fleet import Served
-from lagrpo.sampling.vllm.generation import AbortedError, Generation
+from lagrpo.rollout.vllm.conversing import converse
+from lagrpo.rollout.vllm.fleet import Served
+from lagrpo.rollout.vllm.generation import AbortedError, Generation
 from lagrpo.types import Group
 
 

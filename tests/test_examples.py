@@ -16,13 +16,13 @@ from tiny import save_tiny, tiny_policy
 from torch.testing import assert_close
 
 import lagrpo
+from lagrpo.model.batch import assemble, micro_batches
+from lagrpo.model.replica import replica
 from lagrpo.objective.recipes import resolve
-from lagrpo.policy.batch import assemble, micro_batches
-from lagrpo.policy.replica import replica
+from lagrpo.rollout.base import Request
+from lagrpo.rollout.local import LocalSampler
+from lagrpo.rollout.schedule import every, lags
 from lagrpo.runs import load_metrics
-from lagrpo.sampling.base import Request
-from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.schedule import every, lags
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
 

@@ -12,8 +12,8 @@ import lagrpo
 from lagrpo.backends import flex
 from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.layout import PackedLayout
-from lagrpo.policy.model import Packed
-from lagrpo.sampling.local import LocalSampler
+from lagrpo.model.model import Packed
+from lagrpo.rollout.local import LocalSampler
 
 pytestmark = pytest.mark.gpu
 

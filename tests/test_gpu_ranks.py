@@ -19,10 +19,10 @@ from tiny import save_tiny, tiny_policy
 from together import QUICK, together
 
 from lagrpo import train
+from lagrpo.model.batch import micro_batches
+from lagrpo.model.learner import Learner, Optimization
+from lagrpo.model.spans import Merged
 from lagrpo.objective.recipes import resolve
-from lagrpo.policy.batch import micro_batches
-from lagrpo.policy.learner import Learner, Optimization
-from lagrpo.policy.spans import Merged
 from lagrpo.ranks.world import mesh_of
 from lagrpo.training.run import Result
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import save_tiny
 
-from lagrpo.policy.loading import check_files, load_policy
+from lagrpo.model.loading import check_files, load_policy
 
 ROOT = Path(__file__).parent.parent
 EVIL = "from pathlib import Path\nPath({marker!r}).touch()\nclass Evil: pass\n"

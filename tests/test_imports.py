@@ -29,15 +29,15 @@ ALLOWED: dict[str, set[str]] = {
     "verify": {*SMALL, "tasks", "threads", "workers"},  # tasks say what an answer that cannot be scored is
     "runs": {*SMALL, "threads"},
     "backends": {*LEAVES},
-    "policy": {*LEAVES, "backends", "objective", "workers"},
+    "model": {*LEAVES, "backends", "objective", "workers"},
     "settings": {*SMALL, "objective", "tasks"},
-    "data": {*LEAVES, "policy", "runs", "sampling", "tasks"},
-    "sampling": {*LEAVES, "backends", "policy", "settings", "workers"},
+    "data": {*LEAVES, "model", "runs", "rollout", "tasks"},
+    "rollout": {*LEAVES, "backends", "model", "settings", "workers"},
     "terminal": {*SMALL, "objective", "runs", "tasks"},
-    "view": {*SMALL, "objective", "policy", "runs", "settings", "terminal"},  # policy: where embedded models lie
+    "view": {*SMALL, "objective", "model", "runs", "settings", "terminal"},  # model: where embedded models lie
     "trackers": {*SMALL, "settings"},
-    # What replays a run imports none of what made it: neither policy, sampling, backends nor the loop.
-    "replay": {*SMALL, "core", "objective", "policy", "runs", "settings", "tasks", "verify"},
+    # What replays a run imports none of what made it: neither model, rollout, backends nor the loop.
+    "replay": {*SMALL, "core", "objective", "model", "runs", "settings", "tasks", "verify"},
 }
 BELOW = set(ALLOWED)
 ALLOWED |= {
@@ -100,12 +100,12 @@ def test_the_allowed_directions_have_no_circle():
         ("core", "from lagrpo.types import Group", (), ["lagrpo.types"]),
         ("core", "from ..types import Group", ("lagrpo", "core"), ["lagrpo.types"]),
         ("core", "from . import shapes\nfrom .shapes import x", ("lagrpo", "core"), []),
-        ("policy", "from lagrpo import settings", (), ["lagrpo.settings"]),
-        ("policy", "from lagrpo import train", (), ["lagrpo.train"]),
-        ("policy", "import lagrpo", (), ["lagrpo"]),
+        ("model", "from lagrpo import settings", (), ["lagrpo.settings"]),
+        ("model", "from lagrpo import train", (), ["lagrpo.train"]),
+        ("model", "import lagrpo", (), ["lagrpo"]),
         ("tasks", "if True:\n    import lagrpo.verify.pool as pool", (), ["lagrpo.verify.pool"]),
         ("runs", "from lagrpo.training.loop import train", (), ["lagrpo.training.loop"]),
-        ("sampling", "from lagrpo.policy.model import Policy\nimport transformers", (), []),
+        ("rollout", "from lagrpo.model.model import Policy\nimport transformers", (), []),
         ("training", "from lagrpo.cli import main", (), ["lagrpo.cli"]),
     ],
 )

@@ -20,9 +20,9 @@ from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.cpu import build, kernels, logprobs, panels
 from lagrpo.backends.cpu.fused import rotary
 from lagrpo.backends.layout import PackedLayout
-from lagrpo.policy.model import Packed, Weights
-from lagrpo.policy.replica import PackedWeights, replica
-from lagrpo.sampling.decode import DecodeState
+from lagrpo.model.model import Packed, Weights
+from lagrpo.model.replica import PackedWeights, replica
+from lagrpo.rollout.decode import DecodeState
 
 WIDTHS = [1, 15, 16, 33, 576]  # below, at and beyond one vector
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}

@@ -10,8 +10,8 @@ import torch
 from torch import tensor
 
 from lagrpo.core.divergences import prefers_bounded, tv_terms
+from lagrpo.model.batch import assemble, left_out, micro_batches
 from lagrpo.objective.recipes import resolve
-from lagrpo.policy.batch import assemble, left_out, micro_batches
 from lagrpo.training.lag import KEYS, divergence_metrics, lag_metrics, sequence_kl, sequence_log_ratio
 from lagrpo.types import Completion, Group, Outcome, Prompt
 

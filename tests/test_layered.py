@@ -15,12 +15,12 @@ from test_sharded import DTYPES, check_to_rounding, copied, learn, make, rows_of
 from tiny import tiny_policy
 from torch import Tensor
 
+from lagrpo.model.adapter_files import Lora
+from lagrpo.model.layered import make_layered_replica, why_not
+from lagrpo.model.learner import Learner, Optimization
+from lagrpo.model.replica import replica
+from lagrpo.model.spans import Merged
 from lagrpo.objective.recipes import resolve
-from lagrpo.policy.adapter_files import Lora
-from lagrpo.policy.layered import make_layered_replica, why_not
-from lagrpo.policy.learner import Learner, Optimization
-from lagrpo.policy.replica import replica
-from lagrpo.policy.spans import Merged
 from lagrpo.ranks.world import mesh_of
 
 LORA = Lora(r=4, alpha=8.0, seed=3)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from test_sampling import request, requests_for
 from tiny import tiny_policy
 
+from lagrpo.model.batch import assemble, balanced, micro_batches
+from lagrpo.model.learner import Learner, Optimization
+from lagrpo.model.model import Policy
+from lagrpo.model.replica import replica
 from lagrpo.objective.recipes import resolve
-from lagrpo.policy.batch import assemble, balanced, micro_batches
-from lagrpo.policy.learner import Learner, Optimization
-from lagrpo.policy.model import Policy
-from lagrpo.policy.replica import replica
-from lagrpo.sampling.local import LocalSampler
+from lagrpo.rollout.local import LocalSampler
 from lagrpo.training.shares import divide
 from lagrpo.types import Group, Outcome
 

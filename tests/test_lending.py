@@ -8,8 +8,8 @@ from test_sampling import requests_for
 from test_vllm_client import generous, sampler_at, stub
 from tiny import tiny_policy
 
-from lagrpo.sampling.base import Manner
-from lagrpo.sampling.vllm.evaluating import VllmEvaluator
+from lagrpo.rollout.base import Manner
+from lagrpo.rollout.vllm.evaluating import VllmEvaluator
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import torch
 from running import tiny_settings
 from tiny import save_tiny
 
-from lagrpo.policy.learner import Learner
-from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.parity import ParityError
-from lagrpo.sampling.prefetch import Prefetcher, VersionError
-from lagrpo.sampling.schedule import LoopState
+from lagrpo.model.learner import Learner
+from lagrpo.rollout.local import LocalSampler
+from lagrpo.rollout.parity import ParityError
+from lagrpo.rollout.prefetch import Prefetcher, VersionError
+from lagrpo.rollout.schedule import LoopState
 from lagrpo.settings.toml import load_settings
 from lagrpo.training.build import Parts
 from lagrpo.training.checks import check_settings

@@ -20,17 +20,17 @@ from torch import Tensor
 from lagrpo import cli, train
 from lagrpo.backends.adapters import adapted
 from lagrpo.errors import SettingsError
+from lagrpo.model.adapter_files import CONFIG, WEIGHTS, Lora, read_weights
+from lagrpo.model.loading import load_policy
+from lagrpo.model.lora import attach, count_parameters, merged
+from lagrpo.model.merging import merge_adapter
+from lagrpo.model.model import Packed
+from lagrpo.model.replica import replica
+from lagrpo.model.spans import Merged
 from lagrpo.objective.recipes import resolve
-from lagrpo.policy.adapter_files import CONFIG, WEIGHTS, Lora, read_weights
-from lagrpo.policy.loading import load_policy
-from lagrpo.policy.lora import attach, count_parameters, merged
-from lagrpo.policy.merging import merge_adapter
-from lagrpo.policy.model import Packed
-from lagrpo.policy.replica import replica
-from lagrpo.policy.spans import Merged
 from lagrpo.replay import verify_run
+from lagrpo.rollout.local import LocalSampler
 from lagrpo.runs import load_metrics, load_rollouts
-from lagrpo.sampling.local import LocalSampler
 
 LORA = Lora(r=4, alpha=8.0, seed=3)
 ROW = ((5, 6, 7, 8), [torch.tensor([9, 4, 30]), torch.tensor([11, 12])]), ((20, 21), [torch.tensor([40, 41, 42])])

@@ -11,8 +11,8 @@ import torch
 from tiny import tiny_policy
 from torch import nn
 
-from lagrpo.policy.learner import Learner, Optimization
-from lagrpo.policy.masters import CHUNK, Masters, SyncedWeights, differing, dither_
+from lagrpo.model.learner import Learner, Optimization
+from lagrpo.model.masters import CHUNK, Masters, SyncedWeights, differing, dither_
 from lagrpo.rng import generator, signed16
 
 ALL = torch.arange(-(2**15), 2**15).to(torch.int16)  # every pattern of 16 bits
@@ -310,7 +310,7 @@ def test_what_a_weight_sync_moved_is_against_the_weight_sync_before():
 
 
 def test_of_a_large_model_a_sample_tells(monkeypatch):
-    monkeypatch.setattr("lagrpo.policy.masters.SAMPLE", 1000)
+    monkeypatch.setattr("lagrpo.model.masters.SAMPLE", 1000)
     synced, weights = SyncedWeights(), {"a": torch.zeros(300, 200).bfloat16(), "b": torch.zeros(40_000)}
     synced.share(weights)
     assert 900 < sum(map(len, synced.last)) < 1100

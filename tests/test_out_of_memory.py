@@ -11,9 +11,9 @@ from running import leftovers, options, tiny_settings
 from tiny import save_tiny
 
 from lagrpo import cli
-from lagrpo.policy.learner import Learner
+from lagrpo.model.learner import Learner
+from lagrpo.rollout.local import LocalSampler
 from lagrpo.runs import load_metrics
-from lagrpo.sampling.local import LocalSampler
 from lagrpo.training import build
 from lagrpo.training import evaluating as evaluate
 from lagrpo.training.memory import NoMemoryError, explained

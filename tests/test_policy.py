@@ -14,9 +14,9 @@ from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.cpu import build, library
 from lagrpo.backends.cpu.backend import CpuBackend
 from lagrpo.backends.cuda import CudaBackend
-from lagrpo.policy.model import Packed, Weights
-from lagrpo.policy.replica import PackedWeights, replica
-from lagrpo.sampling.local import LocalSampler
+from lagrpo.model.model import Packed, Weights
+from lagrpo.model.replica import PackedWeights, replica
+from lagrpo.rollout.local import LocalSampler
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}

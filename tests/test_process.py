@@ -20,7 +20,7 @@ from transformers.utils import logging
 from lagrpo import workers
 from lagrpo.errors import SettingsError
 from lagrpo.interrupts import Interrupted, interruptible
-from lagrpo.policy.chat import Templates
+from lagrpo.model.chat import Templates
 from lagrpo.runs import Run
 from lagrpo.settings.schema import EvalSettings, ModelSettings
 from lagrpo.training.build import loading

@@ -17,8 +17,8 @@ from lagrpo.backends import hardware
 from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.cpu import build, library, panels
 from lagrpo.errors import SettingsError
-from lagrpo.policy.model import Packed, Weights
-from lagrpo.policy.replica import PackedWeights, replica
+from lagrpo.model.model import Packed, Weights
+from lagrpo.model.replica import PackedWeights, replica
 
 pytestmark = pytest.mark.usefixtures("with_kernels")
 
@@ -117,10 +117,10 @@ def test_at_every_level_of_instructions_products_are_right_and_independent_of_th
 DECODED = """
 import torch
 from tiny import tiny_policy
-from lagrpo.policy.model import Packed
-from lagrpo.policy.replica import replica
-from lagrpo.sampling.base import Request
-from lagrpo.sampling.local import LocalSampler
+from lagrpo.model.model import Packed
+from lagrpo.model.replica import replica
+from lagrpo.rollout.base import Request
+from lagrpo.rollout.local import LocalSampler
 from lagrpo.types import Prompt
 policy = tiny_policy("qwen3", dtype=torch.bfloat16, backend="c")
 prompts = [Prompt(key, ({"role": "user", "content": "?"},), None, tuple(range(5, 8 + key))) for key in range(3)]

@@ -10,10 +10,10 @@ from tiny import save_tiny, tiny_policy
 
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError
-from lagrpo.policy.chat import Chat
+from lagrpo.model.chat import Chat
+from lagrpo.rollout.local import LocalSampler
+from lagrpo.rollout.parity import PARITY_PROMPTS
 from lagrpo.runs import load_rollouts
-from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.parity import PARITY_PROMPTS
 from lagrpo.tasks import RowTask
 from lagrpo.training.run import train
 

@@ -7,7 +7,7 @@ import pytest
 from hostile import TARGETS, UNHURRIED
 from hypothesis import strategies as st
 
-from lagrpo.sampling.schedule import Schedule, lags, largest_lag
+from lagrpo.rollout.schedule import Schedule, lags, largest_lag
 
 FEW = hypothesis.settings(max_examples=40, derandomize=True, database=None, suppress_health_check=UNHURRIED)
 

@@ -19,13 +19,13 @@ from tiny import save_tiny
 
 from lagrpo import Observer, train
 from lagrpo.errors import SettingsError
+from lagrpo.rollout.prefetch import Prefetcher
+from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import load_events, load_metrics
 from lagrpo.runs.checkpoints import CheckpointError, Checkpoints
 from lagrpo.runs.directory import Run
 from lagrpo.runs.lock import RunLockedError, locked
 from lagrpo.runs.state import Loop
-from lagrpo.sampling.prefetch import Prefetcher
-from lagrpo.sampling.schedule import LoopState
 from lagrpo.settings.toml import load_settings
 from lagrpo.training import resume as training_resume
 from lagrpo.training import run as training_run

@@ -17,16 +17,16 @@ from torch import Tensor, tensor
 
 import lagrpo
 from lagrpo.data.offline import OfflineData, read_records
+from lagrpo.model.batch import Batch, assemble, left_out, micro_batches
+from lagrpo.model.learner import Learner, Optimization
+from lagrpo.model.model import Packed, Policy
+from lagrpo.model.replica import replica
 from lagrpo.objective.recipes import resolve
-from lagrpo.policy.batch import Batch, assemble, left_out, micro_batches
-from lagrpo.policy.learner import Learner, Optimization
-from lagrpo.policy.model import Packed, Policy
-from lagrpo.policy.replica import replica
 from lagrpo.replay import verify_run
+from lagrpo.rollout.local import LocalSampler
+from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.runs.rollouts import rollout_rows
-from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.schedule import LoopState
 from lagrpo.training.clock import Clock
 from lagrpo.training.lag import sequence_kl, sequence_log_ratio
 from lagrpo.training.loop import Step

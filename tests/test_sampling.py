@@ -14,14 +14,14 @@ from tiny import SHAPES, tiny_policy
 from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.logprobs import CDF_BLOCK
 from lagrpo.backends.steps import pair_rows_with_groups
-from lagrpo.policy.model import Model, Packed
-from lagrpo.policy.replica import replica
+from lagrpo.model.model import Model, Packed
+from lagrpo.model.replica import replica
 from lagrpo.rng import uniforms
-from lagrpo.sampling.base import Request
-from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.parity import ParityCheck, ParityError
-from lagrpo.sampling.prefetch import Prefetcher, VersionError
-from lagrpo.sampling.schedule import Schedule, budget, every, lagged, lags
+from lagrpo.rollout.base import Request
+from lagrpo.rollout.local import LocalSampler
+from lagrpo.rollout.parity import ParityCheck, ParityError
+from lagrpo.rollout.prefetch import Prefetcher, VersionError
+from lagrpo.rollout.schedule import Schedule, budget, every, lagged, lags
 from lagrpo.types import Group, Prompt
 
 pytestmark = pytest.mark.usefixtures("either_computation")

@@ -22,11 +22,11 @@ from running import options, tiny_settings
 from test_cli import lagrpo
 from vllm_servers import DEADLINES, PYTHON, tiny_directory
 
+from lagrpo.rollout.vllm import process
+from lagrpo.rollout.vllm import serving as serve
+from lagrpo.rollout.vllm.process import find_free_port
+from lagrpo.rollout.vllm.server import RefusedError, Server
 from lagrpo.runs import load_metrics, load_rollouts
-from lagrpo.sampling.vllm import process
-from lagrpo.sampling.vllm import serving as serve
-from lagrpo.sampling.vllm.process import find_free_port
-from lagrpo.sampling.vllm.server import RefusedError, Server
 from lagrpo.settings import arguments
 from lagrpo.settings import options as passed_on
 

@@ -21,16 +21,16 @@ from test_masters import module
 from tiny import tiny_policy
 from torch import Tensor
 
+from lagrpo.model.adapter_files import Lora
+from lagrpo.model.batch import FreshMicroBatch, micro_batches
+from lagrpo.model.learner import Learner, Optimization
+from lagrpo.model.masters import Masters
+from lagrpo.model.replica import replica
+from lagrpo.model.sharded import ShardedMasters, say_largest
+from lagrpo.model.spans import Merged
 from lagrpo.objective.recipes import resolve
-from lagrpo.policy.adapter_files import Lora
-from lagrpo.policy.batch import FreshMicroBatch, micro_batches
-from lagrpo.policy.learner import Learner, Optimization
-from lagrpo.policy.masters import Masters
-from lagrpo.policy.replica import replica
-from lagrpo.policy.sharded import ShardedMasters, say_largest
-from lagrpo.policy.spans import Merged
-from lagrpo.sampling.base import Request
-from lagrpo.sampling.local import LocalSampler
+from lagrpo.rollout.base import Request
+from lagrpo.rollout.local import LocalSampler
 from lagrpo.types import Group, Prompt
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}

@@ -10,7 +10,7 @@ from running import children, tiny_settings
 from tiny import CHAT, save_tiny, tiny_policy, tiny_tokenizer
 
 from lagrpo.errors import SettingsError
-from lagrpo.policy.chat import Templates
+from lagrpo.model.chat import Templates
 from lagrpo.training.run import train
 from lagrpo.types import Prompt
 
@@ -118,7 +118,7 @@ def test_a_chat_template_gets_the_arguments_of_the_chat(templates):
 def test_a_template_that_loops_on_one_prompt_only_is_refused_before_the_run_is_made(
     model, tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.setattr("lagrpo.policy.chat.DEADLINE", 1.0)
+    monkeypatch.setattr("lagrpo.model.chat.DEADLINE", 1.0)
     looping = (
         "{% if messages[0].content == 'xxx?' %}{% set n = messages | length + 8 %}{{ 7 ** (7 ** n) }}{% endif %}" + CHAT
     )

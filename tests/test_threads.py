@@ -16,8 +16,8 @@ from tiny import save_tiny
 
 from lagrpo import threads
 from lagrpo.backends.cpu import kernels, library
+from lagrpo.rollout.vllm.process import Launch
 from lagrpo.runs import load_events
-from lagrpo.sampling.vllm.process import Launch
 from lagrpo.training.run import train
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP is Linux's")

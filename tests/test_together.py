@@ -22,8 +22,8 @@ from tiny import save_tiny
 from together import QUICK, RankEndError, together
 
 from lagrpo import Observer, train
-from lagrpo.policy.learner import Learner
-from lagrpo.policy.spans import Merged
+from lagrpo.model.learner import Learner
+from lagrpo.model.spans import Merged
 from lagrpo.ranks.world import World
 from lagrpo.runs import load_events, load_metrics
 from lagrpo.runs.checkpoints import Checkpoints

@@ -16,14 +16,14 @@ from tiny import save_tiny
 
 import lagrpo
 from lagrpo.errors import SettingsError
-from lagrpo.policy.learner import Learner
-from lagrpo.policy.masters import Masters
-from lagrpo.policy.model import Policy
+from lagrpo.model.learner import Learner
+from lagrpo.model.masters import Masters
+from lagrpo.model.model import Policy
+from lagrpo.rollout.local import LocalSampler
+from lagrpo.rollout.parity import ParityError
+from lagrpo.rollout.schedule import Schedule, lags
 from lagrpo.runs import Run, load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import rollout_batches
-from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.parity import ParityError
-from lagrpo.sampling.schedule import Schedule, lags
 from lagrpo.settings.schema import Settings, TaskSettings
 from lagrpo.settings.toml import load_settings, to_toml
 from lagrpo.training.beginning import READ_OF_TASK

@@ -12,14 +12,14 @@ from test_sampling import requests_for
 from test_vllm_client import SHORT, choice, stub
 from tiny import tiny_policy
 
-from lagrpo.policy.adapter_files import read_weights
-from lagrpo.sampling.vllm.adapters import AdapterSync
-from lagrpo.sampling.vllm.connecting import check_adapters
-from lagrpo.sampling.vllm.fleet import Fleet
-from lagrpo.sampling.vllm.generation import Generation
-from lagrpo.sampling.vllm.process import Launch
-from lagrpo.sampling.vllm.sampler import VllmSampler
-from lagrpo.sampling.vllm.server import SamplerError, Server
+from lagrpo.model.adapter_files import read_weights
+from lagrpo.rollout.vllm.adapters import AdapterSync
+from lagrpo.rollout.vllm.connecting import check_adapters
+from lagrpo.rollout.vllm.fleet import Fleet
+from lagrpo.rollout.vllm.generation import Generation
+from lagrpo.rollout.vllm.process import Launch
+from lagrpo.rollout.vllm.sampler import VllmSampler
+from lagrpo.rollout.vllm.server import SamplerError, Server
 
 
 class Adapters:

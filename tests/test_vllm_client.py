@@ -23,17 +23,17 @@ from test_sampling import requests_for
 from tiny import save_tiny, tiny_policy
 
 from lagrpo.errors import SettingsError
-from lagrpo.policy.model import Packed
-from lagrpo.policy.replica import replica
-from lagrpo.sampling.parity import ParityCheck, ParityError, check_fresh
-from lagrpo.sampling.vllm import connecting, wire
-from lagrpo.sampling.vllm.fleet import Fleet
-from lagrpo.sampling.vllm.generation import Generated, Generation
-from lagrpo.sampling.vllm.process import EXTENSION
-from lagrpo.sampling.vllm.sampler import VllmSampler
-from lagrpo.sampling.vllm.server import Deadlines, RefusedError, SamplerError, Server, UnreachableError
-from lagrpo.sampling.vllm.weights import FILE, CorruptError, Directories, WeightSync, check_file
-from lagrpo.sampling.vllm.wire import DirectoryWire, IpcWire, NcclWire, Parcel
+from lagrpo.model.model import Packed
+from lagrpo.model.replica import replica
+from lagrpo.rollout.parity import ParityCheck, ParityError, check_fresh
+from lagrpo.rollout.vllm import connecting, wire
+from lagrpo.rollout.vllm.fleet import Fleet
+from lagrpo.rollout.vllm.generation import Generated, Generation
+from lagrpo.rollout.vllm.process import EXTENSION
+from lagrpo.rollout.vllm.sampler import VllmSampler
+from lagrpo.rollout.vllm.server import Deadlines, RefusedError, SamplerError, Server, UnreachableError
+from lagrpo.rollout.vllm.weights import FILE, CorruptError, Directories, WeightSync, check_file
+from lagrpo.rollout.vllm.wire import DirectoryWire, IpcWire, NcclWire, Parcel
 from lagrpo.settings.schema import Settings
 from lagrpo.training import run as training
 
@@ -446,7 +446,7 @@ class Echo:
         return f"the server: {self.version}"
 
     def generate_on_server(self, number, requests, G, max_tokens):
-        from lagrpo.sampling.local import LocalSampler
+        from lagrpo.rollout.local import LocalSampler
 
         return LocalSampler(replica(self.policy), 0, max_tokens, 8, tau=self.tau).generate_on_server(
             0, requests, G, max_tokens

@@ -15,11 +15,11 @@ from test_sampling import requests_for
 from test_vllm_client import SHORT, generous, sampler_at, stub
 from tiny import tiny_policy
 
-from lagrpo.sampling.vllm import process
-from lagrpo.sampling.vllm.fleet import Fleet
-from lagrpo.sampling.vllm.generation import Dispatcher
-from lagrpo.sampling.vllm.process import check_python
-from lagrpo.sampling.vllm.server import SamplerError, Server, UnreachableError
+from lagrpo.rollout.vllm import process
+from lagrpo.rollout.vllm.fleet import Fleet
+from lagrpo.rollout.vllm.generation import Dispatcher
+from lagrpo.rollout.vllm.process import check_python
+from lagrpo.rollout.vllm.server import SamplerError, Server, UnreachableError
 
 
 def silent(path_of_none):

@@ -20,13 +20,13 @@ from test_episodes import TURNS, ask
 from tiny import tiny_model, tiny_tokenizer
 from vllm_servers import SIZES, kill, perturb, policy_of, sampler_over, start
 
-from lagrpo.policy.model import Packed
-from lagrpo.policy.replies import Replies
+from lagrpo.model.model import Packed
+from lagrpo.model.replies import Replies
 from lagrpo.replay import verify_run
+from lagrpo.rollout.episodes import Episodes, Limits
+from lagrpo.rollout.parity import ParityCheck
+from lagrpo.rollout.vllm.server import Server
 from lagrpo.runs import load_metrics, load_rollouts
-from lagrpo.sampling.episodes import Episodes, Limits
-from lagrpo.sampling.parity import ParityCheck
-from lagrpo.sampling.vllm.server import Server
 from lagrpo.tasks.calculator import ENVIRONMENT
 from lagrpo.training.run import train
 from lagrpo.types import Completion, Group

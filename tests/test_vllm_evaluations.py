@@ -12,10 +12,10 @@ from test_sampling import requests_for
 from vllm_servers import perturb, policy_of, sampler_over
 
 from lagrpo import cli
+from lagrpo.rollout.base import Manner
+from lagrpo.rollout.vllm.evaluating import VllmEvaluator
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import load_evaluation_records
-from lagrpo.sampling.base import Manner
-from lagrpo.sampling.vllm.evaluating import VllmEvaluator
 from lagrpo.tasks.llm_judge import LlmJudge
 from lagrpo.tasks.rewards import Reward, Rewards
 from lagrpo.training.run import train

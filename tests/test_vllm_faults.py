@@ -11,10 +11,10 @@ from running import tiny_settings
 from test_sampling import requests_for
 from vllm_servers import PYTHON, kill, perturb, policy_of, sampler_over, start, tiny_directory
 
+from lagrpo.rollout.vllm.process import StartedServer
+from lagrpo.rollout.vllm.server import SamplerError, Server
+from lagrpo.rollout.vllm.weights import FILE
 from lagrpo.runs import load_metrics, load_rollouts
-from lagrpo.sampling.vllm.process import StartedServer
-from lagrpo.sampling.vllm.server import SamplerError, Server
-from lagrpo.sampling.vllm.weights import FILE
 from lagrpo.training import build
 from lagrpo.training import run as training
 

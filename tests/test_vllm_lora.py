@@ -13,11 +13,11 @@ from vllm_servers import kill, sampler_over
 
 from lagrpo import cli
 from lagrpo.errors import SettingsError
-from lagrpo.policy.loading import load_policy
-from lagrpo.policy.model import Packed
+from lagrpo.model.loading import load_policy
+from lagrpo.model.model import Packed
+from lagrpo.rollout.parity import ParityCheck
+from lagrpo.rollout.vllm.connecting import KEY
 from lagrpo.runs import load_evaluations, load_metrics
-from lagrpo.sampling.parity import ParityCheck
-from lagrpo.sampling.vllm.connecting import KEY
 from lagrpo.training import run as training
 
 pytest_plugins = ["vllm_fixtures"]

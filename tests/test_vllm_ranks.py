@@ -16,9 +16,9 @@ from together import QUICK, together
 from vllm_servers import DEADLINES, PYTHON, tiny_directory
 
 from lagrpo import Observer
-from lagrpo.policy.adapter_files import read_weights
+from lagrpo.model.adapter_files import read_weights
+from lagrpo.rollout.vllm.sampler import VllmSampler
 from lagrpo.runs import load_events, load_metrics
-from lagrpo.sampling.vllm.sampler import VllmSampler
 from lagrpo.training.run import Result
 from lagrpo.training.shares import Share
 

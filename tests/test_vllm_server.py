@@ -15,15 +15,15 @@ from test_sampling import request, requests_for
 from vllm_servers import DEADLINES, perturb, policy_of, sampler_over, start, tiny_directory
 
 from lagrpo.errors import SettingsError
-from lagrpo.policy.model import Packed
-from lagrpo.policy.replica import replica
+from lagrpo.model.model import Packed
+from lagrpo.model.replica import replica
+from lagrpo.rollout.local import LocalSampler
+from lagrpo.rollout.parity import ParityCheck, ParityError
+from lagrpo.rollout.vllm import connecting, weights
+from lagrpo.rollout.vllm.connecting import KEY
+from lagrpo.rollout.vllm.server import SamplerError, Server
+from lagrpo.rollout.vllm.weights import CorruptError
 from lagrpo.runs import load_metrics, load_rollouts
-from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.parity import ParityCheck, ParityError
-from lagrpo.sampling.vllm import connecting, weights
-from lagrpo.sampling.vllm.connecting import KEY
-from lagrpo.sampling.vllm.server import SamplerError, Server
-from lagrpo.sampling.vllm.weights import CorruptError
 from lagrpo.settings import schema as config
 from lagrpo.training import run as training
 

@@ -77,8 +77,8 @@ def tiny_policy(
     **changes: Any,
 ) -> Any:
     """`backend`: as Policy.of takes it; BACKEND unless given. `lora`: the adapters that it gets."""
-    from lagrpo.policy.lora import attach
-    from lagrpo.policy.model import Policy
+    from lagrpo.model.lora import attach
+    from lagrpo.model.model import Policy
 
     model = tiny_model(kind, **changes).to(device, dtype)
     if lora is not None:
@@ -89,7 +89,7 @@ def tiny_policy(
 @functools.cache
 def shared_templates() -> Any:
     """One process to render the chat templates of all tests: starting it takes longer than most tests."""
-    from lagrpo.policy.chat import Templates
+    from lagrpo.model.chat import Templates
 
     return Templates()
 
@@ -106,7 +106,7 @@ def computed_by(policy: Any, backend: Any) -> Any:
     from dataclasses import replace
 
     from lagrpo.backends.choose import choose_backend
-    from lagrpo.policy.model import Model
+    from lagrpo.model.model import Model
 
     chosen = choose_backend(backend, policy.device, policy.dtype)
     return replace(policy, model=Model(policy.model.lm, chosen))

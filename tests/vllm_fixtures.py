@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from vllm_servers import DEADLINES, start, tiny_directory
 
-from lagrpo.sampling.vllm.connecting import KEY
-from lagrpo.sampling.vllm.process import StartedServer
-from lagrpo.sampling.vllm.server import Server
+from lagrpo.rollout.vllm.connecting import KEY
+from lagrpo.rollout.vllm.process import StartedServer
+from lagrpo.rollout.vllm.server import Server
 
 
 @pytest.fixture(scope="module")

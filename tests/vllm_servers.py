@@ -14,16 +14,16 @@ import torch
 from tiny import save_tiny
 
 from lagrpo.backends.adapters import adapted
-from lagrpo.policy.loading import load_policy
-from lagrpo.policy.model import Policy
-from lagrpo.sampling.vllm.adapters import AdapterSync
-from lagrpo.sampling.vllm.fleet import Fleet
-from lagrpo.sampling.vllm.generation import Generation
-from lagrpo.sampling.vllm.process import Launch, StartedServer
-from lagrpo.sampling.vllm.sampler import VllmSampler
-from lagrpo.sampling.vllm.server import Deadlines, Server
-from lagrpo.sampling.vllm.weights import Directories, WeightSync
-from lagrpo.sampling.vllm.wire import DirectoryWire
+from lagrpo.model.loading import load_policy
+from lagrpo.model.model import Policy
+from lagrpo.rollout.vllm.adapters import AdapterSync
+from lagrpo.rollout.vllm.fleet import Fleet
+from lagrpo.rollout.vllm.generation import Generation
+from lagrpo.rollout.vllm.process import Launch, StartedServer
+from lagrpo.rollout.vllm.sampler import VllmSampler
+from lagrpo.rollout.vllm.server import Deadlines, Server
+from lagrpo.rollout.vllm.weights import Directories, WeightSync
+from lagrpo.rollout.vllm.wire import DirectoryWire
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of each server; the tests run two at a time
 PYTHON = os.environ.get("LAGRPO_VLLM_PYTHON", ".venv-vllm/bin/python")

@@ -12,7 +12,7 @@ from website.reference import link_pages, link_papers
 
 UP = "../.."
 PUBLIC = ("lagrpo", "lagrpo.runs", "lagrpo.replay", "lagrpo.types", "lagrpo.tasks", "lagrpo.objective", "lagrpo.core",
-          "lagrpo.sampling.schedule")  # fmt: skip
+          "lagrpo.rollout.schedule")  # fmt: skip
 """What a page is about: a module, or a package with its modules. All others are in the table of modules."""
 DOORS = ("lagrpo", "lagrpo.runs", "lagrpo.replay")
 """Packages whose own names are public, wherever they are defined, and not their modules."""

@@ -182,7 +182,7 @@ def merge(
         out: Directory that the model is written to; it must not be there.
         dtype: dtype of the weights that are written; auto: that of the model's files.
     """
-    from lagrpo.policy.merging import merge_adapter
+    from lagrpo.model.merging import merge_adapter
     from lagrpo.training.build import without_progress_bars
 
     with refusing("merge"), without_progress_bars():
@@ -270,8 +270,8 @@ def verify(
 def serve(words: list[str]) -> None:
     """Start a vLLM server and keep it up."""
     settings = tyro.cli(ServeSettings, args=pass_rest_on(words), prog="lagrpo serve")
-    from lagrpo.sampling.vllm.server import SamplerError
-    from lagrpo.sampling.vllm.serving import serve as run
+    from lagrpo.rollout.vllm.server import SamplerError
+    from lagrpo.rollout.vllm.serving import serve as run
 
     with failing(SamplerError):
         run(settings)

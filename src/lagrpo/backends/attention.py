@@ -65,7 +65,7 @@ def shared_prefix_attention(
     if layout is None:
         raise ValueError(
             f"{type(module).__name__} was called without a layout: with attention {NAME!r} the model must be called "
-            "through lagrpo.policy (or load it with attn_implementation='sdpa' for other uses)"
+            "through lagrpo.model (or load it with attn_implementation='sdpa' for other uses)"
         )
     if softcap is not None or s_aux is not None:
         raise ValueError(

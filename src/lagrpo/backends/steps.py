@@ -84,7 +84,7 @@ class Fed:
 
 
 class Rows(Protocol):
-    """What a step reads of the sequences being generated (see sampling/decode.py)."""
+    """What a step reads of the sequences being generated (see rollout/decode.py)."""
 
     own: Cache
     prefix: Cache
@@ -99,7 +99,7 @@ class Rows(Protocol):
 
 
 class Steps:
-    """Decoding steps of a model (lagrpo.policy.model.Model)."""
+    """Decoding steps of a model (lagrpo.model.model.Model)."""
 
     lanes = 1  # of the caches
 

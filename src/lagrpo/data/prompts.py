@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 from lagrpo.errors import SettingsError
-from lagrpo.policy.chat import Tools
-from lagrpo.policy.model import Policy
-from lagrpo.sampling.base import Request
+from lagrpo.model.chat import Tools
+from lagrpo.model.model import Policy
+from lagrpo.rollout.base import Request
 from lagrpo.tasks import Task, order_prompts
 from lagrpo.types import Prompt
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lagrpo.policy.replies import Replies
+from lagrpo.model.replies import Replies
 
 Messages = tuple[Mapping[str, Any], ...]
 

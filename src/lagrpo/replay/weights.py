@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lagrpo import hub
-from lagrpo.policy.embedded import ALIASES, resolve_model
+from lagrpo.model.embedded import ALIASES, resolve_model
 from lagrpo.replay.findings import UnreadableError
 from lagrpo.replay.source import Source
 from lagrpo.untrusted import read_text

@@ -19,26 +19,26 @@ from lagrpo.backends.process import keep_freed_memory
 from lagrpo.data.offline import OfflineData, Records, read_records
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
+from lagrpo.model.adapter_files import Lora
+from lagrpo.model.chat import Templates
+from lagrpo.model.embedded import resolve_model
+from lagrpo.model.layered import make_layered_replica, make_whole_replica, why_not, with_modules, without_numbers
+from lagrpo.model.learner import Learner, Optimization
+from lagrpo.model.loading import check_context, check_files, load_policy
+from lagrpo.model.masters import fingerprint
+from lagrpo.model.model import AdapterWeights, Policy
+from lagrpo.model.replica import Replica, replica
 from lagrpo.objective.compose import Recipe
-from lagrpo.policy.adapter_files import Lora
-from lagrpo.policy.chat import Templates
-from lagrpo.policy.embedded import resolve_model
-from lagrpo.policy.layered import make_layered_replica, make_whole_replica, why_not, with_modules, without_numbers
-from lagrpo.policy.learner import Learner, Optimization
-from lagrpo.policy.loading import check_context, check_files, load_policy
-from lagrpo.policy.masters import fingerprint
-from lagrpo.policy.model import AdapterWeights, Policy
-from lagrpo.policy.replica import Replica, replica
 from lagrpo.ranks.world import World
-from lagrpo.sampling.episodes import Episodes
-from lagrpo.sampling.local import BorrowingSampler, LocalSampler
-from lagrpo.sampling.parity import PARITY_PROMPTS, Parity, ParityCheck, ParityError
-from lagrpo.sampling.prefetch import Prefetcher
-from lagrpo.sampling.schedule import Schedule
-from lagrpo.sampling.vllm.connecting import build_vllm, open_servers
-from lagrpo.sampling.vllm.evaluating import VllmEvaluator
-from lagrpo.sampling.vllm.sampler import VllmSampler
-from lagrpo.sampling.vllm.server import Server
+from lagrpo.rollout.episodes import Episodes
+from lagrpo.rollout.local import BorrowingSampler, LocalSampler
+from lagrpo.rollout.parity import PARITY_PROMPTS, Parity, ParityCheck, ParityError
+from lagrpo.rollout.prefetch import Prefetcher
+from lagrpo.rollout.schedule import Schedule
+from lagrpo.rollout.vllm.connecting import build_vllm, open_servers
+from lagrpo.rollout.vllm.evaluating import VllmEvaluator
+from lagrpo.rollout.vllm.sampler import VllmSampler
+from lagrpo.rollout.vllm.server import Server
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, load_task
 from lagrpo.tasks.environments import load_environment

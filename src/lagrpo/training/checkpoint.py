@@ -19,9 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from lagrpo.errors import SettingsError
-from lagrpo.policy.spans import Merged
+from lagrpo.model.spans import Merged
+from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs.checkpoints import Checkpoint, Checkpoints, Content, completion_of
-from lagrpo.sampling.schedule import LoopState
 from lagrpo.training.build import Parts
 from lagrpo.training.shards import DEADLINE, copied, have_written
 from lagrpo.types import Group

@@ -7,11 +7,11 @@ import math
 from pathlib import Path
 
 from lagrpo.errors import SettingsError, refusing
+from lagrpo.model import adapter_files
+from lagrpo.model.adapter_files import is_adapter
+from lagrpo.model.embedded import check_path
 from lagrpo.objective.compose import Recipe
 from lagrpo.objective.recipes import resolve
-from lagrpo.policy import adapter_files
-from lagrpo.policy.adapter_files import is_adapter
-from lagrpo.policy.embedded import check_path
 from lagrpo.ranks.rank import Rank
 from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.reading import completion_files

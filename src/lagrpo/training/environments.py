@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lagrpo.errors import refusing
-from lagrpo.policy.chat import Chat, TemplateError
-from lagrpo.policy.replies import OPENING, Replies
-from lagrpo.sampling.episodes import Episodes, Limits
+from lagrpo.model.chat import Chat, TemplateError
+from lagrpo.model.replies import OPENING, Replies
+from lagrpo.rollout.episodes import Episodes, Limits
 from lagrpo.settings.environment import EnvironmentSettings
 from lagrpo.settings.schema import EvalSettings, Settings
 from lagrpo.settings.task import TaskSettings

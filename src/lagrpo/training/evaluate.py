@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from lagrpo.core.estimators import bootstrap_interval, clustered_interval, paired_interval, pass_at_k
+from lagrpo.rollout.base import Request
 from lagrpo.runs.rollouts import REWARD
-from lagrpo.sampling.base import Request
 from lagrpo.terminal.text import count_of, formatted_interval
 from lagrpo.types import Group, Outcome, Range, is_right
 from lagrpo.verify import Verifier

@@ -13,20 +13,20 @@ from typing import Any
 from lagrpo.backends.process import restored
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
-from lagrpo.policy.adapter_files import is_adapter, read_config
-from lagrpo.policy.chat import Templates
-from lagrpo.policy.embedded import resolve_model
-from lagrpo.policy.loading import check_files
-from lagrpo.policy.model import Policy
+from lagrpo.model.adapter_files import is_adapter, read_config
+from lagrpo.model.chat import Templates
+from lagrpo.model.embedded import resolve_model
+from lagrpo.model.loading import check_files
+from lagrpo.model.model import Policy
+from lagrpo.rollout.base import Manner
+from lagrpo.rollout.episodes import Episodes
+from lagrpo.rollout.local import LocalSampler
+from lagrpo.rollout.vllm.connecting import build_vllm, open_servers
+from lagrpo.rollout.vllm.evaluating import VllmEvaluator
+from lagrpo.rollout.vllm.server import Server
 from lagrpo.runs.directory import plain_name
 from lagrpo.runs.files import to_json, write_atomically, write_table
 from lagrpo.runs.rollouts import REWARD
-from lagrpo.sampling.base import Manner
-from lagrpo.sampling.episodes import Episodes
-from lagrpo.sampling.local import LocalSampler
-from lagrpo.sampling.vllm.connecting import build_vllm, open_servers
-from lagrpo.sampling.vllm.evaluating import VllmEvaluator
-from lagrpo.sampling.vllm.server import Server
 from lagrpo.settings.lora import LoraSettings
 from lagrpo.settings.schema import EvalSettings, Settings
 from lagrpo.settings.toml import flatten

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from lagrpo.sampling.schedule import LoopState
-from lagrpo.sampling.vllm.evaluating import VllmEvaluator
+from lagrpo.rollout.schedule import LoopState
+from lagrpo.rollout.vllm.evaluating import VllmEvaluator
 from lagrpo.settings.evaluation import OF_A_SET
 from lagrpo.training.build import Parts
 from lagrpo.training.checkpoint import alpha_is_needed

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
-from lagrpo.policy.model import Policy
-from lagrpo.sampling.base import Manner, Request
+from lagrpo.model.model import Policy
+from lagrpo.rollout.base import Manner, Request
 from lagrpo.settings.evaluation import EvaluationSet
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Task, reward_names

@@ -12,14 +12,14 @@ from lagrpo.backends.cpu.logprobs import KEPT_LOGITS, KERNEL_LOGITS
 from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.backends.logprobs import CHUNK_LOGITS
 from lagrpo.errors import refusing
+from lagrpo.model.configs import read_config
+from lagrpo.model.embedded import resolve_model
+from lagrpo.model.loading import check_supported
+from lagrpo.model.lora import count_of_adapters, count_parameters
 from lagrpo.objective.compose import Recipe
-from lagrpo.policy.configs import read_config
-from lagrpo.policy.embedded import resolve_model
-from lagrpo.policy.loading import check_supported
-from lagrpo.policy.lora import count_of_adapters, count_parameters
 from lagrpo.ranks.rank import Rank
-from lagrpo.sampling.schedule import Schedule, largest_lag
-from lagrpo.sampling.vllm.connecting import deadlines
+from lagrpo.rollout.schedule import Schedule, largest_lag
+from lagrpo.rollout.vllm.connecting import deadlines
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import count_of
 from lagrpo.training.build import Parts, loading, lora_of, offline_prompts

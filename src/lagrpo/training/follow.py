@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from lagrpo.logs import shown_by
+from lagrpo.model.learner import Learner
+from lagrpo.model.masters import fingerprint
 from lagrpo.objective.compose import Recipe
-from lagrpo.policy.learner import Learner
-from lagrpo.policy.masters import fingerprint
 from lagrpo.ranks.world import World
-from lagrpo.sampling.local import BorrowingSampler, LocalSampler
+from lagrpo.rollout.local import BorrowingSampler, LocalSampler
 from lagrpo.settings.schema import Settings
 from lagrpo.training.build import build_learner, build_local_sampler, build_policy
 from lagrpo.training.environments import OF_RUN, Talk

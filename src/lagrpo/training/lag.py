@@ -18,8 +18,8 @@ from torch import Tensor
 from lagrpo.core import bounds, divergences
 from lagrpo.core.advantages import sigma
 from lagrpo.core.estimators import bootstrap_interval
+from lagrpo.model.batch import Batch, MicroBatch, knows_alpha
 from lagrpo.objective.compose import Recipe
-from lagrpo.policy.batch import Batch, MicroBatch, knows_alpha
 from lagrpo.settings.schema import Settings
 from lagrpo.types import Range
 

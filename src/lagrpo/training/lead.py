@@ -16,16 +16,16 @@ from typing import Any
 from torch import Tensor
 
 from lagrpo.interrupts import whole
-from lagrpo.policy.adapter_files import save_adapter
-from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch
-from lagrpo.policy.layered import LayeredWeights, forget_whole
-from lagrpo.policy.learner import Learner
-from lagrpo.policy.lora import save_merged
-from lagrpo.policy.model import AdapterWeights, Packed, Policy, Weights
-from lagrpo.policy.replica import Replica
+from lagrpo.model.adapter_files import save_adapter
+from lagrpo.model.batch import Batch, FreshMicroBatch, MicroBatch
+from lagrpo.model.layered import LayeredWeights, forget_whole
+from lagrpo.model.learner import Learner
+from lagrpo.model.lora import save_merged
+from lagrpo.model.model import AdapterWeights, Packed, Policy, Weights
+from lagrpo.model.replica import Replica
 from lagrpo.ranks.world import World
-from lagrpo.sampling.base import Item, Manner, Request
-from lagrpo.sampling.local import BorrowingSampler, LocalSampler
+from lagrpo.rollout.base import Item, Manner, Request
+from lagrpo.rollout.local import BorrowingSampler, LocalSampler
 from lagrpo.training.shares import Share, Sums, add_up
 from lagrpo.types import Group
 

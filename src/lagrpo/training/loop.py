@@ -13,8 +13,8 @@ from itertools import chain
 from torch import Tensor
 
 from lagrpo.interrupts import whole
-from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, assemble, is_flat, left_out
-from lagrpo.sampling.schedule import LoopState
+from lagrpo.model.batch import Batch, FreshMicroBatch, MicroBatch, assemble, is_flat, left_out
+from lagrpo.rollout.schedule import LoopState
 from lagrpo.training.build import Parts
 from lagrpo.training.clock import Clock
 from lagrpo.training.lag import lag_is_complete, measure_spending

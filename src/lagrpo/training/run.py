@@ -16,10 +16,10 @@ from lagrpo.objective.compose import Recipe
 from lagrpo.ranks.rank import Rank
 from lagrpo.ranks.signs import EndedError, RankError
 from lagrpo.ranks.world import Patience, World
+from lagrpo.rollout.parity import ParityError
+from lagrpo.rollout.prefetch import VersionError
+from lagrpo.rollout.vllm.server import SamplerError
 from lagrpo.runs.lock import RunLockedError, locked
-from lagrpo.sampling.parity import ParityError
-from lagrpo.sampling.prefetch import VersionError
-from lagrpo.sampling.vllm.server import SamplerError
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings
 from lagrpo.tasks import NO_TASK, Task

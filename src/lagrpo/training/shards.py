@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lagrpo.policy.learner import Learner
+from lagrpo.model.learner import Learner
 from lagrpo.ranks.world import World
 from lagrpo.runs.checkpoints import learner_file, save_tensors
 from lagrpo.runs.files import write_atomically

@@ -14,9 +14,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from lagrpo.policy.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches, row_of
-from lagrpo.policy.learner import Learner
-from lagrpo.policy.model import Policy
+from lagrpo.model.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches, row_of
+from lagrpo.model.learner import Learner
+from lagrpo.model.model import Policy
 from lagrpo.ranks.world import World
 
 T = TypeVar("T")

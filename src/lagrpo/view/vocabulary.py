@@ -30,7 +30,7 @@ def _places(run: Path, model: str) -> Iterator[Path]:
     yield from sorted((run / "weights").glob(f"*/{FILE}"))
     if not model:
         return
-    from lagrpo.policy.embedded import ALIASES, DIRECTORY
+    from lagrpo.model.embedded import ALIASES, DIRECTORY
 
     if model in ALIASES:
         yield cache_directory() / DIRECTORY / FILE

@@ -59,7 +59,7 @@ static void tiles_of_sums(float (*total)[SIDE * SIDE], const uint16_t *a, const 
 /* Four tiles of sums to the outputs of up to 2 SIDE rows and columns. */
 static void store_tiles(float (*total)[SIDE * SIDE], i64 rows, i64 columns, const float *bias, uint16_t *y, i64 n) {
     for (i64 r = 0; r < rows; r++)
-        for (i64 c = 0; c < columns; c += W) {
+        for (i64 c = 0; c < 2 * SIDE && c < columns; c += W) {
             vec x = load(total[r / SIDE * 2 + c / SIDE], r % SIDE * SIDE + c % SIDE, 0);
             if (bias) x += load(bias, c, 0);
             store_some(y, r * n + c, r * n + columns, x, 1);
