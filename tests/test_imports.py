@@ -151,7 +151,7 @@ def test_the_package_itself_loads_what_must_come_before_pytorch_and_nothing_else
         "objective.recipes",
         "tasks",
         "terminal.display",
-        "policy.embedded",
+        "model.embedded",
         "sampling.schedule",
         "trackers",
         "env",
