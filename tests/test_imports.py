@@ -152,7 +152,7 @@ def test_the_package_itself_loads_what_must_come_before_pytorch_and_nothing_else
         "tasks",
         "terminal.display",
         "model.embedded",
-        "sampling.schedule",
+        "rollout.schedule",
         "trackers",
         "env",
     ],
