@@ -89,8 +89,10 @@ print(str(products).replace(" ", "-"), *sums)
 
 @functools.cache
 def at_level(level: str, code: str = COMPARED) -> str:
-    """What code prints where only instructions of a level are used."""
-    environment = {**os.environ, build.ISA: level, "PYTHONPATH": os.pathsep.join(sys.path)}
+    """What code prints with the instructions of one level. It runs with two threads: with one, a store into the next
+    panel is overwritten later and goes unnoticed."""
+    path = os.pathsep.join(sys.path)
+    environment = {**os.environ, build.ISA: level, "OMP_NUM_THREADS": "2", "PYTHONPATH": path}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
