@@ -147,7 +147,7 @@ wheel: $(STAMP)
 	$(BIN)/python -m hatchling build -t wheel
 
 vllm-env: $(VLLM_STAMP)
-	@echo "vLLM $(VLLM_VERSION) is in $(VLLM_ENV)$(if $(filter-out .venv-vllm,$(VLLM_ENV)),; use it with: --vllm.python $(VLLM_ENV)/bin/python)"
+	@echo "vLLM $(VLLM_VERSION) is in $(VLLM_ENV)$(if $(filter-out .venv-vllm,$(VLLM_ENV)),; use it with: LAGRPO_VLLM_PYTHON=$(VLLM_ENV)/bin/python)"
 
 clean:
 	rm -rf .venv .venv-trl .venv-conformance .venv-lighteval .venv-trackers .venv-docs .venv-vllm build dist site

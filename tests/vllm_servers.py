@@ -1,11 +1,14 @@
-"""Real vLLM servers with a tiny model, for the tests marked vllm. $LAGRPO_VLLM_PYTHON names the Python
-that has vllm."""
+"""vLLM servers for tests: a fake one over HTTP, and real ones with a tiny model ($LAGRPO_VLLM_PYTHON names their
+Python)."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +19,123 @@ from tiny import save_tiny
 from lagrpo.backends.adapters import adapted
 from lagrpo.model.loading import load_policy
 from lagrpo.model.model import Policy
-from lagrpo.rollout.vllm.adapters import AdapterSync
-from lagrpo.rollout.vllm.fleet import Fleet
-from lagrpo.rollout.vllm.generation import Generation
-from lagrpo.rollout.vllm.process import Launch, StartedServer
-from lagrpo.rollout.vllm.sampler import VllmSampler
-from lagrpo.rollout.vllm.server import Deadlines, Server
-from lagrpo.rollout.vllm.weights import Directories, WeightSync
-from lagrpo.rollout.vllm.wire import DirectoryWire
+from lagrpo.rollout.base import Manner
+from lagrpo.rollout.vllm.client import GENERATE, VllmClient
+from lagrpo.rollout.vllm.engine import InFlight, VllmEngine
+from lagrpo.rollout.vllm.server import Launch, StartedServer, find_python
+from lagrpo.rollout.vllm.weights import AdapterTransfer, WeightTransfer
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of each server; the tests run two at a time
-PYTHON = os.environ.get("LAGRPO_VLLM_PYTHON", ".venv-vllm/bin/python")
 SIZES: dict[str, Any] = {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-DEADLINES = Deadlines(start=240, request=120, sync=60, control=30)
+Answer = tuple[int, Any] | None
+
+
+class FakeServer:
+    """Does what vLLM's endpoints do, and generates two tokens. `answers` replaces the answer of a path: a function of
+    the body, which returns status and JSON, or None to break the connection."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.answers: dict[str, Callable[[Any], Answer]] = {}
+        self.config: dict[str, Any] = {"parallel_config": {}, "device_config": {"device": "cuda"}}
+        self.config["model_config"] = {"dtype": "torch.float32"}
+        self.start()
+
+    def start(self) -> None:
+        self.label, self.adapters, self.is_dead = "default", dict[str, str](), False
+
+    def __enter__(self) -> FakeServer:
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def reply(self) -> None:
+                length = int(self.headers.get("Content-Length") or 0)
+                body = json.loads(self.rfile.read(length)) if length else None
+                if (answer := fake.answer(self.path, body)) is not None:
+                    content = json.dumps(answer[1]).encode()
+                    self.send_response(answer[0])
+                    self.send_header("Content-Length", str(len(content)))
+                    self.end_headers()
+                    self.wfile.write(content)
+
+            do_GET = do_POST = reply
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+    def answer(self, path: str, body: Any) -> Answer:
+        self.calls.append((path, body))
+        if path in self.answers and not self.is_dead:
+            return self.answers[path](body)
+        return None if self.is_dead else self.plain_answer(path, body)
+
+    def plain_answer(self, path: str, body: Any) -> Answer:
+        match path:
+            case "/weight_info":
+                return 200, {"weight_version": self.label}
+            case "/update_weight_version":
+                self.label = body["new_version"]
+            case "/v1/models":
+                cards = [{"id": "m", "root": "m", "max_model_len": 1000}, *({"id": name} for name in self.adapters)]
+                return 200, {"data": cards}
+            case "/v1/load_lora_adapter":
+                self.adapters[body["lora_name"]] = body["lora_path"]
+            case "/v1/unload_lora_adapter":
+                del self.adapters[body["lora_name"]]
+            case "/server_info?config_format=json":
+                return 200, {"vllm_config": self.config}
+            case "/get_world_size":
+                return 200, {"world_size": 2}
+            case _ if path == GENERATE:
+                if body.get("model", "m") not in {"m", *self.adapters}:
+                    return 404, {"error": {"message": "the adapter does not exist"}}
+                choices = [choice(self.label, n) for n in range(body["sampling_params"]["n"])]
+                return 200, {"model": body.get("model"), "choices": choices}
+        return 200, {}
+
+    def bodies(self, path: str) -> list[Any]:
+        return [body for called, body in self.calls if called == path]
+
+
+def choice(
+    label: str, index: int = 0, tokens: Sequence[int] = (7, 1), logprobs: Sequence[float] = (-0.5, -0.25),
+    end: str = "stop",
+) -> dict[str, Any]:  # fmt: skip
+    """A completion in vLLM's JSON."""
+    content = [{"token_id": token, "logprob": p} for token, p in zip(tokens, logprobs, strict=False)]
+    spans = [{"version": label, "start": 0, "end": len(tokens)}]
+    made = {"index": index, "token_ids": list(tokens), "logprobs": {"content": content}, "weight_versions": spans}
+    return made | {"finish_reason": end}
+
+
+class Ours(VllmClient):
+    """A fake server as one that the run started."""
+
+    def __init__(self, fake: FakeServer) -> None:
+        super().__init__(fake.url)
+        self.fake = fake
+
+    def restart(self) -> None:
+        self.fake.start()
+
+
+def engine_of(
+    servers: Sequence[VllmClient], policy: Policy, in_flight: InFlight = "finish", max_tokens: int = 12, rows: int = 32
+) -> VllmEngine:
+    """An engine of seed 0, in the policy's dtype."""
+    lm = policy.model.lm
+    weights = AdapterTransfer(lm, policy.dtype) if adapted(lm) else WeightTransfer(policy.dtype)
+    manner = Manner("sample", policy.tau, max_tokens)
+    return VllmEngine(servers, weights, policy.chat, manner, 0, rows, in_flight)
 
 
 def tiny_directory(root: Path, **changes: Any) -> Path:
@@ -36,40 +143,28 @@ def tiny_directory(root: Path, **changes: Any) -> Path:
     return save_tiny(root / "model", **SIZES | changes)
 
 
-def start(
-    model: Path, log: Path, dtype: str = "float32", lora: tuple[int, int] = (0, 0), options: tuple[str, ...] = ()
-) -> StartedServer:
-    """A server of the model, ready."""
-    launch = Launch(PYTHON, str(model), dtype, longest=256, max_num_seqs=64, lora=lora, options=options)
-    server = StartedServer(launch, DEADLINES, log)
-    server.wait(DEADLINES.start)
+def start(model: Path, log: Path, dtype: str = "float32", lora_rank: int = 0) -> StartedServer:
+    """A real server of the model, ready."""
+    options = ("--block-size", "32")  # tokens; the cache of prefixes on CPUs has blocks of 128
+    server = StartedServer(Launch(find_python(), str(model), dtype, 256, 64, options=options, lora_rank=lora_rank), log)
+    server.wait_until_ready()
     return server
 
 
-def policy_of(model: Path, tau: float = 1.0, dtype: torch.dtype = torch.float32) -> Policy:
-    return load_policy(str(model), dtype, tau=tau)
+def policy_of(model: Path, tau: float = 1.0, dtype: torch.dtype = torch.float32, lora: Any = None) -> Policy:
+    return load_policy(str(model), dtype, tau=tau, lora=lora)
 
 
-def sampler_over(servers: Sequence[Server], policy: Policy, root: Path) -> VllmSampler:
-    """A sampler of seed 0 and up to 12 tokens over the servers, in the policy's dtype, its directory below `root`."""
-    generation = Generation(0, 12, policy.tau, sorted(policy.chat.eos_ids), 32, policy.chat.decode)
-    fleet = Fleet(servers)
-    weights = WeightSync(fleet, DirectoryWire(), Directories(str(root)), policy.dtype)
-    if adapted(policy.model.lm):
-        weights = AdapterSync(fleet, policy.model.lm, str(root), policy.dtype)
-    return VllmSampler(fleet, generation, weights)
-
-
-def perturb(policy: Policy, scale: float = 0.02) -> None:
+def update(policy: Policy, scale: float = 0.02) -> None:
     """What an update does: other weights, the next version."""
     generator = torch.Generator().manual_seed(policy.version)
     with torch.no_grad():
-        for parameter in policy.model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale * float(parameter.std()))
+        for tensor in policy.weights.values():
+            noise = torch.randn(tensor.shape, generator=generator)
+            tensor.add_(noise, alpha=scale * float(tensor.std() or 0.1))
     policy.weights.version += 1
 
 
 def kill(server: StartedServer) -> None:
     """kill -9 of the process that serves HTTP; what it started is left to the guard."""
-    assert server.guard is not None
     os.kill(psutil.Process(server.guard.pid).children()[0].pid, signal.SIGKILL)

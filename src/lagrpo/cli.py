@@ -7,7 +7,7 @@
     lagrpo show RUN [--batch B] [--only right|wrong|unscored] …
     lagrpo view RUN … [--serve] [--out FILE] [--open] [--completions N]
     lagrpo verify RUN [--rows N | --all]
-    lagrpo serve MODEL [--port P] [--weight-sync directory|nccl|ipc] … [-- OPTIONS OF VLLM]
+    lagrpo serve MODEL [--port P] [--weight-sync directory|nccl] … [-- OPTIONS OF VLLM]
     lagrpo recipes [NAME [--code]]
     lagrpo env
     lagrpo --version
@@ -268,13 +268,11 @@ def verify(
 
 
 def serve(words: list[str]) -> None:
-    """Start a vLLM server and keep it up."""
+    """Start a vLLM server for runs to attach to."""
     settings = tyro.cli(ServeSettings, args=pass_rest_on(words), prog="lagrpo serve")
-    from lagrpo.rollout.vllm.server import SamplerError
-    from lagrpo.rollout.vllm.serving import serve as run
+    from lagrpo.rollout.vllm.server import serve as run
 
-    with failing(SamplerError):
-        run(settings)
+    run(settings)
 
 
 def recipes(name: Annotated[str | None, tyro.conf.Positional] = None, code: bool = False) -> None:

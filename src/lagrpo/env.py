@@ -85,6 +85,6 @@ def look_at_vllm() -> Lines:
     pythons = (os.environ.get("LAGRPO_VLLM_PYTHON"), ".venv-vllm/bin/python", sys.executable)
     for python in (Path(name).expanduser().absolute() for name in pythons if name):
         for found in python.parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info"):
-            yield "vllm", f"{found.name.removesuffix('.dist-info')}: --vllm.python {python}"
+            yield "vllm", f"{found.name.removesuffix('.dist-info')}: LAGRPO_VLLM_PYTHON={python}"
             return
     yield "vllm", f"missing: {GET_VLLM}"

@@ -170,7 +170,7 @@ class ParityCheck:
         if not mean <= tolerance:
             in_process = "The sampler serves other weights"
             by_server = (
-                "The server serves other weights, computes in a coarser dtype than vllm.tolerance allows for, or gives "
+                "The server serves other weights, computes in a coarser dtype than the trainer, or gives "
                 "log-probs of another temperature (--logprobs-mode)"
             )
             raise ParityError(

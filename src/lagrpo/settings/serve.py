@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
@@ -16,7 +15,7 @@ SAMPLING, VLLM = SamplingSettings(), VllmSettings()
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """Start a vLLM server for trainers to attach to, and keep it up until Ctrl-C.
+    """Start a vLLM server for runs to attach to.
 
     It prints the URL, the settings that attach to it, and the API key unless $LAGRPO_VLLM_API_KEY sets it. The words
     after -- go to vLLM unchanged: lagrpo serve MODEL -- --data-parallel-size 7
@@ -28,23 +27,15 @@ class ServeSettings:
     """Address that it listens on. One that other machines can reach is refused unless $LAGRPO_VLLM_API_KEY is set."""
     port: int = 8000
     """Port that it listens on."""
-    python: str = VLLM.python
-    """Python of the environment with vLLM; `make vllm-env` makes one."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of its weights and arithmetic."""
     max_model_len: int = SAMPLING.max_prompt_tokens + SAMPLING.max_tokens + 1
     """Longest sequence; a run needs sampling.max_prompt_tokens + sampling.max_tokens + 1."""
     max_num_seqs: int = SAMPLING.max_num_seqs
     """Most completions decoded at a time."""
-    weight_sync: Literal["directory", "nccl", "ipc"] = VLLM.weight_sync
+    weight_sync: Literal["directory", "nccl"] = VLLM.weight_sync
     """How weights will travel (vllm.weight_sync of the run)."""
     lora_rank: int = 0
     """Largest rank of adapters that it takes (model.lora.r of the run); 0: none."""
-    failures: int = VLLM.failures
-    """How often it is started again when it dies."""
-    deadline: float = VLLM.start_deadline
-    """Seconds until it must be ready."""
-    log: Path | None = None
-    """File for its output; vllm-PORT.log here by default."""
     options: UseAppendAction[tuple[str, ...]] = ()
     """Further options of `vllm serve`: --options="--tensor-parallel-size 2", or after --. None that hold a secret."""

@@ -35,10 +35,9 @@ from lagrpo.rollout.local import BorrowingSampler, LocalSampler
 from lagrpo.rollout.parity import PARITY_PROMPTS, Parity, ParityCheck, ParityError
 from lagrpo.rollout.prefetch import Prefetcher
 from lagrpo.rollout.schedule import Schedule
-from lagrpo.rollout.vllm.connecting import build_vllm, open_servers
-from lagrpo.rollout.vllm.evaluating import VllmEvaluator
-from lagrpo.rollout.vllm.sampler import VllmSampler
-from lagrpo.rollout.vllm.server import Server
+from lagrpo.rollout.vllm.client import VllmClient
+from lagrpo.rollout.vllm.engine import VllmEngine, VllmEvaluator, build_engine
+from lagrpo.rollout.vllm.server import open_servers
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, load_task
 from lagrpo.tasks.environments import load_environment
@@ -152,7 +151,7 @@ class Parts:
     """the fingerprint of all weights that it starts with"""
     learner: Learner | LeadLearner
     """with the policy, the recipe and the reference"""
-    sampler: LocalSampler | LeadSampler | VllmSampler
+    sampler: LocalSampler | LeadSampler | VllmEngine
     evaluator: LocalSampler | LeadSampler | VllmEvaluator
     exams: tuple[Exam, ...]
     """what it is evaluated on"""
@@ -193,7 +192,7 @@ class Parts:
 
     @staticmethod
     def _build(
-        settings: Settings, recipe: Recipe, data: Data, own_task: bool, servers: list[Server], undo: ExitStack,
+        settings: Settings, recipe: Recipe, data: Data, own_task: bool, servers: list[VllmClient], undo: ExitStack,
         world: World | None,
     ) -> Parts:  # fmt: skip
         sampling, task = settings.sampling, data.task
@@ -205,8 +204,8 @@ class Parts:
         asking = {name: talk.asking(talking[name]) for name, talk in talks.items()}
         prompts = build_prompts(settings, task, policy, asking.get(OF_RUN, {}))
         offline = build_offline(settings, recipe, policy, data.records) if data.records else None
-        said, episodes = replied(settings, task), talking.get(OF_RUN)
-        sampler = build_vllm(settings, policy, servers, said) if servers else build_local_sampler(settings, policy)
+        episodes = talking.get(OF_RUN)
+        sampler = build_engine(settings, policy, servers) if servers else build_local_sampler(settings, policy)
         found = fingerprint(policy.all_weights)
         skeleton = without_numbers(policy.model.lm) if world is not None and world.mesh is not None else None
         learner, evaluator = build_learner(settings, recipe, policy, world)
@@ -224,7 +223,7 @@ class Parts:
             name: (other, undo.enter_context(build_verifier(settings, other))) for name, other in data.of_sets.items()
         }
         check = build_parity_check(settings, policy, prompts, sampler) if sampling.parity_check else None
-        lent = sampler if settings.evaluation.sampler == "vllm" and isinstance(sampler, VllmSampler) else None
+        lent = sampler if settings.evaluation.sampler == "vllm" and isinstance(sampler, VllmEngine) else None
         return Parts(
             settings=settings,
             task=task,
@@ -270,7 +269,7 @@ class Parts:
 
     def keep_logs(self, run: Path) -> None:
         """The logs of the servers that were started for a run go to its directory."""
-        if isinstance(self.sampler, VllmSampler):
+        if isinstance(self.sampler, VllmEngine):
             earlier = len([*run.glob("vllm-*.log")])  # of the servers of a run that is resumed
             for number, server in enumerate(self.sampler.servers, start=1 + earlier):
                 server.keep_log(run / f"vllm-{number}.log")
@@ -344,13 +343,13 @@ def build_verifier(settings: Settings | EvalSettings, task: Task) -> Verifier:
 
 
 def build_parity_check(
-    settings: Settings, policy: Policy, source: PromptSource, sampler: LocalSampler | LeadSampler | VllmSampler
+    settings: Settings, policy: Policy, source: PromptSource, sampler: LocalSampler | LeadSampler | VllmEngine
 ) -> ParityCheck:
     """What is called after every weight sync. Raises SettingsError where the in-process sampler computes something else
     than the learner."""
     parity_prompts = source.parity_prompts(PARITY_PROMPTS)
-    if isinstance(sampler, VllmSampler):
-        return ParityCheck(parity_prompts, sampler.weights.dtype, settings.vllm.tolerance)
+    if isinstance(sampler, VllmEngine):
+        return ParityCheck(parity_prompts, sampler.weights.dtype)
     check = ParityCheck(parity_prompts, policy.dtype)
     with refusing("model.path", ParityError):
         check.start(policy, sampler)

@@ -21,9 +21,9 @@ from lagrpo.model.model import Policy
 from lagrpo.rollout.base import Manner
 from lagrpo.rollout.episodes import Episodes
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.rollout.vllm.connecting import build_vllm, open_servers
-from lagrpo.rollout.vllm.evaluating import VllmEvaluator
-from lagrpo.rollout.vllm.server import Server
+from lagrpo.rollout.vllm.client import VllmClient
+from lagrpo.rollout.vllm.engine import VllmEvaluator, build_engine
+from lagrpo.rollout.vllm.server import open_servers
 from lagrpo.runs.directory import plain_name
 from lagrpo.runs.files import to_json, write_atomically, write_table
 from lagrpo.runs.rollouts import REWARD
@@ -92,7 +92,7 @@ def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
 
 @contextmanager
 def _sampler(
-    settings: EvalSettings, policy: Policy, prompts: PromptSource, servers: list[Server], episodes: Episodes | None
+    settings: EvalSettings, policy: Policy, prompts: PromptSource, servers: list[VllmClient], episodes: Episodes | None
 ) -> Iterator[Generates]:
     """What generates: this process, or the servers, which get the policy's weights and are checked to compute as it
     does."""
@@ -104,7 +104,7 @@ def _sampler(
         yield local
         return
     run = as_run(settings)
-    with closing(build_vllm(run, policy, servers)) as sampler:
+    with closing(build_engine(run, policy, servers)) as sampler:
         sampler.sync_weights(policy.weights, policy.version)
         found = build_parity_check(run, policy, prompts, sampler)(policy, sampler)
         where = ", ".join(map(str, servers))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from lagrpo.rollout.schedule import LoopState
-from lagrpo.rollout.vllm.evaluating import VllmEvaluator
+from lagrpo.rollout.vllm.engine import VllmEvaluator
 from lagrpo.settings.evaluation import OF_A_SET
 from lagrpo.training.build import Parts
 from lagrpo.training.checkpoint import alpha_is_needed

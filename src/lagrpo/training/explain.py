@@ -19,7 +19,6 @@ from lagrpo.model.lora import count_of_adapters, count_parameters
 from lagrpo.objective.compose import Recipe
 from lagrpo.ranks.rank import Rank
 from lagrpo.rollout.schedule import Schedule, largest_lag
-from lagrpo.rollout.vllm.connecting import deadlines
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import count_of
 from lagrpo.training.build import Parts, loading, lora_of, offline_prompts
@@ -102,18 +101,15 @@ def _environment(settings: Settings, parts: Parts | None) -> list[str]:
 
 
 def _sampler(settings: Settings) -> list[str]:
-    """Who samples, how weights get there, and how long anything is waited for: of the vLLM sampler."""
+    """Who samples, and how weights get there: of the vLLM sampler."""
     v, check = settings.vllm, settings.sampling.parity_check
     parity = "off (sampling.parity_check = false)"
     if settings.sampling.sampler == "local":
         return [] if check else [f"parity      {parity}"]
-    who = ", ".join(v.urls) if v.urls else f"{count_of(v.servers, 'server')} started with {v.python}"
-    if check:
-        parity = f"mean difference at most {f'{v.tolerance:g} nats' if v.tolerance else 'the tolerance of the dtype'}"
+    who = ", ".join(v.urls) if v.urls else "a server that the run starts"
     return [
         f"sampler     vLLM: {who}; weights by {v.weight_sync}, {_IN_FLIGHT[v.in_flight]}",
-        f"parity      {parity}; at most {count_of(v.failures, 'failure')} of servers",
-        f"deadlines   {deadlines(v)}",
+        f"parity      {'mean difference at most the tolerance of the dtype' if check else parity}",
     ]
 
 

@@ -18,7 +18,7 @@ from lagrpo.ranks.signs import EndedError, RankError
 from lagrpo.ranks.world import Patience, World
 from lagrpo.rollout.parity import ParityError
 from lagrpo.rollout.prefetch import VersionError
-from lagrpo.rollout.vllm.server import SamplerError
+from lagrpo.rollout.vllm.client import SamplerError
 from lagrpo.runs.lock import RunLockedError, locked
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings

@@ -1,257 +1,228 @@
-"""One vLLM server over HTTP: token ids in, token ids out, a deadline on every answer.
+"""vLLM servers: the one that a run starts, those that it attaches to, and `lagrpo serve`.
 
-Written for vLLM 0.32 and later, started with VLLM_SERVER_DEV_MODE=1 (to pause it and load weights) and
---enable-scale-out (for the endpoint /inference/v1/generate, which takes and returns token ids and reports which version
-of the weights generated each token).
+vLLM has an environment of its own (`make vllm-env`); $LAGRPO_VLLM_PYTHON names its Python. Started servers listen on
+127.0.0.1 and want an API key. A guard, a small process between a run and its server, ends the server with everything
+that the server started as soon as the run is gone.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import secrets
+import shlex
+import socket
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any, NoReturn
 
-import urllib3
+from lagrpo.errors import SettingsError, refusing
+from lagrpo.model.embedded import check_path, resolve_model
+from lagrpo.redaction import redact
+from lagrpo.rollout.vllm.client import KEY, SamplerError, VllmClient
+from lagrpo.settings.options import split_options
+from lagrpo.settings.schema import Settings
+from lagrpo.settings.serve import ServeSettings
+from lagrpo.threads import drop_own
 
-from lagrpo.exchange import exchange, find_cause
-
-Json = Mapping[str, Any]
-Ids = Sequence[int]  # of tokens
-GENERATE = "/inference/v1/generate"
-KEY = "LAGRPO_VLLM_API_KEY"  # the environment variable with the API key of servers that run already
-HOW_TO_START = "start it with `lagrpo serve MODEL`, or with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
-WHOLE_DISTRIBUTION = {
-    **{"top_p": 1.0, "top_k": 0, "min_p": 0.0},
-    **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
-    **{"ignore_eos": True, "logprobs": 0, "detokenize": False},  # what ends a completion are its stop_token_ids
-}
-
-
-class SamplerError(RuntimeError):
-    """The servers cannot go on generating; the message says which, why, and what to do."""
-
-
-class UnreachableError(SamplerError):
-    """No answer: nobody listens, the connection broke, the deadline passed, or the server failed inside. Worth another
-    try once the server is up again."""
-
-
-@contextmanager
-def concerning(what: str) -> Iterator[None]:
-    """Inside, an UnreachableError also says what was being done: which version, which prompt."""
+PYTHON = "LAGRPO_VLLM_PYTHON"  # environment variable with the Python that has vLLM
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+START_TIMEOUT = 1200.0  # seconds until a server must be ready
+EXTENSION = "lagrpo_extension.Worker"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 can be started with
+LORA_LAYERS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+SIZES = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+GUARD = """
+import os, select, signal, subprocess, sys
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
+while server.poll() is None and not select.select([0], [], [], 0.2)[0]:
+    pass
+for end in (signal.SIGTERM, signal.SIGKILL):
     try:
-        yield
-    except UnreachableError as error:
-        raise UnreachableError(f"{error} ({what})") from error
-
-
-class RefusedError(SamplerError):
-    """The server understood and said no: trying again would not help."""
+        os.killpg(server.pid, end)
+        server.wait(5)
+    except (ProcessLookupError, subprocess.TimeoutExpired):
+        pass
+"""
+logger = logging.getLogger("lagrpo")
 
 
 @dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Seconds to wait for a server."""
+class Launch:
+    """How a server is started."""
 
-    start: float = 600.0  # until it is healthy
-    request: float = 600.0  # for the completions of one group
-    sync: float = 300.0  # until it has loaded weights
-    control: float = 30.0  # for everything that should take no time
+    python: str
+    model: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    transfer: str = "directory"
+    options: tuple[str, ...] = ()
+    host: str = LOOPBACK[0]
+    lora_rank: int = 0
+    """largest rank of adapters; 0 for none"""
+    gpus: tuple[int, ...] = ()
 
-    def __str__(self) -> str:
-        return (
-            f"{self.start:g} s to start, {self.request:g} s for a group, {self.sync:g} s to load weights, "
-            f"{self.control:g} s for anything else"
-        )
+    def command(self, port: int) -> list[str]:
+        """Log-probs are those at the sampling temperature. The model's own generation settings might truncate the
+        distribution. On CPUs prompts are kept whole: vLLM 0.32 cannot compute a seeded prompt in two steps there."""
+        has_gpu = bool(self.gpus or os.environ.get("CUDA_VISIBLE_DEVICES")) or Path("/dev/nvidia0").exists()
+        on_cpu = ["--enforce-eager", "--no-enable-chunked-prefill"]
+        on_cpu += ["--max-num-batched-tokens", str(max(8192, self.max_model_len))]
+        return [
+            *(self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--dtype", self.dtype),
+            *("--host", self.host, "--port", str(port), "--enable-scale-out", "--generation-config", "vllm"),
+            *("--logprobs-mode", "processed_logprobs", "--max-model-len", str(self.max_model_len)),
+            *("--max-num-seqs", str(self.max_num_seqs), "--worker-extension-cls", EXTENSION),
+            *([] if has_gpu else on_cpu),
+            *(["--weight-transfer-config", json.dumps({"backend": "nccl"})] if self.transfer == "nccl" else []),
+            *(self._lora() if self.lora_rank else []),
+            *self.options,
+        ]
+
+    def _lora(self) -> list[str]:
+        """Not the head: vLLM 0.32 dies when it computes log-probs of a prompt with an adapter beside the head."""
+        rank = next((rank for rank in LORA_RANKS if rank >= self.lora_rank), self.lora_rank)
+        sizes = ("--max-lora-rank", str(rank), "--max-loras", "4")
+        return ["--enable-lora", *sizes, "--lora-target-modules", *LORA_LAYERS]
+
+    def environment(self, key: str) -> dict[str, str]:
+        """Every user can read a command line, so the key is here. On CPUs a server gets 2 GiB for keys and values and
+        all cores, unless our own environment says otherwise: the trainer mostly waits while it samples."""
+        inherited = {n: v for n, v in drop_own(os.environ).items() if n not in ("OMP_NUM_THREADS", "PYTHONPATH")}
+        own = {"VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        own |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self.lora_rank else {}
+        own |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))} if self.gpus else {}
+        own["PYTHONPATH"] = str(Path(__file__).parent / "extension")
+        return {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"} | inherited | own
 
 
-class Server:
-    """The server at `url`, called with the API key `key` if it wants one."""
+class StartedServer(VllmClient):
+    """A server that this process starts, and ends. Its output goes to the file `log`."""
 
-    running = True  # whether it can still get healthy
+    reload_method = "reload_with_head"
 
-    reloading = "reload_weights"
-    """What a server calls to load a directory of weights."""
+    def __init__(self, launch: Launch, log: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK[0], 0))
+            self.port = probe.getsockname()[1]
+        self.launch, self.log, self.key = launch, log, secrets.token_urlsafe(24)
+        super().__init__(f"http://{LOOPBACK[0]}:{self.port}", self.key)
+        self._start()
 
-    adapter: str | None = None
-    """The adapter that requests name, as its label; None: the model's own weights."""
+    def wait_until_ready(self) -> None:
+        """Raises SamplerError, with the end of the log, if the server ends or is not ready in time."""
+        end = time.monotonic() + START_TIMEOUT
+        while not self.is_healthy():
+            if self.guard.poll() is not None or time.monotonic() > end:
+                what = "ended" if self.guard.poll() is not None else f"was not ready within {START_TIMEOUT:g} s"
+                lines = redact(self.log.read_text(errors="replace")).splitlines()[-30:]
+                shown = "".join(f"\n  {line[:300]}" for line in lines)
+                raise SamplerError(f"the vLLM server {what}. The end of its log, {self.log}:{shown}")
+            time.sleep(0.2)
 
-    def __init__(self, url: str, key: str | None, deadlines: Deadlines, connections: int = 64) -> None:
-        self.url, self.deadlines = url.rstrip("/"), deadlines
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._pool = urllib3.PoolManager(maxsize=connections, block=False, retries=False, headers=headers)
-
-    def __str__(self) -> str:
-        return self.url
-
-    def call(
-        self, method: str, path: str, body: Json | None = None, deadline: float | None = None, again: bool = True
-    ) -> Any:
-        """The JSON that the server answers, None for an empty answer: see `send`."""
-        answer = self.send(method, path, body, deadline, again)
-        return json.loads(answer) if answer else None
-
-    def send(
-        self, method: str, path: str, body: Json | None = None, deadline: float | None = None, again: bool = True
-    ) -> bytes:
-        """What the server answers within `deadline` seconds: `control` of the deadlines unless given, and at most twice
-        that where it goes silent in the middle of its answer. If the server closed the connection before it
-        answered (it closes idle ones, and after a failed request), the request is sent once more, unless `again` is
-        False. Raises UnreachableError (see there), and RefusedError for 4xx, with what the server said."""
-        seconds = self.deadlines.control if deadline is None else deadline
-        content = None if body is None else json.dumps(body).encode()
-        try:
-            status, answer = exchange(self._pool, method, self.url + path, content, seconds)
-        except urllib3.exceptions.ProtocolError as error:
-            if again:
-                return self.send(method, path, body, deadline, again=False)
-            raise UnreachableError(f"{self.url} broke off the connection: {find_cause(error)}") from error
-        except urllib3.exceptions.ReadTimeoutError as error:
-            raise UnreachableError(f"{self.url}{path} did not answer within {seconds:g} s") from error
-        except urllib3.exceptions.HTTPError as error:
-            raise UnreachableError(
-                f"{self.url} cannot be reached: {find_cause(error)}; is a server up there?"
-            ) from error
-        if status != 200:
-            self._raise(path, status, answer.decode(errors="replace"))
-        return answer
-
-    def _raise(self, path: str, status: int, text: str) -> NoReturn:
-        if status == 401:
-            raise RefusedError(f"{self.url} does not accept the API key; set LAGRPO_VLLM_API_KEY to the server's")
-        if status in (404, 405):
-            raise RefusedError(f"{self.url} has no {path}: {HOW_TO_START}")
-        if status >= 500:
-            raise UnreachableError(f"{self.url}{path} failed inside ({status}): {_message(text)}")
-        raise RefusedError(f"{self.url}{path} refused ({status}): {_message(text)}")
-
-    def healthy(self) -> bool:
-        """Whether the server says that it can work."""
-        try:
-            self.call("GET", "/health", deadline=min(5.0, self.deadlines.control))
-        except UnreachableError:
-            return False
-        return True
-
-    def wait(self, seconds: float) -> None:
-        """Wait until the server is healthy. Raises UnreachableError if it ends, or is not healthy in time."""
-        end = time.monotonic() + seconds
-        while not self.healthy():
-            if not self.running or time.monotonic() > end:
-                raise UnreachableError(self._not_ready(seconds))
-            time.sleep(min(0.2, seconds / 10))
-
-    def _not_ready(self, seconds: float) -> str:
-        return f"{self.url} was not healthy within {seconds:g} s; is the server running?"
-
-    def revive(self) -> None:
-        """After a failure: wait until somebody has brought the server back. Raises UnreachableError."""
-        self.wait(self.deadlines.start)
-
-    def close(self) -> None:
-        """Close the connections. The server runs on, as somebody else started it."""
-        self._pool.clear()
+    def restart(self) -> None:
+        self.close()
+        self._start()
+        self.wait_until_ready()
 
     def keep_log(self, path: Path) -> None:
-        """Move the log to `path`; only a server that we started has one."""
+        if self.log.is_file():
+            self.log = self.log.rename(path)
 
-    def model(self) -> dict[str, Any]:
-        """What it serves: `root` (the path or id it was started with), `max_model_len`. Raises RefusedError for a wrong
-        API key."""
-        return self.call("GET", "/v1/models")["data"][0]
+    def close(self) -> None:
+        """The guard ends the server as soon as its input is closed."""
+        assert self.guard.stdin is not None
+        self.guard.stdin.close()
+        self.guard.wait(30)
 
-    def config(self) -> dict[str, Any]:
-        """Its model_config and parallel_config. Raises RefusedError if it is not in development mode."""
-        return self.call("GET", "/server_info?config_format=json")["vllm_config"]
-
-    def tokenize(self, text: str) -> list[int]:
-        return self.call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
-
-    def version(self) -> str:
-        """The label of the weights that it serves; of an adapter, if it has that."""
-        if self.adapter is not None:
-            return self.adapter if self.adapter in self.adapters() else ""
-        return self.call("GET", "/weight_info")["weight_version"]
-
-    def adapters(self) -> list[str]:
-        """The labels of its adapters."""
-        return [card["id"] for card in self.call("GET", "/v1/models")["data"][1:]]
-
-    def load_adapter(self, label: str, directory: str) -> None:
-        """Load the adapter of a directory that the server can read; it may be there already."""
-        if label not in self.adapters():
-            body = {"lora_name": label, "lora_path": directory}
-            self.send("POST", "/v1/load_lora_adapter", body, self.deadlines.sync, again=False)  # answers in words
-
-    def unload_adapter(self, label: str) -> None:
-        self.send("POST", "/v1/unload_lora_adapter", {"lora_name": label})
-
-    def pause(self) -> None:
-        """Stop generating; completions under way are kept until `resume`."""
-        self.call("POST", "/pause?mode=keep", {})
-
-    def resume(self) -> None:
-        self.call("POST", "/resume", {})
-
-    def abort(self) -> None:
-        """End all completions under way; their requests are answered with the end "abort"."""
-        self.call("POST", "/abort_requests", {})
-
-    def label(self, version: str) -> None:
-        """Set the label of the weights. Only while paused."""
-        self.call("POST", "/update_weight_version", {"new_version": version})
-
-    def reload(self, directory: str) -> None:
-        """Load the safetensors of a directory that the server can read."""
-        body = {"method": self.reloading, "kwargs": {"weights_path": directory}}
-        self.call("POST", "/collective_rpc", body, self.deadlines.sync)
-
-    def generate(
-        self, prompt_ids: Ids, n: int, seed: int, max_tokens: int, tau: float, eos_ids: Ids, salt: str
-    ) -> list[Json]:
-        """n completions of a prompt from the whole distribution, the g-th with the seed `seed + g`, as vLLM returns
-        them. `salt`, the label of the weights, keeps cached keys and values of a prompt from being used with others; an
-        adapter is named by it."""
-        own = {"n": n, "seed": seed, "temperature": tau, "max_tokens": max_tokens, "stop_token_ids": list(eos_ids)}
-        body = {"token_ids": list(prompt_ids), "cache_salt": salt, "sampling_params": WHOLE_DISTRIBUTION | own}
-        answer = self._ask(body, salt if self.adapter is not None else None)
-        return sorted(answer["choices"], key=lambda choice: choice["index"])
-
-    def score(self, prompt_ids: Ids, token_ids: Ids) -> list[float]:
-        """log-probs of given tokens at temperature 1, whatever the sampling temperature is, in nats."""
-        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "ignore_eos": True, "detokenize": False}
-        body = {"token_ids": [*prompt_ids, *token_ids], "sampling_params": sampling}
-        answer = self._ask(body, self.adapter)["prompt_logprobs"]
-        chosen = zip(token_ids, answer[len(prompt_ids) :], strict=True)
-        return [float(place[str(token)]["logprob"]) for token, place in chosen]
-
-    def _ask(self, body: Json, adapter: str | None) -> dict[str, Any]:
-        """What a server generates, by an adapter or by the model's own weights. Raises UnreachableError where it has
-        not the adapter any more: it was restarted."""
-        if adapter is None:
-            return self.call("POST", GENERATE, body, self.deadlines.request)
-        try:
-            answer = self.call("POST", GENERATE, {**body, "model": adapter}, self.deadlines.request)
-        except RefusedError as error:
-            if adapter not in self.adapters():
-                raise UnreachableError(
-                    f"{self.url} has not the adapter {adapter} any more: was it restarted?"
-                ) from error
-            raise
-        for choice in answer["choices"]:  # the labels that vLLM reports are those of the model's own weights
-            span = {"version": answer["model"], "start": 0, "end": len(choice["token_ids"] or [])}
-            choice["weight_versions"] = [span]
-        return answer
+    def _start(self) -> None:
+        command = [sys.executable, "-c", GUARD, *self.launch.command(self.port)]
+        with self.log.open("ab") as out:
+            env = self.launch.environment(self.key)
+            self.guard = Popen(command, stdin=PIPE, stdout=out, stderr=out, env=env, start_new_session=True)
 
 
-def _message(text: str) -> str:
-    """What an error of the server says, without its wrapping."""
-    try:
-        error = json.loads(text)["error"]
-    except (ValueError, KeyError, TypeError):
-        return text.strip()[:500] or "no reason given"
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+def open_servers(settings: Settings, replied: int = 0) -> list[VllmClient]:
+    """The servers that the settings name, or one that is on its way up, for completions with up to `replied` tokens of
+    an environment. Raises SettingsError for a server that cannot be used, or started."""
+    s = settings.sampling
+    longest = settings.longest if settings.evaluation.sampler == "vllm" else s.max_prompt_tokens + s.max_tokens
+    with refusing("vllm", SamplerError):
+        if settings.vllm.urls:
+            return [attach_server(url, settings, longest + replied + 1) for url in settings.vllm.urls]
+        return [start_server(settings, longest + replied + 1)]
+
+
+def attach_server(url: str, settings: Settings, longest: int) -> VllmClient:
+    """A server that runs already. Raises SamplerError or ValueError for one that cannot be used."""
+    server, r = VllmClient(url, os.environ.get(KEY)), settings.model.lora.r
+    model, config = server.get_model(), server.get_config()
+    if model["max_model_len"] < longest:
+        raise ValueError(
+            f"{url} takes sequences of at most {model['max_model_len']} tokens, and the settings allow {longest}: "
+            "lower sampling.max_tokens, or start it with a larger --max-model-len"
+        )
+    theirs, ours = _read_config(model["root"]), _read_config(resolve_model(settings.model.path))
+    if other := [n for n in SIZES if n in theirs and n in ours and theirs[n] != ours[n]]:
+        raise ValueError(f"{url} serves another model than model.path ({other[0]} {theirs[other[0]]}): {model['root']}")
+    if r and (config.get("lora_config") or {}).get("max_lora_rank", 0) < r:
+        raise ValueError(f"{url} takes no adapters of rank {r}: start it with `lagrpo serve MODEL --lora-rank {r}`")
+    if config["parallel_config"].get("worker_extension_cls") == EXTENSION:
+        server.reload_method = StartedServer.reload_method
+    elif config["device_config"]["device"] == "cpu" and ours.get("tie_word_embeddings"):
+        raise ValueError(f"{url} would keep its first output head: on a CPU start it with `lagrpo serve`")
+    return server
+
+
+def start_server(settings: Settings, longest: int) -> StartedServer:
+    """A server on its way up."""
+    from lagrpo.backends.hardware import pick_device, pick_dtype
+
+    vllm, folder = settings.vllm, Path(settings.run.directory)
+    dtype, _ = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
+    launch = Launch(
+        find_python(), resolve_model(settings.model.path), dtype, longest, settings.sampling.max_num_seqs,
+        vllm.weight_sync, split_options(vllm.options), lora_rank=settings.model.lora.r, gpus=vllm.gpus,
+    )  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log"
+    logger.info("starting a vLLM server (log: %s)", log)
+    return StartedServer(launch, log)
+
+
+def find_python() -> str:
+    """The Python that has vLLM. Raises ValueError if there is none."""
+    path = Path(os.environ.get(PYTHON) or ".venv-vllm/bin/python").expanduser().absolute()
+    if not path.is_file():
+        raise ValueError(f"no Python with vLLM at {path}: `make vllm-env` installs it, or set {PYTHON}")
+    return str(path)
+
+
+def serve(settings: ServeSettings) -> NoReturn:
+    """`lagrpo serve`: print how a run attaches, then become the server. Raises SettingsError for no such Python or
+    model, and for an address that other machines can reach without a key of the user's."""
+    s, own = settings, os.environ.get(KEY)
+    if s.host not in LOOPBACK and not own:
+        raise SettingsError(f"--host: other machines can reach {s.host}: set {KEY} to an API key of your own")
+    with refusing():
+        check_path(s.model)
+        given = s.dtype, s.max_model_len, s.max_num_seqs, s.weight_sync, split_options(s.options), s.host, s.lora_rank
+        launch = Launch(find_python(), resolve_model(s.model), *given)
+    key, host = own or secrets.token_urlsafe(24), LOOPBACK[0] if s.host in ("0.0.0.0", "::") else s.host
+    words = [*("--model", shlex.quote(s.model)), "--sampling.sampler vllm", f"--vllm.urls http://{host}:{s.port}"]
+    words += ["--vllm.weight_sync nccl"] if s.weight_sync == "nccl" else []
+    words += [f"--model.lora.r {s.lora_rank}"] if s.lora_rank else []
+    print("Once the server is up, attach with (Ctrl-C ends it):\n")
+    print("" if own else f"  export {KEY}={key}\n", f"  lagrpo train … {' '.join(words)}\n", sep="", flush=True)
+    os.execvpe(launch.python, launch.command(s.port), launch.environment(key))
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    """The config.json of a model directory; empty if it cannot be read from here."""
+    file = Path(path).expanduser() / "config.json"
+    return json.loads(file.read_text()) if file.is_file() else {}

@@ -1,208 +1,255 @@
-"""Weight sync: one version of the weights into all servers, or all of them back to the one before. Versions are also
-directories that trainer and servers both see: written, read back, and only then named."""
+"""Weight sync: a version of the weights into all servers.
+
+    directory   safetensors in a directory that trainer and servers see: /dev/shm, or $LAGRPO_TRANSFER_DIR
+    nccl        broadcast from the trainer's GPU to the GPUs of the servers
+    adapters    LoRA adapters through that directory, each version under its own name
+
+A version is labeled RUN:VERSION. The servers report the label of every token that they sample. Versions that may be
+needed again stay in the directory, for servers that are started again, or have served an evaluation.
+"""
 
 from __future__ import annotations
 
+import base64
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.cuda import nccl
 
-from lagrpo.rollout.vllm.fleet import Fleet, Member
-from lagrpo.rollout.vllm.server import SamplerError, UnreachableError
-from lagrpo.rollout.vllm.wire import Parcel, StuckError, Wire
+from lagrpo.model.adapter_files import read_weights, save_adapter
+from lagrpo.rollout.vllm.client import CONTROL_TIMEOUT, LOAD_TIMEOUT, GroupQueue, SamplerError, VllmClient, run_together
 
 FILE = "model.safetensors"
+DIRECTORY = "LAGRPO_TRANSFER_DIR"  # environment variable with the parent of the directory
 
 
-class WeightSync:
-    """Weights to the servers of a fleet, in their `dtype`, by `wire`; `directories` keeps what a server may need
-    again. `adapters`: the weights are those of adapters (adapters.py)."""
+@dataclass(eq=False, slots=True)
+class WeightUpdate:
+    """A version of the weights."""
 
-    pauses = True
-    """Whether the servers have to be paused meanwhile."""
+    version: int
+    label: str
+    directory: Path
+    size: int
+    """bytes"""
+    tensors: Mapping[str, Tensor] | None
+    """in the servers' dtype; None once they are in the directory"""
 
-    def __init__(
-        self, fleet: Fleet, wire: Wire, directories: Directories, dtype: torch.dtype = torch.bfloat16,
-        adapters: bool = False,
-    ) -> None:  # fmt: skip
-        self.wire, self.directories, self.dtype, self.adapters = wire, directories, dtype, adapters
-        self._fleet = fleet
 
-    def pack(self, weights: Mapping[str, Tensor], version: int) -> Parcel:
-        """The weights as they go over the wire, written to disk if they go that way. Raises SamplerError for other
-        parameters or shapes than the version before, CorruptError for a file that does not hold the weights."""
-        own = {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in weights.items()}
-        # The trainer's weights move on. A server that dies may need these again, so a copy stays on the host.
-        kept = own if self.wire.by_directory else {name: t.cpu() for name, t in own.items()}
-        label = self._fleet.served.label_of(version)
-        parcel = Parcel(label, own, lambda: str(self.directories.put(kept, version)), self.adapters)
-        before = self._fleet.served.parcel
-        if before is not None and parcel.shapes != before.shapes:
-            raise SamplerError(f"version {version} has other parameters or shapes than the version before: not sent")
-        if self.wire.by_directory:
-            parcel.write()
-        return parcel
+class WeightTransfer:
+    """Weights to servers through a directory, in `dtype`."""
 
-    def load(self, parcel: Parcel) -> None:
-        """Load the weights into every server, all of them paused. A server that dies gets them when it is back.
+    pauses, writes_first = True, True
+    """Whether servers sample nothing meanwhile; whether a version is written before they pause."""
 
-        Raises:
-            SamplerError: a server refused them, and all are back at the version before; or a server is gone for good;
-            or the transfer is stuck, and the fleet broken, so that nothing generates with half of the weights.
-        """
-        served, version = self._fleet.served, parcel.label.partition(":")[2]
-        before = served.parcel
-        served.set(parcel)
-        try:
-            refused = self._send(parcel)
-        except StuckError as error:
-            stuck = SamplerError(
-                f"version {version} did not get to the servers: {error}. They are left paused and may have half of "
-                "it: restart those that are still up (the ones that this run started are ended). vllm.sync_deadline is "
-                "the time to wait; with vllm.weight_sync = 'directory' no server waits for another"
-            )
-            self._fleet.give_up(stuck)
-            raise stuck from error
-        if refused:
-            served.set(before)
-            if before is not None:
-                self._go_back(before, refused)
-            after = "The servers go on with the version they had" if before else "Is it the same model?"
-            raise SamplerError(f"version {version} was refused: {next(iter(refused.values()))}. {after}")
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.dtype = dtype
+        self.current: WeightUpdate | None = None
+        """what all servers should have"""
+        self.run = secrets.token_hex(4)  # tells our version 3 from another run's
+        self.root = _make_directory()
+        self._updates: dict[str, WeightUpdate] = {}
+        self._used: Counter[str] = Counter()  # requests in flight by label
+        self._lock = threading.Lock()  # of these
 
-    def restore(self, parcel: Parcel) -> None:
-        """Load weights once more that all servers had, from the shared directory. All servers are paused."""
-        self._fleet.served.set(parcel)
-        self._go_back(parcel, {})
+    def pack(self, weights: Mapping[str, Tensor], version: int) -> WeightUpdate:
+        """A version in the servers' dtype, ready to be sent."""
+        label = f"{self.run}:{version}"
+        if label not in self._updates:
+            tensors = {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in weights.items()}
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            self._updates[label] = WeightUpdate(version, label, self.root / f"v{version:06d}", size, tensors)
+            if self.writes_first:
+                self.write(self._updates[label])
+        return self._updates[label]
+
+    def write(self, update: WeightUpdate) -> str:
+        """The directory of a version, written if it was not."""
+        with self._lock:
+            if update.tensors is not None:
+                update.directory.mkdir(exist_ok=True)
+                self.save({name: tensor.detach().cpu() for name, tensor in update.tensors.items()}, update.directory)
+                update.tensors = None
+        return str(update.directory)
+
+    def save(self, tensors: Mapping[str, Tensor], directory: Path) -> None:
+        save_file({n: tensor.contiguous() for n, tensor in tensors.items()}, directory / FILE, {"format": "pt"})
+
+    def read(self, update: WeightUpdate) -> Mapping[str, Tensor]:
+        """The weights of a version, as they were sent."""
+        return load_file(Path(self.write(update)) / FILE)
+
+    def send(self, groups: GroupQueue, update: WeightUpdate) -> None:
+        """Load a version into all servers. Raises SamplerError for a server that cannot load it; such a server stays
+        paused."""
+        groups.ask_all(partial(self.load, update=update))
+
+    def load(self, server: VllmClient, update: WeightUpdate) -> None:
+        """Load a version into a server, from the directory."""
+        with server.paused():
+            server.reload(self.write(update), update.label)
+
+    def load_current(self, server: VllmClient) -> None:
+        """Load the current version into a server that was started again."""
+        if self.current is not None:
+            self.load(server, self.current)
+
+    def version_of(self, label: str) -> int:
+        """The version that a label stands for; -1 for weights that are not of this run."""
+        run, _, number = label.partition(":")
+        return int(number) if run == self.run and number.isdigit() else -1
 
     @contextmanager
     def using(self) -> Iterator[str]:
-        """Inside, a server is asked by the version of this label, which stays."""
-        yield self._fleet.served.label
+        """The label of the current version, which stays until the block ends."""
+        with self._lock:
+            if self.current is None:
+                raise ValueError("no weights have been synced yet")
+            label = self.current.label
+            self._used[label] += 1
+        try:
+            yield label
+        finally:
+            with self._lock:
+                self._used[label] -= 1
 
-    def forget_before(self, version: int) -> None:
-        """Remove what only older versions need."""
-        self.directories.drop_before(version)
+    def drop_others(self, servers: Sequence[VllmClient], update: WeightUpdate | None) -> None:
+        """Remove all versions but one, and those that requests in flight use."""
+        with self._lock:
+            dropped = [u for u in self._updates.values() if u is not update and not self._used[u.label]]
+        for old in dropped:
+            del self._updates[old.label]
+            for server in servers if not self.pauses else ():
+                with suppress(SamplerError):  # a server that does not answer has nothing to unload
+                    server.unload_adapter(old.label)
+            shutil.rmtree(old.directory, ignore_errors=True)
 
-    def close(self) -> None:
-        """Remove what lies in the shared directory."""
-        self.directories.close()
-
-    def read(self, parcel: Parcel) -> Mapping[str, Tensor]:
-        """The weights of a version, as they were sent."""
-        return load_file(Path(parcel.write()) / FILE)
-
-    def _send(self, parcel: Parcel) -> dict[Member, SamplerError]:
-        """The servers that are well and refused the weights, with what they said. One whose load failed because it was
-        dead is back, and has the weights."""
-        refused, failures = {}, self.wire.send(self._fleet.servers, parcel)
-        for member, failure in zip(self._fleet.members, failures, strict=True):
-            if failure is None:
-                self._fleet.ask(member, lambda server: server.label(parcel.label))
-            elif isinstance(failure, UnreachableError) and not member.server.healthy():
-                self._recover(member, failure)
-            else:
-                refused[member] = failure
-        return refused
-
-    def _go_back(self, before: Parcel, refused: Mapping[Member, SamplerError]) -> None:
-        """The version before into all servers. One that failed to load the new one is left with half of it and cannot
-        load anything any more (vLLM 0.32): it is brought back like one that died."""
-        for member in self._fleet.members:
-            if isinstance(failure := refused.get(member), UnreachableError):
-                self._recover(member, failure)
-            else:
-                self._fleet.ask(member, lambda server: server.reload(before.write()))
-                self._fleet.ask(member, lambda server: server.label(before.label))
-
-    def _recover(self, member: Member, failure: UnreachableError) -> None:
-        loading = f"{failure} (version {self._fleet.served.version} was being loaded)"
-        self._fleet.recover(member, member.life, UnreachableError(loading))
-        if self._fleet.broken:
-            raise self._fleet.broken
-
-
-class CorruptError(SamplerError):
-    """A file of weights does not hold what was written into it."""
-
-
-class Directories:
-    """The versions that may still be needed, each a directory of safetensors below `root`. The root is our own: `close`
-    removes it, and if this process is killed, a later one does."""
-
-    def __init__(self, parent: str | None, write: Callable[[Mapping[str, Tensor], Path], None] | None = None) -> None:
-        """`write` fills the directory of a version; `write_weights` unless given."""
-        self._write = write or write_weights
-        base = Path(parent).expanduser() if parent else _shared_memory()
-        if parent is None:  # in a directory of the user's, other hosts may be at work
-            _remove_abandoned(base)
-        self.root = base / f"lagrpo-{os.getpid()}-{secrets.token_hex(4)}"
-        self.root.mkdir(parents=True, mode=0o755)
-
-    def put(self, weights: Mapping[str, Tensor], version: int) -> Path:
-        """Write a version, read it back, and only then give it its name. Raises CorruptError for a file that does not
-        hold the weights, OSError for one that cannot be written."""
-        path = self.root / f"v{version:06d}"
-        if path.is_dir():
-            return path
-        scratch = path.with_suffix(".tmp")
-        scratch.mkdir(exist_ok=True)
-        self._write(weights, scratch)
-        return scratch.rename(path)
-
-    def drop(self, version: int) -> None:
-        """Remove a version."""
-        shutil.rmtree(self.root / f"v{version:06d}", ignore_errors=True)
-
-    def drop_before(self, version: int) -> None:
-        """Remove the versions older than this one."""
-        for path in self.root.iterdir():
-            if path.name < f"v{version:06d}":
-                shutil.rmtree(path, ignore_errors=True)
-
-    def close(self) -> None:
+    def close(self, servers: Sequence[VllmClient]) -> None:
+        self.drop_others(servers, None)
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-def write_weights(weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write a version, and read it back. Raises CorruptError for a file that does not hold the weights."""
-    own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    save_file(own, folder / FILE, metadata={"format": "pt"})
-    check_file(folder / FILE, own)
+class AdapterTransfer(WeightTransfer):
+    """Versions of the LoRA adapters of `lm`. Nothing pauses: completions in flight continue with the adapter that they
+    began with."""
+
+    pauses = False
+
+    def __init__(self, lm: Any, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__(dtype)
+        self._lm = lm
+
+    def save(self, tensors: Mapping[str, Tensor], directory: Path) -> None:
+        save_adapter(self._lm, tensors, directory)
+
+    def read(self, update: WeightUpdate) -> Mapping[str, Tensor]:
+        return read_weights(Path(self.write(update)))
+
+    def load(self, server: VllmClient, update: WeightUpdate) -> None:
+        server.load_adapter(update.label, self.write(update))
 
 
-def check_file(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Raises CorruptError unless the file holds exactly these weights, bit for bit: NaN equals itself."""
-    wrong = f"{path} was not written as it should be"
-    try:
-        with safe_open(path, framework="pt") as file:
-            if set(file.keys()) != set(weights):
-                raise CorruptError(f"{wrong}: it has other parameters")
-            for name, tensor in weights.items():
-                bits = [t.contiguous().view(-1).view(torch.uint8) for t in (file.get_tensor(name), tensor)]
-                if not torch.equal(*bits):
-                    raise CorruptError(f"{wrong}: {name} differs from what was written")
-    except SafetensorError as error:
-        raise CorruptError(f"{wrong}: {error}") from error
+class NcclTransfer(WeightTransfer):
+    """Broadcast from rank 0, the trainer, to the workers of all servers, by the communicator that PyTorch ships.
+
+    A missing member makes all others wait forever, and PyTorch cannot stop them. So these calls run in threads that may
+    stay behind, on CUDA streams of their own: the weights can still be read and saved while a broadcast hangs."""
+
+    writes_first = False
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__(dtype)
+        self._communicator: Any = None
+        self._starts: dict[VllmClient, int] = {}
+
+    def send(self, groups: GroupQueue, update: WeightUpdate) -> None:
+        if update.tensors is None or not all(tensor.is_cuda for tensor in update.tensors.values()):
+            super().send(groups, update)
+            return
+        self._connect(groups)
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in update.tensors.values()]
+        shapes = [list(tensor.shape) for tensor in update.tensors.values()]
+        info = {"names": list(update.tensors), "dtype_names": dtypes, "shapes": shapes}
+        receive = [partial(_receive, server, info, update.label) for server in groups.servers]
+        run_together([*receive, partial(_broadcast, update.tensors, self._communicator)], LOAD_TIMEOUT)
+        update.tensors = {name: tensor.cpu() for name, tensor in update.tensors.items()}  # the trainer's move on
+
+    def _connect(self, groups: GroupQueue) -> None:
+        """Members find each other by an id that the servers get over HTTP. A server that was started again is new."""
+        if groups.starts == self._starts:
+            return
+        workers = [int(server.call("GET", "/get_world_size")["world_size"]) for server in groups.servers]
+        identity, world = nccl.unique_id(), 1 + sum(workers)
+        shared = {"world_size": world, "packed": False, "nccl_unique_id_b64": base64.b64encode(identity).decode()}
+        offsets = [1 + sum(workers[:n]) for n in range(len(workers))]  # first rank of each server's workers
+        invite = [
+            partial(
+                server.call, "POST", "/init_weight_transfer_engine", {"init_info": shared | {"rank_offset": offset}}
+            )
+            for server, offset in zip(groups.servers, offsets, strict=True)
+        ]
+        device = torch.cuda.current_device()
+        *_, self._communicator = run_together([*invite, partial(_join, world, identity, device)], LOAD_TIMEOUT)
+        self._starts = dict(groups.starts)
 
 
-def _shared_memory() -> Path:
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+TRANSFERS = {"directory": WeightTransfer, "nccl": NcclTransfer}
 
 
-def _remove_abandoned(base: Path) -> None:
-    """Remove the directories of processes of this machine that have ended."""
-    for path in base.glob("lagrpo-*-*") if base.is_dir() else ():
-        number = path.name.split("-")[1]
-        if number.isdigit() and not Path(f"/proc/{number}").exists() and Path("/proc/self").exists():
-            shutil.rmtree(path, ignore_errors=True)
+def _join(world: int, identity: bytes, device: int) -> Any:
+    with _own_stream(device):
+        communicator = nccl.init_rank(world, identity, 0)
+        nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[communicator])  # vLLM's members begin with this sum
+    return communicator
+
+
+def _receive(server: VllmClient, info: Mapping[str, Any], label: str) -> None:
+    with server.paused():
+        server.call("POST", "/start_weight_update", {}, CONTROL_TIMEOUT)
+        server.call("POST", "/update_weights", {"update_info": info}, LOAD_TIMEOUT)
+        server.call("POST", "/finish_weight_update", {"weight_version": label}, LOAD_TIMEOUT)
+
+
+def _broadcast(tensors: Mapping[str, Tensor], communicator: Any) -> None:
+    with _own_stream(next(iter(tensors.values())).device):
+        for tensor in tensors.values():
+            nccl.broadcast([tensor.contiguous()], 0, comms=[communicator])
+
+
+@contextmanager
+def _own_stream(device: torch.device | int) -> Iterator[None]:
+    """Inside, work goes to a new stream, after the work of the current one; the end waits for it."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+
+def _make_directory() -> Path:
+    """A directory of this process. Directories of runs that were killed are removed from /dev/shm."""
+    shared, parent = Path("/dev/shm"), os.environ.get(DIRECTORY)
+    base = (
+        Path(parent).expanduser() if parent else shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    )
+    if parent is None:
+        for path in base.glob("lagrpo-*-*"):
+            if not Path(f"/proc/{path.name.split('-')[1]}").exists():
+                shutil.rmtree(path, ignore_errors=True)
+    root = base / f"lagrpo-{os.getpid()}-{secrets.token_hex(4)}"
+    root.mkdir(parents=True)
+    return root

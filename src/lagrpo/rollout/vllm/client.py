@@ -1,0 +1,318 @@
+"""A client for each vLLM server, and the queue from which all servers take groups.
+
+Written for vLLM 0.32, started with VLLM_SERVER_DEV_MODE=1 (to pause a server and load weights) and --enable-scale-out
+(for /inference/v1/generate: token ids in, token ids out, and the label of the weights that sampled each token).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import urllib3
+
+Json = Mapping[str, Any]
+T = TypeVar("T")
+GENERATE = "/inference/v1/generate"
+KEY = "LAGRPO_VLLM_API_KEY"  # environment variable with the API key of servers that run already
+HOW_TO_START = "start it with `lagrpo serve MODEL`, or with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
+GENERATE_TIMEOUT, LOAD_TIMEOUT, CONTROL_TIMEOUT = 3600.0, 600.0, 60.0  # seconds
+RESTARTS = 3  # of a server that dies before it samples a group
+WHOLE_DISTRIBUTION = {
+    **{"top_p": 1.0, "top_k": 0, "min_p": 0.0},
+    **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    **{"ignore_eos": True, "logprobs": 0, "detokenize": False},  # stop_token_ids end a completion
+}
+logger = logging.getLogger("lagrpo")
+
+
+class SamplerError(RuntimeError):
+    """The servers cannot go on generating. The message says which server, why, and what to do."""
+
+
+class NoAnswerError(SamplerError):
+    """A server did not answer, or failed inside: it may have died."""
+
+
+class AbortedError(SamplerError):
+    """A server ended a group early because the run asked it to."""
+
+
+class VllmClient:
+    """The server at `url`; `key` is its API key. Every method raises NoAnswerError if the server does not answer, and
+    SamplerError if it rejects the request."""
+
+    adapter: str | None = None
+    """Label of the LoRA adapter that the server samples with; None for the model's own weights."""
+    reload_method = "reload_weights"
+    """What its workers call to load a directory of weights."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        headers = {"Content-Type": "application/json", "Connection": "close"}  # servers close idle connections
+        headers |= {"Authorization": f"Bearer {key}"} if key else {}
+        self._http = urllib3.PoolManager(maxsize=1024, retries=False, headers=headers)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def call(self, method: str, path: str, body: Json | None = None, timeout: float = CONTROL_TIMEOUT) -> Any:
+        """The server's JSON answer; None for another answer."""
+        content, limits = None if body is None else json.dumps(body), urllib3.Timeout(connect=10.0, read=timeout)
+        try:
+            answer = self._http.request(method, self.url + path, body=content, timeout=limits)
+        except urllib3.exceptions.ReadTimeoutError as error:
+            raise NoAnswerError(f"{self.url}{path} did not answer within {timeout:g} s") from error
+        except urllib3.exceptions.HTTPError as error:
+            raise NoAnswerError(f"{self.url} cannot be reached; is a server up there? {error}") from error
+        if answer.status != 200:
+            raise _error_of(self.url, path, answer.status, answer.data.decode(errors="replace"))
+        return json.loads(answer.data) if answer.data[:1] in (b"{", b"[") else None
+
+    def is_healthy(self) -> bool:
+        try:
+            self.call("GET", "/health", timeout=5.0)
+        except NoAnswerError:
+            return False
+        return True
+
+    def get_model(self) -> dict[str, Any]:
+        """`root` (the path or id that it was started with) and `max_model_len`."""
+        return self.call("GET", "/v1/models")["data"][0]
+
+    def get_config(self) -> dict[str, Any]:
+        """vLLM's configuration: model_config, parallel_config, lora_config …"""
+        return self.call("GET", "/server_info?config_format=json")["vllm_config"]
+
+    def get_label(self) -> str:
+        """The label of the weights that it samples with; "" if the adapter is gone."""
+        if self.adapter is not None:
+            return self.adapter if self.adapter in self.list_adapters() else ""
+        return self.call("GET", "/weight_info")["weight_version"]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is sampled; completions in flight continue afterwards. After an error it stays paused."""
+        self.call("POST", "/pause?mode=keep", {})
+        yield
+        self.call("POST", "/resume", {})
+
+    def abort(self) -> None:
+        """End all completions in flight."""
+        self.call("POST", "/abort_requests", {})
+
+    def reload(self, directory: str, label: str) -> None:
+        """Load the safetensors of a directory that the server can read, while paused, and name them."""
+        body = {"method": self.reload_method, "kwargs": {"weights_path": directory}}
+        self.call("POST", "/collective_rpc", body, LOAD_TIMEOUT)
+        self.call("POST", "/update_weight_version", {"new_version": label})
+
+    def list_adapters(self) -> list[str]:
+        return [card["id"] for card in self.call("GET", "/v1/models")["data"][1:]]
+
+    def load_adapter(self, label: str, directory: str) -> None:
+        if label not in self.list_adapters():
+            body = {"lora_name": label, "lora_path": directory}
+            self.call("POST", "/v1/load_lora_adapter", body, LOAD_TIMEOUT)
+        self.adapter = label
+
+    def unload_adapter(self, label: str) -> None:
+        if label in self.list_adapters():
+            self.call("POST", "/v1/unload_lora_adapter", {"lora_name": label})
+
+    def generate(
+        self, token_ids: Sequence[int], n: int, seed: int, max_tokens: int, temperature: float,
+        stop_token_ids: Sequence[int], label: str,
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """n completions of a prompt from the whole distribution, number g with the seed `seed + g`, in vLLM's JSON.
+        `label` names the weights: it salts the cache of prefixes, so that keys and values never mix versions, or names
+        the adapter. Raises AbortedError after `abort`."""
+        params = {"n": n, "seed": seed, "temperature": temperature, "max_tokens": max_tokens}
+        params |= WHOLE_DISTRIBUTION | {"stop_token_ids": list(stop_token_ids)}
+        body = {"token_ids": list(token_ids), "cache_salt": label, "sampling_params": params}
+        answer = self.call("POST", GENERATE, body | ({"model": label} if self.adapter else {}), GENERATE_TIMEOUT)
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        if any(choice["finish_reason"] == "abort" for choice in choices):
+            raise AbortedError(f"{self.url} aborted a group")
+        if self.adapter is not None:  # vLLM reports the label of the frozen weights
+            spans = [{"version": answer["model"], "start": 0, "end": len(c["token_ids"] or [])} for c in choices]
+            choices = [choice | {"weight_versions": [span]} for choice, span in zip(choices, spans, strict=True)]
+        return choices
+
+    def get_logprobs(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
+        """log-probs of given tokens at temperature 1, nats."""
+        params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "ignore_eos": True, "detokenize": False}
+        body = {"token_ids": [*prompt_ids, *token_ids], "sampling_params": params}
+        body |= {"model": self.adapter} if self.adapter else {}
+        answer = self.call("POST", GENERATE, body, GENERATE_TIMEOUT)["prompt_logprobs"]
+        given = zip(token_ids, answer[len(prompt_ids) :], strict=True)
+        return [float(entries[str(token)]["logprob"]) for token, entries in given]
+
+    def restart(self) -> None:
+        """Start a dead server again. Raises SamplerError if the run did not start it."""
+        raise SamplerError(f"{self.url} was not started by this run: start it again, then resume the run")
+
+    def keep_log(self, path: Any) -> None:
+        """Move the log to `path`; only a server that the run started has one."""
+
+    def close(self) -> None:
+        """The server runs on: somebody else started it."""
+
+
+def _error_of(url: str, path: str, status: int, text: str) -> SamplerError:
+    if status == 401:
+        return SamplerError(f"{url} does not accept the API key; set {KEY} to the server's")
+    if status in (404, 405) and "error" not in text:
+        return SamplerError(f"{url} has no {path}: {HOW_TO_START}")
+    kind, what = (NoAnswerError, "failed inside") if status >= 500 else (SamplerError, "rejected the request")
+    return kind(f"{url}{path} {what} ({status}): {text.strip()[:500]}")
+
+
+class GroupQueue:
+    """Groups from one queue to whichever server has the fewest. A server that dies is started again, `load` gives it
+    the current weights, and its groups are sampled again with the same seeds. Any other failure ends the run."""
+
+    def __init__(self, servers: Sequence[VllmClient], load: Callable[[VllmClient], None]) -> None:
+        self.servers, self._load = list(servers), load
+        self._pool, self._per_server = ThreadPoolExecutor(1), 0
+        self._restarting = {server: threading.Lock() for server in self.servers}
+        self.starts = dict.fromkeys(self.servers, 0)
+        """how often each server was started again"""
+        self._idle_starts: Counter[VllmClient] = Counter()  # since the server sampled a group
+        self._state = threading.Condition()  # of what follows
+        self._running: Counter[VllmClient] = Counter()  # groups
+        self._is_held = self._is_closed = False
+        self._metrics, self._since = defaultdict[str, float](float), 0.0
+
+    def submit(self, sample: Callable[[VllmClient], T], per_server: int) -> Future[T]:
+        """What `sample` returns for some server, with at most `per_server` groups at a time at each server."""
+        if per_server != self._per_server:  # an evaluation may have groups of another size
+            self._pool, self._per_server = ThreadPoolExecutor(per_server * len(self.servers)), per_server
+        return self._pool.submit(self._sample, sample)
+
+    def ask(self, server: VllmClient, action: Callable[[VllmClient], T]) -> T:
+        """What `action` returns for a server, repeated if the server died and was started again."""
+        while True:
+            start = self.starts[server]
+            try:
+                return action(server)
+            except NoAnswerError as error:
+                self._recover(server, start, error)
+
+    def ask_all(self, action: Callable[[VllmClient], T]) -> list[T]:
+        return run_together([partial(self.ask, server, action) for server in self.servers])
+
+    @contextmanager
+    def held(self, abort: bool) -> Iterator[None]:
+        """Inside, no group starts. With `abort` those in flight end first, and are sampled again afterwards."""
+        with self._state:
+            self._is_held = True
+        try:
+            while abort and self._running.total():
+                self.ask_all(lambda server: server.abort())  # again: a request may have been on its way
+                time.sleep(0.05)
+            yield
+        finally:
+            with self._state:
+                self._is_held = False
+                self._state.notify_all()
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Since the last call: servers started again, groups sampled again, seconds with something to generate."""
+        with self._state:
+            self._count_seconds()
+            found, self._metrics = self._metrics, defaultdict(float)
+        return {name: found[name] for name in ("recoveries", "regenerated", "seconds_generating")}
+
+    def close(self) -> None:
+        """End the threads, and the servers that the run started. Attached servers drop our groups in flight."""
+        with self._state:
+            self._is_closed = True
+            self._state.notify_all()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for server in self.servers:
+            server.close()
+            with suppress(SamplerError):
+                if self._running[server]:
+                    server.abort()
+
+    def _sample(self, sample: Callable[[VllmClient], T]) -> T:
+        while True:
+            with self._slot() as server:
+                start = self.starts[server]
+                try:
+                    found = sample(server)
+                    self._idle_starts[server] = 0
+                    return found
+                except AbortedError:
+                    pass
+                except NoAnswerError as error:
+                    self._recover(server, start, error)
+                with self._state:
+                    self._metrics["regenerated"] += 1
+
+    @contextmanager
+    def _slot(self) -> Iterator[VllmClient]:
+        """The server with the fewest groups, once groups may start."""
+        with self._state:
+            self._state.wait_for(lambda: self._is_closed or not self._is_held)
+            if self._is_closed:
+                raise SamplerError("the run has ended")
+            server = min(self.servers, key=lambda server: self._running[server])
+            self._count_seconds()
+            self._running[server] += 1
+        try:
+            yield server
+        finally:
+            with self._state:
+                self._count_seconds()
+                self._running[server] -= 1
+
+    def _count_seconds(self) -> None:
+        now = time.perf_counter()
+        self._metrics["seconds_generating"] += now - self._since if self._running.total() else 0.0
+        self._since = now
+
+    def _recover(self, server: VllmClient, start: int, error: NoAnswerError) -> None:
+        """Start a server again that died after start number `start`, unless another thread has done it."""
+        with self._restarting[server]:
+            if self.starts[server] != start:
+                return
+            if self._is_closed or self._idle_starts[server] == RESTARTS or server.is_healthy():
+                raise error
+            logger.info("%s. It is started again", error)
+            server.restart()
+            self._load(server)
+            self.starts[server] += 1
+            self._idle_starts[server] += 1
+            with self._state:
+                self._metrics["recoveries"] += 1
+
+
+def run_together(actions: Sequence[Callable[[], T]], seconds: float | None = None) -> list[T]:
+    """The results of actions that run in threads, as soon as all have ended. Raises the first exception at once, and
+    SamplerError after `seconds`; actions that have not ended by then stay behind."""
+
+    def run(action: Callable[[], T], future: Future[T]) -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:  # noqa: BLE001  (it belongs to the thread that waits for the future)
+            future.set_exception(error)
+
+    futures: list[Future[T]] = [Future() for _ in actions]
+    for given in zip(actions, futures, strict=True):
+        threading.Thread(target=run, args=given, daemon=True).start()
+    done, pending = wait(futures, seconds, FIRST_EXCEPTION)
+    if failure := next((error for future in done if (error := future.exception())), None):
+        raise failure
+    if pending:
+        raise SamplerError(f"{len(pending)} of {len(actions)} members did not finish within {seconds:g} s")
+    return [future.result() for future in futures]

@@ -1,0 +1,261 @@
+"""The rollout engine that the loop sees: groups from vLLM servers, in training, in evaluations and over several turns.
+
+One group is one request to whichever server is free. The seed of a completion is a function of its address, so the
+server does not matter, up to the rounding of other batch shapes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lagrpo.errors import refusing
+from lagrpo.model.model import Policy
+from lagrpo.rng import generator
+from lagrpo.rollout.base import Item, Manner, Request
+from lagrpo.rollout.episodes import Episode, Episodes
+from lagrpo.rollout.vllm.client import GroupQueue, Json, SamplerError, VllmClient
+from lagrpo.rollout.vllm.server import StartedServer
+from lagrpo.rollout.vllm.weights import TRANSFERS, AdapterTransfer, WeightTransfer, WeightUpdate
+from lagrpo.settings.schema import Settings
+from lagrpo.types import Completion, Group, Outcome
+
+NO_LOGPROB = -9000.0  # vLLM writes -9999 for a log-prob of -inf
+InFlight = Literal["finish", "span", "regenerate"]
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from fine to coarse
+
+
+def build_engine(settings: Settings, policy: Policy, servers: Sequence[VllmClient]) -> VllmEngine:
+    """The engine over the servers, once they are ready. Raises SettingsError for a server that does not get ready."""
+    with refusing("vllm", SamplerError):
+        for server in servers:
+            if isinstance(server, StartedServer):
+                server.wait_until_ready()
+        names = [server.get_config()["model_config"]["dtype"].removeprefix("torch.") for server in servers]
+        dtype = DTYPES[max(names, key=list(DTYPES).index)]
+    s, v = settings.sampling, settings.vllm
+    weights = AdapterTransfer(policy.model.lm, dtype) if settings.model.lora.r else TRANSFERS[v.weight_sync](dtype)
+    manner = Manner("sample", s.temperature, s.max_tokens)
+    return VllmEngine(servers, weights, policy.chat, manner, settings.run.seed, s.max_num_seqs, v.in_flight)
+
+
+class VllmEngine:
+    """Samples from vLLM servers. `in_flight` says what a weight sync does with completions in flight: `finish` expects
+    none, `span` continues them with the new weights (adapters: with their own), `regenerate` samples them again."""
+
+    def __init__(
+        self, servers: Sequence[VllmClient], weights: WeightTransfer, chat: Any, manner: Manner, seed: int = 0,
+        max_num_seqs: int = 256, in_flight: InFlight = "finish",
+    ) -> None:  # fmt: skip
+        self.servers, self.weights, self.chat, self.manner, self.seed = list(servers), weights, chat, manner, seed
+        self.max_num_seqs, self.in_flight, self.spans = max_num_seqs, in_flight, in_flight != "finish"
+        self.episodes: Episodes | None = None
+        """set if completions talk to an environment"""
+        self._groups = GroupQueue(self.servers, weights.load_current)
+        self._borrowed_from: WeightUpdate | None = None  # what comes back after an evaluation
+
+    @property
+    def version(self) -> int:
+        """The version that all servers report; -1 if one reports other weights."""
+        versions = {self.weights.version_of(label) for label in self._groups.ask_all(VllmClient.get_label)}
+        return versions.pop() if len(versions) == 1 else -1
+
+    def describe_versions(self) -> str:
+        labels = zip(self.servers, self._groups.ask_all(VllmClient.get_label), strict=True)
+        return ", ".join(f"{server}: {label!r}" for server, label in labels)
+
+    def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
+        """Load π_version into all servers. Returns bytes, seconds of writing and of having the servers paused. Raises
+        SamplerError if a server cannot load them."""
+        started = time.perf_counter()
+        update = self.weights.pack(weights, version)
+        packed = time.perf_counter()
+        seconds = self._load(update)
+        self.weights.drop_others(self.servers, update)
+        return {"sync_bytes": update.size, "seconds_writing": packed - started, "seconds_paused": seconds}
+
+    @contextmanager
+    def lent(self, weights: Mapping[str, Tensor], version: int, back: bool) -> Iterator[None]:
+        """Inside, the servers have π_version, for an evaluation. Afterwards they have the weights of the last sync
+        again if `back` says so."""
+        before = self.weights.current
+        if before is not None and before.version == version:
+            yield
+            return
+        self._borrowed_from = before if back else None
+        self._load(self.weights.pack(weights, version))
+        try:
+            yield
+        finally:
+            if self._borrowed_from is not None:
+                self._load(self._borrowed_from)
+                self._borrowed_from = None
+        self.weights.drop_others(self.servers, self.weights.current)
+
+    def served(self) -> tuple[int, Mapping[str, Tensor]]:
+        """The version of the last sync and its weights, in the servers' dtype. Raises ValueError before it."""
+        if (update := self._borrowed_from or self.weights.current) is None:
+            raise ValueError("no weights have been synced yet")
+        return update.version, self.weights.read(update)
+
+    def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
+        """One group for each request, as they end. The servers start at once."""
+        return self.sample_as(self.manner, self.episodes, requests, G)
+
+    def sample_as(
+        self, manner: Manner, episodes: Episodes | None, requests: Sequence[Request], G: int
+    ) -> Iterator[tuple[Request, Group]]:
+        per_server = max(1, self.max_num_seqs // G)
+        return _as_they_end({
+            self._groups.submit(partial(self._sample, request, G, manner, episodes), per_server): request
+            for request in requests
+        })  # fmt: skip
+
+    def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
+        """Groups by one server, for the weight-sync check."""
+        manner = Manner(self.manner.purpose, self.manner.tau, min(max_tokens, self.manner.max_tokens))
+        ask = partial(self._groups.ask, self.servers[number])
+        return [ask(partial(self._sample, request, G, manner, None)) for request in requests]
+
+    def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
+        """log-probs at temperature 1 by every server: [server][item][token], nats."""
+        return self._groups.ask_all(lambda server: [server.get_logprobs(*item) for item in items])
+
+    def rest(self) -> None:
+        """The servers have memory of their own."""
+
+    def read(self) -> dict[str, float]:
+        return self._groups.pop_metrics()
+
+    def close(self) -> None:
+        self._groups.close()
+        self.weights.close(self.servers)
+
+    def _load(self, update: WeightUpdate) -> float:
+        """Load a version into all servers; returns seconds paused."""
+        abort = self.in_flight == "regenerate"
+        with self._groups.held(abort) if abort or self.weights.pauses else nullcontext():
+            paused = time.perf_counter()
+            self.weights.send(self._groups, update)
+            self.weights.current = update
+            return time.perf_counter() - paused if self.weights.pauses else 0.0
+
+    def _sample(self, request: Request, G: int, manner: Manner, episodes: Episodes | None, server: VllmClient) -> Group:
+        """The group of a request, by one server."""
+        completions = self._ask(server, request, (), G, manner, manner.max_tokens)
+        if episodes is not None:
+            with ThreadPoolExecutor(G) as pool:
+                go_on = partial(self._converse, server, request, manner, episodes)
+                completions = list(pool.map(go_on, range(G), completions))
+        return Group(request.prompt, tuple(completions), request.epoch)
+
+    def _converse(
+        self, server: VllmClient, request: Request, manner: Manner, episodes: Episodes, g: int, first: Completion
+    ) -> Completion:
+        """A completion of several turns, after its first turn. Each later turn is a request with everything so far as
+        its prompt, which the server finds in its cache of prefixes. A turn that cannot be used fails the completion."""
+        episode, turns = episodes.begin(request.prompt, (self.seed, manner.purpose, *request.address, g)), [first]
+        try:
+            while turns[-1].outcome is None:
+                episode.end_turn(turns[-1].token_ids.tolist())
+                reply = episode.take()
+                if episode.outcome is not None:
+                    break
+                turns.append(_as_context(reply))
+                behind = torch.cat([turn.token_ids for turn in turns]).tolist()
+                left = manner.max_tokens - sum(turn.length for turn in turns)
+                turns += self._ask(server, request, behind, 1, manner, left, (g, len(turns)))
+        finally:
+            episode.forget()
+        return self._join(turns, episode)
+
+    def _join(self, turns: Sequence[Completion], episode: Episode) -> Completion:
+        """The turns as one completion."""
+        names = ("token_ids", "logp_alpha", "versions", "sampled")
+        ids, logp, versions, sampled = (torch.cat([getattr(turn, name) for turn in turns]) for name in names)
+        text, outcome = self.chat.decode(ids.tolist()), turns[-1].outcome or episode.outcome
+        return Completion(ids, logp, versions, episode.finished, text, outcome, sampled, tuple(episode.turns))
+
+    def _ask(
+        self, server: VllmClient, request: Request, behind: Sequence[int], n: int, manner: Manner, max_tokens: int,
+        turn: tuple[int, ...] = (),
+    ) -> list[Completion]:  # fmt: skip
+        """n completions of a request's prompt and the tokens `behind` it. `turn` keys the seeds of later turns."""
+        seed = int(generator(self.seed, manner.purpose, *request.address, *turn).random_raw(1)[0]) >> 2
+        ids, stop = [*request.prompt.token_ids, *behind], sorted(self.chat.eos_ids)
+        with self.weights.using() as label:
+            answers = server.generate(ids, n, seed, max_tokens, manner.tau, stop, label)
+        return [self._read(answer, server) for answer in answers]
+
+    def _read(self, answer: Json, server: VllmClient) -> Completion:
+        """The completion in a server's answer; it has failed if it cannot be used."""
+        token_ids, entries = answer["token_ids"] or [], (answer["logprobs"] or {}).get("content") or []
+        logp, versions = torch.full((len(token_ids),), math.nan), torch.full((len(token_ids),), -1)
+        logp[: len(entries)] = torch.tensor([entry["logprob"] for entry in entries])
+        logp[logp < NO_LOGPROB] = math.nan
+        for span in answer["weight_versions"] or []:
+            versions[span["start"] : span["end"]] = self.weights.version_of(label := span["version"])
+            if self.weights.version_of(label) < 0:
+                raise SamplerError(
+                    f"{server} sampled with weights of another run (labeled {label}): it was started again, or "
+                    "another run syncs to it. Resume the run with a server of its own"
+                )
+        fault = _find_fault(answer["finish_reason"], logp, versions)
+        return Completion(
+            token_ids=torch.tensor(token_ids, dtype=torch.long),
+            logp_alpha=logp,
+            versions=versions,
+            finished=bool(token_ids) and token_ids[-1] in self.chat.eos_ids,
+            text=self.chat.decode(token_ids),
+            outcome=Outcome.failed(fault) if fault else None,
+        )
+
+
+class VllmEvaluator:
+    """Samples evaluations with the weights that the servers of `engine` have (`VllmEngine.lent`)."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.sampler, self._manner = engine, engine.manner
+
+    def adopt(self, manner: Manner) -> None:
+        """Sample so from now on."""
+        self._manner = manner
+
+    def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
+        return self.sampler.sample_as(self._manner, None, requests, G)
+
+    def rest(self) -> None:
+        """The servers have memory of their own."""
+
+
+def _as_they_end(futures: Mapping[Future[Group], Request]) -> Iterator[tuple[Request, Group]]:
+    try:
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _as_context(reply: Sequence[int]) -> Completion:
+    """What the environment said, as a piece of a completion that nobody sampled."""
+    ids = torch.tensor(reply, dtype=torch.long)
+    nothing, none = torch.full((len(ids),), math.nan), torch.full((len(ids),), -1)
+    return Completion(ids, nothing, none, False, "", sampled=torch.zeros(len(ids)).bool())
+
+
+def _find_fault(finish_reason: str, logp: Tensor, versions: Tensor) -> str | None:
+    """Why a completion cannot be used; None if it can."""
+    if not len(logp) or finish_reason not in ("stop", "length"):
+        return f"the server ended it with {finish_reason!r} after {len(logp)} tokens"
+    if bool((versions < 0).any()):
+        return "the server did not say which weights sampled every token"
+    return None if bool(logp.isfinite().all()) else "the server gave no finite log-prob of a token"

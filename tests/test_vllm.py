@@ -1,0 +1,613 @@
+"""The vLLM engine against a fake server: requests, versions, servers that die, weight syncs, evaluations."""
+
+from __future__ import annotations
+
+import base64
+import select
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
+
+import pytest
+import talkers
+import torch
+from running import tiny_settings
+from safetensors.torch import load_file
+from test_episodes import ask, episodes, talking
+from test_lora import LORA
+from test_sampling import requests_for
+from tiny import save_tiny, tiny_policy
+from vllm_servers import FakeServer, Ours, choice, engine_of, update
+
+from lagrpo.errors import SettingsError
+from lagrpo.model.adapter_files import read_weights
+from lagrpo.rollout.base import Manner
+from lagrpo.rollout.vllm import client, server, weights
+from lagrpo.rollout.vllm.client import GENERATE, KEY, AbortedError, NoAnswerError, SamplerError, VllmClient
+from lagrpo.rollout.vllm.engine import VllmEngine, VllmEvaluator
+from lagrpo.rollout.vllm.server import EXTENSION, GUARD, Launch, find_python, open_servers
+from lagrpo.settings.schema import Settings
+from lagrpo.settings.serve import ServeSettings
+
+
+@pytest.fixture(autouse=True)
+def _transfer_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(weights.DIRECTORY, str(tmp_path / "transfer"))
+    monkeypatch.delenv(KEY, raising=False)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    with FakeServer() as fake:
+        yield fake
+
+
+@pytest.fixture
+def policy() -> Any:
+    return tiny_policy()
+
+
+@pytest.fixture
+def engine(fake: FakeServer, policy: Any) -> Iterator[VllmEngine]:
+    """It has synced version 0."""
+    engine = engine_of([Ours(fake)], policy, rows=8)
+    engine.sync_weights(policy.weights, 0)
+    yield engine
+    engine.close()
+
+
+def sampled(engine: Any, policy: Any, count: int = 2, G: int = 2) -> list[Any]:
+    return [c for _, group in engine.sample(requests_for(policy, count), G) for c in group.completions]
+
+
+def versions(completions: list[Any]) -> set[int]:
+    return {version for c in completions for version in c.versions.tolist()}
+
+
+def label_of(engine: Any) -> str:
+    return engine.weights.current.label
+
+
+def loaded(fake: FakeServer) -> list[str]:
+    return [Path(body["kwargs"]["weights_path"]).name for body in fake.bodies("/collective_rpc")]
+
+
+# Requests and answers
+
+
+def test_seeds_are_keyed_by_prompt_and_the_label_salts_the_cache(fake, engine, policy):
+    sampled(engine, policy, 3)
+    first = fake.bodies(GENERATE)
+    again = engine_of([Ours(fake)], policy)
+    again.sync_weights(policy.weights, 0)
+    sampled(again, policy, 3)
+    second = fake.bodies(GENERATE)[3:]
+    seeds = [[body["sampling_params"]["seed"] for body in bodies] for bodies in (first, second)]
+    assert sorted(seeds[0]) == sorted(seeds[1])
+    assert len({*seeds[0]}) == 3
+    assert [len({body["cache_salt"] for body in bodies}) for bodies in (first, second)] == [1, 1]
+    assert first[0]["cache_salt"] != second[0]["cache_salt"]
+    assert first[0]["sampling_params"]["stop_token_ids"] == sorted(policy.chat.eos_ids)
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "message"),
+    [
+        (401, SamplerError, "does not accept the API key; set LAGRPO_VLLM_API_KEY"),
+        (400, SamplerError, r"rejected the request \(400\).*too long"),
+        (404, SamplerError, r"/weight_info: start it with `lagrpo serve MODEL`"),
+        (500, NoAnswerError, r"failed inside \(500\).*too long"),
+    ],
+)
+def test_error_status_becomes_its_error(fake, status, kind, message):
+    content = {"detail": "Not Found"} if status == 404 else {"error": {"message": "too long"}}
+    fake.answers["/weight_info"] = lambda _: (status, content)
+    with pytest.raises(kind, match=message):
+        VllmClient(fake.url).get_label()
+
+
+def test_silent_or_missing_server_gives_no_answer(fake):
+    fake.answers["/pause?mode=keep"] = lambda _: threading.Event().wait(5) and None
+    with pytest.raises(NoAnswerError, match=r"/pause\?mode=keep did not answer within 0.3 s"):
+        VllmClient(fake.url).call("POST", "/pause?mode=keep", {}, timeout=0.3)
+    with pytest.raises(NoAnswerError, match=r"http://127.0.0.1:9 cannot be reached"):
+        VllmClient("http://127.0.0.1:9").get_label()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"logprobs": (-0.5, -9999.0)}, "no finite log-prob of a token"),  # as vLLM writes -inf
+        ({"logprobs": (-0.5,)}, "no finite log-prob of a token"),
+        ({"tokens": ()}, "'stop' after 0 tokens"),
+        ({"end": "error"}, "'error' after 2 tokens"),
+    ],
+)
+def test_unusable_completion_fails_and_never_has_a_log_prob_of_zero(fake, engine, policy, changes, reason):
+    fake.answers[GENERATE] = lambda _: (200, {"choices": [choice(fake.label, **changes)]})
+    (found,) = sampled(engine, policy, 1, 1)
+    assert found.outcome.kind == "failed"
+    assert reason in found.outcome.reason
+    assert not (found.logp_alpha == 0).any()
+
+
+def test_tokens_keep_the_versions_that_sampled_them(fake, engine, policy):
+    run = engine.weights.run
+    spans = [{"version": f"{run}:3", "start": 0, "end": 2}, {"version": f"{run}:4", "start": 2, "end": 3}]
+    made = choice("", tokens=(5, 6, 1), logprobs=(-1.0, -1.0, -1.0)) | {"weight_versions": spans}
+    fake.answers[GENERATE] = lambda _: (200, {"choices": [made]})
+    (found,) = sampled(engine, policy, 1, 1)
+    assert (found.versions.tolist(), found.finished, found.outcome) == ([3, 3, 4], True, None)
+    made["weight_versions"] = spans[:1]
+    assert "did not say which weights" in sampled(engine, policy, 1, 1)[0].outcome.reason
+
+
+def test_weights_of_another_run_end_the_run(fake, engine, policy):
+    fake.label = "other:0"
+    assert engine.version == -1
+    with pytest.raises(SamplerError, match=r"weights of another run \(labeled other:0\)"):
+        sampled(engine, policy)
+
+
+# Servers that die
+
+
+def test_groups_of_a_dead_server_are_sampled_again_with_the_same_seeds(fake, policy):
+    with FakeServer() as other:
+        engine = engine_of([Ours(fake), Ours(other)], policy, rows=4)
+        engine.sync_weights(policy.weights, 7)
+
+        def die(_: Any) -> None:
+            if fake.answers.pop(GENERATE, None):
+                fake.is_dead = True
+
+        fake.answers[GENERATE] = die
+        coming = engine.sample(requests_for(policy, 8), 2)
+        found = [next(coming)]
+        found += coming
+        assert len(found) == len({request.prompt.key for request, _ in found}) == 8
+        assert versions([c for _, group in found for c in group.completions]) == {7}
+        read = engine.read()
+        assert read["recoveries"] == 1
+        assert 1 <= read["regenerated"] <= 2
+        assert loaded(fake) == ["v000007"] * 2
+        assert engine.version == 7
+        seeds = [body["sampling_params"]["seed"] for one in (fake, other) for body in one.bodies(GENERATE)]
+        assert len({*seeds}) == 8
+        engine.close()
+
+
+def test_server_that_dies_in_a_sync_gets_the_new_version(fake, engine, policy):
+    def die(_: Any) -> None:
+        fake.is_dead = True
+        del fake.answers["/collective_rpc"]
+
+    fake.answers["/collective_rpc"] = die
+    update(policy)
+    engine.sync_weights(policy.weights, 1)
+    assert (engine.version, versions(sampled(engine, policy))) == (1, {1})
+    assert loaded(fake)[-1] == "v000001"
+
+
+def test_server_that_dies_before_every_group_ends_the_run(fake, engine, policy):
+    def die(_: Any) -> None:
+        fake.is_dead = True
+
+    fake.answers[GENERATE] = die
+    with pytest.raises(NoAnswerError, match="cannot be reached"):
+        sampled(engine, policy, 1)
+    assert engine.read()["recoveries"] == client.RESTARTS
+
+
+def test_attached_server_that_dies_ends_the_run(fake, policy):
+    engine = engine_of([VllmClient(fake.url)], policy)
+    engine.sync_weights(policy.weights, 0)
+    fake.is_dead = True
+    with pytest.raises(SamplerError, match="was not started by this run"):
+        sampled(engine, policy)
+    engine.weights.close([])
+
+
+def test_failure_of_a_healthy_server_ends_the_run(fake, engine, policy):
+    fake.answers[GENERATE] = lambda _: (500, {"error": "a bug"})
+    with pytest.raises(SamplerError, match=r"failed inside \(500\).*a bug"):
+        sampled(engine, policy)
+
+
+# Weight syncs
+
+
+def test_sync_loads_the_weights_in_the_servers_dtype_while_paused(fake, engine, policy):
+    update(policy)
+    engine.weights.dtype = torch.bfloat16
+    count = torch.tensor(2**20 + 1)
+    fake.calls.clear()
+    cost = engine.sync_weights({**policy.weights, "count": count}, 1)
+    paths = ["/pause?mode=keep", "/collective_rpc", "/update_weight_version", "/resume"]
+    assert [path for path, _ in fake.calls] == paths
+    (path,) = (Path(body["kwargs"]["weights_path"]) for body in fake.bodies("/collective_rpc"))
+    written = load_file(path / weights.FILE)
+    assert written.pop("count") == count
+    assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in policy.weights.items())
+    assert cost["sync_bytes"] == 8 + sum(2 * tensor.numel() for tensor in policy.weights.values())
+    assert [old.name for old in path.parent.iterdir()] == ["v000001"]
+    engine.close()
+    assert not path.parent.exists()
+
+
+def test_rejected_weights_leave_the_version_before_for_the_checkpoint(fake, engine, policy):
+    old = {name: tensor.clone() for name, tensor in policy.weights.items()}
+    fake.answers["/collective_rpc"] = lambda _: (500, {"error": "other shapes"})
+    update(policy)
+    with pytest.raises(SamplerError, match="other shapes"):
+        engine.sync_weights(policy.weights, 1)
+    version, kept = engine.served()
+    assert version == 0
+    assert all(torch.equal(kept[name], tensor) for name, tensor in old.items())
+
+
+class Slow:
+    """Generates once it is let go; `abort` ends what is in flight."""
+
+    def __init__(self, fake: FakeServer) -> None:
+        self.fake, self.go, self.aborted, self.started = fake, threading.Event(), threading.Event(), threading.Event()
+        fake.answers |= {GENERATE: self.generate, "/abort_requests": self.abort}
+
+    def generate(self, body: Any) -> Any:
+        self.started.set()
+        self.go.wait(20)
+        status, answer = self.fake.plain_answer(GENERATE, body)  # type: ignore[misc]
+        if self.aborted.is_set():
+            answer["choices"][0]["finish_reason"] = "abort"
+        return status, answer
+
+    def abort(self, _: Any) -> Any:
+        self.aborted.set()
+        self.go.set()
+        return 200, {}
+
+
+@pytest.mark.parametrize("in_flight", ["span", "regenerate"])
+def test_sync_continues_or_restarts_completions_in_flight(fake, policy, in_flight):
+    engine = engine_of([Ours(fake)], policy, in_flight, rows=2)
+    engine.sync_weights(policy.weights, 0)
+    slow = Slow(fake)
+    coming = engine.sample(requests_for(policy, 3), 2)
+    assert slow.started.wait(20)
+    resume = fake.plain_answer
+
+    def resumed(body: Any) -> Any:
+        slow.aborted.clear()
+        return resume("/resume", body)
+
+    fake.answers["/resume"] = resumed
+    update(policy)
+    engine.sync_weights(policy.weights, 1)
+    slow.go.set()
+    assert versions([c for _, group in coming for c in group.completions]) == {1}
+    assert engine.read()["regenerated"] == (in_flight == "regenerate")
+    assert ("/abort_requests" in [path for path, _ in fake.calls]) == (in_flight == "regenerate")
+    engine.close()
+
+
+def nccl(monkeypatch: pytest.MonkeyPatch, fakes: list[FakeServer], policy: Any, **calls: Any) -> tuple[Any, list[Any]]:
+    """A transfer by a fake NCCL to some servers, and what was sent."""
+    sent: list[Any] = []
+    doing = {
+        "unique_id": lambda: b"i" * 128,
+        "init_rank": lambda world, identity, rank: (world, identity, rank),
+        "all_reduce": lambda tensors, comms: None,
+        "broadcast": lambda tensors, root, comms: sent.append((tensors[0].shape, root, comms)),
+    } | calls
+    for name, value in doing.items():
+        monkeypatch.setattr(weights.nccl, name, value)
+    monkeypatch.setattr(weights, "_own_stream", lambda _: weights.suppress())
+    monkeypatch.setattr(weights.torch.cuda, "current_device", lambda: 0)
+    zeros = torch.zeros
+    monkeypatch.setattr(weights.torch, "zeros", lambda *size, **_: zeros(*size))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    transfer = weights.NcclTransfer(torch.float32)
+    manner = Manner("sample", 1.0, 4)
+    return VllmEngine([Ours(fake) for fake in fakes], transfer, policy.chat, manner), sent
+
+
+def test_nccl_announces_tensors_in_the_order_of_the_broadcast(monkeypatch, fake):
+    with FakeServer() as other:
+        engine, sent = nccl(monkeypatch, [fake, other], tiny_policy())
+        own = {"x": torch.ones(2, 3), "y": torch.zeros(4)}
+        for version in (6, 7):
+            engine.sync_weights(own, version)
+        met = [body["init_info"] for one in (fake, other) for body in one.bodies("/init_weight_transfer_engine")]
+        assert [info["rank_offset"] for info in met] == [1, 3]  # two workers each
+        assert {info["world_size"] for info in met} == {5}
+        assert {base64.b64decode(info["nccl_unique_id_b64"]) for info in met} == {b"i" * 128}
+        communicator = (5, b"i" * 128, 0)
+        assert sent == [(torch.Size([2, 3]), 0, [communicator]), (torch.Size([4]), 0, [communicator])] * 2
+        info = other.bodies("/update_weights")[0]["update_info"]
+        assert info == {"names": ["x", "y"], "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [4]]}
+        finished = other.bodies("/finish_weight_update")
+        assert [body["weight_version"].partition(":")[2] for body in finished] == ["6", "7"]
+        assert torch.equal(engine.served()[1]["x"], own["x"])
+        engine.close()
+
+
+@pytest.mark.parametrize("call", ["init_rank", "broadcast"])
+def test_stuck_nccl_call_ends_the_run(monkeypatch, fake, call):
+    monkeypatch.setattr(weights, "LOAD_TIMEOUT", 0.5)
+    engine, _ = nccl(monkeypatch, [fake], tiny_policy(), **{call: lambda *_, **__: threading.Event().wait()})
+    with pytest.raises(SamplerError, match=r"1 of 2 members did not finish within 0.5 s"):
+        engine.sync_weights({"x": torch.ones(2)}, 1)
+    engine.close()
+
+
+# LoRA adapters
+
+
+@pytest.fixture
+def lora() -> Any:
+    return tiny_policy(lora=LORA)
+
+
+def test_version_of_adapters_is_loaded_by_name_and_nothing_pauses(fake, lora):
+    engine = engine_of([Ours(fake)], lora, "span")
+    engine.sync_weights(lora.weights, 0)
+    first = label_of(engine)
+    with engine.weights.using() as label:  # a request in flight keeps its adapter
+        assert label == first
+        update(lora)
+        assert engine.sync_weights(lora.weights, 1)["seconds_paused"] == 0.0
+        assert [*fake.adapters] == [first, label_of(engine)]
+    assert (engine.version, versions(sampled(engine, lora))) == (1, {1})
+    update(lora)
+    engine.sync_weights(lora.weights, 2)
+    ((label, path),) = fake.adapters.items()
+    assert label == label_of(engine)
+    written = read_weights(Path(path))
+    assert all(torch.equal(written[name], tensor) for name, tensor in lora.weights.items())
+    assert not {"/pause?mode=keep", "/collective_rpc"} & {path for path, _ in fake.calls}
+    engine.close()
+    assert not fake.adapters
+
+
+def test_server_that_died_gets_the_adapter_again(fake, lora):
+    engine = engine_of([Ours(fake)], lora)
+    engine.sync_weights(lora.weights, 5)
+    fake.is_dead = True
+    assert versions(sampled(engine, lora)) == {5}
+    assert engine.version == 5
+    engine.close()
+
+
+# Evaluations
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_servers_get_their_version_back_after_an_evaluation(fake, engine, policy, fails):
+    """Also inside, a checkpoint gets the weights that the run samples with."""
+    old = {name: tensor.clone() for name, tensor in policy.weights.items()}
+    update(policy)
+    try:
+        with engine.lent(policy.weights, 1, back=True):
+            assert engine.version == 1
+            assert engine.served()[0] == 0
+            if fails:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert fails
+    assert loaded(fake) == ["v000000", "v000001", "v000000"]
+    assert engine.version == 0
+    version, kept = engine.served()
+    assert version == 0
+    assert all(torch.equal(kept[name], tensor) for name, tensor in old.items())
+
+
+def test_evaluation_loads_nothing_it_does_not_need(fake, engine, policy):
+    with engine.lent(policy.weights, 0, back=True):
+        pass
+    update(policy)
+    with engine.lent(policy.weights, 1, back=False):
+        pass
+    assert loaded(fake) == ["v000000", "v000001"]
+    assert engine.version == 1
+
+
+def test_evaluation_has_its_own_temperature_limit_and_seeds(fake, engine, policy):
+    sampled(engine, policy)
+    evaluator = VllmEvaluator(engine)
+    for purpose in ("evaluate", "evaluate other"):
+        evaluator.adopt(Manner(purpose, 0.5, 3))
+        assert len(list(evaluator.sample(requests_for(policy, 2), 3))) == 2
+    given = [body["sampling_params"] for body in fake.bodies(GENERATE)]
+    assert [(p["n"], p["temperature"], p["max_tokens"]) for p in given] == [(2, 1.0, 12)] * 2 + [(3, 0.5, 3)] * 4
+    assert len({p["seed"] for p in given}) == 6
+
+
+# Several turns
+
+
+class Syncing(talkers.Here):
+    """New weights come with every reply."""
+
+    sync: Any = None
+
+    def result(self, job: Any) -> Any:
+        self.sync()
+        return super().result(job)
+
+
+def converse(fake: FakeServer, G: int = 2, end: str = "stop", syncing: bool = False, **limits: int) -> Any:
+    """A group by a server that says "ab" and ends its turn, and the policy. `end` is how later turns end."""
+    policy = talking(torch.float32)
+    of, count = episodes(policy, **limits), iter(range(100))
+    engine = engine_of([Ours(fake)], policy, "span", of.limits.sampled)
+    engine.episodes = of
+    engine.sync_weights(policy.weights, 4)
+    if syncing:
+        environments: Any = of.environments
+        environments.__class__ = Syncing
+        environments.sync = lambda: engine.sync_weights(policy.weights, engine.version + 1)
+
+    def generate(body: Any) -> Any:
+        params, later = body["sampling_params"], next(count) > 0
+        tokens = (13, 14, 1)[: params["max_tokens"]]
+        made = [choice(fake.label, g, tokens, (0.0, -0.5, -1.0), end if later else "stop") for g in range(params["n"])]
+        return 200, {"choices": made}
+
+    fake.answers[GENERATE] = generate
+    ((_, group),) = engine.sample(ask(policy, 1), G)
+    engine.close()
+    return group, policy.chat
+
+
+def test_each_turn_is_a_request_with_everything_so_far(fake):
+    group, chat = converse(fake)
+    first, *later = fake.bodies(GENERATE)
+    assert first["token_ids"] == list(group.prompt.token_ids)
+    assert [body["sampling_params"]["n"] for body in (first, *later)] == [2, 1, 1, 1, 1]
+    assert len({body["sampling_params"]["seed"] for body in (first, *later)}) == 5
+    for c in group.completions:
+        assert (c.finished, c.outcome.reason, c.turns[::2]) == (True, "after 3 turns", ("ab", "ab", "ab"))
+        ids = [*group.prompt.token_ids, *c.token_ids.tolist()]
+        assert any(body["token_ids"] == ids[:-3] for body in later)
+        assert (chat.decode(c.token_ids.tolist()), c.length) == (c.text, 9)
+        assert c.logp_alpha[c.sampled].tolist() == [0.0, -0.5, -1.0] * 3
+
+
+def test_turns_have_the_versions_that_sampled_them(fake):
+    (c,) = converse(fake, G=1, syncing=True)[0].completions
+    assert c.versions[c.sampled].tolist() == [4, 4, 4, 5, 5, 5, 6, 6, 6]
+
+
+def test_token_limit_holds_over_all_turns(fake):
+    (c,) = converse(fake, G=1, sampled=8)[0].completions
+    assert [body["sampling_params"]["max_tokens"] for body in fake.bodies(GENERATE)] == [8, 5, 2]
+    assert (c.length, c.finished) == (8, False)
+
+
+def test_unusable_turn_fails_the_completion(fake):
+    (c,) = converse(fake, G=1, end="error")[0].completions
+    assert (c.outcome.kind, c.outcome.reason) == ("failed", "the server ended it with 'error' after 3 tokens")
+
+
+# Attaching, starting, serving
+
+
+def settings(root: Path, **sections: Any) -> Settings:
+    model = save_tiny(root / "model", tie_word_embeddings=True)
+    return Settings.model_validate(tiny_settings(model, root, **{"sampling": {"sampler": "vllm"}} | sections))
+
+
+def test_server_of_lagrpo_serve_reloads_its_head(fake, tmp_path):
+    fake.config |= {"device_config": {"device": "cpu"}, "parallel_config": {"worker_extension_cls": EXTENSION}}
+    (found,) = open_servers(settings(tmp_path, vllm={"urls": [fake.url]}))
+    assert found.reload_method == "reload_with_head"
+
+
+@pytest.mark.parametrize(
+    ("sections", "config", "root", "message"),
+    [
+        ({"sampling": {"sampler": "vllm", "max_tokens": 2000}}, {}, "m", "at most 1000 tokens"),
+        ({}, {}, "other", "serves another model than model.path .num_hidden_layers 3"),
+        ({}, {"device_config": {"device": "cpu"}}, "m", "on a CPU start it with `lagrpo serve`"),
+        ({"model": {"lora": {"r": 20}}}, {"lora_config": {"max_lora_rank": 16}}, "m", "no adapters of rank 20"),
+    ],
+)
+def test_unfit_server_is_rejected_before_a_model_loads(fake, tmp_path, sections, config, root, message):
+    other = save_tiny(tmp_path / "other", num_hidden_layers=3)
+    card = {"id": "m", "root": str(other) if root == "other" else "m", "max_model_len": 1000}
+    fake.answers["/v1/models"] = lambda _: (200, {"data": [card]})
+    fake.config |= config
+    with pytest.raises(SettingsError, match=message):
+        open_servers(settings(tmp_path, vllm={"urls": [fake.url]}, **sections))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"vllm": {"urls": ["localhost:8000"]}, "sampling": {"sampler": "vllm"}}, "is no URL"),
+        ({"vllm": {"urls": ["http://a", "http://a"]}, "sampling": {"sampler": "vllm"}}, "there twice"),
+        ({"vllm": {"urls": ["http://a"], "gpus": [1]}, "sampling": {"sampler": "vllm"}}, "that the run starts"),
+        ({"vllm": {"in_flight": "span"}}, "sampling.sampler is 'local'"),
+        ({"sampling": {"sampler": "vllm", "temperature": 2.5}}, "vLLM takes at most 2"),
+    ],
+)
+def test_contradictory_settings_are_rejected(sections, message):
+    with pytest.raises(ValueError, match=message):
+        Settings.model_validate(sections)
+
+
+def test_launch_sets_what_a_run_relies_on(monkeypatch):
+    launch = Launch("python", "model", "float32", 300, 7, "nccl", ("--seed", "3"), lora_rank=20, gpus=(1, 2))
+    command, environment = " ".join(launch.command(8000)), launch.environment("s3cret")
+    for words in (
+        *("--logprobs-mode processed_logprobs", "--generation-config vllm", "--enable-scale-out"),
+        *("--host 127.0.0.1", "--max-model-len 300", '--weight-transfer-config {"backend": "nccl"}'),
+        "--max-lora-rank 32",
+    ):
+        assert words in command
+    assert command.endswith("--seed 3")
+    assert "s3cret" not in command
+    assert (environment["VLLM_API_KEY"], environment["CUDA_VISIBLE_DEVICES"]) == ("s3cret", "1,2")
+    monkeypatch.setenv(server.PYTHON, "/nosuch")
+    with pytest.raises(ValueError, match="no Python with vLLM at /nosuch: `make vllm-env`"):
+        find_python()
+
+
+def test_server_ends_when_its_guard_is_left_alone():
+    serving = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    guard = Popen([sys.executable, "-c", GUARD, sys.executable, "-c", serving], stdin=PIPE, stdout=PIPE)
+    assert guard.stdin is not None
+    assert guard.stdout is not None
+    assert int(guard.stdout.readline()) != guard.pid
+    guard.stdin.close()  # as when the run is killed
+    assert select.select([guard.stdout], [], [], 20)[0]
+    assert guard.stdout.read() == b""
+    assert guard.wait(20) == 0
+
+
+@pytest.mark.parametrize("own", [None, "a key of the user's"])
+def test_serve_prints_how_to_attach_and_becomes_the_server(monkeypatch, capsys, own):
+    became: list[Any] = []
+    monkeypatch.setattr(server.os, "execvpe", lambda *words: became.append(words))
+    monkeypatch.setenv(server.PYTHON, sys.executable)
+    monkeypatch.setattr(server, "resolve_model", str)
+    if own:
+        monkeypatch.setenv(KEY, own)
+    server.serve(ServeSettings("smollm2", port=8123, weight_sync="nccl", lora_rank=8, options=("--seed 3",)))
+    ((python, command, environment),) = became
+    said = capsys.readouterr().out
+    given = "--model smollm2 --sampling.sampler vllm --vllm.urls http://127.0.0.1:8123 --vllm.weight_sync nccl"
+    assert f"  lagrpo train … {given} --model.lora.r 8\n" in said
+    assert (python, command[0], command[-2:]) == (sys.executable, sys.executable, ["--seed", "3"])
+    key = environment["VLLM_API_KEY"]
+    assert key == own if own else f"  export {KEY}={key}\n" in said
+    assert (own or "") in ("", key)
+    assert own is None or own not in said
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": "smollm2", "host": "0.0.0.0"}, "other machines can reach 0.0.0.0: set LAGRPO_VLLM_API_KEY"),
+        ({"model": "./nosuch"}, "model directory './nosuch' does not exist"),
+        ({"model": "smollm2", "options": ("--api_key=x",)}, "'--api_key' holds a secret"),
+    ],
+)
+def test_serve_rejects_what_cannot_be_served(monkeypatch, given, message):
+    monkeypatch.setattr(server.os, "execvpe", lambda *_: pytest.fail("a server was started"))
+    monkeypatch.setenv(server.PYTHON, sys.executable)
+    with pytest.raises(SettingsError, match=message):
+        server.serve(ServeSettings(**given))
+
+
+def test_run_together_raises_the_first_failure_without_waiting():
+    def fail() -> None:
+        raise AbortedError("first")
+
+    assert client.run_together([lambda: 1, lambda: 2]) == [1, 2]
+    with pytest.raises(AbortedError, match="first"):
+        client.run_together([threading.Event().wait, fail])
