@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ HOSTILE = (
     "<script>window.planted = 1</script></script><img src=x onerror='window.planted = 2'> & &lt;b&gt; "
     "\u2028\u2029 \u202eright to left\u202c \u2066isolate\u2069 <!-- ]]> '\"` ${window.planted = 3} \x1b[31m \x00"
 )
-LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
 
 
 def make_run(root: Path, name: str = "made", /, **sections: dict[str, Any]) -> Run:
@@ -113,26 +110,3 @@ def evaluate(run: Run, name: str, batch: int, rewards: dict[int, list[float]]) -
     summary = {"batch": batch, "prompts": len(records), "samples": 2, "reward_mean": mean, "without_reward": 0}
     summary |= {"pass_at_1": mean, "pass_at_1_low": max(0, mean - 0.2), "pass_at_1_high": min(1, mean + 0.2)}
     run.record_evaluation(name, summary | {"pass_at_2": 1.0}, records)
-
-
-def fill_large(run: Run, batches: int, prompts: int, G: int, tokens: int, seed: int = 0) -> Run:
-    """Metrics and rollouts with random texts of `tokens` tokens and log-probs as models have them."""
-    draws = random.Random(seed)
-    for batch in range(1, batches + 1):
-        run.record(metrics(batch, stage=1))
-        rows = []
-        for key in range(prompts):
-            for n in range(G):
-                text = "".join(draws.choices(LETTERS, k=tokens))
-                logp = [
-                    -draws.expovariate(1.0) if draws.random() < 0.4 else -math.exp(-9 * draws.random()) for _ in text
-                ]
-                place = {
-                    "batch": batch,
-                    "pi_k_version": batch - 1,
-                    "prompt_key": key + prompts * batch,
-                    "completion": n,
-                }
-                rows.append(row(text, float(draws.random() < 0.5), **place, logp_alpha=logp))
-        run.record_rollouts(batch, rows)
-    return run

@@ -227,7 +227,6 @@ def test_a_group_is_judged_side_by_side_and_failures_are_unscored_with_their_rea
         ({"url": "http://x/v1", "model": "m", "scale": [0, math.inf]}, "are finite numbers"),
         ({"url": "http://x/v1#token=planted", "model": "m"}, "a query or a fragment"),
         ({"url": "http://x/v1\n", "model": "m"}, "has white space in it"),
-        ({"url": "http://x/v1", "model": "m", "body": {"api_key": "planted"}}, "options.body.api_key would be on the"),
         ({"url": "http://x/v1", "model": "m", "api_key_env": "JUDGE"}, "has KEY, TOKEN or SECRET as a word"),
         ({"url": "http://x/v1", "model": "m", "retrys": 2}, "Did you mean 'retries'"),
     ],
@@ -253,7 +252,7 @@ def test_a_run_with_a_judge_replays_without_asking_it_again(server, tmp_path):
     assert {row["reward_judge"] for row in rows} == {0.8}
     assert all(row["reward"] == pytest.approx(row["reward_letters"] + 0.4) for row in rows)
     before = len(server.asked)
-    report = verify_run(result.run, everything=True)
+    report = verify_run(result.run, None)
     assert report.differences == []
     assert len(server.asked) == before
     assert any("a server gave them" in str(skipped) for skipped in report.skipped)

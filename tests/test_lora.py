@@ -322,7 +322,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(whole, tmp_path, batch)
 
 @pytest.mark.usefixtures("shared_templates")
 def test_a_run_of_adapters_is_replayed(whole):
-    report = verify_run(whole.run, rows=24)
+    report = verify_run(whole.run, 24)
     assert not report.differences
 
 

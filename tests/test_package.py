@@ -61,7 +61,5 @@ def test_the_demo_is_the_training_of_its_settings(tmp_path, monkeypatch):
 
 def test_the_demo_takes_no_settings_file():
     code, _, err = lagrpo("demo", "a.toml")
-    assert (code, err) == (
-        2,
-        "lagrpo: demo has settings of its own: lagrpo train a.toml, or lagrpo demo --section.name VALUE\n",
-    )
+    assert code == 2
+    assert "lagrpo train a.toml" in err

@@ -23,8 +23,7 @@ from lagrpo.rollout.prefetch import Prefetcher
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import load_events, load_metrics
 from lagrpo.runs.checkpoints import CheckpointError, Checkpoints
-from lagrpo.runs.directory import Run
-from lagrpo.runs.lock import RunLockedError, locked
+from lagrpo.runs.directory import Run, RunLockedError, locked
 from lagrpo.runs.state import Loop
 from lagrpo.settings.toml import load_settings
 from lagrpo.training import resume as training_resume
@@ -257,7 +256,7 @@ def test_a_second_process_is_refused_while_one_writes(run):
 
 def test_records_that_are_gone_are_missed(run):
     (run / "metrics.jsonl").write_text("")
-    with pytest.raises(SettingsError, match=r"metrics.jsonl has 0 bytes, but the checkpoint was made after \d+"):
+    with pytest.raises(SettingsError, match=r"metrics.jsonl is not as it was when the checkpoint was made"):
         go_on(run)
 
 
@@ -515,20 +514,22 @@ def without_counts(run: Path) -> None:
 RECORDS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a damaged byte in metrics": (damage_metrics, r"metrics.jsonl, line 1: this is not JSON"),
     "metrics without what is counted": (without_counts, r"line 1: completions is None, not a number"),
-    "an environment that is a list": (lambda r: (r / "environment.json").write_text("[]"), r"it holds a list"),
-    "packages that are a list": (lambda r: (r / "environment.json").write_text('{"packages": [1]}'), r"packages is a"),
+    "an environment that is a list": (
+        lambda r: (r / "environment.json").write_text("[]"),
+        r"environment.json is damaged",
+    ),
     "an evaluation that is a list": (lambda r: (r / "evaluations" / "x.json").write_text("[]"), r"x.json: this is a l"),
     "an evaluation without a name": (
         lambda r: (r / "evaluations" / "x.json").write_text('{"batch": 1}'),
-        r"no summary",
+        r"is not the summary",
     ),
     "an evaluation of another name": (
         lambda r: (r / "evaluations" / "x.json").write_text('{"batch": 1, "name": "../../y"}'),
-        r"x.json is the summary of another evaluation",
+        r"x.json is not the summary",
     ),
     "an evaluation of a batch that is text": (
         lambda r: (r / "evaluations" / "x.json").write_text('{"batch": "1", "name": "x"}'),
-        r"x.json is no summary",
+        r"x.json is not the summary",
     ),
     "a damaged table of an evaluation": (
         lambda r: (r / "evaluations" / "before.parquet").write_text("x"),
@@ -643,7 +644,7 @@ def test_checkpoints_of_another_run_are_none_of_this_one(run, begin, monkeypatch
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
 def test_records_are_never_cut_in_the_middle_of_a_line(run, monkeypatch, name):
     edit_state(run, lambda state: state["lengths"].update({name: state["lengths"][name] - 3}))
-    assert f"{name} has no end of a line after" in refused(run, monkeypatch)
+    assert f"{name} is not as it was when the checkpoint was made" in refused(run, monkeypatch)
 
 
 def test_a_checkpoint_that_does_not_belong_to_the_last_line_of_metrics_is_refused(run, monkeypatch):
@@ -712,14 +713,6 @@ def test_a_link_inside_a_run_is_removed_and_not_what_it_points_to(run, name):
     assert go_on(run, schedule={"stages": 2}, run={"keep_checkpoints": 1, "checkpoint_every": 1}).batches == 6
     assert before == contents(place)
     assert not (run / name).is_symlink()
-
-
-@pytest.mark.parametrize("name", ["weights", "checkpoints", "rollouts", "metrics.jsonl", ".lock-holder.json"])
-def test_a_run_that_would_write_outside_of_its_directory_is_refused(run, monkeypatch, name):
-    (run / ".lock-holder.json").write_text("mine")
-    place = outside(run, name)
-    assert f"{run / name} is a symbolic link" in refused(run, monkeypatch, schedule={"stages": 2})
-    assert place.exists()
 
 
 def test_a_link_under_a_temporary_name_is_removed_alone(run, tmp_path):

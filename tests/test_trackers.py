@@ -170,14 +170,13 @@ def test_a_package_that_raises_is_disabled_with_one_warning(begin, install, capl
     assert "SystemExit: no answer from https://***@host" in said
 
 
-def test_no_secret_reaches_a_tracker(install, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "planted-hf-token")
+def test_no_secret_reaches_a_tracker(install, tmp_path):
     package, trackers = install("trackio"), Trackers(["trackio"], 8)
-    settings = {"task": {"data": "https://me:planted@host/?token=planted"}, "paths": [Path("planted-hf-token"), 3]}
+    settings = {"task": {"data": "https://me:planted@host/?token=planted"}, "paths": [Path("key=planted"), 3]}
     trackers.open(tmp_path, settings, {"id": "0", "command": "train --key planted"}, None)
-    trackers.batch(SimpleNamespace(b=1), {"loss": None}, [{"text": "a planted-hf-token", "reason": "planted-hf-token"}])
-    assert package.named("init")[0][1]["config"]["paths"] == ["***", 3]
-    assert "a ***" in str(package.named("log")[-1])
+    trackers.batch(SimpleNamespace(b=1), {"loss": None}, [{"text": "a key=planted", "reason": "token=planted"}])
+    assert package.named("init")[0][1]["config"]["paths"] == ["key=***", 3]
+    assert "a key=***" in str(package.named("log")[-1])
     assert "planted" not in str(package.calls)
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import re
 import threading
 
 import pytest
 from browser import Browser
-from made_runs import HOSTILE, fill, fill_large, group, make_run, metrics, save_tokenizer
+from made_runs import fill, group, make_run, metrics, save_tokenizer
 from test_view import hostile_run
 
-from lagrpo.view.command import view
 from lagrpo.view.data import collect
-from lagrpo.view.serve import Server, Source
+from lagrpo.view.serve import Server, Source, view
 
 pytestmark = pytest.mark.browser
 
@@ -64,7 +61,7 @@ def tab(page, name: str) -> None:
 # Trend
 
 
-def test_the_trend_shows_any_metric_and_a_click_opens_the_batch(opened, run):
+def test_click_on_the_trend_opens_the_batch(opened, run):
     page = opened(run)
     assert "made" in page.text("header")
     assert "batch 4 of 4" in page.text("header")
@@ -79,27 +76,6 @@ def test_the_trend_shows_any_metric_and_a_click_opens_the_batch(opened, run):
     x, y, width, height = (page.js(f"{corner}.{side}") for side in ("x", "y", "width", "height"))
     page.click_at(x + width * 0.66, y + height / 2)
     assert page.text(".summary").startswith("batch 3, stage 2, π_k is version 2")
-
-
-def test_small_charts_choose_the_metric_and_say_what_is_odd(opened, run):
-    page = opened(run)
-    names = [text.split()[0] for text in page.texts(".small")]
-    assert "reward_mean" in names
-    assert "entropy" not in names
-    assert "most groups have equal rewards" in page.texts(".small")[names.index("zero_variance_share")]
-    page.click(".small", names.index("tokens_mean"))
-    assert page.js("document.querySelector('select[aria-label=metric]').value") == "tokens_mean"
-
-
-def test_events_are_listed_and_open_their_batch(opened, run):
-    page = opened(run)
-    events = page.texts(".events li")
-    assert any("WARNING: something is odd" in text for text in events)
-    assert not any("weight sync" in text for text in events)
-    page.click(".trend > .check input")
-    assert any("weight sync: version 2 (schedule)" in text for text in page.texts(".events li"))
-    page.click(".events .warning button")
-    assert page.text(".summary").startswith("batch 2")
 
 
 def test_runs_are_laid_over_each_other_and_hidden_by_a_click(opened, tmp_path, run):
@@ -118,12 +94,6 @@ def test_runs_are_laid_over_each_other_and_hidden_by_a_click(opened, tmp_path, r
     assert "batch 6" in page.text("main")
 
 
-def test_evaluations_are_a_metric_with_intervals(opened, run):
-    page = opened(run, address="#metric=pass_at_1")
-    assert "95 % intervals" in page.text(".bar")
-    assert page.js("document.querySelectorAll('.chart canvas').length") == 1
-
-
 # Rollouts
 
 
@@ -137,7 +107,7 @@ def test_groups_are_sorted_by_spread_and_marked(opened, run):
     assert [key_of(text) for text in page.texts(".row")] == ["2", "1", "3"]
 
 
-def test_a_group_shows_its_completions_side_by_side(opened, run):
+def test_group_shows_its_completions_side_by_side(opened, run):
     page = opened(run, address="#tab=rollouts")
     page.click(".row", 1)
     assert "Question 3: what is 3 + 3?" in page.text(".prompt-text")
@@ -186,12 +156,8 @@ def test_tokens_are_colored_and_tell_their_numbers(opened, run):
     [
         ({"outcome": "wrong"}, "3 groups · 7 matching completions"),
         ({"outcome": "unscored"}, "1 group · 1 matching completion"),
-        ({"outcome": "cut"}, "1 group · 1 matching completion"),
         ({"reward_low": "0.5"}, "2 groups · 4 matching completions"),
-        ({"tokens_low": "14"}, "0 groups · 0 matching completions"),
         ({"lag_high": "0"}, "0 groups · 0 matching completions"),
-        ({"q": "answer 1 of 2"}, "1 group · 1 matching completion"),
-        ({"q": "NO NUMBER"}, "1 group · 1 matching completion"),
         ({"q": "question 3", "outcome": "right"}, "1 group · 2 matching completions"),
     ],
 )
@@ -208,17 +174,6 @@ def test_completions_are_filtered(opened, run, fields, matches):
     assert ("No completion passes this filter." in page.text(".pane")) == matches.startswith("0")
     page.js("[...document.querySelectorAll('button')].find((node) => node.innerText === 'clear').click()")
     assert page.text(".summary").endswith("3 groups")
-
-
-def test_batches_are_stepped_through_and_all_of_them_searched(opened, run):
-    page = opened(run, address="#tab=rollouts")
-    page.click("button[title^='batch before']")
-    assert page.text(".summary").startswith("batch 3")
-    page.choose("batch", "1")
-    assert page.text(".summary").startswith("batch 1")
-    page.choose("batch", "all")
-    assert "12 groups" in page.text(".summary")
-    assert "batch 1 · #1" in page.text(".list")
 
 
 # Keys, address, theme
@@ -260,7 +215,7 @@ def test_keys_lead_everywhere(opened, run):
     assert "schedule.v" in page.text("main")
 
 
-def test_the_address_holds_the_place(opened, run):
+def test_address_holds_the_place(opened, run):
     page = opened(run, address="#tab=rollouts")
     page.choose("batch", "2")
     page.key("j")
@@ -276,23 +231,11 @@ def test_the_address_holds_the_place(opened, run):
 @pytest.mark.parametrize(
     "address", ["#tab=__proto__&sort=constructor&batch=x&run=99&completion=1e9", "#%", "#group=1:2&run=-1&before=77"]
 )
-def test_an_odd_address_does_no_harm(opened, run, address):
+def test_odd_address_does_no_harm(opened, run, address):
     page = opened(run, address=address)
     for name in ("rollouts", "evaluations", "settings", "trend"):
         tab(page, name)
         assert len(page.text("main")) > 100
-
-
-def test_light_and_dark(opened, run):
-    background = "getComputedStyle(document.body).backgroundColor"
-    page = opened(run)
-    assert page.js(background) == "rgb(246, 247, 249)"
-    page.key("t")
-    assert page.js(background) == "rgb(20, 23, 27)"
-    dark = opened(run, dark=True)
-    assert dark.js(background) == "rgb(20, 23, 27)"
-    dark.click(".tools button")
-    assert dark.js(background) == "rgb(246, 247, 249)"
 
 
 # Evaluations and settings
@@ -333,7 +276,7 @@ def test_settings_have_values_defaults_and_meanings(opened, tmp_path, run):
 # Runs that are not whole, and large ones
 
 
-def test_a_run_without_anything_says_so(opened, tmp_path):
+def test_run_without_anything_says_so(opened, tmp_path):
     page = opened(make_run(tmp_path))
     notes = page.text(".notes")
     assert "There are no metrics yet" in notes
@@ -350,32 +293,10 @@ def test_a_run_without_anything_says_so(opened, tmp_path):
     assert "schedule.v" in page.text("main")
 
 
-def test_what_was_left_out_is_said(opened, run):
-    page = opened(run, completions=12, address="#tab=rollouts")
-    assert "This page holds 12 of 48 completions, whole groups from 1 of 4 batches" in page.text(".notes")
-
-
-def test_ten_thousand_completions_are_shown_without_lag(opened, tmp_path):
-    run = fill_large(make_run(tmp_path), batches=20, prompts=50, G=10, tokens=24)
-    page = opened(run, address="#tab=rollouts&batch=all")
-    assert page.js("document.querySelectorAll('.row').length") < 60
-    assert "1,000 groups" in page.text(".summary")
-    took = "(() => { const start = performance.now(); %s; return performance.now() - start; })()"
-    field = "(f => { f.value = 'zq'; f.dispatchEvent(new Event('input')); })(document.querySelector('input[name=q]'))"
-    page.js(took % field)
-    page.wait("document.querySelector('.summary').innerText.includes('matching')")
-    press = "document.dispatchEvent(new KeyboardEvent('keydown', {key: 'j'}))"
-    times = sorted(page.js(took % press) for _ in range(9))
-    assert times[4] < 250, f"milliseconds of a key with 10,000 completions: {times}"
-    page.js("document.querySelector('.list').scrollTop = 1e6")
-    page.settle()
-    assert "matching" in page.text(".summary")
-
-
 # Texts of strangers
 
 
-def test_nothing_that_stands_in_a_run_runs(opened, tmp_path):
+def test_text_of_a_run_never_runs(opened, tmp_path):
     run = hostile_run(tmp_path)
     for name, selector in (
         ("trend", ".events"),
@@ -392,16 +313,7 @@ def test_nothing_that_stands_in_a_run_runs(opened, tmp_path):
     assert page.js("document.title") == "a<b>&'\"<script> · lagrpo view"
 
 
-def test_texts_arrive_as_they_are(opened, tmp_path):
-    page = opened(hostile_run(tmp_path), address="#tab=rollouts&color=none")
-    page.choose("sort", "order")
-    page.click(".row", 1)
-    shown = page.js("document.querySelector('.card .strip').textContent")
-    undone = re.sub(r"⟨U\+([0-9A-F]{4})⟩", lambda code: chr(int(code[1], 16)), shown)
-    assert undone.replace("␛", "\x1b").replace("␀", "\x00") == HOSTILE
-
-
-def test_a_policy_stops_a_script_that_asks_the_network(opened, run):
+def test_policy_stops_a_script_that_asks_the_network(opened, run):
     page = opened(run)
     refused = "fetch('https://example.com/').then(() => 'reached', () => 'refused')"
     assert page.js(refused) == "refused"
@@ -410,20 +322,10 @@ def test_a_policy_stops_a_script_that_asks_the_network(opened, run):
     page._browser.take_events()  # the browser says so on its console
 
 
-def test_a_damaged_page_says_so(browser, run, tmp_path):
-    file = view([run.path], tmp_path / "page.html")
-    text = file.read_text()
-    file.write_text(re.sub(r'(id="data">)[^<]{40}', r"\1" + base64.b64encode(b"x" * 30).decode(), text))
-    page = browser.open("data:text/html,<header>")
-    page.call("Page.navigate", url=file.as_uri())
-    page.wait("document.body?.innerText.includes('This page is damaged')")
-    page.close()
-
-
 # The server
 
 
-def test_a_served_page_follows_its_run_and_keeps_the_place(browser, run):
+def test_served_page_follows_its_run_and_keeps_its_place(browser, run):
     server = Server(Source([run.path], lambda: collect([run.path], 1000)))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

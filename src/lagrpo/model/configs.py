@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lagrpo import hub
 from lagrpo.errors import visible
 from lagrpo.untrusted import read_text
 
@@ -58,7 +57,6 @@ def file_of(path: str, name: str, needed: bool = False) -> Path | None:
     none. Raises OSError where there is no such model, the hub cannot be reached, or a needed file is missing."""
     from transformers.utils.hub import cached_file
 
-    hub.limit_waits()
     found = cached_file(path, name, _raise_exceptions_for_missing_entries=needed)
     return Path(found) if found is not None else None
 

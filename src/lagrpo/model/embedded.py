@@ -31,7 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lagrpo import hub, logs
+from lagrpo import logs
 from lagrpo.cache import cache_directory
 from lagrpo.errors import find_nearest, one_line
 
@@ -81,8 +81,7 @@ def check_path(path_or_alias: str) -> None:
     if not path.is_dir() and not _HUB_ID.fullmatch(path_or_alias):
         raise ValueError(f"there is no directory {path_or_alias!r} (seen from {Path.cwd()}), and it is no hub id")
     if not path.is_dir():
-        asking = "%s is no directory here: asking the Hugging Face hub and its cache for it (%s)"
-        logger.info(asking, path_or_alias, hub.describe_waits())
+        logger.info("%s is not a directory here: asking the Hugging Face hub and its cache for it", path_or_alias)
 
 
 def find_gguf() -> Path:

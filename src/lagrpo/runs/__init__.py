@@ -1,10 +1,4 @@
-"""What a run leaves on disk, and how it is read again. The layout and the schemas: docs/metrics.md.
-
-files.py     atomic writes, JSON without NaN               environment.py  versions, machine, git commit, command line
-directory.py Run: the directory and what is put into it    reading.py      metrics, rollouts and evaluations of a run
-rollouts.py  one row per completion, as Parquet            plots.py        the reward curve
-checkpoints.py  state.py  what a run goes on from          lock.py         one process writes into a run
-"""
+"""What a run leaves on disk, and how it is read again. The layout and the schemas: docs/metrics.md."""
 
 from __future__ import annotations
 

@@ -6,27 +6,32 @@
         events.jsonl                    weight syncs and why, warnings
         rollouts/step-000120.parquet    one row per completion
         evaluations/NAME.json, .parquet the summary, and one row per prompt
-        weights/final, weights/v000120  Hugging Face model directories; weights/best, where the run asks for it
+        weights/final, weights/v000120  Hugging Face model directories; weights/best, if the run asks for it
 
-Files are the store: nothing else holds a run's state, and every file but the .jsonl appears whole, by a rename.
+Nothing but these files holds a run's state. Every file but the .jsonl appears whole, by a rename.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import numbers
 import os
+import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from lagrpo.runs.environment import write_environment
 from lagrpo.runs.files import (
     TEMPORARY,
     append_line,
+    naming,
     to_json,
     write_atomically,
     write_directory_atomically,
@@ -34,12 +39,16 @@ from lagrpo.runs.files import (
 )
 from lagrpo.runs.rollouts import reward_columns, rollout_schema
 
-BEST = "evaluation.json"  # in weights/best: what was found of it
-LONGEST = 200  # bytes of a name; with what is put around it for a moment, file systems take 255
+BEST = "evaluation.json"  # in weights/best: which result made it the best
+LOCK, HOLDER = ".lock", ".lock-holder.json"
 
 
 class RunExistsError(FileExistsError):
     """The directory of a new run already has something in it."""
+
+
+class RunLockedError(RuntimeError):
+    """Another process is writing into the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +85,14 @@ class Run:
 
     def record(self, metrics: Mapping[str, float | None]) -> None:
         """Append the metrics of one batch to metrics.jsonl, flushed. NaN and infinities become null. Raises TypeError
-        naming the key of a value that is no number: such a value belongs to `record_event`."""
+        for a value that is not a number: it belongs to `record_event`."""
         for key, value in metrics.items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
                 raise TypeError(f"metrics.jsonl holds numbers and nulls, but {key} is {value!r}")
         append_line(self.metrics, to_json(metrics))
 
     def record_event(self, event: str, batch: int, **facts: Any) -> None:
-        """Append an event to events.jsonl: its name, its batch and facts that no number says."""
+        """Append an event to events.jsonl: its name, its batch, and facts about it."""
         append_line(self.events, to_json({"event": event, "batch": batch, **facts}))
 
     def record_rollouts(self, batch: int, rows: Sequence[Mapping[str, Any]]) -> Path:
@@ -92,23 +101,19 @@ class Run:
         return write_table(self.path / "rollouts" / f"step-{batch:06d}.parquet", rows, schema)
 
     def record_evaluation(self, name: str, summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Path:
-        """Write evaluations/NAME.parquet, one row per prompt, then evaluations/NAME.json. For the reward curve the
-        summary has `batch` (0 before the first), `pass_at_1`, `pass_at_1_low` and `pass_at_1_high`. Raises ValueError
-        for a name that is no name of a file."""
-        check_name("evaluation", name)
+        """Write evaluations/NAME.parquet, one row per prompt, then evaluations/NAME.json. The reward curve reads
+        `batch`, `pass_at_1`, `pass_at_1_low` and `pass_at_1_high` from the summary."""
         folder = self.path / "evaluations"
         write_table(folder / f"{name}.parquet", records)
         return write_atomically(folder / f"{name}.json", to_json({"name": name, **summary}) + "\n")
 
     def record_weights(self, write: Callable[[Path], None], version: int | None = None) -> Path:
-        """Have `write` fill a directory with a Hugging Face model, and put it at weights/final, or weights/v000120 for
-        a version, in place of what was there."""
+        """Have `write` fill weights/final with a Hugging Face model, or weights/v000120 for a version."""
         name = "final" if version is None else f"v{version:06d}"
         return write_directory_atomically(self.path / "weights" / name, write)
 
     def record_best(self, write: Callable[[Path], None], found: Mapping[str, Any]) -> Path:
-        """Likewise weights/best, with what was found of it, and after which `batch`, in evaluation.json; and an event
-        that says so."""
+        """Likewise weights/best, with evaluation.json, which says why; and an event."""
 
         def fill(folder: Path) -> None:
             write(folder)
@@ -127,8 +132,7 @@ def default_name(settings: Mapping[str, Any], now: datetime.datetime | None = No
     'arithmetic-grpo-v10-i1-20261120-054512'
     """
     chosen = (settings.get(section, {}).get(key) for section, key in (("task", "name"), ("objective", "recipe")))
-    names = ((name or "").rpartition(":")[2] for name in chosen)  # package.module:function is called by its function
-    parts = [plain_name(name) for name in names]
+    parts = [plain_name((name or "").rpartition(":")[2]) for name in chosen]  # package.module:function: the function
     schedule = settings.get("schedule", {})
     parts += [f"{knob}{schedule[knob]}" for knob in ("v", "i") if knob in schedule]
     parts.append((now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S"))
@@ -145,20 +149,15 @@ def plain_name(name: str) -> str:
 
 
 def check_new(root: Path, name: str | None) -> None:
-    """Raise what `Run.create` would, before anything heavy is loaded: RunExistsError, ValueError for a name that is no
-    name of a directory, OSError for a root that cannot be written."""
+    """Raise what `Run.create` would, before anything heavy is loaded: RunExistsError, ValueError for a name that is not
+    the name of a directory, OSError for a root that cannot be written."""
     if name is not None:
-        check_name("run", name, ": leave out slashes, and set run.directory instead")
+        if name in ("", ".", "..") or Path(name).name != name or not name.isprintable() or len(name.encode()) > 200:
+            raise ValueError(f"run name {name!r:.80} is not the name of a directory: set run.directory for a path")
         path = root / name
         if path.exists() and (not path.is_dir() or not all(TEMPORARY.fullmatch(p.name) for p in path.iterdir())):
             raise RunExistsError(f"the run {path} already exists and is not empty: choose another name, or remove it")
     check_writable(root)
-
-
-def check_name(what: str, name: str, advice: str = "") -> None:
-    """Raise ValueError for a name that would lead out of the directory it is for, or that no file can have."""
-    if name in ("", ".", "..") or Path(name).name != name or not name.isprintable() or len(os.fsencode(name)) > LONGEST:
-        raise ValueError(f"{what} name {name!r:.80} is not the name of a directory{advice}")
 
 
 def check_writable(directory: Path) -> None:
@@ -178,3 +177,34 @@ def _new_directory(root: Path, name: str) -> Path:
             path.mkdir()
             return path
     raise RunExistsError(f"a thousand runs called {root / name} exist already: give this one a name")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of the run at `path`: one process writes into it at a time, and the system gives the lock back when
+    its process ends. Raises RunLockedError, which names the holder, at once if another process has it."""
+    lock = FileLock(path / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        holder = read_holder(path)
+        who = f": process {holder['pid']} on {holder['host']}, since {holder['since']}" if holder else ""
+        raise RunLockedError(f"another process is writing into {path}{who}; wait for its end, or stop it") from error
+    try:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        with naming(path / HOLDER):
+            (path / HOLDER).write_text(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": now}) + "\n")
+        yield
+    finally:
+        (path / HOLDER).unlink(missing_ok=True)
+        lock.release()
+
+
+def read_holder(path: Path) -> dict[str, Any]:
+    """The `pid` and the `host` of the process that writes into the run at `path`, or was killed while it did, and
+    `since` when; empty if there is none."""
+    try:
+        holder = json.loads((path / HOLDER).read_bytes())
+        return {name: holder[name] for name in ("pid", "host", "since")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}

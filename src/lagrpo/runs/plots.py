@@ -1,5 +1,5 @@
-"""The reward curve of a run as a PNG: reward and pass@1, the share of groups without a signal, and the measured lag.
-Drawn from the run's files alone, while the run goes on or long after it."""
+"""The reward curve of a run as a PNG, drawn from the run's files: reward and pass@1, the share of groups without a
+signal, and the measured lag."""
 
 from __future__ import annotations
 
@@ -19,45 +19,41 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colors: distinct with any color vision, and in gray.
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#8E4585"
-INK, FAINT, GRID, SYNC = "#222222", "#9a9a9a", "#ececec", "#cdb9d6"
-MOST_SYNCS = 40  # more vertical lines than this would be a gray wall
+INK, FAINT, GRID = "#222222", "#9a9a9a", "#ececec"
+Rows = Sequence[dict[str, Any]]
 
 
 def reward_curve(run_dir: Run | Path | str) -> Path:
-    """Draw the run's reward.png and return its path. Raises RunNotFoundError when no batch is finished yet."""
+    """Draw the run's reward.png and return its path. Raises RunNotFoundError if no batch is finished yet."""
     run = open_run(run_dir)
-    metrics = load_metrics(run)
-    if not metrics:
+    if not (metrics := load_metrics(run)):
         raise RunNotFoundError(f"{run.path} has no metrics yet: its first batch is not finished")
     figure = draw(run.path.name, metrics, load_evaluations(run))
-    target = run.path / "reward.png"
-    return write_atomically(target, lambda path: figure.savefig(path, format="png", dpi=150))
+    return write_atomically(run.path / "reward.png", lambda path: figure.savefig(path, format="png", dpi=150))
 
 
-def draw(title: str, metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> Figure:
-    """The figure itself, made with matplotlib's objects: no global state, no window."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def draw(title: str, metrics: Rows, evaluations: Rows) -> Figure:
+    """The figure, made of matplotlib's objects: no global state, no window."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8.4, 6.6), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    reward, variance, lag = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": (4.2, 1.2, 1.2)})
-    for axes in (reward, variance, lag):
+    panels = reward, variance, lag = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": (4.2, 1.2, 1.2)})
+    for axes in panels:
         plain_axes(axes)
-        _mark_events(axes, metrics)
-    _draw_steps(variance, metrics, "zero_variance_share", GREEN)
+        for before, after in pairwise(metrics):
+            if before.get("stage") != after.get("stage"):
+                axes.axvline(after["batch"] - 0.5, color=FAINT, linewidth=1, linestyle=(0, (5, 3)))
+    _draw_reward(reward, metrics)
+    _draw_evaluations(reward, [e for e in evaluations if None not in (e.get("pass_at_1"), e.get("batch"))])
+    reward.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=5, frameon=False, fontsize=8.5)
+    _draw_steps(variance, metrics, "zero_variance_share", GREEN, "share of groups\nwithout signal")
     variance.set_ylim(0, 1.05)
-    variance.set_ylabel("share of groups\nwithout signal", color=INK, fontsize=9)
-    _draw_steps(lag, metrics, "lag_max", PURPLE, down_to="lag_min")
-    top = max([1.0, *curve(metrics, "lag_max")[1]])
-    lag.set_ylim(-0.15 * top, 1.2 * top)
+    _draw_steps(lag, metrics, "lag_max", PURPLE, "measured lag\n(updates)", down_to="lag_min")
+    most = max([1.0, *(m["lag_max"] for m in metrics if m.get("lag_max") is not None)])
+    lag.set_ylim(-0.1 * most, 1.2 * most)
     lag.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
-    lag.set_ylabel("measured lag\n(updates)", color=INK, fontsize=9)
-    _draw_reward(reward, metrics, evaluations)
     lag.set_xlabel("batch k", color=INK)
-    last = max([m["batch"] for m in metrics] + [e.get("batch") or 0 for e in evaluations])
-    lag.set_xlim(-0.02 * last - 0.5, 1.02 * last + 0.5)
     lag.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
     return figure
@@ -74,75 +70,41 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def curve(metrics: Sequence[dict[str, Any]], key: str) -> tuple[list[float], list[float]]:
-    """Batches and values of one metric, without the batches that do not have it."""
-    points = [(m["batch"], m[key]) for m in metrics if m.get(key) is not None]
-    return [batch for batch, _ in points], [value for _, value in points]
-
-
-def _draw_reward(axes: Axes, metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> None:
-    batches, values = curve(metrics, "reward_mean")
+def _draw_reward(axes: Axes, metrics: Rows) -> None:
+    points = [(m["batch"], m["reward_mean"]) for m in metrics if m.get("reward_mean") is not None]
+    batches, values = [batch for batch, _ in points], [value for _, value in points]
     width = 2 * max(1, len(values) // 30) + 1
-    dots = {"color": BLUE, "alpha": 0.4, "markersize": 4.5 if len(values) > 300 else 7, "markeredgewidth": 0}
-    axes.plot(batches, values, ".", label="reward of a batch", **dots)
+    axes.plot(batches, values, ".", color=BLUE, alpha=0.4, label="reward of a batch")
     if len(values) > width:
         axes.plot(batches, smooth(values, width), color=BLUE, linewidth=1.8, label=f"mean of {width} batches")
-    _draw_evaluations(axes, evaluations)
     if all(0 <= value <= 1 for value in values):
         axes.set_ylim(-0.03, 1.06)
     axes.set_ylabel("reward", color=INK)
-    # Above the axes, where it hides no point whichever way the curve goes.
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=5, frameon=False, fontsize=8.5, columnspacing=1.4)
 
 
-def _draw_evaluations(axes: Axes, evaluations: Sequence[dict[str, Any]]) -> None:
-    points = [e for e in evaluations if e.get("pass_at_1") is not None and e.get("batch") is not None]
-    if not points:
-        return
-    of_set = points[0].get("set")  # of several sets one is drawn; lagrpo view has all of them
-    points = [e for e in points if e.get("set") == of_set]
-    values = [e["pass_at_1"] for e in points]
-    lows = [value - e.get("pass_at_1_low", value) for value, e in zip(values, points, strict=True)]
-    highs = [e.get("pass_at_1_high", value) - value for value, e in zip(values, points, strict=True)]
-    at = [e["batch"] for e in points]
-    style: dict[str, Any] = {"fmt": "o", "color": ORANGE, "markersize": 6, "capsize": 3.5, "zorder": 5}
-    axes.errorbar(at, values, yerr=[lows, highs], label=f"pass@1, {of_set or 'held-out prompts'}", **style)
-    _name_value(axes, at[0], values[0], "left")
-    if at[-1] != at[0]:
-        _name_value(axes, at[-1], values[-1], "right")
+def _draw_evaluations(axes: Axes, evaluations: Rows) -> None:
+    """pass@1 with its intervals, and the first and last value in words. If there are several sets, the first one."""
+    of_set = evaluations[0].get("set") if evaluations else None
+    points = [e for e in evaluations if e.get("set") == of_set]
+    at, values = [e["batch"] for e in points], [e["pass_at_1"] for e in points]
+    lows = [e["pass_at_1"] - e.get("pass_at_1_low", e["pass_at_1"]) for e in points]
+    highs = [e.get("pass_at_1_high", e["pass_at_1"]) - e["pass_at_1"] for e in points]
+    if points:
+        label, style = f"pass@1, {of_set or 'held-out prompts'}", {"fmt": "o", "capsize": 3.5, "zorder": 5}
+        axes.errorbar(at, values, yerr=[lows, highs], color=ORANGE, label=label, **style)
+    for n in {0, len(points) - 1} if points else ():
+        place: dict[str, Any] = {"xytext": (8 if n == 0 else -8, 6), "ha": "left" if n == 0 else "right"}
+        text, style = f"{values[n]:.1%}", {"color": ORANGE, "fontweight": "bold", "textcoords": "offset points"}
+        axes.annotate(text, (at[n], values[n]), **place, **style)
 
 
-def _name_value(axes: Axes, batch: int, value: float, align: str) -> None:
-    """The value of an evaluation in words: above its point in the lower half of the panel, below it in the upper."""
-    from matplotlib.patheffects import withStroke
-
-    offset = (-6 if align == "left" else 6, -26 if value > 0.5 else 18)
-    style: dict[str, Any] = {"color": ORANGE, "fontsize": 10.5, "fontweight": "bold", "zorder": 6, "ha": align}
-    style["path_effects"] = [withStroke(linewidth=3, foreground="white")]
-    axes.annotate(f"{value:.1%}", (batch, value), xytext=offset, textcoords="offset points", **style)
-
-
-def _draw_steps(axes: Axes, metrics: Sequence[dict[str, Any]], key: str, color: str, down_to: str = "") -> None:
-    """A metric as steps of a batch each, filled down to another metric, or to 0; a gap where there is none."""
+def _draw_steps(axes: Axes, metrics: Rows, key: str, color: str, label: str, down_to: str = "") -> None:
+    """A metric as steps of a batch each, filled down to another metric, or to 0; a gap if there is none."""
     edges = [m["batch"] - 0.5 for m in metrics] + [metrics[-1]["batch"] + 0.5]
     values, floor = ([math.nan if m.get(k) is None else float(m[k]) for m in metrics] for k in (key, down_to))
     axes.stairs(values, edges, baseline=floor if down_to else 0, fill=True, color=color, alpha=0.25, linewidth=0)
     axes.stairs(values, edges, baseline=None, color=color, linewidth=1.0 if len(values) <= 300 else 0.4)
-
-
-def _mark_events(axes: Axes, metrics: Sequence[dict[str, Any]]) -> None:
-    """Light vertical lines: solid where the sampler got new weights, dashed where a stage begins."""
-    synced = [m["batch"] for m in metrics if m.get("synced")]
-    starts = [after["batch"] for before, after in pairwise(metrics) if before.get("stage") != after.get("stage")]
-    if len(synced) > min(MOST_SYNCS, len(metrics) // 2):
-        synced = []
-    _mark(axes, synced, "weight sync", color=SYNC, linewidth=0.8, zorder=0)
-    _mark(axes, starts, "new stage", color=FAINT, linewidth=1, linestyle=(0, (5, 3)), zorder=1)
-
-
-def _mark(axes: Axes, batches: Sequence[int], label: str, **style: Any) -> None:
-    for at, batch in enumerate(batches):
-        axes.axvline(batch - 0.5, label=None if at else label, **style)
+    axes.set_ylabel(label, color=INK, fontsize=9)
 
 
 def plain_axes(axes: Axes) -> None:

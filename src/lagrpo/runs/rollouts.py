@@ -24,18 +24,18 @@ COLUMNS = """
     pi_k_version:int32  lag:int32  finished:bool  outcome:string  reward:double  reason:string
     advantage:double  masked:string  sigma:double  log_ratio:double  kl_alpha:double  logp_k:float[]  entropy:float[]
 """
-REWARD = "reward_"  # how the columns of the rewards begin that a task with several of them has
+REWARD = "reward_"  # how the columns of the rewards of a task with several of them begin
 
 
 def rollout_schema(rewards: Sequence[str] = ()) -> pyarrow.Schema:
-    """The columns, in their order, with the schema's name in the metadata of the file. With several `rewards` they have
-    a column each, and one says what is right."""
+    """The columns, in their order, with the schema's name in the metadata of the file. Several `rewards` have a column
+    each, and one says what is right."""
     further = [*(f"{REWARD}{name}:double" for name in rewards), *(["right:bool"] if rewards else [])]
     return table_schema(" ".join([COLUMNS, *further]), {SCHEMA_KEY: SCHEMA_NAME.encode()})
 
 
 def reward_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The rewards of a row by their names; none where the task has a single one."""
+    """The rewards of a row by their names; none if the task has a single one."""
     return {name.removeprefix(REWARD): value for name, value in row.items() if name.startswith(REWARD)}
 
 
@@ -60,28 +60,18 @@ def rollout_rows(
     rewards: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """The rows of one batch. `columns` has further columns for each completion of each group: advantage, masked
-    (whether its group was left out because its rewards are all equal), sigma, log_ratio, kl_alpha, and of its sampled
-    tokens logp_k and entropy; each may be absent. `rewards` are the names of several rewards.
-
-    Raises ValueError when groups and columns do not fit together.
-    """
+    (whether its group was left out because its rewards are all equal), sigma, log_ratio, kl_alpha, and for its sampled
+    tokens logp_k and entropy; each may be absent. `rewards` are the names of several rewards. Raises ValueError if
+    groups and columns do not fit together."""
     for group, group_columns in zip(groups, columns, strict=True):
         place = {"batch": batch, "stage": stage, "source": group.source, "epoch": group.epoch}
         prompt = _prompt_columns(group.prompt)
         for index, (completion, known) in enumerate(zip(group.completions, group_columns, strict=True)):
-            row = place | prompt | {"completion": index} | _completion_columns(completion, pi_k_version)
+            row = place | prompt | {"completion": index} | _completion_columns(completion, pi_k_version, rewards)
             row |= {name: known.get(name) for name in ("advantage", "sigma", "log_ratio", "kl_alpha")}
-            row |= {name: _of_all_tokens(completion, known.get(name)) for name in ("logp_k", "entropy")}
+            row |= {name: _for_all_tokens(completion, known.get(name)) for name in ("logp_k", "entropy")}
             mask = "zero_variance" if known.get("masked") else ""
-            row["masked"] = mask if row["outcome"] == "scored" else row["outcome"]
-            yield row | (_parts(completion, rewards) if rewards else {})
-
-
-def _parts(completion: Completion, rewards: Sequence[str]) -> dict[str, Any]:
-    """What each of several rewards found; nothing for a completion of a file."""
-    assert completion.outcome is not None
-    found = {f"{REWARD}{name}": completion.outcome.parts.get(name) for name in rewards}
-    return found | {"right": completion.outcome.right}
+            yield row | {"masked": mask if row["outcome"] == "scored" else row["outcome"]}
 
 
 def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
@@ -95,16 +85,8 @@ def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def _of_all_tokens(completion: Completion, of_sampled_T: torch.Tensor | None) -> list[float | None] | None:
-    """A value for each token of a completion: None for tokens that no policy sampled."""
-    if of_sampled_T is None:
-        return None
-    values = iter(of_sampled_T.tolist())
-    return [next(values) if sampled else None for sampled in completion.sampled.tolist()]
-
-
-def _completion_columns(completion: Completion, pi_k_version: int) -> dict[str, Any]:
-    if completion.outcome is None:
+def _completion_columns(completion: Completion, pi_k_version: int, rewards: Sequence[str]) -> dict[str, Any]:
+    if (outcome := completion.outcome) is None:
         raise ValueError("a completion without an outcome cannot be recorded: judge the groups first")
     versions = completion.versions[completion.sampled].tolist()
     return {
@@ -117,7 +99,17 @@ def _completion_columns(completion: Completion, pi_k_version: int) -> dict[str, 
         "pi_k_version": pi_k_version,
         "lag": pi_k_version - min(versions) if versions and min(versions) >= 0 else None,
         "finished": completion.finished,
-        "outcome": completion.outcome.kind,
-        "reward": completion.outcome.reward,
-        "reason": completion.outcome.reason,
+        "outcome": outcome.kind,
+        "reward": outcome.reward,
+        "reason": outcome.reason,
+        **{f"{REWARD}{name}": outcome.parts.get(name) for name in rewards},
+        **({"right": outcome.right} if rewards else {}),
     }
+
+
+def _for_all_tokens(completion: Completion, of_sampled_T: torch.Tensor | None) -> list[float | None] | None:
+    """A value for each token of a completion: None for tokens that no policy sampled."""
+    if of_sampled_T is None:
+        return None
+    values = iter(of_sampled_T.tolist())
+    return [next(values) if sampled else None for sampled in completion.sampled.tolist()]

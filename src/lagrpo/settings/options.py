@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from lagrpo.redaction import find_secret_option
+from lagrpo.redaction import is_secret
 
 
 def split_options(options: Sequence[str]) -> tuple[str, ...]:
@@ -16,7 +16,8 @@ def split_options(options: Sequence[str]) -> tuple[str, ...]:
     ('--seed', '3', '--dtype=float16')
     """
     words = tuple(word for option in options for word in shlex.split(option))
-    if secret := find_secret_option(words):
+    names = (word.partition("=")[0] for word in words if word.startswith("--"))
+    if secret := next(filter(is_secret, names), None):
         raise ValueError(
             f"options: {secret!r} holds a secret, and every user can read a command line (ps): set an environment "
             "variable (HF_TOKEN, LAGRPO_VLLM_API_KEY), which servers inherit"

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from lagrpo.errors import one_line, suggest
-from lagrpo.hub import limit_waits
 from lagrpo.tasks.base import option
 from lagrpo.tasks.tables import Table, format_of, read_table
 
@@ -108,7 +107,6 @@ def load_hub_rows(name: str, split: str | None) -> Any:
     import datasets
 
     repository, _, config = name.partition(":")
-    limit_waits()
     wanted = f"the split {split!r} of a dataset of that name" if split else "a dataset of that name"
     try:
         return datasets.load_dataset(repository, config or None, split=split)

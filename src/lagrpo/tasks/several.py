@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lagrpo.errors import suggest
-from lagrpo.redaction import find_secret
+from lagrpo.redaction import is_secret
 from lagrpo.tasks.base import Judge, RewardSettings, Task, TaskSettings
 from lagrpo.tasks.names import JUDGES, OWN, SHAPED, is_reference, load_function, load_judge
 from lagrpo.tasks.rewards import Reward, Rewards
@@ -37,7 +37,7 @@ def check_rewards(settings: TaskSettings) -> None:
             )
         if each.batch and not is_function:
             raise ValueError(f"{where}: batch is about functions of your own; {each.reward!r} is built in")
-        if secret := find_secret(each.options):
+        if secret := next(filter(is_secret, each.options), None):
             raise ValueError(
                 f"{where}: options.{secret} would be on the disk; keep the secret in an environment variable, and have "
                 "the function read that (llm_judge: api_key_env)"

@@ -29,6 +29,7 @@ from lagrpo.types import Range, is_right
 
 Only = Literal["all", "right", "wrong", "unscored"]
 KINDS = {True: "right", False: "wrong", None: "unscored"}
+Row = dict[str, Any]
 
 
 def show(
@@ -39,59 +40,66 @@ def show(
     only: Only = "all",
     console: Console | None = None,
 ) -> None:
-    """Print up to `count` completions of one batch (default: the last), of the prompt with key `prompt` only if given.
+    """Print up to `count` completions of one batch (default: the last), for the prompt with key `prompt` if given.
 
-    `only`: "right" are those with the greatest reward of the run's task.reward_range, "wrong" the other scored ones,
-    "unscored" those without a reward (unscored or failed). Raises RunNotFoundError when the run, its rollouts or the
-    batch are not there, SettingsError when the rollouts have another schema, or config.toml is none.
+    `only`: "right" have the largest reward of the run's task.reward_range, "wrong" are the other scored ones,
+    "unscored" have no reward. Raises RunNotFoundError if the run, its rollouts or the batch are not there,
+    SettingsError for rollouts of another schema or a damaged file.
     """
-    console = console or Console()
-    run = open_run(run_dir)
-    batches = rollout_batches(run)
-    if not batches:
+    console, run = console or Console(), open_run(run_dir)
+    if not (batches := rollout_batches(run)):
         raise RunNotFoundError(f"{run.path} has no rollouts yet: its first batch is not finished")
     with refusing():
         rows = load_rollouts(run, [batches[-1] if batch is None else batch])
         scale = load_reward_range(run)
         results = [Text(line, style="dim") for line in result_lines(load_evaluations(run))]
-    rows_of_prompt = [row for row in rows if prompt in (None, row["prompt_key"])]
-    chosen = [row for row in rows_of_prompt if only in ("all", KINDS[_is_right(row, scale)])]
-    console.print(_title(run, rows, batches, min(count, len(chosen)), len(chosen)), *results, sep="\n")
-    if not chosen:
-        console.print(Text(_nothing(rows, prompt, only)))
+    keys = sorted({row["prompt_key"] for row in rows})
+    chosen = [row for row in rows if prompt in (None, row["prompt_key"])]
+    chosen = [row for row in chosen if only in ("all", KINDS[_is_right(row, scale)])]
+    console.print(_title(run, rows, batches), *results, sep="\n")
+    console.print(f"showing {min(count, len(chosen))} of {len(chosen)}\n")
+    if prompt is not None and prompt not in keys:
+        console.print(f"Prompt {prompt} is not in this batch; its prompts are {', '.join(map(str, keys))}.")
     for key, group in groupby(chosen[:count], key=lambda row: row["prompt_key"]):
         completions = list(group)
         console.print(_prompt(key, completions[0]), *(render_completion(row, scale) for row in completions))
 
 
-def _is_right(row: dict[str, Any], reward_range: Range) -> bool | None:
-    """None where it was not scored."""
+def _is_right(row: Row, reward_range: Range) -> bool | None:
+    """None for a completion that was not scored."""
     return is_right(row["reward"], reward_range, row.get("right")) if row["outcome"] == "scored" else None
 
 
-def render_completion(row: dict[str, Any], reward_range: Range) -> Group:
+def render_completion(row: Row, reward_range: Range) -> Group:
     """One completion: a line of facts, and its text or its turns."""
     mark, style = MARKS[_is_right(row, reward_range)]
-    facts = [
-        f"{row['reward']:g}" if row["outcome"] == "scored" else row["outcome"],
-        count_of(sum(row["sampled"]), "token"),
-    ]
+    reward = f"{row['reward']:g}" if row["outcome"] == "scored" else row["outcome"]
     if parts := reward_columns(row):
-        found = ", ".join(f"{name} {formatted(value, 'g')}" for name, value in parts.items())
-        facts[0] += f" ({found})"
-    facts += [count_of(len(row["turns"][::2]), "turn")] if row["turns"] else []
-    facts += [] if row["finished"] or row["turns"] else ["cut at the limit"]
-    facts += _versions(row)
-    facts += [f"advantage {row['advantage']:+.3f}"] if row["advantage"] is not None else []
-    facts += ["no signal: all rewards of its group are equal"] if row["masked"] == "zero_variance" else []
-    head = Text.assemble((f"{mark} {facts[0]}", f"bold {style}"), ("  ·  ".join(["", *facts[1:]]), "dim"))
+        found = [f"{name} {formatted(value, 'g')}" for name, value in parts.items()]
+        reward += f" ({', '.join(found)})"
+    head = Text.assemble((f"{mark} {reward}", f"bold {style}"), ("  ·  ".join(["", *_facts(row)]), "dim"))
     if row["reason"]:
         head.append(f"  ·  {visible(row['reason'])}", "yellow")
     return Group(head, Padding(_said(row), (0, 0, 1, 2)))
 
 
-def _said(row: dict[str, Any]) -> Text:
-    """The text of a completion; of an episode, what the policy and its environment said, one after the other."""
+def _facts(row: Row) -> list[str]:
+    facts = [count_of(sum(row["sampled"]), "token")]
+    facts += [count_of(len(row["turns"][::2]), "turn")] if row["turns"] else []
+    facts += [] if row["finished"] or row["turns"] else ["cut at the limit"]
+    versions = [version for version, own in zip(row["versions"], row["sampled"], strict=True) if own]
+    if row["source"] == "file":
+        facts.append("offline data")
+    elif versions:
+        first, last = min(versions), max(versions)
+        by = f"version {first}" if first == last else f"versions {first} to {last}"
+        facts += [f"generated by {by}", f"lag {row['lag']}"]
+    facts += [f"advantage {row['advantage']:+.3f}"] if row["advantage"] is not None else []
+    return facts + (["no signal: all rewards of its group are equal"] if row["masked"] == "zero_variance" else [])
+
+
+def _said(row: Row) -> Text:
+    """The text of a completion; for an episode, what the policy and its environment said, one after the other."""
     if not row["turns"]:
         return Text(visible(row["text"]) or "(empty)")
     said = Text()
@@ -102,35 +110,17 @@ def _said(row: dict[str, Any]) -> Text:
     return said
 
 
-def _versions(row: dict[str, Any]) -> list[str]:
-    if row["source"] == "file":
-        return ["offline data"]
-    versions = [version for version, own in zip(row["versions"], row["sampled"], strict=True) if own]
-    if not versions:
-        return []
-    first, last = min(versions), max(versions)
-    generated = f"generated by version {first}" if first == last else f"generated by versions {first} to {last}"
-    return [generated, f"lag {row['lag']}"]
-
-
-def _title(run: Run, rows: list[dict[str, Any]], batches: list[int], shown: int, of: int) -> Text:
-    facts = [f"{len(rows)} completions", f"rollouts of batches {batches[0]} to {batches[-1]} are on disk"]
+def _title(run: Run, rows: list[Row], batches: list[int]) -> Text:
+    facts = [f"batch {rows[0]['batch']}, π_k is version {rows[0]['pi_k_version']}"] if rows else []
+    facts.append(f"{len(rows)} completions")
     if scored := [row["reward"] for row in rows if row["outcome"] == "scored"]:
-        facts.insert(1, f"mean reward {sum(scored) / len(scored):.3f}")
-    if rows:
-        facts.insert(0, f"batch {rows[0]['batch']}, π_k is version {rows[0]['pi_k_version']}")
-    return Text.assemble((str(run.path), "bold"), "\n" + "  ·  ".join(facts), f"\nshowing {shown} of {of}\n")
+        facts.append(f"mean reward {sum(scored) / len(scored):.3f}")
+    facts.append(f"rollouts of batches {batches[0]} to {batches[-1]} are on disk")
+    return Text.assemble((str(run.path), "bold"), "\n" + "  ·  ".join(facts))
 
 
-def _prompt(key: int, row: dict[str, Any]) -> Group:
+def _prompt(key: int, row: Row) -> Group:
     gold = json.loads(row["gold"])
     answer = Text(f"gold: {visible(gold if isinstance(gold, str) else row['gold'])}\n", style="cyan")
     head = Rule(Text(f"prompt {key}", style="bold"), align="left", style="dim")
     return Group(head, Text(visible(row["prompt_text"])), answer)
-
-
-def _nothing(rows: list[dict[str, Any]], prompt: int | None, only: Only) -> str:
-    keys = sorted({row["prompt_key"] for row in rows})
-    if prompt is not None and prompt not in keys:
-        return f"Prompt {prompt} is not in this batch; its prompts are {', '.join(map(str, keys))}."
-    return f"No completion here is {only}."

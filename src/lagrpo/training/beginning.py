@@ -10,7 +10,7 @@ from typing import Any
 
 from lagrpo.backends.hardware import pick_dtype
 from lagrpo.runs import Run, RunExistsError, collect_environment
-from lagrpo.runs.lock import locked
+from lagrpo.runs.directory import locked
 from lagrpo.settings.schema import RunSettings
 from lagrpo.settings.toml import to_toml
 from lagrpo.training.build import Parts

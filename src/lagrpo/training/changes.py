@@ -11,7 +11,7 @@ from lagrpo.errors import SettingsError
 from lagrpo.ranks.rank import Rank
 from lagrpo.runs.environment import read_environment
 from lagrpo.runs.files import to_json
-from lagrpo.runs.reading import check_no_links, load_events, load_until, open_run
+from lagrpo.runs.reading import load_events, load_until, open_run
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings
 
@@ -55,16 +55,14 @@ def after_restart(settings: Settings, rank: Rank | None) -> Settings:
 
 
 def find_run(settings: Settings) -> Path | None:
-    """The directory of the run to go on with; None for a new one. Raises FileNotFoundError where none is there, and
-    ValueError for one that would write outside of its directory."""
+    """The directory of the run to go on with; None for a new one. Raises FileNotFoundError where none is there."""
     run = settings.run
     if run.resume is None:
         return None
     path = Path(run.directory) / str(run.name) if run.resume == "auto" else Path(run.resume).expanduser()
     if run.resume == "auto" and not (path / "config.toml").is_file():
         return None
-    check_no_links(found := open_run(path).path)
-    return found
+    return open_run(path).path
 
 
 def check_changes(settings: Settings, run: Path) -> None:

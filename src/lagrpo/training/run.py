@@ -19,7 +19,7 @@ from lagrpo.ranks.world import Patience, World
 from lagrpo.rollout.parity import ParityError
 from lagrpo.rollout.prefetch import VersionError
 from lagrpo.rollout.vllm.client import SamplerError
-from lagrpo.runs.lock import RunLockedError, locked
+from lagrpo.runs.directory import RunLockedError, locked
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings
 from lagrpo.tasks import NO_TASK, Task

@@ -17,8 +17,8 @@ from lagrpo.interrupts import Interrupted, divisible, whole
 from lagrpo.ranks.signs import RankError
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs.checkpoints import CheckpointError, Checkpoints
+from lagrpo.runs.directory import locked
 from lagrpo.runs.environment import write_environment
-from lagrpo.runs.lock import locked
 from lagrpo.runs.rollouts import rollout_rows
 from lagrpo.tasks import reward_names
 from lagrpo.terminal.display import make_display

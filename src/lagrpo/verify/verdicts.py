@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Literal
 
-from lagrpo.redaction import redact_start
+from lagrpo.redaction import redact
 from lagrpo.tasks.base import Unjudgeable
 
 Verdict = tuple[str, Any]
@@ -66,4 +66,4 @@ def describe(error: BaseException) -> str:
 
 def tell(text: str) -> str:
     """A judge's text as a part of a reason: half of a surrogate pair, which no file takes, as its number."""
-    return redact_start(text, _READ)[:_LONGEST_REASON].encode(errors="backslashreplace").decode()
+    return redact(text[:_READ])[:_LONGEST_REASON].encode(errors="backslashreplace").decode()

@@ -37,25 +37,17 @@ PAGE = """<!doctype html>
 
 def make_page(names: Sequence[str], packed: bytes, live: bool = False) -> str:
     """The page of runs with these names; `live` lets it ask the server that it comes from for newer data."""
-    style, library, program = _style(), _asset("uplot.js"), _program()
+    scripts = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
+    style, library = "\n".join(map(_asset, STYLES)), _asset("uplot.js")
+    program = f'(() => {{\n"use strict";\n{scripts}\n}})();'  # one function: its names are its own
     connect = "'self'" if live else "'none'"
     policy = (
         f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; style-src {_hash(style)}; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
     title = html.escape(f"{', '.join(names)} · lagrpo view".encode(errors="replace").decode())
-    data = base64.b64encode(packed).decode()
-    marks = " data-live" if live else ""
+    data, marks = base64.b64encode(packed).decode(), " data-live" if live else ""
     return PAGE.format(live=marks, policy=policy, title=title, style=style, data=data, library=library, program=program)
-
-
-def _style() -> str:
-    return "\n".join(map(_asset, STYLES))
-
-
-def _program() -> str:
-    """All scripts in one function, so that they share names with each other and with nothing else."""
-    return "\n".join(["(() => {", '"use strict";', *(_asset(f"{name}.js") for name in SCRIPTS), "})();"])
 
 
 def _asset(name: str) -> str:

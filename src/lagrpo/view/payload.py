@@ -6,6 +6,7 @@ multiple of 8; the arrays, each at a multiple of 8. The header's `arrays` has [t
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 import zlib
@@ -16,12 +17,11 @@ import numpy as np
 
 from lagrpo.runs.files import to_json
 
-TYPES = {"uint8", "uint16", "int16", "uint32", "int32", "float32", "float64"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Arrays:
-    """The arrays of a page, in the order in which they were added."""
+    """The arrays of a page, in the order in which they were added: uint8, (u)int16, (u)int32 or floats."""
 
     def __init__(self) -> None:
         self._entries: list[list[Any]] = []
@@ -29,9 +29,7 @@ class Arrays:
         self._size = 0
 
     def add(self, array: np.ndarray) -> int:
-        """Its number. Raises TypeError for a type that the page does not read."""
-        if array.dtype.name not in TYPES:
-            raise TypeError(f"the page reads no arrays of {array.dtype.name}")
+        """Its number."""
         content = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"))).tobytes()
         self._entries.append([array.dtype.name, self._size, len(array)])
         self._pieces.append(content + bytes(-len(content) % 8))
@@ -47,30 +45,21 @@ class Arrays:
 
 def unpack(packed: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
     """The header and the arrays again, as the page reads them."""
-    import json
-
     content = zlib.decompress(packed)
     (length,) = struct.unpack_from("<I", content)
     header, start = json.loads(content[4 : 4 + length]), 4 + length + -(4 + length) % 8
-    places = header["arrays"]
-    return header, [np.frombuffer(content, np.dtype(kind), count, start + at) for kind, at, count in places]
+    return header, [np.frombuffer(content, np.dtype(kind), n, start + at) for kind, at, n in header["arrays"]]
 
 
-def shortest_unsigned(values: np.ndarray) -> np.ndarray:
-    """The same counts, in two bytes each where these hold them, else in four."""
-    return values.astype(np.uint16 if not len(values) or values.max() < 1 << 16 else np.uint32)
+def shortest_unsigned(values: Any) -> np.ndarray:
+    """The same counts, in two bytes each if these hold them, else in four."""
+    array = np.array(values, dtype=np.int64)
+    return array.astype(np.uint16 if not len(array) or array.max() < 1 << 16 else np.uint32)
 
 
-class Table:
-    """Distinct texts, each with a number."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}
+class Table(dict[Any, int]):
+    """Distinct entries, each with a number."""
 
     def number(self, entry: Any) -> int:
-        """That of the entry, which is added where it is new."""
-        return self._numbers.setdefault(entry, len(self._numbers))
-
-    @property
-    def entries(self) -> list[Any]:
-        return list(self._numbers)
+        """The number of the entry, which is added if it is new."""
+        return self.setdefault(entry, len(self))

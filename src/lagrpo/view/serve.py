@@ -1,20 +1,25 @@
-"""The page on 127.0.0.1, with newer data when files of its runs change. Only this machine is answered, and only by the
-names of this machine: a page of a stranger cannot read it through a name that it points to 127.0.0.1."""
+"""`lagrpo view`: write the page, or serve it on 127.0.0.1 with newer data when files of its runs change.
+
+Only this machine is answered, and only by the names of this machine: another web page cannot read the server through a
+name that it points to 127.0.0.1."""
 
 from __future__ import annotations
 
 import threading
+import webbrowser
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-from lagrpo.errors import one_line
-from lagrpo.view.data import take_stamp
+from lagrpo.errors import SettingsError, one_line, refusing
+from lagrpo.runs.files import write_atomically
+from lagrpo.runs.reading import open_run
+from lagrpo.view.data import collect, take_stamp
 from lagrpo.view.page import make_page
 
-HOST = "127.0.0.1"
+HOST, FILE = "127.0.0.1", "view.html"
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -24,8 +29,60 @@ HEADERS = {
 }
 
 
+def view(runs: Sequence[Path], out: Path | None = None, completions: int = 10_000, opens: bool = False) -> Path:
+    """Write the page of these runs to `out` (default: view.html of the run, or of the working directory for several),
+    and open it in the browser if asked to. Raises RunNotFoundError, or SettingsError for damaged files, an `out` that
+    cannot be written and fewer completions than 0."""
+    paths = _check(runs, completions)
+    target = write_page(paths, collect(paths, completions), out)
+    print(f"{target} ({target.stat().st_size / 1e6:.1f} MB): open it in a browser, or copy it anywhere")
+    if opens:
+        webbrowser.open(target.absolute().as_uri())
+    return target
+
+
+def serve(
+    runs: Sequence[Path], out: Path | None = None, completions: int = 10_000, opens: bool = False, port: int = 0
+) -> None:
+    """Serve the page on 127.0.0.1 until Ctrl-C; write it again when the runs have changed and a browser asks."""
+    paths = _check(runs, completions)
+
+    def collect_and_write() -> bytes:
+        packed = collect(paths, completions)
+        write_page(paths, packed, out)
+        return packed
+
+    source = Source(paths, collect_and_write)
+    source.read()
+    with refusing(f"port {port}", OverflowError):
+        server = Server(source, port)
+    with server:
+        print(f"{server.url}  shows {', '.join(map(str, paths))} and follows it; Ctrl-C ends", flush=True)
+        if opens:
+            webbrowser.open(server.url)
+        server.serve_forever()
+
+
+def write_page(paths: Sequence[Path], packed: bytes, out: Path | None = None) -> Path:
+    """Write the page, whole or not at all, and return where it is."""
+    target = out or (paths[0] / FILE if len(paths) == 1 else Path(FILE))
+    if target.is_dir():
+        raise SettingsError(f"{target} is a directory: name the file to write, --out {target / FILE}")
+    with refusing():
+        return write_atomically(target, make_page([path.name for path in paths], packed))
+
+
+def _check(runs: Sequence[Path], completions: int) -> list[Path]:
+    if not runs:
+        raise SettingsError("view needs a run: lagrpo view runs/NAME")
+    if completions < 0:
+        raise SettingsError(f"--completions is {completions}: it is a number of completions, 0 or more")
+    found = [open_run(run).path for run in runs]
+    return list({path.resolve(): path for path in found}.values())
+
+
 class Source:
-    """The data of runs, collected anew by `collect` when one of their files has changed."""
+    """The data of runs, collected again by `collect` when one of their files has changed."""
 
     def __init__(self, paths: Sequence[Path], collect: Callable[[], bytes]) -> None:
         self.names = [path.name for path in paths]
@@ -42,22 +99,15 @@ class Source:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers / with the page and /data?stamp=S with newer data than that of stamp S: 204 where there is none."""
+    """Answers / with the page and /data?stamp=S with newer data than that of stamp S: 204 if there is none."""
 
     daemon_threads = True
 
     def __init__(self, source: Source, port: int = 0) -> None:
         self.source = source
         super().__init__((HOST, port), Handler)
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.server_port}/"
-
-    @property
-    def hosts(self) -> set[str]:
-        """What a request may call this server."""
-        return {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
+        self.url = f"http://{HOST}:{self.server_port}/"
+        self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
 
 
 class Handler(BaseHTTPRequestHandler):

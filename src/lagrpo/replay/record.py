@@ -1,0 +1,140 @@
+"""A run's files in memory, and the report: differences, how much was compared, and what could not be checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lagrpo.errors import one_line, refusing, visible
+from lagrpo.objective.recipes import resolve
+from lagrpo.runs import reading
+from lagrpo.runs.environment import read_environment
+from lagrpo.settings.toml import load_settings
+
+Row = dict[str, Any]
+"""A completion as recorded, with `where` it stands and `group`, which numbers the groups of its batch."""
+HARMLESS = ("run.", "evaluation.", "vllm.", "schedule.batches", "distributed.")
+"""Settings, or how their names begin, that a resumed run may change without an effect on what is checked here."""
+
+
+class RecordedRun:
+    """A run on disk: rows by batch, the `lines` of metrics.jsonl and the same by batch with their numbers (`metrics`),
+    events, evaluations and their `records`. Raises RunNotFoundError for no run, SettingsError for a broken file."""
+
+    def __init__(self, run: Path | str) -> None:
+        self.path = path = reading.open_run(run).path
+        with refusing(f"{path} cannot be replayed", KeyError, TypeError):
+            self.settings, self.environment = load_settings(path / "config.toml"), read_environment(path)
+            self.recipe = resolve(self.settings.objective.recipe, self.settings.objective.overrides)
+            self.own_task = "# The task was the caller's own object" in (path / "config.toml").read_text("utf-8")
+            self.lines, self.events = reading.load_metrics(path), reading.load_events(path)
+            self.metrics = {line["batch"]: (n, line) for n, line in enumerate(self.lines, start=1)}
+            self.evaluations = reading.load_evaluations(path)
+            self.records = {e["name"]: reading.load_evaluation_records(path, e["name"]) for e in self.evaluations}
+            self.batches = {batch: list(_read_rows(path, batch)) for batch in reading.rollout_batches(path)}
+            self.changed = {name for event in self.events for name in event.get("changed") or ()}
+            if wrong := [n for n, x in self.metrics.values() if not {type(x["version"]), type(x["synced"])} == {int}]:
+                raise ValueError(f"metrics.jsonl, line {wrong[0]}: version or synced is not a number")
+            if wrong := [name for name in self.changed if not name.startswith(HARMLESS)]:
+                raise ValueError(f"{wrong[0]} was changed when the run was resumed")
+            if self.environment.get("dtype") not in ("bfloat16", "float32"):
+                raise ValueError("environment.json does not say in which dtype the run computed")
+            if not self.batches:
+                raise ValueError("it has no rollouts yet: its first batch is not finished")
+        offline, count = self.settings.offline, self.settings.schedule.prompts
+        self.fresh_prompts = count - (0 if offline.data is None else max(1, round(offline.share * count)))
+
+
+def _read_rows(path: Path, batch: int) -> Iterator[Row]:
+    """The rows of a batch. A group begins where completions start at 0 again, or another prompt comes."""
+    group, before = -1, None
+    for number, row in enumerate(reading.load_rollouts(path, [batch])):
+        prompt = row["source"], row["epoch"], row["prompt_key"]
+        group += prompt != before or row["completion"] == 0
+        where = f"row {number} (prompt {row['prompt_key']}, completion {row['completion']})"
+        yield row | {"where": f"rollouts/step-{batch:06d}.parquet, {where}", "group": group}
+        before = prompt
+
+
+def groups_of(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """The rows of each group."""
+    return (list(members) for _, members in groupby(rows, key=lambda row: (row["batch"], row["group"])))
+
+
+def sampled(row: Row, column: str) -> list[Any]:
+    """The values of a token column for the tokens that a policy sampled."""
+    return [value for value, own in zip(row[column], row["sampled"], strict=True) if own]
+
+
+def is_generated(row: Row) -> bool:
+    """Whether the run's sampler generated it: it is not offline data and did not fail."""
+    return row["source"] == "sampler" and row["outcome"] != "failed"
+
+
+class Difference(NamedTuple):
+    """A value in a run's files that its replay contradicts."""
+
+    what: str
+    where: str
+    expected: Any
+    found: Any
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what} is {_short(self.found)}, the replay gives {_short(self.expected)}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.9g}" if isinstance(value, float) else one_line(repr(value), 120)
+
+
+@dataclass(slots=True)
+class Report:
+    """`compared`, `undecided` and `differ` count values by check, `skipped` what could not be checked by reason."""
+
+    run: str
+    differences: list[Difference] = field(default_factory=list)
+    compared: Counter[str] = field(default_factory=Counter)
+    undecided: Counter[str] = field(default_factory=Counter)
+    differ: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def compare(self, check: str, where: str, what: str, expected: Any, found: Any, near: float = 0.0) -> None:
+        """Note a difference unless the values are equal, or numbers within `near` of each other."""
+        self.compared[check] += 1
+        numbers = isinstance(expected, int | float) and isinstance(found, int | float)
+        if expected != found and not (numbers and abs(expected - found) <= near):
+            self.differ[check] += 1
+            self.differences.append(Difference(what, where, expected, found))
+
+    def compare_all(
+        self, check: str, where: str, expected: Mapping[str, Any], found: Mapping[str, Any], near: float = 0.0
+    ) -> None:
+        """Compare several values by name, floats up to the relative and absolute difference `near`."""
+        for name, value in expected.items():
+            scale = 1 + abs(value) if isinstance(value, float) else 0.0
+            self.compare(check, where, name, value, found.get(name), near * scale)
+
+    def skip(self, what: str, count: int = 1) -> None:
+        """Note what could not be checked, and why."""
+        self.skipped += Counter({what: count})
+
+
+def print_report(report: Report, most: int = 20) -> None:
+    """Print a row for each check, the first differences, and what could not be checked."""
+    console, table = Console(), Table("check", "compared", "undecided", "differ", box=None, padding=(0, 2, 0, 0))
+    for check, count in report.compared.items():
+        table.add_row(check, f"{count:,}", f"{report.undecided[check]:,}", f"{report.differ[check]:,}")
+    console.print(Text(report.run, "bold"), table)
+    skipped = [f"not checked: {count:,} {what}" for what, count in report.skipped.items()]
+    for line in (*skipped, *report.differences[:most], *(["…"] if len(report.differences) > most else [])):
+        console.print(Text(visible(str(line)), "red" if isinstance(line, Difference) else ""))
+    count = len(report.differences)
+    console.print(f"{count:,} value{'s differ' if count > 1 else ' differs'}." if count else "Nothing differs.")
