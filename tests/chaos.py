@@ -295,7 +295,7 @@ def main() -> None:
             os.environ["LAGRPO_VLLM_PYTHON"] = str((Path(started) / asked.vllm).absolute())
             base = merged(base, {"sampling": {"sampler": "vllm"}})
         if asked.ranks > 1:
-            base = merged(base, {"distributed": {"silence": 5, "shard": asked.shard}})
+            base = merged(base, {"distributed": {"shard": asked.shard}})
         trials = Trials(root, base, not asked.vllm, random.Random(asked.seed), asked.ranks)
         if asked.servers:
             base = merged(base, {"schedule": {"stages": 1, "batches": asked.servers + 2}})

@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 from test_learner import assembled
 from test_sharded import copied, same, sampled
 from tiny import save_tiny, tiny_policy
-from together import QUICK, together
+from together import together
 
 from lagrpo import train
 from lagrpo.model.batch import micro_batches
 from lagrpo.model.learner import Learner, Optimization
 from lagrpo.model.spans import Merged
 from lagrpo.objective.recipes import resolve
-from lagrpo.ranks.world import mesh_of
+from lagrpo.training.ranks import make_mesh
 from lagrpo.training.run import Result
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +43,7 @@ def updates(kind: str, group: Any, **changes: Any) -> tuple[list[dict[str, float
     policy = tiny_policy(dtype=torch.bfloat16, device="cuda")
     optimization = Optimization(lr=1e-3, updates=9, weight_decay=0.1, seed=5, max_grad_norm=0.05, **changes)
     ranks = None if kind == "alone" else group
-    mesh = mesh_of(group, "cuda", 1, 60.0) if kind == "layers" else None
+    mesh = make_mesh(group, "cuda", 1) if kind == "layers" else None
     learner = Learner(policy, resolve("grpo", {"beta": 0.0}), optimization, ranks=ranks, mesh=mesh)
     rows = micro_batches(assembled(learner.recipe, sampled(1), 1), 40, "cuda")
     scored, _ = learner.accumulate_first(rows)
@@ -81,7 +81,7 @@ def test_two_ranks_make_the_run_of_one(tmp_path, shard):
     further = {"model": {"device": "cuda", "dtype": "float32"}, "schedule": {"v": 2, "i": 2, "batches": 3}}
     base = merged(tiny_settings(model, tmp_path), further)
     alone = train(merged(base, {"run": {"name": "alone"}})).run
-    sections = {"run": {"name": "ranks"}, "distributed": {**QUICK, "shard": shard}}
+    sections = {"run": {"name": "ranks"}, "distributed": {"shard": shard}}
     found = together(2, merged(base, sections))
     assert all(isinstance(one, Result) for one in found), "\n\n".join(map(str, found))
     of_ranks, of_one = (load_file(run / "weights/final/model.safetensors") for run in (found[0].run, alone))

@@ -16,14 +16,13 @@ SOURCES = Path(__file__).parent.parent / "src" / "lagrpo"
 # What each room of the package may import of ours: the first names below lagrpo. The small ones are a page each, of
 # numpy and the standard library.
 SMALL = {"cache", "errors", "exchange", "hub", "interrupts", "logs", "redaction", "rng", "types", "untrusted"}
-LEAVES = {*SMALL, "core", "ranks", "threads"}
+LEAVES = {*SMALL, "core", "threads"}
 ALLOWED: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
     "guard": {"redaction"},
     "errors": {"redaction"},
     "logs": {"redaction"},
-    "ranks": {"errors", "interrupts"},
-    "workers": {"guard", "interrupts"},
+    "workers": {"guard"},
     "objective": {"core", "errors"},
     "tasks": {*SMALL},
     "verify": {*SMALL, "tasks", "threads", "workers"},  # tasks say what an answer that cannot be scored is

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: raised at once, or at the end of what must be done whole."""
+"""Ctrl-C and SIGTERM: raised at once, or kept until a run looks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from lagrpo.interrupts import Interrupted, divisible, interruptible, whole
+from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, interruptible, raise_if_asked
 
 
 def press(signum: int = signal.SIGINT) -> None:
@@ -25,75 +25,42 @@ def handlers_are_given_back():
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_raised_and_says_which_it_was(signum):
+def test_signal_raises_interrupted_with_its_number(signum):
     with pytest.raises(Interrupted) as stop, interruptible():
         press(signum)
     assert stop.value.signal == signum
     assert isinstance(stop.value, KeyboardInterrupt)
 
 
-def nested(done: list[str]) -> None:
-    with whole():
-        with whole():
-            press(signal.SIGTERM)
-            done.append("inner")
-        done.append("outer")
-    done.append("never")
-
-
-def test_within_whole_it_waits_for_the_end_of_the_outermost_block():
+def test_deferred_signal_waits_until_someone_looks():
     done: list[str] = []
-    with pytest.raises(Interrupted) as stop, interruptible():
-        nested(done)
-    assert done == ["inner", "outer"]
+    with interruptible(), deferring():
+        raise_if_asked()
+        press(signal.SIGTERM)
+        done.append("update")
+        with pytest.raises(Interrupted) as stop:
+            raise_if_asked()
+    assert done == ["update"]
     assert stop.value.signal == signal.SIGTERM
 
 
-def press_twice_in_whole(error: Exception | None = None) -> None:
-    with whole():
+def test_second_deferred_signal_ends_at_once():
+    with interruptible(), deferring():
         press()
-        press(signal.SIGTERM)
-        if error:
-            raise error
+        with pytest.raises(EndedAtOnce):
+            press(signal.SIGTERM)
 
 
-def test_several_signals_within_whole_are_one():
+def test_signals_are_raised_again_after_deferring():
     with interruptible():
-        with pytest.raises(Interrupted):
-            press_twice_in_whole()
-        with whole():
-            pass
-
-
-def test_whole_can_be_entered_again_after_an_interruption():
-    with interruptible():
-        for _ in range(2):
-            with pytest.raises(Interrupted), whole():
-                press()
+        with deferring():
+            press()
+        raise_if_asked()
         with pytest.raises(Interrupted):
             press()
 
 
-def test_an_error_within_whole_leaves_it():
-    with interruptible():
-        with pytest.raises(ValueError, match="broken"), whole():
-            raise ValueError("broken")
-        with pytest.raises(Interrupted):
-            press()
-        with pytest.raises(Interrupted) as stop:
-            press_twice_in_whole(ValueError("broken"))
-    assert isinstance(stop.value.__context__, ValueError)
-
-
-def test_interruptible_may_be_nested():
-    with interruptible():
-        with interruptible():
-            pass
-        with pytest.raises(Interrupted):
-            press()
-
-
-def test_a_signal_that_is_ignored_stays_ignored():
+def test_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with interruptible():
@@ -104,45 +71,22 @@ def test_a_signal_that_is_ignored_stays_ignored():
         signal.signal(signal.SIGINT, before)
 
 
-def test_another_thread_neither_takes_over_signals_nor_holds_them_up():
-    inside, leave = threading.Event(), threading.Event()
+def test_other_threads_neither_handle_signals_nor_see_them():
+    seen: list[str] = []
 
     def work() -> None:
-        with interruptible(), whole():
-            inside.set()
-            leave.wait(5)
+        with interruptible(), deferring():
+            raise_if_asked()
+            seen.append("not asked")
 
-    thread = threading.Thread(target=work)
-    with interruptible():
+    with interruptible(), deferring():
+        press()
+        thread = threading.Thread(target=work)
         thread.start()
-        inside.wait(5)
-        with pytest.raises(Interrupted):
-            press()
-        leave.set()
         thread.join()
-
-
-def test_a_divisible_block_inside_whole_lets_interruptions_through_at_once():
-    done: list[str] = []
-
-    def work() -> None:
-        with whole():
-            press()
-            done.append("whole")
-            with divisible():
-                done.append("never")
-
-    with pytest.raises(Interrupted), interruptible():
-        work()
-    assert done == ["whole"]
-    with interruptible(), whole():
-        with divisible():
-            pass
-        press()  # held back again
-        done.append("whole again")
-        with pytest.raises(Interrupted), divisible():
-            pass
-    assert done == ["whole", "whole again"]
+        with pytest.raises(Interrupted):
+            raise_if_asked()
+    assert seen == ["not asked"]
 
 
 PRESSED = """
@@ -158,7 +102,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("name", ["lagrpo.cli", "lagrpo.settings.schema", "tyro"])
+@pytest.mark.parametrize("name", ["lagrpo.cli", "tyro"])
 def test_ctrl_c_while_the_command_line_is_loaded_is_one_line(name):
     done = subprocess.run([sys.executable, "-c", PRESSED.format(name=name)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (130, "\nlagrpo: interrupted\n")

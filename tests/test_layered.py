@@ -21,7 +21,7 @@ from lagrpo.model.learner import Learner, Optimization
 from lagrpo.model.replica import replica
 from lagrpo.model.spans import Merged
 from lagrpo.objective.recipes import resolve
-from lagrpo.ranks.world import mesh_of
+from lagrpo.training.ranks import make_mesh
 
 LORA = Lora(r=4, alpha=8.0, seed=3)
 
@@ -33,7 +33,7 @@ def make_layered(
     """As `make` of test_sharded, in shards."""
     policy = tiny_policy(kind, DTYPES[dtype], backend="torch", lora=lora, tie_word_embeddings=tie)
     numbers = {"lr": 1e-3, "updates": 9, "weight_decay": 0.1, "warmup": 2, "seed": 5} | changes
-    mesh = mesh_of(group, "cpu", group.size() // replicas, 30.0) if group is not None else None
+    mesh = make_mesh(group, "cpu", group.size() // replicas) if group is not None else None
     reference = None
     if beta:
         reference = make_layered_replica(policy, mesh) if mesh is not None else replica(policy)

@@ -18,7 +18,7 @@ from lagrpo.model.model import Policy
 from lagrpo.model.replica import replica
 from lagrpo.objective.recipes import resolve
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.training.shares import divide
+from lagrpo.training.ranks import divide
 from lagrpo.types import Group, Outcome
 
 pytestmark = pytest.mark.usefixtures("either_computation")

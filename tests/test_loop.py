@@ -19,7 +19,7 @@ from lagrpo.rollout.schedule import LoopState
 from lagrpo.settings.toml import load_settings
 from lagrpo.training.build import Parts
 from lagrpo.training.checks import check_settings
-from lagrpo.training.loop import Step, iterative_grpo
+from lagrpo.training.loop import Step, train_loop
 from lagrpo.types import Completion, Group, Outcome
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
@@ -66,7 +66,7 @@ def test_the_lines_of_the_algorithm_in_their_order(algorithm, monkeypatch):
         watch(monkeypatch, Learner, name, events, lambda self, *rest: ("step", self.policy.version))
     watch(monkeypatch, Learner, "end_stage", events, lambda self, *rest: ("end", self.policy.version))
     phases: list[str] = []
-    steps = list(iterative_grpo(a, LoopState(), phases.append))
+    steps = list(train_loop(a, LoopState(), phases.append))
     assert events == [
         *[("sync_weights", 0), ("generate", 1), ("step", 0), ("step", 1)],
         *[("sync_weights", 2), ("generate", 2, 3, 4), ("step", 2), ("step", 3)],
@@ -92,7 +92,7 @@ def test_the_lines_of_the_algorithm_in_their_order(algorithm, monkeypatch):
 
 def test_what_a_step_says_adds_up(algorithm):
     a = algorithm(schedule={"batches": 2})
-    for used in iterative_grpo(a, LoopState()):
+    for used in train_loop(a, LoopState()):
         assert len(used.batch.groups) == 2
         assert all(c.outcome is not None for g in used.batch.groups for c in g.completions)
         spent = used.clock.seconds
@@ -111,7 +111,7 @@ def test_a_sampler_that_serves_stale_weights_stops_the_run(algorithm, monkeypatc
     monkeypatch.setattr(LocalSampler, "sync_weights", stale)
     steps: list[Step] = []
     with pytest.raises(ParityError, match=r"version 1 on the in-process sampler: .* serves other weights"):
-        steps.extend(iterative_grpo(a, LoopState()))
+        steps.extend(train_loop(a, LoopState()))
     assert [u.b for u in steps] == [1]
 
 
@@ -130,7 +130,7 @@ def test_a_token_of_another_version_stops_the_run(algorithm, monkeypatch):
     with pytest.raises(
         VersionError, match=r"batch 2, prompt \d: a token was sampled by version 0, but the .* version 1"
     ):
-        steps.extend(iterative_grpo(a, LoopState()))
+        steps.extend(train_loop(a, LoopState()))
     assert [u.b for u in steps] == [1]
 
 
@@ -203,7 +203,7 @@ def test_a_run_stopped_after_any_batch_goes_on_from_its_state(algorithm, monkeyp
         parts = replace(a, sampler=sampler, prefetcher=Prefetcher(sampler, a.prompts.batch, a.settings.sampling.G))
         state, states = LoopState(), []
         while state.batch < 9:
-            for step in iterative_grpo(parts, state):
+            for step in train_loop(parts, state):
                 counted[0] = (state := step.state).batch + 1
                 states.append(replace(state, sync={}))  # the optimizer's moments are not those of the first run
                 assert state.pi_ref == a.learner.reference.version

@@ -13,7 +13,7 @@ from running import leftovers, tiny_settings, without_timings
 from test_episodes import TURNS
 from test_resume import cut_to, go_on
 from tiny import save_tiny, tiny_model, tiny_tokenizer
-from together import QUICK, together
+from together import together
 
 import lagrpo
 from lagrpo.errors import SettingsError
@@ -218,7 +218,7 @@ def test_a_chat_template_that_cannot_take_turns_is_refused(tmp_path):
 def test_several_ranks_make_the_run_of_one(model, tmp_path):
     """Each rank has environments of its own; evaluations talk to them, too, and sets to their own."""
     sets = {"before_and_after": True, "sets": [{"name": "own"}, SETS[2]]}
-    given = {"evaluation": sets, "distributed": QUICK, "sampling": {"max_tokens": 40, "max_prompt_tokens": 100}}
+    given = {"evaluation": sets, "sampling": {"max_tokens": 40, "max_prompt_tokens": 100}}
     alone = lagrpo.train(settings(model, tmp_path / "one", **given)).run
     first, second = together(2, settings(model, tmp_path / "two", **given))
     assert first == second

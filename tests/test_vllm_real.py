@@ -25,7 +25,7 @@ from test_episodes import TURNS, ask
 from test_lora import LORA
 from test_sampling import request, requests_for
 from tiny import tiny_model, tiny_tokenizer
-from together import QUICK, together
+from together import together
 from vllm_servers import SIZES, engine_of, kill, policy_of, start, tiny_directory, update
 
 from lagrpo import cli
@@ -360,7 +360,7 @@ def test_lagrpo_eval_by_a_server_finds_what_this_process_finds(attached, model, 
 @pytest.mark.parametrize("shard", ["optimizer", "layers"])
 def test_ranks_learn_from_what_a_server_samples(tmp_path, shard):
     settings = tiny_settings(
-        tiny_directory(tmp_path), tmp_path, sampling={"sampler": "vllm"}, distributed={**QUICK, "shard": shard},
+        tiny_directory(tmp_path), tmp_path, sampling={"sampler": "vllm"}, distributed={"shard": shard},
         schedule={"v": 2, "i": 2, "batches": 6, "prompts": 3}, objective={"recipe": "grpo", "beta": 0.05},
     )  # fmt: skip
     found = together(2, settings, lambda rank: [])

@@ -9,6 +9,7 @@ import socket
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,7 +19,6 @@ from lagrpo.training.observers import Observer
 
 DEADLINE = 180.0  # seconds for a run of several ranks on a busy machine
 GRACE = 20.0  # seconds for each of the others, when one has failed
-QUICK = {"collective": 60, "silence": 5}  # how long ranks wait for each other
 Prepare = Callable[[int], Sequence[Observer]]
 
 
@@ -27,18 +27,17 @@ class RankEndError(Exception):
 
 
 def together(
-    size: int, settings: dict[str, Any], prepare: Prepare | None = None, restarts: int = 0, grace: float = GRACE
+    size: int, settings: dict[str, Any], prepare: Prepare | None = None, restarts: int = 0, hosts: int = 1
 ) -> list[Any]:
-    """A run of `size` ranks: what each returns, RankEndError where it raises, None where it was killed. On every rank
-    `prepare(rank)`, which must be importable, comes first, and gives its observers. Once one has failed, the others
-    have `grace` seconds each."""
+    """A run of `size` ranks: what each returns, RankEndError if it raises, None if it was killed. On every rank
+    `prepare(rank)`, which must be importable, comes first, and gives its observers."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     processes, ends = [], list[Connection]()
     for rank in range(size):
         ours, theirs = forks.Pipe()
         environment = {
-            "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size,
+            "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % (size // hosts), "LOCAL_WORLD_SIZE": size // hosts,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": restarts,
         }  # fmt: skip
         given = theirs, {name: str(value) for name, value in environment.items()}, settings, prepare
@@ -52,7 +51,7 @@ def together(
         for end in ends:
             found.append(_result(end, deadline))
             if isinstance(found[-1], RankEndError):
-                deadline = grace
+                deadline = GRACE
         return found
     finally:
         for process in processes:
@@ -70,8 +69,10 @@ def _result(end: Connection, deadline: float) -> Any:
 
 def _be_rank(end: Connection, environment: dict[str, str], settings: dict[str, Any], prepare: Prepare | None) -> None:
     os.environ |= environment
+    from lagrpo.training import ranks
     from lagrpo.training.run import train
 
+    ranks.TIMEOUT = timedelta(seconds=60)
     try:
         observers = prepare(int(environment["RANK"])) if prepare is not None else ()
         end.send(train(settings, observers=observers))

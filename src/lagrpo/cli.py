@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -84,7 +85,8 @@ def failing(*errors: type[Exception], code: int = 1) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        print(redact("\n".join([f"lagrpo: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
+        among = f" (rank {os.environ.get('RANK')})" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        print(redact("\n".join([f"lagrpo{among}: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
         sys.exit(code)
 
 
@@ -134,14 +136,10 @@ def run(settings: Settings, flags: set[str]) -> None:
 
         lines = meaning(settings, recipe)
         return print(redact(to_toml(settings)), *(f"# {line}" for line in lines), sep="\n")
-    from lagrpo.ranks.signs import EndedError
     from lagrpo.training.run import FAILURES, train
 
-    try:
-        with failing(*FAILURES):
-            stopped = train(settings).interrupted
-    except EndedError:  # rank 0 of several has ended the run, and says why
-        sys.exit(1)
+    with failing(*FAILURES):
+        stopped = train(settings).interrupted
     if stopped:
         sys.exit(128 + stopped)
 

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM that never cut an update in two.
+"""Ctrl-C and SIGTERM.
 
-Inside `interruptible()` both raise Interrupted in the main thread. Within `whole()` the interruption waits for the end
-of the block, so a stopped run leaves a policy of a definite version.
+Inside `interruptible()` a signal raises Interrupted in the main thread at once. Inside `deferring()` the first signal
+only sets a flag, which a run reads between batches and between decoding steps; the second one raises.
 """
 
 from __future__ import annotations
@@ -17,28 +17,35 @@ class Interrupted(KeyboardInterrupt):
     """A KeyboardInterrupt that says which signal it was."""
 
     def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
+        super().__init__(signum)
         self.signal = signal.Signals(signum)
+
+    def __str__(self) -> str:
+        return self.signal.name
+
+
+class EndedAtOnce(Interrupted):
+    """A second signal: whatever is being done, also an update, is cut."""
+
+
+_deferring = False
+_asked: signal.Signals | None = None  # the signal that asked a run to stop
 
 
 def find_interruption(error: BaseException | None) -> KeyboardInterrupt | None:
-    """The interruption behind an error: libraries that load their parts when these are needed make an error of it."""
+    """The interruption behind an error: libraries that import lazily raise an error of their own for it."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error
 
 
-_depth = 0  # whole() blocks that the main thread is in
-_pending: int | None = None  # the signal that waits for the end of the outermost block
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    global _pending
-    if _depth:
-        _pending = signum
-    else:
-        _pending = None
+def _on_signal(signum: int, frame: FrameType | None) -> None:
+    global _asked
+    if _asked is not None:
+        raise EndedAtOnce(signum)
+    if not _deferring:
         raise Interrupted(signum)
+    _asked = signal.Signals(signum)
 
 
 def _in_main_thread() -> bool:
@@ -47,54 +54,39 @@ def _in_main_thread() -> bool:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Take over SIGINT and SIGTERM for the time of the block; do nothing outside of the main thread. An ignored signal,
-    such as SIGINT in a script's background jobs, stays ignored."""
+    """Handle SIGINT and SIGTERM inside; do nothing outside of the main thread. An ignored signal, such as SIGINT in a
+    script's background jobs, stays ignored."""
     numbers = (signal.SIGINT, signal.SIGTERM) if _in_main_thread() else ()
     before = {n: handler for n in numbers if (handler := signal.getsignal(n)) not in (signal.SIG_IGN, None)}
     try:
         for number in before:
-            signal.signal(number, _interrupt)
+            signal.signal(number, _on_signal)
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def is_waiting() -> bool:
-    """Whether an interruption waits for the end of a `whole()` block."""
-    return _pending is not None
-
-
 @contextmanager
-def whole() -> Iterator[None]:
-    """Let no interruption cut the block in two: what arrives inside is raised at the end of the outermost such block.
-    In other threads, which are never interrupted, this does nothing."""
-    global _depth, _pending
+def deferring() -> Iterator[None]:
+    """Keep the first signal until `raise_if_asked`; do nothing outside of the main thread."""
+    global _deferring, _asked
     if not _in_main_thread():
         yield
         return
-    _depth += 1
+    _deferring, _asked = True, None
     try:
         yield
     finally:
-        _depth -= 1
-        if not _depth and _pending is not None:
-            signum, _pending = _pending, None
-            raise Interrupted(signum)
+        _deferring, _asked = False, None
 
 
-@contextmanager
-def divisible() -> Iterator[None]:
-    """Inside `whole()`: an interruption may cut this block, and what waits for the end of `whole()` is raised now."""
-    global _depth, _pending
-    if not _in_main_thread():
-        yield
-        return
-    around, _depth = _depth, 0
-    try:
-        if _pending is not None:
-            signum, _pending = _pending, None
-            raise Interrupted(signum)
-        yield
-    finally:
-        _depth = around
+def asked_to_stop() -> signal.Signals | None:
+    """The first signal that came inside `deferring()`."""
+    return _asked if _in_main_thread() else None
+
+
+def raise_if_asked() -> None:
+    """Raise Interrupted if a signal has asked this process to stop."""
+    if (signum := asked_to_stop()) is not None:
+        raise Interrupted(signum)

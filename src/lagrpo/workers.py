@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from lagrpo import guard
-from lagrpo.interrupts import whole
 
 _ROOT = Path(__file__).parents[1]  # the directory with the package
 _PATIENCE = 3.0  # seconds for a guard to end everything below it
@@ -33,8 +32,7 @@ ENDING = 10.0  # seconds until a process that was killed, or closed its pipes, i
 
 
 class Process(SpawnProcess):
-    """A process that Ctrl-C does not reach. It is started or not: a signal to the parent waits until the new process
-    has read what it is to do, and the parent knows it."""
+    """A process that Ctrl-C does not reach."""
 
     imports_main = False
     """Whether it imports the parent's main module, as spawned processes usually do. Unless something that it needs is
@@ -48,10 +46,6 @@ class Process(SpawnProcess):
         """How it ended, as a phrase; "" while it has not."""
         launch: Any = self._popen  # type: ignore[attr-defined]
         return "" if self.exitcode is None else getattr(launch, "end", "") or guard.describe(self.exitcode)
-
-    def start(self) -> None:
-        with whole():
-            super().start()
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802 - multiprocessing's name for what starts a process

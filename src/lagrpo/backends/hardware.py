@@ -10,7 +10,6 @@ import torch
 
 from lagrpo.backends.cpu.build import ISA, LEVELS, NoKernels, cpu_flags, isa_level
 from lagrpo.errors import SettingsError, refusing
-from lagrpo.ranks.rank import Rank
 
 Dtype = Literal["bfloat16", "float32"]
 ONEDNN = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
@@ -23,8 +22,8 @@ def pick_device(name: str) -> torch.device:
     that is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and (rank := Rank.find()) is not None:
-        name = f"cuda:{rank.local_number}"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(name)
     except RuntimeError as error:

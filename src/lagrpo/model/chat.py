@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lagrpo.interrupts import whole
 from lagrpo.model import rendering
 from lagrpo.types import Prompt
 from lagrpo.workers import ENDING, Process, killing
@@ -49,11 +48,10 @@ class Templates:
             return
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
         process = Process(target=rendering.serve, args=(theirs, MEMORY, self._seconds), daemon=True)
-        with whole():
-            process.start()
-            theirs.close()
-            self._process, self._ready = (process, ours), False
-            self._end = weakref.finalize(self, _end_process, process, ours)
+        process.start()
+        theirs.close()
+        self._process, self._ready = (process, ours), False
+        self._end = weakref.finalize(self, _end_process, process, ours)
 
     def render(self, template: str, special: Mapping[str, Any], messages: Sequence[Any]) -> str:
         """The text of the messages with the header of the coming answer; `special` holds the special tokens that the

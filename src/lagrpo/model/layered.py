@@ -44,6 +44,7 @@ class LayeredWeights(Weights):
     def __init__(self, model: Model, version: int) -> None:
         super().__init__(model.lm, version)
         self._model, self._dtype = model, model.dtype
+        forget_whole(model)
         named: Any = model.lm.named_parameters()
         self.shards: dict[str, Any] = {name: p for name, p in named if isinstance(p, DTensor)}
         self._names = [*super().__iter__()]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NoReturn, TypeVar
@@ -26,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lagrpo.core.loss import InfiniteGradientError
-from lagrpo.interrupts import divisible, whole
+from lagrpo.interrupts import raise_if_asked
 from lagrpo.model import blame
 from lagrpo.model.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
 from lagrpo.model.layered import InStep, LayerMasters, forget_whole, idle_row, make_layered
@@ -158,8 +157,7 @@ class Learner:
     def load_reference(self) -> None:
         """π_ref <- π."""
         if self.reference is not None:
-            with whole():
-                self.reference.load(self.policy.weights, self.policy.version)
+            self.reference.load(self.policy.weights, self.policy.version)
 
     def pack(self, batch: Batch, tokens: int) -> list[FreshMicroBatch]:
         """The micro-batches of a batch, at most `tokens` tokens each, with log π_ref where the objective reads it."""
@@ -210,15 +208,16 @@ class Learner:
         micro-batches for the updates that follow, and the sums. `update` or `discard` is next."""
         micro_batches: list[MicroBatch] = []
         sums: defaultdict[str, float] = defaultdict(float)
-        with nullcontext() if self.in_step else divisible():  # nothing has moved yet
-            for row in self._passes(fresh, passes):
-                entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32) if self.entropy else None
-                logp_T = self.policy.logp(row.packed, entropy_T)
-                if entropy_T is not None:
-                    sums["entropy"] += entropy_T.sum().item()
-                    sums["tokens_entropy"] += len(entropy_T)
-                micro_batches.append(row.scored_by(logp_T.detach(), entropy_T))
-                self._backward(micro_batches[-1], logp_T, sums)
+        for row in self._passes(fresh, passes):
+            if not self.in_step:
+                raise_if_asked()  # nothing has moved yet
+            entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32) if self.entropy else None
+            logp_T = self.policy.logp(row.packed, entropy_T)
+            if entropy_T is not None:
+                sums["entropy"] += entropy_T.sum().item()
+                sums["tokens_entropy"] += len(entropy_T)
+            micro_batches.append(row.scored_by(logp_T.detach(), entropy_T))
+            self._backward(micro_batches[-1], logp_T, sums)
         return micro_batches, dict(sums)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], passes: int = 0) -> dict[str, float]:
@@ -304,11 +303,10 @@ class Learner:
         rate = self.optimization.rate(self.policy.version)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        with whole():
-            self._stepping.step()
-            masters.discard()
-            moved = masters.round()
-            self.policy.weights.version += 1
+        self._stepping.step()
+        masters.discard()
+        moved = masters.round()
+        self.policy.weights.version += 1
         return {"grad_norm": norm, "lr": rate} | ({} if moved is None else {"moved": moved})
 
     def _refuse(self, norm: float, rows: Sequence[MicroBatch]) -> NoReturn:

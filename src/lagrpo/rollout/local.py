@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lagrpo.interrupts import whole
+from lagrpo.interrupts import raise_if_asked
 from lagrpo.model.model import Policy, Weights
 from lagrpo.model.replica import Replica
 from lagrpo.rng import uniforms
@@ -104,8 +104,6 @@ class LocalSampler:
         self.episodes: Episodes | None = None
         self.known: Mapping[str, Episodes] = {}
         self._environment: str | None = None
-        self.stopped: Callable[[], bool] = lambda: False
-        """whether nobody wants the rest of what is being sampled"""
         self._under_way = 0
         self._clock = 0  # steps
 
@@ -134,8 +132,7 @@ class LocalSampler:
             raise RuntimeError(
                 f"version {version} was synced while {self._under_way} groups of version {self.version} are open"
             )
-        with whole():
-            self.policy.weights.load(weights, version)
+        self.policy.weights.load(weights, version)
         return {}
 
     def served(self) -> tuple[int, Mapping[str, Tensor]]:
@@ -164,7 +161,9 @@ class LocalSampler:
         active: list[_Row] = []
         self._under_way, self._clock = len(waiting), 0
         try:
-            while (waiting or active) and not self.stopped():
+            while waiting or active:
+                if purpose == self.purpose:  # the parity check is short, and ranks make it together
+                    raise_if_asked()
                 full = self._step(state, waiting, active, G)
                 if not waiting and not active:
                     del state  # nobody may ever ask for what comes behind the last group
@@ -317,33 +316,35 @@ class LocalSampler:
 
 class BorrowingSampler(LocalSampler):
     """Samples by a copy, `policy`, of the policy `source`, which is set before its first use. The copy has weights from
-    `borrow` to `rest`, and else no memory for them. `in_step` has all ranks gather them together."""
+    `borrow` to `rest`, and else no memory for them."""
 
     source: Policy
 
-    def __init__(self, in_step: Callable[[Callable[[], None]], None], policy: Replica, *given: Any) -> None:
+    def __init__(self, policy: Replica, *given: Any) -> None:
         super().__init__(policy, *given)
-        self._in_step, self._copy = in_step, policy
+        self._copy = policy
+        self._storages = self._find_storages()
         self._give_memory()
 
     def borrow(self) -> None:
         """Take the weights of the source as they are now. Collective."""
-        self._in_step(self._load)
+        for storage, size in self._storages:
+            storage.resize_(size)
+        self._copy.load(self.source.all_weights, self.source.version)
+
+    def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
+        self.borrow()
+        yield from super().sample(requests, G)
 
     def rest(self) -> None:
         super().rest()
         self._give_memory()
 
-    def _load(self) -> None:
-        for storage, size in self._storages():
-            storage.resize_(size)
-        self._copy.load(self.source.all_weights, self.source.version)
-
     def _give_memory(self) -> None:
-        for storage, _ in self._storages():
+        for storage, _ in self._storages:
             storage.resize_(0)
 
-    def _storages(self) -> list[tuple[torch.UntypedStorage, int]]:
+    def _find_storages(self) -> list[tuple[torch.UntypedStorage, int]]:
         """What holds the copy's weights, and its size; panels keep theirs."""
         if not isinstance(self._copy.weights, Weights):
             return []

@@ -215,18 +215,16 @@ class VerifierSettings(Section):
     """GiB that a worker may write into one file; writing more is an error that the judge gets (File too large)."""
     max_without_reward: float = Field(default=0.5, ge=0, le=1)
     """The run stops when a larger share of a batch is unscored or failed."""
-    max_without_reward_run: float = Field(default=0.25, ge=0, le=1)
-    """The same for all batches so far, from the tenth on."""
 
     @property
     def of_a_batch(self) -> dict[str, Any]:
         """What the verifier takes, which knows of one batch at a time."""
-        return self.model_dump(exclude={"max_without_reward_run"})
+        return self.model_dump()
 
     @property
     def of_an_environment(self) -> dict[str, Any]:
         """What the processes of environments take."""
-        return self.model_dump(exclude={"max_without_reward_run", "max_without_reward"})
+        return self.model_dump(exclude={"max_without_reward"})
 
 
 class Settings(Section):

@@ -16,7 +16,7 @@ from lagrpo.settings.toml import to_toml
 from lagrpo.training.build import Parts
 
 READ_OF_TASK = {"reward_range": "", "system_prompt": " (of questions in offline.data)"}
-"""What is read of settings.task where the task is an object of the caller's, and for what."""
+"""What is read of settings.task if the task is the caller's object, and for what."""
 
 
 def describe_environment(parts: Parts, identity: str | None = None) -> dict[str, Any]:
@@ -24,8 +24,8 @@ def describe_environment(parts: Parts, identity: str | None = None) -> dict[str,
     policy, dtype = parts.learner.policy, parts.settings.model.dtype
     own = {"id": secrets.token_hex(8) if identity is None else identity}
     environment = own | collect_environment(str(policy.device))
-    environment["ranks"] = parts.world.size if parts.world is not None else 1
-    if parts.world is not None and (mesh := parts.world.mesh) is not None:
+    environment["ranks"] = parts.ranks.size
+    if (mesh := parts.ranks.mesh) is not None:
         environment["sharded"] = f"layers, each over {mesh.size(mesh.ndim - 1)} ranks"
     environment["computation"] = policy.model.computation
     environment["decoding"] = parts.sampled.model.decoding if parts.sampled else "by vLLM"
@@ -36,16 +36,16 @@ def describe_environment(parts: Parts, identity: str | None = None) -> dict[str,
 
 
 def write_config(parts: Parts) -> str:
-    """config.toml: the settings, and what they do not say where the task is an object of the caller's."""
+    """config.toml: the settings, and what they do not say if the task is the caller's object."""
     kind = type(parts.task)
     read = f"of [task] only {' and '.join(name + what for name, what in READ_OF_TASK.items())} were read"
     own = f"# The task was the caller's own object, a {kind.__module__}.{kind.__qualname__}; {read}.\n"
-    of_run = parts.settings.run.model_copy(update={"resume": None, "allow": ()})  # said anew each time
+    of_run = parts.settings.run.model_copy(update={"resume": None, "allow": ()})  # given anew each time
     return (own if parts.own_task else "") + to_toml(parts.settings.model_copy(update={"run": of_run}))
 
 
 def create_run(run: RunSettings, settings: Mapping[str, Any], config: str, environment: Mapping[str, Any]) -> Run:
-    """The directory of a new run. Raises RunLockedError where another process has begun one of this name meanwhile."""
+    """The directory of a new run. Raises RunLockedError if another process has begun one of this name meanwhile."""
     try:
         return Run.create(Path(run.directory), run.name, settings, config, environment)
     except RunExistsError:

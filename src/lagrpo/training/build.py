@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.cpu.build import NoKernels
@@ -19,19 +19,19 @@ from lagrpo.backends.process import keep_freed_memory
 from lagrpo.data.offline import OfflineData, Records, read_records
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
-from lagrpo.model.adapter_files import Lora
+from lagrpo.model.adapter_files import Lora, save_adapter
 from lagrpo.model.chat import Templates
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.layered import make_layered_replica, make_whole_replica, why_not, with_modules, without_numbers
 from lagrpo.model.learner import Learner, Optimization
 from lagrpo.model.loading import check_context, check_files, load_policy
+from lagrpo.model.lora import save_merged
 from lagrpo.model.masters import fingerprint
 from lagrpo.model.model import AdapterWeights, Policy
 from lagrpo.model.replica import Replica, replica
 from lagrpo.objective.compose import Recipe
-from lagrpo.ranks.world import World
 from lagrpo.rollout.episodes import Episodes
-from lagrpo.rollout.local import BorrowingSampler, LocalSampler
+from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.parity import PARITY_PROMPTS, Parity, ParityCheck, ParityError
 from lagrpo.rollout.prefetch import Prefetcher
 from lagrpo.rollout.schedule import Schedule
@@ -44,19 +44,25 @@ from lagrpo.tasks.environments import load_environment
 from lagrpo.training.checks import chat_template
 from lagrpo.training.environments import OF_RUN, check_environment, find_talks, replied
 from lagrpo.training.exams import Exam, build_exams, concerning_set
-from lagrpo.training.lead import LeadLearner, LeadSampler
+from lagrpo.training.ranks import (
+    FirstRankEvaluator,
+    FirstRankSampler,
+    RankBorrower,
+    RankLearner,
+    Ranks,
+    RankSampler,
+    RankVerifier,
+)
 from lagrpo.types import Group
 from lagrpo.verify import Verifier
-
-_QUIET = threading.RLock()  # what transformers says is set for the process: runs in several threads take turns
 
 
 def build_policy(
     model: ModelSettings, tau: float, longest: int, templates: Templates | None = None, seed: int = 0
 ) -> Policy:
-    """The policy of the settings at temperature tau, checked against the `longest` sequence that they allow, in tokens;
-    `templates` renders its prompts; adapters start at draws of `seed`. Raises SettingsError for a model that is not
-    there or cannot be run."""
+    """The policy at temperature tau, checked against the `longest` possible sequence in tokens; `templates` renders its
+    prompts; adapters start at random numbers of `seed`. Raises SettingsError for a model that is missing or
+    unsupported."""
     device = pick_device(model.device)
     if device.type == "cpu":
         keep_freed_memory()
@@ -79,8 +85,7 @@ def lora_of(model: ModelSettings, seed: int = 0) -> Lora | None:
 
 @contextmanager
 def loading(model: ModelSettings) -> Iterator[None]:
-    """Inside, a model is read. An error that says that it is not there, or cannot be run, becomes a SettingsError that
-    says where it was looked for; of transformers' own reports only errors reach the terminal."""
+    """Inside, a model is read: errors become a SettingsError that says where, and transformers prints only errors."""
     from transformers.utils import logging
 
     with without_progress_bars():
@@ -101,215 +106,229 @@ def loading(model: ModelSettings) -> Iterator[None]:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """transformers' own bars (loading and writing weights take a second) out of the way; bars of downloads stay."""
+    """Inside, transformers shows no bars while it loads or writes weights; bars of downloads stay."""
     from transformers.utils import logging
 
-    with _QUIET:
-        before = logging.set_tqdm_hook(lambda factory, args, kwargs: logging.EmptyTqdm(*args, **kwargs))
-        try:
-            yield
-        finally:
-            logging.set_tqdm_hook(before)
+    before = logging.set_tqdm_hook(lambda factory, args, kwargs: logging.EmptyTqdm(*args, **kwargs))
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
-    """What a run reads before a model is loaded: its task, and the offline completions if it has any."""
+class RunData:
+    """What a run reads before it loads a model: its task, its offline completions, and the tasks of evaluation sets
+    that have their own, by the name of the set."""
 
     task: Task
     records: Records | None
     of_sets: Mapping[str, Task]
-    """by the name of the evaluation set: its task, where it has one of its own"""
 
-    @staticmethod
-    def read(settings: Settings, task: Task | None) -> Data:
-        """`task` stands in for settings.task. Raises SettingsError for data that is missing or malformed."""
-        with refusing():
-            task = task if task is not None else load_task(settings.task, settings.run.seed)
-        of_sets = {}
-        for each in settings.evaluation.sets:
-            if each.task is not None:
-                with concerning_set(each.name):
-                    of_sets[each.name] = other = load_task(each.task, settings.run.seed)
-                    check_environment(settings, getattr(other, "environment", None), each.task)
-        with refusing("environment"):  # a function that is not there shows before a model is loaded
-            check_environment(settings, load_environment(settings.environment, task), settings.task)
-        with refusing("offline.data"):
-            names = settings.offline.data
-            return Data(task, read_records(names, settings.task.system_prompt) if names else None, of_sets)
+
+def load_data(settings: Settings, task: Task | None) -> RunData:
+    """`task` replaces settings.task. Raises SettingsError for data that is missing or malformed."""
+    with refusing():
+        task = task if task is not None else load_task(settings.task, settings.run.seed)
+    of_sets = {}
+    for each in settings.evaluation.sets:
+        if each.task is not None:
+            with concerning_set(each.name):
+                of_sets[each.name] = other = load_task(each.task, settings.run.seed)
+                check_environment(settings, getattr(other, "environment", None), each.task)
+    with refusing("environment"):
+        check_environment(settings, load_environment(settings.environment, task), settings.task)
+    with refusing("offline.data"):
+        names = settings.offline.data
+        return RunData(task, read_records(names, settings.task.system_prompt) if names else None, of_sets)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a run is made of."""
+    """What a run is made of, on this rank."""
 
     settings: Settings
     task: Task
-    own_task: bool
-    """the caller gave the task as an object"""
-    model: str
-    """the fingerprint of all weights that it starts with"""
-    learner: Learner | LeadLearner
-    """with the policy, the recipe and the reference"""
-    sampler: LocalSampler | LeadSampler | VllmEngine
-    evaluator: LocalSampler | LeadSampler | VllmEvaluator
-    exams: tuple[Exam, ...]
-    """what it is evaluated on"""
+    own_task: bool  # the caller gave the task as an object
+    model: str  # the fingerprint of the initial weights
+    learner: Learner  # with the policy, the recipe and the reference
+    sampler: LocalSampler | VllmEngine | FirstRankSampler
+    evaluator: LocalSampler | VllmEvaluator | FirstRankEvaluator
+    exams: tuple[Exam, ...]  # evaluation sets
     prefetcher: Prefetcher
     prompts: PromptSource
-    offline: OfflineData | None
-    """completions of a file"""
+    offline: OfflineData | None  # completions of files
     verifier: Verifier
     schedule: Schedule
-    check_parity: ParityCheck | None
-    """None where the run asks for no check"""
-    check_evaluated: ParityCheck | None = None
-    """the check of servers that evaluate; it has a memory of its own"""
-    others: Sequence[Verifier] = ()
-    """the judges of evaluation sets with tasks of their own"""
-    world: World | None = None
-    """the other ranks; None in a run of one process"""
-    talking: Mapping[str, Episodes] = field(default_factory=dict)
-    """what completions of several turns talk to: those of the run's task, and of evaluation sets by their names"""
+    check_parity: ParityCheck | None  # None if the run asks for no check
+    check_evaluated: ParityCheck | None = None  # of servers that evaluate
+    others: Sequence[Verifier] = ()  # of evaluation sets with their own tasks
+    ranks: Ranks = field(default_factory=Ranks)
+    talking: Mapping[str, Episodes] = field(default_factory=dict)  # environments of the run and of evaluation sets
+    skeleton: Any = None  # the model of transformers without its numbers, if layers are sharded
 
     @staticmethod
-    def build(settings: Settings, recipe: Recipe, task: Task | None = None, world: World | None = None) -> Parts:
-        """The data first, then the model: what is cheap to refuse is refused first. Where something fails, whatever was
-        started is ended. With `world` this is rank 0. Raises SettingsError for data or a model that is missing, or does
-        not fit."""
+    def build(settings: Settings, recipe: Recipe, task: Task | None = None, ranks: Ranks | None = None) -> Parts:
+        """The data first, then the model: errors that are cheap to find come first. After an error, whatever was
+        started is ended. Raises SettingsError for data or a model that is missing, or does not fit."""
+        ranks = ranks or Ranks()
         with ExitStack() as undo:
-            servers, data = [], Data.read(settings, task)
-            if settings.sampling.sampler == "vllm":  # starting them writes files and takes minutes
+            servers, data = [], load_data(settings, task)
+            if settings.sampling.sampler == "vllm" and ranks.is_first:
                 with loading(settings.model):
                     check_files(resolve_model(settings.model.path))
-                servers = [
-                    undo.enter_context(closing(server))
-                    for server in open_servers(settings, replied(settings, data.task))
-                ]
-            parts = Parts._build(settings, recipe, data, task is not None, servers, undo, world)
+                opened = open_servers(settings, replied(settings, data.task))
+                servers = [undo.enter_context(closing(server)) for server in opened]
+            parts = Parts._build(settings, recipe, data, task is not None, servers, undo, ranks)
             undo.pop_all()
             return parts
 
     @staticmethod
     def _build(
-        settings: Settings, recipe: Recipe, data: Data, own_task: bool, servers: list[VllmClient], undo: ExitStack,
-        world: World | None,
+        settings: Settings, recipe: Recipe, data: RunData, own_task: bool, servers: list[VllmClient], undo: ExitStack,
+        ranks: Ranks,
     ) -> Parts:  # fmt: skip
-        sampling, task = settings.sampling, data.task
+        task = data.task
         templates = undo.enter_context(closing(Templates()))
         longest = settings.longest + replied(settings, task, *data.of_sets.values())
-        policy = build_policy(settings.model, sampling.temperature, longest, templates, settings.run.seed)
+        policy = build_policy(settings.model, settings.sampling.temperature, longest, templates, settings.run.seed)
+        model = check_same_model(ranks, fingerprint(policy.all_weights))
         talks = find_talks(settings, task, data.of_sets, policy.chat)
         talking = {name: talk.start(settings, policy.chat, undo) for name, talk in talks.items()}
         asking = {name: talk.asking(talking[name]) for name, talk in talks.items()}
         prompts = build_prompts(settings, task, policy, asking.get(OF_RUN, {}))
         offline = build_offline(settings, recipe, policy, data.records) if data.records else None
-        episodes = talking.get(OF_RUN)
-        sampler = build_engine(settings, policy, servers) if servers else build_local_sampler(settings, policy)
-        found = fingerprint(policy.all_weights)
-        skeleton = without_numbers(policy.model.lm) if world is not None and world.mesh is not None else None
-        learner, evaluator = build_learner(settings, recipe, policy, world)
-        evaluator.known, sampler.episodes = talking, episodes
-        if world is not None:
-            meet(world, found)
-            if talks:
-                world.lead("starting the environments", lambda: None, talks)
-            evaluator = LeadSampler(world, evaluator, "evaluation", learner)
-            sampler = LeadSampler(world, sampler, "sampling", learner) if isinstance(sampler, LocalSampler) else sampler
-            learner = LeadLearner(world, learner, skeleton)
-            policy = learner.policy
-        verifier = undo.enter_context(build_verifier(settings, task))
+        sampler = build_sampler(settings, policy, servers, talking.get(OF_RUN), ranks)
+        skeleton = without_numbers(policy.model.lm) if ranks.mesh is not None else None
+        learner, evaluator = build_learner(settings, recipe, policy, ranks)
+        policy, evaluator.known = learner.policy, talking
+        verifier = undo.enter_context(build_verifier(settings, task, ranks))
         others = {
-            name: (other, undo.enter_context(build_verifier(settings, other))) for name, other in data.of_sets.items()
+            name: (each, undo.enter_context(build_verifier(settings, each, ranks)))
+            for name, each in data.of_sets.items()
         }
-        check = build_parity_check(settings, policy, prompts, sampler) if sampling.parity_check else None
-        lent = sampler if settings.evaluation.sampler == "vllm" and isinstance(sampler, VllmEngine) else None
+        check = build_parity_check(settings, policy, prompts, sampler) if settings.sampling.parity_check else None
+        lent = settings.evaluation.sampler == "vllm" and not isinstance(sampler, LocalSampler)
         return Parts(
             settings=settings,
             task=task,
             own_task=own_task,
-            model=found,
+            model=model,
             learner=learner,
             sampler=sampler,
-            evaluator=VllmEvaluator(lent) if lent is not None else evaluator,
+            evaluator=build_vllm_evaluator(sampler) if lent else evaluator,
             exams=build_exams(settings, policy, prompts, verifier, others, asking),
-            prefetcher=Prefetcher(sampler, prompts.batch, sampling.G),
+            prefetcher=Prefetcher(sampler, prompts.batch, settings.sampling.G),
             prompts=prompts,
             offline=offline,
+            verifier=verifier,
+            schedule=Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.delta),
             check_parity=check,
             check_evaluated=build_parity_check(settings, policy, prompts, sampler) if check and lent else None,
-            schedule=Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.delta),
-            verifier=verifier,
             others=[judging for _, judging in others.values()],
-            world=world,
+            ranks=ranks,
             talking=talking,
+            skeleton=skeleton,
         )
 
     @property
     def sampled(self) -> Policy | Replica | None:
         """The policy of the in-process sampler, which computes as the learner does, up to rounding; None for vLLM."""
-        return self.sampler.policy if isinstance(self.sampler, LocalSampler | LeadSampler) else None
+        return self.sampler.policy if isinstance(self.sampler, LocalSampler) else None
 
     @property
     def parity(self) -> Parity | None:
-        """How far learner and in-process sampler agree; None where that was not asked or the sampler is vLLM."""
+        """How far learner and in-process sampler agree; None if that was not measured."""
         return self.check_parity.parity if self.check_parity is not None else None
 
     def read_offline(self, b: int) -> Sequence[Group]:
         """The groups of batch b that come from a file."""
         return self.offline.batch(b, offline_prompts(self.settings)) if self.offline is not None else ()
 
+    def whole_weights(self) -> dict[str, Tensor] | None:
+        """What `save_policy` writes, on rank 0, if layers are sharded. Collective."""
+        policy = self.learner.policy
+        if self.ranks.mesh is None:
+            return None
+        return self.ranks.gather_whole(policy.all_weights if self.settings.model.lora.merge else policy.weights)
+
+    def save_policy(self, directory: Path, whole: Mapping[str, Tensor] | None) -> None:
+        """Write π as it is now, a model or its adapter; `whole` are `whole_weights`."""
+        policy, merge = self.learner.policy, self.settings.model.lora.merge
+        if whole is None:
+            return policy.save_merged(directory) if merge else policy.save(directory)
+        if merge:
+            save_merged(self.skeleton, directory, dict(whole))
+        elif isinstance(policy.weights, AdapterWeights):
+            save_adapter(self.skeleton, policy.weights, directory)
+        else:
+            self.skeleton.save_pretrained(directory, state_dict=dict(whole))
+        policy.chat.save(directory)
+
     def close(self) -> None:
         """End the workers, the servers that were started, and the process that renders prompts."""
-        with ExitStack() as last:  # each, whatever becomes of the others
+        with ExitStack() as last:
             for part in (self.learner.policy.chat.templates, self.sampler, self.verifier, *self.others):
                 last.callback(part.close)
             for episodes in self.talking.values():
                 last.callback(episodes.environments.close)
 
     def keep_logs(self, run: Path) -> None:
-        """The logs of the servers that were started for a run go to its directory."""
-        if isinstance(self.sampler, VllmEngine):
+        """Put the logs of the servers that were started for a run into its directory."""
+        own = self.sampler.own if isinstance(self.sampler, FirstRankSampler) else self.sampler
+        if isinstance(own, VllmEngine):
             earlier = len([*run.glob("vllm-*.log")])  # of the servers of a run that is resumed
-            for number, server in enumerate(self.sampler.servers, start=1 + earlier):
+            for number, server in enumerate(own.servers, start=1 + earlier):
                 server.keep_log(run / f"vllm-{number}.log")
+
+
+def check_same_model(ranks: Ranks, own: str) -> str:
+    """The fingerprint `own`. Raises SettingsError if another rank has another model. Collective."""
+    found = ranks.gather(own)
+    if strange := [rank for rank, other in enumerate(found) if other != found[0]]:
+        raise SettingsError(
+            f"model weights differ between ranks 0 and {strange[0]} (model.path): fingerprints {found[0]} and "
+            f"{found[strange[0]]}. All hosts need the same files"
+        )
+    return own
 
 
 def build_prompts(
     settings: Settings, task: Task, policy: Policy, asking: Mapping[str, Any] = MappingProxyType({})
 ) -> PromptSource:
-    """The prompts of every batch, all of them tokenized once: one that cannot be asked shows before the run is made.
-    `asking` is what those of an environment need."""
+    """The prompts of every batch, all tokenized once, so that a bad one is found before the run is made. `asking` is
+    what an environment's prompts need."""
     fresh = settings.schedule.prompts - offline_prompts(settings)
     prompts = PromptSource(task, policy, settings.run.seed, fresh, settings.sampling.max_prompt_tokens, **asking)
-    prompts.tokenized("train", 0)  # a chat template that cannot be rendered shows here
+    prompts.tokenized("train", 0)  # a chat template that cannot be rendered
     with refusing("task"):
         prompts.check(settings.schedule.stages * settings.schedule.batches)
     return prompts
 
 
-def build_local_sampler(settings: Settings, policy: Policy) -> LocalSampler:
-    """The in-process sampler, with a copy of the policy."""
+def build_sampler(
+    settings: Settings, policy: Policy, servers: list[VllmClient], episodes: Episodes | None, ranks: Ranks
+) -> LocalSampler | VllmEngine | FirstRankSampler:
+    """What samples training batches: this process with a copy of the policy, or the servers."""
     sampling = settings.sampling
-    return LocalSampler(replica(policy), settings.run.seed, sampling.max_tokens, sampling.max_num_seqs)
+    if sampling.sampler == "vllm":
+        own: Any = build_engine(settings, policy, servers) if ranks.is_first else None
+        if own is not None:
+            own.episodes = episodes
+        return FirstRankSampler(ranks, own) if own is None or ranks.size > 1 else own
+    given = replica(policy), settings.run.seed, sampling.max_tokens, sampling.max_num_seqs
+    sampler = LocalSampler(*given) if ranks.size == 1 else RankSampler(ranks, *given)
+    sampler.episodes = episodes
+    return sampler
 
 
-def meet(world: World, own: str) -> None:
-    """Wait until every rank has its model, with the fingerprint `own`. Raises SettingsError where one has another."""
-    _, *others = world.lead("ready", lambda: own)
-    if strange := [rank for rank, found in enumerate(others, start=1) if found != own]:
-        raise SettingsError(
-            f"model.path is another model on rank {strange[0]} than on rank 0: its weights have the fingerprint "
-            f"{others[strange[0] - 1]}, not {own}. All hosts need the same files"
-        )
+def build_vllm_evaluator(sampler: Any) -> VllmEvaluator | FirstRankEvaluator:
+    return FirstRankEvaluator(sampler) if isinstance(sampler, FirstRankSampler) else VllmEvaluator(sampler)
 
 
-def build_learner(
-    settings: Settings, recipe: Recipe, policy: Policy, world: World | None = None
-) -> tuple[Learner, LocalSampler]:
-    """The learner, with a reference where the recipe has a KL term, and AdamW's schedule over all S·M·i updates; and
-    what samples from its policy, for evaluations. With `world` this rank's part of it: masters are sharded, and with
-    its mesh the layers too, which uses the policy given up. Raises SettingsError for a model whose layers cannot be."""
+def build_learner(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ranks) -> tuple[Learner, LocalSampler]:
+    """The learner, with a reference if the recipe has a KL term, and what samples evaluations from its policy. If
+    layers are sharded, the policy given is used up. Raises SettingsError for a model whose layers cannot be."""
     o, s = settings.optimizer, settings.schedule
     same = o.model_dump(include={"lr", "weight_decay", "schedule", "warmup", "masters", "offload_moments"})
     betas, max_grad_norm, updates = (o.beta1, o.beta2), o.max_grad_norm or None, s.stages * s.batches * s.i
@@ -321,35 +340,38 @@ def build_learner(
         *(settings.evaluation.temperature, "evaluate"),
     )
     given = o.activation_checkpointing, settings.run.entropy
-    if world is None or (mesh := world.mesh) is None:
+    if ranks.mesh is None:
         reference = replica(policy) if recipe.needs_pi_ref else None
-        ranks = world.ranks if world is not None else None
-        learner = Learner(policy, recipe, optimization, reference, *given, ranks=ranks)
-        return learner, LocalSampler(policy, *evaluating)
+        if ranks.size == 1:
+            return Learner(policy, recipe, optimization, reference, *given), LocalSampler(policy, *evaluating)
+        learner = RankLearner(ranks, policy, recipe, optimization, reference, *given)
+        return learner, RankSampler(ranks, policy, *evaluating)
     if reason := why_not(policy):
         raise SettingsError(f"distributed.shard = 'layers' cannot shard this model: {reason}")
     whole = make_whole_replica if isinstance(policy.weights, AdapterWeights) else replica
-    evaluator, policy = BorrowingSampler(world.in_step, whole(policy), *evaluating), with_modules(policy)
-    reference = make_layered_replica(policy, mesh) if recipe.needs_pi_ref else None
-    learner = Learner(policy, recipe, optimization, reference, *given, ranks=world.ranks, mesh=mesh)
+    evaluator, policy = RankBorrower(ranks, whole(policy), *evaluating), with_modules(policy)
+    reference = make_layered_replica(policy, ranks.mesh) if recipe.needs_pi_ref else None
+    learner = RankLearner(ranks, policy, recipe, optimization, reference, *given)
     evaluator.source = learner.policy
     return learner, evaluator
 
 
-def build_verifier(settings: Settings | EvalSettings, task: Task) -> Verifier:
-    """The judge of the task in worker processes. Raises SettingsError for one that cannot be sent to them."""
+def build_verifier(settings: Settings | EvalSettings, task: Task, ranks: Ranks | None = None) -> Verifier:
+    """The task's judge in worker processes. Raises SettingsError for one that cannot be sent to them."""
     with refusing("task", TypeError):
-        return Verifier(task.judge, **settings.verifier.of_a_batch)
+        if ranks is None or ranks.size == 1:
+            return Verifier(task.judge, **settings.verifier.of_a_batch)
+        return RankVerifier(ranks, task.judge, **settings.verifier.of_a_batch)
 
 
-def build_parity_check(
-    settings: Settings, policy: Policy, source: PromptSource, sampler: LocalSampler | LeadSampler | VllmEngine
-) -> ParityCheck:
-    """What is called after every weight sync. Raises SettingsError where the in-process sampler computes something else
-    than the learner."""
+def build_parity_check(settings: Settings, policy: Policy, source: PromptSource, sampler: Any) -> ParityCheck:
+    """The check after every weight sync. Raises SettingsError if the in-process sampler computes something else than
+    the learner."""
     parity_prompts = source.parity_prompts(PARITY_PROMPTS)
-    if isinstance(sampler, VllmEngine):
-        return ParityCheck(parity_prompts, sampler.weights.dtype)
+    if not isinstance(sampler, LocalSampler):
+        return ParityCheck(
+            parity_prompts, sampler.dtype if isinstance(sampler, FirstRankSampler) else sampler.weights.dtype
+        )
     check = ParityCheck(parity_prompts, policy.dtype)
     with refusing("model.path", ParityError):
         check.start(policy, sampler)
@@ -364,7 +386,7 @@ def offline_prompts(settings: Settings) -> int:
 
 def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: Records) -> OfflineData:
     """The completions of settings.offline.data. Raises SettingsError for those that cannot be used with the model, and
-    for files without log-probs where the recipe reads log α."""
+    for files without log-probs if the recipe reads log α."""
     sampling, data = settings.sampling, settings.offline.data
     assert data is not None
     with refusing("offline.data"):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lagrpo.errors import SettingsError
-from lagrpo.ranks.rank import Rank
 from lagrpo.runs.environment import read_environment
 from lagrpo.runs.files import to_json
 from lagrpo.runs.reading import load_events, load_until, open_run
@@ -25,33 +24,16 @@ FREE = (
     *("model.threads", "model.dtype", "model.lora.merge", "optimizer.offload_moments"),
     *("evaluation.every", "evaluation.before_and_after"),
     *("evaluation.sampler", "evaluation.best", "evaluation.best_is"),
-    *(
-        "distributed.shard",
-        "distributed.shard_ranks",
-        "distributed.deadline",
-        "distributed.collective",
-        "distributed.silence",
-    ),
-    *("verifier.workers", "verifier.max_without_reward", "verifier.max_without_reward_run"),
+    *("distributed.shard", "verifier.workers", "verifier.max_without_reward"),
 )
 """Settings that a resumed run may change as it likes: what it learns does not depend on them. Of model.dtype only the
 spelling may change, from auto to what that chose; the run looks at what it computes in."""
 FIXED = {"run.seed": "every random number of the run is a function of it"}
 """Settings that never change, and why."""
-RUN = "run"
-"""Under which torchrun's store keeps the directory of the run."""
 SAID_ANEW = ("run.name", "run.directory", "run.resume", "run.allow")
 """Settings that belong to where a run is and to how it was called, and not to its batches."""
 FREE_OF_VLLM = ("in_flight",)
 """Settings of section vllm that it may not."""
-
-
-def after_restart(settings: Settings, rank: Rank | None) -> Settings:
-    """Settings that go on with the run, where torchrun has started its processes again."""
-    if rank is None or not rank.restarts or settings.run.resume is not None:
-        return settings
-    resume = "auto" if settings.run.name else rank.recall(RUN)
-    return settings.model_copy(update={"run": settings.run.model_copy(update={"resume": resume})})
 
 
 def find_run(settings: Settings) -> Path | None:

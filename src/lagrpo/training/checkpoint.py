@@ -9,10 +9,13 @@ were under way are drawn again, token for token.
 from __future__ import annotations
 
 import hashlib
+import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,26 @@ from torch import Tensor
 from lagrpo.errors import SettingsError
 from lagrpo.model.spans import Merged
 from lagrpo.rollout.schedule import LoopState
-from lagrpo.runs.checkpoints import Checkpoint, Checkpoints, Content, completion_of
+from lagrpo.runs.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    Checkpoints,
+    Content,
+    completion_of,
+    learner_file,
+    save_tensors,
+)
+from lagrpo.runs.files import write_atomically
 from lagrpo.training.build import Parts
-from lagrpo.training.shards import DEADLINE, copied, have_written
+from lagrpo.training.ranks import Ranks
 from lagrpo.types import Group
+
+DEADLINE = 3600.0  # seconds for the disk to take a checkpoint
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """In the host's memory, which the run does not change."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +84,7 @@ def capture(a: Parts, stand: Stand, further: Mapping[str, Any], path: Path, fini
     alpha, of_alpha = a.sampler.served() if alpha_is_needed(a, state) else (None, {})
     weights = {} if alpha is None or alpha in (0, version) else {alpha: of_alpha}
     if reference is not None and pi_ref not in (0, version, *weights):
-        weights[reference.version] = dict(reference.weights.items())
+        weights[reference.version] = {name: tensor for name, tensor in reference.weights.items() if a.ranks.is_first}
     about = {
         "data": fingerprint_data(a),
         "loop": asdict(state),
@@ -74,10 +93,18 @@ def capture(a: Parts, stand: Stand, further: Mapping[str, Any], path: Path, fini
         "parity": stand.parity,
     }
     copies = {name: copied(tensor) for name, tensor in a.learner.state().items()}
-    copies |= {f"synced/{n}": tensor.cpu() for n, tensor in enumerate(stand.synced)}
+    if a.ranks.is_first:
+        copies |= {f"synced/{n}": tensor.cpu() for n, tensor in enumerate(stand.synced)}
     kept = {version: {name: copied(tensor) for name, tensor in of.items()} for version, of in weights.items()}
-    of_ranks = tuple if a.world is None else have_written(a.world, path)
-    return Content(state.batch, {**about, **further}, copies, waiting, kept, of_ranks)
+    if a.ranks.size == 1:
+        return Content(state.batch, {**about, **further}, copies, waiting, kept)
+    folder = a.ranks.from_first(lambda: path / f".learner.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    files = [folder / learner_file(rank, a.ranks.size) for rank in range(a.ranks.size)]
+    if a.ranks.is_first:
+        return Content(
+            state.batch, {**about, **further}, copies, waiting, kept, partial(a.ranks.await_files, files[1:])
+        )
+    return Content(state.batch, {}, copies, {}, {}, lambda: [files[a.ranks.rank]])
 
 
 def alpha_is_needed(a: Parts, state: LoopState) -> bool:
@@ -151,9 +178,11 @@ def read_waiting(a: Parts, checkpoint: Checkpoint) -> dict[int, list[Group]]:
 
 class Keeper:
     """Keeps the checkpoints of a run: says when one is due, writes them in the background, one at a time, and removes
-    old ones. `every` batches, `minutes` between two (0: never for that reason); the last `keep` stay, and the best."""
+    old ones. `every` batches, `minutes` between two (0: never for that reason); the last `keep` stay, and the best.
+    Ranks other than the first write their part alone."""
 
-    def __init__(self, store: Checkpoints, every: int, minutes: float, keep: int) -> None:
+    def __init__(self, store: Checkpoints, every: int, minutes: float, keep: int, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Ranks()
         self.store, self.every, self.minutes, self.keep = store, every, minutes, keep
         self.best: list[float] | None = None
         """result and batch of the best evaluation so far"""
@@ -207,6 +236,8 @@ class Keeper:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _write(self, content: Content) -> None:
+        if not self.ranks.is_first:
+            return self._write_part(content)
         started = time.monotonic()
         size = self.store.write(content)
         self.written = [*(batch for batch in self.written if batch != content.batch), content.batch]
@@ -214,3 +245,12 @@ class Keeper:
         self.store.prune(keep)
         self.written = [batch for batch in self.written if batch in keep]
         self._news.append({"batch": content.batch, "bytes": size, "seconds": time.monotonic() - started})
+
+    def _write_part(self, content: Content) -> None:
+        """What this rank's learner has, where rank 0 waits for it."""
+        (file,) = content.of_ranks()
+        try:
+            write_atomically(file, partial(save_tensors, content.learner))
+        except OSError as error:
+            raise CheckpointError(f"rank {self.ranks.rank} could not write {file}: {error}") from error
+        self.written.append(content.batch)

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Seconds by phase, and in all: since it was made, and what was added. `tell` is told what is being done now."""
+    """Seconds by phase, and in all since it was made. `tell` hears what is being done now; `generated` counts the
+    sampled tokens that came from the sampler meanwhile, for this batch or a later one."""
 
     def __init__(self, tell: Callable[[str], None] = lambda phase: None) -> None:
-        self.tell = tell
+        self.tell, self.generated = tell, 0
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.generated = 0  # sampled tokens that came from the sampler meanwhile, for this batch or a later one
         self._started = time.perf_counter()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""From settings to the environment that completions talk to: which one, in which processes, by which chat template."""
+"""From settings to the environment of multi-turn completions: which one, its processes, and its chat template."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from lagrpo.tasks.tools import Tools, system_text
 from lagrpo.verify import Environments
 
 OF_RUN = ""
-"""Name of the environment of the run's own task; that of an evaluation set has the set's name."""
-EXAMPLE = "5"  # what is said to see whether the chat template can say it
+"""Name of the environment of the run's task; an evaluation set's environment has the set's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """What completions talk to: `make` makes an environment for each, `role` is who replies, and `tools` are JSON
-    schemas for the chat template, None where there are none or it does not take them."""
+    """What completions talk to: `make` makes an environment for each, `role` replies, and `tools` are JSON schemas for
+    the chat template, None without tools or if it does not take them."""
 
     make: Make
     role: str = "user"
@@ -36,37 +35,35 @@ class Talk:
 
     @staticmethod
     def find(settings: EnvironmentSettings, task: Task, chat: Chat) -> Talk | None:
-        """What the settings or the task name; None where completions have one turn. Raises SettingsError for functions
-        that are not there or do not say how they are called."""
+        """The environment that the settings or the task name; None for completions of one turn. Raises SettingsError
+        for functions that do not exist or do not say how they are called."""
         with refusing("environment", TemplateError):
             make = load_environment(settings, task)
             schemas = make.schemas() if isinstance(make, Tools) else []
             if not isinstance(make, Tools) or not schemas:
                 return Talk(make) if make is not None else None
             said = chat.render(OPENING, schemas)
-            taken = all(f'"{schema["function"]["name"]}"' in said for schema in schemas)
-            return Talk(
-                make if taken else replace(make, system=system_text(schemas)), "tool", schemas if taken else None
-            )
+            if all(f'"{schema["function"]["name"]}"' in said for schema in schemas):
+                return Talk(make, "tool", schemas)
+            return Talk(replace(make, system=system_text(schemas)), "tool")
 
     def start(self, settings: Settings | EvalSettings, chat: Chat, undo: ExitStack) -> Episodes:
-        """Episodes, their processes started. Raises SettingsError for an environment that cannot be sent to them, and a
-        chat template that changes earlier turns."""
+        """Start the processes. Raises SettingsError for an environment that cannot be sent to them, and a chat template
+        that changes earlier turns."""
         replies, limits = Replies(chat), settings.environment
         sampled = settings.sampling.max_tokens if isinstance(settings, Settings) else settings.max_tokens
         with refusing("environment", TypeError, TemplateError):
-            replies.check([{"role": self.role, "content": EXAMPLE}])
+            replies.check([{"role": self.role, "content": "5"}])
             environments = undo.enter_context(Environments(self.make, **settings.verifier.of_an_environment))
         return Episodes(environments, replies, Limits(limits.max_turns, sampled, limits.max_tokens))
 
     def asking(self, episodes: Episodes) -> dict[str, Any]:
-        """What the prompts need (`PromptSource`) whose completions are these episodes."""
+        """What a `PromptSource` needs for these episodes."""
         return {"tools": self.tools, "opening": episodes.environments.open}
 
 
 def find_talks(settings: Settings, task: Task, of_sets: Mapping[str, Task], chat: Chat) -> dict[str, Talk]:
-    """What the completions of the run, and of evaluation sets with tasks of their own, talk to, by name; nothing for
-    those of one turn. What section environment names is for the run's task. Raises as Talk.find."""
+    """The environments of the run and of evaluation sets with their own tasks, by name. Raises as Talk.find."""
     alone = settings.environment.model_copy(update={"name": None, "tools": ()})
     found = {OF_RUN: Talk.find(settings.environment, task, chat)}
     found |= {name: Talk.find(alone, other, chat) for name, other in of_sets.items()}
@@ -74,7 +71,7 @@ def find_talks(settings: Settings, task: Task, of_sets: Mapping[str, Task], chat
 
 
 def check_environment(settings: Settings, make: Make | None, task: TaskSettings) -> None:
-    """Raise ValueError for settings that completions of several turns cannot be combined with; `task` is asked."""
+    """Raise ValueError for settings that multi-turn completions of `task` exclude."""
     if make is None:
         return
     if task.rewards:
@@ -84,6 +81,6 @@ def check_environment(settings: Settings, make: Make | None, task: TaskSettings)
 
 
 def replied(settings: Settings | EvalSettings, *tasks: Task) -> int:
-    """Tokens that an environment says in a completion of these tasks at the most; 0 without one."""
+    """The most tokens that an environment says in a completion of these tasks; 0 without one."""
     talking = any(isinstance(task, TaskWithEnvironment) for task in tasks)
     return settings.environment.max_tokens if talking else settings.replied

@@ -15,6 +15,7 @@ from lagrpo.training.checkpoint import alpha_is_needed
 from lagrpo.training.evaluate import Evaluation, change, few_prompts, interval
 from lagrpo.training.exams import Exam
 from lagrpo.training.observers import Observer
+from lagrpo.training.ranks import FirstRankEvaluator
 
 
 class Evaluations:
@@ -102,7 +103,7 @@ def sampling_from_policy(parts: Parts, state: LoopState) -> Iterator[None]:
     they get π under its own version, checked as after any weight sync, and afterwards α again where it is still to
     sample. No record of the run depends on it."""
     evaluator, policy = parts.evaluator, parts.learner.policy
-    if not isinstance(evaluator, VllmEvaluator):
+    if not isinstance(evaluator, VllmEvaluator | FirstRankEvaluator):
         yield
         return
     parts.prefetcher.finish()

@@ -1,4 +1,4 @@
-"""What a run says when its memory does not suffice: where it was, and which setting to lower."""
+"""Out of memory: where the run was, and which setting to lower."""
 
 from __future__ import annotations
 
@@ -8,41 +8,25 @@ from contextlib import contextmanager
 
 import torch
 
-from lagrpo.training.observers import Observer
-
 SIGNS = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""By which RuntimeErrors of PyTorch say that there was no memory, where they are not a torch.OutOfMemoryError."""
+"""By which PyTorch's RuntimeErrors say that there was no memory, if they are not a torch.OutOfMemoryError."""
 LEARNING = (
     "lower optimizer.micro_batch_tokens, which cannot change the gradient, or set optimizer.activation_checkpointing = "
     "true; on a GPU optimizer.offload_moments, too"
 )
 SAMPLING = "lower sampling.max_num_seqs, or sampling.max_tokens"
 LOADING = "take a smaller model, or model.dtype = 'bfloat16'"
-WHAT_TO_DO = {"loading": LOADING, "sampling": SAMPLING, "evaluation": SAMPLING, "weight sync": SAMPLING}
+REMEDIES = {"loading": LOADING, "sampling": SAMPLING, "evaluation": SAMPLING, "weight sync": SAMPLING}
 
 
 class NoMemoryError(MemoryError):
-    """The memory does not suffice; the message says where, and which setting to lower."""
-
-
-class Place(Observer):
-    """Keeps what a run is doing."""
-
-    def __init__(self) -> None:
-        self.now = "start"
-
-    def phase(self, name: str) -> None:
-        self.now = name
-
-    def at(self, batches: int) -> str:
-        """Where a run with so many finished batches is: "batch 3, learning"."""
-        return self.now if self.now.startswith("evaluation") else f"batch {batches + 1}, {self.now}"
+    """There was not enough memory; the message says where, and which setting to lower."""
 
 
 @contextmanager
-def explained(where: Callable[[], str], remedies: dict[str, str] = WHAT_TO_DO) -> Iterator[None]:
-    """Turn an error for want of memory inside into a NoMemoryError. `where()` says what was being done; the remedy is
-    the one whose key it has in it, that of learning where it has none."""
+def explained(where: Callable[[], str], remedies: dict[str, str] = REMEDIES) -> Iterator[None]:
+    """Turn an error for lack of memory inside into a NoMemoryError. `where()` says what was being done; the remedy is
+    the first whose key it contains, else the one for learning."""
     try:
         yield
     except NoMemoryError:

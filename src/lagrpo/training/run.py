@@ -1,45 +1,81 @@
-"""Starts a training run: alone, or as one of several ranks."""
+"""From settings to a finished run: `train` builds the parts (build.py); `Training` evaluates, trains (loop.py), writes.
+
+Under torchrun every rank runs this. Rank 0 has the display, the callbacks and the files.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import shlex
+import signal
+import sys
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lagrpo import logs
 from lagrpo.backends.hardware import pick_device
 from lagrpo.backends.process import restored
-from lagrpo.interrupts import interruptible
+from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, interruptible
 from lagrpo.objective.compose import Recipe
-from lagrpo.ranks.rank import Rank
-from lagrpo.ranks.signs import EndedError, RankError
-from lagrpo.ranks.world import Patience, World
 from lagrpo.rollout.parity import ParityError
 from lagrpo.rollout.prefetch import VersionError
+from lagrpo.rollout.schedule import LoopState
 from lagrpo.rollout.vllm.client import SamplerError
+from lagrpo.runs.checkpoints import CheckpointError, Checkpoints
 from lagrpo.runs.directory import RunLockedError, locked
+from lagrpo.runs.environment import write_environment
+from lagrpo.runs.rollouts import rollout_rows
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings
-from lagrpo.tasks import NO_TASK, Task
+from lagrpo.tasks import NO_TASK, Task, reward_names
+from lagrpo.terminal.display import make_display
 from lagrpo.terminal.text import count_of
 from lagrpo.threads import choose_threads, fixed_threads
-from lagrpo.training.build import Parts
-from lagrpo.training.changes import after_restart, find_run
-from lagrpo.training.checks import check_settings, count_shards
-from lagrpo.training.follow import follow
+from lagrpo.trackers import Trackers
+from lagrpo.training.beginning import create_run, describe_environment, write_config
+from lagrpo.training.build import Parts, without_progress_bars
+from lagrpo.training.changes import find_run, plain
+from lagrpo.training.checkpoint import Keeper, Stand, capture, restore
+from lagrpo.training.checks import check_settings, resume_after_restart
+from lagrpo.training.evaluations import Evaluations, moment_of
+from lagrpo.training.explain import meaning
+from lagrpo.training.lag import completion_columns, lag_is_complete, lag_metrics
+from lagrpo.training.loop import Step, train_loop
 from lagrpo.training.memory import NoMemoryError, explained
-from lagrpo.training.observers import Observer, check_observers
-from lagrpo.training.resume import Earlier, recorded_threads
-from lagrpo.training.training import Result, Training
+from lagrpo.training.metrics import batch_metrics, reward_metrics, sampler_metrics
+from lagrpo.training.observers import Observer, Observers, RunFiles, Status, check_observers
+from lagrpo.training.ranks import Ranks, joined, local_size, world_size
+from lagrpo.training.resume import Earlier, check_dtype, cut_back, describe_move, recorded_threads, take_evaluations
+from lagrpo.training.warnings import Warnings
 from lagrpo.verify import VerifierError
 
 FAILURES = (
-    *(VerifierError, ParityError, VersionError, SamplerError, RankError),
+    *(VerifierError, ParityError, VersionError, SamplerError),
     *(FloatingPointError, NoMemoryError, OSError, RunLockedError),
 )
-"""Errors that end a run without being the program's: what they say is for the user."""
+"""Errors that end a run without being the program's: their messages are for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run leaves: its directory, the summaries of its evaluations, where the weights are and how many updates
+    they have had, and the signal that stopped it, None for a finished run."""
+
+    run: Path
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+    weights: Path | None
+    version: int
+    batches: int
+    interrupted: signal.Signals | None
+    evaluations: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """the summaries of all evaluations by the names of their files; `before` and `after` are of the first set"""
 
 
 def train(
@@ -48,75 +84,345 @@ def train(
     observers: Sequence[Observer] = (),
 ) -> Result:
     """Run Algorithm 1. `settings` are a Settings, a mapping, or the path of a TOML file; `task` replaces settings.task
-    by a Task of your own (see lagrpo.tasks.base); `observers` are told about the run after its files and its display.
+    (see lagrpo.tasks.base); the run calls `observers` after it has written its files.
 
-    Ctrl-C and SIGTERM end the run with the policy after the last batch, as soon as the updates on the batch under way
-    are made, and write a checkpoint. An error ends it, too; what was learned and recorded until then is kept. With
-    `run.resume` the run goes on from its newest checkpoint.
-
-    Under torchrun all processes call this. The one of rank 0 owns the run, its files and its observers; all return the
-    same.
+    Ctrl-C and SIGTERM end the run after the batch under way, or at once while it samples, and write a checkpoint and
+    the weights; a second one ends it at once. With `run.resume` the run resumes from its newest checkpoint. Under
+    torchrun all processes call this; the observers of rank 0 are called, and all return the same.
 
     Raises:
-        SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
-        RunLockedError: another process is writing into the run that is to go on.
+        SettingsError: settings that cannot be run, before anything heavy is loaded if that can be seen.
+        RunLockedError: another process is writing into the run to resume.
         CheckpointError: a checkpoint could not be written, or read.
         ParityError, VersionError: the sampler does not sample from the policy that the schedule announced.
         SamplerError: the vLLM servers are gone for good.
-        RankError: one of the processes that torchrun started has failed, ended or fallen silent.
         VerifierError: too many completions could not be scored.
         FloatingPointError: a gradient is not finite; it names the completion.
-        NoMemoryError: the memory does not suffice; it says where, and which setting to lower.
+        NoMemoryError: out of memory; it says where, and which setting to lower.
         TypeError: the settings, the task or an observer are something else, before anything is loaded.
     """
     if settings is None:
         raise TypeError("settings are a Settings, a mapping or the path of a TOML file, not None; {} are the defaults")
     if task is not None and not isinstance(task, Task):
         raise TypeError(f"task: {task!r:.80} {NO_TASK}")
-    rank = Rank.find()
-    settings = after_restart(settings if isinstance(settings, Settings) else load_settings(settings), rank)
+    settings = resume_after_restart(settings if isinstance(settings, Settings) else load_settings(settings))
     recipe = check_settings(settings, task)
     check_observers(observers)
-    before = recorded_threads(settings, rank.size if rank else 1)
-    threads = choose_threads(settings.model.threads, before, rank.local_size if rank else 1)
-    with interruptible(), restored(), fixed_threads(threads):
-        if rank is None:
-            return lead(settings, recipe, task, observers)
-        return train_together(rank, settings, recipe, task, observers)
+    before = recorded_threads(settings, world_size())
+    threads = choose_threads(settings.model.threads, before, local_size())
+    device, shard_layers = pick_device(settings.model.device).type, settings.distributed.shard == "layers"
+    with interruptible(), restored(), fixed_threads(threads), joined(device, shard_layers) as ranks:
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        call: Any = run_rank if ranks.size == 1 else record(run_rank)  # torchrun prints the error of the first rank
+        return call(settings, recipe, task, observers, ranks)
 
 
-def train_together(
-    rank: Rank, settings: Settings, recipe: Recipe, task: Task | None, observers: Sequence[Observer]
+def run_rank(
+    settings: Settings, recipe: Recipe, task: Task | None, observers: Sequence[Observer], ranks: Ranks
 ) -> Result:
-    """One of several ranks: rank 0 leads, the others follow and return its result."""
-    waits = settings.distributed.model_dump(include={"deadline", "collective", "silence"})
-    patience, result = Patience(**waits), None
-    shards = count_shards(settings, rank)
-    world = World.join(rank, pick_device(settings.model.device).type, patience, shards)
-    try:
-        leads = rank.number == 0
-        result = lead(settings, recipe, task, observers, world) if leads else follow(world, settings, recipe)
-    finally:
-        world.close(result)
-    if result is None:
-        raise EndedError("rank 0 has ended the run; its own message says why")
-    return result
-
-
-def lead(
-    settings: Settings, recipe: Recipe, task: Task | None, observers: Sequence[Observer], world: World | None = None
-) -> Result:
-    """The run itself, in one process or as rank 0 of several."""
-    least = logging.WARNING if settings.run.display == "none" else logging.INFO
-    directory = find_run(settings)
-    with logs.shown_by(None, least), locked(directory) if directory else nullcontext():
-        earlier = Earlier.find(directory, settings) if directory else None
-        if settings.run.display != "none":
-            ranks = f", with {count_of(world.size, 'rank')}" if world is not None else ""
-            print(f"loading {settings.model.path} on {pick_device(settings.model.device)}{ranks} …", flush=True)
+    """The run, on this rank."""
+    shown = settings.run.display != "none" and ranks.is_first
+    directory = ranks.from_first(lambda: find_run(settings))
+    with (
+        logs.shown_by(None, logging.INFO if shown else logging.WARNING),
+        locked(directory) if directory and ranks.is_first else nullcontext(),
+    ):
+        earlier = ranks.from_first(lambda: Earlier.find(directory, settings)) if directory else None
+        if shown:
+            among = f", with {count_of(ranks.size, 'rank')}" if ranks.size > 1 else ""
+            print(f"loading {settings.model.path} on {pick_device(settings.model.device)}{among} …", flush=True)
         with explained(lambda: "loading"):
-            parts = Parts.build(settings, recipe, task, world)
-        try:
+            parts = Parts.build(settings, recipe, task, ranks)
+        with closing(parts):
             return Training(parts, observers, earlier).run()
-        finally:
-            parts.close()
+
+
+class Place(Observer):
+    """Keeps what a run is doing."""
+
+    now = "start"
+
+    def phase(self, name: str) -> None:
+        self.now = name
+
+    def at(self, batches: int) -> str:
+        """Where a run with so many finished batches is: "batch 3, learning"."""
+        return self.now if self.now.startswith("evaluation") else f"batch {batches + 1}, {self.now}"
+
+
+class Training:
+    """One run; `earlier` is the run that it resumes."""
+
+    def __init__(self, parts: Parts, observers: Sequence[Observer] = (), earlier: Earlier | None = None) -> None:
+        self.parts, self.settings, self.policy, self.ranks = parts, parts.settings, parts.learner.policy, parts.ranks
+        run, self.earlier, first = self.settings.run, earlier, parts.ranks.is_first
+        self.environment = describe_environment(parts, earlier.identity if earlier else None)
+        named = self.settings.model_dump() | {"task": {"name": parts.task.name}}
+        config, environment = write_config(parts), self.environment
+        create = partial(create_run, run, named, config, environment)
+        self.store = earlier.run if earlier else self.ranks.from_first(create)
+        parts.keep_logs(self.store.path)
+        store = Checkpoints(self.store.path)
+        self.keeper = Keeper(store, run.checkpoint_every, run.checkpoint_minutes, run.keep_checkpoints, self.ranks)
+        self.display = make_display(run.display if first else "none")
+        self.place, self.files = Place(), RunFiles(self.store)
+        self.trackers = Trackers(run.trackers if first else (), run.tracked_completions)
+        told = (self.files, self.display, self.place, self.trackers, *observers) if first else (self.place,)
+        self.observers = Observers(*told)
+        dtype = str(self.policy.dtype).removeprefix("torch.")
+        self.warnings = Warnings(self.settings, dtype, parts.task.size("train"))
+        self.total = self.settings.schedule.stages * self.settings.schedule.batches
+        self.evaluations = Evaluations(parts, self.observers, self.display.note)
+        self.restored = earlier is None  # π is the run's
+        self.stand = Stand.of(parts, LoopState(pi_ref=self.policy.version))
+        self.seconds_checkpoint = 0.0
+
+    @property
+    def batches(self) -> int:
+        """How many are finished."""
+        return self.stand.state.batch
+
+    def run(self) -> Result:
+        """Evaluate, train, evaluate; after an interruption or an error, write what was learned."""
+        interrupted, weights, first = None, None, self.ranks.is_first
+        status: Status = "failed"
+        with (
+            logs.shown_by(self.display.note) if first else nullcontext(),
+            locked(self.store.path) if first and not self.earlier else nullcontext(),
+            closing(self.keeper),
+            deferring(),
+        ):
+            try:
+                with explained(lambda: self.place.at(self.batches)):
+                    self.begin()
+                    self.learn()
+                weights, status = self.save(), "finished"
+                self.flush_checkpoints()
+            except EndedAtOnce:
+                status = "interrupted"
+                raise
+            except Interrupted as stop:
+                interrupted, status = stop.signal, "interrupted"
+                if self.restored:
+                    said = f"keeping the policy as it is ({self.progress()}); again: end at once"
+                    self.observers.note(f"{stop.signal.name}: {said}")
+                    self.save_checkpoint()
+                    weights = self.save()
+            except BaseException as error:
+                self.rescue(error)
+                raise
+            finally:
+                self.tell_end(status, interrupted, sys.exc_info()[1])
+            if status == "finished" and first and not self.settings.run.keep_optimizer:
+                self.keeper.store.prune(())
+        before, after = map(self.evaluations.summary, ("before", "after"))
+        made = {name: found.summary for name, found in self.evaluations.made.items()}
+        return Result(self.store.path, before, after, weights, self.policy.version, self.batches, interrupted, made)
+
+    def begin(self) -> None:
+        """Tell the observers what the run is, and resume it."""
+        settings = self.settings.model_dump()
+        settings["run"] |= {"name": self.store.path.name, "directory": str(self.store.path.parent)}
+        self.observers.start(settings, self.environment)
+        if self.ranks.is_first:
+            lines = meaning(self.settings, self.parts.learner.recipe, self.parts)
+            for line in [*lines, f"threads     {self.environment['threads']}"]:
+                self.display.note(line)
+        if self.earlier is not None:
+            self.resume(self.earlier)
+        if self.ranks.is_first:
+            kept = None if self.earlier is None else self.batches
+            self.trackers.open(self.store.path, settings, self.environment, kept)
+
+    def resume(self, earlier: Earlier) -> None:
+        """Restore the parts, and cut the run's records back to the checkpoint."""
+        checkpoint, stand = earlier.checkpoint, self.stand
+        moved = describe_move(earlier.environment, self.environment)
+        if checkpoint is not None:  # all that can be rejected is rejected before the records are cut
+            self.observers.phase("restoring the checkpoint")
+            check_dtype(earlier.environment, self.environment)
+            stand = Stand.of(self.parts, restore(self.parts, checkpoint, self.parts.model))
+            self.keeper.take_over(checkpoint.batch, checkpoint.state["best"])
+            self.warnings.restore(checkpoint.state["warnings"])
+        self.ranks.gather(None)  # all have read the checkpoint
+        self.stand, self.restored, self.files.finished = stand, True, stand.state.batch
+        said = list(earlier.said)
+        if self.ranks.is_first:
+            said += cut_back(earlier, moved, len(stand.state.prefetched))
+            self.store.write_config(write_config(self.parts))
+            if checkpoint is None or not earlier.environment:
+                write_environment(self.store.path, self.environment)
+        self.evaluations.made = self.ranks.from_first(lambda: take_evaluations(earlier, self.total))
+        self.rank_again()
+        if moved:
+            differ = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in moved.items())
+            said.append(f"no longer bit-identical to a run that never stopped: {differ}")
+        left = "" if self.batches < self.total else ": all its batches are made"
+        place = f"resumed after batch {self.batches} of {self.total}{left}"
+        for line in [*said, place if self.batches else "no checkpoint: it begins again"]:
+            self.display.note(line)
+
+    def learn(self) -> None:
+        """Algorithm 1 between its evaluations."""
+        around = self.settings.evaluation.before_and_after
+        if around and not self.batches:
+            self.evaluations.make("before", 0, self.stand.state)
+        self.evaluate_where_due()
+        for step in train_loop(self.parts, self.stand.state, self.observers.phase):
+            self.record(step)
+            self.evaluate_where_due()
+            self.keep()
+        if self.settings.run.keep_optimizer:
+            self.write_checkpoint()
+        if around:
+            self.evaluations.make("after", self.batches, self.stand.state)
+            self.rank("after")
+
+    def record(self, step: Step) -> None:
+        """Tell the observers of a batch; then write weights if they are due."""
+        if self.ranks.is_first:
+            metrics, names = self.measure(step), reward_names(self.parts.task.judge)
+            columns = completion_columns(step.batch, step.rows, self.parts.learner.recipe.composition.eps_std)
+            place = {"batch": step.b, "stage": step.stage, "pi_k_version": step.version}
+            self.observers.batch(step, metrics, list(rollout_rows(step.batch.groups, columns, **place, rewards=names)))
+            for text in self.warnings.look(step):
+                self.observers.note(text)
+        if (every := self.settings.run.save_every) and step.b % every == 0:
+            self.write_weights(self.policy.version)
+        self.stand = Stand.of(self.parts, step.state)
+
+    def measure(self, step: Step) -> dict[str, Any]:
+        """The metrics of a batch. Metrics of the lag are null if the run leaves out completions that they need."""
+        s, recipe = self.settings, self.parts.learner.recipe
+        rows, after_T = (step.rows, step.after_T) if lag_is_complete(s, recipe) else ((), None)
+        spent, self.seconds_checkpoint = self.seconds_checkpoint, 0.0
+        return (
+            batch_metrics(step)
+            | sampler_metrics(step.state.sync, step.sampling)
+            | lag_metrics(step.batch, rows, recipe.composition.eps_std, s.task.reward_range, after_T)
+            | reward_metrics(step.batch.groups, reward_names(self.parts.task.judge))
+            | self.evaluations.after(step.b - 1)
+            | {"seconds_checkpoint": spent}
+        )
+
+    def evaluate_where_due(self) -> None:
+        """The evaluations after this batch, unless they have been made."""
+        b, moment = self.batches, moment_of(self.batches)
+        if 0 < b < self.total:
+            self.evaluations.make(moment, b, self.stand.state, lambda exam: exam.every and b % exam.every == 0)
+            self.rank(moment)
+
+    def rank(self, moment: str) -> None:
+        """Keep the policy if this evaluation is the best so far, and the run asks for that."""
+        value, settings = self.evaluations.value(moment), self.settings.evaluation
+        if (settings.best is None and moment == "after") or not self.keeper.rank(self.batches, value):
+            return
+        if settings.best is not None and value is not None:
+            found = {"best": settings.best, "value": value if settings.best_is == "greatest" else -value}
+            found |= {"batch": self.batches, "version": self.policy.version}
+            save = partial(self.parts.save_policy, whole=self.parts.whole_weights())
+            with without_progress_bars():
+                self.ranks.from_first(lambda: self.store.record_best(save, found))
+
+    def rank_again(self) -> None:
+        """Which policy was the best so far, by the evaluations that a run made before it was resumed."""
+        if self.settings.evaluation.best is None:
+            return
+        self.keeper.best = None
+        for moment in sorted({name.partition(".")[0] for name in self.evaluations.made} - {"before"}):
+            batch = self.total if moment == "after" else int(moment.removeprefix("batch-"))
+            self.keeper.rank(batch, self.evaluations.value(moment))
+
+    def keep(self) -> None:
+        """Write a checkpoint if one is due, and record those that were written."""
+        if self.ranks.from_first(lambda: self.keeper.due(self.batches)):
+            self.write_checkpoint()
+        self.record_checkpoints()
+
+    def record_checkpoints(self) -> None:
+        for news in self.keeper.tell():
+            self.store.record_event("checkpoint", **news)
+
+    def flush_checkpoints(self) -> None:
+        self.keeper.wait()
+        self.record_checkpoints()
+
+    def write_checkpoint(self, finish: bool = True) -> None:
+        """A checkpoint of this batch, written in the background."""
+        started, waited = time.perf_counter(), self.parts.prefetcher.seconds
+        self.observers.phase("checkpoint")
+        self.keeper.wait()
+        if self.batches in self.keeper.written:
+            return
+        further = {
+            "run": self.environment["id"],
+            "settings": plain(self.settings),
+            "model": self.parts.model,
+            "lengths": {f.name: f.stat().st_size if f.exists() else 0 for f in (self.store.metrics, self.store.events)},
+            "warnings": self.warnings.memory(),
+            "best": self.keeper.best,
+        }
+        path = self.keeper.store.path
+        self.keeper.write(lambda: capture(self.parts, self.stand, further, path, finish))
+        sampling = self.parts.prefetcher.seconds - waited  # the next batch counts it
+        self.seconds_checkpoint += time.perf_counter() - started - sampling
+
+    def save_checkpoint(self) -> None:
+        """A checkpoint of the last batch before the run ends, if π is still what it was then."""
+        if self.batches and self.policy.version == self.stand.version:
+            self.write_checkpoint(finish=False)
+        self.flush_checkpoints()
+
+    def rescue(self, error: BaseException) -> None:
+        """After an error, write the policy, and a checkpoint if no update was made since the last batch. Several ranks
+        cannot: the error may be of one of them. A run that could not be restored stays as it was."""
+        if not self.restored:
+            return error.add_note(f"The run is as it was: {self.store.path}")
+        error.add_note(f"The run until then: {self.store.path} ({self.progress()})")
+        try:
+            if self.ranks.size == 1 and not isinstance(error, CheckpointError):
+                self.save_checkpoint()
+            if self.ranks.size == 1 and self.policy.version:
+                self.save()
+        except (OSError, ArithmeticError, MemoryError, RuntimeError) as second:
+            error.add_note(f"Saving partial results also failed: {second}")
+        error.add_note(self.way_on())
+
+    def tell_end(self, status: Status, interrupted: signal.Signals | None, error: BaseException | None) -> None:
+        """Tell the observers that the run is over; if the disk does not take that, the first error remains."""
+        observers = self.observers if self.restored else self.display  # a run that was rejected stays as it was
+        detail = self.progress() if self.restored else f"Nothing was changed in {self.store.path}."
+        if interrupted and self.restored:
+            detail = f"Stopped by {interrupted.name}: {detail}. {self.way_on()}"
+        try:
+            observers.end(status, "Finished." if status == "finished" else detail)
+        except OSError as second:
+            if error is None:
+                raise
+            error.add_note(f"Recording the end also failed: {second}")
+
+    def way_on(self) -> str:
+        """The command that resumes the run."""
+        last, command = self.keeper.written[-1:], f"lagrpo train --resume {shlex.quote(str(self.store.path))}"
+        place = f"Go on after batch {last[0]} with" if last else "No checkpoint yet; to begin again"
+        return f"{place}: {command}"
+
+    def progress(self) -> str:
+        """How far the run is."""
+        updates = f"the policy has had {count_of(self.policy.version, 'update')}"
+        policy = updates if self.policy.version else "no update was made: it is the initial one"
+        return f"{self.batches} of {self.total} batches are finished; {policy}"
+
+    def save(self) -> Path | None:
+        """The final policy as a Hugging Face model directory."""
+        if not self.settings.run.save_weights:
+            return None
+        self.observers.phase("writing weights")
+        return self.write_weights()
+
+    def write_weights(self, version: int | None = None) -> Path:
+        """π as it is now, as weights/final or under its version. Collective."""
+        save = partial(self.parts.save_policy, whole=self.parts.whole_weights())
+        with without_progress_bars():
+            return self.ranks.from_first(lambda: self.store.record_weights(save, version))

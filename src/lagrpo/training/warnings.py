@@ -1,8 +1,8 @@
-"""What a run warns of while it goes on, each once."""
+"""What a run warns of while it trains, each once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lagrpo.settings.schema import Settings
@@ -21,15 +21,14 @@ class Warnings:
         self._pushed = False  # an update had a gradient since the last weight sync
 
     def memory(self) -> dict[str, Any]:
-        """What has been said, for a checkpoint."""
+        """What was given, for a checkpoint."""
         return {"given": sorted(self._given), "pushed": self._pushed}
 
     def restore(self, memory: Mapping[str, Any]) -> None:
-        """Take over what `memory` gave."""
         self._given, self._pushed = set(memory["given"]), memory["pushed"]
 
     def look(self, step: Step) -> list[str]:
-        """What is to be said of this batch and was not said before."""
+        """The new warnings of this batch."""
         found = {name: text for name, text in self._find(step) if name not in self._given}
         self._given |= found.keys()
         pushed = any(update.get("grad_norm") for update in step.updates)
@@ -42,21 +41,19 @@ class Warnings:
             yield "standstill", self._standstill(step.alpha, share)
         keys = [group.prompt.key for group in step.batch.groups if group.source == "sampler"]
         if len(set(keys)) < len(keys):
-            split = f"the {count_of(self.prompts, 'prompt')} of the split came to their end inside it (said once)"
-            yield "repetition", f"batch {step.b} asks a prompt more than once: {split}"
+            split = f"the {count_of(self.prompts, 'prompt')} of the split ended inside it (said once)"
+            yield "repetition", f"batch {step.b} has a prompt more than once: {split}"
         low, high = self.settings.task.reward_range
         rewards = [c.reward for group in step.batch.groups for c in group.completions if c.reward is not None]
         if beyond := [reward for reward in rewards if not low <= reward <= high]:
-            yield "range", self._outside(beyond)
-
-    def _outside(self, rewards: Sequence[float]) -> str:
-        low, high = self.settings.task.reward_range
-        return (
-            f"{count_of(len(rewards), 'reward')} of a batch {'is' if len(rewards) == 1 else 'are'} outside of "
-            f"task.reward_range = [{low:g}, {high:g}], such as {rewards[0]:g}: bounds of such batches "
-            "are left out, and what counts as right is read off the range. Set it to the least and the greatest reward "
-            "that there can be; said once"
-        )
+            yield (
+                "range",
+                (
+                    f"{count_of(len(beyond), 'reward')} of a batch outside of task.reward_range = [{low:g}, {high:g}], "
+                    f"such as {beyond[0]:g}: such batches have no bounds, and the range decides what counts as right. "
+                    "Set it to the smallest and the largest reward (said once)"
+                ),
+            )
 
     def _standstill(self, version: int, share: float) -> str:
         remedies = ["a larger optimizer.lr", "more updates per weight sync (schedule.v, schedule.i)"]
@@ -65,6 +62,6 @@ class Warnings:
             remedies = ['optimizer.masters = "dithered"'] * plain + remedies + ['model.dtype = "float32"']
         return (
             f"the weight sync of version {version} changes {share:.4%} of the sampler's weights, less than 1 in "
-            f"10,000: its steps are lost in the rounding to {self.dtype}, and the sampler generates as before. What "
-            f"helps: {', '.join(remedies)}. See docs/precision.md; said once"
+            f"10,000: updates are lost in rounding to {self.dtype}. What helps: {', '.join(remedies)}. "
+            "See docs/precision.md (said once)"
         )
