@@ -35,7 +35,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm test-view test-trackers check-wheel wheel fuzz test-gym check-trl check-lighteval \
+.PHONY: help demo test test-gpu test-vllm test-view test-trackers check-wheel wheel test-gym check-trl check-lighteval \
 	chaos conformance portability check-aarch64 bench-trl bench-scaling bench-curve bench-peak bench-vllm bench-gpu bench-busy bench-ranks \
 	bench-memory bench-lora check-ranks docs lint format install vllm-env clean
 
@@ -47,7 +47,6 @@ help:
 	@echo "make test-view  install, then run the tests of lagrpo view that need Chromium"
 	@echo "make test-trackers  install W&B, trackio and MLflow beside it, then run the tests that need them"
 	@echo "make test-gym   install reasoning-gym too, then run the tests that need it"
-	@echo "make fuzz       a minute of malformed settings, data and runs; OPTIONS='--seconds 600' for more"
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
 	@echo "make check-lighteval  install lighteval into an environment of its own, and compare how it scores answers (LAGRPO_DATA)"
 	@echo "make chaos      kill 50 training runs at random instants, resume them, and compare what they leave to the bit"
@@ -91,9 +90,6 @@ test-trackers: $(STAMP) $(TRACKERS)/installed
 test-gym: $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gym]'
 	$(PYTEST) -m gym
-
-fuzz: $(STAMP)
-	$(ONE_THREAD) $(BIN)/python tests/fuzz.py $(OPTIONS)
 
 check-trl: $(STAMP) $(TRL)/installed
 	LAGRPO_TRL=$(TRL)/bin/python $(PYTEST) -m peer

@@ -6,6 +6,6 @@ import zlib
 from typing import Any
 
 
-def hashed(text: str, gold: Any) -> float:
+def hashed(completion: str, answer: Any) -> float:
     """A number in [0, 1) that depends on every character of the text, so that only equal texts have equal rewards."""
-    return zlib.crc32(text.encode()) / 2**32
+    return zlib.crc32(completion.encode()) / 2**32

@@ -4,7 +4,7 @@
 
 LAGRPO_DATA names the directory with math500_test.jsonl and aime24_test.jsonl. Of every problem the gold answer is
 written in the forms that models use, right and wrong; --evaluation adds what a model wrote (`lagrpo eval --output`).
-Ours is the judge of the task `math`, in the worker processes of a run, with their deadline. Writes the table between
+Ours is the reward of the task `math`, in the worker processes of a run, with their deadline. Writes the table between
 the markers of reports/conformance.md, and all disagreements to conformance/lighteval-disagreements.md.
 """
 
@@ -23,10 +23,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import torch
 
+from lagrpo.rewards.pool import RewardPool
 from lagrpo.runs.files import write_atomically
-from lagrpo.tasks.math import judge
+from lagrpo.tasks.math import score
 from lagrpo.types import Completion, Group, Prompt
-from lagrpo.verify.verifier import Verifier
 
 HERE = Path(__file__).parent
 PAGE, LISTED = HERE.parent / "reports" / "conformance.md", HERE / "lighteval-disagreements.md"
@@ -74,8 +74,8 @@ def recorded(directory: Path) -> Iterator[Item]:
 def ours(items: Sequence[Item]) -> list[float | None]:
     """Our scores; None where an answer could not be judged."""
     groups = [Group(Prompt(n, (), item.gold), (_completion(item.text),)) for n, item in enumerate(items)]
-    with Verifier(judge, max_without_reward=1.0) as verifier:
-        return [group.completions[0].reward for group in verifier.judge(groups)]
+    with RewardPool(score, max_without_reward=1.0) as pool:
+        return [group.completions[0].reward for group in pool.score(groups)]
 
 
 def _completion(text: str) -> Completion:

@@ -5,7 +5,7 @@
 
 SmolLM2-135M learns to add one-digit numbers in a few minutes on two cores. `train` is Algorithm 1 of Mroueh et al.
 (arXiv 2505.22257) with one update per batch; the numbers in its comments are the paper's lines. `lagrpo train` runs the
-same algorithm with what a real run needs: micro-batches, bfloat16 weights with float32 masters, judges in worker
+same algorithm with what a real run needs: micro-batches, bfloat16 weights with float32 masters, rewards in worker
 processes, a check of every weight sync, files, and some 40 objectives.
 
 A policy has a version: `policy.version` counts its optimizer updates. The sampler stamps the version of its weights on
@@ -34,7 +34,7 @@ from lagrpo.model.model import Packed, Policy
 from lagrpo.model.replica import replica
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.tasks.arithmetic import judge
+from lagrpo.tasks.arithmetic import score
 from lagrpo.tasks.base import RowTask, Task
 from lagrpo.types import Group, Outcome
 
@@ -55,7 +55,7 @@ def sums() -> RowTask:
     """The 100 sums of two digits; the multiples of 5 are held out. The reward is 1 if the last number is right."""
     problems = [(a, b) for a in range(10) for b in range(10)]
     rows = {"train": [p for p in problems if sum(p) % 5], "test": [p for p in problems if sum(p) % 5 == 0]}
-    return RowTask("sums", rows, ask, judge)
+    return RowTask("sums", rows, ask, score)
 
 
 def grpo_loss(policy: Policy, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
@@ -111,10 +111,10 @@ def train(policy: Policy, task: Task, v: int, batches: int, lr: float = 2e-5) ->
 
 
 def sample(sampler: LocalSampler, requests: Sequence[Request], task: Task) -> list[Group]:
-    """A judged group for each request. `lagrpo.verify` judges in processes with deadlines."""
+    """A scored group for each request. `lagrpo.rewards.pool` scores in processes with deadlines."""
     groups = []
     for _, group in sampler.sample(requests, G):  # each as soon as its last completion ends
-        outcomes = [Outcome.scored(task.judge(c.text, group.prompt.gold)) for c in group.completions]
+        outcomes = [Outcome.scored(task.reward(c.text, group.prompt.gold)) for c in group.completions]
         scored = [replace(c, outcome=o) for c, o in zip(group.completions, outcomes, strict=True)]
         groups.append(replace(group, completions=tuple(scored)))
     return groups

@@ -1,60 +1,96 @@
-"""Rewards and evaluations of a user's own, in a light module: worker processes import it."""
+"""Reward functions for tests, in a light module: worker processes import it."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import math
 import os
-from collections.abc import Sequence
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 
-def letters(text: str, gold: Any) -> float:
-    return sum(c.islower() for c in text) / 8
-
-
-def scaled(text: str, gold: Any, by: float, plus: float = 0.0) -> float:
-    return len(text) * by + plus
+from lagrpo.rewards.reward import UnscorableError
 
 
-def ranked(texts: Sequence[str], golds: Sequence[Any]) -> list[float]:
+def act(completion: str, answer: Any) -> Any:
+    """Does what the completion says; scores any other text by equality."""
+    action, _, rest = completion.partition(" ")
+    actions = {
+        "raise": lambda: fail(ValueError(rest)),
+        "unscorable": lambda: fail(UnscorableError(rest)),
+        "quit": lambda: sys.exit(rest),
+        "exit": lambda: os._exit(int(rest)),
+        "segfault": lambda: ctypes.string_at(0),
+        "sleep": lambda: (time.sleep(float(rest)), 1.0)[1],
+        "open": lambda: (Path(rest).touch(), 1.0)[1],
+        "wait": lambda: float(wait_for(Path(rest), 60.0)),
+        "hang": lambda: time.sleep(1e6),
+        "spin": lambda: 7 ** (7**9),  # one instruction of the interpreter: no signal handler runs
+        "fill": lambda: float(len(bytearray(int(rest) << 20))),
+        "nan": lambda: math.nan,
+        "text": lambda: "1.0",
+        "nothing": lambda: None,
+        "float32": lambda: np.float32(0.25),
+        "true": lambda: True,
+        "pid": os.getpid,
+        "modules": lambda: sum(module in sys.modules for module in ("torch", "transformers", "datasets", "sympy")),
+    }
+    return actions[action]() if action in actions else float(completion == answer)
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def wait_for(path: Path, seconds: float) -> bool:
+    """Whether the file exists within so many seconds."""
+    end = time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    return path.exists()
+
+
+def letters(completion: str, answer: Any) -> float:
+    return sum(c.islower() for c in completion) / 8
+
+
+def scaled(completion: str, by: float, plus: float = 0.0) -> float:
+    return len(completion) * by + plus
+
+
+def ranked(completions: Any, **columns: Any) -> list[float]:
     """Where each text stands among those of its group, by length: what no text says alone."""
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     order = sorted(len(text) for text in texts)
     return [order.index(len(text)) / len(texts) for text in texts]
 
 
-def one_short(texts: Sequence[str], golds: Sequence[Any]) -> list[float]:
-    return [0.0] * (len(texts) - 1)
+def by_level(prompts: list[Any], completions: list[Any], level: list[int], answer: list[Any]) -> list[float | None]:
+    """In TRL's signature, with a column of the data; easy prompts are not its concern."""
+    return [None if n < 2 else float(c == a) for n, c, a in zip(level, completions, answer, strict=True)]
 
 
-async def awaited(text: str, gold: Any) -> float:
+def one_short(prompts: Any, completions: Any) -> list[float]:
+    return [0.0] * (len(completions) - 1)
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float]:
+    """In verl's signature."""
+    return {"score": float(solution_str == ground_truth) + extra_info["level"], "other": 1.0}
+
+
+async def awaited(completion: str, answer: Any) -> float:
     """Waits as many tenths of a second as the text says, without holding up the others."""
-    if text == "fail":
+    if completion == "fail":
         raise ConnectionError("refused")
-    await asyncio.sleep(float(text) / 10)
+    await asyncio.sleep(float(completion) / 10)
     return 1.0
 
 
-async def awaited_together(texts: Sequence[str], golds: Sequence[Any]) -> list[float]:
+async def awaited_together(prompts: Any, completions: Any, answer: Any) -> list[float]:
     await asyncio.sleep(0.01)
-    return [float(text == gold) for text, gold in zip(texts, golds, strict=True)]
-
-
-async def awaited_for_an_hour(texts: Sequence[str], golds: Sequence[Any]) -> list[float]:
-    await asyncio.sleep(3600)
-    return [0.0] * len(texts)
-
-
-def keyed(texts: Sequence[str], golds: Sequence[Any]) -> dict[int, float]:
-    return dict.fromkeys(range(len(texts)), 1.0)
-
-
-def unprintable(text: str, gold: Any) -> float:
-    raise ValueError("half a pair: \ud800")
-
-
-def fragile(text: str, gold: Any) -> float:
-    if text == "die":
-        os._exit(3)
-    if text == "raise":
-        raise ValueError("no")
-    return 0.5
+    return [float(text == a) for text, a in zip(completions, answer, strict=True)]

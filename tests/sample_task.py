@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 from lagrpo.tasks import RowTask
-from lagrpo.tasks.base import Judge
 
 
-def spread(text: str, gold: Any) -> float:
+def spread(completion: str, answer: Any) -> float:
     """A reward between 0 and 1 that hardly two texts share: no group is without a signal."""
-    return zlib.crc32(text.encode()) / 2**32
+    return zlib.crc32(completion.encode()) / 2**32
 
 
-def even(text: str, gold: Any) -> float:
+def even(completion: str, answer: Any) -> float:
     """The same for every text: no group has a signal."""
     return 1.0
 
 
-def impossible(text: str, gold: Any) -> float:
-    raise RuntimeError("this judge never answers")
+def impossible(completion: str, answer: Any) -> float:
+    raise RuntimeError("this function never answers")
 
 
 def load(settings: Any = None, seed: int = 0) -> RowTask:
@@ -58,8 +58,8 @@ def load_few(settings: Any, seed: int) -> RowTask:
     return RowTask("few", {name: rows[:5] for name, rows in task.rows.items()}, task.ask, rarely_right)
 
 
-def rarely_right(text: str, gold: Any) -> float:
-    return float(zlib.crc32((text + gold).encode()) % 4 == 0)
+def rarely_right(completion: str, answer: Any) -> float:
+    return float(zlib.crc32((completion + answer).encode()) % 4 == 0)
 
 
 def load_letters(settings: Any, seed: int) -> RowTask:
@@ -67,8 +67,8 @@ def load_letters(settings: Any, seed: int) -> RowTask:
     return _say("letters", "abcdefghij", count_letters)
 
 
-def count_letters(text: str, gold: Any) -> float:
-    return sum(c.islower() for c in text) / 8
+def count_letters(completion: str, answer: Any) -> float:
+    return sum(c.islower() for c in completion) / 8
 
 
 def load_vowels(settings: Any, seed: int) -> RowTask:
@@ -76,8 +76,8 @@ def load_vowels(settings: Any, seed: int) -> RowTask:
     return _say("vowels", "abcdefghij", has_vowel)
 
 
-def has_vowel(text: str, gold: Any) -> float:
-    return float(bool(set("aeiou") & set(text)))
+def has_vowel(completion: str, answer: Any) -> float:
+    return float(bool(set("aeiou") & set(completion)))
 
 
 def load_hopeless(settings: Any, seed: int) -> RowTask:
@@ -85,32 +85,32 @@ def load_hopeless(settings: Any, seed: int) -> RowTask:
     return _say("hopeless", "abcdef", never_right)
 
 
-def never_right(text: str, gold: Any) -> float:
+def never_right(completion: str, answer: Any) -> float:
     return 0.0
 
 
-def _say(name: str, letters: str, judge: Judge) -> RowTask:
+def _say(name: str, letters: str, reward: Callable[[str, Any], float]) -> RowTask:
     rows = {split: list(letters) for split in ("train", "test")}
-    return RowTask(name, rows, lambda row: (f"Say {row}", row), judge)
+    return RowTask(name, rows, lambda row: (f"Say {row}", row), reward)
 
 
 def load_talkative(settings: Any, seed: int) -> RowTask:
     return RowTask("talkative", load().rows, lambda row: (row, row), talkative)
 
 
-def talkative(text: str, gold: Any) -> float:
+def talkative(completion: str, answer: Any) -> float:
     """A judge that asks a service, and says all about it where the service refuses."""
-    if len(text) % 2:
-        return spread(text, gold)
+    if len(completion) % 2:
+        return spread(completion, answer)
     key = os.environ["OPENAI_API_KEY"]
     raise PermissionError(f"401 for https://me:planted-judge@host/?token=planted-ticket&n=1, key {key}")
 
 
-def sometimes(text: str, gold: Any) -> float:
+def sometimes(completion: str, answer: Any) -> float:
     """The reward of `spread`, for two texts of three; for the others none."""
-    if zlib.crc32(text.encode()) % 3 == 0:
+    if zlib.crc32(completion.encode()) % 3 == 0:
         raise RuntimeError("not today")
-    return spread(text, gold)
+    return spread(completion, answer)
 
 
 def load_sometimes(settings: Any, seed: int) -> RowTask:

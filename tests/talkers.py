@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from lagrpo.rewards.reward import UnscorableError
 from lagrpo.rng import uniforms
-from lagrpo.tasks.base import EpisodeTask, Final, Turn, Unjudgeable
+from lagrpo.tasks.base import EpisodeTask, Messages, StepResult
 
 
 class Counting:
@@ -18,16 +19,16 @@ class Counting:
 
     last = 3
 
-    def start(self, prompt: Any, address: Any) -> Turn:
-        self.seen, self.address = 0, address
-        return Turn(tuple(prompt.messages))
+    def reset(self, prompt: Any, key: Any) -> Messages:
+        self.seen, self.key = 0, key
+        return prompt.messages
 
-    def reply(self, text: str) -> Turn | Final:
+    def step(self, text: str) -> StepResult:
         self.seen += 1
-        drawn = int(uniforms(self.seen, *self.address)[-1] * 100)
+        drawn = int(uniforms(self.seen, *self.key)[-1] * 100)
         if self.seen == self.last:
-            return Final((len(text) % 5) / 5, f"after {self.seen} turns")
-        return Turn(({"role": "user", "content": f"{self.seen}/{drawn}"},), reward=0.1 * self.seen)
+            return StepResult(reward=(len(text) % 5) / 5, done=True, reason=f"after {self.seen} turns")
+        return StepResult([{"role": "user", "content": f"{self.seen}/{drawn}"}], reward=0.1 * self.seen)
 
 
 class Endless(Counting):
@@ -35,61 +36,61 @@ class Endless(Counting):
 
 
 class Long(Endless):
-    def reply(self, text: str) -> Turn | Final:
-        return Turn(({"role": "user", "content": "x" * 30},))
+    def step(self, text: str) -> StepResult:
+        return StepResult([{"role": "user", "content": "x" * 30}])
 
 
 class Unsayable(Endless):
-    def reply(self, text: str) -> Turn | Final:
-        return Turn(({"role": "user", "content": "\ud800"},))
+    def step(self, text: str) -> StepResult:
+        return StepResult([{"role": "user", "content": "\ud800"}])
 
 
 class Wordy(Counting):
     """What a policy says decides what happens."""
 
-    def reply(self, text: str) -> Any:
+    def step(self, text: str) -> Any:
         if text == "raise":
             raise RuntimeError("broken")
         if text == "hang":
             time.sleep(60)
         if text == "exit":
             os._exit(3)
-        if text == "unjudgeable":
-            raise Unjudgeable("nobody knows")
+        if text == "unscorable":
+            raise UnscorableError("nobody knows")
         if text == "nan":
-            return Final(float("nan"))
+            return StepResult(reward=float("nan"))
         if text == "nothing":
             return None
         if text == "half":
-            return Final(0.5, "\ud800")
+            return StepResult(reward=0.5, done=True, reason="\ud800")
         if text == "text":
-            return Turn("hello")  # type: ignore[arg-type]
+            return StepResult("hello")  # type: ignore[arg-type]
         if text == "open":
             self.lock = threading.Lock()
-        return super().reply(text)
+        return super().step(text)
 
 
 class Moody(Counting):
     """Begins otherwise for every completion."""
 
-    def start(self, prompt: Any, address: Any) -> Turn:
-        super().start(prompt, address)
-        return Turn(({"role": "user", "content": str(address)},))
+    def reset(self, prompt: Any, key: Any) -> Messages:
+        super().reset(prompt, key)
+        return [{"role": "user", "content": str(key)}]
 
 
 class Refusing(Counting):
-    def start(self, prompt: Any, address: Any) -> Turn:
+    def reset(self, prompt: Any, key: Any) -> Messages:
         raise RuntimeError("no game today")
 
 
 class Tooling:
     """Replies in the role of a tool."""
 
-    def start(self, prompt: Any, address: Any) -> Turn:
-        return Turn(tuple(prompt.messages))
+    def reset(self, prompt: Any, key: Any) -> Messages:
+        return prompt.messages
 
-    def reply(self, text: str) -> Turn:
-        return Turn(({"role": "tool", "content": "4"},))
+    def step(self, text: str) -> StepResult:
+        return StepResult([{"role": "tool", "content": "4"}])
 
 
 def add(x: int, y: int) -> int:
@@ -100,6 +101,10 @@ def add(x: int, y: int) -> int:
         y: The second.
     """
     return x + y
+
+
+def same(completion: str, answer: str) -> float:
+    return float(completion == answer)
 
 
 def divide(x: float, y: float) -> float:
@@ -140,7 +145,7 @@ async def wait(x: int) -> int:
 def load_counting(settings: Any, seed: int) -> Any:
     """A task with an environment."""
     rows = {"train": ["a"], "test": ["b"]}
-    return EpisodeTask("counting", rows, lambda row: (row, row), add, environment=Counting)
+    return EpisodeTask("counting", rows, lambda row: (row, row), same, environment=Counting)
 
 
 def unresolved(x: Nowhere) -> int:  # pyright: ignore[reportUndefinedVariable]
@@ -181,16 +186,15 @@ class Here:
     make: Any
     late: int = 0
 
-    def open(self, prompt: Any, address: Any) -> Any:
-        return self.make().start(prompt, address).messages
+    def open(self, prompt: Any, key: Any) -> Any:
+        return self.make().reset(prompt, key)
 
-    def submit(self, state: Any, prompt: Any, address: Any, text: Any) -> Any:
+    def submit(self, state: Any, prompt: Any, key: Any, text: Any) -> Any:
         import pickle
 
-        from lagrpo.verify import worker
+        from lagrpo.tasks.environments import _take_turn
 
-        worker._called = self.make
-        job = Job(worker._take_turn(state, prompt, address, text), self.late)
+        job = Job(_take_turn(self.make, state, prompt, key, text), self.late)
         assert pickle.dumps(job.verdict)
         return job
 

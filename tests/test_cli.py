@@ -229,7 +229,7 @@ def test_failing_run_says_why_without_a_traceback(model, tmp_path):
     code, out, err = lagrpo("train", *options(tiny_settings(model, tmp_path / "runs", **impossible)))
     assert (code, out) == (1, "")
     assert err.startswith("lagrpo: 6 of 6 completions have no reward")
-    assert "this judge never answers" in err
+    assert "this function never answers" in err
     assert f"lagrpo train --resume {tmp_path / 'runs' / 'one'}" in err
     assert "Traceback" not in err
     assert leftovers(tmp_path) == []

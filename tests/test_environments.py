@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import talkers
 
+from lagrpo.rewards.pool import RewardError
 from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task
-from lagrpo.tasks.base import Final, Task, TaskWithEnvironment, Turn
+from lagrpo.tasks.base import StepResult, Task, TaskWithEnvironment
 from lagrpo.tasks.calculator import calculate
+from lagrpo.tasks.environments import EnvironmentPool
 from lagrpo.tasks.guess_number import GuessNumber, read_guess
 from lagrpo.tasks.tools import Call, MalformedError, Tools, describe, find_calls, system_text
 from lagrpo.types import Prompt
-from lagrpo.verify import Environments, VerifierError
 
 PROMPT = Prompt(3, ({"role": "user", "content": "1+1"},), "2")
 ADDRESS = (0, "sample", 1, 0, 3, 2)
@@ -25,11 +26,11 @@ ADDRESS = (0, "sample", 1, 0, 3, 2)
 
 @pytest.fixture(scope="module")
 def wordy():
-    with Environments(talkers.Wordy, workers=1, deadline=1.0) as environments:
+    with EnvironmentPool(talkers.Wordy, workers=1, deadline=1.0) as environments:
         yield environments
 
 
-def say(environments: Environments, text: str, state: bytes | None = None) -> tuple[str, Any]:
+def say(environments: EnvironmentPool, text: str, state: bytes | None = None) -> tuple[str, Any]:
     given = (PROMPT, ADDRESS) if state is None else (None, None)
     return environments.result(environments.submit(state, *given, text))
 
@@ -49,12 +50,12 @@ def test_an_episode_goes_through_the_workers(wordy):
     ("text", "reason"),
     [
         ("raise", "the environment raised RuntimeError: broken"),
-        ("hang", "no reply within 1 s"),
-        ("exit", "the worker process ended itself with exit code 3 while the environment replied"),
-        ("unjudgeable", "nobody knows"),
-        ("nan", "the environment's reward is nan (float), not a finite number"),
-        ("nothing", "the environment raised TypeError: reply returned None (NoneType), neither a Turn nor a Final"),
-        ("text", "the environment raised TypeError: its messages are 'hello'; a turn has a tuple"),
+        ("hang", "no reward within 1 s"),
+        ("exit", "the worker process ended with exit code 3"),
+        ("unscorable", "nobody knows"),
+        ("nan", "the environment raised ValueError: its reward is nan"),
+        ("nothing", "the environment raised TypeError: step returned a NoneType"),
+        ("text", "the environment raised ValueError: dictionary update"),
         ("open", "the environment raised TypeError: cannot pickle"),
     ],
 )
@@ -72,26 +73,26 @@ def test_why_an_episode_ended_can_be_written_to_any_file(wordy):
 
 
 def test_an_environment_that_begins_otherwise_for_each_completion_is_told():
-    with Environments(talkers.Moody, workers=1) as environments:
+    with EnvironmentPool(talkers.Moody, workers=1) as environments:
         prompt = Prompt(3, environments.open(PROMPT, ADDRESS), "2")
         kind, said = environments.result(environments.submit(None, prompt, (*ADDRESS, 9), "a"))
-    assert (kind, "they may depend on the prompt alone" in said) == ("unscored", True)
+    assert (kind, "other messages than its group" in said) == ("unscored", True)
 
 
 def test_an_environment_that_does_not_start_is_told():
-    with Environments(talkers.Refusing, workers=1) as environments, pytest.raises(ValueError, match="no game today"):
+    with EnvironmentPool(talkers.Refusing, workers=1) as environments, pytest.raises(ValueError, match="no game today"):
         environments.open(PROMPT, ADDRESS)
 
 
 def test_what_cannot_be_sent_to_workers_is_refused():
-    with pytest.raises(TypeError, match=r"the environment .* cannot be sent to worker processes"):
-        Environments(lambda: talkers.Counting())
+    with pytest.raises(TypeError, match=r"cannot be sent to worker processes"):
+        EnvironmentPool(lambda: talkers.Counting())
 
 
 def test_a_closed_one_says_so(wordy):
-    environments = Environments(talkers.Counting, workers=1)
+    environments = EnvironmentPool(talkers.Counting, workers=1)
     environments.close()
-    with pytest.raises(VerifierError, match="closed"):
+    with pytest.raises(RewardError, match="closed"):
         environments.submit(None, PROMPT, ADDRESS, "a")
 
 
@@ -109,29 +110,31 @@ def test_guess_number_is_a_task_with_an_environment():
     assert sorted(golds) == list(range(1, 21))
     assert found.size("test") == 4
     assert found.prompt("train", 0).messages[0]["content"].startswith("I think of a whole number from 1 to 20.")
-    assert (found.judge("7", 7), found.judge("8", 7)) == (1.0, 0.0)
+    assert (found.reward("7", 7), found.reward("8", 7)) == (1.0, 0.0)
     assert task(largest=10**6).size("train") > 9_000
 
 
 def test_a_game_is_won_by_halving():
     for number in range(1, 32):
         game, low, high = GuessNumber(), 1, 31
-        game.start(Prompt(0, ({"role": "user", "content": "?"},), number), ())
+        game.reset(Prompt(0, ({"role": "user", "content": "?"},), number), ())
         said: Any = None
         for guess in range(1, 6):
             tried = (low + high) // 2
-            said = game.reply(f"{tried}.")
-            if isinstance(said, Final):
-                assert said == Final(1.0, f"found with guess {guess}")
+            said = game.step(f"{tried}.")
+            if said.done:
+                assert said == StepResult((), 1.0, True, f"found with guess {guess}")
                 break
             low, high = (tried + 1, high) if "higher" in said.messages[0]["content"] else (low, tried - 1)
-        assert isinstance(said, Final)
+        assert said.done
 
 
 def test_a_guess_that_is_none_is_told():
     game = GuessNumber()
-    game.start(Prompt(0, ({"role": "user", "content": "?"},), 5), ())
-    assert game.reply("five?") == Turn(({"role": "user", "content": "That is no number. Answer with just a number."},))
+    game.reset(Prompt(0, ({"role": "user", "content": "?"},), 5), ())
+    assert game.step("five?") == StepResult(
+        [{"role": "user", "content": "That is no number. Answer with just a number."}]
+    )
     assert [read_guess(text) for text in ("It is 7.", "1/2", "", "-3", "6 or 7")] == [7, None, None, -3, None]
 
 
@@ -164,31 +167,31 @@ def test_calls_are_read_in_three_formats(text, calls):
     ("text", "problem"),
     [
         ('<tool_call>{"name": "f"}', "has no </tool_call>"),
-        ("<tool_call>f(1)</tool_call>", "the call is no JSON"),
+        ("<tool_call>f(1)</tool_call>", "the call is not JSON"),
         ('<tool_call>{"arguments": {}}</tool_call>', 'a call is {"name"'),
-        ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "the arguments of 'f' are no JSON object"),
-        ('{"name": "f", ', "the call is no JSON"),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "the call is no JSON"),
+        ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "the arguments of 'f' are not a JSON object"),
+        ('{"name": "f", ', "the call is not JSON"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "the call is not JSON"),
     ],
 )
 def test_a_malformed_call_is_told(text, problem):
     with pytest.raises(MalformedError, match=problem):
         find_calls(text)
-    said = Tools({"add": talkers.add}, judge)().reply(text)
-    assert isinstance(said, Turn)
+    said = Tools({"add": talkers.add}, judge)().step(text)
+    assert not said.done
     assert said.messages[0]["role"] == "tool"
     assert said.messages[0]["content"].startswith("Error: ")
 
 
-def judge(text: str, gold: Any) -> float:
-    return float(text == gold)
+def judge(completion: str, answer: Any) -> float:
+    return float(completion == answer)
 
 
 def use(*calls: dict[str, Any]) -> list[str]:
     episode = Tools({f.__name__: f for f in (talkers.add, talkers.divide, talkers.broken)}, judge)()
-    episode.start(PROMPT, ADDRESS)
-    said = pickle.loads(pickle.dumps(episode)).reply(f"<tool_call>{json.dumps(list(calls))}</tool_call>")
-    assert isinstance(said, Turn)
+    episode.reset(PROMPT, ADDRESS)
+    said = pickle.loads(pickle.dumps(episode)).step(f"<tool_call>{json.dumps(list(calls))}</tool_call>")
+    assert not said.done
     return [message["content"] for message in said.messages]
 
 
@@ -206,18 +209,18 @@ def test_calls_are_carried_out_and_mistakes_are_told():
 
 def test_an_answer_without_a_call_is_judged():
     episode = Tools({"add": talkers.add}, judge)()
-    episode.start(PROMPT, ADDRESS)
-    assert (episode.reply("2"), episode.reply("3")) == (Final(1.0), Final(0.0))
+    episode.reset(PROMPT, ADDRESS)
+    assert (episode.step("2"), episode.step("3")) == (StepResult((), 1.0, True), StepResult((), 0.0, True))
 
 
 def test_a_policy_whose_template_takes_no_tools_is_told_of_them():
     schema = describe(talkers.add, "add")
     assert schema["function"]["parameters"]["properties"]["x"] == {"type": "integer", "description": "The first."}
-    said = Tools({"add": talkers.add}, judge, system_text([schema]))().start(PROMPT, ADDRESS).messages
+    said = Tools({"add": talkers.add}, judge, system_text([schema]))().reset(PROMPT, ADDRESS)
     assert [message["role"] for message in said] == ["system", "user"]
     assert '{"name": "add", "arguments": {"x": "...", "y": "..."}}' in said[0]["content"]
     own = Prompt(3, ({"role": "system", "content": "Be brief."}, *PROMPT.messages), "2")
-    said = Tools({"add": talkers.add}, judge, "You can add.")().start(own, ADDRESS).messages
+    said = Tools({"add": talkers.add}, judge, "You can add.")().reset(own, ADDRESS)
     assert said[0] == {"role": "system", "content": "Be brief.\n\nYou can add."}
     with pytest.raises(ValueError, match="tool 'undescribed' does not say how it is called"):
         describe(talkers.undescribed, "undescribed")
@@ -259,7 +262,7 @@ def test_a_gymnasium_environment_is_a_task():
     assert isinstance(found, TaskWithEnvironment)
     prompt = found.prompt("test", 1)
     assert prompt.gold == 10_001
-    with Environments(found.environment, workers=1) as environments:
+    with EnvironmentPool(found.environment, workers=1) as environments:
         opened = Prompt(1, environments.open(prompt, ("opening",)), prompt.gold)
         assert opened.messages == ({"role": "user", "content": "4 to go"},)
         kind, (said, worth, state) = environments.result(environments.submit(None, opened, ADDRESS, "go"))
@@ -289,8 +292,8 @@ def test_the_calculators_examples_are_written_out_for_a_template_without_tools()
     assert [message["role"] for message in prompt.messages] == ["user", "assistant", "tool", "assistant", "user"]
     made = found.environment
     assert isinstance(made, Tools)
-    said = replace(made, system="Call.")().start(prompt, ADDRESS).messages
+    said = replace(made, system="Call.")().reset(prompt, ADDRESS)
     call = '<tool_call>[{"name": "calculate", "arguments": {"expression": "27 * 34"}}]</tool_call>'
     assert said[2] == {"role": "assistant", "content": call}
     assert find_calls(call) == [Call("calculate", {"expression": "27 * 34"})]
-    assert made().start(prompt, ADDRESS).messages == prompt.messages
+    assert made().reset(prompt, ADDRESS) == prompt.messages

@@ -24,7 +24,7 @@ REWARDS: dict[int, list[float | None]] = {
 
 
 class Given:
-    """A sampler and a verifier of given rewards by prompt; None is a completion that cannot be scored. Groups end in
+    """A sampler and a reward pool of given rewards by prompt; None is a completion that cannot be scored. Groups end in
     the opposite order."""
 
     def __init__(self, rewards: dict[int, list[float | None]]) -> None:
@@ -39,7 +39,7 @@ class Given:
             assert len(completions) == G
             yield request, Group(request.prompt, tuple(completions))
 
-    def judge(self, groups: Iterable[Group]) -> Iterator[Group]:
+    def score(self, groups: Iterable[Group]) -> Iterator[Group]:
         for group in groups:
             outcomes = [
                 Outcome.unscored("no") if r is None else Outcome.scored(r) for r in self.rewards[group.prompt.key]

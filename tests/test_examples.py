@@ -126,14 +126,14 @@ def test_the_task_of_the_example():
     assert (task.size("train"), task.size("test")) == (80, 20)
     assert not {tuple(sorted(p)) for p in task.rows["train"]} & {tuple(sorted(p)) for p in task.rows["test"]}
     prompt = task.prompt("train", 0)
-    assert task.judge(f"It is {prompt.gold}.", prompt.gold) == 1.0
-    assert task.judge(f"It is 1{prompt.gold}.", prompt.gold) == 0.0
+    assert task.reward(f"It is {prompt.gold}.", prompt.gold) == 1.0
+    assert task.reward(f"It is 1{prompt.gold}.", prompt.gold) == 0.0
 
 
 def test_a_right_answer_is_counted(monkeypatch):
     """pass@1 of a judge that likes every text that ends in time."""
     policy = tiny_policy()
-    finished = replace(TASK, judge=lambda text, gold: float(len(text) < minimal.MAX_TOKENS))
+    finished = replace(TASK, reward=lambda completion, answer: float(len(completion) < minimal.MAX_TOKENS))
     share = minimal.pass_at_1(policy, finished)
     assert 0 < share < 1
     assert share == minimal.pass_at_1(policy, finished), "the same random numbers at every call"

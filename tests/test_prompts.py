@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("shared_templates")
 
 def source(prompts: int, N: int) -> PromptSource:
     rows = [f"{n}?" for n in range(prompts)]
-    task = RowTask("numbers", {"train": rows, "test": rows}, lambda row: (row, row), lambda text, gold: 0.0)
+    task = RowTask("numbers", {"train": rows, "test": rows}, lambda row: (row, row), lambda completion: 0.0)
     return PromptSource(task, tiny_policy(), 5, N, 64)
 
 
@@ -150,7 +150,7 @@ def test_every_prompt_that_a_run_asks_is_checked_before_it_starts(monkeypatch):
     ],
 )
 def test_a_prompt_that_cannot_be_asked_is_named(question, message):
-    task = RowTask("odd", {"train": [question]}, lambda row: (row, ""), lambda text, gold: 0.0, "Be brief.")
+    task = RowTask("odd", {"train": [question]}, lambda row: (row, ""), lambda completion: 0.0, "Be brief.")
     with pytest.raises(SettingsError, match=f"prompt 0 of the train split of 'odd': .*{message}"):
         PromptSource(task, tiny_policy(), 5, 1, 64).tokenized("train", 0)
 

@@ -336,7 +336,8 @@ def test_missing_evaluation_is_found(run):
 )  # fmt: skip
 def test_half_written_file_ends_the_command_with_exit_code_2(run, name, capsys):
     content = (run / name).read_bytes()
-    (run / name).write_bytes(content[: len(content) // 2])
+    broken = b"\n[" if name == "config.toml" else b""  # half of a TOML file may be TOML
+    (run / name).write_bytes(content[: len(content) // 2] + broken)
     with pytest.raises(SystemExit) as end:
         main(["verify", str(run), "--all"])
     err = capsys.readouterr().err
@@ -407,7 +408,7 @@ def test_part_of_the_distribution_of_a_token_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("reason", "undecided"), [("no verdict within 5 s", 1), ("the judge raised ValueError: bad luck", 0)]
+    ("reason", "undecided"), [("no reward within 5 s", 1), ("the reward function raised ValueError: bad luck", 0)]
 )
 def test_verdict_that_the_machine_prevented_decides_nothing(reason, undecided):
     report, recorded = Report("run"), {"reward": None, "reason": reason}

@@ -171,7 +171,7 @@ def test_a_set_of_several_turns_beside_a_task_of_one(model, tmp_path):
         ({"evaluation": {"sets": [{"name": "a", "task": {"name": "guess_number", "rewards": [{"name": "x", "reward":
           "task"}]}}]}}, "sets, 'a': .*leave out task.rewards"),
         ({"task": {"name": "talkers:load_counting", "rewards": [{"name": "x", "reward": "task"}]}, "environment": {}},
-         "the environment of the task 'talkers:load_counting' gives the rewards"),
+         "the environment of 'talkers:load_counting' gives the rewards"),
     ],
 )  # fmt: skip
 def test_environments_and_tasks_that_do_not_go_together_are_refused(model, tmp_path, sections, message):
@@ -183,14 +183,14 @@ def test_environments_and_tasks_that_do_not_go_together_are_refused(model, tmp_p
     ("environment", "message"),
     [
         ({"name": "talkers:Counting", "tools": ["calculator"]}, "are two environments: set one of them"),
-        ({"tools": ["talkers:add", "talkers:also_add"]}, "are both called 'add': rename one of them"),
-        ({"tools": ["talkers:nameless"]}, "tool 'talkers:nameless' has no name of its own"),
-        ({"tools": ["talkers:wait"]}, "tool 'talkers:wait' is a coroutine function"),
+        ({"tools": ["talkers:add", "talkers:also_add"]}, "another one is called 'add'"),
+        ({"tools": ["talkers:nameless"]}, "tool 'talkers:nameless' is not a plain function"),
+        ({"tools": ["talkers:wait"]}, "tool 'talkers:wait' is not a plain function"),
         ({"name": "calculator"}, "not of the form 'package.module:function'"),
         ({"name": "talkers:Countin"}, "has no attribute 'Countin'. Did you mean 'Counting'?"),
         ({"tools": ["calculater"]}, "there is no tool 'calculater'; there are calculator.* Did you mean 'calculator'?"),
         ({"tools": ["talkers:unresolved"]}, "tool 'unresolved' does not say how it is called: name 'Nowhere'"),
-        ({"tools": ["talkers:placed"]}, "tool 'placed' takes 'x' by its place alone, and a call names its arguments"),
+        ({"tools": ["talkers:placed"]}, "tool 'placed' takes 'x' by position, and a call names its arguments"),
         ({"tools": ["talkers:undescribed"]}, "tool 'undescribed' does not say how it is called"),
         ({"max_turns": 0}, "greater than or equal to 1"),
         (

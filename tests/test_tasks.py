@@ -10,25 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lagrpo.rewards.builtin import exact
+from lagrpo.rewards.load import REWARDS, load_builtin, load_function
 from lagrpo.settings.schema import TaskSettings
-from lagrpo.tasks import (
-    JUDGES,
-    RowTask,
-    Task,
-    build_messages,
-    check_options,
-    load_function,
-    load_judge,
-    load_task,
-    order_prompts,
-)
-from lagrpo.tasks.custom import judge as judge_exact
+from lagrpo.tasks import RowTask, Task, build_messages, check_options, load_task, order_prompts
 
 USER_MODULE = """
 from lagrpo.tasks import RowTask
 
-def length(text, gold):
-    return float(len(text))
+def length(completion, answer):
+    return float(len(completion))
 
 def task(settings, seed):
     return RowTask("mine", {"train": [seed, seed + 1], "test": [settings.digits]}, lambda row: (str(row), row), length)
@@ -78,12 +69,12 @@ def test_chat_puts_the_system_prompt_first():
 
 
 def test_chat_refuses_two_system_prompts():
-    with pytest.raises(ValueError, match=r"system turn of its own"):
+    with pytest.raises(ValueError, match="the prompt has a system turn"):
         build_messages([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], "Be brief.")
 
 
 def test_a_row_task_has_two_splits_and_bounds():
-    task = RowTask("sums", {"train": ["1+1"], "test": []}, lambda row: (row, "2"), load_judge("exact", judge_exact))
+    task = RowTask("sums", {"train": ["1+1"], "test": []}, lambda row: (row, "2"), exact)
     assert isinstance(task, Task)
     assert (task.size("train"), task.size("test")) == (1, 0)
     prompt = task.prompt("train", 0)
@@ -100,9 +91,9 @@ def test_a_row_task_has_two_splits_and_bounds():
         (TaskSettings(name="arithmetics"), r"no task 'arithmetics'.*Did you mean 'arithmetic'\?"),
         (TaskSettings(name="poetry"), "no task 'poetry'; there are arithmetic, countdown"),
         (TaskSettings(name="gsm8k", digits=2), "task.digits is set, but the task 'gsm8k' does not take it: arithmetic"),
-        (TaskSettings(name="arithmetic", data="x"), "task.data is set.*: gsm8k, math and custom do"),
+        (TaskSettings(name="arithmetic", data="x"), "task.data is set.*: gsm8k, math, custom do"),
         (TaskSettings(name="countdown", operations=("+",)), "task.operations is set.*'countdown'"),
-        (TaskSettings(name="gsm8k", prompt_column="question"), "task.prompt_column is set.*custom does"),
+        (TaskSettings(name="gsm8k", prompt_column="question"), "task.prompt_column is set.*custom do"),
         (TaskSettings(name="math", reward="maths"), r"no built-in reward 'maths'.*Did you mean 'math'\?"),
     ],
 )
@@ -138,15 +129,15 @@ def test_a_path_that_is_not_there_is_named(monkeypatch, tmp_path):
 
 def test_every_built_in_reward_can_be_loaded():
     pytest.importorskip("math_verify", reason="needs math-verify: pip install 'lagrpo[math]'")
-    for name in JUDGES:
-        assert callable(load_judge(name, judge_exact))
+    for name in REWARDS:
+        assert callable(load_builtin(name))
 
 
 def test_a_users_own_task_and_reward_are_found_in_the_current_directory(user_module):
     task = load_task(TaskSettings(name=f"{user_module}:task", digits=3), seed=5)
     assert (task.name, task.prompt("train", 1).gold, task.prompt("test", 0).gold) == ("mine", 6, 3)
     sums = load_task(TaskSettings(name="arithmetic", reward=f"{user_module}:length"), seed=0)
-    assert sums.judge("seven", "7") == 5.0
+    assert sums.reward("seven", "7") == 5.0
 
 
 @pytest.mark.parametrize(
@@ -164,9 +155,9 @@ def test_a_function_that_is_not_there_is_named(user_module, attribute, message):
 
 
 def test_a_module_that_is_not_there_is_named(user_module):
-    with pytest.raises(ValueError, match=r"there is no module 'no_such_module'"):
+    with pytest.raises(ValueError, match=r"no module 'no_such_module'"):
         load_function("no_such_module:reward")
-    with pytest.raises(ValueError, match=r"there is no module 'lagrpo.no_such_module'"):
+    with pytest.raises(ValueError, match=r"no module 'lagrpo.no_such_module'"):
         load_function("lagrpo.no_such_module:reward")
 
 
@@ -184,7 +175,7 @@ def test_the_current_directory_does_not_shadow_installed_modules(user_module, tm
 
 
 def test_a_function_that_returns_no_task_is_refused(user_module):
-    with pytest.raises(TypeError, match=r"returned a str, which is no Task"):
+    with pytest.raises(TypeError, match=r"returned a str, which is not a Task"):
         load_task(TaskSettings(name=f"{user_module}:no_task"), seed=0)
 
 

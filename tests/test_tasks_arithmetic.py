@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task
-from lagrpo.tasks.arithmetic import judge, spell, split
+from lagrpo.tasks.arithmetic import score as judge
+from lagrpo.tasks.arithmetic import spell, split
 
 
 def test_single_digit_addition_is_all_of_it_80_to_20():

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from lagrpo.tasks import JUDGES, Unjudgeable, load_function
+from lagrpo.rewards.load import REWARDS, load_function
+from lagrpo.rewards.reward import UnscorableError
 
 CORPORA = Path(__file__).parent / "corpora"
 
@@ -25,8 +26,8 @@ def lines(judge: str) -> list[dict[str, Any]]:
 
 def verdict(judge: str, line: dict[str, Any]) -> float | str:
     try:
-        return load_function(JUDGES[judge])(line["answer"], line["gold"])
-    except Unjudgeable:
+        return load_function(REWARDS[judge])(line["answer"], line["gold"])
+    except UnscorableError:
         return "unjudgeable"
 
 

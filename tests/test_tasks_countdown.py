@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task
-from lagrpo.tasks.countdown import Problems, find_expression, judge
+from lagrpo.tasks.countdown import Problems, find_expression
+from lagrpo.tasks.countdown import score as judge
 
 
 def reachable(numbers: tuple[int, ...], target: int) -> str | None:

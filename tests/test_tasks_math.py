@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from lagrpo.rewards.load import REWARDS, load_function
+from lagrpo.rewards.pool import RewardPool
 from lagrpo.settings.schema import TaskSettings
-from lagrpo.tasks import JUDGES, RowTask, load_function, load_task
+from lagrpo.tasks import RowTask, load_task
 from lagrpo.types import Completion, Group, Prompt
-from lagrpo.verify import Verifier
 
 pytest.importorskip("math_verify", reason="needs math-verify: pip install 'lagrpo[math]'")
-judge = load_function(JUDGES["math"])
+judge = load_function(REWARDS["math"])
 
 MADE_UP = {
     "deepscaler_part_math_train": [
@@ -83,8 +84,8 @@ def test_answers_that_take_for_ever_are_unscored_and_the_others_judged():
     }
     empty = torch.empty(0)
     group = Group(Prompt(0, (), "72"), tuple(Completion(empty, empty, empty, True, text) for text in answers))
-    with Verifier(judge, workers=2, deadline=2.0, max_without_reward=1.0) as verifier:
-        (judged,) = verifier.judge([group])
+    with RewardPool(judge, workers=2, deadline=2.0, max_without_reward=1.0) as pool:
+        (judged,) = pool.score([group])
     assert [completion.reward for completion in judged.completions] == list(answers.values())
     reasons = {completion.outcome.reason for completion in judged.completions if completion.outcome}
-    assert reasons == {"", "no verdict within 2 s"}
+    assert reasons == {"", "no reward within 2 s"}

@@ -8,14 +8,14 @@ import pickle
 import pytest
 
 from lagrpo.errors import SettingsError
+from lagrpo.rewards.pool import RewardPool
+from lagrpo.rewards.reward import UnscorableError
 from lagrpo.settings.arguments import parse
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings, to_toml, validate
 from lagrpo.tasks import load_task
-from lagrpo.tasks.base import Unjudgeable
 from lagrpo.training.checks import check_settings
 from lagrpo.types import Completion, Group, Prompt
-from lagrpo.verify import Verifier
 
 pytestmark = pytest.mark.gym
 
@@ -42,11 +42,11 @@ def test_answers_are_scored_by_the_package_with_partial_rewards():
     gold = task.prompt("train", 3).gold
     right = gold["answer"]
     texts = [f"so <answer>1</answer> no, <answer> {right} </answer>", right, f"<answer>{right}1</answer>", ""]
-    assert [task.judge(text, gold) for text in texts] == [1.0, 1.0, len(right) / (len(right) + 1), 0.0]
+    assert [task.reward(text, gold) for text in texts] == [1.0, 1.0, len(right) / (len(right) + 1), 0.0]
     partly = load(name="reasoning_gym:letter_jumble", options={})
     gold = partly.prompt("train", 0).gold
     words = gold["answer"].split()
-    assert 0.01 < partly.judge(" ".join([*words[:-1], "x" * len(words[-1])]), gold) < 1.0
+    assert 0.01 < partly.reward(" ".join([*words[:-1], "x" * len(words[-1])]), gold) < 1.0
 
 
 def test_the_judge_goes_to_a_worker_process_and_scores_there():
@@ -56,16 +56,16 @@ def test_the_judge_goes_to_a_worker_process_and_scores_there():
 
     none = torch.zeros(0)
     completions = [Completion(none, none, none, True, text) for text in (prompt.gold["answer"], "no")]
-    with Verifier(task.judge, workers=1, deadline=30.0) as verifier:
-        (found,) = verifier.judge([Group(Prompt(0, (), prompt.gold), tuple(completions))])
+    with RewardPool(task.reward, workers=1, deadline=30.0) as pool:
+        (found,) = pool.score([Group(Prompt(0, (), prompt.gold), tuple(completions))])
     assert found.rewards == (1.0, 0.0)
 
 
 def test_a_generator_that_does_not_repeat_itself_scores_nothing():
     task = load()
     gold = task.prompt("train", 0).gold
-    with pytest.raises(Unjudgeable, match=r"chain_sum makes another puzzle.*PYTHONHASHSEED to 0"):
-        pickle.loads(pickle.dumps(task.judge))("1", gold | {"digest": 0})
+    with pytest.raises(UnscorableError, match=r"chain_sum makes another puzzle.*PYTHONHASHSEED to 0"):
+        pickle.loads(pickle.dumps(task.reward))("1", gold | {"digest": 0})
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_a_generator_that_does_not_repeat_itself_scores_nothing():
             {"options": {"max_term": 2}},
             "task.options.max_term: reasoning_gym:chain_sum takes .*Did you mean 'max_terms'",
         ),
-        ({"options": {"seed": 2}}, "takes .*task.train_size and task.test_size"),
-        ({"options": {"min_terms": 9}}, "refuses them: max_terms must be >= min_terms"),
+        ({"options": {"seed": 2}}, "task.options.seed: reasoning_gym:chain_sum takes"),
+        ({"options": {"min_terms": 9}}, "rejects them: max_terms must be >= min_terms"),
     ],
 )
 def test_wrong_names_and_options_are_refused_with_the_nearest(changes, message):
@@ -88,7 +88,7 @@ def test_wrong_names_and_options_are_refused_with_the_nearest(changes, message):
 def test_options_of_other_tasks_are_refused_and_those_of_a_table_travel_through_toml():
     with pytest.raises(SettingsError, match=r"task.digits is set, but the task 'reasoning_gym:chain_sum'"):
         check_settings(load_settings({"task": SUM | {"digits": 2}}))
-    with pytest.raises(SettingsError, match="'arithmetic' does not take it: reasoning_gym does"):
+    with pytest.raises(SettingsError, match="'arithmetic' does not take it: reasoning_gym do"):
         check_settings(load_settings({"task": {"options": {"a": 1}}}))
     given = parse(Settings, ["--task.options.min_terms", "2", "--task.options.allow_negation=true"])
     settings = validate(Settings, {"task": SUM}, given.overrides, "x")

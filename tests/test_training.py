@@ -19,6 +19,7 @@ from lagrpo.errors import SettingsError
 from lagrpo.model.learner import Learner
 from lagrpo.model.masters import Masters
 from lagrpo.model.model import Policy
+from lagrpo.rewards.pool import RewardError
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.parity import ParityError
 from lagrpo.rollout.schedule import Schedule, lags
@@ -29,7 +30,6 @@ from lagrpo.settings.toml import load_settings, to_toml
 from lagrpo.training.beginning import READ_OF_TASK
 from lagrpo.training.observers import Observer
 from lagrpo.training.run import Result, train
-from lagrpo.verify import VerifierError
 
 
 @pytest.fixture(scope="module")
@@ -239,9 +239,9 @@ def test_a_prompt_that_is_too_long_is_refused(run):
         run(sampling={"max_prompt_tokens": 20})
 
 
-def test_a_judge_that_cannot_travel_is_refused(settings):
-    with pytest.raises(SettingsError, match=r"task: the judge .* cannot be sent to worker processes"):
-        train(settings(), task=replace(load(), judge=lambda text, gold: 1.0))
+def test_a_reward_of_another_signature_is_rejected(settings):
+    with pytest.raises(SettingsError, match=r"a reward function takes \(completion, answer\)"):
+        train(settings(), task=replace(load(), reward=lambda text, gold: 1.0))
 
 
 class Log(Observer):
@@ -294,7 +294,7 @@ def test_an_object_that_is_no_observer_is_refused_before_anything_is_loaded(sett
     ("given", "task", "message"),
     [
         (None, None, "not None; {} are the defaults"),
-        ({}, "gsm8k", "task: 'gsm8k' is no Task: a Task has name, judge, "),
+        ({}, "gsm8k", "task: 'gsm8k' is not a Task: a Task has name, reward, "),
     ],
 )
 def test_what_is_no_settings_or_no_task_is_refused_before_anything_is_loaded(given, task, message, capsys):
@@ -505,7 +505,7 @@ def test_an_error_keeps_what_was_learned_and_says_where(run, settings, monkeypat
 
 def test_a_judge_that_never_answers_ends_the_run(run, tmp_path):
     with pytest.raises(
-        VerifierError, match=r"8 of 8 completions have no reward(.|\n)*this judge never answers"
+        RewardError, match=r"8 of 8 completions have no reward(.|\n)*this function never answers"
     ) as error:
         run(task={"name": "sample_task:load_impossible"})
     assert "no update was made" in error.value.__notes__[0]

@@ -41,9 +41,9 @@ from lagrpo.rollout.vllm.client import KEY, SamplerError, VllmClient
 from lagrpo.rollout.vllm.server import StartedServer
 from lagrpo.rollout.vllm.weights import DIRECTORY, FILE
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
+from lagrpo.tasks.environments import EnvironmentPool
 from lagrpo.training import run as training
 from lagrpo.training.run import Result, train
-from lagrpo.verify import Environments
 
 pytestmark = pytest.mark.vllm
 
@@ -227,7 +227,7 @@ def conversing(servers: Any, model: Path, make: Any = talkers.Counting, sampled:
     """An engine of completions of several turns, and its policy."""
     policy = policy_of(model)
     engine = engine_of(servers, policy, "span", sampled, rows=8)
-    with Environments(make, workers=1, deadline=20.0) as environments:
+    with EnvironmentPool(make, workers=1, deadline=20.0) as environments:
         engine.episodes = Episodes(environments, Replies(policy.chat), Limits(8, sampled, 120))
         engine.sync_weights(policy.weights, 0)
         yield engine, policy

@@ -46,6 +46,8 @@ class Prompt:
     gold: Any
     token_ids: tuple[int, ...] = ()
     asked: tuple[Mapping[str, str], ...] = ()
+    row: Mapping[str, Any] | None = None
+    """the row of the data, with what was asked as "prompt": a text, or a list of messages"""
 
 
 Kind = Literal["scored", "unscored", "failed"]

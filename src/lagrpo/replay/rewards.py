@@ -13,15 +13,13 @@ import torch
 from lagrpo.replay.record import RecordedRun, Report, Row, groups_of, is_generated
 from lagrpo.replay.rows import mean
 from lagrpo.replay.tokens import Weights
+from lagrpo.rewards.pool import BY_MACHINE, RewardPool
 from lagrpo.rng import permutation
 from lagrpo.runs.rollouts import reward_columns
 from lagrpo.tasks import Rewards, Task, load_task
-from lagrpo.tasks.base import Final, TaskWithEnvironment
+from lagrpo.tasks.base import StepResult, TaskWithEnvironment
 from lagrpo.tasks.environments import load_environment
 from lagrpo.types import Completion, Group, Outcome, Prompt
-from lagrpo.verify import Verifier
-
-BY_MACHINE = ("no verdict within ", "the worker process ")  # how reasons begin that another machine may not give
 
 
 class Scored(NamedTuple):
@@ -58,7 +56,7 @@ def check_rewards(run: RecordedRun, weights: Weights, rows: Sequence[Row], task:
         tasks[id(other)] = other
         asked[id(other)] += groups
     for key, groups in asked.items():
-        score_again(run, tasks[key].judge, groups, report)
+        score_again(run, tasks[key].reward, groups, report)
 
 
 def find_task(run: RecordedRun, report: Report) -> Task | None:
@@ -110,10 +108,11 @@ def check_episode(run: RecordedRun, make: Any, prompt: Prompt, row: Row, report:
     """The environment starts again and hears what the policy said: its replies and the reward are as recorded."""
     environment, turns, replies = make(), row["turns"], list[str]()
     key = run.settings.run.seed, "sample", row["batch"], row["epoch"], row["prompt_key"], row["completion"]
-    said = environment.start(prompt, key)
+    environment.reset(prompt, key)
+    said = StepResult()
     for text in turns[::2]:
-        said = environment.reply(text)
-        if isinstance(said, Final):
+        said = environment.step(text)
+        if said.done:
             break
         replies.append("\n".join(str(message.get("content") or "") for message in said.messages))
     report.compare("episodes", row["where"], "replies", replies[: len(turns) // 2], turns[1::2])
@@ -133,15 +132,15 @@ def to_completion(text: str, tokens: int, finished: bool = True) -> Completion:
     return Completion(none, none, none, finished=finished, text=text)
 
 
-def score_again(run: RecordedRun, judge: Any, groups: Sequence[Sequence[Scored]], report: Report) -> None:
+def score_again(run: RecordedRun, reward: Any, groups: Sequence[Sequence[Scored]], report: Report) -> None:
     """Score completions again in worker processes, unless a server scored them, which might answer differently."""
-    if isinstance(judge, Rewards) and not all(reward.repeats for reward in judge.of):
+    if isinstance(reward, Rewards) and not all(each.repeats for each in reward.parts):
         return report.skip("rewards: a server gave them, and might give others", sum(map(len, groups)))
     asked = [Group(group[0].prompt, tuple(each.completion for each in group)) for group in groups]
     settings = run.settings.verifier.model_copy(update={"max_without_reward": 1.0})
     if asked:
-        with Verifier(judge, **settings.of_a_batch) as pool:
-            outcomes = [completion.outcome for group in pool.judge(asked) for completion in group.completions]
+        with RewardPool(reward, **settings.of_a_batch) as pool:
+            outcomes = [completion.outcome for group in pool.score(asked) for completion in group.completions]
         for each, again in zip((each for group in groups for each in group), outcomes, strict=True):
             compare_outcome(each, again or Outcome.failed(""), report)
 

@@ -9,11 +9,11 @@ from lagrpo.settings.section import Section
 
 class EnvironmentSettings(Section):
     name: str | None = None
-    """package.module:function that is called for every completion and returns its environment, with start(prompt,
-    address) and reply(text). The prompts are the task's. Without a name: the task's own environment, if it has one."""
+    """package.module:function that is called for every completion and returns its environment, with reset(prompt,
+    key) and step(text). The prompts are the task's. Without a name: the task's own environment, if it has one."""
     tools: tuple[str, ...] = ()
     """Functions that the policy may call, as package.module:function, or calculator. An answer without a call goes to
-    the task's judge."""
+    the task's reward function."""
     max_turns: int = Field(default=8, ge=1)
     """Turns of the policy in a completion; an episode that is not over by then is cut."""
     max_tokens: int = Field(default=512, ge=1)

@@ -18,8 +18,8 @@ class RewardSettings(Section):
     name: str
     """What it is called in metrics and records: letters, digits and _."""
     reward: str
-    """What computes it: "task" (the task's own judge), a built-in judge (exact, number, math …), length, format,
-    llm_judge, or package.module:function, called as function(text, gold, **options) -> float."""
+    """What computes it: "task" (the task's own reward), a built-in one (exact, number, math, length, format, llm_judge
+    …), or package.module:function."""
     weight: float = 1.0
     """The reward of a completion is the sum of weight x value; with 0 the reward is only measured."""
     range: tuple[float, float] = (0.0, 1.0)
@@ -27,12 +27,10 @@ class RewardSettings(Section):
     right: bool = False
     """A completion is right where the rewards that say this have their greatest value; where none says it, the first
     of the rewards."""
-    batch: bool = False
-    """The function takes the completions of a group at once: function(texts, golds, **options) -> list of numbers."""
     deadline: float | None = Field(default=None, gt=0, le=LONGEST_DEADLINE)
     """Seconds for a call; by default verifier.deadline."""
     options: dict[str, Any] = Field(default={})
-    """What the built-in reward, or the function, takes further."""
+    """Keyword arguments of the reward function."""
 
     @model_validator(mode="after")
     def _check(self) -> RewardSettings:

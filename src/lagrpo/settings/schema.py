@@ -20,7 +20,7 @@ from lagrpo.settings.rewards import LONGEST_DEADLINE
 from lagrpo.settings.section import ONE_OR_MORE, Section
 from lagrpo.settings.task import TaskSettings, unset
 from lagrpo.settings.vllm import VllmSettings
-from lagrpo.tasks.names import ENVIRONMENTS, GYMNASIUM
+from lagrpo.tasks import is_multi_turn
 
 
 class RunSettings(Section):
@@ -205,20 +205,17 @@ class OptimizerSettings(Section):
 
 class VerifierSettings(Section):
     workers: int = Field(default=1, ge=1)
-    """Processes that judge completions."""
+    """Worker processes for rewards and environments."""
     deadline: float = Field(default=5.0, gt=0, le=LONGEST_DEADLINE)
-    """Seconds for each verdict; then the completion is unscored and the worker replaced."""
+    """Seconds for each call; then the completion is unscored and the worker replaced."""
     memory: float = Field(default=4.0, ge=0.125)
-    """GiB that a worker may take with everything that it starts; past it the completion is unscored and the worker
-    replaced. On Linux."""
-    file_size: float = Field(default=1.0, gt=0)
-    """GiB that a worker may write into one file; writing more is an error that the judge gets (File too large)."""
+    """GiB that a worker may take; a call that needs more leaves its completion unscored. On Linux."""
     max_without_reward: float = Field(default=0.5, ge=0, le=1)
     """The run stops when a larger share of a batch is unscored or failed."""
 
     @property
     def of_a_batch(self) -> dict[str, Any]:
-        """What the verifier takes, which knows of one batch at a time."""
+        """What a RewardPool takes."""
         return self.model_dump()
 
     @property
@@ -284,7 +281,7 @@ class Settings(Section):
 
 
 def _replied(environment: EnvironmentSettings, task: Any) -> int:
-    own = task.name in ENVIRONMENTS or task.name.startswith(GYMNASIUM)
+    own = is_multi_turn(task.name)
     named = own or environment.name is not None or environment.tools
     return environment.max_tokens if named else 0
 

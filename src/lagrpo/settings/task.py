@@ -8,10 +8,10 @@ from typing import Any, get_type_hints
 
 from pydantic import Field, create_model, model_validator
 
+from lagrpo.rewards.reward import sum_ranges
 from lagrpo.settings.rewards import RewardSettings
 from lagrpo.settings.section import Section
 from lagrpo.tasks import option_takers, task_options
-from lagrpo.tasks.rewards import sum_ranges
 
 
 def unset(kind: Any, text: str, **bounds: Any) -> Any:
@@ -24,7 +24,7 @@ class _OfEveryTask(Section):
     """arithmetic, countdown, calculator, guess_number, gsm8k, math, custom, reasoning_gym:NAME, gym:NAME
     (docs/multi-turn.md), or package.module:function that returns a Task."""
     reward: str | None = None
-    """Built-in judge (exact, number, math …) or package.module:function, called as function(text, gold) -> float."""
+    """Built-in reward (exact, number, math …), or package.module:function (docs/data-and-rewards.md)."""
     rewards: tuple[RewardSettings, ...] = ()
     """Several rewards in place of one, each a table [[task.rewards]]: a completion's reward is their weighted sum
     (docs/data-and-rewards.md)."""
@@ -80,4 +80,4 @@ _WithOptions: Any = create_model("TaskOptions", __base__=_OfEveryTask, **_task_o
 
 
 class TaskSettings(_WithOptions):
-    """What is asked, and how an answer is judged. An option can be given where the named task takes it."""
+    """What is asked, and how an answer is scored. An option can be given where the named task takes it."""

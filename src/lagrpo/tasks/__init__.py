@@ -1,6 +1,6 @@
-"""Tasks: what is asked, and how an answer is judged. Each has its own file, which also declares its options.
+"""Tasks: prompts, and how an answer is scored. Each has one file, which also declares its options.
 
-`load_task(settings, seed)` returns the task that the settings name; `check_options(settings)` refuses contradictory
+`load_task(settings, seed)` returns the task that the settings name; `check_options(settings)` rejects contradictory
 settings without loading anything.
 """
 
@@ -9,67 +9,40 @@ from __future__ import annotations
 import importlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
 from lagrpo.errors import suggest
+from lagrpo.rewards.load import OWN, REWARDS, check_rewards, load_function, load_rewards, require_installed
+from lagrpo.rewards.reward import Rewards, UnscorableError, as_rewards, reward_names
 from lagrpo.tasks.base import (
     EpisodeTask,
-    Judge,
     RowTask,
     Task,
-    TaskSettings,
     TaskWithEnvironment,
-    Unjudgeable,
     build_messages,
     order_prompts,
     read_options,
 )
-from lagrpo.tasks.names import (
-    ENVIRONMENTS,
-    GYM,
-    GYMNASIUM,
-    JUDGES,
-    OWN,
-    SHAPED,
-    is_reference,
-    kind_of,
-    load_function,
-    load_judge,
-    require_installed,
-)
-from lagrpo.tasks.rewards import Reward, Rewards, reward_names
-from lagrpo.tasks.several import Rejudged, check_rewards, load_rewards
+from lagrpo.types import Prompt
 
-__all__ = [
-    "NO_TASK",
-    "Judge",
-    "Reward",
-    "Rewards",
-    "RowTask",
-    "Task",
-    "TaskSettings",
-    "Unjudgeable",
-    "build_messages",
-    "check_options",
-    "load_function",
-    "load_task",
-    "option_takers",
-    "order_prompts",
-    "reward_names",
-    "task_options",
-]
+__all__ = ["Rewards", "RowTask", "Task", "UnscorableError", "build_messages", "order_prompts", "reward_names"]
 
-NO_TASK = "is no Task: a Task has name, judge, size(split) and prompt(split, index)"
+NOT_A_TASK = "is not a Task: a Task has name, reward, size(split) and prompt(split, index)"
+ENVIRONMENTS = {
+    "calculator": "lagrpo.tasks.calculator:ENVIRONMENT",
+    "guess_number": "lagrpo.tasks.guess_number:GuessNumber",
+}
+"""Tasks of several turns, and what makes their environments."""
 
 
 @cache
 def task_options() -> Mapping[str, type]:
-    """For each task the dataclass of its options, whose fields `option` makes. Every task also takes `system_prompt`
-    and `reward`."""
+    """For each task the dataclass of its options, whose fields `option` makes. Every task also takes `system_prompt`,
+    `reward` and `rewards`."""
     from lagrpo.tasks import arithmetic, calculator, countdown, custom, guess_number, reasoning_gym
-    from lagrpo.tasks.files import DataOptions  # for math too, whose own file imports math-verify
+    from lagrpo.tasks.data import DataOptions  # for math too, whose file imports math-verify
 
     return {
         "arithmetic": arithmetic.Options,
@@ -77,7 +50,7 @@ def task_options() -> Mapping[str, type]:
         "gsm8k": DataOptions,
         "math": DataOptions,
         "custom": custom.Options,
-        GYM: reasoning_gym.Options,
+        "reasoning_gym": reasoning_gym.Options,
         "calculator": calculator.Options,
         "guess_number": guess_number.Options,
     }
@@ -93,82 +66,112 @@ def option_takers() -> Mapping[str, Sequence[str]]:
     return takers
 
 
-def check_options(settings: TaskSettings) -> None:
-    """Raise ValueError for an unknown task, an unknown reward, and an option that the named task does not take. Nothing
-    is loaded."""
-    name, reward, known = settings.name, settings.reward, task_options()
-    if reward is not None and not is_reference(reward) and reward not in JUDGES:
-        further = f" {reward!r} can be an entry of task.rewards." if reward in SHAPED else suggest(reward, JUDGES)
-        raise ValueError(
-            f"task.reward: there is no built-in reward {reward!r}; there are {', '.join(JUDGES)}, and a function of "
-            f"your own as 'package.module:function'.{further}"
-        )
-    check_rewards(settings)
+def is_reference(name: str) -> bool:
+    """Whether the name of a task is a "package.module:function" (or gym:NAME), not something built in."""
+    return ":" in name and not name.startswith("reasoning_gym:")
+
+
+def is_multi_turn(name: str) -> bool:
+    """Whether the completions of the task of this name talk to an environment of the task."""
+    return name in ENVIRONMENTS or name.startswith("gym:")
+
+
+def check_options(settings: Any) -> None:
+    """Raise ValueError for an unknown task or reward, and an option that the task does not take. Loads nothing."""
+    name, known = settings.name, task_options()
+    check_rewards(settings.reward, settings.rewards)
     if is_reference(name):
         return
-    if (kind := kind_of(name)) not in known:
-        names = [f"{each}:NAME" if each == GYM else each for each in known]
+    if (kind := name.partition(":")[0]) not in known:
+        names = ["reasoning_gym:NAME" if each == "reasoning_gym" else each for each in known]
         raise ValueError(
             f"task.name: there is no task {name!r}; there are {', '.join(names)}, and a task of your own as "
             f"'package.module:function'.{suggest(name, names)}"
         )
-    check_custom(settings)
-    own: Any = settings
+    if name == "custom":
+        _check_custom(settings)
     for option, tasks in option_takers().items():
-        if kind not in tasks and getattr(own, option) is not None:
-            do = f"{tasks[0]} does" if len(tasks) == 1 else f"{', '.join(tasks[:-1])} and {tasks[-1]} do"
-            raise ValueError(f"task.{option} is set, but the task {name!r} does not take it: {do}")
+        if kind not in tasks and getattr(settings, option) is not None:
+            raise ValueError(f"task.{option} is set, but the task {name!r} does not take it: {', '.join(tasks)} do")
 
 
-def check_custom(settings: TaskSettings) -> None:
-    """Raise ValueError for the task custom without a reward, or without what its rewards are to judge against."""
-    if settings.name != "custom":
-        return
-    own: Any = settings
+def _check_custom(settings: Any) -> None:
+    """Raise ValueError for the task custom without a reward, or without the answers that its rewards need."""
     if settings.reward is None and not settings.rewards:
-        known = ", ".join(JUDGES)
-        raise ValueError(f"the task 'custom' needs task.reward: one of {known}, or a 'package.module:function'")
+        raise ValueError(f"the task 'custom' needs task.reward: {', '.join(REWARDS)}, or a 'package.module:function'")
     for reward in (settings.reward, *(each.reward for each in settings.rewards)):
         if reward == OWN:
-            raise ValueError(f"task.rewards: the task 'custom' has no judge of its own, which {OWN!r} would name")
-        if reward in JUDGES and own.answer_column is None:
-            raise ValueError(f"the reward {reward!r} needs task.answer_column, the column to judge against")
+            raise ValueError(f"task.rewards: the task 'custom' has no reward that {OWN!r} would name")
+        if reward in REWARDS and reward not in ("length", "format") and settings.answer_column is None:
+            raise ValueError(f"the reward {reward!r} needs task.answer_column, the column with reference answers")
 
 
-def load_task(settings: TaskSettings, seed: int) -> Task:
+def load_task(settings: Any, seed: int) -> Task:
     """The task that the settings name; what it generates is a function of the seed. For "package.module:function" it is
     what function(settings, seed) returns.
 
     Raises:
-        ValueError: wrong settings (before anything heavy is loaded), or unfit data.
+        ValueError: wrong settings (before anything heavy is loaded), unfit data, or reward functions that need what
+            neither lagrpo nor the data passes.
         TypeError: the user's function returned something that is not a Task.
         ImportError: the task needs a package that is not installed.
     """
     check_options(settings)
-    name, kind = settings.name, kind_of(settings.name)
-    if not is_reference(name):
-        require_installed(kind)
-        file = importlib.import_module(f"lagrpo.tasks.{kind}")
-        options = read_options(task_options()[kind], settings)
-        if kind == GYM:
-            rows, ask, own = file.load(options, seed, name.partition(":")[2])
-        else:
-            (rows, ask), own = file.load(options, seed), file.judge
-        judge = load_rewards(settings, own) if settings.rewards else load_judge(settings.reward, own)
-        if name in ENVIRONMENTS:
-            environment = load_function(ENVIRONMENTS[name])
-            talking: Any = EpisodeTask(name, rows, ask, judge, settings.system_prompt, environment=environment)
-            return talking
-        return RowTask(name, rows, ask, judge, settings.system_prompt)
-    if name.startswith(GYMNASIUM):
+    task = load_function(settings.name)(settings, seed) if is_own(settings.name) else _load_builtin(settings, seed)
+    if not isinstance(task, Task):
+        raise TypeError(f"task.name: {settings.name!r} returned a {type(task).__name__}, which {NOT_A_TASK}")
+    if is_own(settings.name) and settings.rewards:
+        if isinstance(task, TaskWithEnvironment):
+            raise ValueError(f"task.rewards: the environment of {settings.name!r} gives the rewards: leave them out")
+        task = TaskWithRewards(task, load_rewards(None, settings.rewards, task.reward))
+    return check_task(task)
+
+
+def check_task(task: Task) -> Task:
+    """The task. Raises ValueError if its reward functions need what neither lagrpo nor the data passes."""
+    rewards = as_rewards(task.reward)
+    if task.size("train"):
+        rewards.check(task.prompt("train", 0).row)
+    return task
+
+
+def is_own(name: str) -> bool:
+    """Whether a task is the user's own function."""
+    return is_reference(name) and not name.startswith("gym:")
+
+
+def _load_builtin(settings: Any, seed: int) -> Task:
+    name, kind = settings.name, settings.name.partition(":")[0]
+    if kind == "gym":
         from lagrpo.tasks import gym
 
         return gym.load(name, settings.system_prompt)
-    task = load_function(name)(settings, seed)
-    if not isinstance(task, Task):
-        raise TypeError(f"task.name: {name!r} returned a {type(task).__name__}, which {NO_TASK}")
-    if not settings.rewards:
-        return task
-    if isinstance(task, TaskWithEnvironment):
-        raise ValueError(f"task.rewards: the environment of the task {name!r} gives the rewards: leave them out")
-    return Rejudged(task, load_rewards(settings, task.judge))
+    require_installed(kind)
+    file = importlib.import_module(f"lagrpo.tasks.{kind}")
+    options = read_options(task_options()[kind], settings)
+    if kind == "reasoning_gym":
+        rows, ask, own = file.load(options, seed, name.partition(":")[2])
+    else:
+        (rows, ask), own = file.load(options, seed), file.score
+    given = name, rows, ask, load_rewards(settings.reward, settings.rewards, own), settings.system_prompt
+    if name not in ENVIRONMENTS:
+        return RowTask(*given)
+    return EpisodeTask(*given, environment=load_function(ENVIRONMENTS[name]))
+
+
+@dataclass(frozen=True, slots=True)
+class TaskWithRewards:
+    """A task of the user's own with other rewards than its own."""
+
+    task: Task
+    reward: Rewards
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    def size(self, split: str) -> int:
+        return self.task.size(split)
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        return self.task.prompt(split, index)

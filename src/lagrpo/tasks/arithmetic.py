@@ -2,7 +2,7 @@
 
 Both numbers are 0 .. 10^digits - 1. As words: "What is three plus four?". Subtraction goes below zero.
 
-Train and test are disjoint, also under exchange of the two numbers: 3 + 4 and 4 + 3 are on the same side. A fifth of
+Train and test are disjoint, also if the two numbers are exchanged: 3 + 4 and 4 + 3 are in the same split. A fifth of
 all problems is for testing, at most 1,000, and at most 10,000 of the others are for training: of the 100 single-digit
 additions 80 and 20.
 """
@@ -13,11 +13,11 @@ import operator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lagrpo.tasks.base import Ask, Unjudgeable, option
-from lagrpo.tasks.reading import find_last_numeral, find_numerals, simplify
+from lagrpo.rewards.reward import UnscorableError
+from lagrpo.tasks.base import Ask, option
+from lagrpo.tasks.numbers import read_last_number
 
 WORDING = "What is {problem}? Answer with just the number."
-
 OPERATIONS = {"+": ("plus", operator.add), "-": ("minus", operator.sub), "*": ("times", operator.mul)}
 _TRAIN, _TEST = 10_000, 1_000
 _FEW = 2**17
@@ -47,20 +47,16 @@ def load(options: Options, seed: int) -> tuple[dict[str, list[Problem]], Ask]:
     return {"train": train, "test": test}, ask
 
 
-def judge(text: str, gold: Any) -> float:
-    """1.0 where the answer's last numeral names the gold number, else 0.0.
+def score(completion: str, answer: Any) -> float:
+    """1.0 if the completion's last numeral (see `lagrpo.tasks.numbers`) names the reference number, else 0.0.
 
-    The head of `lagrpo.tasks.reading` defines numerals, and which of them name no number because they are part of a
-    list or of an unfinished expression. Right for gold 7: "7", "7.0", "07", "7 apples", "3 + 4 = 7.". Wrong: "-7",
-    "seven", "７", "3 + 4", "5 6 7", "6 or 7", "7, not 8". Raises Unjudgeable where the gold answer is no integer.
-    """
+    Right for answer 7: "7", "7.0", "07", "7 apples", "3 + 4 = 7.". Wrong: "-7", "seven", "７", "3 + 4", "5 6 7",
+    "6 or 7", "7, not 8". Raises UnscorableError if the answer is not an integer."""
     try:
-        right = int(gold)
+        right = int(answer)
     except (TypeError, ValueError, OverflowError) as error:
-        raise Unjudgeable(f"the gold answer {gold!r:.80} is no integer") from error
-    text = simplify(text)
-    last = find_last_numeral(text, find_numerals(text))
-    return float(last is not None and last.value == right)
+        raise UnscorableError(f"the reference answer {answer!r:.80} is not an integer") from error
+    return float(read_last_number(completion) == right)
 
 
 def split(operations: tuple[str, ...], digits: int, seed: int) -> tuple[list[Problem], list[Problem]]:
@@ -78,24 +74,22 @@ def split(operations: tuple[str, ...], digits: int, seed: int) -> tuple[list[Pro
 
 
 def _sample_problems(operations: tuple[str, ...], numbers: int, seed: int) -> list[Problem]:
-    """Distinct problems with a <= b in random order: all of them where they are few, else as many as needed."""
+    """Distinct problems with a <= b in random order: all of them if they are few, else as many as needed."""
     from lagrpo.rng import permutation, uniforms
 
     space = len(operations) * numbers**2
     if space <= _FEW:
-        drawn = permutation(space, seed, "arithmetic", "problems").tolist()
+        codes = permutation(space, seed, "arithmetic", "problems").tolist()
     else:
-        drawn = dict.fromkeys((uniforms(_TRAIN + _TEST, seed, "arithmetic", "problems") * space).astype(int).tolist())
-    problems = ((operations[code // numbers**2], code // numbers % numbers, code % numbers) for code in drawn)
+        codes = dict.fromkeys((uniforms(_TRAIN + _TEST, seed, "arithmetic", "problems") * space).astype(int).tolist())
+    problems = ((operations[code // numbers**2], code // numbers % numbers, code % numbers) for code in codes)
     return list(dict.fromkeys((operation, min(a, b), max(a, b)) for operation, a, b in problems))
 
 
-# fmt: off
 _ONES = [
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
-]
-# fmt: on
+]  # fmt: skip
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 
 
@@ -110,5 +104,4 @@ def spell(number: int) -> str:
     if number < 100:
         return _TENS[number // 10 - 2] + (f"-{_ONES[number % 10]}" if number % 10 else "")
     size, name = (100, "hundred") if number < 1000 else (1000, "thousand")
-    rest = f" {spell(number % size)}" if number % size else ""
-    return f"{_ONES[number // size]} {name}{rest}"
+    return f"{_ONES[number // size]} {name}" + (f" {spell(number % size)}" if number % size else "")

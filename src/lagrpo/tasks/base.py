@@ -1,7 +1,6 @@
-"""What a task is: prompts, and a judge of completions, or an environment that they talk to.
+"""What a task is: prompts, and a reward for completions or an environment that they talk to.
 
-The verifier's worker processes import this module and the tasks beside it, so nothing here imports torch, numpy or
-pydantic at the top.
+Worker processes import this module and the tasks, so nothing here imports torch, numpy or pydantic at the top.
 """
 
 from __future__ import annotations
@@ -10,63 +9,44 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
+from lagrpo.types import Prompt
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from lagrpo.types import Prompt
-
 Options = TypeVar("Options", bound="DataclassInstance")
-
-Judge = Callable[[str, Any], float]
-"""`judge(text, gold) -> reward`, any finite number. Workers get it by reference, so it is a function at the top level
-of a module. It raises `Unjudgeable` when it has no verdict; any other exception counts as that, too."""
-
 Messages = Sequence[Mapping[str, Any]]
 Ask = Callable[[Any], tuple[str | Messages, Any]]
-"""From a row to its question (a text, or chat messages) and its gold answer."""
-
-
-class Unjudgeable(Exception):  # noqa: N818 - not an error of the program: it is one of a completion's three outcomes
-    """The answer cannot be scored, for example because the gold answer cannot be read. The completion is *unscored*: it
-    has no reward, which is not a reward of 0."""
-
-
-Address = tuple[int | str, ...]
-"""Of random numbers: `lagrpo.rng.uniforms(count, *address)` gives the same ones on every rank and after a resume."""
+"""From a row to its question (a text, or chat messages) and its reference answer."""
+Key = tuple[int | str, ...]
+"""Of random numbers: `lagrpo.rng.uniforms(count, *key)` gives the same ones on every rank and after a resume."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What an environment says: chat messages ({"role": "user", "content": …}, or a tool's). `reward` is what the
-    episode is worth if a limit ends it here: so many tokens, so many turns."""
+class StepResult:
+    """An environment's reply: chat messages ({"role": "user", "content": …}, or a tool's), and what the episode is
+    worth so far. The reward counts if the episode is done, or if a limit (of tokens or turns) ends it here. `reason`
+    says why it is done, for people."""
 
-    messages: tuple[Mapping[str, Any], ...]
+    messages: Messages = ()
     reward: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Final:
-    """The end of an episode: its reward, any finite number, and why it ended, for the one who reads it."""
-
-    reward: float
+    done: bool = False
     reason: str = ""
 
 
 class Environment(Protocol):
     """One episode: a completion of several turns, text in and text out.
 
-    It runs in the verifier's worker processes, with their deadline for every turn. Between two turns it is pickled, as
-    another process may take the next one, so it holds nothing that cannot be. Where it raises, or exceeds the deadline,
-    the completion is *unscored*. `Unjudgeable` is for what has no reward."""
+    It runs in worker processes, with their deadline for every turn. lagrpo pickles it between turns, because another
+    process may take the next one. If it raises or exceeds the deadline, the completion is *unscored*."""
 
-    def start(self, prompt: Prompt, address: Address) -> Turn:
-        """Begin. The turn holds all messages that the policy sees first, such as `prompt.messages`. They are a function
-        of the prompt alone, because the completions of a group share them; what comes later may depend on random
-        numbers at `address`."""
+    def reset(self, prompt: Prompt, key: Key) -> Messages:
+        """Begin. Returns all messages that the policy sees first, such as `prompt.messages`. They may depend on the
+        prompt alone, because the completions of a group share them; later messages may use random numbers of `key`."""
         ...
 
-    def reply(self, text: str) -> Turn | Final:
-        """The answer to what the policy said in its turn, without special tokens."""
+    def step(self, text: str) -> StepResult:
+        """Answer to the policy's turn, which is given without special tokens."""
         ...
 
 
@@ -76,14 +56,14 @@ Make = Callable[[], Environment]
 
 @runtime_checkable
 class Task(Protocol):
-    """Prompts in two splits, "train" and "test", and the judge of their completions."""
+    """Prompts in two splits, "train" and "test", and the reward of their completions."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def judge(self) -> Any:
-        """A Judge, or several Rewards."""
+    def reward(self) -> Any:
+        """A reward function, or several `lagrpo.rewards.reward.Rewards`."""
         ...
 
     def size(self, split: str) -> int:
@@ -95,51 +75,16 @@ class Task(Protocol):
         ...
 
 
-class RewardSettings(Protocol):
-    """The settings of one of several rewards (settings/rewards.py)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def reward(self) -> str: ...
-    @property
-    def weight(self) -> float: ...
-    @property
-    def range(self) -> tuple[float, float]: ...
-    @property
-    def right(self) -> bool: ...
-    @property
-    def batch(self) -> bool: ...
-    @property
-    def deadline(self) -> float | None: ...
-    @property
-    def options(self) -> Mapping[str, Any]: ...
-
-
 @runtime_checkable
 class TaskWithEnvironment(Task, Protocol):
-    """A task whose completions are episodes of an environment. Its judge is for completions that a file brings."""
+    """A task whose completions are episodes of an environment. Its reward is for completions that a file brings."""
 
     @property
     def environment(self) -> Make: ...
 
 
-class TaskSettings(Protocol):
-    """The settings that every task reads; None where one is not given. A task reads its own options with
-    `read_options`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def reward(self) -> str | None: ...
-    @property
-    def rewards(self) -> Sequence[RewardSettings]: ...
-    @property
-    def system_prompt(self) -> str | None: ...
-
-
 def option(default: Any, help: str, least: int | None = None, most: int | None = None) -> Any:
-    """A field of a task's `Options`: its default, its text in --help, and its range where it is a number."""
+    """A field of a task's `Options`: its default, its text in --help, and the range of a number."""
     return field(default=default, metadata={"help": help, "least": least, "most": most})
 
 
@@ -166,18 +111,18 @@ class RowTask:
     name: str
     rows: Mapping[str, Sequence[Any]]
     ask: Ask
-    judge: Any
-    """a Judge, or several Rewards"""
+    reward: Any
+    """a reward function, or several Rewards"""
     system_prompt: str | None = None
 
     def size(self, split: str) -> int:
         return len(self._split(split))
 
     def prompt(self, split: str, index: int) -> Prompt:
-        from lagrpo.types import Prompt
-
-        question, gold = self.ask(self._split(split)[index])
-        return Prompt(index, build_messages(question, self.system_prompt), gold)
+        row = self._split(split)[index]
+        question, answer = self.ask(row)
+        columns = dict(row) | {"prompt": question} if isinstance(row, Mapping) else None
+        return Prompt(index, build_messages(question, self.system_prompt), answer, row=columns)
 
     def _split(self, split: str) -> Sequence[Any]:
         if split not in self.rows:
@@ -203,11 +148,10 @@ def build_messages(question: str | Messages, system_prompt: str | None = None) -
             f"its prompt is {question!r:.80}: a prompt is a text, or a list of messages such as {{'role': 'user', "
             "'content': '...'}, the last of which has a text"
         )
-    turns = tuple(turns)
     if not system_prompt:
-        return turns
+        return tuple(turns)
     if turns[0]["role"] == "system":
-        raise ValueError("the prompt has a system turn of its own: leave task.system_prompt unset for this data")
+        raise ValueError("the prompt has a system turn: leave task.system_prompt unset for this data")
     return ({"role": "system", "content": system_prompt}, *turns)
 
 

@@ -1,8 +1,8 @@
 """Task `calculator`: arithmetic that takes a tool, and the tool, exact arithmetic. Other tasks get the tool by
 environment.tools = ["calculator"].
 
-The problems are those of task `arithmetic`, by default products of numbers of three digits. Solved examples stand in
-front of each, with their calls and results.
+The problems are those of task `arithmetic`, by default products of numbers of three digits. Solved examples, with calls
+and results, precede each problem.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from lagrpo.tasks import arithmetic
 from lagrpo.tasks.base import Ask, Messages, option
 from lagrpo.tasks.tools import Tools
 
-judge = arithmetic.judge
+score = arithmetic.score
 EXAMPLES = (27, 34), (615, 8), (90, 471)
-
 OPERATIONS: dict[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
     ast.UAdd: operator.pos, ast.USub: operator.neg,
 }  # fmt: skip
-Operation = Literal["+", "-", "*"]
 LONGEST = 200  # characters of an expression
 LARGEST = 10**100
 
@@ -35,15 +33,14 @@ LARGEST = 10**100
 class Options:
     """The options of this task."""
 
-    operations: tuple[Operation, ...] = option(("*",), "operations to sample from")
+    operations: tuple[Literal["+", "-", "*"], ...] = option(("*",), "operations to sample from")
     digits: int = option(3, "operands have up to this many digits", least=1, most=4)
-    examples: int = option(2, "solved problems in front of each", least=0, most=3)
+    examples: int = option(2, "solved problems before each", least=0, most=3)
 
 
 def load(options: Options, seed: int) -> tuple[dict[str, list[arithmetic.Problem]], Ask]:
     """The problems of each split, and how one is asked."""
-    operations = tuple(dict.fromkeys(options.operations)) or ("*",)
-    train, test = arithmetic.split(operations, options.digits, seed)
+    train, test = arithmetic.split(tuple(dict.fromkeys(options.operations)) or ("*",), options.digits, seed)
     return {"train": train, "test": test}, partial(_ask, options.examples)
 
 
@@ -76,20 +73,19 @@ def calculate(expression: str) -> str:
     if len(expression) > LONGEST:
         raise ValueError(f"the expression has more than {LONGEST} characters")
     try:
-        tree = ast.parse(expression.strip(), mode="eval").body
+        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
     except SyntaxError as error:
-        raise ValueError(f"{expression!r} is no arithmetic expression") from error
-    value = _value(tree)
+        raise ValueError(f"{expression!r} is not an arithmetic expression") from error
     return str(value) if value.denominator == 1 else str(float(value))
 
 
-def _value(node: ast.AST) -> Fraction:
+def _evaluate(node: ast.AST) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         value = Fraction(str(node.value))
     elif isinstance(node, ast.UnaryOp) and type(node.op) in OPERATIONS:
-        value = OPERATIONS[type(node.op)](_value(node.operand))
+        value = OPERATIONS[type(node.op)](_evaluate(node.operand))
     elif isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
-        value = Fraction(OPERATIONS[type(node.op)](_value(node.left), _value(node.right)))
+        value = Fraction(OPERATIONS[type(node.op)](_evaluate(node.left), _evaluate(node.right)))
     else:
         raise ValueError("an expression has numbers, + - * / // % and parentheses")
     if abs(value.numerator) > LARGEST or value.denominator > LARGEST:
@@ -97,4 +93,4 @@ def _value(node: ast.AST) -> Fraction:
     return value
 
 
-ENVIRONMENT = Tools({"calculate": calculate}, judge)
+ENVIRONMENT = Tools({"calculate": calculate}, score)

@@ -1,10 +1,8 @@
-"""Task `countdown`: reach a target from some numbers, generated from the seed.
+r"""Task `countdown`: reach a target from some numbers, generated from the seed.
 
-The numbers are sampled from 1 to 99. The target, 10 to 999 and none of the numbers, is what some expression in all of
-them gives, so every problem can be solved.
-
-Train (10,000 problems) and test (500) are disjoint by construction: the digest of a problem's sorted numbers and target
-says which side it is on.
+The numbers are sampled from 1 to 99. The target, 10 to 999 and none of the numbers, is the value of some expression in
+all of them, so every problem can be solved. Train (10,000 problems) and test (500) are disjoint: the digest of a
+problem's sorted numbers and target says which split it is in.
 """
 
 from __future__ import annotations
@@ -20,13 +18,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from lagrpo.tasks.base import Ask, Unjudgeable, option
+from lagrpo.rewards.reward import UnscorableError
+from lagrpo.tasks.base import Ask, option
 
 WORDING = (
     "Write an expression that equals {target}. Use only the numbers {numbers}, each of them at most once, with + - * / "
     "and parentheses. Answer with just the expression."
 )
-
 _SIZES = {"train": 10_000, "test": 500}
 _LARGEST, _TARGETS = 99, range(10, 1000)
 _LONGEST = 200
@@ -51,20 +49,19 @@ def load(options: Options, seed: int) -> tuple[dict[str, Problems], Ask]:
     return {name: Problems(name, options.numbers, seed) for name in _SIZES}, _ask
 
 
-def judge(text: str, gold: Any) -> float:
-    """1.0 where the answer's expression equals the target and uses each given number at most once, else 0.0.
+def _ask(problem: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    numbers = ", ".join(map(str, problem["numbers"]))
+    return WORDING.format(target=problem["target"], numbers=numbers), problem
 
-    `gold` is {"numbers": [...], "target": ...}. The expression is the last stretch of the answer (within its last
-    <answer> ... </answer>, if it has one) that consists of the digits 0-9, + - * / ( ) and spaces and has an operation
-    between two numbers; × · ÷ and LaTeX's \\times \\cdot \\div are read as * and /, and ** around it is bold
-    type. So in "(7 - 3) * 5 = 20" the expression is what stands before "="; the rest plays no part.
 
-    It must be a well-formed expression of at most 200 characters in + - * / (also a sign, as in -3 + 10), each of its
-    numbers one of the given ones, none more often than it is given. Not all need be used. It is computed in exact
-    fractions; division by zero is wrong. Raises Unjudgeable where `gold` is not of its form.
-    """
-    numbers, target = _read_gold(gold)
-    expression = find_expression(text)
+def score(completion: str, answer: Any) -> float:
+    """1.0 if the completion's expression equals the target and uses each given number at most once, else 0.0.
+
+    `answer` is {"numbers": [...], "target": ...}. The expression, of at most 200 characters, has + - * / (also a sign,
+    as in -3 + 10) and given numbers; not all need be used. It is computed in exact fractions; division by zero is
+    wrong. Raises UnscorableError if `answer` is not of its form."""
+    numbers, target = _read_answer(answer)
+    expression = find_expression(completion)
     if expression is None or len(expression) > _LONGEST:
         return 0.0
     try:
@@ -76,7 +73,9 @@ def judge(text: str, gold: Any) -> float:
 
 
 def find_expression(text: str) -> str | None:
-    """The expression in an answer (see `judge`); None without one.
+    """The expression in a completion (within its last <answer> ... </answer>, if it has one): the last stretch of
+    digits 0-9, + - * / ( ) and spaces that has an operation between two numbers. × · ÷ and LaTeX's times, cdot and div
+    are read as * and /; ** around it is bold type. None without one.
 
     >>> find_expression("First 7 - 3 = 4, so (7 − 3) × 5 = 20.")
     '(7 - 3) * 5'
@@ -102,19 +101,14 @@ def _evaluate(node: ast.AST) -> Fraction:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         operand = _evaluate(node.operand)
         return -operand if isinstance(node.op, ast.USub) else operand
-    raise SyntaxError(f"{type(node).__name__} is no arithmetic")
+    raise SyntaxError(f"{type(node).__name__} is not arithmetic")
 
 
-def _read_gold(gold: Any) -> tuple[list[int], int]:
-    numbers, target = (gold.get("numbers"), gold.get("target")) if isinstance(gold, Mapping) else (None, None)
+def _read_answer(answer: Any) -> tuple[list[int], int]:
+    numbers, target = (answer.get("numbers"), answer.get("target")) if isinstance(answer, Mapping) else (None, None)
     if not isinstance(numbers, Sequence) or not all(type(number) is int for number in (*numbers, target)):
-        raise Unjudgeable(f"the gold answer {gold!r} is not of the form {{'numbers': [3, 5, 7], 'target': 20}}")
+        raise UnscorableError(f"the reference answer {answer!r} is not like {{'numbers': [3, 5, 7], 'target': 20}}")
     return list(numbers), int(target or 0)
-
-
-def _ask(problem: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    numbers = ", ".join(map(str, problem["numbers"]))
-    return WORDING.format(target=problem["target"], numbers=numbers), problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +116,7 @@ class Problems(Sequence[dict[str, Any]]):
     """The problems of one split, each generated on demand: a pure function of (seed, split, index)."""
 
     split: str
-    drawn: int
+    given: int
     seed: int
 
     def __len__(self) -> int:
@@ -132,28 +126,28 @@ class Problems(Sequence[dict[str, Any]]):
         if not 0 <= index < len(self):
             raise IndexError(f"the {self.split} split has problems 0 .. {len(self) - 1}; there is no {index}")
         for attempt in itertools.count():
-            numbers, target = _make_problem(self.drawn, self.seed, self.split, index, attempt)
+            numbers, target = _make_problem(self.given, self.seed, self.split, index, attempt)
             if target in _TARGETS and target not in numbers and _choose_split(numbers, target) == self.split:
                 break
         return {"numbers": numbers, "target": target}
 
 
 def _choose_split(numbers: list[int], target: int) -> str:
-    """The split that a problem belongs to: one in twenty is for testing."""
+    """The split of a problem: one in twenty is for testing."""
     digest = hashlib.blake2b(repr((sorted(numbers), target)).encode(), digest_size=8).digest()
     return "test" if int.from_bytes(digest, "little") % 20 == 0 else "train"
 
 
-def _make_problem(count: int, *address: int | str) -> tuple[list[int], int]:
+def _make_problem(count: int, *key: int | str) -> tuple[list[int], int]:
     """Random numbers and a target: until one number is left, two random ones are combined by a random operation with a
     positive integer as its result (as in the television game)."""
     from lagrpo.rng import uniforms
 
-    draws = iter(uniforms(4 * count, "countdown", *address).tolist())
-    numbers = [1 + int(next(draws) * _LARGEST) for _ in range(count)]
+    random = iter(uniforms(4 * count, "countdown", *key).tolist())
+    numbers = [1 + int(next(random) * _LARGEST) for _ in range(count)]
     left = list(numbers)
     while len(left) > 1:
-        b, a = sorted(left.pop(int(next(draws) * len(left))) for _ in range(2))
+        b, a = sorted(left.pop(int(next(random) * len(left))) for _ in range(2))
         results = [a + b, a * b, *([a - b] if a != b else []), *([] if a % b else [a // b])]
-        left.append(results[int(next(draws) * len(results))])
+        left.append(results[int(next(random) * len(results))])
     return numbers, left[0]

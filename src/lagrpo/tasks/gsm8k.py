@@ -1,9 +1,7 @@
-r"""Task `gsm8k`: grade-school word problems, judged by the final number.
+r"""Task `gsm8k`: grade-school word problems, scored by the final number. The reward is the built-in reward "number".
 
 Data: a directory with gsm8k_train.jsonl and gsm8k_test.jsonl (columns question and answer, the answer ending in
-"#### 72"), or "openai/gsm8k" of the hub; see `lagrpo.tasks.files`.
-
-The judge is the built-in reward "number".
+"#### 72"), or "openai/gsm8k" of the hub; see `lagrpo.tasks.data`.
 """
 
 from __future__ import annotations
@@ -16,9 +14,10 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from lagrpo.tasks.base import Ask, Unjudgeable
-from lagrpo.tasks.files import DataOptions, Rows, load_rows
-from lagrpo.tasks.reading import (
+from lagrpo.rewards.reward import UnscorableError
+from lagrpo.tasks.base import Ask
+from lagrpo.tasks.data import DataOptions, load_rows, text_of
+from lagrpo.tasks.numbers import (
     Numeral,
     agree,
     are_joined,
@@ -32,7 +31,6 @@ from lagrpo.tasks.reading import (
 
 WORDING = "{question}\n\nReason step by step. End with #### and the final number."
 
-_HUB = "openai/gsm8k:main"
 _GAP = r"[\s$€£₹*(\[{\\:–−-]*"
 _HASHES = re.compile(rf"####{_GAP}")
 _ANSWER_IS = re.compile(rf"\banswer\b[ *_]*(?:is|:|=){_GAP}", re.IGNORECASE)
@@ -40,48 +38,48 @@ _RATIO = re.compile(r"(?<![\w:.,])([0-9]{1,9})(?: ?: ?| to )([0-9]{1,9})(?![\w:]
 _SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
 
 
-def load(options: DataOptions, seed: int) -> tuple[dict[str, Rows], Ask]:
+def load(options: DataOptions, seed: int) -> tuple[dict[str, Any], Ask]:
     """The rows of each split, and how one is asked. Raises ValueError for missing or unfit data."""
-    rows = load_rows(options, lambda split: (f"gsm8k_{split}.jsonl", f"{split}.jsonl"), _HUB, "question", "answer")
-    return rows, _ask
+    return load_rows(options, "openai/gsm8k:main", _ask, ("question", "answer"), "answer", _names), _ask
 
 
-def judge(text: str, gold: Any) -> float:
-    r"""1.0 where the number that counts in the answer equals the gold number, else 0.0.
+def _names(split: str) -> tuple[str, ...]:
+    return f"gsm8k_{split}", split
 
-    The first of these that the answer has is the number that counts:
+
+def _ask(row: Mapping[str, Any]) -> tuple[str, str]:
+    return WORDING.format(question=text_of(row, "question")), str(row["answer"]).rpartition("####")[2].strip()
+
+
+def score(completion: str, answer: Any) -> float:
+    r"""1.0 if the number that counts in the completion equals the reference number, else 0.0.
+
+    The first of these that the completion has is the number that counts:
 
     1. the last closed \boxed{} (the inner one of nested boxes): the first number in it;
     2. the last "####" that a numeral follows directly (except for spaces, signs and * ( [ { \ :): the number there;
     3. the last "answer is", "answer:" or "answer =" that a numeral follows so: the number there;
-    4. else the last number of the answer.
+    4. else the last number of the completion.
 
-    The head of `lagrpo.tasks.reading` defines numbers: $ and other units, "%", commas, LaTeX and a full
-    stop play no part, an expression counts by what stands after its "=" ("3 * 20 = 60"), and a numeral in a list or in
-    an expression without "=" names no number. Only where the gold number is no integer, "a/b" and \frac{a}{b} are read
-    as a number. No number: 0.0.
+    `lagrpo.tasks.numbers` says what a number is. An expression counts by what stands after its "=" ("3 * 20 = 60").
+    Integers are compared exactly. If the reference number is not an integer, "a/b" and \frac{a}{b} are numbers, and a
+    decimal of at least 4 significant digits stands for the numbers that round to it, in the completion as in `answer`:
+    0.888889 and 0.8889, but not 0.889, are 8/9.
 
-    Integers are compared exactly. Where the gold number is no integer, a decimal of at least 4 significant digits
-    stands for the numbers that round to it, in the answer as in `gold`: 0.888889 and 0.8889, but not 0.889, are
-    0.8888888889 and 8/9.
-
-    `gold` is a number, or a text that holds exactly one (of which only what follows the last "####" is looked at, if
-    it has one), or a ratio "3:4". A ratio counts where the number would, as "3:4" or "3 to 4", with these very terms;
-    one with a minus sign, or in a list or an expression ("2 * 3:4"), is none. Of a float the first 15 digits count.
-    Unjudgeable is raised for any other gold, number words and ratios of three among them (the reward "exact" compares
-    words).
-    """
-    if ratio := _read_ratio(gold):
-        return float(_find_ratio(text) == ratio)
-    right = _read_gold(gold)
+    `answer` is a number, a text with exactly one (after its last "####", if it has one), or a ratio "3:4". A ratio
+    counts like a number, as "3:4" or "3 to 4", with these very terms. Of a float the first 15 digits count. Raises
+    UnscorableError for any other answer."""
+    if ratio := _read_ratio(answer):
+        return float(_find_ratio(completion) == ratio)
+    right = _read_answer(answer)
     if right.value is not None and right.value.denominator == 1:
-        found = _find(text, fractions=False)
+        found = _find(completion, fractions=False)
         return float(found is not None and found.value == right.value)
-    return float(agree(_find(text, fractions=True), right))
+    return float(agree(_find(completion, fractions=True), right))
 
 
 def _find(text: str, fractions: bool) -> Numeral | None:
-    """The number that counts in an answer by the rule of `judge`; None without one."""
+    """The number that counts in a completion; None without one."""
     part, first = _find_counting_part(text)
     found = find_numerals(part)
     if fractions:
@@ -90,9 +88,8 @@ def _find(text: str, fractions: bool) -> Numeral | None:
 
 
 def _find_ratio(text: str) -> tuple[int, int] | None:
-    """The ratio that counts in an answer: its first term is the first numeral of the part that counts, and no other
-    ratio is there, or its second term is the last. None where a term has a minus sign, or is joined to a further
-    numeral."""
+    """The ratio that counts in a completion: its first term is the first numeral of the part that counts, and no other
+    ratio is there, or its second term is the last. None if a term has a minus sign, or is joined to another numeral."""
     part, first = _find_counting_part(text)
     found, ratios = find_numerals(part), list(_RATIO.finditer(part))
     if not ratios or (first and len(ratios) > 1):
@@ -109,7 +106,7 @@ def _find_ratio(text: str) -> tuple[int, int] | None:
 
 
 def _find_counting_part(text: str) -> tuple[str, bool]:
-    """The part of an answer that counts, in plain text, and whether its first number does (else its last)."""
+    """The part of a completion that counts, in plain text, and whether its first number does (else its last)."""
     box = find_last_box(text)
     if box is not None:
         return simplify(box), True
@@ -117,39 +114,30 @@ def _find_counting_part(text: str) -> tuple[str, bool]:
     starts = {numeral.start for numeral in find_numerals(text)}
     for pattern in (_HASHES, _ANSWER_IS):
         for marker in reversed(list(pattern.finditer(text))):
-            if marker.end() in starts:
-                return simplify(_cut_sentence(text, marker.start(), marker.end())), True
+            if marker.end() in starts:  # the part ends with the sentence of the numeral
+                end = _SENTENCE_END.search(text, marker.end())
+                return simplify(text[marker.start() : end.start() if end else None]), True
     return text, False
 
 
-def _read_gold(gold: Any) -> Numeral:
-    """The gold number. Raises Unjudgeable where `gold` is not one number."""
-    if isinstance(gold, int) and not isinstance(gold, bool):
-        return Numeral(Fraction(gold), 0, 0)
-    if isinstance(gold, float) and math.isfinite(gold):
-        if gold == int(gold):
-            return Numeral(Fraction(int(gold)), 0, 0)
-        written = Decimal(f"{gold:.15g}")  # a 16th digit may be off: 0.1 + 0.2 is 0.3
+def _read_answer(answer: Any) -> Numeral:
+    """The reference number. Raises UnscorableError if `answer` is not one number."""
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        return Numeral(Fraction(answer), 0, 0)
+    if isinstance(answer, float) and math.isfinite(answer):
+        if answer == int(answer):
+            return Numeral(Fraction(int(answer)), 0, 0)
+        written = Decimal(f"{answer:.15g}")  # a 16th digit may be off: 0.1 + 0.2 is 0.3
         (number,) = find_numerals(format(abs(written), "f"))
         return replace(number, value=Fraction(written), places=number.places or max(0, 14 - written.adjusted()))
-    if isinstance(gold, str):
-        text = simplify(gold.rpartition("####")[2])
+    if isinstance(answer, str):
+        text = simplify(answer.rpartition("####")[2])
         found = merge_fractions(text, find_numerals(text))
         if len(found) == 1 and found[0].value is not None:
             return found[0]
-    raise Unjudgeable(f"the gold answer {gold!r} is not one number")
+    raise UnscorableError(f"the reference answer {answer!r} is not one number")
 
 
-def _read_ratio(gold: Any) -> tuple[int, int] | None:
-    found = _RATIO.fullmatch(gold.rpartition("####")[2].strip()) if isinstance(gold, str) else None
+def _read_ratio(answer: Any) -> tuple[int, int] | None:
+    found = _RATIO.fullmatch(answer.rpartition("####")[2].strip()) if isinstance(answer, str) else None
     return (int(found[1]), int(found[2])) if found and ":" in found[0] else None
-
-
-def _cut_sentence(text: str, start: int, numeral: int) -> str:
-    """From a marker at `start` to the end of the sentence that the numeral after it stands in."""
-    end = _SENTENCE_END.search(text, numeral)
-    return text[start : end.start() if end else None]
-
-
-def _ask(row: Mapping[str, Any]) -> tuple[str, str]:
-    return WORDING.format(question=row["question"]), str(row["answer"]).rpartition("####")[2].strip()

@@ -1,7 +1,7 @@
-"""Task `guess_number`: find a number in several turns, told after each guess whether it is higher or lower.
+"""Task `guess_number`: find a number in several turns; after each guess the environment says "higher" or "lower".
 
-The prompt is always the same; the number is the gold. The reward is 1 where it is found within environment.max_turns
-guesses, else 0. Of the numbers a fifth is for testing.
+The prompt is always the same; the number is the reference answer. The reward is 1 if it is found within
+environment.max_turns guesses, else 0. A fifth of the numbers is for testing.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lagrpo.tasks.base import Address, Ask, Final, Turn, Unjudgeable, option
-from lagrpo.tasks.reading import find_last_numeral, find_numerals, simplify
+from lagrpo.rewards.reward import UnscorableError
+from lagrpo.tasks.base import Ask, Key, Messages, StepResult, option
+from lagrpo.tasks.numbers import read_last_number
 from lagrpo.types import Prompt
 
 WORDING = "I think of a whole number from 1 to {largest}. Guess it. Answer with just the number."
@@ -30,8 +31,8 @@ def load(options: Options, seed: int) -> tuple[dict[str, list[int]], Ask]:
     if options.largest <= 11_000:
         numbers = permutation(options.largest, seed, "guess_number").tolist()
     else:
-        drawn = (uniforms(11_000, seed, "guess_number") * options.largest).astype(int).tolist()
-        numbers = list(dict.fromkeys(drawn))
+        sampled = (uniforms(11_000, seed, "guess_number") * options.largest).astype(int).tolist()
+        numbers = list(dict.fromkeys(sampled))
     test = min(1_000, len(numbers) // 5)
     question = WORDING.format(largest=options.largest)
     splits = {"train": [n + 1 for n in numbers[test:]], "test": [n + 1 for n in numbers[:test]]}
@@ -39,33 +40,32 @@ def load(options: Options, seed: int) -> tuple[dict[str, list[int]], Ask]:
 
 
 def read_guess(text: str) -> int | None:
-    """The whole number that a text names last; None where it names none."""
-    text = simplify(text)
-    last = find_last_numeral(text, find_numerals(text))
-    return int(last.value) if last is not None and last.value is not None and last.value == int(last.value) else None
+    """The whole number that a text names last; None if it names none."""
+    number = read_last_number(text)
+    return int(number) if number is not None and number.denominator == 1 else None
 
 
-def judge(text: str, gold: Any) -> float:
-    """Of a completion of one turn: 1.0 where its guess is right."""
-    if not isinstance(gold, int):
-        raise Unjudgeable(f"the gold answer {gold!r:.80} is no integer")
-    return float(read_guess(text) == gold)
+def score(completion: str, answer: Any) -> float:
+    """Of a completion of one turn: 1.0 if its guess is right."""
+    if not isinstance(answer, int):
+        raise UnscorableError(f"the reference answer {answer!r:.80} is not an integer")
+    return float(read_guess(completion) == answer)
 
 
 class GuessNumber:
     """One game."""
 
-    def start(self, prompt: Prompt, address: Address) -> Turn:
+    def reset(self, prompt: Prompt, key: Key) -> Messages:
         self.number, self.guesses = int(prompt.gold), 0
-        return Turn(tuple(prompt.messages))
+        return prompt.messages
 
-    def reply(self, text: str) -> Turn | Final:
+    def step(self, text: str) -> StepResult:
         self.guesses += 1
         guess = read_guess(text)
         if guess == self.number:
-            return Final(1.0, f"found with guess {self.guesses}")
+            return StepResult(reward=1.0, done=True, reason=f"found with guess {self.guesses}")
         if guess is None:
             said = "That is no number. Answer with just a number."
         else:
             said = f"My number is {'higher' if guess < self.number else 'lower'} than {guess}."
-        return Turn(({"role": "user", "content": said},))
+        return StepResult([{"role": "user", "content": said}])

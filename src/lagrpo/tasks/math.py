@@ -1,11 +1,11 @@
-r"""Task `math`: competition problems, judged by mathematical equality (math-verify).
+r"""Task `math`: competition problems, scored by mathematical equality (math-verify).
 
-Data: a directory of .jsonl files with columns problem and answer, as DeepScaleR, MATH-500 and AIME have them. The
-settings `train_split` and `test_split` name files without their ending ("deepscaler_part_aime_train", "aime24_test");
-their defaults mean deepscaler_part_math_train and math500_test. Or datasets of the hub; see `lagrpo.tasks.files`.
+Data: a directory of .jsonl files with columns problem and answer, as DeepScaleR, MATH-500 and AIME have them.
+`train_split` and `test_split` name files without their ending ("deepscaler_part_aime_train", "aime24_test"); the
+defaults are deepscaler_part_math_train and math500_test. Or datasets of the hub; see `lagrpo.tasks.data`.
 
 Needs math-verify: pip install 'lagrpo[math]'. Its import stands at the top, so that worker processes have it before the
-first deadline runs; only this task and the reward "math" import this module.
+first deadline begins; only this task and the reward "math" import this module.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 
 import math_verify
 
-from lagrpo.tasks.base import Ask, Unjudgeable
-from lagrpo.tasks.files import DataOptions, Rows, load_rows
-from lagrpo.tasks.reading import find_last_box
+from lagrpo.rewards.reward import UnscorableError
+from lagrpo.tasks.base import Ask
+from lagrpo.tasks.data import DataOptions, load_rows, text_of
+from lagrpo.tasks.numbers import find_last_box
 
 WORDING = "{problem}\n\nReason step by step and put the final answer in \\boxed{{}}."
 
@@ -39,44 +40,48 @@ _parse = functools.partial(math_verify.parse, fallback_mode="no_fallback", parsi
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own deadlines are off
 
 
-def load(options: DataOptions, seed: int) -> tuple[dict[str, Rows], Ask]:
+def load(options: DataOptions, seed: int) -> tuple[dict[str, Any], Ask]:
     """The rows of each split, and how one is asked. Raises ValueError for missing or unfit data."""
-    return load_rows(options, _file_names, _HUB, "problem", "answer"), _ask
+    return load_rows(options, _HUB, _ask, ("problem", "answer"), "answer", _names), _ask
 
 
-def judge(text: str, gold: Any) -> float:
-    r"""1.0 where the answer and the gold answer are mathematically equal, else 0.0.
+def _names(split: str) -> tuple[str, ...]:
+    return _DEFAULTS.get(split, split), split
 
-    The answer is what the last closed \boxed{} holds (the inner one of nested boxes). Without one it is what
+
+def _ask(row: Mapping[str, Any]) -> tuple[str, str]:
+    return WORDING.format(problem=text_of(row, "problem")), str(row["answer"])
+
+
+def score(completion: str, answer: Any) -> float:
+    r"""1.0 if the completion's answer and the reference answer are mathematically equal, else 0.0.
+
+    The completion's answer is the content of its last closed \boxed{} (the inner one of nested boxes), else what
     math-verify finds in the text: a formula in LaTeX delimiters or a number, the last after the word "answer" before
     the last of all.
 
-    Equal means spelled the same but for spaces, or equal by math-verify: in value, numbers to six decimals, in whatever
-    form it can evaluate ("3^2" is 9, "0.5" is \frac{1}{2}, an equation "x = 5" is 5), units and "%" left aside; sets
-    without order, intervals with their ends. So an answer that only restates the question in mathematics is equal to
-    the gold answer: a known weakness of judging by value. math-verify also takes for equal any two equations without
-    real solutions, any two equations between numbers, and pairs of fractions whatever stands behind them:
-    tests/corpora/math_verify.jsonl has examples. Of 519 answers of MATH, DeepScaleR and AIME that are equations, lists
-    or pairs, 33 were judged right with "+1" behind them, 32 of them pairs or triples of fractions.
+    Equal means spelled the same except for spaces, or equal by math-verify: in value, numbers to six decimals, in any
+    form that it can evaluate ("3^2" is 9, "0.5" is \frac{1}{2}, "x = 5" is 5), units and "%" left aside; sets without
+    order, intervals with their ends. So an answer that only restates the question in mathematics is equal, too: a known
+    weakness. math-verify also takes for equal any two equations without real solutions, any two equations between
+    numbers, and pairs of fractions whatever follows them: tests/corpora/math_verify.jsonl has examples. Of 519 answers
+    of MATH, DeepScaleR and AIME that are equations, lists or pairs, 33 passed with "+1" after them.
 
-    Expressions can take for ever to evaluate (9^{9^{9^9}}): the caller keeps the deadline. math-verify's own, which
-    rest on signal.alarm, are off. Raises Unjudgeable where the gold answer cannot be parsed and is spelled otherwise.
-    """
-    if not isinstance(gold, str | int | float) or gold == "":
-        raise Unjudgeable(f"the gold answer {gold!r} is no formula")
-    right = _clean(str(gold))
-    box = find_last_box(text)
+    The caller keeps the deadline: math-verify's own, which rest on signal.alarm, are off. Raises UnscorableError if the
+    reference answer cannot be parsed."""
+    if not isinstance(answer, str | int | float) or answer == "":
+        raise UnscorableError(f"the reference answer {answer!r} is not a formula")
+    right, box, readable = _clean(str(answer)), find_last_box(completion), False
     if box is not None and re.sub(r"\s", "", _clean(box)) == re.sub(r"\s", "", right):
         return 1.0
-    readable = False
     for reading in _READINGS:
-        parsed_gold = _parse_gold(right, reading)
-        readable = readable or bool(parsed_gold)
-        answer = _parse_formula(_clean(box), reading) if box is not None else _find(text, reading)
-        if parsed_gold and math_verify.verify(parsed_gold, answer, timeout_seconds=None):
+        parsed = _parse_answer(right, reading)
+        readable = readable or bool(parsed)
+        found = _parse_formula(_clean(box), reading) if box is not None else _find(completion, reading)
+        if parsed and math_verify.verify(parsed, found, timeout_seconds=None):
             return 1.0
     if not readable:
-        raise Unjudgeable(f"math-verify cannot parse the gold answer {gold!r}")
+        raise UnscorableError(f"math-verify cannot parse the reference answer {answer!r}")
     return 0.0
 
 
@@ -91,20 +96,12 @@ def _find(text: str, reading: math_verify.LatexExtractionConfig) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _parse_gold(gold: str, reading: math_verify.LatexExtractionConfig) -> list[Any]:
-    return _parse_formula(gold, reading)
+def _parse_answer(answer: str, reading: math_verify.LatexExtractionConfig) -> list[Any]:
+    return _parse_formula(answer, reading)
 
 
 def _clean(latex: str) -> str:
-    r"""Remove what math-verify stumbles over: $ around the formula, a full stop or comma after it, the thin spaces of
+    r"""Remove what confuses math-verify: $ around the formula, a full stop or comma after it, the thin spaces of
     10,\!000 and 10{,}000, the space of "5 i"."""
     latex = _THIN_SPACES.sub("", latex)
     return _IMAGINARY.sub("", latex.strip().strip("$").strip().rstrip(".,;: \n"))
-
-
-def _file_names(split: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(f"{name}.jsonl" for name in (_DEFAULTS.get(split, split), split)))
-
-
-def _ask(row: Mapping[str, Any]) -> tuple[str, str]:
-    return WORDING.format(problem=row["problem"]), str(row["answer"])

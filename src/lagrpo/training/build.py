@@ -30,6 +30,7 @@ from lagrpo.model.masters import fingerprint
 from lagrpo.model.model import AdapterWeights, Policy
 from lagrpo.model.replica import Replica, replica
 from lagrpo.objective.compose import Recipe
+from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.episodes import Episodes
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.parity import PARITY_PROMPTS, Parity, ParityCheck, ParityError
@@ -39,7 +40,7 @@ from lagrpo.rollout.vllm.client import VllmClient
 from lagrpo.rollout.vllm.engine import VllmEngine, VllmEvaluator, build_engine
 from lagrpo.rollout.vllm.server import open_servers
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
-from lagrpo.tasks import Task, load_task
+from lagrpo.tasks import Task, check_task, load_task
 from lagrpo.tasks.environments import load_environment
 from lagrpo.training.checks import chat_template
 from lagrpo.training.environments import OF_RUN, check_environment, find_talks, replied
@@ -49,12 +50,11 @@ from lagrpo.training.ranks import (
     FirstRankSampler,
     RankBorrower,
     RankLearner,
+    RankRewardPool,
     Ranks,
     RankSampler,
-    RankVerifier,
 )
 from lagrpo.types import Group
-from lagrpo.verify import Verifier
 
 
 def build_policy(
@@ -129,7 +129,7 @@ class RunData:
 def load_data(settings: Settings, task: Task | None) -> RunData:
     """`task` replaces settings.task. Raises SettingsError for data that is missing or malformed."""
     with refusing():
-        task = task if task is not None else load_task(settings.task, settings.run.seed)
+        task = check_task(task) if task is not None else load_task(settings.task, settings.run.seed)
     of_sets = {}
     for each in settings.evaluation.sets:
         if each.task is not None:
@@ -158,11 +158,11 @@ class Parts:
     prefetcher: Prefetcher
     prompts: PromptSource
     offline: OfflineData | None  # completions of files
-    verifier: Verifier
+    verifier: RewardPool
     schedule: Schedule
     check_parity: ParityCheck | None  # None if the run asks for no check
     check_evaluated: ParityCheck | None = None  # of servers that evaluate
-    others: Sequence[Verifier] = ()  # of evaluation sets with their own tasks
+    others: Sequence[RewardPool] = ()  # of evaluation sets with their own tasks
     ranks: Ranks = field(default_factory=Ranks)
     talking: Mapping[str, Episodes] = field(default_factory=dict)  # environments of the run and of evaluation sets
     skeleton: Any = None  # the model of transformers without its numbers, if layers are sharded
@@ -356,12 +356,12 @@ def build_learner(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ran
     return learner, evaluator
 
 
-def build_verifier(settings: Settings | EvalSettings, task: Task, ranks: Ranks | None = None) -> Verifier:
-    """The task's judge in worker processes. Raises SettingsError for one that cannot be sent to them."""
-    with refusing("task", TypeError):
+def build_verifier(settings: Settings | EvalSettings, task: Task, ranks: Ranks | None = None) -> RewardPool:
+    """The task's rewards in worker processes. Raises SettingsError for functions of another signature."""
+    with refusing("task"):
         if ranks is None or ranks.size == 1:
-            return Verifier(task.judge, **settings.verifier.of_a_batch)
-        return RankVerifier(ranks, task.judge, **settings.verifier.of_a_batch)
+            return RewardPool(task.reward, **settings.verifier.of_a_batch)
+        return RankRewardPool(ranks, task.reward, **settings.verifier.of_a_batch)
 
 
 def build_parity_check(settings: Settings, policy: Policy, source: PromptSource, sampler: Any) -> ParityCheck:

@@ -16,9 +16,8 @@ from lagrpo.settings.schema import EvalSettings, Settings
 from lagrpo.settings.task import TaskSettings
 from lagrpo.tasks import Task
 from lagrpo.tasks.base import Make, TaskWithEnvironment
-from lagrpo.tasks.environments import load_environment
+from lagrpo.tasks.environments import EnvironmentPool, load_environment
 from lagrpo.tasks.tools import Tools, system_text
-from lagrpo.verify import Environments
 
 OF_RUN = ""
 """Name of the environment of the run's task; an evaluation set's environment has the set's name."""
@@ -54,7 +53,7 @@ class Talk:
         sampled = settings.sampling.max_tokens if isinstance(settings, Settings) else settings.max_tokens
         with refusing("environment", TypeError, TemplateError):
             replies.check([{"role": self.role, "content": "5"}])
-            environments = undo.enter_context(Environments(self.make, **settings.verifier.of_an_environment))
+            environments = undo.enter_context(EnvironmentPool(self.make, **settings.verifier.of_an_environment))
         return Episodes(environments, replies, Limits(limits.max_turns, sampled, limits.max_tokens))
 
     def asking(self, episodes: Episodes) -> dict[str, Any]:

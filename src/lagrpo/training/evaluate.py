@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 
 from lagrpo.core.estimators import bootstrap_interval, clustered_interval, paired_interval, pass_at_k
+from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.base import Request
 from lagrpo.runs.rollouts import REWARD
 from lagrpo.terminal.text import count_of, formatted_interval
 from lagrpo.types import Group, Outcome, Range, is_right
-from lagrpo.verify import Verifier
 
 ENOUGH_PROMPTS = 50
 
@@ -43,7 +43,7 @@ class Generates(Protocol):
 
 def evaluate(
     sampler: Generates,
-    verifier: Verifier,
+    verifier: RewardPool,
     requests: Sequence[Request],
     samples: int,
     seed: int,
@@ -54,7 +54,7 @@ def evaluate(
     if not requests:
         raise ValueError("there are no test prompts to evaluate on")
     generated = (group for _, group in sampler.sample(requests, samples))
-    groups = sorted(verifier.judge(generated), key=lambda group: group.prompt.key)
+    groups = sorted(verifier.score(generated), key=lambda group: group.prompt.key)
     records = [_record(group, reward_range) | _parts(group, rewards) for group in groups]
     found = {name: _mean_of_parts(records, f"{REWARD}{name}") for name in rewards}
     parts = {f"{REWARD}{name}_mean": mean for name, mean in found.items() if mean is not None}

@@ -46,7 +46,7 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
 
     Raises:
         SettingsError: settings that cannot be run, before anything heavy is loaded where that can be seen.
-        VerifierError: too many completions could not be scored.
+        RewardError: too many completions could not be scored.
         NoMemoryError: the memory does not suffice.
     """
     check_evaluation(settings)
@@ -86,7 +86,7 @@ def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
         requests = prompts.held_out(settings.prompts or task.size("test"))
         sampler = parts.enter_context(_sampler(settings, policy, prompts, servers, episodes))
         verifier = parts.enter_context(build_verifier(settings, task))
-        scale, rewards = settings.task.reward_range, reward_names(task.judge)
+        scale, rewards = settings.task.reward_range, reward_names(task.reward)
         return evaluate(sampler, verifier, requests, settings.samples, settings.seed, scale, rewards)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.model.model import Policy
+from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.base import Manner, Request
 from lagrpo.settings.evaluation import EvaluationSet
 from lagrpo.settings.schema import Settings
@@ -18,7 +19,6 @@ from lagrpo.tasks import Task, reward_names
 from lagrpo.training.environments import OF_RUN
 from lagrpo.training.evaluate import Evaluation, Generates, evaluate
 from lagrpo.types import Range
-from lagrpo.verify import Verifier
 
 PURPOSE = "evaluate"
 
@@ -42,7 +42,7 @@ class Exam:
     samples: int
     seed: int
     requests: Callable[[], Sequence[Request]]
-    judged: tuple[Verifier, Range, Sequence[str]]
+    judged: tuple[RewardPool, Range, Sequence[str]]
     """who judges, the range of rewards, and the names of several rewards"""
 
     def place(self, moment: str) -> str:
@@ -59,15 +59,15 @@ def build_exams(
     settings: Settings,
     policy: Policy,
     prompts: PromptSource,
-    verifier: Verifier,
-    others: Mapping[str, tuple[Task, Verifier]],
+    verifier: RewardPool,
+    others: Mapping[str, tuple[Task, RewardPool]],
     talking: Mapping[str, Mapping[str, Any]],
 ) -> tuple[Exam, ...]:
     """The evaluations of the settings. `prompts` and `verifier` are the run's, `others` by its name what a set has of
     its own; `talking` what the prompts of several turns need, by the name of their environment. Raises SettingsError
     for a set that cannot be asked, unless the run never evaluates."""
     e = settings.evaluation
-    own = verifier, settings.task.reward_range, reward_names(prompts.task.judge)
+    own = verifier, settings.task.reward_range, reward_names(prompts.task.reward)
     of_run = OF_RUN if OF_RUN in talking else None
     if not e.sets:
         return (_exam(settings, None, partial(prompts.held_out, e.prompts), own, of_run),)
@@ -79,7 +79,7 @@ def build_exams(
                 (task, judges), environment = others[each.name], each.name if each.name in talking else None
                 given = settings.run.seed, 1, settings.sampling.max_prompt_tokens
                 source = PromptSource(task, policy, *given, **talking.get(each.name, {}))
-                judged = judges, each.task.reward_range, reward_names(task.judge)
+                judged = judges, each.task.reward_range, reward_names(task.reward)
             requests = cache(partial(source.held_out, each.prompts or e.prompts))
             exams.append(_exam(settings, each, requests, judged, environment))
             requests()

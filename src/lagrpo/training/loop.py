@@ -104,7 +104,7 @@ def score_groups(a: Parts, clock: Clock, groups: Iterator[Group]) -> list[Group]
     clock.tell("sampling")
     done = []
     with clock("judging"):
-        for group in a.verifier.judge(groups):
+        for group in a.verifier.score(groups):
             done.append(group)
             if a.ranks.size == 1:
                 raise_if_asked()

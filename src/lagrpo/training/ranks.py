@@ -33,11 +33,11 @@ from lagrpo.model.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
 from lagrpo.model.learner import Learner
 from lagrpo.model.model import Policy
 from lagrpo.model.replica import Replica
+from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.base import Item, Manner, Request
 from lagrpo.rollout.local import BorrowingSampler, LocalSampler
 from lagrpo.rollout.vllm.engine import VllmEvaluator
 from lagrpo.types import Group
-from lagrpo.verify import Verifier
 
 TIMEOUT = timedelta(hours=1)
 """Of collectives: longer than a rank may be busy alone, as rank 0 is while servers start or sample a batch."""
@@ -271,17 +271,17 @@ class RankBorrower(RankSampler, BorrowingSampler):
     """The same by a copy of sharded weights."""
 
 
-class RankVerifier(Verifier):
-    """A verifier that judges its share of the groups, and returns those of all ranks. Collective."""
+class RankRewardPool(RewardPool):
+    """Scores its share of the groups, and returns those of all ranks. Collective."""
 
     def __init__(self, ranks: Ranks, *given: Any, **settings: Any) -> None:
         super().__init__(*given, **settings)
         self.peers = ranks
 
-    def judge(self, groups: Any) -> Iterator[Group]:
+    def score(self, groups: Any) -> Iterator[Group]:
         given, size = list(groups), self.peers.size
-        judged = self.peers.gather(list(super().judge(self.peers.share(given))))
-        yield from (judged[n % size][n // size] for n in range(len(given)))
+        scored = self.peers.gather(list(super().score(self.peers.share(given))))
+        yield from (scored[n % size][n // size] for n in range(len(given)))
 
 
 class FirstRankSampler:

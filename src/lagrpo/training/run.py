@@ -23,6 +23,7 @@ from lagrpo.backends.hardware import pick_device
 from lagrpo.backends.process import restored
 from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, interruptible
 from lagrpo.objective.compose import Recipe
+from lagrpo.rewards.pool import RewardError
 from lagrpo.rollout.parity import ParityError
 from lagrpo.rollout.prefetch import VersionError
 from lagrpo.rollout.schedule import LoopState
@@ -33,7 +34,7 @@ from lagrpo.runs.environment import write_environment
 from lagrpo.runs.rollouts import rollout_rows
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings
-from lagrpo.tasks import NO_TASK, Task, reward_names
+from lagrpo.tasks import NOT_A_TASK, Task, reward_names
 from lagrpo.terminal.display import make_display
 from lagrpo.terminal.text import count_of
 from lagrpo.threads import choose_threads, fixed_threads
@@ -53,10 +54,9 @@ from lagrpo.training.observers import Observer, Observers, RunFiles, Status, che
 from lagrpo.training.ranks import Ranks, joined, local_size, world_size
 from lagrpo.training.resume import Earlier, check_dtype, cut_back, describe_move, recorded_threads, take_evaluations
 from lagrpo.training.warnings import Warnings
-from lagrpo.verify import VerifierError
 
 FAILURES = (
-    *(VerifierError, ParityError, VersionError, SamplerError),
+    *(RewardError, ParityError, VersionError, SamplerError),
     *(FloatingPointError, NoMemoryError, OSError, RunLockedError),
 )
 """Errors that end a run without being the program's: their messages are for the user."""
@@ -96,7 +96,7 @@ def train(
         CheckpointError: a checkpoint could not be written, or read.
         ParityError, VersionError: the sampler does not sample from the policy that the schedule announced.
         SamplerError: the vLLM servers are gone for good.
-        VerifierError: too many completions could not be scored.
+        RewardError: too many completions could not be scored.
         FloatingPointError: a gradient is not finite; it names the completion.
         NoMemoryError: out of memory; it says where, and which setting to lower.
         TypeError: the settings, the task or an observer are something else, before anything is loaded.
@@ -104,7 +104,7 @@ def train(
     if settings is None:
         raise TypeError("settings are a Settings, a mapping or the path of a TOML file, not None; {} are the defaults")
     if task is not None and not isinstance(task, Task):
-        raise TypeError(f"task: {task!r:.80} {NO_TASK}")
+        raise TypeError(f"task: {task!r:.80} {NOT_A_TASK}")
     settings = resume_after_restart(settings if isinstance(settings, Settings) else load_settings(settings))
     recipe = check_settings(settings, task)
     check_observers(observers)
@@ -282,7 +282,7 @@ class Training:
     def record(self, step: Step) -> None:
         """Tell the observers of a batch; then write weights if they are due."""
         if self.ranks.is_first:
-            metrics, names = self.measure(step), reward_names(self.parts.task.judge)
+            metrics, names = self.measure(step), reward_names(self.parts.task.reward)
             columns = completion_columns(step.batch, step.rows, self.parts.learner.recipe.composition.eps_std)
             place = {"batch": step.b, "stage": step.stage, "pi_k_version": step.version}
             self.observers.batch(step, metrics, list(rollout_rows(step.batch.groups, columns, **place, rewards=names)))
@@ -301,7 +301,7 @@ class Training:
             batch_metrics(step)
             | sampler_metrics(step.state.sync, step.sampling)
             | lag_metrics(step.batch, rows, recipe.composition.eps_std, s.task.reward_range, after_T)
-            | reward_metrics(step.batch.groups, reward_names(self.parts.task.judge))
+            | reward_metrics(step.batch.groups, reward_names(self.parts.task.reward))
             | self.evaluations.after(step.b - 1)
             | {"seconds_checkpoint": spent}
         )

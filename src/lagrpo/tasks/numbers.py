@@ -1,25 +1,22 @@
-"""What an answer says: its boxes and its numbers, read the same way by every judge.
+"""Numbers and boxes in an answer, read the same way by every task.
 
 A *numeral* is a run of the digits 0-9, with or without
 
 - commas between groups of three ("1,234" but not "12,34" or "0,123"), a decimal part ("7.0", ".5"), an exponent of at
   most three digits ("1e6"), leading zeros ("07");
-- a sign before it. A hyphen, minus or en dash is a sign where it touches the numeral (a currency sign may stand
-  between) and nothing that it could subtract from touches it on its left ("-7", "(-7)", "-$7", but not "10-7"), and
-  after "=", ":" or "(" also with spaces ("= - 7", on one line). The words "minus" and "negative" directly before it are
-  signs too;
-- a unit after it, touching or not, which is ignored ("7 apples", "7km", "7%"), except that a touching "k" and the words
-  hundred, thousand, million, billion and trillion multiply.
+- a sign before it: a hyphen, minus or en dash that touches the numeral (a currency sign may stand between) and nothing
+  that it could subtract from ("-7", "(-7)", "-$7", but not "10-7"), after "=", ":" or "(" also with spaces; or one of
+  the words "minus" and "negative";
+- a unit after it, which is ignored ("7 apples", "7km", "7%"), except that a touching "k" and the words hundred,
+  thousand, million, billion and trillion multiply.
 
-A run with a digit in it that is none of this ("x7", "7.1.2", "0x1F", "1_000", "7,8", "7²"), a numeral of more than 100
-characters, and any run with a digit other than 0-9 ("７", "٧", "½") is an *unreadable* numeral: it stands for no
-number. Number words ("seven") are not numerals.
+A run with a digit that is none of this ("x7", "7.1.2", "0x1F", "7,8", "7²"), more than 100 characters, and a run with
+a digit other than 0-9 ("７", "½") is an *unreadable* numeral without a value. Number words are not numerals.
 
-Two numerals on one line are *joined* when nothing stands between them but spaces, brackets, list punctuation
-(, ; | & or a colon without spaces), an operator (+ - * / × ÷ ^ ±, "plus", "minus", "times", "over", "x") or the words
-"or", "and", "to"; or a unit and then an operator ("3 boxes * 4"). A numeral that is joined to another is part of a list
-or of an unfinished expression, and names no number: "1 2 3 4", "6 or 7", "3 + 4". Only a list of equal
-numbers names that number: "7 (7)".
+Two numerals on one line are *joined* if only spaces, brackets, list punctuation (, ; | & or a colon without spaces), an
+operator (+ - * / × ÷ ^ ±, "plus", "minus", "times", "over", "x") or the words "or", "and", "to" stand between them; or
+a unit and then an operator ("3 boxes * 4"). A numeral that is joined to another is part of a list or of an unfinished
+expression, and names no number: "1 2 3 4", "6 or 7", "3 + 4". Only a list of equal numbers names one: "7 (7)".
 """
 
 from __future__ import annotations
@@ -103,84 +100,8 @@ def simplify(text: str) -> str:
 
 
 def find_numerals(text: str) -> list[Numeral]:
-    """The numerals of a text in order, with the unreadable ones (see the head of this file)."""
+    """The numerals of a text in order, with the unreadable ones."""
     return [_read(text, token) for token in _TOKEN.finditer(text) if _HAS_DIGIT.search(token.group())]
-
-
-def merge_fractions(text: str, found: list[Numeral]) -> list[Numeral]:
-    """Read every "a/b" (b not 0) as one numeral of that value; of "a/b/c" only the first two numbers."""
-    merged: list[Numeral] = []
-    for numeral in found:
-        left = merged[-1] if merged and merged[-1] in found else None
-        readable = left is not None and left.value is not None and numeral.value
-        if left and readable and _cut_between(text, left, numeral).strip() in ("/", "⁄"):
-            merged[-1] = Numeral(left.value / numeral.value, left.start, numeral.end)  # type: ignore[operator]
-        else:
-            merged.append(numeral)
-    return merged
-
-
-def find_last_numeral(text: str, found: list[Numeral]) -> Numeral | None:
-    """The last numeral: None without one, and where it is joined to the one before it.
-
-    >>> answers = "3 + 4 = 7.", "6 or 7", "3 + 4", "no"
-    >>> [getattr(find_last_numeral(text, find_numerals(text)), "value", None) for text in answers]
-    [Fraction(7, 1), None, None, None]
-    """
-    if not found or (len(found) > 1 and are_joined(text, found[-2], found[-1])):
-        return None
-    return found[-1]
-
-
-def find_first_numeral(text: str, found: list[Numeral]) -> Numeral | None:
-    """The numeral that names the first number, or, where an expression with "=" comes first, the one after its "=":
-    None without one, and where it is joined to the next.
-
-    >>> answers = "7, as 3 + 4 = 7", "3 * 20 = 60 dollars", "6 or 7", "3 + 4"
-    >>> [getattr(find_first_numeral(text, find_numerals(text)), "value", None) for text in answers]
-    [Fraction(7, 1), Fraction(60, 1), None, None]
-    """
-    at, in_expression = 0, False
-    while at + 1 < len(found):
-        between = _cut_between(text, found[at], found[at + 1])
-        if are_joined(text, found[at], found[at + 1]):
-            if not _OPERATOR.search(between):
-                return None
-            in_expression = True
-        elif in_expression and between.count("=") == 1:
-            in_expression = False
-        else:
-            break
-        at += 1
-    return found[at] if found and not in_expression else None
-
-
-def agree(one: Numeral | None, other: Numeral | None) -> bool:
-    """Whether two numerals name one number: equal values, or one is the other rounded to the decimal places it has
-    (off by at most half a unit of its last place).
-
-    >>> read = lambda text: find_numerals(text)[0]
-    >>> [agree(read(text), read("0.8888888889")) for text in ("0.888889", "0.8889", "0.889", "0.8888")]
-    [True, True, False, False]
-    """
-    if one is None or other is None or one.value is None or other.value is None:
-        return False
-    gap = abs(one.value - other.value)
-    return gap == 0 or any(n.places and 2 * gap * 10**n.places <= 1 for n in (one, other))
-
-
-def are_joined(text: str, left: Numeral, right: Numeral) -> bool:
-    """Whether two numerals, one after the other, are of one list or expression (see the head of this file)."""
-    between = _cut_between(text, left, right)
-    if _UNIT_OPERATOR.fullmatch(between):
-        return True
-    if _LIST.fullmatch(_OPERATOR.sub(" ", between)) is None and between != ":":
-        return False
-    return bool(_OPERATOR.search(between)) or left.value is None or left.value != right.value
-
-
-def _cut_between(text: str, left: Numeral, right: Numeral) -> str:
-    return text[left.end : right.start]
 
 
 def _read(text: str, token: re.Match[str]) -> Numeral:
@@ -197,3 +118,82 @@ def _read(text: str, token: re.Match[str]) -> Numeral:
     counted = not scale and not parts["exponent"] and len(digits.replace(".", "").lstrip("0")) >= SIGNIFICANT
     negative = _NEGATIVE.search(text[max(0, start - 20) : start])
     return Numeral(-value if negative else value, start, end, len(decimals) if counted else 0)
+
+
+def merge_fractions(text: str, found: list[Numeral]) -> list[Numeral]:
+    """Read every "a/b" (b not 0) as one numeral of that value; of "a/b/c" only the first two numbers."""
+    merged: list[Numeral] = []
+    for numeral in found:
+        left = merged[-1] if merged and merged[-1] in found else None
+        readable = left is not None and left.value is not None and numeral.value
+        if left and readable and text[left.end : numeral.start].strip() in ("/", "⁄"):
+            merged[-1] = Numeral(left.value / numeral.value, left.start, numeral.end)  # type: ignore[operator]
+        else:
+            merged.append(numeral)
+    return merged
+
+
+def are_joined(text: str, left: Numeral, right: Numeral) -> bool:
+    """Whether two numerals, one after the other, are of one list or expression."""
+    between = text[left.end : right.start]
+    if _UNIT_OPERATOR.fullmatch(between):
+        return True
+    if _LIST.fullmatch(_OPERATOR.sub(" ", between)) is None and between != ":":
+        return False
+    return bool(_OPERATOR.search(between)) or left.value is None or left.value != right.value
+
+
+def find_last_numeral(text: str, found: list[Numeral]) -> Numeral | None:
+    """The last numeral: None without one, and if it is joined to the one before it.
+
+    >>> answers = "3 + 4 = 7.", "6 or 7", "3 + 4", "no"
+    >>> [getattr(find_last_numeral(text, find_numerals(text)), "value", None) for text in answers]
+    [Fraction(7, 1), None, None, None]
+    """
+    if not found or (len(found) > 1 and are_joined(text, found[-2], found[-1])):
+        return None
+    return found[-1]
+
+
+def read_last_number(text: str) -> Fraction | None:
+    """The value of the last numeral of an answer, which may be LaTeX; None if it names no number."""
+    text = simplify(text)
+    last = find_last_numeral(text, find_numerals(text))
+    return last.value if last is not None else None
+
+
+def find_first_numeral(text: str, found: list[Numeral]) -> Numeral | None:
+    """The numeral that names the first number, or, if an expression with "=" comes first, the one after its "=": None
+    without one, and if it is joined to the next.
+
+    >>> answers = "7, as 3 + 4 = 7", "3 * 20 = 60 dollars", "6 or 7", "3 + 4"
+    >>> [getattr(find_first_numeral(text, find_numerals(text)), "value", None) for text in answers]
+    [Fraction(7, 1), Fraction(60, 1), None, None]
+    """
+    at, in_expression = 0, False
+    while at + 1 < len(found):
+        between = text[found[at].end : found[at + 1].start]
+        if are_joined(text, found[at], found[at + 1]):
+            if not _OPERATOR.search(between):
+                return None
+            in_expression = True
+        elif in_expression and between.count("=") == 1:
+            in_expression = False
+        else:
+            break
+        at += 1
+    return found[at] if found and not in_expression else None
+
+
+def agree(one: Numeral | None, other: Numeral | None) -> bool:
+    """Whether two numerals name one number: equal values, or one is the other rounded to its decimal places (off by at
+    most half a unit of its last place).
+
+    >>> read = lambda text: find_numerals(text)[0]
+    >>> [agree(read(text), read("0.8888888889")) for text in ("0.888889", "0.8889", "0.889", "0.8888")]
+    [True, True, False, False]
+    """
+    if one is None or other is None or one.value is None or other.value is None:
+        return False
+    gap = abs(one.value - other.value)
+    return gap == 0 or any(n.places and 2 * gap * 10**n.places <= 1 for n in (one, other))

@@ -1,4 +1,4 @@
-"""Numerals and boxes: the grammar at the head of lagrpo.tasks.reading, and properties that hold of any text."""
+"""Numerals and boxes: the grammar at the head of lagrpo.tasks.numbers, and properties that hold of any text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lagrpo.tasks.reading import (
+from lagrpo.tasks.numbers import (
     Numeral,
     find_first_numeral,
     find_last_box,

@@ -1,0 +1,1 @@
+"""Reward functions: the signatures that users know, built-in rewards, and the worker processes that call them."""

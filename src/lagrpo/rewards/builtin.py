@@ -1,0 +1,49 @@
+"""Built-in rewards that need no task: equality, length, format."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from lagrpo.rewards.reward import UnscorableError
+
+
+def exact(completion: str, answer: Any) -> float:
+    """1.0 if the completion is the answer letter by letter, except for white space around either; else 0.0. Raises
+    UnscorableError without an answer."""
+    if answer is None:
+        raise UnscorableError("the reference answer is empty")
+    return float(completion.strip() == str(answer).strip())
+
+
+def length(completion: str, num_tokens: int, *, limit: int, target: int = 0, shape: str = "linear") -> float:
+    """The shorter, the better: 1 up to `target` tokens, 0 from `limit` tokens on. Between them, with
+    x = (tokens - target) / (limit - target), shape linear gives 1 - x: the soft overlong punishment of DAPO (arXiv
+    2503.14476, Eq. 13) plus 1. Shape cosine gives (1 + cos(pi x)) / 2: CosFn of Yeo et al. (arXiv 2502.03373) from 1
+    to 0, which is flat at both ends. A constant such as that 1 drops out of a group's advantages."""
+    if not 0 <= target < limit:
+        raise ValueError(f"target = {target} and limit = {limit}: 0 <= target < limit is needed")
+    if shape not in ("linear", "cosine"):
+        raise ValueError(f"shape = {shape!r}: shape is 'linear' or 'cosine'")
+    x = min(1.0, max(0.0, (num_tokens - target) / (limit - target)))
+    return 1 - x if shape == "linear" else (1 + math.cos(math.pi * x)) / 2
+
+
+def format(completion: str, *, pattern: str | None = None, tags: Sequence[str] | None = None) -> float:
+    """1 if the whole completion has the format, else 0. The format is a regular expression (`pattern`, in which . is
+    any character, a newline too), or these tags in this order, each once, with something between them and only white
+    space around them: by default <think>...</think> <answer>...</answer>, as in DeepSeek-R1 (arXiv 2501.12948).
+    Special tokens are not part of the text."""
+    if pattern is not None and tags is not None:
+        raise ValueError("pattern and tags are two ways to say the format: set one of them")
+    if pattern is not None:
+        return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
+    names = ("think", "answer") if tags is None else tags
+    if not names or "" in names or len(set(names)) < len(names):
+        raise ValueError(f"tags = {list(names)}: name at least one tag, each once")
+    if any(completion.count(tag) != 1 for name in names for tag in (f"<{name}>", f"</{name}>")):
+        return 0.0
+    blocks = [rf"<{re.escape(name)}>\s*+\S.*?</{re.escape(name)}>" for name in names]
+    return float(re.fullmatch(r"\s*".join(["", *blocks, ""]), completion, re.DOTALL) is not None)
