@@ -24,16 +24,15 @@ from work import SEED, common_options
 
 from lagrpo.backends import attention
 from lagrpo.backends.choose import Choice, choose_backend
-from lagrpo.model.batch import assemble
 from lagrpo.model.embedded import resolve_model
-from lagrpo.model.learner import Learner, Optimization
 from lagrpo.model.loading import load_policy
-from lagrpo.model.model import Model, Policy
-from lagrpo.model.replica import replica
+from lagrpo.model.model import Model, Policy, copy_policy
 from lagrpo.objective.recipes import resolve
 from lagrpo.rng import uniforms
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
+from lagrpo.training.batch import assemble
+from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group, Outcome, Prompt
 
 QWEN = Qwen2Config(
@@ -93,7 +92,7 @@ def measure(asked: argparse.Namespace, name: str, context: int, peak: float, rep
         way: dataclasses.replace(policy, model=Model(policy.model.lm, choose_backend(way, policy.device, policy.dtype)))
         for way in ways
     }
-    learner = Learner(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-6))
+    learner = Trainer(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-6))
     length = context - context // 4
     taken: dict[str, list[dict[str, float]]] = {"auto": [], "torch": []}
     samplers: dict[str, LocalSampler] = {}
@@ -102,7 +101,7 @@ def measure(asked: argparse.Namespace, name: str, context: int, peak: float, rep
         for way in ways if turn % 2 == 0 else reversed(ways):
             policy = learner.policy = policies[way]
             said[way] = policy.model.computation
-            samplers.setdefault(way, LocalSampler(replica(policy), SEED, length, asked.prompts * asked.completions))
+            samplers.setdefault(way, LocalSampler(copy_policy(policy), SEED, length, asked.prompts * asked.completions))
             taken[way].append(once(asked, policy, learner, samplers[way], context, turn))
             print(f"  {name}, {context}, {way}: {taken[way][-1]}", flush=True)
     taken = {way: measurements[1:] for way, measurements in taken.items()}
@@ -129,7 +128,7 @@ def measure(asked: argparse.Namespace, name: str, context: int, peak: float, rep
 
 
 def once(
-    asked: argparse.Namespace, policy: Policy, learner: Learner, sampler: LocalSampler, context: int, turn: int
+    asked: argparse.Namespace, policy: Policy, learner: Trainer, sampler: LocalSampler, context: int, turn: int
 ) -> dict[str, float]:
     """A batch is sampled and learned from; rewards are drawn, so that every group has a signal."""
     vocabulary = min(policy.model.head.weight.shape[0], 40_000)
@@ -190,7 +189,7 @@ def make_policy(name: str, device: str) -> Policy:
     torch.manual_seed(SEED)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention.NAME)
-    return Policy.of(model, AutoTokenizer.from_pretrained(resolve_model("smollm2")))
+    return Policy.from_model(model, AutoTokenizer.from_pretrained(resolve_model("smollm2")))
 
 
 def device_name(device: str) -> str:

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lagrpo.model.sharded import all_gather, reduce_scatter
+from lagrpo.training.master_weights import all_gather, reduce_scatter
 
 
 def main() -> None:
@@ -30,8 +30,7 @@ def main() -> None:
         dist.barrier()
         start = time.perf_counter()
         part = reduce_scatter(gradients, ranks)
-        weights = torch.empty(each * ranks.size(), dtype=torch.bfloat16)
-        all_gather(weights, part.bfloat16(), ranks)
+        weights = all_gather(part.bfloat16(), ranks)
         seconds.append(time.perf_counter() - start)
         assert float(weights[0]) == ranks.size()
     if ranks.rank() == 0:

@@ -21,10 +21,10 @@ import torch
 from wire import Gate, Wire, imported
 from work import read_prompts
 
-from lagrpo.model.batch import FreshMicroBatch, is_flat
 from lagrpo.model.model import Policy
 from lagrpo.settings.toml import load_settings
 from lagrpo.tasks import RowTask, order_prompts
+from lagrpo.training.batch import FreshMicroBatch, has_zero_variance
 from lagrpo.training.build import Parts
 from lagrpo.training.checks import check_settings
 from lagrpo.training.loop import Step
@@ -58,7 +58,7 @@ def measurements(used: Step, policy: Policy) -> dict[str, Any]:
         "learned": sum(len(micro.packed.token_ids) for micro in used.rows),
         "micro_batches": len(used.rows),
         "threads": torch.get_num_threads(),
-        "flat": sum(map(is_flat, groups)) / len(groups),
+        "flat": sum(map(has_zero_variance, groups)) / len(groups),
         "reward": fmean(c.reward for group in groups for c in group.completions if c.reward is not None),
         "flops": sum(learning_flops(micro, policy) for micro in used.rows),
     }

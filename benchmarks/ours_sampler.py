@@ -22,8 +22,7 @@ import torch
 from wire import Wire
 from work import SEED, read_prompts
 
-from lagrpo.model.model import Packed, Policy
-from lagrpo.model.replica import Replica, replica
+from lagrpo.model.model import Packed, Policy, PolicyCopy, copy_policy
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.settings.schema import ModelSettings
@@ -36,7 +35,7 @@ def never_ending(policy: Policy) -> Policy:
     return replace(policy, chat=replace(policy.chat, eos_ids=frozenset()))
 
 
-def sample(policy: Replica, max_tokens: int, prompts: list[Prompt], G: int) -> dict[str, Any]:
+def sample(policy: PolicyCopy, max_tokens: int, prompts: list[Prompt], G: int) -> dict[str, Any]:
     """G completions of each prompt, all at a time."""
     sampler = LocalSampler(policy, SEED, max_tokens, len(prompts) * G)
     started = time.perf_counter()
@@ -61,7 +60,7 @@ def main() -> None:
     policy = build_policy(ModelSettings(path=request["model"], device="cpu"), 1.0, 1)
     rows = read_prompts(Path(request["prompts"]))
     prompts = [policy.chat.tokenize(Prompt(row["key"], tuple(row["messages"]), row["gold"])) for row in rows]
-    sampling = replica(never_ending(policy))
+    sampling = copy_policy(never_ending(policy))
     wire.reply(threads=torch.get_num_threads(), prompt_ids=[list(prompt.token_ids) for prompt in prompts])
     while True:
         asked = wire.request()

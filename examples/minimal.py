@@ -30,8 +30,7 @@ from lagrpo.core.ratios import token_ratio
 from lagrpo.data.prompts import PromptSource
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import load_policy
-from lagrpo.model.model import Packed, Policy
-from lagrpo.model.replica import replica
+from lagrpo.model.model import Packed, Policy, copy_policy
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.tasks.arithmetic import score
@@ -92,7 +91,7 @@ class Step:
 def train(policy: Policy, task: Task, v: int, batches: int, lr: float = 2e-5) -> Iterator[Step]:
     """GRPO with α ← π every `v` batches; v = 1 is on-policy. Yields after each update of `policy`."""
     prompts = PromptSource(task, policy, SEED, N, max_prompt_tokens=128)
-    sampler = LocalSampler(replica(policy), SEED, MAX_TOKENS, max_num_seqs=N * G)  # α: a copy with storage of its own
+    sampler = LocalSampler(copy_policy(policy), SEED, MAX_TOKENS, max_num_seqs=N * G)  # α: a separate copy
     parameters = list(policy.model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr, weight_decay=0.0)
     for k in range(1, batches + 1):  # 6

@@ -80,15 +80,6 @@ def processes_of_other_tests_are_known() -> None:
 
 
 @pytest.fixture(scope="session")
-def renderer() -> Iterator[Any]:
-    """The process that renders chat templates for tiny policies, and for all tests that ask for `shared_templates`."""
-    templates = tiny.shared_templates()
-    templates.start()
-    yield templates
-    templates.close()
-
-
-@pytest.fixture(scope="session")
 def started_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     processes = Ranks(tmp_path_factory.mktemp("ranks"))
     yield processes
@@ -105,14 +96,14 @@ def ranks(started_ranks: Ranks) -> Iterator[Ranks]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="session")
+def renderer() -> None:
+    """Nothing: templates are rendered in the process."""
+
+
 @pytest.fixture
-def shared_templates(renderer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of this test start no process of their own to render prompts, which takes a third of a tiny run. For tests
-    of something else than processes; those are in test_templates.py, test_training.py and test_cli.py."""
-    kind = type(renderer)
-    start, render = kind.start, kind.render
-    monkeypatch.setattr(kind, "start", lambda templates: start(renderer))
-    monkeypatch.setattr(kind, "render", lambda templates, *request: render(renderer, *request))
+def shared_templates() -> None:
+    """Nothing: templates are rendered in the process."""
 
 
 @pytest.fixture

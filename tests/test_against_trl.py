@@ -23,12 +23,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_learner import generate_groups, gradient, judge_groups
+from test_trainer import generate_groups, gradient, judge_groups
 from tiny import save_tiny, tiny_policy
 
-from lagrpo.model.batch import assemble, micro_batches
 from lagrpo.model.model import Policy
 from lagrpo.objective.recipes import resolve
+from lagrpo.training.batch import assemble, micro_batches
 from lagrpo.types import Group
 
 pytestmark = pytest.mark.peer
@@ -124,7 +124,8 @@ def of_ours(policy: Policy, groups: list[Group], case: Case) -> tuple[float, tor
     with torch.no_grad():
         logps = [policy.logp(m.packed) for m in rows]
         loss = sum(
-            recipe.loss(m.scored_by(logp_T).terms(logp_T), m.weight_C)[0] for m, logp_T in zip(rows, logps, strict=True)
+            recipe.loss(m.with_logprobs(logp_T).loss_inputs(logp_T), m.weight_C)[0]
+            for m, logp_T in zip(rows, logps, strict=True)
         )
     return float(loss), flat, rows
 

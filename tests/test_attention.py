@@ -172,7 +172,7 @@ def test_models_that_are_not_reproduced_are_refused_by_name(kind, changes, reaso
 
 
 def test_a_sliding_window_is_refused_only_where_a_sequence_leaves_it():
-    policy = Policy.of(tiny_model("mistral", sliding_window=24), None)
+    policy = Policy.from_model(tiny_model("mistral", sliding_window=24), None)
     check_context(policy, 24)
     with pytest.raises(ValueError, match="sliding window of this mistral model is 24"):
         check_context(policy, 25)

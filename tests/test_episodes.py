@@ -11,10 +11,8 @@ import talkers
 import torch
 from tiny import tiny_policy, tiny_tokenizer
 
-from lagrpo.model.chat import Chat, TemplateError
-from lagrpo.model.model import Packed
-from lagrpo.model.replica import replica
-from lagrpo.model.replies import Replies, RewritingError
+from lagrpo.model.chat import Chat, Replies, RewritingError, TemplateError
+from lagrpo.model.model import Packed, copy_policy
 from lagrpo.rollout import decode
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.decode import DecodeState
@@ -48,7 +46,7 @@ def ask(policy: Any, count: int = 4) -> list[Request]:
 
 
 def sampled(policy: Any, of: Episodes, requests: Any = None, rows: int = 64, G: int = 5) -> dict[int, Group]:
-    sampler = LocalSampler(replica(policy), 0, of.limits.sampled, rows)
+    sampler = LocalSampler(copy_policy(policy), 0, of.limits.sampled, rows)
     sampler.episodes = of
     return {r.prompt.key: group for r, group in sampler.sample(requests or ask(policy), G)}
 
@@ -152,7 +150,7 @@ def test_a_sampling_that_is_left_forgets_what_is_under_way():
     policy, forgotten = talking(), []
     of = episodes(policy, late=50)
     of.environments.forget = forgotten.append  # type: ignore[method-assign]
-    sampler = LocalSampler(replica(policy), 0, 60, 64)
+    sampler = LocalSampler(copy_policy(policy), 0, 60, 64)
     sampler.episodes = of
     stream = sampler.sample(ask(policy), 5)
     next(stream)
@@ -193,11 +191,9 @@ def test_tokens_fed_together_are_tokens_fed_one_by_one(dtype, monkeypatch):
 
 
 def chat(template: str | None) -> Chat:
-    from tiny import shared_templates
-
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
-    return Chat(tokenizer, 103, frozenset({1, 2}), shared_templates())
+    return Chat(tokenizer, 103, frozenset({1, 2}))
 
 
 def test_a_reply_is_what_the_template_adds():

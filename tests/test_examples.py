@@ -16,13 +16,13 @@ from tiny import save_tiny, tiny_policy
 from torch.testing import assert_close
 
 import lagrpo
-from lagrpo.model.batch import assemble, micro_batches
-from lagrpo.model.replica import replica
+from lagrpo.model.model import copy_policy
 from lagrpo.objective.recipes import resolve
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.schedule import every, lags
 from lagrpo.runs import load_metrics
+from lagrpo.training.batch import assemble, micro_batches
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
 
@@ -66,7 +66,7 @@ def test_every_update_moves_the_weights():
 def stale():
     """A policy, and a judged batch that an older version of it drew."""
     policy = tiny_policy()
-    sampler = LocalSampler(replica(policy), 7, minimal.MAX_TOKENS, max_num_seqs=64)
+    sampler = LocalSampler(copy_policy(policy), 7, minimal.MAX_TOKENS, max_num_seqs=64)
     list(minimal.train(policy, TASK, 1, 2, LR))
     prompts = [policy.chat.tokenize(TASK.prompt("train", index)) for index in range(3)]
     return policy, minimal.sample(sampler, [Request(1, 0, prompt) for prompt in prompts], TASK)
@@ -84,7 +84,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_recipe(stale):
     total = 0.0
     for micro in micro_batches(batch, tokens=256):
         logp_T = policy.logp(micro.packed)
-        theirs, _ = recipe.loss(micro.scored_by(logp_T.detach()).terms(logp_T), micro.weight_C)
+        theirs, _ = recipe.loss(micro.with_logprobs(logp_T.detach()).loss_inputs(logp_T), micro.weight_C)
         theirs.backward()
         total += theirs.item()
     assert total == pytest.approx(loss.item(), rel=1e-5)

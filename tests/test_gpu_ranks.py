@@ -13,18 +13,16 @@ import torch.distributed as dist
 from chaos import merged
 from running import tiny_settings
 from safetensors.torch import load_file
-from test_learner import assembled
-from test_sharded import copied, same, sampled
+from test_trainer import assembled
+from test_zero1 import copied, same, sampled
 from tiny import save_tiny, tiny_policy
 from together import together
 
 from lagrpo import train
-from lagrpo.model.batch import micro_batches
-from lagrpo.model.learner import Learner, Optimization
-from lagrpo.model.spans import Merged
 from lagrpo.objective.recipes import resolve
 from lagrpo.training.ranks import make_mesh
 from lagrpo.training.run import Result
+from lagrpo.training.trainer import Optimization, Trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +42,7 @@ def updates(kind: str, group: Any, **changes: Any) -> tuple[list[dict[str, float
     optimization = Optimization(lr=1e-3, updates=9, weight_decay=0.1, seed=5, max_grad_norm=0.05, **changes)
     ranks = None if kind == "alone" else group
     mesh = make_mesh(group, "cuda", 1) if kind == "layers" else None
-    learner = Learner(policy, resolve("grpo", {"beta": 0.0}), optimization, ranks=ranks, mesh=mesh)
+    learner = Trainer(policy, resolve("grpo", {"beta": 0.0}), optimization, ranks=ranks, mesh=mesh)
     rows = micro_batches(assembled(learner.recipe, sampled(1), 1), 40, "cuda")
     scored, _ = learner.accumulate_first(rows)
     metrics = [learner.update(scored)]
@@ -59,7 +57,7 @@ def test_one_rank_makes_the_updates_of_a_process_to_the_bit(group, kind):
     metrics, state, weights = updates("alone", group)
     found = updates(kind, group)
     assert found[0] == metrics
-    assert same(Merged([found[1]]), state)
+    assert same(MergedState([found[1]]), state)
     assert same(found[2], weights)
 
 

@@ -20,8 +20,7 @@ from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.cpu import build, kernels, logprobs, panels
 from lagrpo.backends.cpu.fused import rotary
 from lagrpo.backends.layout import PackedLayout
-from lagrpo.model.model import Packed, Weights
-from lagrpo.model.replica import PackedWeights, replica
+from lagrpo.model.model import Packed, PackedWeights, Weights, copy_policy
 from lagrpo.rollout.decode import DecodeState
 
 WIDTHS = [1, 15, 16, 33, 576]  # below, at and beyond one vector
@@ -301,7 +300,7 @@ def test_other_defaults_of_pytorch_do_no_harm():
 def test_a_replica_computes_to_the_bit_what_its_policy_computes(kind, changes):
     """Also after a weight sync; and it keeps no second copy of what it has packed."""
     policy = tiny_policy(kind, dtype=torch.bfloat16, **changes)
-    copy = replica(policy)
+    copy = copy_policy(policy)
     assert isinstance(copy.weights, PackedWeights)
     packed = Packed.build([([5, 6, 7, 8, 9], [torch.tensor([4, 9, 11, 30]), torch.tensor([8, 1])])])
     rows = torch.arange(packed.layout.rows)
@@ -327,7 +326,7 @@ def test_a_replica_computes_to_the_bit_what_its_policy_computes(kind, changes):
 def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
     """Two groups of unlike size, an odd and an even prompt, rows of unlike length; hidden states and caches, to the
     bit."""
-    copy = replica(tiny_policy(kind, dtype=torch.bfloat16, **changes))
+    copy = copy_policy(tiny_policy(kind, dtype=torch.bfloat16, **changes))
     layers = copy.model.layers
     assert layers is not None
     assert layers.stack(layers.panels.current()) is not None
@@ -346,11 +345,11 @@ def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
 
 
 def test_where_weights_cannot_be_packed_a_replica_copies_them(monkeypatch):
-    assert isinstance(replica(tiny_policy("gemma", dtype=torch.bfloat16)).weights, Weights)
-    assert isinstance(replica(tiny_policy(dtype=torch.float32)).weights, Weights)
-    assert isinstance(replica(tiny_policy(dtype=torch.bfloat16, backend="torch")).weights, Weights)
+    assert isinstance(copy_policy(tiny_policy("gemma", dtype=torch.bfloat16)).weights, Weights)
+    assert isinstance(copy_policy(tiny_policy(dtype=torch.float32)).weights, Weights)
+    assert isinstance(copy_policy(tiny_policy(dtype=torch.bfloat16, backend="torch")).weights, Weights)
     monkeypatch.setattr("lagrpo.backends.cpu.backend.chosen_products", lambda: None)  # wrong on this processor
-    assert isinstance(replica(tiny_policy(dtype=torch.bfloat16)).weights, Weights)
+    assert isinstance(copy_policy(tiny_policy(dtype=torch.bfloat16)).weights, Weights)
 
 
 @pytest.mark.parametrize(("kind", "fused"), [("llama", True), ("gemma", False), ("mistral", False)])
@@ -368,12 +367,16 @@ def test_attention_that_the_kernels_do_not_take_is_said():
 
 def test_how_tokens_are_sampled_is_said(monkeypatch):
     policy, name = tiny_policy(dtype=torch.bfloat16), panels.chosen_products()
-    assert replica(policy).model.decoding == policy.model.decoding == f"one call through all layers, products by {name}"
+    assert (
+        copy_policy(policy).model.decoding
+        == policy.model.decoding
+        == f"one call through all layers, products by {name}"
+    )
     assert f"forward products by {name}" in policy.model.computation
-    assert replica(tiny_policy()).model.decoding == "layer by layer, PyTorch's matrix products in float32"
+    assert copy_policy(tiny_policy()).model.decoding == "layer by layer, PyTorch's matrix products in float32"
     monkeypatch.setattr("lagrpo.backends.cpu.backend.chosen_products", lambda: None)
     policy = tiny_policy(dtype=torch.bfloat16)
-    assert replica(policy).model.decoding == "layer by layer, PyTorch's matrix products in bfloat16"
+    assert copy_policy(policy).model.decoding == "layer by layer, PyTorch's matrix products in bfloat16"
     assert "products by" not in policy.model.computation
 
 

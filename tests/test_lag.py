@@ -10,8 +10,8 @@ import torch
 from torch import tensor
 
 from lagrpo.core.divergences import prefers_bounded, tv_terms
-from lagrpo.model.batch import assemble, left_out, micro_batches
 from lagrpo.objective.recipes import resolve
+from lagrpo.training.batch import assemble, left_out, micro_batches
 from lagrpo.training.lag import KEYS, divergence_metrics, lag_metrics, sequence_kl, sequence_log_ratio
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
@@ -48,7 +48,7 @@ class Centered:
 def give(rows, log_ratio_by_member):
     """π_k's log-probs such that each token of completion c has ln ρ = log_ratio_by_member[c]."""
     per_token = [torch.tensor([log_ratio_by_member[c] for c in m.members])[m.completion_T] for m in rows]
-    return [m.scored_by(m.logp_alpha_T + ratio_T) for m, ratio_T in zip(rows, per_token, strict=True)]
+    return [m.with_logprobs(m.logp_alpha_T + ratio_T) for m, ratio_T in zip(rows, per_token, strict=True)]
 
 
 @pytest.mark.parametrize("budget", [100, 4])
@@ -94,7 +94,7 @@ def test_metrics_have_the_true_values_though_the_loss_leaves_completions_out(adv
     recipe = resolve(*advantage)
     batch, _ = batch_of(rewards_NG.tolist(), lengths=1, recipe=recipe)
     log_ratio = {c: math.log(1.5) if r else math.log(7 / 8) for c, r in enumerate(rewards_NG.flatten())}
-    rows = micro_batches(batch, 10_000, silent=recipe.silent)
+    rows = micro_batches(batch, 10_000, skip_zero_advantage=recipe.silent)
     both = give([*rows, *left_out(batch, rows, 10_000)], log_ratio)
     metrics = lag_metrics(batch, both, eps_std=1e-4)
     truth = {"lag_improvement": 0.1, "tv_sequence": 0.1, "kl_sequence": 0.02568}
@@ -131,7 +131,7 @@ def test_rewards_outside_their_range_have_no_bounds_and_a_stated_range_scales_th
 def test_groups_of_equal_rewards_count_in_the_improvement_and_in_the_divergences():
     """One mixed group with .5 (as above) and one flat group: the mean gain is .25, and TV that of all four."""
     batch, rows = batch_of([[1.0, 0.0], [1.0, 1.0]])
-    computed = micro_batches(batch, 100, silent=True)
+    computed = micro_batches(batch, 100, skip_zero_advantage=True)
     both = give([*computed, *left_out(batch, computed, 100)], {0: math.log(1.5) / 2, 1: -math.log(2) / 2, 2: 0.1, 3: 0})
     metrics = lag_metrics(batch, both, 0.0)
     assert metrics["lag_improvement"] == pytest.approx(0.25, abs=1e-6)

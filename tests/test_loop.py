@@ -11,7 +11,6 @@ import torch
 from running import tiny_settings
 from tiny import save_tiny
 
-from lagrpo.model.learner import Learner
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.parity import ParityError
 from lagrpo.rollout.prefetch import Prefetcher, VersionError
@@ -63,8 +62,8 @@ def test_the_lines_of_the_algorithm_in_their_order(algorithm, monkeypatch):
     watch(monkeypatch, LocalSampler, "sync_weights", events, lambda self, weights, version: ("sync_weights", version))
     watch(monkeypatch, LocalSampler, "sample", events, lambda self, rs, G: ("generate", *sorted({r.batch for r in rs})))
     for name in ("first_step", "step"):
-        watch(monkeypatch, Learner, name, events, lambda self, *rest: ("step", self.policy.version))
-    watch(monkeypatch, Learner, "end_stage", events, lambda self, *rest: ("end", self.policy.version))
+        watch(monkeypatch, Trainer, name, events, lambda self, *rest: ("step", self.policy.version))
+    watch(monkeypatch, Trainer, "end_stage", events, lambda self, *rest: ("end", self.policy.version))
     phases: list[str] = []
     steps = list(train_loop(a, LoopState(), phases.append))
     assert events == [

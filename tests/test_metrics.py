@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lagrpo.model.batch import Batch
 from lagrpo.rollout.schedule import LoopState
+from lagrpo.training.batch import Batch
 from lagrpo.training.clock import Clock
 from lagrpo.training.loop import Step
 from lagrpo.training.metrics import batch_metrics

@@ -11,13 +11,13 @@ from running import leftovers, options, tiny_settings
 from tiny import save_tiny
 
 from lagrpo import cli
-from lagrpo.model.learner import Learner
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.runs import load_metrics
 from lagrpo.training import build
 from lagrpo.training import evaluating as evaluate
 from lagrpo.training.memory import NoMemoryError, explained
 from lagrpo.training.run import train
+from lagrpo.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
 
@@ -49,7 +49,7 @@ def at_call(number, original):
 @pytest.mark.parametrize(
     ("owner", "name", "place", "setting"),
     [
-        (Learner, "first_step", "batch 2, learning", r"\.micro_batch_tokens.*optimizer\.activation_checkpointing"),
+        (Trainer, "first_step", "batch 2, learning", r"\.micro_batch_tokens.*optimizer\.activation_checkpointing"),
         (LocalSampler, "sample", "batch 2, sampling", "sampling.max_num_seqs"),
         (LocalSampler, "sync_weights", "batch 2, weight sync", "sampling.max_num_seqs"),
     ],
@@ -72,7 +72,7 @@ def test_a_model_that_does_not_fit(settings, monkeypatch):
 
 
 def test_the_command_says_it_in_one_line(settings, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Learner, "first_step", exhaust)
+    monkeypatch.setattr(Trainer, "first_step", exhaust)
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", *options(settings)])
     assert ended.value.code == 1

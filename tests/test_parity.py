@@ -9,8 +9,7 @@ import torch
 from test_sampling import requests_for
 from tiny import tiny_policy
 
-from lagrpo.model.model import Packed
-from lagrpo.model.replica import replica
+from lagrpo.model.model import Packed, copy_policy
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.parity import ParityCheck, ParityError, check_fresh
 
@@ -62,7 +61,7 @@ class Echo:
         return f"the server: {self.version}"
 
     def generate_on_server(self, number, requests, G, max_tokens):
-        return LocalSampler(replica(self.policy), 0, max_tokens, 8, tau=self.tau).generate_on_server(
+        return LocalSampler(copy_policy(self.policy), 0, max_tokens, 8, tau=self.tau).generate_on_server(
             0, requests, G, max_tokens
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import threading
@@ -17,10 +16,7 @@ from running import children, tiny_settings
 from tiny import save_tiny, tiny_policy
 from transformers.utils import logging
 
-from lagrpo import workers
 from lagrpo.errors import SettingsError
-from lagrpo.interrupts import Interrupted, interruptible
-from lagrpo.model.chat import Templates
 from lagrpo.runs import Run
 from lagrpo.settings.schema import EvalSettings, ModelSettings
 from lagrpo.training.build import loading
@@ -153,20 +149,3 @@ def test_judges_end_with_a_run_that_cannot_be_written(settings, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         train(settings())
     assert not children()
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_a_process_starts_waits_until_it_is_known(monkeypatch, signum):
-    launch = workers.Launch
-
-    def interrupted_launch(process):
-        signal.raise_signal(signum)
-        return launch(process)
-
-    monkeypatch.setattr(workers, "Launch", interrupted_launch)
-    templates = Templates()
-    with interruptible(), pytest.raises(Interrupted):
-        templates.start()
-    (process,) = (child for child in children() if isinstance(child, workers.Process))
-    templates.close()
-    assert process.exitcode is not None

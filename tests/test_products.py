@@ -17,8 +17,7 @@ from lagrpo.backends import hardware
 from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.cpu import build, library, panels
 from lagrpo.errors import SettingsError
-from lagrpo.model.model import Packed, Weights
-from lagrpo.model.replica import PackedWeights, replica
+from lagrpo.model.model import Packed, PackedWeights, Weights, copy_policy
 
 pytestmark = pytest.mark.usefixtures("with_kernels")
 
@@ -120,13 +119,13 @@ DECODED = """
 import torch
 from tiny import tiny_policy
 from lagrpo.model.model import Packed
-from lagrpo.model.replica import replica
+from lagrpo.model.model import copy_policy
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.types import Prompt
 policy = tiny_policy("qwen3", dtype=torch.bfloat16, backend="c")
 prompts = [Prompt(key, ({"role": "user", "content": "?"},), None, tuple(range(5, 8 + key))) for key in range(3)]
-sampler = LocalSampler(replica(policy), 0, 9, 64)
+sampler = LocalSampler(copy_policy(policy), 0, 9, 64)
 with torch.no_grad():
     for request, group in sampler.sample([Request(1, 0, prompt) for prompt in prompts], 6):
         packed = Packed.build([(request.prompt.token_ids, [c.token_ids for c in group.completions])])
@@ -205,14 +204,14 @@ def test_the_comparison_with_plain_numbers_sees_one_wrong_bit(monkeypatch):
 def test_an_odd_number_of_inputs_takes_pytorchs_products():
     policy = tiny_policy(dtype=torch.bfloat16, intermediate_size=47)
     assert not policy.model.exact
-    assert isinstance(replica(policy).weights, Weights)
+    assert isinstance(copy_policy(policy).weights, Weights)
     assert "products by" not in policy.model.computation
 
 
 def test_an_interrupted_weight_sync_takes_nothing_from_others(monkeypatch):
     """π_ref keeps its panels, however often a weight sync to α was cut off and made again."""
     policy, packed = tiny_policy(dtype=torch.bfloat16), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
-    alpha, reference = replica(policy), replica(policy)
+    alpha, reference = copy_policy(policy), copy_policy(policy)
     with torch.no_grad():
         before = reference.logp(packed)
         for version in (1, 2, 3):
@@ -240,7 +239,7 @@ def changed(policy) -> None:
 
 def test_one_packed_copy_serves_learner_and_sampler_of_one_version():
     policy = tiny_policy(dtype=torch.bfloat16)
-    alpha = replica(policy)
+    alpha = copy_policy(policy)
     assert isinstance(alpha.weights, PackedWeights)
     first = panels_of(policy)
     for version in (1, 2):  # v = 1, i = 1: an update, a weight sync, no forward pass between
@@ -251,7 +250,7 @@ def test_one_packed_copy_serves_learner_and_sampler_of_one_version():
 
 def test_panels_that_are_lent_keep_their_weights_while_the_learner_goes_on():
     policy, packed = tiny_policy(dtype=torch.bfloat16), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
-    alpha = replica(policy)
+    alpha = copy_policy(policy)
     with torch.no_grad():
         before = policy.logp(packed)
         changed(policy)
@@ -267,7 +266,7 @@ def test_panels_that_are_lent_keep_their_weights_while_the_learner_goes_on():
 
 def test_weights_of_somebody_else_are_packed_for_the_replica_alone():
     policy, other = (tiny_policy(dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
-    packed, alpha = Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])]), replica(policy)
+    packed, alpha = Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])]), copy_policy(policy)
     with torch.no_grad():
         for version in (1, 2):
             alpha.load(other.weights, version)

@@ -86,7 +86,7 @@ def go_on(run: Path, /, **sections: dict[str, Any]) -> Result:
     return train(merged({"run": {"resume": str(run)}}, sections))
 
 
-def differing(run: Path, expected: dict[str, Any]) -> list[str]:
+def count_differing(run: Path, expected: dict[str, Any]) -> list[str]:
     """What a run leaves that differs from what another one left."""
     found = leaves(run, exact=True)
     return [key for key in expected if found.get(key) != expected[key]]
@@ -106,14 +106,14 @@ def cut_to(run: Path, batch: int, root: Path | None = None) -> Path:
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_from_its_checkpoints_it_goes_on_to_the_bit(whole, undisturbed, tmp_path, kind, batch):
-    assert differing(go_on(cut_to(whole(kind), batch, tmp_path)).run, undisturbed(kind)) == []
+    assert count_differing(go_on(cut_to(whole(kind), batch, tmp_path)).run, undisturbed(kind)) == []
 
 
 def test_from_its_checkpoints_it_goes_on_to_the_bit_in_float32(begin):
     """There the rows beside a row may change its last bits."""
     whole = begin("whole", **merged(KINDS["asking ahead"], {"model": {"dtype": "float32"}})).run
     for batch in (1, 4):
-        assert differing(go_on(cut_to(whole, batch)).run, leaves(whole, exact=True)) == []
+        assert count_differing(go_on(cut_to(whole, batch)).run, leaves(whole, exact=True)) == []
 
 
 class Stop(Observer):
@@ -144,19 +144,19 @@ def test_a_signal_in_any_phase_loses_nothing(begin, undisturbed, kind, phase):
     stopped = begin("run", Stop(phase), **KINDS[kind])
     assert stopped.interrupted == signal.SIGTERM
     assert 2 <= stopped.batches < 6
-    assert differing(go_on(stopped.run).run, undisturbed(kind)) == []
+    assert count_differing(go_on(stopped.run).run, undisturbed(kind)) == []
 
 
 def test_a_finished_run_gets_more_batches_as_if_it_had_been_longer(begin):
     once = {"stages": 1}
     longer = go_on(begin("short", schedule=once | {"batches": 3}).run, schedule={"batches": 6})
     whole = begin("long", schedule=once | {"batches": 6})
-    assert differing(longer.run, leaves(whole.run, exact=True)) == []
+    assert count_differing(longer.run, leaves(whole.run, exact=True)) == []
     assert (longer.run / "evaluations" / "batch-000003.json").exists()
 
 
 def test_a_finished_run_gets_more_stages(run, undisturbed):
-    assert differing(go_on(run, schedule={"stages": 2}).run, undisturbed()) == []
+    assert count_differing(go_on(run, schedule={"stages": 2}).run, undisturbed()) == []
 
 
 def before_its_first_checkpoint(run: Path, root: Path) -> Path:
@@ -170,7 +170,7 @@ def before_its_first_checkpoint(run: Path, root: Path) -> Path:
 
 def test_without_a_checkpoint_it_begins_again(whole, undisturbed, tmp_path):
     killed = before_its_first_checkpoint(whole("plain"), tmp_path)
-    assert differing(go_on(killed).run, undisturbed()) == []
+    assert count_differing(go_on(killed).run, undisturbed()) == []
 
 
 def test_auto_begins_a_run_or_goes_on_with_it(begin):
@@ -287,7 +287,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_one_before_is_
     assert "\n".join([str(error.value), *error.value.__notes__]).count("--resume") == 1
     run = Path(next(iter(error.value.__notes__)).split(": ")[1].partition(" (")[0])
     assert Checkpoints(run).newest()[0].batch == 2  # type: ignore[union-attr]
-    assert differing(go_on(run).run, undisturbed()) == []
+    assert count_differing(go_on(run).run, undisturbed()) == []
 
 
 def test_an_error_between_updates_keeps_the_last_batch(begin, undisturbed, monkeypatch):
@@ -304,7 +304,7 @@ def test_an_error_between_updates_keeps_the_last_batch(begin, undisturbed, monke
     assert "Go on after batch 4 with: lagrpo train --resume" in error.value.__notes__[-1]
     monkeypatch.undo()
     run = Path(error.value.__notes__[-1].rpartition(" ")[2])
-    assert differing(go_on(run).run, undisturbed()) == []
+    assert count_differing(go_on(run).run, undisturbed()) == []
 
 
 def test_data_that_has_changed_is_refused(begin, tmp_path):

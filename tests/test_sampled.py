@@ -17,20 +17,19 @@ from torch import Tensor, tensor
 
 import lagrpo
 from lagrpo.data.offline import OfflineData, read_records
-from lagrpo.model.batch import Batch, assemble, left_out, micro_batches
-from lagrpo.model.learner import Learner, Optimization
-from lagrpo.model.model import Packed, Policy
-from lagrpo.model.replica import replica
+from lagrpo.model.model import Packed, Policy, copy_policy
 from lagrpo.objective.recipes import resolve
 from lagrpo.replay import verify_run
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.runs.rollouts import rollout_rows
+from lagrpo.training.batch import Batch, assemble, left_out, micro_batches
 from lagrpo.training.clock import Clock
 from lagrpo.training.lag import sequence_kl, sequence_log_ratio
 from lagrpo.training.loop import Step
 from lagrpo.training.metrics import batch_metrics
+from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 MAX_TOKENS = 8
@@ -106,7 +105,7 @@ def test_loss_gradient_and_normalizer_are_those_of_the_sampled_tokens(name, toke
     for row in rows:
         logp_T = policy.logp(row.packed)
         assert len(logp_T) == len(row.completion_T) == int(lengths_C[list(row.members)].sum())
-        loss, sums = recipe.loss(row.scored_by(logp_T.detach()).terms(logp_T), row.weight_C)
+        loss, sums = recipe.loss(row.with_logprobs(logp_T.detach()).loss_inputs(logp_T), row.weight_C)
         assert int(sums["tokens"]) == len(logp_T)
         loss.backward()
         total = total + loss.detach()
@@ -120,7 +119,7 @@ def used() -> tuple[Batch, list[Any], list[dict[str, float]], list[Tensor]]:
     policy, recipe = tiny_policy(), resolve("dapo")
     each = [alone(policy, group, c).detach() for group in groups() for c in group.completions]
     batch = assemble(groups(), recipe, MAX_TOKENS, seed=0, b=1)
-    learner = Learner(policy, recipe, Optimization(lr=1e-3))
+    learner = Trainer(policy, recipe, Optimization(lr=1e-3))
     rows, sums = learner.first_step(learner.pack(batch, 1000), batch.in_objective)
     assert left_out(batch, rows, 1000) == []  # log α of every sampled token is known
     return batch, rows, [sums], each
@@ -220,5 +219,5 @@ def test_a_sampler_draws_as_before():
     from test_sampling import requests_for
 
     policy = tiny_policy()
-    sampler = LocalSampler(replica(policy), 0, 6, 8)
+    sampler = LocalSampler(copy_policy(policy), 0, 6, 8)
     assert all(bool(c.sampled.all()) for _, g in sampler.sample(requests_for(policy, 2), 2) for c in g.completions)

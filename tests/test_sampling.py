@@ -14,8 +14,7 @@ from tiny import SHAPES, tiny_policy
 from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.logprobs import CDF_BLOCK
 from lagrpo.backends.steps import pair_rows_with_groups
-from lagrpo.model.model import Model, Packed
-from lagrpo.model.replica import replica
+from lagrpo.model.model import Model, Packed, copy_policy
 from lagrpo.rng import uniforms
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
@@ -42,7 +41,7 @@ def requests_for(policy, count: int, batch: int = 1) -> list[Request]:
 
 
 def sampled(policy, requests, G=6, max_tokens=24, rows=64, seed=0) -> dict[int, Group]:
-    sampler = LocalSampler(replica(policy), seed, max_tokens, rows)
+    sampler = LocalSampler(copy_policy(policy), seed, max_tokens, rows)
     return {r.prompt.key: group for r, group in sampler.sample(requests, G)}
 
 
@@ -177,7 +176,7 @@ def test_every_end_of_sequence_id_ends_a_completion_and_the_limit_cuts_it():
 def test_alpha_has_weights_of_its_own():
     """After a step of π without a weight sync, the sampler still samples, and scores, with the old policy."""
     policy = tiny_policy()
-    sampler = LocalSampler(replica(policy), 0, 16, 64)
+    sampler = LocalSampler(copy_policy(policy), 0, 16, 64)
     before = [g for _, g in sampler.sample(requests_for(policy, 2), 4)]
     with torch.no_grad():
         for parameter in policy.model.parameters():
@@ -200,7 +199,7 @@ def test_scores_equal_the_recorded_log_probs(left_out):
     prompts = [group.prompt.token_ids for group in groups for _ in group.completions][left_out:]
     kept = [completion for group in groups for completion in group.completions][left_out:]
     items = [(prompt_ids, c.token_ids.tolist()) for prompt_ids, c in zip(prompts, kept, strict=True)]
-    (scored,) = LocalSampler(replica(policy), 0, 24, 64).scores(items)
+    (scored,) = LocalSampler(copy_policy(policy), 0, 24, 64).scores(items)
     for logp, completion in zip(scored, kept, strict=True):
         bound = 0 if policy.model.exact else ROUNDING[policy.dtype]
         torch.testing.assert_close(torch.tensor(logp), completion.logp_alpha, rtol=0, atol=bound)
@@ -208,7 +207,7 @@ def test_scores_equal_the_recorded_log_probs(left_out):
 
 def test_a_weight_sync_between_open_groups_is_refused():
     policy = tiny_policy()
-    sampler = LocalSampler(replica(policy), 0, 8, 4)
+    sampler = LocalSampler(copy_policy(policy), 0, 8, 4)
     stream = sampler.sample(requests_for(policy, 3), 4)
     next(stream)
     with pytest.raises(RuntimeError, match="2 groups of version 0 are open"):
@@ -218,7 +217,7 @@ def test_a_weight_sync_between_open_groups_is_refused():
 def test_a_group_wider_than_the_rows_is_refused():
     policy = tiny_policy()
     with pytest.raises(ValueError, match=r"G = 6.*sampling.max_num_seqs = 4"):
-        list(LocalSampler(replica(policy), 0, 8, 4).sample(requests_for(policy, 1), 6))
+        list(LocalSampler(copy_policy(policy), 0, 8, 4).sample(requests_for(policy, 1), 6))
 
 
 def test_pairing_rows_with_groups():
@@ -234,7 +233,7 @@ def parity_check(policy) -> ParityCheck:
 
 def checked(policy) -> tuple[LocalSampler, ParityCheck]:
     """A sampler of the policy, and a parity check that has found their grade."""
-    sampler, check = LocalSampler(replica(policy), 0, 16, 64), parity_check(policy)
+    sampler, check = LocalSampler(copy_policy(policy), 0, 16, 64), parity_check(policy)
     check.start(policy, sampler)
     return sampler, check
 
@@ -293,7 +292,7 @@ def test_an_update_smaller_than_the_noise_passes_and_stale_weights_do_not():
     """The grade close, with the noise of coarse logits: a weight sync that was made passes, one that was not is
     told."""
     policy = tiny_policy(dtype=torch.bfloat16, backend="torch")
-    noisy = replica(policy)
+    noisy = copy_policy(policy)
     rng = torch.Generator().manual_seed(0)
     logits, scale = noisy.model.logits, 0.004
     noisy.model.logits = lambda hidden: (x := logits(hidden)) + scale * torch.randn(x.shape, generator=rng).to(x)
@@ -315,7 +314,7 @@ def test_an_update_smaller_than_the_noise_passes_and_stale_weights_do_not():
 
 def test_the_prefetcher_hands_out_batch_by_batch_what_was_generated_together():
     policy = tiny_policy(dtype=torch.float64)  # rounding by the rows beside one changes no token
-    sampler = LocalSampler(replica(policy), 0, 12, 8)
+    sampler = LocalSampler(copy_policy(policy), 0, 12, 8)
     source = {b: requests_for(policy, 3, batch=b) for b in (1, 2, 3)}
     together, apart = Prefetcher(sampler, source.__getitem__, 4), Prefetcher(sampler, source.__getitem__, 4)
     together.ask(range(1, 4), 0)
@@ -330,7 +329,7 @@ def test_the_prefetcher_hands_out_batch_by_batch_what_was_generated_together():
 
 def test_a_token_of_another_version_stops_the_run():
     policy = tiny_policy()
-    prefetcher = Prefetcher(LocalSampler(replica(policy), 0, 12, 8), lambda b: requests_for(policy, 1), 4)
+    prefetcher = Prefetcher(LocalSampler(copy_policy(policy), 0, 12, 8), lambda b: requests_for(policy, 1), 4)
     prefetcher.ask(range(1, 2), 7)
     with pytest.raises(VersionError, match="sampled by version 0, but the schedule announced version 7"):
         list(prefetcher.take(1))

@@ -16,8 +16,6 @@ from tiny import save_tiny
 
 import lagrpo
 from lagrpo.errors import SettingsError
-from lagrpo.model.learner import Learner
-from lagrpo.model.masters import Masters
 from lagrpo.model.model import Policy
 from lagrpo.rewards.pool import RewardError
 from lagrpo.rollout.local import LocalSampler
@@ -28,8 +26,10 @@ from lagrpo.runs.reading import rollout_batches
 from lagrpo.settings.schema import Settings, TaskSettings
 from lagrpo.settings.toml import load_settings, to_toml
 from lagrpo.training.beginning import READ_OF_TASK
+from lagrpo.training.master_weights import MasterWeights
 from lagrpo.training.observers import Observer
 from lagrpo.training.run import Result, train
+from lagrpo.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -413,8 +413,15 @@ def check_whole(result: Result, batches: int) -> None:
             0,
         ),  # behind the 18 of the parity check, in the evaluation before batch 1
         (signal.SIGTERM, LocalSampler, "sync_weights", 2, 1, 1),  # at the second batch's weight sync
-        (signal.SIGINT, Learner, "first_step", 2, 1, 1),  # in the second batch's learning
-        (signal.SIGTERM, Masters, "round", 2, 2, 2),  # in the middle of the second update; its batch is finished
+        (signal.SIGINT, Trainer, "first_step", 2, 1, 1),  # in the second batch's learning
+        (
+            signal.SIGTERM,
+            MasterWeights,
+            "write_back",
+            2,
+            2,
+            2,
+        ),  # in the second update; its batch is finished
         (signal.SIGINT, Run, "record_rollouts", 2, 2, 2),  # in the middle of recording, which is finished
         (signal.SIGTERM, Run, "record", 3, 3, 3),
         (signal.SIGINT, Run, "record_evaluation", 2, 2, 2),  # in the evaluation after the second batch
@@ -433,14 +440,14 @@ def test_a_signal_ends_the_run_with_what_was_learned(
 
 def test_the_weights_of_an_interrupted_run_are_those_of_its_version(run, monkeypatch):
     short = run(schedule={"batches": 2})
-    Press(monkeypatch, Masters, "round", 2)
+    Press(monkeypatch, MasterWeights, "write_back", 2)
     stopped = run(schedule={"batches": 4})
     assert stopped.version == short.version == 2
     assert same(weights(stopped), weights(short))
 
 
 def test_what_an_interruption_says(settings, monkeypatch, capsys):
-    Press(monkeypatch, Learner, "first_step", 2)
+    Press(monkeypatch, Trainer, "first_step", 2)
     train(settings(run={"display": "plain"}))
     out = capsys.readouterr().out
     assert (
@@ -452,7 +459,7 @@ def test_what_an_interruption_says(settings, monkeypatch, capsys):
 def test_an_interruption_before_any_update_says_so(settings, monkeypatch, capsys, model):
     from safetensors.torch import load_file
 
-    Press(monkeypatch, Learner, "first_step", 1)
+    Press(monkeypatch, Trainer, "first_step", 1)
     result = train(settings(run={"display": "plain"}))
     assert "no update was made: it is the initial one" in capsys.readouterr().out
     assert same(weights(result), load_file(model / "model.safetensors"))
@@ -461,7 +468,7 @@ def test_an_interruption_before_any_update_says_so(settings, monkeypatch, capsys
 def test_a_second_signal_while_the_weights_are_written_ends_at_once_and_leaves_nothing_half_done(
     settings, monkeypatch, tmp_path
 ):
-    Press(monkeypatch, Learner, "first_step", 2)
+    Press(monkeypatch, Trainer, "first_step", 2)
     Press(monkeypatch, Policy, "save", 1, before=False)  # the files are there, but not yet under their name
     with pytest.raises(KeyboardInterrupt):
         train(settings())
@@ -474,10 +481,10 @@ def test_a_second_signal_while_the_weights_are_written_ends_at_once_and_leaves_n
 @pytest.mark.parametrize(
     ("owner", "name", "error"),
     [
-        (Learner, "update", FloatingPointError("the gradient is not finite")),
+        (Trainer, "update", FloatingPointError("the gradient is not finite")),
         (LocalSampler, "sync_weights", ParityError("another version")),
         (Run, "record", OSError(28, "No space left on device")),
-        (Learner, "first_step", ZeroDivisionError("a bug")),
+        (Trainer, "first_step", ZeroDivisionError("a bug")),
     ],
 )
 def test_an_error_keeps_what_was_learned_and_says_where(run, settings, monkeypatch, tmp_path, owner, name, error):

@@ -23,7 +23,7 @@ from tiny import save_tiny, tiny_policy
 from vllm_servers import FakeServer, Ours, choice, engine_of, update
 
 from lagrpo.errors import SettingsError
-from lagrpo.model.adapter_files import read_weights
+from lagrpo.model.lora import load_adapter_weights
 from lagrpo.rollout.base import Manner
 from lagrpo.rollout.vllm import client, server, weights
 from lagrpo.rollout.vllm.client import GENERATE, KEY, AbortedError, NoAnswerError, SamplerError, VllmClient
@@ -366,7 +366,7 @@ def test_version_of_adapters_is_loaded_by_name_and_nothing_pauses(fake, lora):
     engine.sync_weights(lora.weights, 2)
     ((label, path),) = fake.adapters.items()
     assert label == label_of(engine)
-    written = read_weights(Path(path))
+    written = load_adapter_weights(Path(path))
     assert all(torch.equal(written[name], tensor) for name, tensor in lora.weights.items())
     assert not {"/pause?mode=keep", "/collective_rpc"} & {path for path, _ in fake.calls}
     engine.close()

@@ -30,9 +30,8 @@ from vllm_servers import SIZES, engine_of, kill, policy_of, start, tiny_director
 
 from lagrpo import cli
 from lagrpo.errors import SettingsError
-from lagrpo.model.model import Packed
-from lagrpo.model.replica import replica
-from lagrpo.model.replies import Replies
+from lagrpo.model.chat import Replies
+from lagrpo.model.model import Packed, copy_policy
 from lagrpo.replay import verify_run
 from lagrpo.rollout.episodes import Episodes, Limits
 from lagrpo.rollout.local import LocalSampler
@@ -201,7 +200,7 @@ def test_local_and_vllm_engines_sample_the_same_distribution(attached, model):
     engine.sync_weights(policy.weights, 0)
     requests = [request(0, batch=b, policy=policy) for b in range(64)]
     vllm = list(engine.sample(requests, 64))
-    local, warmer = (list(LocalSampler(replica(policy), 1, 2, 64, tau).sample(requests, 64)) for tau in (0.4, 0.6))
+    local, warmer = (list(LocalSampler(copy_policy(policy), 1, 2, 64, tau).sample(requests, 64)) for tau in (0.4, 0.6))
     for place in (0, 1):
         statistic, freedom = chi_square(vllm, local, place)
         assert freedom > 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import string
 from pathlib import Path
 from typing import Any
@@ -76,22 +75,14 @@ def tiny_policy(
     lora: Any = None,
     **changes: Any,
 ) -> Any:
-    """`backend`: as Policy.of takes it; BACKEND unless given. `lora`: the adapters that it gets."""
-    from lagrpo.model.lora import attach
+    """`backend`: as Policy.from_model takes it; BACKEND unless given. `lora`: the adapters that it gets."""
+    from lagrpo.model.lora import attach_lora
     from lagrpo.model.model import Policy
 
     model = tiny_model(kind, **changes).to(device, dtype)
     if lora is not None:
-        attach(model, lora)
-    return Policy.of(model, tiny_tokenizer(), tau, backend=backend or BACKEND, templates=shared_templates())
-
-
-@functools.cache
-def shared_templates() -> Any:
-    """One process to render the chat templates of all tests: starting it takes longer than most tests."""
-    from lagrpo.model.chat import Templates
-
-    return Templates()
+        attach_lora(model, lora)
+    return Policy.from_model(model, tiny_tokenizer(), tau, backend=backend or BACKEND)
 
 
 def save_tiny(directory: Path, kind: str = "llama", **changes: Any) -> Path:

@@ -28,6 +28,15 @@ def refusing(what: str = "", *further: type[Exception]) -> Iterator[None]:
         raise SettingsError(f"{what}: {why}" if what else str(why)) from error
 
 
+@contextmanager
+def one_line_errors(what: str) -> Iterator[None]:
+    """Turn any exception inside, from a library that may raise whatever it likes, into a ValueError of one line."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what}: {one_line(str(error)) or type(error).__name__}") from error
+
+
 def find_nearest(name: str, known: Iterable[str], likeness: float = 0.0) -> str | None:
     """The known name most like `name`; None where none reaches the likeness (0: any name does, 1: only the same).
 

@@ -38,8 +38,8 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from lagrpo.data.turns import Messages, read_turns, texts_of, tokenize_turns
+from lagrpo.model.chat import Replies
 from lagrpo.model.model import Policy
-from lagrpo.model.replies import Replies
 from lagrpo.runs.reading import completion_files
 from lagrpo.tasks import build_messages, order_prompts
 from lagrpo.tasks.tables import Table, format_of, read_table

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lagrpo.model.replies import Replies
+from lagrpo.model.chat import Replies
 
 Messages = tuple[Mapping[str, Any], ...]
 

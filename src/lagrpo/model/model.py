@@ -2,16 +2,23 @@
 
 `Model` calls a causal language model of transformers on packed rows. It gives hidden states and log-probs of completion
 tokens only: the LM head never runs on prompt positions.
-"""
+
+`PolicyCopy` is a copy for sampling (α) or for the KL term (π_ref). A decoding step does little else than read every
+weight, so how they lie decides its time. If the C kernels compute all matrix products (`Model.exact`), the copy has
+panels instead of the weights of linear layers, and while it holds the version of the policy that learns, both read the
+same ones (backends/cpu/panels.py). Otherwise it is a plain copy. With adapters only these are copied: everything else
+is shared."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,11 +26,13 @@ from lagrpo.backends.adapters import A, B, adapted
 from lagrpo.backends.attention import Layout
 from lagrpo.backends.backend import Backend, is_plain_linear
 from lagrpo.backends.choose import Choice, choose_backend
+from lagrpo.backends.cpu.panels import BorrowedPanels
 from lagrpo.backends.layout import PackedLayout
 from lagrpo.backends.logprobs import token_logp_by_module
-from lagrpo.model.adapter_files import save_adapter
-from lagrpo.model.chat import Chat, Templates
-from lagrpo.model.lora import save_merged
+from lagrpo.model.chat import Chat
+from lagrpo.model.lora import save_adapter, save_merged
+
+SAMPLE = 2**20  # a weight sync counts changes in about so many weights
 
 
 class Weights(Mapping[str, Tensor]):
@@ -61,14 +70,14 @@ class Weights(Mapping[str, Tensor]):
 
 
 class AdapterWeights(Weights):
-    """The weights of a model's adapters: where it has any, they are all that a version has of its own."""
+    """The weights of a model's adapters: if it has any, a version has nothing else of its own."""
 
     def __iter__(self) -> Iterator[str]:
         yield from (f"{layer}.{part}" for layer in adapted(self._lm) for part in (A, B))
 
 
-def weights_of(lm: Any, version: int = 0) -> Weights:
-    """What a version of a model has of its own: its adapters where it has any, else all weights."""
+def trained_weights(lm: Any, version: int = 0) -> Weights:
+    """What a version of a model has of its own: its adapters if it has any, else all weights."""
     return AdapterWeights(lm, version) if adapted(lm) else Weights(lm, version)
 
 
@@ -106,12 +115,12 @@ class Packed:
 
 
 class Model(nn.Module):
-    """A model of transformers with shared-prefix attention, `lm`, as the learner and the sampler call it.
+    """A model of transformers with shared-prefix attention, `lm`, as the trainer and the rollout engine call it.
 
     Every matrix product goes through a call of the module that has its weights, so that hooks on linear layers
-    (sharding, adapters) fire. Where all linear layers are plain nn.Linear without hooks, the CPU's backend computes
-    whole layers in their place, with `panels` from these in place of the weights of `lm`, and log-probs are taken from
-    the head's weights."""
+    (sharding, adapters) fire. If all linear layers are plain nn.Linear without hooks, the CPU's backend computes whole
+    layers instead, from `panels` if they are given, else from the weights of `lm`, and log-probs are taken from the
+    head's weights."""
 
     def __init__(self, lm: Any, backend: Backend, panels: Any = None) -> None:
         super().__init__()
@@ -134,7 +143,7 @@ class Model(nn.Module):
 
     @property
     def exact(self) -> bool:
-        """Whether all matrix products of the forward pass are the kernels': then sampler and learner agree to the bit
+        """Whether all matrix products of the forward pass are the kernels': then engine and trainer agree to the bit
         right after a weight sync."""
         return self.layers is not None and self.layers.exact
 
@@ -183,16 +192,15 @@ class Policy:
     tau: float
 
     @staticmethod
-    def of(
-        lm: Any, tokenizer: Any, tau: float = 1.0, version: int = 0, backend: Backend | Choice = "auto",
-        templates: Templates | None = None,
-    ) -> Policy:  # fmt: skip
+    def from_model(
+        lm: Any, tokenizer: Any, tau: float = 1.0, version: int = 0, backend: Backend | Choice = "auto"
+    ) -> Policy:
         """Make a policy of a model of transformers with shared-prefix attention. `backend`: what computes, or how to
         choose it for the model's device and dtype."""
         if not isinstance(backend, Backend):
             weight = lm.get_output_embeddings().weight
             backend = choose_backend(backend, weight.device, weight.dtype)
-        return Policy(weights_of(lm, version), Model(lm, backend), Chat.of(lm, tokenizer, templates), tau)
+        return Policy(trained_weights(lm, version), Model(lm, backend), Chat.from_model(lm, tokenizer), tau)
 
     @property
     def version(self) -> int:
@@ -200,7 +208,7 @@ class Policy:
 
     @property
     def all_weights(self) -> Mapping[str, Tensor]:
-        """What the policy computes by: beside the weights of its adapters the frozen ones."""
+        """All weights that the policy computes by, frozen ones included."""
         return Weights(self.model.lm, self.version) if isinstance(self.weights, AdapterWeights) else self.weights
 
     @property
@@ -216,8 +224,8 @@ class Policy:
         return self.model(packed, self.tau if tau is None else tau, entropy_T)
 
     def save(self, directory: Path) -> None:
-        """Write a Hugging Face model directory: weights as safetensors, config, tokenizer and generation config. Of a
-        model with adapters these alone, as PEFT writes them."""
+        """Write a Hugging Face model directory: weights as safetensors, config, tokenizer and generation config. For a
+        model with adapters, write these alone, as PEFT does."""
         if isinstance(self.weights, AdapterWeights):
             save_adapter(self.model.lm, self.weights, directory)
         else:
@@ -225,6 +233,90 @@ class Policy:
         self.chat.save(directory)
 
     def save_merged(self, directory: Path) -> None:
-        """Write a Hugging Face model directory with the adapters added to the weights: `merged` of lora.py."""
+        """Write a Hugging Face model directory with the adapters added to the weights."""
         save_merged(self.model.lm, directory)
         self.chat.save(directory)
+
+
+class PackedWeights:
+    """A version whose linear layers lie in `panels`, the others (embeddings, head, norms, biases, buffers) in `lm`."""
+
+    def __init__(self, origin: Weights, lm: Any, panels: Any) -> None:
+        self.version = origin.version
+        self._shapes, self._own, self._panels = origin.shapes(), Weights(lm, origin.version), panels
+        self._empty = {name: p for name, p in lm.named_parameters() if self._shapes[name] != p.shape}
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights by name, as `Weights.items` gives them."""
+        packed = self._panels.weights()
+        for name, tensor in self._own.items():
+            yield name, packed[id(self._empty[name])] if name in self._empty else tensor
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Copy what lies in the model, and pack the rest, or borrow it if it is the lender's own. Raises ValueError for
+        names or shapes that are not this model's."""
+        check_weights(weights, self._shapes, version)
+        for name, tensor in self._own.items():
+            if name not in self._empty:
+                tensor.copy_(weights[name])
+        self._panels.load({parameter: weights[name] for name, parameter in self._empty.items()})
+        self.version = version
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyCopy:
+    """A copy of a policy: it loads versions, computes hidden states, logits and log-probs, and decodes."""
+
+    weights: Weights | PackedWeights
+    model: Model
+    chat: Chat
+    tau: float
+
+    @property
+    def version(self) -> int:
+        return self.weights.version
+
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Load π_version. Raises ValueError for names or shapes that are not this model's."""
+        self.weights.load(weights, version)
+
+    def logp(self, packed: Packed) -> Tensor:
+        return self.model(packed, self.tau)
+
+
+def copy_policy(policy: Policy) -> PolicyCopy:
+    """A copy of the policy with the same weights, for its backend and at its tau."""
+    backend = policy.model.backend
+    lm, panels = backend.copy(policy.model)
+    packed = isinstance(panels, BorrowedPanels)
+    weights = PackedWeights(policy.weights, lm, panels) if packed else trained_weights(lm, policy.version)
+    return PolicyCopy(weights, Model(lm, backend, panels), policy.chat, policy.tau)
+
+
+# Comparing versions
+
+
+def count_differing(one: Tensor, other: Tensor) -> int | Tensor:
+    """How many numbers of two tensors differ in their bits; on a GPU as a tensor there, so that nothing waits for
+    it."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    unequal = one.view(bits) != other.view(bits)
+    # NumPy counts bytes several times as fast as PyTorch does on a CPU.
+    return int(np.count_nonzero(unequal.numpy())) if unequal.device.type == "cpu" else unequal.sum()
+
+
+@torch.no_grad()
+def sample_weights(weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """A copy of every n-th weight of each parameter, about SAMPLE in all."""
+    every = max(1, sum(w.numel() for w in weights.values()) // SAMPLE) | 1
+    return [w.reshape(-1)[::every].clone() for w in weights.values()]
+
+
+def fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """Tells versions of a model's weights apart, by a sample of them."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in zip(weights, sample_weights(weights), strict=True):
+        digest.update(name.encode())
+        digest.update(tensor.cpu().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

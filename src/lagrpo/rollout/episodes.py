@@ -1,7 +1,7 @@
 """Episodes: completions of several turns. After each turn of the policy an environment says something or ends the
 episode.
 
-What it says is appended as tokens that nobody sampled (`model/replies.py`). Where a limit ends an episode, it is
+What it says is appended as tokens that nobody sampled (`model/chat.py`). Where a limit ends an episode, it is
 scored with what it was worth by then, and its reason says which limit: an outcome, not a failure.
 """
 
@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from lagrpo.model.chat import TemplateError
-from lagrpo.model.replies import Replies, RewritingError
+from lagrpo.model.chat import Replies, RewritingError, TemplateError
 from lagrpo.types import Outcome, Prompt
 
 Address = tuple[int | str, ...]

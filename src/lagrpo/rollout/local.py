@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from lagrpo.interrupts import raise_if_asked
-from lagrpo.model.model import Policy, Weights
-from lagrpo.model.replica import Replica
+from lagrpo.model.model import Policy, PolicyCopy, Weights
 from lagrpo.rng import uniforms
 from lagrpo.rollout.base import Item, Manner, Request
 from lagrpo.rollout.decode import DecodeState
@@ -91,7 +90,7 @@ class LocalSampler:
 
     def __init__(
         self,
-        policy: Policy | Replica,
+        policy: Policy | PolicyCopy,
         seed: int,
         max_tokens: int,
         max_num_seqs: int,
@@ -320,7 +319,7 @@ class BorrowingSampler(LocalSampler):
 
     source: Policy
 
-    def __init__(self, policy: Replica, *given: Any) -> None:
+    def __init__(self, policy: PolicyCopy, *given: Any) -> None:
         super().__init__(policy, *given)
         self._copy = policy
         self._storages = self._find_storages()

@@ -19,16 +19,11 @@ from lagrpo.backends.process import keep_freed_memory
 from lagrpo.data.offline import OfflineData, Records, read_records
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
-from lagrpo.model.adapter_files import Lora, save_adapter
-from lagrpo.model.chat import Templates
 from lagrpo.model.embedded import resolve_model
-from lagrpo.model.layered import make_layered_replica, make_whole_replica, why_not, with_modules, without_numbers
-from lagrpo.model.learner import Learner, Optimization
+from lagrpo.model.fsdp import copy_sharded, copy_whole, why_not_shardable, with_modules, without_values
 from lagrpo.model.loading import check_context, check_files, load_policy
-from lagrpo.model.lora import save_merged
-from lagrpo.model.masters import fingerprint
-from lagrpo.model.model import AdapterWeights, Policy
-from lagrpo.model.replica import Replica, replica
+from lagrpo.model.lora import Lora, save_adapter, save_merged
+from lagrpo.model.model import AdapterWeights, Policy, PolicyCopy, copy_policy, fingerprint
 from lagrpo.objective.compose import Recipe
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.episodes import Episodes
@@ -49,27 +44,25 @@ from lagrpo.training.ranks import (
     FirstRankEvaluator,
     FirstRankSampler,
     RankBorrower,
-    RankLearner,
     RankRewardPool,
     Ranks,
     RankSampler,
+    RankTrainer,
 )
+from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group
 
 
-def build_policy(
-    model: ModelSettings, tau: float, longest: int, templates: Templates | None = None, seed: int = 0
-) -> Policy:
-    """The policy at temperature tau, checked against the `longest` possible sequence in tokens; `templates` renders its
-    prompts; adapters start at random numbers of `seed`. Raises SettingsError for a model that is missing or
-    unsupported."""
+def build_policy(model: ModelSettings, tau: float, longest: int, seed: int = 0) -> Policy:
+    """The policy at temperature tau, checked against the `longest` possible sequence in tokens; `seed` keys the random
+    start of adapters. Raises SettingsError for a model that is missing or unsupported."""
     device = pick_device(model.device)
     if device.type == "cpu":
         keep_freed_memory()
     dtype = getattr(torch, pick_dtype(model.dtype, device)[0])
     with refusing("model.kernels", NoKernels):
         backend = choose_backend(model.kernels, device, dtype)
-    given = chat_template(model), templates, backend, lora_of(model, seed)
+    given = chat_template(model), backend, lora_of(model, seed)
     with loading(model):
         policy = load_policy(resolve_model(model.path), dtype, device, tau, *given)
     with refusing("model.path"):
@@ -151,7 +144,7 @@ class Parts:
     task: Task
     own_task: bool  # the caller gave the task as an object
     model: str  # the fingerprint of the initial weights
-    learner: Learner  # with the policy, the recipe and the reference
+    learner: Trainer  # with the policy, the recipe and the reference
     sampler: LocalSampler | VllmEngine | FirstRankSampler
     evaluator: LocalSampler | VllmEvaluator | FirstRankEvaluator
     exams: tuple[Exam, ...]  # evaluation sets
@@ -189,9 +182,8 @@ class Parts:
         ranks: Ranks,
     ) -> Parts:  # fmt: skip
         task = data.task
-        templates = undo.enter_context(closing(Templates()))
         longest = settings.longest + replied(settings, task, *data.of_sets.values())
-        policy = build_policy(settings.model, settings.sampling.temperature, longest, templates, settings.run.seed)
+        policy = build_policy(settings.model, settings.sampling.temperature, longest, settings.run.seed)
         model = check_same_model(ranks, fingerprint(policy.all_weights))
         talks = find_talks(settings, task, data.of_sets, policy.chat)
         talking = {name: talk.start(settings, policy.chat, undo) for name, talk in talks.items()}
@@ -199,7 +191,7 @@ class Parts:
         prompts = build_prompts(settings, task, policy, asking.get(OF_RUN, {}))
         offline = build_offline(settings, recipe, policy, data.records) if data.records else None
         sampler = build_sampler(settings, policy, servers, talking.get(OF_RUN), ranks)
-        skeleton = without_numbers(policy.model.lm) if ranks.mesh is not None else None
+        skeleton = without_values(policy.model.lm) if ranks.mesh is not None else None
         learner, evaluator = build_learner(settings, recipe, policy, ranks)
         policy, evaluator.known = learner.policy, talking
         verifier = undo.enter_context(build_verifier(settings, task, ranks))
@@ -232,7 +224,7 @@ class Parts:
         )
 
     @property
-    def sampled(self) -> Policy | Replica | None:
+    def sampled(self) -> Policy | PolicyCopy | None:
         """The policy of the in-process sampler, which computes as the learner does, up to rounding; None for vLLM."""
         return self.sampler.policy if isinstance(self.sampler, LocalSampler) else None
 
@@ -266,9 +258,9 @@ class Parts:
         policy.chat.save(directory)
 
     def close(self) -> None:
-        """End the workers, the servers that were started, and the process that renders prompts."""
+        """End the workers and the servers that were started."""
         with ExitStack() as last:
-            for part in (self.learner.policy.chat.templates, self.sampler, self.verifier, *self.others):
+            for part in (self.sampler, self.verifier, *self.others):
                 last.callback(part.close)
             for episodes in self.talking.values():
                 last.callback(episodes.environments.close)
@@ -316,7 +308,7 @@ def build_sampler(
         if own is not None:
             own.episodes = episodes
         return FirstRankSampler(ranks, own) if own is None or ranks.size > 1 else own
-    given = replica(policy), settings.run.seed, sampling.max_tokens, sampling.max_num_seqs
+    given = copy_policy(policy), settings.run.seed, sampling.max_tokens, sampling.max_num_seqs
     sampler = LocalSampler(*given) if ranks.size == 1 else RankSampler(ranks, *given)
     sampler.episodes = episodes
     return sampler
@@ -326,7 +318,7 @@ def build_vllm_evaluator(sampler: Any) -> VllmEvaluator | FirstRankEvaluator:
     return FirstRankEvaluator(sampler) if isinstance(sampler, FirstRankSampler) else VllmEvaluator(sampler)
 
 
-def build_learner(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ranks) -> tuple[Learner, LocalSampler]:
+def build_learner(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ranks) -> tuple[Trainer, LocalSampler]:
     """The learner, with a reference if the recipe has a KL term, and what samples evaluations from its policy. If
     layers are sharded, the policy given is used up. Raises SettingsError for a model whose layers cannot be."""
     o, s = settings.optimizer, settings.schedule
@@ -341,17 +333,17 @@ def build_learner(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ran
     )
     given = o.activation_checkpointing, settings.run.entropy
     if ranks.mesh is None:
-        reference = replica(policy) if recipe.needs_pi_ref else None
+        reference = copy_policy(policy) if recipe.needs_pi_ref else None
         if ranks.size == 1:
-            return Learner(policy, recipe, optimization, reference, *given), LocalSampler(policy, *evaluating)
-        learner = RankLearner(ranks, policy, recipe, optimization, reference, *given)
+            return Trainer(policy, recipe, optimization, reference, *given), LocalSampler(policy, *evaluating)
+        learner = RankTrainer(ranks, policy, recipe, optimization, reference, *given)
         return learner, RankSampler(ranks, policy, *evaluating)
-    if reason := why_not(policy):
+    if reason := why_not_shardable(policy):
         raise SettingsError(f"distributed.shard = 'layers' cannot shard this model: {reason}")
-    whole = make_whole_replica if isinstance(policy.weights, AdapterWeights) else replica
+    whole = copy_whole if isinstance(policy.weights, AdapterWeights) else copy_policy
     evaluator, policy = RankBorrower(ranks, whole(policy), *evaluating), with_modules(policy)
-    reference = make_layered_replica(policy, ranks.mesh) if recipe.needs_pi_ref else None
-    learner = RankLearner(ranks, policy, recipe, optimization, reference, *given)
+    reference = copy_sharded(policy, ranks.mesh) if recipe.needs_pi_ref else None
+    learner = RankTrainer(ranks, policy, recipe, optimization, reference, *given)
     evaluator.source = learner.policy
     return learner, evaluator
 

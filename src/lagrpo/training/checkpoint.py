@@ -22,7 +22,6 @@ from typing import Any
 from torch import Tensor
 
 from lagrpo.errors import SettingsError
-from lagrpo.model.spans import Merged
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs.checkpoints import (
     Checkpoint,
@@ -35,6 +34,7 @@ from lagrpo.runs.checkpoints import (
 )
 from lagrpo.runs.files import write_atomically
 from lagrpo.training.build import Parts
+from lagrpo.training.optimizer_state import MergedState
 from lagrpo.training.ranks import Ranks
 from lagrpo.types import Group
 
@@ -61,7 +61,7 @@ class Stand:
     @staticmethod
     def of(a: Parts, state: LoopState) -> Stand:
         parity = a.check_parity.memory() if a.check_parity is not None else None
-        return Stand(state, a.learner.policy.version, parity, a.learner.synced.last)
+        return Stand(state, a.learner.policy.version, parity, a.learner.synced)
 
 
 def fingerprint_data(a: Parts) -> str:
@@ -157,10 +157,10 @@ def check_same(a: Parts, saved: Mapping[str, Any], model: str) -> None:
 def load_version(a: Parts, checkpoint: Checkpoint, version: int, pi: int) -> None:
     """π_version into the policy, with masters and moments where it is `pi`. Version 0 is there from the start."""
     if version == pi:
-        kept = Merged(checkpoint.read_learner())
+        kept = MergedState(checkpoint.read_learner())
         a.learner.load_state(kept, pi)
         samples = sorted((name for name in kept if name.startswith("synced/")), key=lambda name: int(name[7:]))
-        a.learner.synced.last = [kept[name] for name in samples]
+        a.learner.synced = [kept[name] for name in samples]
     elif version:
         a.learner.load_weights(checkpoint.read_weights(version), version)
 

@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 
 from lagrpo.errors import SettingsError, refusing
-from lagrpo.model import adapter_files
-from lagrpo.model.adapter_files import is_adapter
-from lagrpo.model.embedded import check_path
+from lagrpo.model import lora
+from lagrpo.model.embedded import check_path, is_adapter
 from lagrpo.objective.compose import Recipe
 from lagrpo.objective.recipes import resolve
 from lagrpo.runs.directory import check_new, check_writable
@@ -69,7 +68,7 @@ def check_lora(settings: Settings) -> None:
     if not settings.model.lora.r:
         return
     with refusing("model.lora"):
-        adapter_files.check_installed()
+        lora.check_installed()
     if settings.sampling.sampler == "vllm" and settings.vllm.weight_sync != "directory":
         raise SettingsError(
             f"vllm.weight_sync = {settings.vllm.weight_sync!r} sends whole models, and vLLM loads adapters from a "

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lagrpo.errors import refusing
-from lagrpo.model.chat import Chat, TemplateError
-from lagrpo.model.replies import OPENING, Replies
+from lagrpo.model.chat import OPENING, Chat, Replies, TemplateError
 from lagrpo.rollout.episodes import Episodes, Limits
 from lagrpo.settings.environment import EnvironmentSettings
 from lagrpo.settings.schema import EvalSettings, Settings

@@ -13,10 +13,9 @@ from typing import Any
 from lagrpo.backends.process import restored
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
-from lagrpo.model.adapter_files import is_adapter, read_config
-from lagrpo.model.chat import Templates
-from lagrpo.model.embedded import resolve_model
+from lagrpo.model.embedded import is_adapter, resolve_model
 from lagrpo.model.loading import check_files
+from lagrpo.model.lora import load_adapter_config
 from lagrpo.model.model import Policy
 from lagrpo.rollout.base import Manner
 from lagrpo.rollout.episodes import Episodes
@@ -73,9 +72,8 @@ def _evaluated(settings: EvalSettings, task: Task) -> Evaluation:
                 check_files(resolve_model(run.model.path))
             servers = [parts.enter_context(closing(server)) for server in open_servers(run)]
         print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
-        templates = parts.enter_context(closing(Templates()))
         longest = settings.max_prompt_tokens + settings.max_tokens + replied(settings, task)
-        policy = build_policy(settings.model, settings.temperature, longest, templates)
+        policy = build_policy(settings.model, settings.temperature, longest)
         episodes, given = None, dict[str, Any]()
         if (talk := Talk.find(settings.environment, task, policy.chat)) is not None:
             if settings.sampling.sampler == "vllm":
@@ -124,7 +122,7 @@ def as_run(settings: EvalSettings) -> Settings:
     evaluation = {"before_and_after": False}
     model = settings.model
     if is_adapter(model.path):
-        lora, path = read_config(Path(model.path))
+        lora, path = load_adapter_config(Path(model.path))
         own = LoraSettings(r=lora.r, alpha=lora.alpha, targets=lora.targets)
         model = model.model_copy(update={"path": path, "lora": own})
     given = {"run": run, "model": model, "sampling": limits, "vllm": settings.vllm, "evaluation": evaluation}

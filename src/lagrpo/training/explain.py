@@ -12,9 +12,8 @@ from lagrpo.backends.cpu.logprobs import KEPT_LOGITS, KERNEL_LOGITS
 from lagrpo.backends.hardware import pick_device, pick_dtype
 from lagrpo.backends.logprobs import CHUNK_LOGITS
 from lagrpo.errors import refusing
-from lagrpo.model.configs import read_config
 from lagrpo.model.embedded import resolve_model
-from lagrpo.model.loading import check_supported
+from lagrpo.model.loading import check_supported, load_config
 from lagrpo.model.lora import count_of_adapters, count_parameters
 from lagrpo.objective.compose import Recipe
 from lagrpo.rollout.schedule import Schedule, largest_lag
@@ -242,7 +241,7 @@ def empty_model(settings: Settings) -> Any:
     from transformers import AutoModelForCausalLM
 
     with loading(settings.model):
-        config = read_config(resolve_model(settings.model.path))
+        config = load_config(resolve_model(settings.model.path))
         check_supported(config)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)

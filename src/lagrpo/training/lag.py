@@ -18,9 +18,9 @@ from torch import Tensor
 from lagrpo.core import bounds, divergences
 from lagrpo.core.advantages import sigma
 from lagrpo.core.estimators import bootstrap_interval
-from lagrpo.model.batch import Batch, MicroBatch, knows_alpha
 from lagrpo.objective.compose import Recipe
 from lagrpo.settings.schema import Settings
+from lagrpo.training.batch import Batch, MicroBatch, knows_alpha
 from lagrpo.types import Range
 
 SIGMA_BINS = 10  # of the histogram of sigma over [0, 1/2], the range of rewards in [0, 1]

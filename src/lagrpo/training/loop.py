@@ -13,8 +13,8 @@ from itertools import chain
 from torch import Tensor
 
 from lagrpo.interrupts import raise_if_asked
-from lagrpo.model.batch import Batch, FreshMicroBatch, MicroBatch, assemble, is_flat, left_out
 from lagrpo.rollout.schedule import LoopState
+from lagrpo.training.batch import Batch, FreshMicroBatch, MicroBatch, assemble, has_zero_variance, left_out
 from lagrpo.training.build import Parts
 from lagrpo.training.clock import Clock
 from lagrpo.training.lag import lag_is_complete, measure_spending
@@ -118,12 +118,12 @@ def replace_zero_variance(a: Parts, state: LoopState, clock: Clock, groups: list
     """DAPO's dynamic sampling, bounded: groups of other prompts replace groups whose rewards are all equal."""
     b, taken = state.batch + 1, 0
     for _ in range(a.settings.sampling.dynamic_sampling):
-        flat = [n for n, group in enumerate(groups) if group.source == "sampler" and is_flat(group)]
+        flat = [n for n, group in enumerate(groups) if group.source == "sampler" and has_zero_variance(group)]
         if not flat:
             break
         more = score_groups(a, clock, a.prefetcher.more(a.prompts.extra(b, taken, len(flat)), state.alpha))
         taken += len(flat)
-        for n, group in zip(flat, (group for group in more if not is_flat(group)), strict=False):
+        for n, group in zip(flat, (group for group in more if not has_zero_variance(group)), strict=False):
             groups[n] = group
     return groups
 
@@ -147,8 +147,8 @@ def score_left_out(a: Parts, clock: Clock, batch: Batch, rows: Sequence[FreshMic
         completions = [batch.completion(c) for micro in rest for c in micro.members]
         own = a.sampled is not None and all(bool((c.versions[c.sampled] == version).all()) for c in completions)
         known = [micro.logp_alpha_T for micro in rest if micro.logp_alpha_T is not None]
-        scores = known if own else learner.score(rest)
-        return [micro.scored_by(logp_T) for micro, logp_T in zip(rest, scores, strict=True)]
+        scores = known if own else learner.compute_logprobs(rest)
+        return [micro.with_logprobs(logp_T) for micro, logp_T in zip(rest, scores, strict=True)]
 
 
 def score_update(a: Parts, clock: Clock, rows: Sequence[MicroBatch]) -> list[Tensor] | None:
@@ -156,4 +156,4 @@ def score_update(a: Parts, clock: Clock, rows: Sequence[MicroBatch]) -> list[Ten
     if not (a.settings.run.score_update and lag_is_complete(a.settings, a.learner.recipe)):
         return None
     with clock("scoring"):
-        return a.learner.score(rows)
+        return a.learner.compute_logprobs(rows)

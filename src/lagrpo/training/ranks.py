@@ -29,14 +29,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lagrpo.interrupts import Interrupted, asked_to_stop
-from lagrpo.model.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
-from lagrpo.model.learner import Learner
-from lagrpo.model.model import Policy
-from lagrpo.model.replica import Replica
+from lagrpo.model.model import Policy, PolicyCopy
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.base import Item, Manner, Request
 from lagrpo.rollout.local import BorrowingSampler, LocalSampler
 from lagrpo.rollout.vllm.engine import VllmEvaluator
+from lagrpo.training.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
+from lagrpo.training.trainer import Trainer
 from lagrpo.types import Group
 
 TIMEOUT = timedelta(hours=1)
@@ -189,8 +188,8 @@ def add_up(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return dict(total)
 
 
-class RankLearner(Learner):
-    """A learner that computes its share of the rows of a batch, and steps with the other ranks."""
+class RankTrainer(Trainer):
+    """A trainer that computes its share of the rows of a batch, and steps with the other ranks."""
 
     def __init__(self, ranks: Ranks, *given: Any) -> None:
         super().__init__(*given, ranks=ranks.group, mesh=ranks.mesh)
@@ -204,15 +203,17 @@ class RankLearner(Learner):
         rows = micro_batches(batch, tokens, self.policy.device, *how, ranks=self.peers.size)
         if self.reference is not None and recipe.needs_pi_ref:
             own, passes = self._share(rows)
-            for n, logp_T in zip(own, super().score([rows[n] for n in own], passes, self.reference), strict=True):
+            for n, logp_T in zip(
+                own, super().compute_logprobs([rows[n] for n in own], passes, self.reference), strict=True
+            ):
                 rows[n] = replace(rows[n], logp_ref_T=logp_T)
         return rows
 
-    def score(
-        self, micro_batches: Sequence[FreshMicroBatch], passes: int = 0, by: Policy | Replica | None = None
+    def compute_logprobs(
+        self, micro_batches: Sequence[FreshMicroBatch], passes: int = 0, by: Policy | PolicyCopy | None = None
     ) -> list[Tensor]:
         own, passes = self._share(micro_batches)
-        scored = super().score([micro_batches[n] for n in own], passes, by)
+        scored = super().compute_logprobs([micro_batches[n] for n in own], passes, by)
         found = self._gather({n: logp_T.cpu() for n, logp_T in zip(own, scored, strict=True)})
         return [found[n].to(self.policy.device) for n in range(len(micro_batches))]
 
@@ -232,7 +233,7 @@ class RankLearner(Learner):
         scores = [(row.logp_k_T.cpu(), row.entropy_T.cpu() if row.entropy_T is not None else None) for row in self._own]
         scored = self._gather(dict(zip(own, scores, strict=True)))
         device = self.policy.device
-        rows = [row.scored_by(scored[n][0].to(device), scored[n][1]) for n, row in enumerate(fresh)]
+        rows = [row.with_logprobs(scored[n][0].to(device), scored[n][1]) for n, row in enumerate(fresh)]
         return rows, total | (self.update(self._own) if in_objective else {})
 
     def step(self, micro_batches: Sequence[MicroBatch], in_objective: bool = True) -> dict[str, float]:
@@ -243,7 +244,7 @@ class RankLearner(Learner):
         """The numbers of this rank's rows, by tokens through the model, and how many passes all ranks make in step; 0
         where each makes its own."""
         of_ranks = divide([len(row.packed.input_ids) for row in rows], self.peers.size)
-        return of_ranks[self.peers.rank], max(map(len, of_ranks)) if self.in_step else 0
+        return of_ranks[self.peers.rank], max(map(len, of_ranks)) if self.passes_are_collective else 0
 
     def _gather(self, own: dict[int, T]) -> dict[int, T]:
         return {n: value for of_rank in self.peers.gather(own) for n, value in of_rank.items()}

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.cuda import nccl
 
-from lagrpo.model.adapter_files import read_weights, save_adapter
+from lagrpo.model.lora import load_adapter_weights, save_adapter
 from lagrpo.rollout.vllm.client import CONTROL_TIMEOUT, LOAD_TIMEOUT, GroupQueue, SamplerError, VllmClient, run_together
 
 FILE = "model.safetensors"
@@ -156,7 +156,7 @@ class AdapterTransfer(WeightTransfer):
         save_adapter(self._lm, tensors, directory)
 
     def read(self, update: WeightUpdate) -> Mapping[str, Tensor]:
-        return read_weights(Path(self.write(update)))
+        return load_adapter_weights(Path(self.write(update)))
 
     def load(self, server: VllmClient, update: WeightUpdate) -> None:
         server.load_adapter(update.label, self.write(update))

@@ -6,6 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from test_sampling import requests_for
 from tiny import computed_by, tiny_policy
 from torch import nn
@@ -14,8 +16,7 @@ from lagrpo.backends.choose import choose_backend
 from lagrpo.backends.cpu import build, library
 from lagrpo.backends.cpu.backend import CpuBackend
 from lagrpo.backends.cuda import CudaBackend
-from lagrpo.model.model import Packed, Weights
-from lagrpo.model.replica import PackedWeights, replica
+from lagrpo.model.model import Packed, copy_policy
 from lagrpo.rollout.local import LocalSampler
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -102,16 +103,33 @@ def test_a_replica_of_a_hooked_policy_has_its_modules():
     policy = tiny_policy(dtype=torch.bfloat16, backend="c")
     layer = policy.model.decoder.layers[0].mlp
     layer.down_proj = Adapted(layer.down_proj)
-    copy = replica(policy)
+    copy = copy_policy(policy)
     with torch.no_grad():
         torch.testing.assert_close(copy.logp(packed()), policy.logp(packed()), rtol=0, atol=0)
     assert "model.layers.0.mlp.down_proj.a" in policy.weights
 
 
-def test_the_hook_that_activation_checkpointing_hangs_on_the_embedding_changes_nothing():
-    policy = tiny_policy(dtype=torch.bfloat16, backend="c")
-    policy.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
-    assert policy.model.exact
+# ---- packed rows ----
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 6), max_size=4)), min_size=1, max_size=4))
+def test_packed_row_has_every_token_at_its_position_behind_the_row_that_predicts_it(lengths):
+    ids = iter(range(10**6))
+    groups = [
+        ([next(ids) for _ in range(p)], [torch.tensor([next(ids) for _ in range(c)]) for c in counts])
+        for p, counts in lengths
+    ]
+    row = Packed.build(groups)
+    layout, tokens = row.layout, row.input_ids.tolist()
+    whole = [(prompt, c.tolist()) for prompt, completions in groups for c in completions]
+    places = {token: at for prompt, _ in groups for at, token in enumerate(prompt)}
+    places |= {token: len(prompt) + at for prompt, c in whole for at, token in enumerate(c)}
+    assert row.token_ids.tolist() == [token for _, c in whole for token in c]
+    assert layout.position_ids.tolist() == [places[token] for token in tokens]
+    before = [token for prompt, c in whole for token in [prompt[-1], *c[:-1]]]
+    assert [tokens[at] for at in layout.logit_rows.tolist()] == before
+    assert [tokens[at] for at in layout.last_prompt_rows.tolist()] == [prompt[-1] for prompt, _ in groups]
+    assert layout.rows == len(tokens)
 
 
 # ---- weights ----
@@ -140,17 +158,6 @@ def test_loading_copies_into_the_models_own_storage_and_counts_the_version():
     with pytest.raises(ValueError, match=r"model\.norm\.weight is \(31,\) in version 8, not \(32,\)"):
         policy.weights.load({**other.weights, "model.norm.weight": torch.ones(31)}, 8)
     assert policy.version == 7
-
-
-@BOTH
-def test_a_replica_offers_to_load_and_to_compute_and_nothing_else(dtype):
-    copy = replica(tiny_policy(dtype=dtype, backend="c"))
-    assert isinstance(copy.weights, PackedWeights if dtype == torch.bfloat16 else Weights)
-    assert not isinstance(copy.weights, Weights) or all(w.numel() for w in copy.weights.values())  # none is empty
-    offered = {name for name in dir(copy) if not name.startswith("_")}
-    assert offered == {"weights", "model", "chat", "tau", "version", "load", "logp"}
-    if dtype == torch.bfloat16:
-        assert {name for name in dir(copy.weights) if not name.startswith("_")} == {"items", "load", "version"}
 
 
 # ---- backends ----

@@ -1,9 +1,8 @@
-"""From judged groups to what the learner steps on: advantages, weights, micro-batches.
+"""From scored groups to what the trainer steps on: advantages, weights, packed rows.
 
 Only scored completions take part, and of them only sampled tokens: T, lengths and sums count no others. A masked group
-(its rewards all equal, where the recipe masks those) leaves the objective before any forward pass. Weights carry the
-normalizer of the whole batch, so the split into micro-batches cannot change the gradient.
-"""
+(its rewards are all equal, and the recipe masks such groups) leaves the objective before any forward pass. Weights
+carry the normalizer of the whole batch, so the split into micro-batches cannot change the gradient."""
 
 from __future__ import annotations
 
@@ -44,14 +43,14 @@ class Batch:
         return self.groups[group].completions[index]
 
 
-def is_flat(group: Group) -> bool:
-    """Whether all rewards of a group are equal (or it has none): nothing is to be learned from it."""
+def has_zero_variance(group: Group) -> bool:
+    """Whether all rewards of a group are equal, or it has none."""
     return len(set(group.rewards)) < 2
 
 
 def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int, b: int) -> Batch:
     """Lines 12-13 of Algorithm 1: A_α (Eq. 2) from the scored completions of each group, then the weights over the
-    batch. `max_tokens` is the limit of a completion; random numbers are addressed by (seed, b, group)."""
+    batch. `max_tokens` is the limit of a completion; random numbers are keyed by (seed, b, group)."""
     member: list[tuple[int, int]] = []
     advantages, flat = [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
     lengths = [torch.empty(0, dtype=torch.long)]
@@ -73,38 +72,40 @@ def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int
 
 @dataclass(frozen=True, slots=True)
 class FreshMicroBatch:
-    """Whole completions packed into one row, with what the objective reads of them before π_k has scored them: flat
-    over their sampled tokens [T] and per completion [C]."""
+    """Whole completions packed into one row, with what the objective reads of them before log π_k is known: flat over
+    their sampled tokens [T] and per completion [C]."""
 
     packed: Packed
     members: tuple[int, ...]  # their places among the completions of the batch
-    logp_alpha_T: Tensor | None  # None where a file brought them without log-probs
-    logp_ref_T: Tensor | None  # None where the objective has no KL term
+    logp_alpha_T: Tensor | None  # None if a file brought them without log-probs
+    logp_ref_T: Tensor | None  # None if the objective has no KL term
     completion_T: Tensor
     advantage_C: Tensor
     weight_C: Tensor
     group_C: Tensor  # the number of the group
     batch: Batch
 
-    def alone(self, c: int) -> Packed:
-        """The c-th completion in a row of its own."""
-        return row_of(self.batch, [self.members[c]], self.weight_C.device).packed
+    def name(self, c: int) -> str:
+        """The c-th completion of the row as the rollouts have it (columns `completion` and `prompt_key`), both from
+        0."""
+        group, number = self.batch.member_C[self.members[c]]
+        return f"completion {number} of prompt {self.batch.groups[group].prompt.key}"
 
-    def scored_by(self, logp_k_T: Tensor, entropy_T: Tensor | None = None) -> MicroBatch:
+    def with_logprobs(self, logp_k_T: Tensor, entropy_T: Tensor | None = None) -> MicroBatch:
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         return MicroBatch(**own, logp_k_T=logp_k_T, entropy_T=entropy_T)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch(FreshMicroBatch):
-    """A micro-batch with everything that the objective reads beside log π."""
+    """A micro-batch with everything that the objective reads besides log π."""
 
     logp_k_T: Tensor
     entropy_T: Tensor | None = None
-    """of the distribution of π_k that each token was sampled from, nats; None where it was not measured"""
+    """of the distribution of π_k that each token was sampled from, nats; None if it was not measured"""
 
-    def terms(self, logp_T: Tensor) -> Terms:
-        """What the objective looks at where π gives the tokens these log-probs."""
+    def loss_inputs(self, logp_T: Tensor) -> Terms:
+        """What the objective reads if π gives the tokens these log-probs."""
         return Terms(
             logp=logp_T, logp_alpha=self.logp_alpha_T, logp_k=self.logp_k_T, logp_ref=self.logp_ref_T,
             completion=self.completion_T, advantages=self.advantage_C, groups=self.group_C,
@@ -112,15 +113,15 @@ class MicroBatch(FreshMicroBatch):
 
 
 def micro_batches(
-    batch: Batch, tokens: int, device: torch.device | str = "cpu", whole_groups: bool = False, silent: bool = False,
-    reference: Callable[[Packed], Tensor] | None = None, ranks: int = 1,
+    batch: Batch, tokens: int, device: torch.device | str = "cpu", whole_groups: bool = False,
+    skip_zero_advantage: bool = False, reference: Callable[[Packed], Tensor] | None = None, ranks: int = 1,
 ) -> list[FreshMicroBatch]:  # fmt: skip
     """Completions with a weight, packed group by group into rows of at most `tokens` tokens; a single longer completion
     has a row of its own. A group that does not fit is cut, and its prompt is computed once per piece; with
-    `whole_groups`, for objectives that compare the completions of a group, it has a longer row. `silent`, where an
-    advantage of 0 has no gradient, leaves those completions out; they still count in the weights of the others.
+    `whole_groups`, for objectives that compare the completions of a group, it has a longer row. `skip_zero_advantage`,
+    if an advantage of 0 has no gradient, leaves those completions out; they still count in the weights of the others.
     `reference` gives log π_ref of a packed row. For several `ranks` there are rows of about the same cost for each."""
-    wanted_C = (batch.weight_C != 0) & ~(silent & (batch.advantage_C == 0))
+    wanted_C = (batch.weight_C != 0) & ~(skip_zero_advantage & (batch.advantage_C == 0))
     rows = _rows(batch, wanted_C, tokens, device, whole_groups, ranks)
     if reference is None:
         return rows
@@ -155,7 +156,7 @@ def _rows(
 
 
 def _evened(batch: Batch, rows: list[list[list[int]]], ranks: int, cut: bool) -> list[list[list[int]]]:
-    """As many rows for each rank, of about the same cost: a piece, or its last completions where it may be `cut`, goes
+    """As many rows for each rank, of about the same cost: a piece, or its last completions if it may be `cut`, moves
     from the largest row to the smallest while that makes the larger of the two smaller by more than a fiftieth."""
     rows = rows + [[] for _ in range(-len(rows) % ranks)]
     costs = [sum(_cost(batch, piece) for piece in row) for row in rows]
@@ -190,8 +191,8 @@ def _cuts(batch: Batch, piece: list[int], cut: bool) -> Iterator[tuple[int, int,
 
 def balanced(costs: Sequence[int], budget: int) -> list[list[int]]:
     """Items, by their numbers, in few rows of at most `budget` each and of about the same cost, largest first; an item
-    beyond the budget has a row of its own. As many rows as it takes to put each into the first that has room; then, if
-    they hold them, each into the row that has least."""
+    beyond the budget has a row to itself. First fit decides the number of rows; then, if the budget allows it, each
+    item goes into the row that has least."""
 
     def cost(row: list[int]) -> int:
         return sum(costs[n] for n in row)
@@ -209,7 +210,7 @@ def balanced(costs: Sequence[int], budget: int) -> list[list[int]]:
     return least if all(len(row) == 1 or cost(row) <= budget for row in least) else first_fit
 
 
-def knows_alpha(batch: Batch, piece: list[int]) -> bool:
+def knows_alpha(batch: Batch, piece: Sequence[int]) -> bool:
     """Whether log α of every sampled token of these completions is known."""
     return not any(bool((c.logp_alpha.isnan() & c.sampled).any()) for c in map(batch.completion, piece))
 
@@ -221,7 +222,7 @@ def _cost(batch: Batch, piece: list[int]) -> int:
 
 
 def _pieces(batch: Batch, wanted_C: Sequence[bool], tokens: int) -> list[list[int]]:
-    """Runs of completions of one group, each within the budget where that is possible."""
+    """Runs of completions of one group, each within the budget if that is possible."""
     pieces: list[list[int]] = []
     for c in compress(range(len(batch.member_C)), wanted_C):
         last = pieces[-1] if pieces else None

@@ -1,4 +1,4 @@
-"""Masters: they start inside the rounding cells of their weights, and the weights follow them on average."""
+"""MasterWeights: they start inside the rounding cells of their weights, and the weights follow them on average."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import torch
 from tiny import tiny_policy
 from torch import nn
 
-from lagrpo.model.learner import Learner, Optimization
-from lagrpo.model.masters import CHUNK, Masters, SyncedWeights, differing, dither_
-from lagrpo.rng import generator, signed16
+from lagrpo.rng import signed16
+from lagrpo.training.master_weights import CHUNK, MasterWeights, count_differing, dither_
+from lagrpo.training.trainer import Optimization, Trainer
 
 ALL = torch.arange(-(2**15), 2**15).to(torch.int16)  # every pattern of 16 bits
 DRAWS = np.arange(-(2**15), 2**15)
 DRAWS[0] = 0  # what signed16 makes of the 65,536 values of 16 bits
-FINE = 2.0**-16  # a spacing of float32 in spacings of bfloat16
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,11 +30,11 @@ def module(*tensors: torch.Tensor) -> nn.Module:
 
 
 def rounded(masters: torch.Tensor) -> torch.Tensor:
-    """What Masters.round makes of float32 numbers, as float64."""
-    held = Masters(module(torch.zeros(len(masters), dtype=torch.bfloat16)), "plain", 0)
+    """What MasterWeights.write_back makes of float32 numbers, as float64."""
+    held = MasterWeights(module(torch.zeros(len(masters), dtype=torch.bfloat16)), "plain", 0)
     held.parameters[0].data.copy_(masters)
-    held.round()
-    return held._working[0].detach().double()
+    held.write_back()
+    return held.weights[0].detach().double()
 
 
 # A dithered master rounds to its weight
@@ -56,16 +55,6 @@ def test_every_bfloat16_number_comes_back(draw):
     assert back[weights.isnan()].isnan().all()
 
 
-def test_one_step_further_is_another_number():
-    """The draws reach as far as they may: one more, and every odd number rounds to its neighbor."""
-    weights = ALL.view(torch.bfloat16)
-    odd = (ALL % 2 != 0) & weights.isfinite()
-    for draw in (-(2**15), 2**15):
-        value = weights.float()
-        value.view(torch.int32).add_(draw)
-        assert (bits(value.to(torch.bfloat16)) != ALL)[odd].all()
-
-
 def test_draws_are_of_the_whole_cell_and_of_their_address():
     draws = signed16(1_000_003, 5, "masters", "a.weight")
     assert draws.dtype == np.int16
@@ -78,48 +67,30 @@ def test_draws_are_of_the_whole_cell_and_of_their_address():
         assert (draws[:1000] == signed16(1000, *other)).mean() < 0.01
 
 
-def test_draws_are_cut_from_the_raw_stream():
-    """Which NumPy keeps the same between versions, unlike what it draws from distributions."""
-    raw = generator(1, "x").random_raw(50_000)
-    expected = np.stack([(raw >> np.uint64(16 * n)).astype(np.uint16) for n in range(4)], 1).view(np.int16).ravel()
-    assert (expected == -32768).any()
-    assert np.array_equal(signed16(199_999, 1, "x"), np.where(expected == -32768, 0, expected)[:-1])
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_the_policy_starts_the_same(kind):
     """The weights to the bit, of every name and whatever the order of the parameters; masters alone differ."""
     policy = tiny_policy(kind, torch.bfloat16)
     before = {name: w.clone() for name, w in policy.weights.items()}
     optimization = Optimization(lr=1e-3, seed=4)
-    masters = Learner(policy, _recipe(), optimization)._masters
-    assert masters.round() == 0
+    masters = Trainer(policy, _recipe(), optimization).masters
+    assert masters.write_back() == 0
     for (name, weight), master in zip(policy.weights.items(), masters.parameters, strict=True):
         assert torch.equal(bits(weight), bits(before[name])), name
         steps = master.detach().view(torch.int32) - before[name].float().view(torch.int32)
         assert torch.equal(steps.flatten(), torch.from_numpy(signed16(weight.numel(), 4, "masters", name)).int())
 
 
-def test_the_same_name_and_seed_draw_the_same():
-    a, b = torch.randn(2, 50, dtype=torch.bfloat16)
-    one, other = nn.Module(), nn.Module()
-    for model, order in ((one, "ab"), (other, "ba")):
-        for name in order:
-            model.register_parameter(name, nn.Parameter({"a": a, "b": b}[name].clone()))
-    first, second = Masters(one, "dithered", 1).parameters, Masters(other, "dithered", 1).parameters
-    assert torch.equal(first[0], second[1])
-    assert torch.equal(first[1], second[0])
-    assert not torch.equal(first[0], Masters(one, "dithered", 2).parameters[0])
-
-
 def test_plain_masters_are_the_weights_and_float32_has_none():
     policy = tiny_policy(dtype=torch.bfloat16)
-    for weight, master in zip(policy.weights.values(), Masters(policy.model.lm, "plain", 0).parameters, strict=True):
+    for weight, master in zip(
+        policy.weights.values(), MasterWeights(policy.model.lm, "plain", 0).parameters, strict=True
+    ):
         assert torch.equal(master, weight.float())
     policy = tiny_policy()
-    masters = Masters(policy.model.lm, "dithered", 0)
+    masters = MasterWeights(policy.model.lm, "dithered", 0)
     assert [id(p) for p in masters.parameters] == [id(p) for p in policy.model.parameters()]
-    assert masters.round() is None
+    assert masters.write_back() is None
 
 
 # The expected step of a weight is its master's
@@ -137,7 +108,7 @@ def expected_step(pattern: int, step: float) -> float:
 
 
 ODD, EVEN = 0x3CA5, 0x3CA4  # .0201 and .0200, well inside a binade
-BELOW, POWER = 0x3C7F, 0x3C80  # 2^-6 and the number before it
+POWER = 0x3C80  # 2^-6
 HALF, WHOLE = 2**15, 2**16  # of a bfloat16 spacing
 
 
@@ -171,29 +142,6 @@ def test_at_a_power_of_two_the_expected_step_holds_up_to_half_a_spacing(step):
     assert abs(expected_step(POWER, -step) + step) <= 1
 
 
-def test_at_a_power_of_two_it_holds_no_longer_once_one_half_of_the_draws_is_used_up():
-    """Half a spacing of that side: by then the mean has moved by as much; a further step moves it by another rate."""
-    assert expected_step(POWER, HALF + 8192) - (HALF + 8192) == pytest.approx(8192, abs=2)
-    assert expected_step(POWER, -HALF) + HALF == pytest.approx(8192, abs=2)
-
-
-def test_upwards_over_a_power_of_two_the_error_is_at_most_a_quarter_of_the_wider_spacing():
-    """The draws fill half of a cell there. Up to the power of two the step is still exact; beyond it the error depends
-    on where in the wider cell the master is, and is 0 on average. Without draws it is up to half a spacing."""
-    steps = range(0, 32 * WHOLE, WHOLE // 16)
-    errors = {step: (expected_step(BELOW, step) - step) / (2 * WHOLE) for step in steps}
-    assert all(abs(error) <= FINE for step, error in errors.items() if step <= WHOLE)
-    assert max(map(abs, errors.values())) == pytest.approx(0.25, abs=2 * FINE)
-    periods = [error for step, error in errors.items() if WHOLE < step <= 29 * WHOLE]
-    assert abs(sum(periods) / len(periods)) < 1e-3
-
-
-def test_downwards_over_a_power_of_two_the_draws_fill_two_cells():
-    """So that the step is exact again beyond the cell of the power of two itself."""
-    for step in range(3 * WHOLE, 9 * WHOLE, WHOLE // 4):
-        assert abs(expected_step(POWER + 2, -step) + step) <= 1, step
-
-
 @pytest.mark.parametrize("step", [1, 549, 16384, 32767])
 def test_a_plain_master_moves_no_weight_within_half_a_spacing(step):
     weight = torch.tensor([ODD], dtype=torch.int16).view(torch.bfloat16).float()
@@ -216,7 +164,7 @@ class Bandit:
         self.parameters: Any = nn.ParameterDict({"logits": LOGITS.to(dtype).repeat(COPIES, 1)})
         self.model, self.weights = SimpleNamespace(lm=self.parameters), SimpleNamespace(version=0)
         optimization = Optimization(1e-4, weight_decay=weight_decay, max_grad_norm=None, masters=masters, seed=7)
-        self.learner = Learner(self, SimpleNamespace(needs_pi_ref=False), optimization)  # type: ignore[arg-type]
+        self.learner = Trainer(self, SimpleNamespace(needs_pi_ref=False), optimization)  # type: ignore[arg-type]
 
     @property
     def version(self) -> int:
@@ -264,11 +212,11 @@ def test_a_bandit_in_bfloat16_learns_as_in_float32_with_dithered_masters_alone(w
 def test_a_new_stage_does_not_draw_again():
     bandit = Bandit(torch.bfloat16, "dithered", 0.1)
     bandit.learn(3)
-    before, weights = bandit.learner._masters.parameters[0].detach().clone(), bandit.pi()
+    before, weights = bandit.learner.masters.parameters[0].detach().clone(), bandit.pi()
     bandit.learner.end_stage(reset_optimizer=True)
-    assert torch.equal(bandit.learner._masters.parameters[0], before)
+    assert torch.equal(bandit.learner.masters.parameters[0], before)
     assert torch.equal(bandit.pi(), weights)
-    assert not bandit.learner._optimizer.state
+    assert not bandit.learner.optimizer.state
 
 
 # What moved
@@ -281,59 +229,39 @@ def test_moved_is_the_share_of_the_weights_whose_bits_changed():
         torch.ones(7, dtype=torch.bfloat16),
         torch.tensor(0.0, dtype=torch.bfloat16),
     )
-    masters = Masters(model, "plain", 0)
-    assert masters.round() == 0
+    masters = MasterWeights(model, "plain", 0)
+    assert masters.write_back() == 0
     with torch.no_grad():
         masters.parameters[0][-2:] = 2
         masters.parameters[0][0] += 2.0**-10  # within the cell
         masters.parameters[1][3] = 1 + 2.0**-6
         masters.parameters[2].neg_()
     total = sum(p.numel() for p in model.parameters())
-    assert masters.round() == 202 / total
-    assert masters.round() == 0
+    assert masters.write_back() == 202 / total
+    assert masters.write_back() == 0
     weights = list(model.parameters())
     assert weights[0][-1, -1] == 2
     assert weights[0][0, 0] == 1
     assert weights[2].signbit()
 
 
-def test_what_a_weight_sync_moved_is_against_the_weight_sync_before():
-    """Whatever lies between: here there and back again, then one weight of ten thousand and three."""
-    synced, weights = SyncedWeights(), {"a": torch.ones(10_000).bfloat16(), "b": torch.ones(3).bfloat16()}
-    assert synced.share(weights) is None
-    weights["a"] += 1
-    weights["a"] -= 1
-    assert synced.share(weights) == 0
-    weights["a"][77] = 2
-    assert synced.share(weights) == 1 / 10_003
-    assert synced.share(weights) == 0
-
-
-def test_of_a_large_model_a_sample_tells(monkeypatch):
-    monkeypatch.setattr("lagrpo.model.masters.SAMPLE", 1000)
-    synced, weights = SyncedWeights(), {"a": torch.zeros(300, 200).bfloat16(), "b": torch.zeros(40_000)}
-    synced.share(weights)
-    assert 900 < sum(map(len, synced.last)) < 1100
-    weights["a"][:, ::5] = 1
-    assert synced.share(weights) == pytest.approx(0.12, abs=0.03)
-
-
 def test_differing_compares_bits():
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         one = torch.tensor([0.0, 1.0, float("nan"), 3.0], dtype=dtype)
-        assert differing(one, one.clone()) == 0
-        assert differing(one, torch.tensor([-0.0, 1.0, float("nan"), 4.0], dtype=dtype)) == 2
+        assert count_differing(one, one.clone()) == 0
+        assert count_differing(one, torch.tensor([-0.0, 1.0, float("nan"), 4.0], dtype=dtype)) == 2
 
 
-def test_moved_and_moved_synced_agree_where_a_weight_sync_brings_one_update():
+def test_moved_synced_after_one_update_is_moved_and_then_zero():
     policy = tiny_policy(dtype=torch.bfloat16)
-    learner = Learner(policy, _recipe(), Optimization(lr=1e-4))
+    learner = Trainer(policy, _recipe(), Optimization(lr=1e-4))
     assert learner.on_sync() == {}
-    for master in learner._masters.parameters:
+    for master in learner.masters.parameters:
         master.grad = torch.randn_like(master)
     metrics = learner.update()
     assert 0.01 < metrics["moved"] < 1
     assert learner.on_sync() == {"moved_synced": metrics["moved"]}
+    assert learner.on_sync() == {"moved_synced": 0}
 
 
 def _recipe() -> Any:

@@ -1,0 +1,403 @@
+"""float32 master weights of bfloat16 weights: what the optimizer steps on.
+
+A checkpoint in bfloat16 puts every master in the middle of its rounding cell (the float32 numbers that round to its
+weight), so a weight stands still until the sum of its steps passes half a spacing. A *dithered* master starts at a
+random place inside the cell. It rounds to the same weight, and from the first update on the weight's expected change is
+the master's. docs/precision.md derives this.
+
+    MasterWeights       one process
+    ZeroMasterWeights   every rank has all weights, and its part of the masters and moments (ZeRO-1, arXiv:1910.02054)
+    FsdpMasterWeights   every rank has its shard of everything (FSDP2, model/fsdp.py)
+
+Sums over ranks are plain sums: the weights of completions have the normalizer of the whole batch. Methods that have to
+be called on all ranks, in the same order, say "Collective"."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from lagrpo.backends.adapters import adapted
+from lagrpo.model.fsdp import (
+    EXACT,
+    AdaptedShardedPolicy,
+    ShardedWeights,
+    free_gathered,
+    local_range,
+    local_shard,
+    shard_all,
+    shard_unit,
+    units_of,
+    with_modules,
+)
+from lagrpo.model.model import Policy, count_differing, trained_weights
+from lagrpo.rng import signed16
+
+Start = Literal["dithered", "plain"]
+CHUNK = 2**20  # numbers rounded and compared at a time: what lies between stays in the cache
+ALIGNED = 64  # bytes: a line of the cache, and the widest vector
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The numbers `start` .. `stop` - 1 of a weight; `shape` is the shape of the whole weight."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+
+    @staticmethod
+    def whole(name: str, weight: Tensor) -> Span:
+        return Span(name, weight.shape, 0, weight.numel())
+
+    @property
+    def is_whole(self) -> bool:
+        return (self.start, self.stop) == (0, self.shape.numel())
+
+    @property
+    def label(self) -> str:
+        """What a state calls it: NAME, or NAME@START:TOTAL for a part."""
+        return self.name if self.is_whole else f"{self.name}@{self.start}:{self.shape.numel()}"
+
+    def of(self, weight: Tensor) -> Tensor:
+        """These numbers of a weight, flat unless they are all; a view of it if it is contiguous."""
+        return weight if self.is_whole else weight.reshape(-1)[self.start : self.stop]
+
+
+class MasterWeights:
+    """`parameters` is what the optimizer steps on: a float32 master of every trained weight of `model`, or the weight
+    itself if the whole model is float32 or float64; `spans` says which weight each is of. Weights pass their gradients
+    on to their masters as soon as they have them, so gradients in bfloat16 are neither kept nor added up. The random
+    numbers of a dithered start are keyed by (seed, "masters", parameter's name)."""
+
+    passes_are_collective = False
+    has_state = True  # of the ranks that have the same shards, the first one
+
+    def __init__(self, model: nn.Module, start: Start, seed: int) -> None:
+        trained = trained_parameters(model)
+        self.spans = [Span.whole(name, weight) for name, weight in trained.items()]
+        self.parameters = self.weights = list(trained.values())
+        self.exact = are_exact(self.weights)
+        if self.exact:
+            return
+        self.parameters = []
+        for span, weight in zip(self.spans, self.weights, strict=True):
+            master = nn.Parameter(start_master(span, weight.detach(), start, seed))
+            weight.register_post_accumulate_grad_hook(partial(add_to_master, master))
+            self.parameters.append(master)
+
+    def begin_pass(self, last: bool) -> None:
+        """Before the forward pass of a row; `last` of this update."""
+
+    def reduce_grads(self) -> None:
+        """Give every master the gradient of the whole batch: zeros if there is none. Collective."""
+        for master in self.parameters:
+            master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+
+    def grad_norm(self) -> Tensor:
+        """The norm of the gradient of the whole batch, a tensor of one number, the same on all ranks. Collective."""
+        return torch.nn.utils.get_total_norm([m.grad for m in self.parameters if m.grad is not None])
+
+    def zero_grads(self) -> None:
+        """Drop the gradients."""
+        for master in self.parameters:
+            master.grad = None
+
+    @torch.no_grad()
+    def write_back(self) -> float | None:
+        """Every weight becomes its master, rounded to nearest, ties to even. Returns the share of the weights whose
+        bits changed; None if nothing is rounded. Collective."""
+        if self.exact:
+            return None
+        moved = sum(round_into(weight, master) for weight, master in zip(self.weights, self.parameters, strict=True))
+        return int(moved) / sum(weight.numel() for weight in self.weights)
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights that are trained, tied ones once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def are_exact(weights: Iterable[Tensor]) -> bool:
+    """Whether all of a model's weights are their own masters."""
+    return all(w.dtype in EXACT for w in weights)
+
+
+def add_to_master(master: nn.Parameter, weight: Tensor) -> None:
+    assert weight.grad is not None
+    if master.grad is None:
+        master.grad = weight.grad.to(master.dtype)
+    else:
+        master.grad += weight.grad
+    weight.grad = None
+
+
+def start_master(span: Span, weight: Tensor, start: Start, seed: int) -> Tensor:
+    """The masters of a span of a weight, in the span's own shape. What a number starts at does not depend on the
+    span."""
+    value = span.of(weight).to(torch.float64 if weight.dtype == torch.float64 else torch.float32, copy=True)
+    if start == "dithered" and weight.dtype == torch.bfloat16:
+        dither_(value, signed16(span.stop, seed, "masters", span.name)[span.start :])
+    return value
+
+
+def dither_(value: Tensor, numbers: np.ndarray) -> None:
+    """Move bfloat16 numbers, in float32, inside their rounding cells, in place: add a number to the bits of each.
+
+    `numbers` int16, as many as values, of [-32767, 32767]. The low 16 bits of a bfloat16 number's float32 pattern are 0
+    and a cell reaches 2^15 patterns to either side (its ends round to the neighbor if the number is odd), so the result
+    rounds to the same number. Zeros, infinities and NaN stay: their cells are different."""
+    steps = torch.from_numpy(numbers).view(value.shape).to(value.device)
+    steps.masked_fill_((value == 0) | ~value.isfinite(), 0)
+    value.view(torch.int32).add_(steps)
+
+
+def round_into(weights: Tensor, masters: Tensor) -> int | Tensor:
+    """Weights become their masters, rounded to nearest, in place. Returns how many changed their bits."""
+    moved: int | Tensor = 0
+    for old, exact in zip(chunks(weights), chunks(masters), strict=True):
+        new = exact.to(old.dtype)
+        moved += count_differing(new, old)
+        old.copy_(new)
+    return moved
+
+
+def chunks(parameter: Tensor) -> Iterator[Tensor]:
+    """Views of a tensor's rows, of about CHUNK numbers each."""
+    rows = torch.atleast_1d(parameter.detach())
+    yield from rows.split(max(1, CHUNK // max(1, rows[0].numel())))
+
+
+# ZeRO-1
+
+
+class FlatBuffer:
+    """The trained weights of one dtype side by side, each at a multiple of ALIGNED bytes, and the whole filled up to
+    one equal part for each rank. Weights keep their own memory: what computes by them may hold its addresses. Cuts
+    between parts are at multiples of ALIGNED bytes too, so an update of a number takes the same instructions on any
+    rank.
+
+    `gradient` is this rank's sum over its rows, float32 (float64 for weights in float64); None if there is none."""
+
+    def __init__(self, weights: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.weights, self.group = weights, group
+        first = next(iter(weights.values()))
+        self.dtype, self.device = first.dtype, first.device
+        self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32  # of gradient and masters
+        unit, end, self.starts = ALIGNED // first.element_size(), 0, dict[str, int]()
+        for name, weight in weights.items():
+            self.starts[name] = end
+            end += -(-weight.numel() // unit) * unit
+            weight.register_post_accumulate_grad_hook(partial(self._add_gradient, name))
+        self.part = -(-end // (unit * group.size())) * unit  # numbers of each rank
+        self.gradient: Tensor | None = None
+
+    def spans(self) -> Iterator[Span]:
+        """What this rank's part has of the weights, in their order."""
+        first = self.group.rank() * self.part
+        for name, weight in self.weights.items():
+            start, stop = (min(max(n - self.starts[name], 0), weight.numel()) for n in (first, first + self.part))
+            if start < stop:
+                yield Span(name, weight.shape, start, stop)
+
+    def view(self, part: Tensor, span: Span) -> Tensor:
+        """The numbers of a span in this rank's part, flat: a view."""
+        first = self.starts[span.name] + span.start - self.group.rank() * self.part
+        return part[first : first + span.stop - span.start]
+
+    def sum_gradients(self) -> Tensor:
+        """This rank's part of the sum of all ranks' gradients, which are dropped. Collective."""
+        given, self.gradient = self._zeros() if self.gradient is None else self.gradient, None
+        return reduce_scatter(given, self.group)
+
+    def gather(self, part: Tensor) -> None:
+        """Every weight becomes what the ranks have of it in their parts. Collective."""
+        everything = all_gather(part, self.group)
+        for name, weight in self.weights.items():
+            weight.copy_(everything[self.starts[name] :][: weight.numel()].view_as(weight))
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self.part * self.group.size(), dtype=self.wide, device=self.device)
+
+    def _add_gradient(self, name: str, weight: Tensor) -> None:
+        assert weight.grad is not None
+        if self.gradient is None:
+            self.gradient = self._zeros()
+        self.gradient[self.starts[name] :][: weight.numel()].add_(weight.grad.reshape(-1))
+        weight.grad = None
+
+
+class ZeroMasterWeights(MasterWeights):
+    """Master weights over the ranks of a group: `parameters` are the spans of weights that this rank has, if any.
+    Masters start as the same numbers on any number of ranks, and stay the same if the gradients are. All ranks must
+    start from the same weights. `passes_are_collective` if these are adapters beside sharded layers."""
+
+    def __init__(
+        self, model: nn.Module, start: Start, seed: int, group: dist.ProcessGroup, passes_are_collective: bool = False
+    ) -> None:
+        by_dtype: defaultdict[torch.dtype, dict[str, nn.Parameter]] = defaultdict(dict)
+        for name, weight in trained_parameters(model).items():
+            by_dtype[weight.dtype][name] = weight
+        self.group, self.passes_are_collective = group, passes_are_collective
+        self.buffers = [FlatBuffer(weights, group) for weights in by_dtype.values()]
+        self.exact = are_exact(trained_parameters(model).values())
+        self.held = [(buffer, span) for buffer in self.buffers for span in buffer.spans()]
+        self.spans = [span for _, span in self.held]
+        self.parameters = [
+            nn.Parameter(span.of(weight) if self.exact else start_master(span, weight, start, seed))
+            for span, weight in ((span, buffer.weights[span.name].detach()) for buffer, span in self.held)
+        ]
+
+    def reduce_grads(self) -> None:
+        sums = {buffer: buffer.sum_gradients() for buffer in self.buffers}
+        for (buffer, span), master in zip(self.held, self.parameters, strict=True):
+            master.grad = buffer.view(sums[buffer], span).view_as(master)
+
+    def grad_norm(self) -> Tensor:
+        return norm_over_ranks(self.group, self.parameters, self.buffers[0].device)
+
+    def zero_grads(self) -> None:
+        super().zero_grads()
+        for buffer in self.buffers:
+            buffer.gradient = None
+
+    @torch.no_grad()
+    def write_back(self) -> float | None:
+        moved = torch.zeros((), dtype=torch.long, device=self.buffers[0].device)
+        for buffer in self.buffers:
+            part = torch.zeros(buffer.part, dtype=buffer.dtype, device=buffer.device)
+            for (of, span), master in zip(self.held, self.parameters, strict=True):
+                if of is buffer:
+                    new = buffer.view(part, span)
+                    new.copy_(span.of(buffer.weights[span.name].detach()).reshape(-1))
+                    moved += round_into(new, master.view(-1))
+            buffer.gather(part)
+        if self.exact:
+            return None
+        dist.all_reduce(moved, group=self.group)
+        return moved.item() / sum(weight.numel() for buffer in self.buffers for weight in buffer.weights.values())
+
+
+def norm_over_ranks(group: dist.ProcessGroup, masters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
+    """The norm of the gradients that the ranks have between them, a tensor of one number. Collective."""
+    own = torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None]).to(device)
+    norms = all_gather(own.to(torch.float64).view(1), group)
+    return norms.square().sum().sqrt().to(torch.float64 if own.dtype == torch.float64 else torch.float32)
+
+
+def all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The parts of all ranks, [n] each, in their order: [ranks · n]. Collective."""
+    everything = part.new_empty(len(part) * group.size())
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(everything, part, group=group)
+    return everything
+
+
+def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part [n] of the sum over all ranks of [ranks · n]. Collective."""
+    part = everything.new_empty(len(everything) // group.size())
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, everything, group=group)
+    return part
+
+
+# FSDP2
+
+
+class FsdpMasterWeights(MasterWeights):
+    """Shards the layers of a policy; `parameters` are this rank's rows of its weights, which become float32 masters.
+    Masters start as the same numbers on any number of ranks. Each unit is sharded before the next one: only one is in
+    float32 at a time. Every pass through the model is collective."""
+
+    passes_are_collective = True
+
+    def __init__(self, policy: Policy, mesh: DeviceMesh, start: Start, seed: int) -> None:
+        self.model, lm, dtype = policy.model, policy.model.lm, policy.dtype
+        self.group, self.device = mesh.get_group(mesh.ndim - 1), policy.device
+        self.replicas = mesh.size(0) if mesh.ndim > 1 else 1
+        self.has_state = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
+        self.exact = dtype in EXACT
+        found: dict[str, tuple[Span, nn.Parameter, Tensor]] = {}
+        for unit in units_of(policy.model):
+            for name, before in shard_unit(unit, lm, dtype, mesh).items():
+                sharded = attrgetter(name)(lm)
+                span = Span(name, sharded.shape, *local_range(sharded))
+                own = local_shard(sharded) if span.is_whole else local_shard(sharded).view(-1)
+                rounded = own.to(dtype)
+                if not self.exact and sharded.requires_grad:
+                    own.copy_(start_master(span, before, start, seed))
+                found[name] = span, nn.Parameter(own), rounded
+        self.sharded = trained_parameters(lm)
+        held = [
+            (found[name], sharded)
+            for name, sharded in self.sharded.items()
+            if found[name][0].stop > found[name][0].start
+        ]
+        self.spans = [span for (span, _, _), _ in held]
+        self.parameters = [master for (_, master, _), _ in held]
+        self.rounded = [rounded for (_, _, rounded), _ in held]
+        self.held = [sharded for _, sharded in held]
+
+    def begin_pass(self, last: bool) -> None:
+        """Replicas add up after the last row what their shards collected."""
+        if self.replicas > 1:
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_requires_all_reduce(last)
+
+    def reduce_grads(self) -> None:
+        """The backward passes have summed over all ranks."""
+        for sharded, master in zip(self.held, self.parameters, strict=True):
+            master.grad = (
+                torch.zeros_like(master) if sharded.grad is None else local_shard(sharded.grad).view_as(master)
+            )
+
+    def grad_norm(self) -> Tensor:
+        return norm_over_ranks(self.group, self.parameters, self.device)
+
+    def zero_grads(self) -> None:
+        super().zero_grads()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):  # what replicas have not added up yet
+                state: Any = module._get_fsdp_state()
+                for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                    if group is not None:
+                        group._partial_reduce_output = None
+        for sharded in self.sharded.values():
+            sharded.grad = None
+
+    @torch.no_grad()
+    def write_back(self) -> float | None:
+        """The masters as they are now are what is gathered from now on."""
+        free_gathered(self.model)
+        if self.exact:
+            return None
+        moved = torch.zeros((), dtype=torch.long, device=self.device)
+        for rounded, master in zip(self.rounded, self.parameters, strict=True):
+            moved += round_into(rounded, master)
+        dist.all_reduce(moved, group=self.group)
+        return moved.item() / sum(weight.numel() for weight in self.sharded.values())
+
+
+def shard_policy(
+    policy: Policy, mesh: DeviceMesh, group: dist.ProcessGroup, start: Start, seed: int
+) -> tuple[Policy, MasterWeights]:
+    """The policy with its layers sharded over the mesh, and its master weights. The policy given is used up."""
+    layered = with_modules(policy)
+    model, lm = layered.model, layered.model.lm
+    if adapted(lm):
+        shard_all(model, mesh)
+        sharded = AdaptedShardedPolicy(trained_weights(lm, policy.version), model, policy.chat, policy.tau)
+        return sharded, ZeroMasterWeights(lm, start, seed, group, passes_are_collective=True)
+    masters = FsdpMasterWeights(layered, mesh, start, seed)
+    return Policy(ShardedWeights(model, policy.version), model, policy.chat, policy.tau), masters

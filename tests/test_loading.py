@@ -1,0 +1,134 @@
+"""Model directories that are not what they say are rejected in one line before a run is made; sound ones load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import tiny_settings
+from safetensors.torch import load_file, save_file
+from tiny import save_tiny
+
+from lagrpo.errors import SettingsError
+from lagrpo.model.loading import check_attention, load_policy
+from lagrpo.training.run import train
+
+Damage = Callable[[Path], object]
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def model(sound, tmp_path):
+    """A model for each test, to be damaged."""
+    return Path(shutil.copytree(sound, tmp_path / "model"))
+
+
+def edited(file: str, **changes: Any) -> Damage:
+    return lambda model: (model / file).write_text(json.dumps(json.loads((model / file).read_text()) | changes))
+
+
+def config(**changes: Any) -> Damage:
+    return edited("config.json", **changes)
+
+
+def written(file: str, content: bytes) -> Damage:
+    return lambda model: (model / file).write_bytes(content)
+
+
+def reweighted(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    """model.safetensors after `change` has edited the tensors."""
+
+    def damage(model: Path) -> None:
+        weights = load_file(model / "model.safetensors")
+        change(weights)
+        save_file(weights, model / "model.safetensors", {"format": "pt"})
+
+    return damage
+
+
+def pickled(model: Path) -> None:
+    torch.save({}, model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+
+
+def untied(model: Path) -> None:
+    """A config that ties the head to the embedding, with a head that differs."""
+    config(tie_word_embeddings=True)(model)
+
+
+CASES: list[tuple[str, Damage, str]] = [
+    ("config not JSON", written("config.json", b"{"), r"config\.json"),
+    ("layers are text", config(num_hidden_layers="2"), r"num_hidden_layers"),
+    ("unknown type", config(model_type="evil"), r"config\.json: .*evil"),
+    ("an encoder", config(model_type="t5"), r"'t5' have an encoder"),
+    ("other attention", config(model_type="bloom", layer_norm_epsilon=1e-5), r"'bloom' have an attention of their own"),
+    ("quantized", config(quantization_config={"quant_method": "gptq"}), r"have quantized weights"),
+    ("tokenizer not JSON", written("tokenizer.json", b"{"), r"the tokenizer cannot be read"),
+    ("a layer more", config(num_hidden_layers=3), r"the files lack 9 weights of the model: model\.layers\.2"),
+    (
+        "a layer less",
+        config(num_hidden_layers=1),
+        r"the files have 9 weights that the model does not have: .*layers\.1",
+    ),
+    ("missing", reweighted(lambda w: w.pop(NORM)), r"lack 1 weights of the model: model\.norm\.weight"),
+    ("unexpected", reweighted(lambda w: w.update(x=torch.ones(2))), r"have 1 weights .*: x"),
+    ("other shape", reweighted(lambda w: w.update({NORM: torch.ones(2)})), r"1 weights are not of the shape .*norm"),
+    ("head differs", untied, r"two that differ"),
+    ("NaN", reweighted(lambda w: w[NORM].fill_(float("nan"))), r"model\.norm\.weight .*not finite"),
+    ("truncated", written("model.safetensors", b"GIF89a"), r"transformers cannot load it"),
+    ("pickled", pickled, r"transformers cannot load it"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_damaged_model_is_rejected_in_one_line_before_the_run_is_made(model, tmp_path, damage, message):
+    damage(model)
+    with pytest.raises(SettingsError, match=message) as rejected:
+        train(tiny_settings(model, tmp_path / "runs"))
+    assert len(str(rejected.value).splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_code_of_the_model_is_not_run(model, tmp_path):
+    (model / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    for file in ("config.json", "tokenizer_config.json"):
+        edited(file, auto_map=dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil"))(model)
+    load_policy(str(model), torch.float32)
+    assert not (tmp_path / "ran").exists()
+
+
+def harmless(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [reweighted(harmless), lambda model: (model / "generation_config.json").unlink()],
+    ids=["buffer", "generation"],
+)
+def test_odd_but_sound_model_loads(model, sound, change):
+    change(model)
+    ours, plain = (load_policy(str(path), torch.float32).weights for path in (model, sound))
+    assert ours.keys() == plain.keys()
+    assert all(torch.equal(ours[name], plain[name]) for name in ours)
+
+
+def test_gpt2_is_computed_as_transformers_computes_it(tmp_path):
+    save_tiny(tmp_path / "gpt2", "gpt2")
+    assert check_attention(load_policy(str(tmp_path / "gpt2"), torch.float32)) < 1e-4
+
+
+def test_tied_weights_are_not_missing(tmp_path):
+    tied = save_tiny(tmp_path / "tied", tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(tied / "model.safetensors")
+    load_policy(str(tied), torch.float32)
