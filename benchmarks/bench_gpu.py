@@ -22,8 +22,8 @@ from ours import learning_flops, matrix_product
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 from work import SEED, common_options
 
-from lagrpo.backends import attention
-from lagrpo.backends.choose import Choice, choose_backend
+from lagrpo.model import attention
+from lagrpo.model.backend import Choice, choose_backend
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import load_policy
 from lagrpo.model.model import Model, Policy, copy_policy

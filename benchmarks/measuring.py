@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from processes import Program
 
-from lagrpo.backends.hardware import pick_dtype
+from lagrpo.model.backend import pick_dtype
 from lagrpo.runs.environment import cpu_model, git_state
 
 _SUBREAPER = 36  # an option of prctl(2)

@@ -27,7 +27,7 @@ from typing import Any
 from measuring import Load, Report, machine
 from processes import HERE
 
-from lagrpo.backends.cpu.build import ISA, LEVELS, V3, cpu_flags
+from lagrpo.cpu.library import ISA, LEVELS, V3, cpu_flags
 
 DEADLINE = 300.0  # seconds for a run
 WORK = {

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from lagrpo.backends.hardware import pick_dtype
+from lagrpo.model.backend import pick_dtype
 from lagrpo.model.embedded import resolve_model
 from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task, order_prompts

@@ -125,7 +125,7 @@ def either_computation(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels are loaded, without fail, and tiny policies compute with them."""
-    from lagrpo.backends.cpu import library, panels
+    from lagrpo.cpu import library, panels
 
     assert library.why_not() is None
     panels.chosen_products()

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from test_kernels import assert_close, dense_attention, random
 from tiny import SHAPES, tiny_model, tiny_policy
 
-from lagrpo.backends import parts
-from lagrpo.backends.choose import choose_backend
-from lagrpo.backends.layout import PackedLayout
+from lagrpo.model import attention
+from lagrpo.model.backend import choose_backend
+from lagrpo.model.layout import PackedLayout
 from lagrpo.model.loading import check_attention, check_context, check_supported
 from lagrpo.model.model import Packed, Policy
 
@@ -61,42 +61,21 @@ def test_logp_and_gradients_equal_the_per_sequence_reference(kind, tau):
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), max_size=4)), min_size=1, max_size=4),
-    st.sampled_from([16, 64, 1 << 21]),
-)
-def test_any_packing_gives_the_same_logp(shape, block_scores):
-    """Whatever the groups and however small the blocks: long sequences are cut into blocks of queries."""
+@given(st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), max_size=4)), min_size=1, max_size=4))
+def test_any_packing_gives_the_logp_of_whole_sequences(shape):
     if not any(lengths for _, lengths in shape):
         return
     policy, groups = tiny_policy(), random_groups(shape)
-    before, parts.BLOCK_SCORES = parts.BLOCK_SCORES, block_scores
-    try:
-        packed = Packed.build(groups)
-        logp = policy.logp(packed)
-        (logp.sum()).backward()
-    finally:
-        parts.BLOCK_SCORES = before
+    packed = Packed.build(groups)
+    logp = policy.logp(packed)
+    logp.sum().backward()
     assert packed.layout.rows == sum(p + sum(c - 1 for c in cs) for p, cs in shape)  # no padding, no last tokens
     torch.testing.assert_close(logp, reference_logp(policy, groups), rtol=0, atol=2e-5)
     assert all(torch.isfinite(p.grad).all() for p in policy.model.parameters() if p.grad is not None)
 
 
-def test_small_blocks_do_not_change_the_gradient(monkeypatch):
-    groups = random_groups(GROUPS)
-    whole = gradients(policy := tiny_policy(), policy.logp(Packed.build(groups)))
-    monkeypatch.setattr(parts, "BLOCK_SCORES", 40)
-    cut = gradients(policy, policy.logp(Packed.build(groups)))
-    for name in whole:
-        torch.testing.assert_close(cut[name], whole[name], rtol=1e-4, atol=1e-5, msg=name)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(6, 2, 16), (3, 3, 8), (4, 1, 32)])
-@pytest.mark.parametrize("block_scores", [40, 1 << 21])
-def test_attention_and_its_gradient_in_each_dtype(monkeypatch, dtype, heads, kv_heads, d, block_scores):
-    """Against all rows with all rows in float64; gradients of a prompt that several blocks see add up in float32."""
-    monkeypatch.setattr(parts, "BLOCK_SCORES", block_scores)
+def assert_attends(way, heads: int, kv_heads: int, d: int, dtype: torch.dtype) -> None:
+    """Against all rows with all rows in float64; gradients of a prompt that several segments see add up in float32."""
     layout = PackedLayout.build(GROUPS)
     q, k, v, grad = (
         random(layout.rows, h, d, seed=s, dtype=dtype).requires_grad_()
@@ -104,26 +83,57 @@ def test_attention_and_its_gradient_in_each_dtype(monkeypatch, dtype, heads, kv_
     )
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     expected, _ = dense_attention(layout, *exact, scaling=d**-0.5)
-    out = choose_backend(tiny.BACKEND, "cpu", dtype).attend(layout, q, k, v, d**-0.5)
+    out = way(layout, q, k, v, d**-0.5)
     assert_close(out.detach(), expected.detach(), 6)  # scores of up to 4, probabilities, outputs
     theirs = torch.autograd.grad((expected * grad.detach().double()).sum(), exact)
     for mine, reference in zip(torch.autograd.grad(out, (q, k, v), grad.detach()), theirs, strict=True):
         assert_close(mine, reference, 8)
 
 
-def test_nothing_of_the_size_of_all_rows_with_all_rows_waits_for_the_backward_pass(monkeypatch):
-    monkeypatch.setattr(parts, "BLOCK_SCORES", 1 << 12)
-    layout = PackedLayout.build([(300, (400, 200))])
-    q, k, v = (random(layout.rows, 1, 16, seed=s).requires_grad_() for s in range(3))
-    kept: list[int] = []
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(6, 2, 16), (3, 3, 8), (4, 1, 32)])
+def test_attention_and_its_gradient_in_each_dtype(dtype, heads, kv_heads, d):
+    assert_attends(choose_backend(tiny.BACKEND, "cpu", dtype).attend, heads, kv_heads, d, dtype)
 
-    def keep(t: torch.Tensor) -> torch.Tensor:
-        kept.append(t.numel())
-        return t
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        choose_backend(tiny.BACKEND, "cpu", q.dtype).attend(layout, q, k, v, 0.25).sum().backward()
-    assert sum(kept) <= 6 * layout.rows * 16
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (3, 3)])
+def test_varlen_attn_with_gathered_keys_is_shared_prefix_attention(heads, kv_heads, monkeypatch):
+    """With a stand-in that computes what torch.nn.attention.varlen documents, sequence by sequence."""
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        assert (window_size, enable_gqa) == ((-1, 0), heads != kv_heads)
+        assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        outs = []
+        for n in range(len(cu_seq_q) - 1):
+            q, k, v = (
+                t[offsets[n] : offsets[n + 1]].transpose(0, 1)
+                for t, offsets in ((query, cu_seq_q), (key, cu_seq_k), (value, cu_seq_k))
+            )
+            k, v = (t.repeat_interleave(heads // kv_heads, 0) for t in (k, v))
+            hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(1 + k.shape[1] - q.shape[1])
+            outs.append((q @ k.mT * scale).masked_fill(hidden, -torch.inf).softmax(-1) @ v)
+        return torch.cat(outs, 1).transpose(0, 1)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    assert_attends(attention.attend_varlen, heads, kv_heads, 32, torch.float32)
+
+
+def test_keys_are_gathered_as_prompt_and_own():
+    layout = PackedLayout.build([(2, (3, 1)), (1, (2,))])  # rows: 0 1 | 2 3 | (nothing) | 4 | 5
+    gathered = attention.gather_keys(layout, torch.arange(6).view(6, 1, 1))
+    assert [keys.flatten().tolist() for keys in gathered] == [[0, 1], [0, 1, 2, 3], [4], [4, 5]]
+
+
+def test_varlen_attn_needs_ampere_and_half_precision(monkeypatch):
+    cuda, capability = torch.device("cuda"), (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert attention.takes_varlen(cuda, torch.bfloat16, 64)
+    assert not attention.takes_varlen(torch.device("cpu"), torch.bfloat16, 64)
+    assert not attention.takes_varlen(cuda, torch.float32, 64)
+    assert not attention.takes_varlen(cuda, torch.float16, 512)
+    capability = (7, 5)
+    assert not attention.takes_varlen(cuda, torch.float16, 64)
 
 
 def test_a_completion_sees_neither_its_siblings_nor_other_prompts():
@@ -164,14 +174,14 @@ def test_the_check_at_load_time_catches_an_attention_that_computes_something_els
         ("qwen2_5_vl", {}, "pictures"),
     ],
 )
-def test_models_that_are_not_reproduced_are_refused_by_name(kind, changes, reason):
+def test_an_unsupported_architecture_is_rejected_by_name(kind, changes, reason):
     from transformers import AutoConfig
 
     with pytest.raises(ValueError, match=rf"{kind}.*{reason}"):
         check_supported(AutoConfig.for_model(kind, **changes))
 
 
-def test_a_sliding_window_is_refused_only_where_a_sequence_leaves_it():
+def test_a_sequence_longer_than_the_sliding_window_is_rejected():
     policy = Policy.from_model(tiny_model("mistral", sliding_window=24), None)
     check_context(policy, 24)
     with pytest.raises(ValueError, match="sliding window of this mistral model is 24"):
@@ -183,12 +193,12 @@ def test_a_sliding_window_is_refused_only_where_a_sequence_leaves_it():
     torch.testing.assert_close(policy.logp(Packed.build(inside)), reference_logp(policy, inside), rtol=0, atol=2e-5)
 
 
-def test_positions_past_the_end_of_the_model_are_refused():
+def test_a_sequence_longer_than_the_positions_is_rejected():
     with pytest.raises(ValueError, match="longest position"):
         check_context(tiny_policy(), 513)
 
 
-def test_empty_prompts_and_completions_are_refused():
+def test_empty_prompts_and_completions_are_rejected():
     with pytest.raises(ValueError, match="each needs one"):
         PackedLayout.build([(0, [3])])
     with pytest.raises(ValueError, match="each needs one"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from test_cli import lagrpo
 
 from lagrpo import env
-from lagrpo.backends.cpu import library
+from lagrpo.cpu import library
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,11 +11,11 @@ import talkers
 import torch
 from tiny import tiny_policy, tiny_tokenizer
 
+from lagrpo.model import decoding
 from lagrpo.model.chat import Chat, Replies, RewritingError, TemplateError
+from lagrpo.model.decoding import DecodeState
 from lagrpo.model.model import Packed, copy_policy
-from lagrpo.rollout import decode
 from lagrpo.rollout.base import Request
-from lagrpo.rollout.decode import DecodeState
 from lagrpo.rollout.episodes import Episodes, Limits
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.types import Group, Prompt
@@ -68,7 +68,7 @@ def same(one: dict[int, Group], other: dict[int, Group]) -> bool:
 @pytest.mark.usefixtures("either_computation")
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 0.1), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
-def test_the_learner_gives_tokens_of_all_turns_the_log_probs_that_the_sampler_gave_them(kind, dtype, rounding):
+def test_trainer_and_sampler_agree_on_tokens_of_all_turns(kind, dtype, rounding):
     policy = talking(dtype, kind)
     groups = sampled(policy, episodes(policy))
     found = completions(groups)
@@ -93,7 +93,7 @@ def test_an_episode_depends_neither_on_what_is_beside_it_nor_on_when_the_environ
     assert same(wide, sampled(policy, episodes(policy), ask(policy)[::-1], rows=11))
 
 
-def test_where_rounding_depends_on_the_rows_beside_one_the_replies_come_at_fixed_steps():
+def test_inexact_models_take_replies_at_fixed_steps():
     policy = talking(torch.float32)
     assert same(sampled(policy, episodes(policy)), sampled(policy, episodes(policy, late=9)))
 
@@ -146,7 +146,7 @@ def test_a_limit_ends_an_episode_and_says_so(make, limits, reason, reward):
     assert max(c.length for c in found) <= 60
 
 
-def test_a_sampling_that_is_left_forgets_what_is_under_way():
+def test_leaving_a_stream_forgets_running_environments():
     policy, forgotten = talking(), []
     of = episodes(policy, late=50)
     of.environments.forget = forgotten.append  # type: ignore[method-assign]
@@ -163,7 +163,7 @@ def test_a_sampling_that_is_left_forgets_what_is_under_way():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_tokens_fed_together_are_tokens_fed_one_by_one(dtype, monkeypatch):
     """Rows of two groups, some of which wait; what is longer than a piece goes in parts."""
-    monkeypatch.setattr(decode, "PIECE", 16)
+    monkeypatch.setattr(decoding, "PIECE", 16)
     policy = talking(dtype)
     found = []
     fed = [[5, 8, 9], [], [30, 6], [7] * 40, [40]]
@@ -217,12 +217,12 @@ NUMBERED = TURNS.replace("{{ m['role'] }}:", "{{ m['role'] }}{{ loop.index if m[
         (NUMBERED, "writes the same reply in several ways"),
     ],
 )
-def test_a_template_that_rewrites_earlier_turns_is_refused_with_what_to_do(template, problem):
+def test_a_template_that_rewrites_earlier_turns_is_rejected(template, problem):
     with pytest.raises(RewritingError, match=problem):
         Replies(chat(template)).check([{"role": "user", "content": "5"}])
 
 
-def test_a_role_that_the_template_does_not_know_is_refused_when_it_comes():
+def test_a_role_that_the_template_does_not_know_is_rejected():
     strict = "{% for m in messages if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}" + TURNS
     replies = Replies(chat(strict))
     replies.check([{"role": "user", "content": "5"}])

@@ -41,7 +41,7 @@ def memory(
 def test_the_memory_by_hand():
     """2 x (20 + 4 x 10) = 120 tokens are learned from; 8 x 10 + 8/4 x 20 = 120 are held, of 2 x 2 layers x 2 x 25."""
     beside = memory(evaluation={"before_and_after": False}, objective={"beta": 0.0})
-    layer, logits = 44 * 100 + 4 * 2 * 300, 4 * (4 * 120 * 1000 + 1000 * 100)
+    layer, logits = 44 * 100 + 4 * 2 * 300, 2 * 120 * 1000 + (4 + 2) * 1000 * 100
     idle, checkpoint = beside.pop("idle"), beside.pop("checkpoint")
     assert checkpoint == 12_000_000  # masters and moments; nothing lags
     assert idle == pytest.approx(0.15 * sum(beside.values()), abs=1)
@@ -65,7 +65,7 @@ def test_what_changes_the_memory():
     assert (single["weights"], single["optimizer"]) == (3 * 4_000_000, 12_000_000)
     assert (
         memory(**base, optimizer={"micro_batch_tokens": 60})["activations"]
-        == plain["activations"] // 2 + 2 * 1000 * 100
+        == plain["activations"] // 2 + 3 * 1000 * 100
     )
     settings = Settings.model_validate({"optimizer": {"activation_checkpointing": True}})
     assert activation_bytes(settings, Shape, 2) == 2 * 100 * 2 + 2 * (44 * 100 + 4 * 2 * 300)

@@ -27,21 +27,21 @@ ALLOWED: dict[str, set[str]] = {
     "rewards": {*SMALL},
     "tasks": {*SMALL, "rewards"},
     "runs": {*SMALL, "threads"},
-    "backends": {*LEAVES},
-    "model": {*LEAVES, "backends", "objective", "workers"},
+    "cpu": {"cache"},
+    "model": {*LEAVES, "cpu", "objective", "workers"},
     "settings": {*SMALL, "objective", "rewards", "tasks"},
     "data": {*LEAVES, "model", "runs", "rollout", "tasks"},
-    "rollout": {*LEAVES, "backends", "model", "settings", "workers"},
+    "rollout": {*LEAVES, "model", "settings", "workers"},
     "terminal": {*SMALL, "objective", "runs", "tasks"},
     "view": {*SMALL, "objective", "model", "runs", "settings", "terminal"},  # model: where embedded models lie
     "trackers": {*SMALL, "settings"},
-    # What replays a run imports none of what made it: neither model, rollout, backends nor the loop.
+    # What replays a run imports none of what made it: neither model, rollout, cpu nor the loop.
     "replay": {*SMALL, "core", "objective", "model", "runs", "rewards", "settings", "tasks"},
 }
 BELOW = set(ALLOWED)
 ALLOWED |= {
     "training": BELOW - {"replay", "view"},
-    "env": {*LEAVES, "backends", "runs"},
+    "env": {*LEAVES, "cpu", "model", "runs"},
     "cli": BELOW | {"training", "env"},
     "__init__": {"threads", "training"},
     "__main__": {"cli", "interrupts"},

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
 import shlex
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +13,13 @@ from rounding import rounding
 from tiny import tiny_policy
 from torch import Tensor, nn
 
-from lagrpo.backends.choose import choose_backend
-from lagrpo.backends.cpu import build, kernels, logprobs, panels
-from lagrpo.backends.cpu.fused import rotary
-from lagrpo.backends.layout import PackedLayout
+from lagrpo.cpu import kernels, library, panels
+from lagrpo.cpu.autograd import rotary
+from lagrpo.model import logprobs
+from lagrpo.model.backend import choose_backend
+from lagrpo.model.decoding import DecodeState
+from lagrpo.model.layout import PackedLayout
 from lagrpo.model.model import Packed, PackedWeights, Weights, copy_policy
-from lagrpo.rollout.decode import DecodeState
 
 WIDTHS = [1, 15, 16, 33, 576]  # below, at and beyond one vector
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
@@ -209,13 +207,13 @@ def test_keeping_logits_for_the_backward_pass_changes_nothing(kept, monkeypatch)
     weight = head.weight
     ids = torch.arange(9)
     expected = torch.autograd.grad(torch.log_softmax(hidden @ weight.T, -1)[ids, ids].sum(), (hidden, weight))
-    first, second = (logprobs.token_logp(hidden, head, ids, 1.0).sum() for _ in range(2))
+    first, second = (logprobs.token_logp(hidden, head, ids, 1.0, by_kernels=True).sum() for _ in range(2))
     for loss in (first, second, first):
         for ours, theirs in zip(torch.autograd.grad(loss, (hidden, weight), retain_graph=True), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_not_a_number_is_not_hidden():
+def test_nan_stays_nan():
     logits = random(3, 300)
     logits[1, 200] = torch.nan
     logp, _ = kernels.token_logp(logits, torch.tensor([0, 0, 0]), 1.0)
@@ -279,21 +277,9 @@ def test_the_fused_decoder_keeps_to_the_window_and_to_whole_heads():
 
 @pytest.mark.parametrize("choice", ["c", "torch"])
 @pytest.mark.parametrize("token", [-1, 103, 10**9])
-def test_a_token_outside_the_vocabulary_is_refused(token, choice):
+def test_a_token_outside_the_vocabulary_is_rejected(token, choice):
     with pytest.raises(ValueError, match=f"token {token} is outside the model's vocabulary of 103"):
         tiny_policy(backend=choice).logp(Packed.build([([5, 6], [torch.tensor([7, token])])]))
-
-
-def test_other_defaults_of_pytorch_do_no_harm():
-    policy, packed = tiny_policy(), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
-    expected = policy.logp(packed)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        again = policy.logp(packed)
-        again.sum().backward()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(again, expected)
 
 
 @pytest.mark.parametrize(("kind", "changes"), FUSED)
@@ -329,7 +315,7 @@ def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
     copy = copy_policy(tiny_policy(kind, dtype=torch.bfloat16, **changes))
     layers = copy.model.layers
     assert layers is not None
-    assert layers.stack(layers.panels.current()) is not None
+    assert layers.stack() is not None
     states, found = [DecodeState(copy.model, 7, 80) for _ in range(2)], []
     for state in states:
         state.admit([[5, 6, 7]], 4)
@@ -344,28 +330,15 @@ def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
-def test_where_weights_cannot_be_packed_a_replica_copies_them(monkeypatch):
+def test_a_copy_has_plain_weights_if_they_cannot_be_packed(monkeypatch):
     assert isinstance(copy_policy(tiny_policy("gemma", dtype=torch.bfloat16)).weights, Weights)
     assert isinstance(copy_policy(tiny_policy(dtype=torch.float32)).weights, Weights)
     assert isinstance(copy_policy(tiny_policy(dtype=torch.bfloat16, backend="torch")).weights, Weights)
-    monkeypatch.setattr("lagrpo.backends.cpu.backend.chosen_products", lambda: None)  # wrong on this processor
+    monkeypatch.setattr("lagrpo.model.backend.chosen_products", lambda: None)  # wrong on this processor
     assert isinstance(copy_policy(tiny_policy(dtype=torch.bfloat16)).weights, Weights)
 
 
-@pytest.mark.parametrize(("kind", "fused"), [("llama", True), ("gemma", False), ("mistral", False)])
-def test_what_computes_is_said(kind, fused):
-    said = tiny_policy(kind).model.computation
-    assert said.startswith("C kernels (")
-    assert ("by transformers" in said) != fused
-    assert tiny_policy(kind, backend="torch").model.computation == "PyTorch (as chosen)"
-
-
-def test_attention_that_the_kernels_do_not_take_is_said():
-    said = tiny_policy("mistral").model.computation
-    assert said.endswith("attention by PyTorch (heads of 8 numbers, no multiple of 16)")
-
-
-def test_how_tokens_are_sampled_is_said(monkeypatch):
+def test_the_model_says_how_it_decodes(monkeypatch):
     policy, name = tiny_policy(dtype=torch.bfloat16), panels.chosen_products()
     assert (
         copy_policy(policy).model.decoding
@@ -374,7 +347,7 @@ def test_how_tokens_are_sampled_is_said(monkeypatch):
     )
     assert f"forward products by {name}" in policy.model.computation
     assert copy_policy(tiny_policy()).model.decoding == "layer by layer, PyTorch's matrix products in float32"
-    monkeypatch.setattr("lagrpo.backends.cpu.backend.chosen_products", lambda: None)
+    monkeypatch.setattr("lagrpo.model.backend.chosen_products", lambda: None)
     policy = tiny_policy(dtype=torch.bfloat16)
     assert copy_policy(policy).model.decoding == "layer by layer, PyTorch's matrix products in bfloat16"
     assert "products by" not in policy.model.computation
@@ -389,131 +362,32 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def reason(monkeypatch: pytest.MonkeyPatch, **environment: object) -> str:
-    """Why there is no library in this environment."""
-    for name, value in environment.items():
-        monkeypatch.setenv(name, str(value))
-    with pytest.raises(build.NoKernels) as raised:
-        build.load_library()
-    return str(raised.value)
-
-
-CHOOSE = (
-    "import torch; from lagrpo.logs import print_records; print_records();"
-    "from lagrpo.backends.choose import choose_backend; backend = choose_backend"
-)
-DESCRIBE = f"{CHOOSE}('auto', 'cpu', torch.float32); print(backend)"
-INSIST = f"{CHOOSE}('c', 'cpu', torch.float32)"
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag that takes them away is of x86")
-def test_without_a_compiler_pytorch_computes_and_says_so(tmp_path):
-    done = python(DESCRIBE, LAGRPO_CACHE=str(tmp_path), CC="no-such-compiler")
-    assert done.stdout.startswith("PyTorch (no C kernels: no-such-compiler could not be run")
-    assert (
-        "NoKernels: the C kernels are unavailable here"
-        in python(INSIST, LAGRPO_CACHE=str(tmp_path), CC="nothing").stderr
-    )
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("gcc '", 'CC = "gcc \'" is no command (No closing quotation)'),
-        ("/bin/false", "/bin/false failed: exit status 1, no message"),
-        ("/bin/true", "/bin/true ended without an error and made no library"),
-    ],
-)
-def test_what_is_no_compiler_is_named(tmp_path, command, said, monkeypatch):
-    assert reason(monkeypatch, LAGRPO_CACHE=tmp_path, CC=command) == said
-
-
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path, monkeypatch):
-    compiler = tmp_path / "cc"
-    compiler.write_text(
-        "#!/bin/sh\n[ \"$1\" = --version ] && echo odd 1.0 && exit 0\necho 'error: no such flag' >&2; exit 1\n"
-    )
-    compiler.chmod(0o755)
-    assert "error: no such flag" in reason(monkeypatch, LAGRPO_CACHE=tmp_path / "cache", CC=compiler)
-    assert list((tmp_path / "cache" / "kernels").iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """The variables of a cache with the library as the compiler makes it here, in a hurry: without optimization."""
-    directory = tmp_path_factory.mktemp("compiled")
-    compiler = directory / "cc"
-    compiler.write_text(f'#!/bin/sh\nexec {shlex.join(build._compiler())} "$@" -O0\n')
-    compiler.chmod(0o755)
-    words = {"LAGRPO_CACHE": str(directory / "cache"), "CC": str(compiler)}
-    done = python(DESCRIBE, **words)
-    assert done.stdout.startswith("C kernels (")
-    assert "compiling" in done.stderr
-    return words
-
-
-@pytest.fixture
-def cache(compiled, tmp_path):
-    """The variables of a copy of it, and the library in the copy."""
-    shutil.copytree(compiled["LAGRPO_CACHE"], tmp_path / "cache")
-    (library,) = (tmp_path / "cache" / "kernels").iterdir()
-    return compiled | {"LAGRPO_CACHE": str(tmp_path / "cache")}, library
-
-
-def test_what_is_compiled_is_kept_and_loaded(compiled):
-    again = python(DESCRIBE, **compiled)
-    assert again.stdout.startswith("C kernels (")
-    assert "compiling" not in again.stderr
-
-
-def test_they_are_compiled_once_even_by_two_at_a_time(cache, tmp_path):
-    """By a compiler that takes a second for the same library, and ends when both have called it."""
-    compiler, calls = tmp_path / "cc", tmp_path / "calls"
-    compiler.write_text(
-        f"""#!/bin/sh
-[ "$1" = --version ] && echo patient 1.0 && exit 0
-objects=; case " $* " in *" -c "*) objects=yes;; esac
-while [ "$1" != -o ]; do shift; done
-[ $objects ] && : > "$2" && exit 0
-echo call >> {calls}
-for tenth in $(seq 600); do [ $(wc -l < {calls}) -ge 2 ] && break; sleep 0.1; done
-head -c 1000 {cache[1]} > "$2"; sleep 0.5; cp {cache[1]} "$2"
+CHOOSE = """
+import torch
+from lagrpo.logs import print_records
+from lagrpo.model.backend import choose_backend
+print_records()
+print(choose_backend({choice!r}, "cpu", torch.float32))
 """
-    )
+
+
+def test_the_library_is_compiled_once_and_then_loaded(tmp_path):
+    """In a hurry, by a compiler that does not optimize."""
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\nexec {shlex.join(library._compiler())} "$@" -O0\n')
     compiler.chmod(0o755)
-    words = {"LAGRPO_CACHE": str(tmp_path / "new"), "CC": str(compiler)}
-    both = f"import subprocess, sys; both = [subprocess.Popen([sys.executable, '-c', {DESCRIBE!r}]) for _ in range(2)]"
-    done = python(f"{both}; [one.wait() for one in both]", **words)
-    assert done.stdout.count("C kernels (") == 2
-    assert len(list((tmp_path / "new" / "kernels").iterdir())) == 1
-    assert python(DESCRIBE, **words).stdout.startswith("C kernels (")
-    assert calls.read_text().count("call") == 2, "the library that is there is used"
+    given = {"LAGRPO_CACHE": str(tmp_path / "cache"), "CC": str(compiler)}
+    first, second = (python(CHOOSE.format(choice="auto"), **given) for _ in range(2))
+    assert first.stdout.startswith("C kernels (")
+    assert second.stdout == first.stdout
+    assert "compiling" in first.stderr
+    assert "compiling" not in second.stderr
+    assert len([*(tmp_path / "cache" / "kernels").iterdir()]) == 1
 
 
-@pytest.mark.parametrize(
-    "spoil", [lambda whole: whole[: len(whole) // 2], lambda whole: Path(str(build._openmp())).read_bytes()]
-)
-def test_a_spoilt_library_is_compiled_again(cache, spoil):
-    """One cut short would end the process without a word; another library has none of the functions."""
-    words, library = cache
-    library.write_bytes(spoil(library.read_bytes()))
-    done = python(DESCRIBE, **words)
-    assert done.stdout.startswith("C kernels (")
-    assert f"(it is damaged), into {library}" in done.stderr
-    assert build._is_whole(library)
-
-
-def test_a_library_that_others_may_write_is_not_loaded(cache, monkeypatch):
-    words, library = cache
-    library.parent.chmod(0o777)
-    assert "others may write to it" in reason(monkeypatch, **words)
-
-
-def test_a_cache_that_is_no_directory_is_no_crash(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    assert "cannot be kept or loaded" in reason(monkeypatch, LAGRPO_CACHE=tmp_path / "file")
-
-
-def test_another_compiler_makes_another_library():
-    made = (["gcc"], "12", ()), (["gcc"], "13", ()), (["gcc", "-O0"], "12", ()), (["gcc"], "12", ("-march=native",))
-    assert len({build._fingerprint(*one) for one in made}) == 4
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "/bin/false"])
+def test_without_a_compiler_pytorch_computes_and_says_why(tmp_path, compiler):
+    given = {"LAGRPO_CACHE": str(tmp_path), "CC": compiler}
+    assert python(CHOOSE.format(choice="auto"), **given).stdout.startswith(f"PyTorch (no C kernels: {compiler} ")
+    assert "the C kernels are unavailable here" in python(CHOOSE.format(choice="c"), **given).stderr
+    assert not [*tmp_path.rglob("*.so")]

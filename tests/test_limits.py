@@ -23,7 +23,7 @@ PARAMETERS = 8
 
 # Signatures that are not ours to choose.
 IMPOSED = {
-    "backends/attention.py:shared_prefix_attention": "transformers calls it: the attention function of its registry",
+    "model/attention.py:shared_prefix_attention": "transformers calls it: the attention function of its registry",
 }
 
 

@@ -12,9 +12,9 @@ from running import tiny_settings
 from tiny import save_tiny
 
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.rollout.parity import ParityError
 from lagrpo.rollout.prefetch import Prefetcher, VersionError
 from lagrpo.rollout.schedule import LoopState
+from lagrpo.rollout.sync_check import WeightSyncError
 from lagrpo.settings.toml import load_settings
 from lagrpo.training.build import Parts
 from lagrpo.training.checks import check_settings
@@ -109,22 +109,21 @@ def test_a_sampler_that_serves_stale_weights_stops_the_run(algorithm, monkeypatc
 
     monkeypatch.setattr(LocalSampler, "sync_weights", stale)
     steps: list[Step] = []
-    with pytest.raises(ParityError, match=r"version 1 on the in-process sampler: .* serves other weights"):
+    with pytest.raises(WeightSyncError, match=r"version 1 on the in-process sampler: .* serves other weights"):
         steps.extend(train_loop(a, LoopState()))
     assert [u.b for u in steps] == [1]
 
 
 def test_a_token_of_another_version_stops_the_run(algorithm, monkeypatch):
     a = algorithm(schedule={"batches": 3})
-    original = LocalSampler._close
+    original = LocalSampler._complete
 
     def mislabeled(self, row):
-        group = original(self, row)
-        if row.group.request.batch == 2:
-            group.done[row.index] = replace(group.done[row.index], versions=group.done[row.index].versions - 1)
-        return group
+        completion = original(self, row)
+        late = row.request.batch == 2
+        return replace(completion, versions=completion.versions - 1) if late else completion
 
-    monkeypatch.setattr(LocalSampler, "_close", mislabeled)
+    monkeypatch.setattr(LocalSampler, "_complete", mislabeled)
     steps: list[Step] = []
     with pytest.raises(
         VersionError, match=r"batch 2, prompt \d: a token was sampled by version 0, but the .* version 1"
@@ -145,7 +144,7 @@ class FakeSampler:
     def __init__(self) -> None:
         self.version, self.calls = -1, []
 
-    def served(self):
+    def current_weights(self):
         return self.version, {}
 
     def sync_weights(self, weights, version):
@@ -166,9 +165,9 @@ class FakeSampler:
     def score(self, prompt_ids, token_ids):
         raise AssertionError("no parity check was asked for")
 
-    def rest(self): ...
+    def free_cache(self): ...
     def close(self): ...
-    def read(self):
+    def pop_metrics(self):
         return {}
 
 
@@ -198,7 +197,7 @@ def test_a_run_stopped_after_any_batch_goes_on_from_its_state(algorithm, monkeyp
     def run(stops: set[int]) -> tuple[list[Any], list[LoopState]]:
         a.learner.policy.weights.load(initial, 0)
         a.learner.reference.load(initial, 0)
-        sampler = FakeSampler()
+        sampler: Any = FakeSampler()
         parts = replace(a, sampler=sampler, prefetcher=Prefetcher(sampler, a.prompts.batch, a.settings.sampling.G))
         state, states = LoopState(), []
         while state.batch < 9:

@@ -18,8 +18,8 @@ from tiny import computed_by, save_tiny, tiny_model, tiny_policy
 from torch import Tensor
 
 from lagrpo import cli, train
-from lagrpo.backends.adapters import adapted
 from lagrpo.errors import SettingsError
+from lagrpo.model.adapters import adapted
 from lagrpo.model.embedded import ADAPTER_CONFIG as CONFIG
 from lagrpo.model.loading import load_policy, merge_adapter
 from lagrpo.model.lora import ADAPTER_WEIGHTS as WEIGHTS

@@ -9,13 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_sampling import requests_for
-from tiny import computed_by, tiny_policy
+from tiny import tiny_policy
 from torch import nn
 
-from lagrpo.backends.choose import choose_backend
-from lagrpo.backends.cpu import build, library
-from lagrpo.backends.cpu.backend import CpuBackend
-from lagrpo.backends.cuda import CudaBackend
 from lagrpo.model.model import Packed, copy_policy
 from lagrpo.rollout.local import LocalSampler
 
@@ -158,32 +154,3 @@ def test_loading_copies_into_the_models_own_storage_and_counts_the_version():
     with pytest.raises(ValueError, match=r"model\.norm\.weight is \(31,\) in version 8, not \(32,\)"):
         policy.weights.load({**other.weights, "model.norm.weight": torch.ones(31)}, 8)
     assert policy.version == 7
-
-
-# ---- backends ----
-
-
-def test_each_policy_has_a_backend_of_its_own():
-    """Side by side, in one process, on the same weights."""
-    ours = tiny_policy(dtype=torch.bfloat16, backend="c")
-    theirs = computed_by(ours, "torch")
-    with torch.no_grad():
-        before = ours.logp(packed())
-        assert not torch.equal(theirs.logp(packed()), before)
-        assert torch.equal(ours.logp(packed()), before)
-    assert (ours.model.exact, theirs.model.exact) == (True, False)
-    assert theirs.model.decoding == "layer by layer, PyTorch's matrix products in bfloat16"
-
-
-def test_the_backend_of_a_device_and_a_dtype(monkeypatch):
-    assert type(choose_backend("auto", "cpu", torch.bfloat16)) is CpuBackend
-    assert type(choose_backend("auto", "cuda", torch.bfloat16)) is CudaBackend
-    assert str(choose_backend("torch", "cuda", torch.bfloat16)) == "PyTorch (as chosen)"
-    assert str(choose_backend("auto", "cpu", torch.float64)) == "PyTorch (no C kernels for float64)"
-    assert str(choose_backend("auto", "xpu", torch.bfloat16)) == "PyTorch (no kernels for xpu)"
-    with pytest.raises(build.NoKernels, match="the kernels are for the CPU, the model is on cuda"):
-        choose_backend("c", "cuda", torch.bfloat16)
-    monkeypatch.setattr(library, "why_not", lambda: "no compiler")
-    assert str(choose_backend("auto", "cpu", torch.float32)) == "PyTorch (no C kernels: no compiler)"
-    with pytest.raises(build.NoKernels, match="unavailable here: no compiler"):
-        choose_backend("c", "cpu", torch.float32)

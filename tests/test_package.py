@@ -31,7 +31,7 @@ def test_every_source_file_is_in_the_wheel_and_the_settings_of_the_demo(wheel):
     sources = {name.removeprefix("src/") for name in tracked if (ROOT / name).is_file()}
     inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert inside == sources | {"lagrpo/demo.toml"}
-    for name in ("backends/cpu/layer.c", "backends/cpu/kernels.h", "view/assets/app.js", "py.typed"):
+    for name in ("cpu/layer.c", "cpu/kernels.h", "view/assets/app.js", "py.typed"):
         assert f"lagrpo/{name}" in inside
 
 

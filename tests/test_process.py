@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -84,36 +81,6 @@ def test_tokenizers_start_threads_again(settings, monkeypatch):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     train(settings())
     assert "TOKENIZERS_PARALLELISM" not in os.environ
-
-
-FAULTS = """
-import resource, torch
-from lagrpo.backends import process
-faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-def count(blocks):  # of 16 MiB, freed together
-    for _ in range(10):
-        [torch.ones(4 << 20) for _ in range(blocks)]
-    before = faults()
-    for _ in range(10):
-        [torch.ones(4 << 20) for _ in range(blocks)]
-    return (faults() - before) // 10
-with process.restored():
-    assert process.keep_freed_memory()
-    within = count(3)
-print(within, count(9))
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_freed_memory_goes_back_to_the_system_again():
-    """Counted in page faults: none for three blocks within. Of nine blocks afterward some find room where the three
-    were, in the heap; the others come from the system, page by page, at each use."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    done = subprocess.run([sys.executable, "-c", FAULTS], env=clean, capture_output=True, text=True, check=True)
-    within, after = map(int, done.stdout.split())
-    pages = (16 << 20) // os.sysconf("SC_PAGESIZE")  # of a block
-    assert within < pages / 10
-    assert after > 4 * pages
 
 
 def test_runs_in_two_threads_leave_transformers_as_it_was():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import subprocess
@@ -13,10 +12,8 @@ import torch
 from tiny import computed_by, tiny_policy
 from torch import Tensor, nn
 
-from lagrpo.backends import hardware
-from lagrpo.backends.choose import choose_backend
-from lagrpo.backends.cpu import build, library, panels
-from lagrpo.errors import SettingsError
+from lagrpo.cpu import library, panels
+from lagrpo.model.backend import choose_backend
 from lagrpo.model.model import Packed, PackedWeights, Weights, copy_policy
 
 pytestmark = pytest.mark.usefixtures("with_kernels")
@@ -56,15 +53,15 @@ def test_a_product_is_that_of_its_layers_whatever_the_rows_beside_a_row(shape):
     torch.set_num_threads(threads)
 
 
-def test_an_odd_number_of_inputs_is_refused():
+def test_an_odd_number_of_inputs_is_rejected():
     with pytest.raises(ValueError, match="a product of 63 inputs cannot be packed"):
         panels.Panels([linear(4, 63)])
 
 
 COMPARED = """
 import torch
-from lagrpo.backends.cpu import kernels, library, panels
-from lagrpo.backends.layout import PackedLayout
+from lagrpo.cpu import kernels, library, panels
+from lagrpo.model.layout import PackedLayout
 assert library.why_not() is None, library.why_not()
 products = panels.chosen_products()
 assert panels.products_are_right()
@@ -91,16 +88,16 @@ def at_level(level: str, code: str = COMPARED) -> str:
     """What code prints with the instructions of one level. It runs with two threads: with one, a store into the next
     panel is overwritten later and goes unnoticed."""
     path = os.pathsep.join(sys.path)
-    environment = {**os.environ, build.ISA: level, "OMP_NUM_THREADS": "2", "PYTHONPATH": path}
+    environment = {**os.environ, library.ISA: level, "OMP_NUM_THREADS": "2", "PYTHONPATH": path}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
 
 
-@pytest.mark.parametrize("level", sorted(build.LEVELS))
+@pytest.mark.parametrize("level", sorted(library.LEVELS))
 def test_at_every_level_of_instructions_products_are_right_and_independent_of_their_rows(level):
     """AMX by its instructions in plain C where there are none; attention has the bits of this processor's own level."""
-    if missing := build.LEVELS[level].needs - build.cpu_flags():
+    if missing := library.LEVELS[level].needs - library.cpu_flags():
         with pytest.raises(AssertionError, match="this processor has no"):
             at_level(level)
         assert missing
@@ -138,64 +135,31 @@ def test_steps_through_all_layers_by_tiles_sample_what_the_learner_computes():
     assert at_level("emulated_tiles", DECODED) == "one call through all layers, products by AMX emulated in C"
 
 
-def test_an_unknown_level_is_refused_before_anything_is_compiled(monkeypatch):
-    monkeypatch.setenv(build.ISA, "sse9")
-    monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
-    monkeypatch.setattr(hardware.platform, "machine", lambda: "x86_64")
-    with pytest.raises(SettingsError, match=r"^LAGRPO_CPU_ISA = 'sse9' is no level"):
-        hardware.pick_dtype("auto", torch.device("cpu"))
-    with pytest.raises(build.NoKernels, match=r"LAGRPO_CPU_ISA = 'sse9' is no level of instructions: use native, "):
+@pytest.mark.parametrize(("level", "problem"), [("sse9", "is not a level of instructions"), ("avx2", "lacks avx2")])
+def test_a_level_that_this_processor_cannot_take_is_rejected(monkeypatch, level, problem):
+    monkeypatch.setenv(library.ISA, level)
+    monkeypatch.setattr(library, "cpu_flags", lambda: frozenset({"fma", "bmi2", "f16c"}))
+    with pytest.raises(library.NoKernels, match=f"LAGRPO_CPU_ISA = '{level}'.* {problem}"):
         choose_backend("auto", "cpu", torch.bfloat16)
 
 
-def test_an_empty_level_is_none_and_case_does_not_matter(monkeypatch):
-    monkeypatch.setenv(build.ISA, "")
-    assert build.isa_level() == "native"
-    monkeypatch.setenv(build.ISA, "Baseline")
-    assert build.isa_level() == "baseline"
+def test_products_that_are_wrong_by_one_bit_are_not_used(monkeypatch, caplog):
+    """Every way of this processor is compared with plain sums, and PyTorch computes if all are wrong."""
+    linear = panels.linear
 
-
-def test_another_level_in_the_same_process_is_refused(monkeypatch):
-    monkeypatch.setenv(build.ISA, "baseline")
-    with pytest.raises(
-        build.NoKernels, match=r"computes with the instructions .*; for LAGRPO_CPU_ISA = baseline start"
-    ):
-        choose_backend("auto", "cpu", torch.bfloat16)
-
-
-def test_a_level_above_the_processor_is_refused(monkeypatch):
-    monkeypatch.setenv(build.ISA, "avx2")
-    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"fma", "bmi2", "f16c"}))
-    with pytest.raises(build.NoKernels, match="LAGRPO_CPU_ISA = 'avx2': this processor has no avx2"):
-        choose_backend("auto", "cpu", torch.bfloat16)
-
-
-def test_products_that_are_wrong_here_are_not_used(monkeypatch, caplog):
-    """A library whose every way is broken: nothing of it computes, and the line says so."""
-    monkeypatch.setattr(panels, "products_are_right", lambda: False)
-    assert panels.choose_products() is None
-    assert "give wrong numbers on this processor and are not used" in caplog.text
-    monkeypatch.undo()
-    assert panels.choose_products() == panels.chosen_products()
-
-
-def test_the_comparison_with_plain_numbers_sees_one_wrong_bit(monkeypatch):
-    product = library._library.product
-
-    def off(m, n, k, x, packed, bias, y):
-        product(m, n, k, x, packed, bias, y)
-        if n.value > 40:
-            ctypes.cast(y, ctypes.POINTER(ctypes.c_uint16))[3] ^= 1
-
-    real = library._library
-
-    class Library:
-        def __getattr__(self, name):
-            return off if name == "product" else getattr(real, name)
+    def wrong(x, n, fields, out=None):
+        y = linear(x, n, fields, out)
+        if n > 40:
+            y.view(torch.int16)[0, 3] ^= 1
+        return y
 
     assert panels.products_are_right()
-    monkeypatch.setattr(library, "_library", Library())
+    monkeypatch.setattr(panels, "linear", wrong)
     assert not panels.products_are_right()
+    assert panels.chosen_products.__wrapped__() is None
+    assert "give wrong numbers on this processor and are not used" in caplog.text
+    monkeypatch.undo()
+    assert panels.chosen_products.__wrapped__() == panels.chosen_products()
 
 
 # ---- panels, and who has them ----
@@ -206,24 +170,6 @@ def test_an_odd_number_of_inputs_takes_pytorchs_products():
     assert not policy.model.exact
     assert isinstance(copy_policy(policy).weights, Weights)
     assert "products by" not in policy.model.computation
-
-
-def test_an_interrupted_weight_sync_takes_nothing_from_others(monkeypatch):
-    """π_ref keeps its panels, however often a weight sync to α was cut off and made again."""
-    policy, packed = tiny_policy(dtype=torch.bfloat16), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
-    alpha, reference = copy_policy(policy), copy_policy(policy)
-    with torch.no_grad():
-        before = reference.logp(packed)
-        for version in (1, 2, 3):
-            changed(policy)
-            fill = panels.Panels.fill
-            monkeypatch.setattr(panels.Panels, "fill", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                alpha.load(policy.weights, version)
-            monkeypatch.setattr(panels.Panels, "fill", fill)
-            alpha.load(policy.weights, version)
-            assert torch.equal(alpha.logp(packed), policy.logp(packed))
-            assert torch.equal(reference.logp(packed), before)
 
 
 def panels_of(policy):
@@ -248,7 +194,7 @@ def test_one_packed_copy_serves_learner_and_sampler_of_one_version():
         assert panels_of(alpha) is panels_of(policy) is first
 
 
-def test_panels_that_are_lent_keep_their_weights_while_the_learner_goes_on():
+def test_lent_panels_keep_their_weights_while_the_trainer_learns():
     policy, packed = tiny_policy(dtype=torch.bfloat16), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
     alpha = copy_policy(policy)
     with torch.no_grad():
@@ -264,7 +210,7 @@ def test_panels_that_are_lent_keep_their_weights_while_the_learner_goes_on():
         assert panels_of(policy) is lent  # what the sampler gave back is used again: never more than two
 
 
-def test_weights_of_somebody_else_are_packed_for_the_replica_alone():
+def test_weights_of_another_model_are_packed_for_the_copy_alone():
     policy, other = (tiny_policy(dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
     packed, alpha = Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])]), copy_policy(policy)
     with torch.no_grad():

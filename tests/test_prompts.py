@@ -12,7 +12,7 @@ from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError
 from lagrpo.model.chat import Chat
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.rollout.parity import PARITY_PROMPTS
+from lagrpo.rollout.sync_check import CHECK_PROMPTS
 from lagrpo.runs import load_rollouts
 from lagrpo.tasks import RowTask
 from lagrpo.training.run import train
@@ -126,7 +126,7 @@ def test_prompts_are_tokenized_once_at_the_start_and_once_in_their_batch(run, mo
     monkeypatch.setattr(Chat, "tokenize", counted)
     monkeypatch.setattr(LocalSampler, "sample", sampling)
     run("load_rarely_right", schedule={"prompts": 4, "batches": 13})
-    assert counts.pop("start") == 1 + 24 + PARITY_PROMPTS + 4
+    assert counts.pop("start") == 1 + 24 + CHECK_PROMPTS + 4
     assert counts == {f"batch {b}": 4 for b in range(2, 14)}
 
 

@@ -187,17 +187,15 @@ def test_a_mask_that_cannot_be_one_is_refused(tmp_path, sampled, message):
 
 def test_a_run_with_unsampled_tokens_agrees_with_its_replay(tmp_path, monkeypatch):
     """As if the second token of every longer completion were an environment's reply: it stays in the context."""
-    original = LocalSampler._close
+    original = LocalSampler._complete
 
     def with_a_reply(self, row):
-        group = original(self, row)
-        c = group.done[row.index]
+        c = original(self, row)
         own = torch.arange(len(c.token_ids)) != (1 if len(c.token_ids) > 2 else -1)
         logp, versions = torch.where(own, c.logp_alpha, NAN), torch.where(own, c.versions, ENVIRONMENT)
-        group.done[row.index] = replace(c, logp_alpha=logp, versions=versions, sampled=own)
-        return group
+        return replace(c, logp_alpha=logp, versions=versions, sampled=own)
 
-    monkeypatch.setattr(LocalSampler, "_close", with_a_reply)
+    monkeypatch.setattr(LocalSampler, "_complete", with_a_reply)
     settings = tiny_settings(
         save_tiny(tmp_path / "model"), tmp_path / "runs", run={"save_every": 1}, schedule={"v": 2},
         evaluation={"before_and_after": False},

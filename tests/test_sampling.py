@@ -11,16 +11,14 @@ import torch
 from rounding import rounding
 from tiny import SHAPES, tiny_policy
 
-from lagrpo.backends.choose import choose_backend
-from lagrpo.backends.logprobs import CDF_BLOCK
-from lagrpo.backends.steps import pair_rows_with_groups
-from lagrpo.model.model import Model, Packed, copy_policy
+from lagrpo.model.backend import choose_backend
+from lagrpo.model.decoding import pair_rows_with_groups
+from lagrpo.model.logprobs import CDF_BLOCK
+from lagrpo.model.model import Packed, copy_policy
 from lagrpo.rng import uniforms
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.rollout.parity import ParityCheck, ParityError
 from lagrpo.rollout.prefetch import Prefetcher, VersionError
-from lagrpo.rollout.schedule import Schedule, budget, every, lagged, lags
 from lagrpo.types import Group, Prompt
 
 pytestmark = pytest.mark.usefixtures("either_computation")
@@ -88,7 +86,7 @@ def test_a_completion_does_not_depend_on_what_is_sampled_beside_it(rows):
                 torch.testing.assert_close(ours.logp_alpha, theirs.logp_alpha, rtol=0, atol=0 if exact else 1e-5)
 
 
-def test_addresses_give_different_completions():
+def test_other_rng_keys_give_other_completions():
     """Completions of a group, the same prompt in two batches, in two epochs, under two seeds: never the same random
     numbers."""
     policy = tiny_policy()
@@ -173,7 +171,7 @@ def test_every_end_of_sequence_id_ends_a_completion_and_the_limit_cuts_it():
         assert "<stop>" not in c.text
 
 
-def test_alpha_has_weights_of_its_own():
+def test_the_sampler_keeps_old_weights_until_a_weight_sync():
     """After a step of π without a weight sync, the sampler still samples, and scores, with the old policy."""
     policy = tiny_policy()
     sampler = LocalSampler(copy_policy(policy), 0, 16, 64)
@@ -205,7 +203,7 @@ def test_scores_equal_the_recorded_log_probs(left_out):
         torch.testing.assert_close(torch.tensor(logp), completion.logp_alpha, rtol=0, atol=bound)
 
 
-def test_a_weight_sync_between_open_groups_is_refused():
+def test_a_weight_sync_between_open_groups_is_rejected():
     policy = tiny_policy()
     sampler = LocalSampler(copy_policy(policy), 0, 8, 4)
     stream = sampler.sample(requests_for(policy, 3), 4)
@@ -214,7 +212,7 @@ def test_a_weight_sync_between_open_groups_is_refused():
         sampler.sync_weights(policy.weights, 1)
 
 
-def test_a_group_wider_than_the_rows_is_refused():
+def test_a_group_wider_than_the_rows_is_rejected():
     policy = tiny_policy()
     with pytest.raises(ValueError, match=r"G = 6.*sampling.max_num_seqs = 4"):
         list(LocalSampler(copy_policy(policy), 0, 8, 4).sample(requests_for(policy, 1), 6))
@@ -226,101 +224,15 @@ def test_pairing_rows_with_groups():
     assert place.tolist() == [0, 4, 1, 2, 5]
 
 
-def parity_check(policy) -> ParityCheck:
-    requests = [request(key, f"{key}+{key}=", batch=0, policy=policy) for key in range(8)]
-    return ParityCheck(requests, policy.dtype)
-
-
-def checked(policy) -> tuple[LocalSampler, ParityCheck]:
-    """A sampler of the policy, and a parity check that has found their grade."""
-    sampler, check = LocalSampler(copy_policy(policy), 0, 16, 64), parity_check(policy)
-    check.start(policy, sampler)
-    return sampler, check
-
-
-def test_the_grade_of_the_in_process_sampler():
-    """Exact where all products are ours, and compared; else close, with what was measured."""
-    policy = tiny_policy(dtype=torch.bfloat16, tau=0.7)
-    sampler, check = checked(policy)
-    assert check.parity is not None
-    assert check.parity.grade == ("exact" if policy.model.exact else "close")
-    assert check.parity.tokens > 60
-    assert check(policy, sampler)["parity_mean"] <= check.parity.mean + 1e-3
-    _, check = checked(tiny_policy())
-    assert check.parity is not None
-    assert check.parity.grade == "close"
-    assert check.parity.largest < 1e-4
-    assert "products of float32 are PyTorch's here" in str(check.parity)
-
-
-def test_a_sampler_that_should_agree_to_the_bit_and_does_not_is_close_and_says_so(monkeypatch):
-    policy = tiny_policy(dtype=torch.bfloat16, backend="c")
-    logits = Model.logits
-    monkeypatch.setattr(Model, "logits", lambda self, hidden: logits(self, hidden) * (1 + 2**-7))
-    sampler, check = checked(policy)
-    assert check.parity is not None
-    assert check.parity.grade == "close"
-    assert "please report this processor" in str(check.parity)
-    assert 0 < check(policy, sampler)["parity_mean"] < 0.1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_parity_check_catches_other_weights_and_another_version(dtype):
-    policy = tiny_policy(dtype=dtype)
-    sampler, check = checked(policy)
-    for version in (1, 2):
-        policy.weights.version = version
-        reports = f"version {version} was synced, but .* the in-process sampler: {version - 1}"
-        with pytest.raises(ParityError, match=reports):
-            check(policy, sampler)
-        with torch.no_grad():
-            policy.model.head.weight.mul_(1.05)
-        sampler.sync_weights(policy.weights, version)
-        assert check(policy, sampler)["parity_max"] < 0.1
-    with torch.no_grad():
-        policy.model.head.weight.mul_(1.05)
-    policy.weights.version = sampler.policy.weights.version = 3  # says so, and has the weights of before
-    with pytest.raises(ParityError, match=r"serves other weights|did not load the new weights"):
-        check(policy, sampler)
-    with torch.no_grad():
-        policy.model.head.weight.fill_(torch.nan)
-    with pytest.raises(ParityError, match="it has diverged"):
-        check(policy, sampler)
-
-
-def test_an_update_smaller_than_the_noise_passes_and_stale_weights_do_not():
-    """The grade close, with the noise of coarse logits: a weight sync that was made passes, one that was not is
-    told."""
-    policy = tiny_policy(dtype=torch.bfloat16, backend="torch")
-    noisy = copy_policy(policy)
-    rng = torch.Generator().manual_seed(0)
-    logits, scale = noisy.model.logits, 0.004
-    noisy.model.logits = lambda hidden: (x := logits(hidden)) + scale * torch.randn(x.shape, generator=rng).to(x)
-    sampler = LocalSampler(noisy, 0, 16, 64)
-    check = parity_check(policy)
-    assert "close" in str(check.start(policy, sampler))
-    for version in range(1, 6):
-        with torch.no_grad():
-            for parameter in policy.model.parameters():
-                parameter.add_(0.005 * torch.randn(parameter.shape, generator=rng).to(parameter))
-        policy.weights.version = version
-        if version < 5:
-            sampler.sync_weights(policy.weights, version)
-            assert check(policy, sampler)["parity_mean"] < 0.1
-    noisy.weights.version = 5
-    with pytest.raises(ParityError, match="is still serving stale weights"):
-        check(policy, sampler)
-
-
 def test_the_prefetcher_hands_out_batch_by_batch_what_was_generated_together():
     policy = tiny_policy(dtype=torch.float64)  # rounding by the rows beside one changes no token
     sampler = LocalSampler(copy_policy(policy), 0, 12, 8)
     source = {b: requests_for(policy, 3, batch=b) for b in (1, 2, 3)}
     together, apart = Prefetcher(sampler, source.__getitem__, 4), Prefetcher(sampler, source.__getitem__, 4)
-    together.ask(range(1, 4), 0)
+    together.submit(range(1, 4), 0)
     for b in (1, 2, 3):
-        apart.ask(range(b, b + 1), 0)
-        prefetch, lazy = ({g.prompt.key: g for g in d.take(b)} for d in (together, apart))
+        apart.submit(range(b, b + 1), 0)
+        prefetch, lazy = ({g.prompt.key: g for g in d.get(b)} for d in (together, apart))
         assert prefetch.keys() == lazy.keys() == {0, 1, 2}
         for key in prefetch:
             for x, y in zip(prefetch[key].completions, lazy[key].completions, strict=True):
@@ -330,64 +242,6 @@ def test_the_prefetcher_hands_out_batch_by_batch_what_was_generated_together():
 def test_a_token_of_another_version_stops_the_run():
     policy = tiny_policy()
     prefetcher = Prefetcher(LocalSampler(copy_policy(policy), 0, 12, 8), lambda b: requests_for(policy, 1), 4)
-    prefetcher.ask(range(1, 2), 7)
+    prefetcher.submit(range(1, 2), 7)
     with pytest.raises(VersionError, match="sampled by version 0, but the schedule announced version 7"):
-        list(prefetcher.take(1))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "i", "expected"),
-    [
-        (every(1), 1, [0] * 12),
-        (every(10), 1, [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]),
-        (every(1), 10, [0] * 12),
-        (every(3), 2, [0, 2, 0, 2, 4, 0, 2, 4, 0, 2, 4, 0]),
-        (lagged(2), 1, [0, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]),
-        (lagged(0), 4, [0] * 12),
-    ],
-)
-def test_the_lag_table(schedule, i, expected):
-    assert lags(schedule, 1, 12, i) == expected
-
-
-def test_k_starts_again_in_every_stage():
-    """Algorithm 1 counts k inside a stage: with M = 6 and v = 4 the first batches of stage 2 are generated by k = 4."""
-    assert lags(every(4), 2, 6, 1) == [0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1, 2]
-
-
-@pytest.mark.parametrize("schedule", [every(1), every(4), lagged(3)])
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_every_batch_is_generated_once_and_not_after_it_is_needed(schedule, prefetch):
-    asked = []
-    for due in schedule.plan(2, 7, prefetch):
-        asked += list(due.to_generate)
-        assert due.batch in asked
-    assert asked == list(range(1, 15))
-
-
-def test_schedules_that_never_sync_are_refused():
-    with pytest.raises(ValueError, match=r"every\(v\) needs v of at least 1"):
-        Schedule("every", 0)
-    with pytest.raises(ValueError, match=r"lagged\(v\) needs v of at least 0"):
-        Schedule("lagged", -1)
-
-
-def test_a_budget_syncs_when_it_is_spent_and_at_the_cap():
-    estimates = iter([0.0, 0.1, 0.3, 0.0, 0.1, 0.15, 0.2])
-    plan = budget(0.25, 4).plan(1, 8, latest=lambda: next(estimates))
-    assert [(due.batch, due.reason) for due in plan if due.reason] == [(4, "budget"), (8, "cap")]
-
-
-def test_an_unspent_budget_is_a_cap_and_the_budget_zero_is_on_policy():
-    assert lags(budget(1.0, 3), 1, 7, 1) == [0, 1, 2, 0, 1, 2, 0]
-    plan = budget(0.0, 9).plan(1, 5, latest=lambda: 1e-9)
-    assert [due.reason for due in plan] == ["", "budget", "budget", "budget", "budget"]
-
-
-def test_a_delta_goes_with_a_budget():
-    with pytest.raises(ValueError, match="no other: every"):
-        Schedule("every", 3, 0.1)
-    with pytest.raises(ValueError, match="no other: budget"):
-        Schedule("budget", 3)
-    with pytest.raises(ValueError, match="at least 0 nats"):
-        budget(-0.1, 3)
+        list(prefetcher.get(1))

@@ -15,7 +15,7 @@ from running import tiny_settings
 from tiny import save_tiny
 
 from lagrpo import threads
-from lagrpo.backends.cpu import kernels, library
+from lagrpo.cpu import kernels, library
 from lagrpo.rollout.vllm.server import Launch
 from lagrpo.runs import load_events
 from lagrpo.training.run import train
@@ -159,7 +159,7 @@ def openmp_threads() -> int:
 
 
 def test_one_number_holds_for_pytorch_and_for_the_kernels():
-    """They load the same OpenMP (backends/cpu/build.py), whose number PyTorch sets for the calling thread."""
+    """They load the same OpenMP (cpu/library.py), whose number PyTorch sets for the calling thread."""
     for number in (2, 1, 3):
         with threads.fixed_threads(number):
             assert openmp_threads() == number

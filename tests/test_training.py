@@ -18,9 +18,9 @@ import lagrpo
 from lagrpo.errors import SettingsError
 from lagrpo.model.model import Policy
 from lagrpo.rewards.pool import RewardError
-from lagrpo.rollout.local import LocalSampler
-from lagrpo.rollout.parity import ParityError
+from lagrpo.rollout.local import ContinuousBatch, LocalSampler
 from lagrpo.rollout.schedule import Schedule, lags
+from lagrpo.rollout.sync_check import WeightSyncError
 from lagrpo.runs import Run, load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import rollout_batches
 from lagrpo.settings.schema import Settings, TaskSettings
@@ -404,14 +404,8 @@ def check_whole(result: Result, batches: int) -> None:
 @pytest.mark.parametrize(
     ("signum", "owner", "name", "call", "batches", "version"),
     [
-        (
-            signal.SIGINT,
-            LocalSampler,
-            "_sample_tokens",
-            20,
-            0,
-            0,
-        ),  # behind the 18 of the parity check, in the evaluation before batch 1
+        # after the 18 of the weight-sync check, in the evaluation before batch 1
+        (signal.SIGINT, ContinuousBatch, "_sample_tokens", 20, 0, 0),
         (signal.SIGTERM, LocalSampler, "sync_weights", 2, 1, 1),  # at the second batch's weight sync
         (signal.SIGINT, Trainer, "first_step", 2, 1, 1),  # in the second batch's learning
         (
@@ -482,7 +476,7 @@ def test_a_second_signal_while_the_weights_are_written_ends_at_once_and_leaves_n
     ("owner", "name", "error"),
     [
         (Trainer, "update", FloatingPointError("the gradient is not finite")),
-        (LocalSampler, "sync_weights", ParityError("another version")),
+        (LocalSampler, "sync_weights", WeightSyncError("another version")),
         (Run, "record", OSError(28, "No space left on device")),
         (Trainer, "first_step", ZeroDivisionError("a bug")),
     ],

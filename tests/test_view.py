@@ -334,7 +334,7 @@ def test_wrong_words_are_one_line_and_exit_code_2(tmp_path, monkeypatch, words, 
 
 
 @pytest.fixture
-def served(tmp_path):
+def current_weights(tmp_path):
     run = fill(make_run(tmp_path))
     server = Server(Source([run.path], lambda: collect([run.path], 100)))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

@@ -24,7 +24,7 @@ from vllm_servers import FakeServer, Ours, choice, engine_of, update
 
 from lagrpo.errors import SettingsError
 from lagrpo.model.lora import load_adapter_weights
-from lagrpo.rollout.base import Manner
+from lagrpo.rollout.base import SamplingParams
 from lagrpo.rollout.vllm import client, server, weights
 from lagrpo.rollout.vllm.client import GENERATE, KEY, AbortedError, NoAnswerError, SamplerError, VllmClient
 from lagrpo.rollout.vllm.engine import VllmEngine, VllmEvaluator
@@ -171,7 +171,7 @@ def test_groups_of_a_dead_server_are_sampled_again_with_the_same_seeds(fake, pol
         found += coming
         assert len(found) == len({request.prompt.key for request, _ in found}) == 8
         assert versions([c for _, group in found for c in group.completions]) == {7}
-        read = engine.read()
+        read = engine.pop_metrics()
         assert read["recoveries"] == 1
         assert 1 <= read["regenerated"] <= 2
         assert loaded(fake) == ["v000007"] * 2
@@ -200,7 +200,7 @@ def test_server_that_dies_before_every_group_ends_the_run(fake, engine, policy):
     fake.answers[GENERATE] = die
     with pytest.raises(NoAnswerError, match="cannot be reached"):
         sampled(engine, policy, 1)
-    assert engine.read()["recoveries"] == client.RESTARTS
+    assert engine.pop_metrics()["recoveries"] == client.RESTARTS
 
 
 def test_attached_server_that_dies_ends_the_run(fake, policy):
@@ -245,7 +245,7 @@ def test_rejected_weights_leave_the_version_before_for_the_checkpoint(fake, engi
     update(policy)
     with pytest.raises(SamplerError, match="other shapes"):
         engine.sync_weights(policy.weights, 1)
-    version, kept = engine.served()
+    version, kept = engine.current_weights()
     assert version == 0
     assert all(torch.equal(kept[name], tensor) for name, tensor in old.items())
 
@@ -289,7 +289,7 @@ def test_sync_continues_or_restarts_completions_in_flight(fake, policy, in_fligh
     engine.sync_weights(policy.weights, 1)
     slow.go.set()
     assert versions([c for _, group in coming for c in group.completions]) == {1}
-    assert engine.read()["regenerated"] == (in_flight == "regenerate")
+    assert engine.pop_metrics()["regenerated"] == (in_flight == "regenerate")
     assert ("/abort_requests" in [path for path, _ in fake.calls]) == (in_flight == "regenerate")
     engine.close()
 
@@ -311,7 +311,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch, fakes: list[FakeServer], policy: Any, 
     monkeypatch.setattr(weights.torch, "zeros", lambda *size, **_: zeros(*size))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     transfer = weights.NcclTransfer(torch.float32)
-    manner = Manner("sample", 1.0, 4)
+    manner = SamplingParams("sample", 1.0, 4)
     return VllmEngine([Ours(fake) for fake in fakes], transfer, policy.chat, manner), sent
 
 
@@ -331,7 +331,7 @@ def test_nccl_announces_tensors_in_the_order_of_the_broadcast(monkeypatch, fake)
         assert info == {"names": ["x", "y"], "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [4]]}
         finished = other.bodies("/finish_weight_update")
         assert [body["weight_version"].partition(":")[2] for body in finished] == ["6", "7"]
-        assert torch.equal(engine.served()[1]["x"], own["x"])
+        assert torch.equal(engine.current_weights()[1]["x"], own["x"])
         engine.close()
 
 
@@ -393,14 +393,14 @@ def test_servers_get_their_version_back_after_an_evaluation(fake, engine, policy
     try:
         with engine.lent(policy.weights, 1, back=True):
             assert engine.version == 1
-            assert engine.served()[0] == 0
+            assert engine.current_weights()[0] == 0
             if fails:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
         assert fails
     assert loaded(fake) == ["v000000", "v000001", "v000000"]
     assert engine.version == 0
-    version, kept = engine.served()
+    version, kept = engine.current_weights()
     assert version == 0
     assert all(torch.equal(kept[name], tensor) for name, tensor in old.items())
 
@@ -419,7 +419,7 @@ def test_evaluation_has_its_own_temperature_limit_and_seeds(fake, engine, policy
     sampled(engine, policy)
     evaluator = VllmEvaluator(engine)
     for purpose in ("evaluate", "evaluate other"):
-        evaluator.adopt(Manner(purpose, 0.5, 3))
+        evaluator.set_sampling_params(SamplingParams(purpose, 0.5, 3))
         assert len(list(evaluator.sample(requests_for(policy, 2), 3))) == 2
     given = [body["sampling_params"] for body in fake.bodies(GENERATE)]
     assert [(p["n"], p["temperature"], p["max_tokens"]) for p in given] == [(2, 1.0, 12)] * 2 + [(3, 0.5, 3)] * 4

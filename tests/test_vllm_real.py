@@ -35,7 +35,7 @@ from lagrpo.model.model import Packed, copy_policy
 from lagrpo.replay import verify_run
 from lagrpo.rollout.episodes import Episodes, Limits
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.rollout.parity import ParityCheck, ParityError
+from lagrpo.rollout.sync_check import WeightSyncCheck, WeightSyncError
 from lagrpo.rollout.vllm.client import KEY, SamplerError, VllmClient
 from lagrpo.rollout.vllm.server import StartedServer
 from lagrpo.rollout.vllm.weights import DIRECTORY, FILE
@@ -114,7 +114,7 @@ def run(model: Path, root: Path, server: VllmClient | None = None, /, **sections
 def test_trainer_and_server_agree_after_each_sync(request, model, tau, lora):
     server = request.getfixturevalue("adapting" if lora else "server")
     policy = policy_of(model, tau, lora=lora)
-    engine, check = engine_of([server], policy), ParityCheck(requests_for(policy, 4), torch.float32)
+    engine, check = engine_of([server], policy), WeightSyncCheck(requests_for(policy, 4), torch.float32)
     for version in range(4):
         engine.sync_weights(policy.weights, version)
         metrics = check(policy, engine)
@@ -139,14 +139,16 @@ class Withheld(VllmClient):
 
 def test_withheld_sync_is_caught(server, model):
     policy, withheld = policy_of(model), Withheld(server.url, server.key)
-    engine, check = engine_of([withheld], policy), ParityCheck(requests_for(policy, 4), torch.float32)
+    engine, check = engine_of([withheld], policy), WeightSyncCheck(requests_for(policy, 4), torch.float32)
     engine.sync_weights(policy.weights, 0)
     check(policy, engine)
     update(policy, 1e-4)  # far below the tolerance: only the comparison with the sync before can tell
     withheld.withholds = True
     engine.sync_weights(policy.weights, 1)
     assert engine.version == 1
-    with pytest.raises(ParityError, match=r"did not change at all with the weight sync.* did not load the new weights"):
+    with pytest.raises(
+        WeightSyncError, match=r"did not change at all with the weight sync.* did not load the new weights"
+    ):
         check(policy, engine)
     engine.close()
 
@@ -159,7 +161,7 @@ def test_tied_head_is_renewed(tmp_path, monkeypatch):
     try:
         policy = policy_of(model, dtype=torch.bfloat16)
         engine = engine_of([server], policy)
-        check = ParityCheck(requests_for(policy, 4), torch.bfloat16, tolerance=0.02)
+        check = WeightSyncCheck(requests_for(policy, 4), torch.bfloat16, tolerance=0.02)
         for version in range(3):
             engine.sync_weights(policy.weights, version)
             check(policy, engine)
@@ -167,7 +169,7 @@ def test_tied_head_is_renewed(tmp_path, monkeypatch):
         monkeypatch.setattr(server, "reload_method", VllmClient.reload_method)
         engine.sync_weights(policy.weights, 3)
         packed = "fallback to torch linear" not in (tmp_path / "vllm.log").read_text()
-        with pytest.raises(ParityError) if packed else nullcontext():
+        with pytest.raises(WeightSyncError) if packed else nullcontext():
             check(policy, engine)
         engine.close()
     finally:
@@ -184,7 +186,7 @@ def test_damaged_weights_end_the_run(attached, model):
     file.write_bytes(file.read_bytes()[:-5000])
     with pytest.raises(SamplerError):
         engine.sync_weights(policy.weights, 1)
-    assert engine.served()[0] == 0
+    assert engine.current_weights()[0] == 0
     engine.close()
     assert server.guard.poll() is not None
 

@@ -40,7 +40,7 @@ def tiny_model(kind: str = "llama", seed: int = 0, spread: float = 0.6, **change
     """A random model of two layers with weights large enough that its distribution is far from uniform."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lagrpo.backends import attention
+    from lagrpo.model import attention
 
     attention.register()
     sizes = {
@@ -96,7 +96,7 @@ def computed_by(policy: Any, backend: Any) -> Any:
     """The same weights, computed by another backend (as choose_backend takes it)."""
     from dataclasses import replace
 
-    from lagrpo.backends.choose import choose_backend
+    from lagrpo.model.backend import choose_backend
     from lagrpo.model.model import Model
 
     chosen = choose_backend(backend, policy.device, policy.dtype)

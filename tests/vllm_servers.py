@@ -16,10 +16,10 @@ import psutil
 import torch
 from tiny import save_tiny
 
-from lagrpo.backends.adapters import adapted
+from lagrpo.model.adapters import adapted
 from lagrpo.model.loading import load_policy
 from lagrpo.model.model import Policy
-from lagrpo.rollout.base import Manner
+from lagrpo.rollout.base import SamplingParams
 from lagrpo.rollout.vllm.client import GENERATE, VllmClient
 from lagrpo.rollout.vllm.engine import InFlight, VllmEngine
 from lagrpo.rollout.vllm.server import Launch, StartedServer, find_python
@@ -134,8 +134,8 @@ def engine_of(
     """An engine of seed 0, in the policy's dtype."""
     lm = policy.model.lm
     weights = AdapterTransfer(lm, policy.dtype) if adapted(lm) else WeightTransfer(policy.dtype)
-    manner = Manner("sample", policy.tau, max_tokens)
-    return VllmEngine(servers, weights, policy.chat, manner, 0, rows, in_flight)
+    params = SamplingParams("sample", policy.tau, max_tokens)
+    return VllmEngine(servers, weights, policy.chat, params, 0, rows, in_flight)
 
 
 def tiny_directory(root: Path, **changes: Any) -> Path:

@@ -44,7 +44,7 @@ def look_at_packages() -> Lines:
 def look_at_machine() -> Lines:
     import torch
 
-    from lagrpo.backends.cpu.build import cpu_flags
+    from lagrpo.cpu.library import cpu_flags
 
     yield "system", platform.platform()
     yield "cpu", f"{cpu_model()} ({', '.join(name for name in INSTRUCTIONS if name in cpu_flags())})"
@@ -67,10 +67,10 @@ def look_at_gpus() -> Lines:
 
 def look_at_kernels() -> Lines:
     """Compiles the kernels the first time, in 6 to 16 seconds."""
-    from lagrpo.backends.cpu import library
-    from lagrpo.backends.cpu.build import isa_level
-    from lagrpo.backends.cpu.panels import chosen_products
-    from lagrpo.backends.hardware import pick_device, pick_dtype
+    from lagrpo.cpu import library
+    from lagrpo.cpu.library import isa_level
+    from lagrpo.cpu.panels import chosen_products
+    from lagrpo.model.backend import pick_device, pick_dtype
 
     if (reason := library.why_not()) is not None:
         yield "kernels", f"missing: {reason}" + (": apt-get install gcc" if "no C compiler" in reason else "")

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/../.."
 for needed in aarch64-linux-gnu-gcc qemu-aarch64; do
     command -v "$needed" > /dev/null || { echo "make check-aarch64 needs $needed (apt-get install gcc-aarch64-linux-gnu qemu-user)" >&2; exit 2; }
 done
-kernels=src/lagrpo/backends/cpu
+kernels=src/lagrpo/cpu
 made=$(mktemp -d)
 trap 'rm -rf "$made"' EXIT
 for flags in -march=armv8-a; do

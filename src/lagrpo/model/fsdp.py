@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lagrpo.backends.adapters import adapted
-from lagrpo.backends.backend import Backend
+from lagrpo.model.adapters import adapted
+from lagrpo.model.backend import Backend
 from lagrpo.model.model import Model, Packed, Policy, PolicyCopy, Weights, check_weights, trained_weights
 
 EXACT = (torch.float32, torch.float64)  # weights of these are their own masters: nothing is rounded

@@ -14,10 +14,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from lagrpo.backends import attention
-from lagrpo.backends.backend import Backend
-from lagrpo.backends.choose import Choice
 from lagrpo.errors import one_line_errors, refusing
+from lagrpo.model import attention
+from lagrpo.model.backend import Backend, Choice
 from lagrpo.model.embedded import is_adapter, resolve_model
 from lagrpo.model.lora import (
     ADAPTER_CONFIG,

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lagrpo.backends.adapters import A, AdaptedLinear, B, adapted
 from lagrpo.errors import one_line_errors
+from lagrpo.model.adapters import A, AdaptedLinear, B, adapted
 from lagrpo.model.embedded import ADAPTER_CONFIG, is_adapter
 from lagrpo.rng import uniforms
 

@@ -6,7 +6,7 @@ tokens only: the LM head never runs on prompt positions.
 `PolicyCopy` is a copy for sampling (α) or for the KL term (π_ref). A decoding step does little else than read every
 weight, so how they lie decides its time. If the C kernels compute all matrix products (`Model.exact`), the copy has
 panels instead of the weights of linear layers, and while it holds the version of the policy that learns, both read the
-same ones (backends/cpu/panels.py). Otherwise it is a plain copy. With adapters only these are copied: everything else
+same ones (cpu/panels.py). Otherwise it is a plain copy. With adapters only these are copied: everything else
 is shared."""
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lagrpo.backends.adapters import A, B, adapted
-from lagrpo.backends.attention import Layout
-from lagrpo.backends.backend import Backend, is_plain_linear
-from lagrpo.backends.choose import Choice, choose_backend
-from lagrpo.backends.cpu.panels import BorrowedPanels
-from lagrpo.backends.layout import PackedLayout
-from lagrpo.backends.logprobs import token_logp_by_module
+from lagrpo.cpu.decoder import Layout, is_plain_linear
+from lagrpo.cpu.panels import BorrowedPanels
+from lagrpo.model.adapters import A, B, adapted
+from lagrpo.model.backend import Backend, Choice, choose_backend
 from lagrpo.model.chat import Chat
+from lagrpo.model.layout import PackedLayout
+from lagrpo.model.logprobs import token_logp_by_module
 from lagrpo.model.lora import save_adapter, save_merged
 
 SAMPLE = 2**20  # a weight sync counts changes in about so many weights

@@ -1,4 +1,4 @@
-"""What the loop and the log-prob parity check ask of a sampler."""
+"""What the training loop and the weight-sync check need of a rollout engine."""
 
 from __future__ import annotations
 
@@ -18,87 +18,51 @@ class Request:
     """G completions of a prompt for a batch."""
 
     batch: int
-    epoch: int
-    """Pass over the split that the prompt comes from: where two epochs meet, a batch can hold a prompt twice."""
-    prompt: Prompt
-    """Tokenized."""
+    epoch: int  # pass over the split that the prompt comes from: when two meet, a batch can hold a prompt twice
+    prompt: Prompt  # tokenized
 
     @property
     def address(self) -> tuple[int, int, int]:
-        """The address of the group's random numbers, within a seed and a purpose."""
+        """The key of the group's random numbers, within a seed and a purpose."""
         return self.batch, self.epoch, self.prompt.key
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class SamplingParams:
     """How an evaluation samples."""
 
-    purpose: str
-    """Part of the address of every random number, so that an evaluation does not repeat those of training."""
+    purpose: str  # part of the key of every random number: an evaluation does not repeat those of training
     tau: float
-    max_tokens: int
-    """Longest completion."""
-    environment: str | None = None
-    """Name of the environments that completions talk to; None: completions have one turn."""
+    max_tokens: int  # of a completion
+    environment: str | None = None  # name of the environments that completions talk to; None: one turn
 
 
 class Sampler(Protocol):
-    """Generates completions with the weights of the last sync, and stamps their version on every token."""
+    """Generates completions with the weights of the last sync, and stamps their version on every token. The weight-sync
+    check compares server by server; an in-process sampler is one server."""
+
+    spans: bool  # whether weights may be synced while completions are in flight
 
     @property
-    def version(self) -> int:
-        """The version of the weights that generate new tokens."""
-        ...
-
+    def version(self) -> int: ...  # of the weights that generate new tokens; -1 or another if servers disagree
     @property
-    def spans(self) -> bool:
-        """Whether weights may be synced while completions are under way."""
-        ...
+    def servers(self) -> Sequence[Any]: ...  # each has a name, `str(server)`
+    def describe_versions(self) -> str: ...  # what every server reports, for the user
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
         """Load π_version and return the cost as metrics. Raises RuntimeError while groups are open, unless `spans`."""
         ...
 
-    def served(self) -> tuple[int, Mapping[str, Tensor]]:
-        """The version of the last weight sync and its weights by name, on any device."""
-        ...
+    def current_weights(self) -> tuple[int, Mapping[str, Tensor]]: ...  # of the last weight sync, on any device
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         """One group for each request, as they end. Servers start at once, this process when the first is taken."""
         ...
 
-    def rest(self) -> None:
-        """Give back the memory that only generating needs: the learner is about to compute."""
-
-    def read(self) -> Mapping[str, float]:
-        """Metrics since the last call."""
-        ...
-
-    def close(self) -> None:
-        """End whatever the sampler started."""
-
-
-class Checkable(Protocol):
-    """What the log-prob parity check asks of a sampler, server by server; an in-process sampler is one server."""
-
-    @property
-    def version(self) -> int:
-        """The version that all servers report; any other number if they disagree."""
-        ...
-
-    @property
-    def servers(self) -> Sequence[Any]:
-        """Each has a name, `str(server)`."""
-        ...
-
-    def describe_versions(self) -> str:
-        """What every server reports, for the user."""
-        ...
-
-    def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
-        """Groups by server `number`, in the order of the requests, of at most `max_tokens` tokens a completion."""
-        ...
-
-    def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
-        """log-probs of given tokens at temperature 1, nats: [server][item][token]."""
-        ...
+    def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]: ...
+    def scores(
+        self, items: Sequence[Item]
+    ) -> list[list[list[float]]]: ...  # log-probs at tau = 1: [server][item][token]
+    def free_cache(self) -> None: ...  # give back memory that only generating needs: the trainer is about to compute
+    def pop_metrics(self) -> Mapping[str, float]: ...  # since the last call
+    def close(self) -> None: ...  # end whatever the sampler started

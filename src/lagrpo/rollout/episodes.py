@@ -1,7 +1,6 @@
-"""Episodes: completions of several turns. After each turn of the policy an environment says something or ends the
-episode.
+"""Multi-turn rollouts: after each turn of the policy an environment replies or ends the episode.
 
-What it says is appended as tokens that nobody sampled (`model/chat.py`). Where a limit ends an episode, it is
+A reply is appended as tokens that were not sampled (`model/chat.py`). If a limit ends an episode, the episode is
 scored with what it was worth by then, and its reason says which limit: an outcome, not a failure.
 """
 
@@ -51,10 +50,10 @@ class Episodes:
 
 class Episode:
     """One completion's conversation. `turns` are the texts so far, the policy's and the environment's in turn. Once it
-    has ended, `outcome` says what became of it, and `finished` that no limit ended it."""
+    has ended, `outcome` says how, and `finished` that no limit ended it."""
 
-    def __init__(self, of: Episodes, prompt: Prompt, address: Address) -> None:
-        self._of, self._begin = of, (replace(prompt, token_ids=()), address)
+    def __init__(self, made_by: Episodes, prompt: Prompt, address: Address) -> None:
+        self._made_by, self._begin = made_by, (replace(prompt, token_ids=()), address)
         self._state: bytes | None = None
         self._job: Any = None
         self._cut = ""
@@ -64,29 +63,29 @@ class Episode:
         self.finished = False
 
     def end_turn(self, token_ids: Sequence[int]) -> None:
-        """The policy has sampled these tokens since the last reply, and is not to go on: hand them over."""
-        limits, chat = self._of.limits, self._of.replies.chat
+        """Hand over the tokens that the policy has sampled since the last reply; its turn has ended."""
+        limits, replies = self._made_by.limits, self._made_by.replies
         self._sampled += len(token_ids)
         if self._sampled >= limits.sampled:
             self._cut = f"cut after {limits.sampled} sampled tokens (sampling.max_tokens)"
-        elif token_ids[-1] != self._of.replies.end_id:
+        elif token_ids[-1] != replies.end_id:
             self._cut = "cut: the turn ended with another token than the one that ends a turn"
         elif len(self.turns) // 2 + 1 >= limits.turns:
             self._cut = f"cut after {limits.turns} turns (environment.max_turns)"
-        self._ended = token_ids[-1] in chat.eos_ids
-        self.turns.append(chat.decode(token_ids))
+        self._ended = token_ids[-1] in replies.chat.eos_ids
+        self.turns.append(replies.chat.decode(token_ids))
         begin = self._begin if self._state is None else (None, None)
-        self._job = self._of.environments.submit(self._state, *begin, self.turns[-1])
+        self._job = self._made_by.environments.submit(self._state, *begin, self.turns[-1])
 
     def ready(self) -> bool:
         """Whether `take` need not wait."""
         return self._job.done()
 
     def take(self) -> tuple[int, ...]:
-        """Wait for what the environment says; returns its tokens, none where the episode has ended. Raises
-        RewritingError where the chat template cannot say it."""
+        """Wait for the environment's reply; returns its tokens, none if the episode has ended. Raises RewritingError
+        if the chat template cannot render it."""
         job, self._job = self._job, None
-        kind, said = self._of.environments.result(job)
+        kind, said = self._made_by.environments.result(job)
         if kind == "turn":
             messages, reward, self._state = said
             tokens = self._tokens(messages) if not self._cut else ()
@@ -101,21 +100,22 @@ class Episode:
         return ()
 
     def forget(self) -> None:
-        """Nobody wants the rest of it."""
+        """The rest is not needed."""
         if self._job is not None:
-            self._of.environments.forget(self._job)
+            self._made_by.environments.forget(self._job)
 
     def _tokens(self, messages: Any) -> tuple[int, ...]:
         """The messages in tokens; they are part of the conversation if they fit."""
         try:
-            tokens = self._of.replies.tokens(messages)
-        except RewritingError:
-            raise
+            tokens = self._made_by.replies.tokens(messages)
         except (TemplateError, ValueError) as error:
+            if isinstance(error, RewritingError):
+                raise
             self.outcome = Outcome.unscored(f"the environment's reply cannot be said: {error}")
             return ()
-        if self._replied + len(tokens) > self._of.limits.replied:
-            self._cut = f"cut: the environment said more than {self._of.limits.replied} tokens (environment.max_tokens)"
+        limit = self._made_by.limits.replied
+        if self._replied + len(tokens) > limit:
+            self._cut = f"cut: the environment said more than {limit} tokens (environment.max_tokens)"
             return ()
         self._replied += len(tokens)
         self.turns.append("\n".join(str(message.get("content") or "") for message in messages))

@@ -12,15 +12,13 @@ Batches are counted through all stages: k = 1 .. M inside a stage, b = (stage - 
 
 >>> [every(3).due(k) for k in range(1, 7)]
 [False, False, True, False, False, True]
->>> [(due.batch, list(due.to_generate)) for due in every(3).plan(stages=1, batches=6) if due.reason or due.to_generate]
-[(1, [1, 2]), (3, [3, 4, 5]), (6, [6])]
->>> largest_lag(every(10), stages=1, batches=100, i=1), largest_lag(lagged(2), stages=1, batches=9, i=3)
-(9, 6)
+>>> lags(every(4), stages=1, batches=9, i=1), lags(lagged(2), stages=1, batches=5, i=3)
+([0, 1, 2, 0, 1, 2, 3, 0, 1], [0, 3, 6, 6, 6])
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -31,51 +29,40 @@ Reason = Literal["", "start", "schedule", "budget", "cap"]
 
 @dataclass(frozen=True, slots=True)
 class LoopState:
-    """Where Algorithm 1 stands between two batches. With the weights of these versions and the optimizer it is all
-    that the batches to come depend on."""
+    """Where Algorithm 1 stands between two batches. With the weights of these versions and the optimizer, all later
+    batches follow from it."""
 
-    batch: int = 0
-    """batches that are finished, over all stages"""
-    alpha: int = -1
-    """version of the sampler's weights; -1 before the first sync"""
-    pi_ref: int = 0
-    """version of the reference"""
-    since_sync: int = 0
-    """batches since the last sync"""
-    spent: float = 0.0
-    """what budget has spent since the last sync: the estimate of KL(α‖π_k), nats per completion"""
-    prefetched: tuple[int, ...] = ()
-    """the versions of α that sample batches `batch` + 1, + 2, …, which were prefetched"""
-    sync: Mapping[str, float] = field(default_factory=dict)
-    """metrics of the last weight sync and its parity check"""
+    batch: int = 0  # batches that are finished, over all stages
+    alpha: int = -1  # version of the sampler's weights; -1 before the first sync
+    pi_ref: int = 0  # version of the reference
+    since_sync: int = 0  # batches since the last sync
+    spent: float = 0.0  # the estimate of KL(α‖π_k) since the last sync, nats per completion
+    prefetched: tuple[int, ...] = ()  # the versions of α that sample batches `batch` + 1, + 2, …
+    sync: Mapping[str, float] = field(default_factory=dict)  # metrics of the last weight sync and its check
 
     @property
-    def asked_ahead(self) -> range:
-        """The batches that were prefetched."""
+    def asked_ahead(self) -> range:  # the batches that were prefetched
         return range(self.batch + 1, self.batch + 1 + len(self.prefetched))
 
-    def after_sync(self, version: int, sync: Mapping[str, float]) -> LoopState:
-        """α <- π_version."""
+    def after_sync(self, version: int, sync: Mapping[str, float]) -> LoopState:  # α <- π_version
         return replace(self, alpha=version, since_sync=0, spent=0.0, sync=sync)
 
-    def after_request(self, batches: range) -> LoopState:
-        """α was asked for these batches."""
+    def after_request(self, batches: range) -> LoopState:  # these batches were submitted to α
         return replace(self, prefetched=(*self.prefetched, *[self.alpha] * len(batches)))
 
-    def after_stage(self, version: int) -> LoopState:
-        """π_ref <- π_version."""
+    def after_stage(self, version: int) -> LoopState:  # π_ref <- π_version
         return replace(self, pi_ref=version)
 
     def after_batch(self, spent: float | None) -> LoopState:
-        """The next batch is finished; `spent` None where it does not tell."""
+        """The next batch is finished; `spent` None if it does not tell."""
         later = replace(self, batch=self.batch + 1, since_sync=self.since_sync + 1, prefetched=self.prefetched[1:])
         return later if spent is None else replace(later, spent=spent)
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
-    """What happens at the start of batch `batch`: why the sampler gets π ("" when it does not), and the batches that it
-    is then asked for. The batch itself is among them, or an earlier `Due` asked for it."""
+class SyncDecision:
+    """What happens at the start of batch `batch`: why the sampler gets π ("" if it does not), and the batches that are
+    then submitted. The batch itself is among them, or an earlier decision submitted it."""
 
     batch: int
     reason: Reason
@@ -84,23 +71,21 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`kind` every, lagged or budget; `v` in batches; `delta` in nats, of budget alone. Raises ValueError on
-    numbers that the kind does not allow."""
+    """`kind` every, lagged or budget; `v` in batches; `delta` in nats, for budget alone. Raises ValueError on numbers
+    that the kind does not allow."""
 
     kind: Kind
     v: int
     delta: float | None = None
 
     def __post_init__(self) -> None:
-        least = 0 if self.kind == "lagged" else 1
-        if self.v < least:
-            raise ValueError(f"schedule {self.kind}(v) needs v of at least {least}, got {self.v}")
-        if (self.kind == "budget") != (self.delta is not None):
+        minimum = 0 if self.kind == "lagged" else 1
+        if self.v < minimum:
+            raise ValueError(f"schedule {self.kind}(v) needs v of at least {minimum}, got {self.v}")
+        if (self.kind == "budget") != (self.delta is not None) or not (self.delta or 0.0) >= 0:
             raise ValueError(
-                f"delta is what schedule budget spends, and no other: {self.kind} with delta = {self.delta}"
+                f"schedule budget needs a delta of at least 0 nats and no other kind has one: {self.kind}, {self.delta}"
             )
-        if self.delta is not None and not self.delta >= 0:
-            raise ValueError(f"schedule budget needs a delta of at least 0 nats, got {self.delta}")
 
     def __str__(self) -> str:
         return f"{self.kind}({self.v})" if self.delta is None else f"{self.kind}({self.delta:g}, {self.v})"
@@ -109,17 +94,18 @@ class Schedule:
         """Whether `every` or `lagged` sync weights before batch k = 1 .. M of a stage (Algorithm 1, line 8)."""
         return self.kind == "lagged" or k % self.v == 0
 
-    def next(self, state: LoopState, stages: int, batches: int, prefetch: bool = True) -> Due:
-        """What happens at the start of the batch after `state`. `prefetch` asks for all batches up to the next sync as
-        soon as their α is there; without it `every(v)` asks for them one by one. The samples are the same."""
+    def next(self, state: LoopState, stages: int, batches: int, prefetch: bool = True) -> SyncDecision:
+        """What happens at the start of the batch after `state`. `prefetch` submits all batches up to the next sync as
+        soon as their α is there; without it `every(v)` submits them one by one. The samples are the same."""
         total, b = stages * batches, state.batch + 1
-        asked, last = state.asked_ahead.stop - 1, b
+        submitted, last = state.asked_ahead.stop - 1, b
         if self.kind == "lagged":
             last = min(b + self.v, total)
         elif self.kind == "every":
             while prefetch and last < total and not self.due(last % batches + 1):
                 last += 1
-        return Due(b, self._reason(state, (b - 1) % batches + 1), range(asked + 1, max(last, asked) + 1))
+        to_generate = range(submitted + 1, max(last, submitted) + 1)
+        return SyncDecision(b, self._reason(state, (b - 1) % batches + 1), to_generate)
 
     def _reason(self, state: LoopState, k: int) -> Reason:
         if self.kind in ("every", "lagged"):
@@ -128,53 +114,19 @@ class Schedule:
             return "budget"
         return "cap" if state.since_sync >= self.v else ""
 
-    def plan(
-        self, stages: int, batches: int, prefetch: bool = True, latest: Callable[[], float] = lambda: 0.0
-    ) -> Iterator[Due]:
-        """One `Due` for every batch of a run, each when it is asked for. `latest` gives what budget has spent
-        (`LoopState.spent`)."""
-        state = LoopState()
-        for _ in range(stages * batches):
-            if self.kind == "budget" and state.since_sync:
-                state = replace(state, spent=latest())
-            due = self.next(state, stages, batches, prefetch)
-            yield due
-            state = (state.after_sync(0, {}) if due.reason else state).after_request(due.to_generate).after_batch(None)
-
 
 every = partial(Schedule, "every")
 lagged = partial(Schedule, "lagged")
 
 
-def budget(delta: float, v: int) -> Schedule:
-    """Sync weights when KL(α‖π_k) passes delta nats per completion, at the latest every v batches."""
-    return Schedule("budget", v, delta)
-
-
 def lags(schedule: Schedule, stages: int, batches: int, i: int) -> list[int]:
-    """The lag of each batch of a run, in optimizer updates, when every batch makes i updates (budget: if
-    nothing is spent before its cap)."""
-    alpha, lags, generated_at = 0, [], dict[int, int]()  # batch -> version of its sampler
-    for due in schedule.plan(stages, batches):
-        version = (due.batch - 1) * i
-        alpha = version if due.reason else alpha
-        generated_at.update(dict.fromkeys(due.to_generate, alpha))
-        lags.append(version - generated_at[due.batch])
-    return lags
-
-
-def largest_lag(schedule: Schedule, stages: int, batches: int, i: int) -> int:
-    """The largest lag that a run can show, in optimizer updates: the maximum of `lags`, without a look at every batch.
-
-    Under every(v) α is v - 1 batches old before a sync, v - 2 before the first, and at the end of a stage what is left
-    over of it is added, as k begins anew. Where v is beyond the stage α remains the initial policy."""
-    v, total = schedule.v, stages * batches
-    if schedule.kind == "lagged":
-        return min(v, total - 1) * i
-    if schedule.kind != "every":
-        return (min(v, total) - 1) * i
-    if v > batches:
-        return (total - 1) * i
-    over = batches % v
-    between = over + v - 1 if stages > 1 else v - 1 if batches >= 2 * v else 0
-    return max(v - 2, between, over) * i
+    """The lag of each batch of a run, in optimizer updates, when every batch makes i updates (budget: if nothing is
+    spent before its cap)."""
+    state, found = LoopState(alpha=0), []
+    for version in range(0, stages * batches * i, i):
+        decision = schedule.next(state, stages, batches, prefetch=False)
+        state = state.after_sync(version, {}) if decision.reason else state
+        state = state.after_request(decision.to_generate)
+        found.append(version - state.prefetched[0])
+        state = state.after_batch(None)
+    return found

@@ -43,7 +43,7 @@ class Versions(TypedDict):
 
 @with_config(_EXACT)
 class ParityMemory(TypedDict):
-    """What `ParityCheck.memory` gives."""
+    """What `WeightSyncCheck.memory` gives."""
 
     items: list[tuple[list[Count], list[Count]]]
     before: tuple[list[float], list[list[float]]] | None

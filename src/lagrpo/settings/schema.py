@@ -85,7 +85,7 @@ class ModelSettings(Section):
     """CPU threads; default: OMP_NUM_THREADS, else the physical cores within the container's quota."""
     kernels: Literal["auto", "c", "torch"] = "auto"
     """What computes beside PyTorch. c: lagrpo's C kernels (CPU), which make sampler and learner agree to the bit in
-    bfloat16. torch: PyTorch alone. auto: the kernels where there is a C compiler; on a GPU FlexAttention."""
+    bfloat16. torch: PyTorch alone. auto: the kernels if there is a C compiler."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the tokenizer's."""
     lora: LoraSettings = LoraSettings()

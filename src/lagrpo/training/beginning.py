@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lagrpo.backends.hardware import pick_dtype
+from lagrpo.model.backend import pick_dtype
 from lagrpo.runs import Run, RunExistsError, collect_environment
 from lagrpo.runs.directory import locked
 from lagrpo.settings.schema import RunSettings

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lagrpo.backends.choose import choose_backend
-from lagrpo.backends.cpu.build import NoKernels
-from lagrpo.backends.hardware import pick_device, pick_dtype
-from lagrpo.backends.process import keep_freed_memory
+from lagrpo.cpu.library import NoKernels
 from lagrpo.data.offline import OfflineData, Records, read_records
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
+from lagrpo.model.backend import choose_backend, pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.fsdp import copy_sharded, copy_whole, why_not_shardable, with_modules, without_values
 from lagrpo.model.loading import check_context, check_files, load_policy
@@ -28,9 +26,9 @@ from lagrpo.objective.compose import Recipe
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.episodes import Episodes
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.rollout.parity import PARITY_PROMPTS, Parity, ParityCheck, ParityError
 from lagrpo.rollout.prefetch import Prefetcher
 from lagrpo.rollout.schedule import Schedule
+from lagrpo.rollout.sync_check import CHECK_PROMPTS, Agreement, WeightSyncCheck, WeightSyncError
 from lagrpo.rollout.vllm.client import VllmClient
 from lagrpo.rollout.vllm.engine import VllmEngine, VllmEvaluator, build_engine
 from lagrpo.rollout.vllm.server import open_servers
@@ -57,8 +55,6 @@ def build_policy(model: ModelSettings, tau: float, longest: int, seed: int = 0) 
     """The policy at temperature tau, checked against the `longest` possible sequence in tokens; `seed` keys the random
     start of adapters. Raises SettingsError for a model that is missing or unsupported."""
     device = pick_device(model.device)
-    if device.type == "cpu":
-        keep_freed_memory()
     dtype = getattr(torch, pick_dtype(model.dtype, device)[0])
     with refusing("model.kernels", NoKernels):
         backend = choose_backend(model.kernels, device, dtype)
@@ -153,8 +149,8 @@ class Parts:
     offline: OfflineData | None  # completions of files
     verifier: RewardPool
     schedule: Schedule
-    check_parity: ParityCheck | None  # None if the run asks for no check
-    check_evaluated: ParityCheck | None = None  # of servers that evaluate
+    check_parity: WeightSyncCheck | None  # None if the run asks for no check
+    check_evaluated: WeightSyncCheck | None = None  # of servers that evaluate
     others: Sequence[RewardPool] = ()  # of evaluation sets with their own tasks
     ranks: Ranks = field(default_factory=Ranks)
     talking: Mapping[str, Episodes] = field(default_factory=dict)  # environments of the run and of evaluation sets
@@ -229,7 +225,7 @@ class Parts:
         return self.sampler.policy if isinstance(self.sampler, LocalSampler) else None
 
     @property
-    def parity(self) -> Parity | None:
+    def parity(self) -> Agreement | None:
         """How far learner and in-process sampler agree; None if that was not measured."""
         return self.check_parity.parity if self.check_parity is not None else None
 
@@ -356,16 +352,16 @@ def build_verifier(settings: Settings | EvalSettings, task: Task, ranks: Ranks |
         return RankRewardPool(ranks, task.reward, **settings.verifier.of_a_batch)
 
 
-def build_parity_check(settings: Settings, policy: Policy, source: PromptSource, sampler: Any) -> ParityCheck:
+def build_parity_check(settings: Settings, policy: Policy, source: PromptSource, sampler: Any) -> WeightSyncCheck:
     """The check after every weight sync. Raises SettingsError if the in-process sampler computes something else than
     the learner."""
-    parity_prompts = source.parity_prompts(PARITY_PROMPTS)
+    parity_prompts = source.parity_prompts(CHECK_PROMPTS)
     if not isinstance(sampler, LocalSampler):
-        return ParityCheck(
+        return WeightSyncCheck(
             parity_prompts, sampler.dtype if isinstance(sampler, FirstRankSampler) else sampler.weights.dtype
         )
-    check = ParityCheck(parity_prompts, policy.dtype)
-    with refusing("model.path", ParityError):
+    check = WeightSyncCheck(parity_prompts, policy.dtype)
+    with refusing("model.path", WeightSyncError):
         check.start(policy, sampler)
     return check
 

@@ -81,7 +81,7 @@ def capture(a: Parts, stand: Stand, further: Mapping[str, Any], path: Path, fini
     waiting, announced = a.prefetcher.waiting(state.asked_ahead)
     version, reference = a.learner.policy.version, a.learner.reference
     pi_ref = reference.version if reference is not None else None
-    alpha, of_alpha = a.sampler.served() if alpha_is_needed(a, state) else (None, {})
+    alpha, of_alpha = a.sampler.current_weights() if alpha_is_needed(a, state) else (None, {})
     weights = {} if alpha is None or alpha in (0, version) else {alpha: of_alpha}
     if reference is not None and pi_ref not in (0, version, *weights):
         weights[reference.version] = {name: tensor for name, tensor in reference.weights.items() if a.ranks.is_first}
@@ -118,7 +118,7 @@ def alpha_is_needed(a: Parts, state: LoopState) -> bool:
 def restore(a: Parts, checkpoint: Checkpoint, model: str) -> LoopState:
     """Put the parts, as they were just built, where they were. `model` is the fingerprint of the initial policy. Each
     version goes where it was; what the sampler gets is proven as after a weight sync. Raises SettingsError where
-    model.path or the data is not the run's, ParityError where the sampler does not compute as the policy did,
+    model.path or the data is not the run's, WeightSyncError where the sampler does not compute as the policy did,
     CheckpointError for files that cannot be read."""
     saved = checkpoint.state
     check_same(a, saved, model)

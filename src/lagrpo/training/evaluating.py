@@ -10,14 +10,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lagrpo.backends.process import restored
+from lagrpo.cpu.memory import freed_memory_kept
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.model.embedded import is_adapter, resolve_model
 from lagrpo.model.loading import check_files
 from lagrpo.model.lora import load_adapter_config
 from lagrpo.model.model import Policy
-from lagrpo.rollout.base import Manner
+from lagrpo.rollout.base import SamplingParams
 from lagrpo.rollout.episodes import Episodes
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.vllm.client import VllmClient
@@ -53,7 +53,11 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
         task = load_task(settings.task, settings.seed)
     output = place(settings, task.name)
     threads = fixed_threads(choose_threads(settings.model.threads))
-    with restored(), threads, explained(lambda: "evaluation", {"evaluation": "lower max_num_seqs or max_tokens"}):
+    with (
+        freed_memory_kept(),
+        threads,
+        explained(lambda: "evaluation", {"evaluation": "lower max_num_seqs or max_tokens"}),
+    ):
         evaluation = _evaluated(settings, task)
     of = {"model": settings.model.path, "task": task.name}
     summary = {**of, **evaluation.summary, "settings": settings.model_dump()}
@@ -109,7 +113,7 @@ def _sampler(
         print(f"decoding by vLLM ({where}); it differs from this process by {found['parity_mean']:.2g} nats a token",
               file=sys.stderr, flush=True)  # fmt: skip
         evaluator = VllmEvaluator(sampler)
-        evaluator.adopt(Manner(PURPOSE, settings.temperature, settings.max_tokens))
+        evaluator.set_sampling_params(SamplingParams(PURPOSE, settings.temperature, settings.max_tokens))
         yield evaluator
 
 

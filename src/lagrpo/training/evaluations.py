@@ -35,7 +35,7 @@ class Evaluations:
             with sampling_from_policy(self.parts, state):
                 for exam in exams:
                     self._make(exam, moment, batch)
-                    self.parts.evaluator.rest()
+                    self.parts.evaluator.free_cache()
 
     def _make(self, exam: Exam, moment: str, batch: int) -> None:
         name, policy = exam.place(moment), self.parts.learner.policy

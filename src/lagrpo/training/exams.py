@@ -12,7 +12,7 @@ from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.model.model import Policy
 from lagrpo.rewards.pool import RewardPool
-from lagrpo.rollout.base import Manner, Request
+from lagrpo.rollout.base import Request, SamplingParams
 from lagrpo.settings.evaluation import EvaluationSet
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Task, reward_names
@@ -26,8 +26,8 @@ PURPOSE = "evaluate"
 class Evaluator(Generates, Protocol):
     """What samples the evaluations of a run."""
 
-    def adopt(self, manner: Manner) -> None: ...
-    def rest(self) -> None: ...
+    def set_sampling_params(self, params: SamplingParams) -> None: ...
+    def free_cache(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Exam:
     """of the set; "" where the run has no sets"""
     every: int
     """batches between two of them; 0: only before and after"""
-    manner: Manner
+    manner: SamplingParams
     samples: int
     seed: int
     requests: Callable[[], Sequence[Request]]
@@ -51,7 +51,7 @@ class Exam:
 
     def run(self, evaluator: Evaluator) -> Evaluation:
         """The evaluation of the policy that the evaluator samples from."""
-        evaluator.adopt(self.manner)
+        evaluator.set_sampling_params(self.manner)
         return evaluate(evaluator, self.judged[0], self.requests(), self.samples, self.seed, *self.judged[1:])
 
 
@@ -102,7 +102,7 @@ def _exam(settings: Settings, each: EvaluationSet | None, requests: Any, judged:
     tau = (each.temperature if each is not None else None) or e.temperature or s.temperature
     common: Any = {"seed": settings.run.seed, "requests": requests, "judged": judged}
     if each is None:
-        return Exam("", e.every, Manner(PURPOSE, tau, s.max_tokens, environment), e.samples, **common)
-    manner = Manner(f"{PURPOSE} {each.name}", tau, each.max_tokens or s.max_tokens, environment)
+        return Exam("", e.every, SamplingParams(PURPOSE, tau, s.max_tokens, environment), e.samples, **common)
+    manner = SamplingParams(f"{PURPOSE} {each.name}", tau, each.max_tokens or s.max_tokens, environment)
     every = e.every if each.every is None else each.every
     return Exam(each.name, every, manner, each.samples or e.samples, **common)

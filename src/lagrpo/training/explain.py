@@ -6,17 +6,16 @@ from typing import Any
 
 import torch
 
-from lagrpo.backends.attention import Shape
-from lagrpo.backends.cpu.fused import FAMILIES
-from lagrpo.backends.cpu.logprobs import KEPT_LOGITS, KERNEL_LOGITS
-from lagrpo.backends.hardware import pick_device, pick_dtype
-from lagrpo.backends.logprobs import CHUNK_LOGITS
+from lagrpo.cpu.decoder import FAMILIES
 from lagrpo.errors import refusing
+from lagrpo.model.attention import Shape
+from lagrpo.model.backend import pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_supported, load_config
+from lagrpo.model.logprobs import KEPT_LOGITS, KERNEL_LOGITS
 from lagrpo.model.lora import count_of_adapters, count_parameters
 from lagrpo.objective.compose import Recipe
-from lagrpo.rollout.schedule import Schedule, largest_lag
+from lagrpo.rollout.schedule import Schedule, lags
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import count_of
 from lagrpo.training.build import Parts, loading, lora_of, offline_prompts
@@ -75,7 +74,7 @@ def _weight_syncs(settings: Settings) -> str:
     if s.kind == "budget":
         when = f"when KL(alpha||pi_k) of a completion passes {s.delta:g} nats, at the latest {when}"
     updates = count_of(s.i if always else s.v * s.i, "update")
-    lag = count_of(largest_lag(schedule, s.stages, s.batches, s.i), "update")
+    lag = count_of(max(lags(schedule, s.stages, s.batches, s.i)), "update")
     return f"{schedule}: new weights {when}, {updates} per weight sync; largest possible lag {lag}"
 
 
@@ -149,7 +148,7 @@ def expected_memory(
     s, local = settings.schedule, settings.sampling.sampler == "local"
     layers, trained = ranks > 1 and settings.distributed.shard == "layers", adapters or parameters
     parts = (shards or ranks) if layers and not adapters else ranks
-    stale = s.i > 1 or largest_lag(Schedule(s.kind, s.v, s.delta), s.stages, s.batches, s.i) > 0
+    stale = s.i > 1 or max(lags(Schedule(s.kind, s.v, s.delta), s.stages, s.batches, s.i)) > 0
     packed, own = fused and size == 2 and not layers, 1 + recipe.needs_pi_ref
     weights = 0 if layers and not adapters else trained * size * (own + local + (packed and stale))
     if layers:
@@ -204,9 +203,8 @@ def _activations(settings: Settings, config: Any, size: int, fused: bool, prompt
     learned = min(settings.optimizer.micro_batch_tokens, of_a_batch)
     numbers, head = learned * config.vocab_size, config.vocab_size * config.hidden_size
     gradient = 0 if settings.model.lora.r else head
-    by_pytorch = 4 * (4 * min(CHUNK_LOGITS, numbers) + gradient)
-    by_kernels = size * min(KEPT_LOGITS + KERNEL_LOGITS, numbers) + (4 + size) * gradient
-    return learned * activation_bytes(settings, config, size, fused) + max(by_pytorch, by_kernels)
+    logits = size * min(KEPT_LOGITS + KERNEL_LOGITS, numbers) + (4 + size) * gradient
+    return learned * activation_bytes(settings, config, size, fused) + logits
 
 
 def activation_bytes(settings: Settings, config: Any, size: int, fused: bool = False) -> int:

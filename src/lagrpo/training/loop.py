@@ -60,11 +60,11 @@ def train_loop(a: Parts, state: LoopState, tell: Callable[[str], None] = lambda 
         if reason := "start" if state.alpha < 0 else due.reason:  # 8
             state = state.after_sync(policy.version, sync_weights(a, clock))  # 9   α <- π_θ
         state = state.after_request(due.to_generate)
-        a.prefetcher.ask(due.to_generate, state.alpha)  # 7, 10   prompts of D_b, y ~ α
-        groups = score_groups(a, clock, chain(a.read_offline(b), a.prefetcher.take(b)))  # 11   r(x, y)
+        a.prefetcher.submit(due.to_generate, state.alpha)  # 7, 10   prompts of D_b, y ~ α
+        groups = score_groups(a, clock, chain(a.read_offline(b), a.prefetcher.get(b)))  # 11   r(x, y)
         groups = replace_zero_variance(a, state, clock, a.prefetcher.in_order(b, groups))
         clock.tell("learning")
-        a.sampler.rest()
+        a.sampler.free_cache()
         version = policy.version
         with clock("learning"):
             batch = assemble(groups, learner.recipe, a.settings.sampling.max_tokens, a.settings.run.seed, b)  # 12-13
@@ -75,12 +75,12 @@ def train_loop(a: Parts, state: LoopState, tell: Callable[[str], None] = lambda 
         rows += rest
         after_T = score_update(a, clock, rows)
         state = state.after_batch(measure_spending(a.settings, batch, rows))
-        yield Step(stage, b, version, reason, a.sampler.read(), batch, rows, updates, after_T, clock, state)
+        yield Step(stage, b, version, reason, a.sampler.pop_metrics(), batch, rows, updates, after_T, clock, state)
 
 
 def book_earlier_sampling(a: Parts, clock: Clock) -> None:
     """Book what was generated since the batch before: evaluations and checkpoints finish completions under way."""
-    seconds, tokens = a.prefetcher.read()
+    seconds, tokens = a.prefetcher.pop_metrics()
     clock.add("sampling", seconds)
     clock.generated += tokens
 
@@ -91,7 +91,7 @@ def sync_weights(a: Parts, clock: Clock) -> Mapping[str, float]:
     clock.tell("weight sync")
     with clock("sampling"):
         a.prefetcher.before_sync()
-    clock.generated += a.prefetcher.read()[1]
+    clock.generated += a.prefetcher.pop_metrics()[1]
     with clock("sync"):
         cost = a.sampler.sync_weights(policy.weights, policy.version)
         a.prefetcher.on_sync(policy.version)
@@ -108,7 +108,7 @@ def score_groups(a: Parts, clock: Clock, groups: Iterator[Group]) -> list[Group]
             done.append(group)
             if a.ranks.size == 1:
                 raise_if_asked()
-    seconds, tokens = a.prefetcher.read()
+    seconds, tokens = a.prefetcher.pop_metrics()
     clock.move("judging", "sampling", seconds)
     clock.generated += tokens
     return done

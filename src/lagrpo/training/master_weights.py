@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from lagrpo.backends.adapters import adapted
+from lagrpo.model.adapters import adapted
 from lagrpo.model.fsdp import (
     EXACT,
     AdaptedShardedPolicy,

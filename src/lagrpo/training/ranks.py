@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lagrpo.interrupts import Interrupted, asked_to_stop
-from lagrpo.model.model import Policy, PolicyCopy
+from lagrpo.model.model import Policy, PolicyCopy, Weights
 from lagrpo.rewards.pool import RewardPool
-from lagrpo.rollout.base import Item, Manner, Request
-from lagrpo.rollout.local import BorrowingSampler, LocalSampler
+from lagrpo.rollout.base import Item, Request, SamplingParams
+from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.vllm.engine import VllmEvaluator
 from lagrpo.training.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
 from lagrpo.training.trainer import Trainer
@@ -268,8 +268,28 @@ class RankSampler(LocalSampler):
         yield from (item for items, _ in gathered for item in items)
 
 
-class RankBorrower(RankSampler, BorrowingSampler):
-    """The same by a copy of sharded weights."""
+class RankBorrower(RankSampler):
+    """The same by a copy, `policy`, of the sharded policy `source`, which is set before its first use. The copy has
+    weights from `sample` to `free_cache`, and otherwise no memory for them."""
+
+    source: Policy
+
+    def __init__(self, ranks: Ranks, policy: PolicyCopy, *given: Any) -> None:
+        super().__init__(ranks, policy, *given)
+        self._copy = policy
+        own = [p.detach() for p in policy.model.lm.parameters()] if isinstance(policy.weights, Weights) else []
+        self._storages = [(p.untyped_storage(), p.numel() * p.element_size()) for p in own]  # panels keep theirs
+        self.free_cache()
+
+    def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
+        for storage, size in self._storages:
+            storage.resize_(size)
+        self._copy.load(self.source.all_weights, self.source.version)
+        yield from super().sample(requests, G)
+
+    def free_cache(self) -> None:
+        for storage, _ in self._storages:
+            storage.resize_(0)
 
 
 class RankRewardPool(RewardPool):
@@ -311,9 +331,9 @@ class FirstRankSampler:
             self.ranks.from_first(lambda: stack.enter_context(self.own.lent(whole, version, back)))
             yield
 
-    def served(self) -> tuple[int, Mapping[str, Tensor]]:
+    def current_weights(self) -> tuple[int, Mapping[str, Tensor]]:
         """On rank 0; the others get the version alone."""
-        found = self.own.served() if self.ranks.is_first else None
+        found = self.own.current_weights() if self.ranks.is_first else None
         version = self.ranks.from_first(lambda: found[0] if found is not None else -1)
         return found or (version, {})
 
@@ -331,11 +351,11 @@ class FirstRankSampler:
     def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
         return self.ranks.from_first(lambda: self.own.scores(items))
 
-    def rest(self) -> None:
+    def free_cache(self) -> None:
         """The servers have memory of their own."""
 
-    def read(self) -> Mapping[str, float]:
-        return self.own.read() if self.ranks.is_first else {}
+    def pop_metrics(self) -> Mapping[str, float]:
+        return self.own.pop_metrics() if self.ranks.is_first else {}
 
     def close(self) -> None:
         if self.ranks.is_first:
@@ -352,13 +372,13 @@ class FirstRankEvaluator:
         self.sampler, self.ranks = sampler, sampler.ranks
         self.own = VllmEvaluator(sampler.own) if sampler.ranks.is_first else None
 
-    def adopt(self, manner: Manner) -> None:
+    def set_sampling_params(self, params: SamplingParams) -> None:
         if self.own is not None:
-            self.own.adopt(manner)
+            self.own.set_sampling_params(params)
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         own = self.own
         yield from self.ranks.from_first(lambda: list(own.sample(requests, G)) if own is not None else [])
 
-    def rest(self) -> None:
+    def free_cache(self) -> None:
         """The servers have memory of their own."""

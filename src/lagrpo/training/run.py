@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from lagrpo import logs
-from lagrpo.backends.hardware import pick_device
-from lagrpo.backends.process import restored
+from lagrpo.cpu.memory import freed_memory_kept
 from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, interruptible
+from lagrpo.model.backend import pick_device
 from lagrpo.objective.compose import Recipe
 from lagrpo.rewards.pool import RewardError
-from lagrpo.rollout.parity import ParityError
 from lagrpo.rollout.prefetch import VersionError
 from lagrpo.rollout.schedule import LoopState
+from lagrpo.rollout.sync_check import WeightSyncError
 from lagrpo.rollout.vllm.client import SamplerError
 from lagrpo.runs.checkpoints import CheckpointError, Checkpoints
 from lagrpo.runs.directory import RunLockedError, locked
@@ -56,7 +56,7 @@ from lagrpo.training.resume import Earlier, check_dtype, cut_back, describe_move
 from lagrpo.training.warnings import Warnings
 
 FAILURES = (
-    *(RewardError, ParityError, VersionError, SamplerError),
+    *(RewardError, WeightSyncError, VersionError, SamplerError),
     *(FloatingPointError, NoMemoryError, OSError, RunLockedError),
 )
 """Errors that end a run without being the program's: their messages are for the user."""
@@ -94,7 +94,7 @@ def train(
         SettingsError: settings that cannot be run, before anything heavy is loaded if that can be seen.
         RunLockedError: another process is writing into the run to resume.
         CheckpointError: a checkpoint could not be written, or read.
-        ParityError, VersionError: the sampler does not sample from the policy that the schedule announced.
+        WeightSyncError, VersionError: the sampler does not sample from the policy that the schedule announced.
         SamplerError: the vLLM servers are gone for good.
         RewardError: too many completions could not be scored.
         FloatingPointError: a gradient is not finite; it names the completion.
@@ -111,7 +111,7 @@ def train(
     before = recorded_threads(settings, world_size())
     threads = choose_threads(settings.model.threads, before, local_size())
     device, shard_layers = pick_device(settings.model.device).type, settings.distributed.shard == "layers"
-    with interruptible(), restored(), fixed_threads(threads), joined(device, shard_layers) as ranks:
+    with interruptible(), freed_memory_kept(), fixed_threads(threads), joined(device, shard_layers) as ranks:
         from torch.distributed.elastic.multiprocessing.errors import record
 
         call: Any = run_rank if ranks.size == 1 else record(run_rank)  # torchrun prints the error of the first rank

@@ -256,6 +256,10 @@ class GroupQueue:
                     pass
                 except NoAnswerError as error:
                     self._recover(server, start, error)
+                except SamplerError:
+                    with self._restarting[server]:
+                        if self.starts[server] == start:  # else it was asked before it had its weights again
+                            raise
                 with self._state:
                     self._metrics["regenerated"] += 1
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from lagrpo.errors import refusing
 from lagrpo.model.model import Policy
 from lagrpo.rng import generator
-from lagrpo.rollout.base import Item, Manner, Request
+from lagrpo.rollout.base import Item, Request, SamplingParams
 from lagrpo.rollout.episodes import Episode, Episodes
 from lagrpo.rollout.vllm.client import GroupQueue, Json, SamplerError, VllmClient
 from lagrpo.rollout.vllm.server import StartedServer
@@ -43,8 +44,8 @@ def build_engine(settings: Settings, policy: Policy, servers: Sequence[VllmClien
         dtype = DTYPES[max(names, key=list(DTYPES).index)]
     s, v = settings.sampling, settings.vllm
     weights = AdapterTransfer(policy.model.lm, dtype) if settings.model.lora.r else TRANSFERS[v.weight_sync](dtype)
-    manner = Manner("sample", s.temperature, s.max_tokens)
-    return VllmEngine(servers, weights, policy.chat, manner, settings.run.seed, s.max_num_seqs, v.in_flight)
+    params = SamplingParams("sample", s.temperature, s.max_tokens)
+    return VllmEngine(servers, weights, policy.chat, params, settings.run.seed, s.max_num_seqs, v.in_flight)
 
 
 class VllmEngine:
@@ -52,10 +53,10 @@ class VllmEngine:
     none, `span` continues them with the new weights (adapters: with their own), `regenerate` samples them again."""
 
     def __init__(
-        self, servers: Sequence[VllmClient], weights: WeightTransfer, chat: Any, manner: Manner, seed: int = 0,
+        self, servers: Sequence[VllmClient], weights: WeightTransfer, chat: Any, params: SamplingParams, seed: int = 0,
         max_num_seqs: int = 256, in_flight: InFlight = "finish",
     ) -> None:  # fmt: skip
-        self.servers, self.weights, self.chat, self.manner, self.seed = list(servers), weights, chat, manner, seed
+        self.servers, self.weights, self.chat, self.params, self.seed = list(servers), weights, chat, params, seed
         self.max_num_seqs, self.in_flight, self.spans = max_num_seqs, in_flight, in_flight != "finish"
         self.episodes: Episodes | None = None
         """set if completions talk to an environment"""
@@ -100,7 +101,7 @@ class VllmEngine:
                 self._borrowed_from = None
         self.weights.drop_others(self.servers, self.weights.current)
 
-    def served(self) -> tuple[int, Mapping[str, Tensor]]:
+    def current_weights(self) -> tuple[int, Mapping[str, Tensor]]:
         """The version of the last sync and its weights, in the servers' dtype. Raises ValueError before it."""
         if (update := self._borrowed_from or self.weights.current) is None:
             raise ValueError("no weights have been synced yet")
@@ -108,31 +109,31 @@ class VllmEngine:
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         """One group for each request, as they end. The servers start at once."""
-        return self.sample_as(self.manner, self.episodes, requests, G)
+        return self.sample_as(self.params, self.episodes, requests, G)
 
     def sample_as(
-        self, manner: Manner, episodes: Episodes | None, requests: Sequence[Request], G: int
+        self, params: SamplingParams, episodes: Episodes | None, requests: Sequence[Request], G: int
     ) -> Iterator[tuple[Request, Group]]:
         per_server = max(1, self.max_num_seqs // G)
         return _as_they_end({
-            self._groups.submit(partial(self._sample, request, G, manner, episodes), per_server): request
+            self._groups.submit(partial(self._sample, request, G, params, episodes), per_server): request
             for request in requests
         })  # fmt: skip
 
     def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
         """Groups by one server, for the weight-sync check."""
-        manner = Manner(self.manner.purpose, self.manner.tau, min(max_tokens, self.manner.max_tokens))
+        params = replace(self.params, max_tokens=min(max_tokens, self.params.max_tokens))
         ask = partial(self._groups.ask, self.servers[number])
-        return [ask(partial(self._sample, request, G, manner, None)) for request in requests]
+        return [ask(partial(self._sample, request, G, params, None)) for request in requests]
 
     def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
         """log-probs at temperature 1 by every server: [server][item][token], nats."""
         return self._groups.ask_all(lambda server: [server.get_logprobs(*item) for item in items])
 
-    def rest(self) -> None:
+    def free_cache(self) -> None:
         """The servers have memory of their own."""
 
-    def read(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         return self._groups.pop_metrics()
 
     def close(self) -> None:
@@ -148,21 +149,24 @@ class VllmEngine:
             self.weights.current = update
             return time.perf_counter() - paused if self.weights.pauses else 0.0
 
-    def _sample(self, request: Request, G: int, manner: Manner, episodes: Episodes | None, server: VllmClient) -> Group:
+    def _sample(
+        self, request: Request, G: int, params: SamplingParams, episodes: Episodes | None, server: VllmClient
+    ) -> Group:
         """The group of a request, by one server."""
-        completions = self._ask(server, request, (), G, manner, manner.max_tokens)
+        completions = self._ask(server, request, (), G, params, params.max_tokens)
         if episodes is not None:
             with ThreadPoolExecutor(G) as pool:
-                go_on = partial(self._converse, server, request, manner, episodes)
+                go_on = partial(self._converse, server, request, params, episodes)
                 completions = list(pool.map(go_on, range(G), completions))
         return Group(request.prompt, tuple(completions), request.epoch)
 
     def _converse(
-        self, server: VllmClient, request: Request, manner: Manner, episodes: Episodes, g: int, first: Completion
-    ) -> Completion:
+        self, server: VllmClient, request: Request, params: SamplingParams, episodes: Episodes, g: int,
+        first: Completion,
+    ) -> Completion:  # fmt: skip
         """A completion of several turns, after its first turn. Each later turn is a request with everything so far as
         its prompt, which the server finds in its cache of prefixes. A turn that cannot be used fails the completion."""
-        episode, turns = episodes.begin(request.prompt, (self.seed, manner.purpose, *request.address, g)), [first]
+        episode, turns = episodes.begin(request.prompt, (self.seed, params.purpose, *request.address, g)), [first]
         try:
             while turns[-1].outcome is None:
                 episode.end_turn(turns[-1].token_ids.tolist())
@@ -171,8 +175,8 @@ class VllmEngine:
                     break
                 turns.append(_as_context(reply))
                 behind = torch.cat([turn.token_ids for turn in turns]).tolist()
-                left = manner.max_tokens - sum(turn.length for turn in turns)
-                turns += self._ask(server, request, behind, 1, manner, left, (g, len(turns)))
+                left = params.max_tokens - sum(turn.length for turn in turns)
+                turns += self._ask(server, request, behind, 1, params, left, (g, len(turns)))
         finally:
             episode.forget()
         return self._join(turns, episode)
@@ -185,14 +189,14 @@ class VllmEngine:
         return Completion(ids, logp, versions, episode.finished, text, outcome, sampled, tuple(episode.turns))
 
     def _ask(
-        self, server: VllmClient, request: Request, behind: Sequence[int], n: int, manner: Manner, max_tokens: int,
-        turn: tuple[int, ...] = (),
+        self, server: VllmClient, request: Request, behind: Sequence[int], n: int, params: SamplingParams,
+        max_tokens: int, turn: tuple[int, ...] = (),
     ) -> list[Completion]:  # fmt: skip
         """n completions of a request's prompt and the tokens `behind` it. `turn` keys the seeds of later turns."""
-        seed = int(generator(self.seed, manner.purpose, *request.address, *turn).random_raw(1)[0]) >> 2
+        seed = int(generator(self.seed, params.purpose, *request.address, *turn).random_raw(1)[0]) >> 2
         ids, stop = [*request.prompt.token_ids, *behind], sorted(self.chat.eos_ids)
         with self.weights.using() as label:
-            answers = server.generate(ids, n, seed, max_tokens, manner.tau, stop, label)
+            answers = server.generate(ids, n, seed, max_tokens, params.tau, stop, label)
         return [self._read(answer, server) for answer in answers]
 
     def _read(self, answer: Json, server: VllmClient) -> Completion:
@@ -223,16 +227,16 @@ class VllmEvaluator:
     """Samples evaluations with the weights that the servers of `engine` have (`VllmEngine.lent`)."""
 
     def __init__(self, engine: VllmEngine) -> None:
-        self.sampler, self._manner = engine, engine.manner
+        self.sampler, self._params = engine, engine.params
 
-    def adopt(self, manner: Manner) -> None:
+    def set_sampling_params(self, params: SamplingParams) -> None:
         """Sample so from now on."""
-        self._manner = manner
+        self._params = params
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
-        return self.sampler.sample_as(self._manner, None, requests, G)
+        return self.sampler.sample_as(self._params, None, requests, G)
 
-    def rest(self) -> None:
+    def free_cache(self) -> None:
         """The servers have memory of their own."""
 
 

@@ -181,7 +181,7 @@ def attach_server(url: str, settings: Settings, longest: int) -> VllmClient:
 
 def start_server(settings: Settings, longest: int) -> StartedServer:
     """A server on its way up."""
-    from lagrpo.backends.hardware import pick_device, pick_dtype
+    from lagrpo.model.backend import pick_device, pick_dtype
 
     vllm, folder = settings.vllm, Path(settings.run.directory)
     dtype, _ = pick_dtype(settings.model.dtype, pick_device(settings.model.device))

@@ -8,14 +8,14 @@
 
 /* Where the keys (and the values) of a row and a key head begin among those of all rows. */
 INLINE i64 own_cache(const Live *l, NewTokens a, i64 row, i64 h, i64 dl) {
-    return (l->caches[row] * a.kv_heads + h) * dl * l->own_room;
+    return (l->caches[row] * a.kv_heads + h) * dl * l->own_capacity;
 }
 
 /* Put the new key and value of a row and a key head in their caches. */
 INLINE void put(const Live *l, NewTokens a, i64 row, i64 h, int half) {
     i64 dl = half ? a.d / 2 : a.d, slot = l->lengths[row], cache = own_cache(l, a, row, h, dl);
     const char *key = at(a.k, (row * a.kv_heads + h) * a.d, half), *value = at(a.v, row * a.v_stride + h * a.d, half);
-    for (i64 c = 0; c < dl; c++) memcpy(l->own_keys + cache + c * l->own_room + slot, key + c * 4, 4);
+    for (i64 c = 0; c < dl; c++) memcpy(l->own_keys + cache + c * l->own_capacity + slot, key + c * 4, 4);
     uint16_t *pairs = (uint16_t *)(l->own_values + cache + slot / 2 * a.d);
     if (half)
         for (i64 c = 0; c < a.d; c++) pairs[2 * c + slot % 2] = ((const uint16_t *)value)[c];
@@ -47,15 +47,15 @@ INLINE int same_row(LiveQueries b, int i) {
 
 INLINE void decode_block(const Live *l, NewTokens a, i64 g, i64 h, LiveQueries b, Scratch t, int half) {
     i64 P = l->prompts[g], own = even(P), split = half ? own / 2 : own, d = a.d, dl = half ? d / 2 : d;
-    i64 prompt = (g * a.kv_heads + h) * dl * l->prompt_room, room = t.room;
+    i64 prompt = (g * a.kv_heads + h) * dl * l->prompt_capacity, room = t.room;
     for (int i = 0; i < b.nq; i++) memcpy(t.queries + i * dl, at(a.q, b.from[i], half), dl * 4);
-    Lanes prompt_keys = {l->prompt_keys + prompt, l->prompt_room};
+    Lanes prompt_keys = {l->prompt_keys + prompt, l->prompt_capacity};
     FOR_QUERIES(b.nq, products(Q, dl, t.queries, prompt_keys, P, t.scores, room, half))
     float total[QUERIES];
     for (int i = 0, same; i < b.nq; i += same) {
         same = same_row(b, i);
         i64 tokens = l->lengths[b.row[i]] + 1;
-        Lanes keys = {l->own_keys + own_cache(l, a, b.row[i], h, dl), l->own_room};
+        Lanes keys = {l->own_keys + own_cache(l, a, b.row[i], h, dl), l->own_capacity};
         FOR_QUERIES(same, products(Q, dl, t.queries + i * dl, keys, tokens, t.scores + i * room + own, room, half))
         for (int j = i; j < i + same; j++) {
             float *s = t.scores + j * room;
@@ -88,7 +88,7 @@ INLINE void decode_group(const Live *l, NewTokens a, i64 g, i64 h, Scratch t, in
 EXPORT void decode(const Live *l, const NewTokens *a) {
 #pragma omp parallel
     {
-        Scratch t = scratch_for(l->own_room + l->prompt_room, a->d);
+        Scratch t = scratch_for(l->own_capacity + l->prompt_capacity, a->d);
 #pragma omp for schedule(dynamic, 1) collapse(2)
         for (i64 g = 0; g < l->n_groups; g++)
             for (i64 h = 0; h < a->kv_heads; h++) FOR_DTYPE(a->half, decode_group(l, *a, g, h, t, HALF));
@@ -136,7 +136,7 @@ static void turn(Rotary a, const void *head_norm, float eps, float *rstd) {
 /* The caches of layer n. */
 static Live layer_of(const Live *live, const Stack *s, i64 n) {
     Live l = *live;
-    i64 token = s->kv_heads * s->d / 2, own = l.own_batch * l.own_room * token, prompt = l.n_groups * l.prompt_room * token;
+    i64 token = s->kv_heads * s->d / 2, own = l.own_batch * l.own_capacity * token, prompt = l.n_groups * l.prompt_capacity * token;
     l.own_keys += n * own, l.own_values += n * own, l.prompt_keys += n * prompt, l.prompt_values += n * prompt;
     return l;
 }

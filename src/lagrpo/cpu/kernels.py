@@ -1,19 +1,19 @@
 """The C kernels as functions of tensors: norms, activation, rotary embedding, attention, decoding, softmax.
 
-All tensors are on the CPU and of one dtype, float32 or bfloat16, but for float32 and int64 ones where it says so. Each
-struct here is one of kernels.h, field by field.
+All tensors are on the CPU and of one dtype, float32 or bfloat16, unless a docstring says float32 or int64. Each struct
+here is one of kernels.h, field by field.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lagrpo.backends.cpu.library import VECTOR, Arguments, call, struct
-from lagrpo.backends.layout import PackedLayout
+from lagrpo.cpu.library import VECTOR, Arguments, call, struct
 
 SLICES = 16  # of the rows that a weight's gradient is a sum over: whatever the number of threads, the same sums
 SOFTMAX_BLOCK = 256  # softmax.c's BLOCK
@@ -33,7 +33,7 @@ _Rotary = struct("rows heads d stride", "x cosine sine y", "sign")
 
 
 def norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(x + delta, its root mean square norm times weight, 1 / rms): [n, width] twice and float32 [n]."""
+    """(x + delta, its RMS norm times weight, 1 / rms): [n, width] twice and float32 [n]."""
     rows, width = x.shape
     x, delta = x.contiguous(), None if delta is None else delta.contiguous()
     total, y, rstd = x if delta is None else torch.empty_like(x), torch.empty_like(x), floats(rows)
@@ -87,6 +87,16 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tenso
 
 # ---- attention along a packed row ----
 
+
+class Row(Protocol):
+    """A packed row (model/layout.py): its segments int64 [S, 4], and the number of them before each group [N + 1]."""
+
+    @property
+    def segments(self) -> Tensor: ...
+    @property
+    def groups(self) -> Tensor: ...
+
+
 _Attention = struct("count heads kv_heads d stride", "segments q k_t v out lse", "scaling")
 _AttentionBackward = struct(
     "n_groups heads kv_heads d stride", "groups segments q k k_t v_t out grad_out lse grad_q grad_k grad_v", "scaling"
@@ -116,20 +126,20 @@ def paired(x: Tensor) -> Tensor:
     return y
 
 
-def attention(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+def attention(row: Row, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Shared-prefix attention of a packed row: out [rows, Hq, D] and log-sum-exps float32 [rows, Hq]. D a multiple of
     VECTOR. All contiguous."""
     rows, heads, d = query.shape
     out, lse, keys, values = torch.empty_like(query), floats(rows, heads), transposed(key), paired(value)
     call("attention", _Attention(
-        count=len(layout.segments), heads=heads, kv_heads=key.shape[1], d=d, stride=keys.shape[2],
-        segments=layout.segments, q=query, k_t=keys, v=values, out=out, lse=lse, scaling=scaling,
+        count=len(row.segments), heads=heads, kv_heads=key.shape[1], d=d, stride=keys.shape[2],
+        segments=row.segments, q=query, k_t=keys, v=values, out=out, lse=lse, scaling=scaling,
     ))  # fmt: skip
     return out, lse
 
 
 def attention_backward(
-    layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    row: Row, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value of `attention`, from what it was given and returned."""
@@ -138,8 +148,8 @@ def attention_backward(
     grad_key, grad_value = (torch.zeros(t.shape, dtype=torch.float32, device="cpu") for t in (key, value))
     pairs, keys, values = paired(key), transposed(key), transposed(value)
     call("attention_backward", _AttentionBackward(
-        n_groups=len(layout.groups) - 1, heads=heads, kv_heads=kv_heads, d=d, stride=keys.shape[2],
-        groups=layout.groups, segments=layout.segments, q=query, k=pairs, k_t=keys, v_t=values, out=out,
+        n_groups=len(row.groups) - 1, heads=heads, kv_heads=kv_heads, d=d, stride=keys.shape[2],
+        groups=row.groups, segments=row.segments, q=query, k=pairs, k_t=keys, v_t=values, out=out,
         grad_out=grad_out, lse=lse, grad_q=grad_query, grad_k=grad_key, grad_v=grad_value, scaling=scaling,
     ))  # fmt: skip
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
@@ -148,7 +158,7 @@ def attention_backward(
 # ---- decoding ----
 
 _Active = struct(
-    "n_groups own_batch own_room prompt_room",
+    "n_groups own_batch own_capacity prompt_capacity",
     "groups members prompts lengths caches own_keys own_values prompt_keys prompt_values", half="",
 )  # fmt: skip
 _NewTokens = struct("heads kv_heads d v_stride", "q k v out", "scaling")
@@ -158,23 +168,27 @@ _Stack = struct("count width inner heads kv_heads d rank", "layers", "scaling ep
 @dataclass(frozen=True, slots=True)
 class Active:
     """The rows of a decoding step and their caches. The caches are in lanes (see `numbers_in_a_lane`), of rows (own) or
-    of groups (prompt); the room is in tokens, a multiple of VECTOR."""
+    of groups (prompt); their capacity is in tokens, a multiple of VECTOR."""
 
+    longest: int  # tokens of the longest sequence
     groups: Tensor  # int64 [N + 1]: the number of members before each group
     members: Tensor  # int64 [rows]: the rows, group after group
     prompts: Tensor  # int64 [N]: tokens of each group's prompt
     lengths: Tensor  # int64 [rows]: tokens before this one in the row's own cache
     caches: Tensor  # int64 [rows]: the number of that cache; several tokens of one sequence have the same
-    own_keys: Tensor  # [layers, caches, Hkv, D or half of it, room]
-    own_values: Tensor  # [layers, caches, Hkv, room or half of it, D]
-    prompt_keys: Tensor  # [layers, N, Hkv, D or half of it, room]
-    prompt_values: Tensor  # [layers, N, Hkv, room or half of it, D]
+    own_keys: Tensor  # [layers, caches, Hkv, D or half of it, capacity]
+    own_values: Tensor  # [layers, caches, Hkv, capacity or half of it, D]
+    prompt_keys: Tensor  # [layers, N, Hkv, D or half of it, capacity]
+    prompt_values: Tensor  # [layers, N, Hkv, capacity or half of it, D]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        return decode(self, layer, query, key, value, scaling)
 
     def in_c(self, layer: int = 0) -> Arguments:
         """With the caches from `layer` on."""
         return _Active(
-            n_groups=len(self.prompts), own_batch=self.own_keys.shape[1], own_room=self.own_keys.shape[4],
-            prompt_room=self.prompt_keys.shape[4], groups=self.groups, members=self.members, prompts=self.prompts,
+            n_groups=len(self.prompts), own_batch=self.own_keys.shape[1], own_capacity=self.own_keys.shape[4],
+            prompt_capacity=self.prompt_keys.shape[4], groups=self.groups, members=self.members, prompts=self.prompts,
             lengths=self.lengths, caches=self.caches, own_keys=self.own_keys[layer], own_values=self.own_values[layer],
             prompt_keys=self.prompt_keys[layer], prompt_values=self.prompt_values[layer],
         )  # fmt: skip
@@ -219,12 +233,12 @@ def decode_step(stack: Stack, active: Active, x: Tensor, cosine: Tensor, sine: T
 _Linear = struct("rank", "weights bias down up", half="")
 
 
-def linear(x: Tensor, n: int, fields: Sequence[Tensor | int | None], out: Tensor) -> None:
-    """Linear layers with an adapter: x [rows, k] -> out [rows, n]. `fields` are those of kernels.h's Linear."""
-    rank, weights, bias, down, up = fields
-    layers = _Linear(rank=rank, weights=weights, bias=bias, down=down, up=up)
-    low = x.new_empty(len(x), layers.rank)
-    call("linear", len(x), n, x.shape[1], x, layers, low, out)
+def linear(x: Tensor, n: int, fields: Sequence[Tensor | int | None], out: Tensor | None = None) -> Tensor:
+    """Linear layers: x [rows, k] -> [rows, n], in `out` if it is given. `fields` are those of kernels.h's Linear."""
+    y = x.new_empty(len(x), n) if out is None else out
+    layers = _Linear(**dict(zip(("rank", "weights", "bias", "down", "up"), fields, strict=True)))
+    call("linear", len(x), n, x.shape[1], x.contiguous(), layers, x.new_empty(len(x), layers.rank), y)
+    return y
 
 
 # ---- the softmax over the vocabulary ----

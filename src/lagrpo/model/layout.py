@@ -4,9 +4,10 @@ A packed row holds, group after group, the prompt once and then its completions:
 
     [prompt_1 | y_11 | y_12 | … | prompt_2 | y_21 | …]        positions: 0..P-1, then P.. in every completion
 
-Each prompt and each completion is a *segment* of the row. Nothing needs what the last token of a completion predicts,
+Each prompt and each completion is a *segment* of the row. What the last token of a completion predicts is not needed,
 so that token is left out of the row. The log-prob of a completion's first token comes from its prompt's last row, the
-log-prob of token j from row j - 1 of the completion. A layout is data; a backend attends along it.
+log-prob of token j from row j - 1 of the completion. A layout is data; the backend
+attends along it (backend.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)  # compared by identity: a key for what is made from it
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedLayout:
     """Where prompts and completions lie in one packed row."""
 

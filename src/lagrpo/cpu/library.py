@@ -1,7 +1,8 @@
-"""Compile the C sources for this machine, once, with the C compiler that is here.
+"""The C kernels as a library: compiled once per machine with the C compiler that is here, loaded once per process.
 
 The cache directory keeps the library under a name that its sources, compiler, flags and the processor decide, so a home
-directory that several kinds of machines share holds one for each.
+directory that several kinds of machines share holds one for each. C sees tensors as addresses: the caller keeps them
+alive, contiguous if kernels.h says so, and on the CPU.
 
 LAGRPO_CPU_ISA names the instructions that may be used, to see what another processor would compute: native (all, the
 default), avx512_bf16 (all but AMX), avx512 (no bfloat16 products), avx2, or baseline."""
@@ -15,15 +16,16 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lagrpo.cache import cache_directory
 
@@ -32,13 +34,14 @@ logger = logging.getLogger("lagrpo")
 HERE = Path(__file__).parent
 SOURCES = tuple(sorted(HERE.glob("*.c")))
 HEADERS = tuple(sorted(HERE.glob("*.h")))
-FLAGS = ("-std=gnu11", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-psabi")
+FLAGS = ("-std=gnu11", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-psabi", "-O3")
+VECTOR = 16  # numbers in one vector of the kernels
+DEADLINE = 300  # seconds for the compiler
 ISA = "LAGRPO_CPU_ISA"
 
 
-@dataclass(frozen=True, slots=True)
-class Isa:
-    """A level: the compiler's flags, what /proc/cpuinfo must list, whether bfloat16 products are in it."""
+class Level(NamedTuple):
+    """The compiler's flags, what /proc/cpuinfo must list, and whether the level has bfloat16 products."""
 
     flags: tuple[str, ...]
     needs: frozenset[str] = frozenset()
@@ -49,39 +52,31 @@ V3 = frozenset({"avx2", "fma", "bmi2", "f16c"})
 V4 = V3 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
 NO_AMX = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
 LEVELS = {
-    "native": Isa(("-march=native",)),
-    "avx512_bf16": Isa(("-march=native", *NO_AMX), V4 | {"avx512_bf16"}),
-    "avx512": Isa(("-march=x86-64-v4",), V4, bf16=False),
-    "avx2": Isa(("-march=x86-64-v3",), V3, bf16=False),
-    "baseline": Isa(("-march=x86-64",), bf16=False),
-    "emulated_tiles": Isa(("-march=native", "-DEMULATED_TILES")),
+    "native": Level(("-march=native",)),
+    "avx512_bf16": Level(("-march=native", *NO_AMX), V4 | {"avx512_bf16"}),
+    "avx512": Level(("-march=x86-64-v4",), V4, bf16=False),
+    "avx2": Level(("-march=x86-64-v3",), V3, bf16=False),
+    "baseline": Level(("-march=x86-64",), bf16=False),
+    "emulated_tiles": Level(("-march=native", "-DEMULATED_TILES")),
 }
 """emulated_tiles: AMX's instructions in plain C, for tests; far too slow for anything else."""
-DEADLINE = 300  # seconds for the compiler
-DIGEST = hashlib.sha256().digest_size  # bytes
 
 
 class NoKernels(RuntimeError):  # noqa: N818
-    """The kernels cannot be had on this machine; the message is the reason."""
+    """The kernels are not available on this machine; the message is the reason."""
 
 
 def isa_level() -> str:
-    """The level that LAGRPO_CPU_ISA names. Raises NoKernels for a name that is none, or one above this processor."""
+    """The level that LAGRPO_CPU_ISA names. Raises NoKernels for an unknown name, or a level above this processor."""
     name = (os.environ.get(ISA) or "native").lower()
     if name not in LEVELS:
         offered = ", ".join(level for level in LEVELS if level != "emulated_tiles")
-        raise NoKernels(f"{ISA} = {name!r} is no level of instructions: use {offered}")
+        raise NoKernels(f"{ISA} = {name!r} is not a level of instructions: use {offered}")
     if platform.machine() not in ("x86_64", "AMD64") and name != "native":
         raise NoKernels(f"{ISA} = {name!r} is for x86-64; this processor is {platform.machine()}: unset {ISA}")
     if missing := LEVELS[name].needs - cpu_flags():
-        raise NoKernels(f"{ISA} = {name!r}: this processor has no {', '.join(sorted(missing))}")
+        raise NoKernels(f"{ISA} = {name!r}: this processor lacks {', '.join(sorted(missing))}")
     return name
-
-
-def optimization(level: str) -> tuple[str, ...]:
-    """The compiler's flags. Nothing is left out that this processor lacks, so two levels with the same instructions
-    share a library."""
-    return "-O3", *(flag for flag in LEVELS[level].flags if flag not in NO_AMX or "amx_tile" in cpu_flags())
 
 
 def cpu_flags() -> frozenset[str]:
@@ -90,78 +85,70 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(next((value.split() for name, _, value in lines if name.strip() in ("flags", "Features")), ()))
 
 
+def why_not() -> str | None:
+    """Load the kernels at the first call. None if they are loaded, else the reason."""
+    library, said = _library()
+    return said if library is None else None
+
+
+def describe() -> str:
+    return f"C kernels ({_library()[1]})"
+
+
+@cache
+def _library() -> tuple[Any, str]:
+    """The library and its compiler, or None and why there is none."""
+    try:
+        library, compiler = load_library()
+    except NoKernels as error:
+        return None, str(error)
+    library.pack_bytes.restype = ctypes.c_int64
+    return library, compiler
+
+
+# ---- compiling ----
+
+
 def load_library() -> tuple[ctypes.CDLL, str]:
-    """The library and the name of its compiler. Raises NoKernels."""
+    """The library, compiled unless the cache has it, and the name of its compiler. Raises NoKernels."""
     if sys.platform != "linux" or "OpenMP" not in torch.__config__.parallel_info():
         raise NoKernels("they need Linux and a PyTorch that runs its threads with OpenMP")
     if _openmp() is None:
         raise NoKernels("PyTorch's OpenMP is not GNU's, and two of them would be in each other's way")
-    flags = (*FLAGS, *optimization(isa_level()))
-    compiler = _compiler()
+    # flags without what this processor lacks anyway, so that two levels with the same instructions share a library
+    own = (flag for flag in LEVELS[isa_level()].flags if flag not in NO_AMX or "amx_tile" in cpu_flags())
+    flags, compiler = (*FLAGS, *own), _compiler()
     version = _run([*compiler, "--version"]).partition("\n")[0]
     try:
         target = cache_directory() / "kernels" / f"{_fingerprint(compiler, version, flags)}.so"
-        if not _is_whole(target):
-            why = "it is damaged" if target.exists() else "once"
-            logger.info("compiling the kernels for this processor (%s), into %s", why, target)
+        if not target.is_file():
+            logger.info("compiling the kernels for this processor (once), into %s", target)
             _compile(compiler, flags, target)
-        _trusted(target)
         return ctypes.CDLL(str(target)), version
-    except NoKernels:
-        raise
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home directory
+        if isinstance(error, NoKernels):
+            raise
         raise NoKernels(f"the library cannot be kept or loaded ({error}); LAGRPO_CACHE names another place") from error
 
 
-def _is_whole(library: Path) -> bool:
-    """Whether it ends with the digest of what comes before it. A file cut short would end the process when it is loaded
-    (SIGBUS), and say nothing."""
-    if not library.is_file():
-        return False
-    content = library.read_bytes()
-    return hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]
-
-
-def _seal(library: Path) -> None:
-    """Append the digest, which the loader of libraries does not look at, and have the disk keep it."""
-    with library.open("r+b") as file:
-        digest = hashlib.sha256(file.read()).digest()
-        file.write(digest)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _compiler() -> list[str]:
-    if own := os.environ.get("CC"):
-        try:
-            return shlex.split(own)
-        except ValueError as error:
-            raise NoKernels(f"CC = {own!r} is no command ({error})") from error
+    if users := os.environ.get("CC"):
+        return shlex.split(users)
     if found := shutil.which("gcc") or shutil.which("cc"):
         return [found]
     raise NoKernels("there is no C compiler (gcc or cc, or what CC names)")
 
 
-def _trusted(library: Path) -> None:
-    """Raise NoKernels for a library that another user may have put there."""
-    for path in (library, library.parent):
-        status = path.stat()
-        if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise NoKernels(f"{path} belongs to another user, or others may write to it; set LAGRPO_CACHE")
-
-
 def _fingerprint(compiler: list[str], version: str, flags: tuple[str, ...]) -> str:
     sources = (path.read_text() for path in (*SOURCES, *HEADERS))
     processor = [line for line in _cpuinfo() if line.startswith(("flags", "Features", "model name"))][:2]
-    what = (*sources, *compiler, version, *flags, str(_openmp()), platform.machine(), *processor)
-    return hashlib.sha256("\0".join(what).encode()).hexdigest()[:20]
+    decisive = (*sources, *compiler, version, *flags, str(_openmp()), platform.machine(), *processor)
+    return hashlib.sha256("\0".join(decisive).encode()).hexdigest()[:20]
 
 
 def _cpuinfo() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.is_file() else []
 
 
 def _openmp() -> Path | None:
@@ -179,10 +166,6 @@ def _compile(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
         with ThreadPoolExecutor() as pool:
             list(pool.map(_run, commands))
         _run([*compiler, *flags, "-o", str(made), *objects, str(_openmp()), "-lm"])
-        if not made.is_file():
-            raise NoKernels(f"{compiler[0]} ended without an error and made no library")
-        made.chmod(0o755)
-        _seal(made)
         made.replace(target)
 
 
@@ -194,3 +177,34 @@ def _run(command: list[str]) -> str:
     except subprocess.CalledProcessError as error:
         reason = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip()[:200])
         raise NoKernels(f"{command[0]} failed: {reason or f'exit status {error.returncode}, no message'}") from error
+
+
+# ---- calling ----
+
+
+class Arguments(ctypes.Structure):
+    """A struct of kernels.h, filled by the names of its fields, others 0 or NULL. `half`: a tensor is bfloat16."""
+
+    def __init__(self, **values: Tensor | float | int | None) -> None:
+        half = any(isinstance(v, Tensor) and v.dtype == torch.bfloat16 for v in values.values())
+        given = {name: v.data_ptr() if isinstance(v, Tensor) else v for name, v in values.items()}
+        super().__init__(**given, half=half)
+
+
+def struct(counts: str, pointers: str, floats: str = "", half: str = "half") -> type[Arguments]:
+    """A struct of kernels.h by the names of its fields: all structs keep this order."""
+    kinds = ((counts, ctypes.c_int64), (pointers, ctypes.c_void_p), (floats, ctypes.c_float), (half, ctypes.c_int))
+    return type("Struct", (Arguments,), {"_fields_": [(name, kind) for names, kind in kinds for name in names.split()]})
+
+
+def call(name: str, *arguments: Tensor | Arguments | float | int | None) -> int:
+    """Call a function of the library: tensors go as their addresses, structs by reference, int as int64."""
+    return getattr(_library()[0], name)(*map(_as_c, arguments))
+
+
+def _as_c(value: Tensor | Arguments | float | int | None) -> Any:
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if isinstance(value, Arguments):
+        return ctypes.byref(value)
+    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value or 0)  # None: a null pointer

@@ -122,11 +122,11 @@ void attention_backward(const AttentionBackward *a);
  * a prompt of prompts[g] tokens. Row r has the cache number caches[r], and lengths[r] tokens of its own there; rows that
  * are several tokens of one sequence have the same cache.
  *
- * Caches are in lanes, their rooms in tokens, multiples of 2 LANES. float32: keys [rows, kv_heads, d, own_room] and values
- * [rows, kv_heads, own_room, d]; bfloat16: half as many lanes along d of a key and along the tokens of a value. Prompts
+ * Caches are in lanes, their capacities in tokens, multiples of 2 LANES. float32: keys [rows, kv_heads, d, own_capacity] and values
+ * [rows, kv_heads, own_capacity, d]; bfloat16: half as many lanes along d of a key and along the tokens of a value. Prompts
  * likewise, [n_groups, kv_heads, ., .]. own_batch: the number of a layer's own caches. */
 typedef struct {
-    i64 n_groups, own_batch, own_room, prompt_room;
+    i64 n_groups, own_batch, own_capacity, prompt_capacity;
     const i64 *groups, *members, *prompts, *lengths, *caches;
     float *own_keys, *own_values;
     const float *prompt_keys, *prompt_values;

@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) beside frozen linear layers: y = W x + b + s B (A x).
+"""Low-rank adapters (LoRA, arXiv:2106.09685) with frozen linear layers: y = W x + b + s B (A x).
 
-A model with adapters has `AdaptedLinear` in the place of some linear layers. W and b are shared by all copies of the
-model, so a version of the policy is A and B alone. What computes is the module's own forward pass, or the CPU's kernels
-(cpu/panels.py), which add the adapter to the same sum.
+A model with adapters has `AdaptedLinear` instead of some linear layers. All copies of the model share W and b, so a
+version of the policy is A and B alone. The module's own forward pass computes, or the CPU's kernels (cpu/panels.py),
+which add the adapter to the same sum.
 """
 
 from __future__ import annotations

@@ -1,0 +1,209 @@
+"""What computes attention, log-probs and decoding for one device and dtype, and how device and dtype are picked.
+
+A policy gets its backend when it is built (`choose_backend`). PyTorch's operations run on any device (attention.py,
+logprobs.py, decoding.py). On a CPU with a C compiler the kernels of cpu/ replace them, and also compute whole decoder
+layers for the families that cpu/decoder.py reproduces. In bfloat16 the matrix products of these layers and of the head
+are the kernels' too: then rollout engine and trainer agree to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import platform
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lagrpo.cpu import autograd, kernels, library
+from lagrpo.cpu.decoder import FusedDecoder, is_reproduced
+from lagrpo.cpu.library import ISA, LEVELS, NoKernels, cpu_flags, isa_level
+from lagrpo.cpu.panels import AdaptedPanels, BorrowedPanels, OwnPanels, chosen_products, joined
+from lagrpo.errors import SettingsError, refusing
+from lagrpo.model import attention, logprobs
+from lagrpo.model.adapters import adapted, with_own_adapters
+from lagrpo.model.attention import Shape, takes_varlen
+from lagrpo.model.layout import PackedLayout
+from lagrpo.model.logprobs import Product
+
+Choice = Literal["auto", "c", "torch"]
+Dtype = Literal["bfloat16", "float32"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """PyTorch's operations; with `kernels` the C kernels, and then `products` says what computes products of bfloat16
+    (AMX, AVX512-BF16, vectors; None if PyTorch does). `reason` says in words why the kernels do not compute."""
+
+    device: torch.device
+    dtype: torch.dtype
+    reason: str = "as chosen"
+    kernels: bool = False
+    products: str | None = None
+
+    def __str__(self) -> str:
+        return library.describe() if self.kernels else f"PyTorch ({self.reason})"
+
+    def over(self, layout: PackedLayout) -> RowLayout:
+        """A packed row with this backend: the layout that a model is called with."""
+        return RowLayout(layout, self)
+
+    def attend(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Attend along a packed row: query [rows, Hq, D], key and value [rows, Hkv, D] -> [rows, Hq, D];
+        differentiable."""
+        way = autograd.attend if self.attends_by_kernels(query.shape[-1]) else attention.attend
+        return way(layout, query, key, value, scaling)
+
+    def token_logp(
+        self, hidden_TH: Tensor, head: Any, token_ids_T: Tensor, tau: float, entropy_T: Tensor | None,
+        product: Product | None = None,
+    ) -> Tensor:  # fmt: skip
+        """log softmax(head(hidden) / tau)[token] for each row: float32 [T], nats: see logprobs.py."""
+        return logprobs.token_logp(hidden_TH, head, token_ids_T, tau, entropy_T, self.kernels, product)
+
+    def logp(self, logits_TV: Tensor, token_ids_T: Tensor, tau: float) -> Tensor:
+        """log softmax(logits / tau)[token], of logits in the model's dtype: float32 [T], nats, without a gradient."""
+        if self.kernels:
+            return kernels.token_logp(logits_TV, token_ids_T, tau)[0]
+        return logprobs.logp_from_logits(logits_TV, token_ids_T, tau)
+
+    def sample(self, logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens from softmax(logits / tau) by inverse CDF at uniform numbers float64 in [0, 1), and their log-probs:
+        int64 [R], float32 [R] (nats)."""
+        return (kernels if self.kernels else logprobs).sample_tokens(logits_RV, tau, uniform_R)
+
+    def layers(self, lm: Any, panels: Any = None) -> Any:
+        """What computes whole decoder layers of a model of transformers, from its weights or from `panels`; None if
+        its own modules do."""
+        if not self.kernels or not is_reproduced(lm, Shape.of(lm.config.get_text_config()).d):
+            return None
+        if panels is None and self._multiplies(lm):
+            panels = OwnPanels(lm.get_decoder(), lm.get_output_embeddings())
+        if isinstance(panels, OwnPanels) and adapted(lm):
+            panels = AdaptedPanels(panels, lm.get_decoder())
+        return FusedDecoder(lm, panels)
+
+    def copy(self, model: Any) -> tuple[Any, BorrowedPanels | OwnPanels | None]:
+        """A copy of a model's transformers model that does not learn, and `panels` for its layers, None if these are
+        the copy's own. If the kernels compute all products, the copy lacks weights of linear layers, and `panels` are
+        lent by the model or the copy's own. Copies share frozen layers that have adapters, and their panels."""
+        if not model.exact:
+            return with_own_adapters(model.lm), None
+        if isinstance(model.layers.panels, AdaptedPanels):
+            return with_own_adapters(model.lm), model.layers.panels.base
+        weights = [m.weight for layer in model.decoder.layers for group in joined(layer) for m in group]
+        empty = {id(p): nn.Parameter(p.new_empty(0), requires_grad=False) for p in weights}
+        lm: Any = copy.deepcopy(model.lm, empty).requires_grad_(False)
+        return lm, BorrowedPanels(model.layers.panels, lm.get_decoder(), lm.get_output_embeddings())
+
+    def computation(self, text: Any, layers: FusedDecoder | None) -> str:
+        """What computes the forward pass besides PyTorch's products, in words; `layers`: what computes whole layers."""
+        d = Shape.of(text).d
+        if not self.kernels:
+            varlen = takes_varlen(self.device, self.dtype, d)
+            return "PyTorch with FlashAttention (varlen_attn)" if varlen else str(self)
+        products = f", forward products by {self.products}" if layers is not None and layers.exact else ""
+        whole = layers is not None and layers.fits(None)
+        besides = "" if whole else f"; norms and activations of {text.model_type!r} by transformers"
+        if not self.attends_by_kernels(d):
+            besides += f"; attention by PyTorch (heads of {d} numbers, no multiple of {kernels.VECTOR})"
+        return f"{self}{products}{besides}"
+
+    def decoding(self, layers: FusedDecoder | None) -> str:
+        """How tokens are sampled, in words."""
+        if layers is None or not layers.exact:
+            return f"layer by layer, PyTorch's matrix products in {str(self.dtype).removeprefix('torch.')}"
+        way = "one call through all layers" if layers.stack() is not None else "layer by layer"
+        return f"{way}, products by {self.products}"
+
+    def attends_by_kernels(self, d: int) -> bool:
+        return self.kernels and d % kernels.VECTOR == 0
+
+    def _multiplies(self, lm: Any) -> bool:
+        """Whether the kernels compute this model's products: they take bfloat16 in pairs along the inputs."""
+        even = all(m.in_features % 2 == 0 for m in lm.modules() if isinstance(m, nn.Linear))
+        return self.dtype == torch.bfloat16 and self.products is not None and even
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """A packed row, and the backend that attends along it."""
+
+    row: PackedLayout
+    backend: Backend
+
+    @property
+    def longest(self) -> int:
+        return self.row.longest
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        return self.backend.attend(self.row, query, key, value, scaling)
+
+
+# ---- picking ----
+
+
+def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtype) -> Backend:
+    """The best backend for a device and dtype (auto), the C kernels on a CPU or an error (c), or PyTorch's operations
+    (torch). Raises NoKernels for "c" if the kernels are not available, and if LAGRPO_CPU_ISA names no level of this
+    processor."""
+    device = torch.device(device)
+    isa_level()
+    if choice == "c" and device.type != "cpu":
+        raise NoKernels(f"the kernels are for the CPU, the model is on {device}")
+    if choice == "torch":
+        return Backend(device, dtype)
+    if device.type != "cpu":
+        return Backend(device, dtype, f"on {device.type}")
+    if dtype not in (torch.float32, torch.bfloat16):
+        return Backend(device, dtype, f"no C kernels for {str(dtype).removeprefix('torch.')}")
+    if (reason := library.why_not()) is None:
+        return Backend(device, dtype, kernels=True, products=chosen_products())
+    if choice == "c":
+        raise NoKernels(f"the C kernels are unavailable here: {reason}")
+    return Backend(device, dtype, f"no C kernels: {reason}")
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a setting; each rank of a host has its own GPU. Raises SettingsError for a device that does not
+    exist."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise SettingsError(f"model.device = {name!r} is not a device: use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
+        raise SettingsError(f"model.device = {name!r}, but PyTorch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def pick_dtype(dtype: Literal["auto", "bfloat16", "float32"], device: torch.device) -> tuple[Dtype, str]:
+    """The dtype of a setting on a device, and why: bfloat16 if the device has products of it, else float32. Raises
+    SettingsError if LAGRPO_CPU_ISA names no level of this processor."""
+    if dtype == "float32":
+        return dtype, "as set"
+    with refusing("", NoKernels):
+        multiplies, why = multiplies_bfloat16(device)
+    if dtype == "bfloat16":
+        return dtype, "as set" if multiplies else f"as set, although {why}"
+    return ("bfloat16" if multiplies else "float32"), why
+
+
+def multiplies_bfloat16(device: torch.device) -> tuple[bool, str]:
+    """Whether a device has instructions for products of bfloat16, and how we know."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return major >= 8, f"compute capability {major}.{minor}, bfloat16 from 8.0 on"
+    if device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
+        return False, f"bfloat16 has not been tried on {platform.machine() if device.type == 'cpu' else device.type}"
+    found = sorted({"avx512_bf16", "amx_bf16"} & cpu_flags())
+    if not found:
+        return False, "this processor lists neither avx512_bf16 nor amx_bf16"
+    if not LEVELS[isa_level()].bf16:
+        return False, f"{ISA} = {os.environ[ISA]} leaves out the processor's {' and '.join(found)}"
+    return True, f"the processor has {' and '.join(found)}"

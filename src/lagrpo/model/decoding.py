@@ -1,0 +1,308 @@
+"""Decoding with shared prefixes: prompt keys and values once per group, completions' in one growing block.
+
+`DecodeState` holds what a set of active completions (*rows*) needs: for each group its prompt's keys and values, for
+each row the keys and values of its own tokens. Active rows are always rows 0 .. R-1: when one ends, the last one moves
+into its place. One step takes one token per row and returns the final hidden states. A row that waits for an
+environment is left out of steps; the next step that it is in takes all tokens of the reply.
+
+The kernels attend in a step (cpu/decode.c), or PyTorch's operations in two parts, merged by their log-sum-exps:
+
+    out = w_own · out_own + w_pre · out_pre,   w_own = 1 / (1 + exp(lse_pre - lse_own)),   w_pre = 1 - w_own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lagrpo.cpu import kernels
+from lagrpo.cpu.decoder import Layout
+from lagrpo.model.attention import Shape
+from lagrpo.model.layout import PackedLayout
+
+if TYPE_CHECKING:
+    from lagrpo.model.model import Model
+
+BLOCK = 64  # the own cache grows by this many tokens, or doubles
+PIECE = 512  # tokens of a step, at most: a longer reply takes several
+MIN_ROWS = 2  # PyTorch's product with one row takes another kernel, with another order of summation
+MIN_KEYS = 16  # below one vector register of float32 the order of the softmax's sum would depend on the padding
+
+
+@dataclass(slots=True)
+class Cache:
+    """Keys [layers, batch, Hkv, D, tokens], their tokens side by side, and values [layers, batch, Hkv, tokens, D]; the
+    batch is rows, or groups. `lanes` is how many numbers one element holds: with 2 (two bfloat16 in a float32)
+    neighbors along D of a key, and along the tokens of a value, are one element, and these dimensions half as long."""
+
+    keys: Tensor
+    values: Tensor
+    lanes: int
+
+    @staticmethod
+    def empty(shape: Shape, batch: int, tokens: int, dtype: torch.dtype, device: torch.device, lanes: int) -> Cache:
+        capacity = -(-tokens // MIN_KEYS) * MIN_KEYS
+        made = {"dtype": torch.float32 if lanes > 1 else dtype, "device": device}
+        sizes = ((shape.d // lanes, capacity), (capacity // lanes, shape.d))
+        keys, values = (torch.zeros(shape.layers, batch, shape.kv_heads, *size, **made) for size in sizes)
+        return Cache(keys, values, lanes)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of each in the batch."""
+        return self.keys.shape[4]
+
+    @property
+    def batch(self) -> int:
+        return self.keys.shape[1]
+
+    def put(self, layer: int, at: int, key: Tensor, value: Tensor) -> None:
+        """The first tokens of one in the batch: key and value [tokens, Hkv, D]."""
+        if self.lanes == 2:
+            key = key.contiguous().view(torch.float32)
+            value = F.pad(value, (0, 0, 0, 0, 0, len(value) % 2)).unflatten(0, (-1, 2))
+            value = value.permute(0, 2, 3, 1).contiguous().view(torch.float32).squeeze(-1)
+        self.keys[layer, at, :, :, : len(key)] = key.permute(1, 2, 0)
+        self.values[layer, at, :, : len(value)] = value.transpose(0, 1)
+
+    def copy(self, source: Cache) -> None:
+        """Take over a smaller cache."""
+        self.keys[:, : source.batch, :, :, : source.capacity] = source.keys
+        self.values[:, : source.batch, :, : source.values.shape[3]] = source.values
+
+    def move(self, source: Tensor, to: Tensor, tokens: int) -> None:
+        """Copy the first tokens of some in the batch over others."""
+        self.keys[:, to, :, :, :tokens] = self.keys[:, source, :, :, :tokens]
+        used = -(-tokens // self.lanes)
+        self.values[:, to, :, :used] = self.values[:, source, :, :used]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """The n tokens of a step, those of one row one after the other. All int64 [n] on the CPU."""
+
+    ids: Tensor
+    rows: Tensor  # the row of each
+    before: Tensor  # how many tokens the row's own cache has before it
+
+    def select(self, chosen: Tensor) -> DecodeInputs:
+        return DecodeInputs(self.ids[chosen], self.rows[chosen], self.before[chosen])
+
+
+class DecodeState:
+    """Keys and values of the active rows, `own`, and of the prompts of their groups, `prefix`; which row belongs to
+    which group. A group has a place in `prefix` until its last row has ended; the next new group takes that place.
+    Caches grow when rows, prompts or tokens need it."""
+
+    def __init__(self, model: Model, max_rows: int, max_tokens: int) -> None:
+        self.model, self._shape = model, Shape.of(model.config.get_text_config())
+        self._by_kernels = model.backend.attends_by_kernels(self._shape.d)
+        self.max_rows = max(max_rows, MIN_ROWS)
+        self.own = self._cache(self.max_rows, min(BLOCK, max_tokens))
+        self.prefix = self._cache(0, MIN_KEYS)
+        self.prompt_lengths = torch.zeros(0, dtype=torch.long)  # in each place; 0: free
+        self.group_of_row = torch.empty(0, dtype=torch.long)  # its place
+        self.lengths = torch.empty(0, dtype=torch.long)  # tokens in each row's own cache
+
+    @property
+    def rows(self) -> int:
+        return len(self.group_of_row)
+
+    @torch.no_grad()
+    def admit(self, prompts: Sequence[Sequence[int]], G: int) -> Tensor:
+        """Prefill new groups of G rows each, behind the active ones; returns hidden [prompts, H] of the last prompt
+        tokens, from which the first token of every row is sampled."""
+        lengths = [*map(len, prompts)]
+        places = self._places(lengths)
+        layout = PackedLayout.build([(length, ()) for length in lengths], self.model.device)
+        ids = torch.cat([torch.tensor(p, dtype=torch.long) for p in prompts]).to(self.model.device)
+        prefill = _Prefill(self.model.backend.over(layout), self.prefix, places, lengths)
+        hidden = self.model.hidden(ids, layout.position_ids, prefill)
+        self.prompt_lengths[places] = torch.tensor(lengths)
+        self.group_of_row = torch.cat([self.group_of_row, torch.tensor(places).repeat_interleave(G)])
+        self.lengths = F.pad(self.lengths, (0, len(places) * G))
+        return hidden.index_select(0, layout.last_prompt_rows)
+
+    def step(self, token_ids: Tensor) -> Tensor:
+        """One token per active row, int64 [R] -> final hidden states [R, H]."""
+        return self._feed(DecodeInputs(token_ids, torch.arange(self.rows), self.lengths))
+
+    def feed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """The next tokens of each active row, none of a row that waits -> their final hidden states [., H]."""
+        counts = torch.tensor([len(of_row) for of_row in tokens])
+        rows = torch.arange(len(counts)).repeat_interleave(counts)
+        before = self.lengths[rows] + torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+        inputs = DecodeInputs(torch.tensor([token for of_row in tokens for token in of_row]), rows, before)
+        return torch.cat([self._feed(inputs.select(piece)) for piece in torch.arange(len(rows)).split(PIECE)])
+
+    def retire(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """Drop ended rows; returns the moves (from row, to row) that keep the active ones at 0 .. R-1. A group whose
+        last row has ended gives its prompt's place back."""
+        ended = set(rows)
+        active = self.rows - len(ended)
+        holes = sorted(r for r in ended if r < active)
+        movers = [r for r in range(active, self.rows) if r not in ended]
+        if holes:
+            to, source = torch.tensor(holes), torch.tensor(movers)
+            self.own.move(source, to, int(self.lengths[source].max()))
+            self.group_of_row[to], self.lengths[to] = self.group_of_row[source], self.lengths[source]
+        self.group_of_row, self.lengths = self.group_of_row[:active], self.lengths[:active]
+        self.prompt_lengths[torch.bincount(self.group_of_row, minlength=self.prefix.batch) == 0] = 0
+        return list(zip(movers, holes, strict=True))
+
+    @torch.no_grad()
+    def _feed(self, inputs: DecodeInputs) -> Tensor:
+        count, device = len(inputs.rows), self.model.device
+        longest = max(int(self.lengths.max()), int(inputs.before.max())) + 1
+        if longest > self.own.capacity:
+            self.own = self._grow(self.own, self.max_rows, max(longest, 2 * self.own.capacity))
+        self.lengths = self.lengths + torch.bincount(inputs.rows, minlength=self.rows)
+        if not self.model.exact:  # a lone row is computed twice
+            inputs = inputs.select(torch.arange(max(count, MIN_ROWS)) % count)
+        group_of_row = self.group_of_row[inputs.rows]
+        positions = self.prompt_lengths[group_of_row] + inputs.before
+        layout = self._layout(inputs, group_of_row, int(positions.max()) + 1)
+        return self.model.hidden(inputs.ids.to(device), positions.to(device), layout)[:count]
+
+    def _layout(self, inputs: DecodeInputs, group_of_row: Tensor, longest: int) -> Layout:
+        """Who attends to whom in a step, which also puts the new keys and values into the caches."""
+        own, prefix = self.own, self.prefix
+        if not self._by_kernels:
+            return StepLayout(own, prefix, self.prompt_lengths, inputs, group_of_row, longest)
+        groups = F.pad(torch.bincount(group_of_row, minlength=prefix.batch).cumsum(0), (1, 0))
+        members = torch.argsort(group_of_row, stable=True)
+        caches = own.keys, own.values, prefix.keys, prefix.values
+        return kernels.Active(longest, groups, members, self.prompt_lengths, inputs.before, inputs.rows, *caches)
+
+    def _places(self, lengths: list[int]) -> list[int]:
+        """Free places for prompts of these lengths; the cache grows if it has too few, or too small ones."""
+        free = (self.prompt_lengths == 0).nonzero().flatten().tolist()
+        missing = max(0, len(lengths) - len(free))
+        if missing or max(lengths) > self.prefix.capacity:
+            batch = self.prefix.batch
+            free += range(batch, batch + missing)
+            self.prefix = self._grow(self.prefix, batch + missing, max(self.prefix.capacity, *lengths))
+            self.prompt_lengths = F.pad(self.prompt_lengths, (0, missing))
+        return free[: len(lengths)]
+
+    def _cache(self, batch: int, tokens: int) -> Cache:
+        model = self.model
+        lanes = kernels.numbers_in_a_lane(model.dtype) if self._by_kernels else 1
+        return Cache.empty(self._shape, batch, tokens, model.dtype, model.device, lanes)
+
+    def _grow(self, cache: Cache, batch: int, tokens: int) -> Cache:
+        grown = self._cache(batch, tokens)
+        grown.copy(cache)
+        return grown
+
+
+class _Prefill:
+    """Packed prompts whose keys and values are kept."""
+
+    def __init__(self, row: Layout, prefix: Cache, places: list[int], lengths: list[int]) -> None:
+        self.row, self.prefix, self.places, self.lengths = row, prefix, places, lengths
+        self.longest = row.longest
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        split = zip(self.places, key.split(self.lengths), value.split(self.lengths), strict=True)
+        for place, keys, values in split:
+            self.prefix.put(layer, place, keys, values)
+        return self.row.attend(layer, query, key, value, scaling)
+
+
+# ---- attention of a step by PyTorch's operations ----
+
+
+class StepLayout:
+    """Each token's key and value go into its row's own cache, its query attends to both parts. Grouped-query heads are
+    never expanded: the queries that share a key head are folded into the rows of one matrix product. Keys are padded to
+    MIN_KEYS: a row of a softmax over at least so many does not depend on trailing zeros."""
+
+    def __init__(
+        self,
+        own: Cache,
+        prefix: Cache,
+        prompt_lengths: Tensor,
+        inputs: DecodeInputs,
+        group_of_row: Tensor,
+        longest: int,
+    ) -> None:
+        self.own, self.prefix, self.longest = own, prefix, longest
+        lengths, device = inputs.before, own.keys.device
+        self.every = torch.equal(inputs.rows, torch.arange(len(inputs.rows)))
+        grid, place = pair_rows_with_groups(group_of_row, prefix.batch)
+        self.keys = max(MIN_KEYS, int(lengths.max()) + 1)
+        own_hidden = torch.arange(self.keys)[None, :] > lengths[:, None]
+        prefix_hidden = torch.arange(prefix.capacity)[None, :] >= prompt_lengths[:, None]
+        masks = (h[:, None, None].to(device) if bool(h.any()) else None for h in (own_hidden, prefix_hidden))
+        self.own_hidden, self.prefix_hidden = masks
+        self.rows = inputs.rows.to(device)
+        self.slot, self.grid, self.place = lengths.to(device), grid.to(device), place.to(device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        keys, values, count = self.own.keys[layer], self.own.values[layer], len(self.rows)
+        keys[self.rows, :, :, self.slot], values[self.rows, :, self.slot] = key, value
+        heads = key.shape[1]
+        chosen = slice(count) if self.every else self.rows
+        k = keys[chosen, :, :, : self.keys].flatten(0, 1).mT
+        v = values[chosen, :, : self.keys].flatten(0, 1)
+        own = attend_part(fold_queries(query.unsqueeze(1), heads), k, v, self.own_hidden, scaling)
+        groups, width = self.grid.shape
+        gathered = query.index_select(0, self.grid.flatten()).view(groups, width, *query.shape[1:])
+        k, v = self.prefix.keys[layer].flatten(0, 1).mT, self.prefix.values[layer].flatten(0, 1)
+        prefix = attend_part(fold_queries(gathered, heads), k, v, self.prefix_hidden, scaling)
+        placed = (unfold_queries(t, groups, width).index_select(0, self.place) for t in prefix)
+        return merge_parts(*(unfold_queries(t, count, 1) for t in own), *placed)
+
+
+def pair_rows_with_groups(group_of_row: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """grid [groups, c], the rows of each group (row 0 if there are fewer than c), and place [R], where in the
+    flattened grid each row stands."""
+    counts = torch.bincount(group_of_row, minlength=groups)
+    width = int(counts.max())
+    order = torch.argsort(group_of_row, stable=True)
+    within = torch.empty_like(order)
+    within[order] = torch.arange(len(order)) - (counts.cumsum(0) - counts)[group_of_row[order]]
+    place = group_of_row * width + within
+    grid = torch.zeros(groups, width, dtype=torch.long)
+    grid.view(-1)[place] = torch.arange(len(order))
+    return grid, place
+
+
+def fold_queries(query: Tensor, kv_heads: int) -> Tensor:
+    """[B, t, Hq, D] -> [B·Hkv, rep·t, D]: the rep = Hq / Hkv query heads of a key head become rows."""
+    b, t, heads, d = query.shape
+    folded = query.view(b, t, kv_heads, heads // kv_heads, d).permute(0, 2, 3, 1, 4)
+    return folded.reshape(b * kv_heads, -1, d)
+
+
+def unfold_queries(folded: Tensor, b: int, t: int) -> Tensor:
+    """[B·Hkv, rep·t, D] -> [B·t, Hq, D], the inverse of `fold_queries`."""
+    d = folded.shape[-1]
+    return folded.view(b, -1, t, d).transpose(1, 2).reshape(b * t, -1, d)
+
+
+def attend_part(
+    query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of folded queries over one part of the keys: query [B·Hkv, rep·t, D], key and value [B·Hkv, K, D],
+    `hidden` [B, 1, 1, K] True for keys that are not seen -> out [B·Hkv, rep·t, D] in the dtype of `value`, log-sum-exp
+    float32 [B·Hkv, rep·t, 1]. With p the softmax, max p = exp(max s - lse), which gives the log-sum-exp."""
+    s = torch.bmm(query, key.mT).float().mul_(scaling)
+    if hidden is not None:
+        b = hidden.shape[0]
+        s.view(b, s.shape[0] // b, *s.shape[1:]).masked_fill_(hidden, float("-inf"))
+    p = torch.softmax(s, dim=-1)
+    lse = s.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log()
+    return torch.bmm(p.to(value.dtype), value), lse
+
+
+def merge_parts(own: Tensor, lse_own: Tensor, prefix: Tensor, lse_prefix: Tensor) -> Tensor:
+    """The two parts as one attention, in the dtype of `own`: outs [..., D], log-sum-exps [..., 1] -> [..., D]."""
+    gap = lse_prefix - lse_own
+    return (own.float() * torch.sigmoid(-gap) + prefix.float() * torch.sigmoid(gap)).to(own.dtype)

@@ -1,0 +1,234 @@
+"""Log-probs of given tokens, and tokens sampled from logits.
+
+The rollout engine samples from softmax(logits / tau) and the trainer differentiates it: both take the same sum of
+exponentials of the same rounded logits, so right after a weight sync the ratio π/α is 1 up to rounding in float32. The
+C kernels do it in one pass over the logits as they are, and put the gradient in their place. PyTorch's operations make
+float32 copies a chunk at a time, so that memory is bounded however many tokens there are.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lagrpo.cpu import kernels
+
+CHUNK_LOGITS = 1 << 23  # float32 logits in hand: 32 MiB, about what a processor's cache holds
+KERNEL_LOGITS = 1 << 25  # logits in hand, in the model's dtype: 64 MiB in bfloat16
+KEPT_LOGITS = 1 << 27  # at most so many wait for the backward pass (256 MiB); those beyond are computed again
+CDF_BLOCK = 256  # the cumulative distribution is searched first over blocks of this many tokens
+
+Product = Callable[[Tensor, Tensor], Tensor]  # (rows [n, H], where the result goes [n, V])
+
+
+def token_logp(
+    hidden_TH: Tensor, head: nn.Linear, token_ids_T: Tensor, tau: float, entropy_T: Tensor | None = None,
+    by_kernels: bool = False, product: Product | None = None,
+) -> Tensor:  # fmt: skip
+    """log softmax(head(hidden) / tau)[token] for each row: float32 [T], nats, differentiable in hidden and the head's
+    parameters. `entropy_T`, float32 [T] on the same device, is filled with the entropy of each softmax, nats, without a
+    gradient. `product` computes the logits instead of PyTorch's product. Raises as `check_tokens`."""
+    check_tokens(token_ids_T, head.weight.shape[0])
+    keep = min(len(token_ids_T), KEPT_LOGITS // head.weight.shape[0]) if torch.is_grad_enabled() else 0
+    given = hidden_TH, head.weight, head.bias, token_ids_T
+    return _TokenLogp.apply(*given, tau, entropy_T, by_kernels, product, keep)  # type: ignore[return-value]
+
+
+def token_logp_by_module(
+    hidden_TH: Tensor, head: nn.Linear, token_ids_T: Tensor, tau: float, entropy_T: Tensor | None = None
+) -> Tensor:
+    """The same through calls of the LM head, so that its hooks fire; a chunk's logits are computed again in the
+    backward pass. Its weights' gradients from several chunks add up in their own dtype."""
+    check_tokens(token_ids_T, head.weight.shape[0])
+
+    def logp(hidden: Tensor, token_ids: Tensor) -> Tensor:
+        return logp_from_logits(head(hidden), token_ids, tau)
+
+    found = [hidden_TH.new_empty(0, dtype=torch.float32)]
+    for rows in chunks(0, len(token_ids_T), head.weight.shape[0], CHUNK_LOGITS):
+        given = hidden_TH[rows], token_ids_T[rows]
+        found.append(checkpoint(logp, *given, use_reentrant=False) if torch.is_grad_enabled() else logp(*given))  # type: ignore[arg-type]
+        if entropy_T is not None:
+            with torch.no_grad():
+                entropy_T[rows] = torch.special.entr(scaled(head(given[0]), tau).softmax(1)).sum(1)
+    return torch.cat(found)
+
+
+def check_tokens(token_ids_T: Tensor, vocabulary: int) -> None:
+    """Raise ValueError for a token outside the vocabulary: the kernels do not look."""
+    lowest, highest = (int(i) for i in token_ids_T.aminmax()) if len(token_ids_T) else (0, 0)
+    if lowest < 0 or highest >= vocabulary:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(f"token {wrong} is outside the model's vocabulary of {vocabulary}")
+
+
+# ---- the softmax by PyTorch's operations, as the kernels offer it ----
+
+
+def scaled(logits: Tensor, tau: float) -> Tensor:
+    """float32 logits / tau, from logits in the model's dtype."""
+    return logits.float() if tau == 1.0 else logits.float() / tau
+
+
+def exponentials(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(x - max x) of each row of logits divided by tau, and its log Σ_v exp(x_v): float32 [rows, V] and [rows]."""
+    top = scaled.amax(-1)
+    weights = (scaled - top.unsqueeze(-1)).exp_()
+    return weights, top + weights.sum(-1).log_()
+
+
+def logp_from_logits(logits: Tensor, token_ids_T: Tensor, tau: float) -> Tensor:
+    """log softmax(logits / tau)[token] of logits [T, V] in the model's dtype: float32 [T], differentiable."""
+    x = scaled(logits, tau)
+    return x.gather(1, token_ids_T.unsqueeze(1)).squeeze(1) - exponentials(x)[1]
+
+
+def logp_forward(logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As kernels.token_logp."""
+    logp = torch.empty(len(token_ids), dtype=torch.float32, device=logits.device)
+    lse = torch.empty_like(logp)
+    for rows in chunks(0, len(logits), logits.shape[1], CHUNK_LOGITS):
+        x = scaled(logits[rows], tau)
+        lse[rows] = exponentials(x)[1]
+        logp[rows] = x.gather(1, token_ids[rows].unsqueeze(1)).squeeze(1) - lse[rows]
+        if entropy is not None:
+            entropy[rows] = torch.special.entr((x - lse[rows].unsqueeze(1)).exp_()).sum(1)
+    return logp, lse
+
+
+def logp_backward(logits: Tensor, token_ids: Tensor, tau: float, lse: Tensor, grad: Tensor) -> Tensor:
+    """As kernels.token_logp_backward: the gradient of a row is g / tau · (onehot - softmax)."""
+    for rows in chunks(0, len(logits), logits.shape[1], CHUNK_LOGITS):
+        g = (grad[rows] / tau).unsqueeze(1)
+        p = (scaled(logits[rows], tau) - lse[rows].unsqueeze(1)).exp_().mul_(-g)
+        logits[rows] = p.scatter_add_(1, token_ids[rows].unsqueeze(1), g)
+    return logits
+
+
+def sample_tokens(logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens from softmax(logits / tau) by inverse CDF, and their log-probs: int64 [R], float32 [R] (nats). uniform_R
+    float64 in [0, 1).
+
+    Two levels: sums of blocks in float64, then the cumulative sum inside the chosen block, so a token's interval of
+    uniform numbers is exact to about 1e-7 of its probability, wherever it lies in the vocabulary."""
+    scaled_RV = scaled(logits_RV, tau)
+    rows, vocabulary = scaled_RV.shape
+    weights, log_sum = exponentials(scaled_RV)
+    if vocabulary % CDF_BLOCK:
+        weights = F.pad(weights, (0, -vocabulary % CDF_BLOCK))
+    padded = weights.view(rows, -1, CDF_BLOCK)
+    block_ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = (uniform_R * block_ends[:, -1]).unsqueeze(1)
+    block = torch.searchsorted(block_ends, target, right=True).clamp_(max=block_ends.shape[1] - 1)
+    before = torch.where(block > 0, block_ends.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = padded.gather(1, block.unsqueeze(-1).expand(-1, -1, CDF_BLOCK)).squeeze(1)
+    ends = inside.double().cumsum(-1)
+    offset = torch.searchsorted(ends, target - before, right=True)
+    last = CDF_BLOCK - 1 - inside.flip(-1).gt(0).int().argmax(-1, keepdim=True)  # rounding must not pick a zero
+    token = (block * CDF_BLOCK + torch.minimum(offset, last)).squeeze(1)
+    return token, scaled_RV.gather(1, token.unsqueeze(1)).squeeze(1) - log_sum
+
+
+# ---- the head, its softmax and their gradient, piece by piece ----
+
+
+class _TokenLogp(torch.autograd.Function):
+    """Keeps the logits of the first `keep` rows for the backward pass, if autograd may ask for one."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *asked: Any) -> Tensor:
+        tau, entropy_T, by_kernels, ctx.product, keep = asked
+        forward = kernels.token_logp if by_kernels else logp_forward
+        logp = torch.empty(len(token_ids), dtype=torch.float32, device=hidden.device)
+        lse = torch.empty_like(logp)
+        ctx.kept = _buffer("kept", (keep, weight.shape[0]), weight, taken=True) if keep else None
+        for rows in _kept_and_chunks(keep, len(token_ids), weight.shape[0]):
+            logits = _logits(hidden[rows], weight, bias, ctx.product, ctx.kept if rows.stop <= keep else None)
+            entropy = None if entropy_T is None else entropy_T[rows]
+            logp[rows], lse[rows] = forward(logits, token_ids[rows], tau, entropy)
+        ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
+        ctx.tau, ctx.backward_of_softmax = tau, kernels.token_logp_backward if by_kernels else logp_backward
+        return logp
+
+    @staticmethod
+    def backward(ctx, grad_logp: Tensor):  # type: ignore[override]
+        hidden, weight, bias, token_ids, lse = ctx.saved_tensors
+        grad_hidden, grad_logp = torch.empty_like(hidden), grad_logp.contiguous()
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        kept, ctx.kept = ctx.kept, None  # overwritten below: another backward pass computes them again
+        pieces = _kept_and_chunks(0 if kept is None else len(kept), len(token_ids), weight.shape[0])
+        total, share = _gradient_buffers(weight, len(pieces)) if ctx.needs_input_grad[1] else (None, None)
+        for rows in pieces:
+            logits = kept if kept is not None and rows.stop <= len(kept) else None
+            logits = _logits(hidden[rows], weight, bias, ctx.product) if logits is None else logits
+            dx = ctx.backward_of_softmax(logits, token_ids[rows], ctx.tau, lse[rows], grad_logp[rows])
+            torch.mm(dx, weight, out=grad_hidden[rows])
+            if share is not None:
+                torch.mm(dx.mT, hidden[rows], out=share)
+                if total is not None:
+                    total += share
+            if grad_bias is not None:
+                grad_bias += dx.sum(0, dtype=torch.float32)
+        if kept is not None:
+            _return_buffer("kept", kept)
+        grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
+        grad_weight = share if total is None else total.to(weight.dtype, copy=True)
+        return grad_hidden, grad_weight, grad_bias, *6 * (None,)
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, product: Product | None, out: Tensor | None = None
+) -> Tensor:
+    """hidden · weightᵀ + bias [rows, V], in `out`; without it, until the next call."""
+    out = _buffer("logits", (len(hidden), weight.shape[0]), weight) if out is None else out
+    if product is not None:
+        return product(hidden, out)
+    return torch.mm(hidden, weight.mT, out=out) if bias is None else torch.addmm(bias, hidden, weight.mT, out=out)
+
+
+def _gradient_buffers(weight: Tensor, pieces: int) -> tuple[Tensor | None, Tensor]:
+    """Where the sum of all pieces' gradients goes, and where one piece's goes. A single piece needs no sum."""
+    if pieces == 1:
+        return None, torch.empty_like(weight)
+    total = _buffer("gradient", weight.shape, weight, torch.float32).zero_()
+    return total, _buffer("share", weight.shape, weight)
+
+
+def _kept_and_chunks(kept: int, rows: int, vocabulary: int) -> list[slice]:
+    return [slice(0, kept)] * bool(kept) + chunks(kept, rows, vocabulary, KERNEL_LOGITS)
+
+
+def chunks(start: int, stop: int, vocabulary: int, numbers: int) -> list[slice]:
+    """Rows start .. stop cut into pieces of at most `numbers` numbers of [rows, vocabulary]."""
+    step = max(1, numbers // vocabulary)
+    return [slice(first, min(first + step, stop)) for first in range(start, stop, step)]
+
+
+_buffers = threading.local()
+
+
+def _buffer(
+    use: str, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None, taken: bool = False
+) -> Tensor:
+    """Memory with anything in it, on a CPU kept for a use: clearing fresh pages takes as long as the products that fill
+    them. `taken`: no other call gets it until it is returned (or forgotten)."""
+    numbers, dtype = math.prod(shape), dtype or like.dtype
+    buffer: Tensor | None = _buffers.__dict__.pop(use, None)
+    if buffer is None or buffer.numel() < numbers or buffer.dtype != dtype or like.device != buffer.device:
+        buffer = torch.empty(numbers, dtype=dtype, device=like.device)
+    if not taken and not like.is_cuda:
+        _buffers.__dict__[use] = buffer
+    return buffer[:numbers].view(*shape)
+
+
+def _return_buffer(use: str, buffer: Tensor) -> None:
+    if not buffer.is_cuda:
+        whole = buffer.untyped_storage().nbytes() // buffer.element_size()
+        _buffers.__dict__[use] = buffer.as_strided((whole,), (1,), 0)
