@@ -153,7 +153,7 @@ GOOD = json.dumps(ROWS[0]).encode() + b"\n"
         ("a.jsonl", b'{"q": ' + b"[" * 100_000, "line 1: this is not JSON"),
         ("a.jsonl", GOOD + b'{"a": "2"}\n', "line 2: there is no column 'q'"),
         ("a.json", b'[{"q": 1}, 2]', "item 2: this is a int"),
-        ("a.jsonl.gz", gzip.compress(GOOD * 99)[:-20], "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-20], "cannot be read"),
         ("a.csv", b"q,a\n1,2,3\n", "cannot be read: CSV parse error.*got 3"),
         ("a.csv", b"q,a\n", "has no rows"),
         ("a.parquet", b"PAR1", "a.parquet cannot be read"),
