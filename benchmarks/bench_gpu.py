@@ -22,12 +22,12 @@ from ours import learning_flops, matrix_product
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 from work import SEED, common_options
 
+from lagrpo.core.recipes import resolve
 from lagrpo.model import attention
 from lagrpo.model.backend import Choice, choose_backend
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import load_policy
 from lagrpo.model.model import Model, Policy, copy_policy
-from lagrpo.objective.recipes import resolve
 from lagrpo.rng import uniforms
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler

@@ -21,7 +21,7 @@ from measuring import Load, Report, fill, gigabytes, machine, table
 from processes import HERE, train
 from work import RESULTS, common_options
 
-from lagrpo.objective.recipes import resolve
+from lagrpo.core.recipes import resolve
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings
 from lagrpo.training.explain import empty_model, expected_memory, kernels_compute

@@ -15,9 +15,9 @@ import torch
 from cases import MAX_LENGTH, Case, G
 from torch import Tensor
 
-from lagrpo.core import divergences
-from lagrpo.core.loss import Terms
-from lagrpo.objective.recipes import resolve
+from lagrpo.core import kl as estimators
+from lagrpo.core.losses import LossInputs
+from lagrpo.core.recipes import resolve
 
 Side = Callable[[Case, Tensor], Any]
 
@@ -45,7 +45,7 @@ def ours(case: Case, logp: Tensor, name: str, **overrides: Any) -> Tensor:
     recipe = resolve(name, overrides)
     weight_C = recipe.weights(case.lengths, case.flat, MAX_LENGTH).double()
     advantage_C = advantages(case, name, **overrides)
-    terms = Terms(logp, case.alpha, case.pi_k, case.ref, case.completion, advantage_C, case.group)
+    terms = LossInputs(logp, case.alpha, case.pi_k, case.ref, case.completion, advantage_C, case.group)
     return recipe.loss(terms, weight_C)[0]
 
 
@@ -53,7 +53,8 @@ def advantages(case: Case, name: str, **overrides: Any) -> Tensor:
     """The advantages of a recipe [C]; RED-Drop's draws are those of `red_uniform`."""
     recipe = resolve(name, overrides)
     uniform = torch.linspace(0, 0.9, G, dtype=torch.float64)
-    return torch.cat([recipe.advantage(rewards, uniform) for rewards in case.rewards.view(-1, G)])
+    lengths = torch.ones(G, dtype=torch.long)
+    return torch.cat([recipe.advantages(rewards, lengths, MAX_LENGTH, uniform) for rewards in case.rewards.view(-1, G)])
 
 
 def loss(
@@ -96,19 +97,20 @@ def advantage(peer: str, function: str, recipe: str, theirs: Callable[[Case], Te
 
 def kl(peer: str, function: str, name: str, theirs: Side, bound: float | None = None, **more: Any) -> Pairing:
     """A peer's mean KL term beside ours; `name` is the estimator's, with "rho" where it is weighted."""
-    estimator = getattr(divergences, name.removeprefix("rho "))
+    estimator = getattr(estimators, name.removeprefix("rho "))
     if bound is not None:
-        estimator = partial(estimator, bound=bound)
+        estimator = partial(estimator, kl_bound=bound)
 
     def own(case: Case, logp: Tensor) -> Tensor:
-        estimate = estimator(logp, case.ref)
-        weight = (logp - case.alpha).exp()
-        return (divergences.importance_weighted(estimate, weight) if name.startswith("rho ") else estimate).mean()
+        zeros = torch.zeros_like(case.flat, dtype=logp.dtype)
+        estimate = estimator(LossInputs(logp, case.alpha, case.pi_k, case.ref, case.completion, zeros, case.group))
+        weight = (logp - case.alpha).exp().detach() if name.startswith("rho ") else 1.0
+        return (weight * estimate).mean()
 
     return Pairing(
         peer,
         function,
-        f"`divergences.{name.removeprefix('rho ')}`" + ", importance-weighted" * ("rho" in name),
+        f"`kl.{name.removeprefix('rho ')}`" + ", importance-weighted" * ("rho" in name),
         theirs,
         own,
         **more,

@@ -10,7 +10,9 @@ from cases import Case
 from pairing import Pairing, advantages, ours
 from torch import Tensor
 
-from lagrpo.core import corrections, divergences, ratios
+from lagrpo.core.corrections import truncated
+from lagrpo.core.kl import kl
+from lagrpo.core.losses import LossInputs
 
 
 def rlax_clipped(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,8 +49,9 @@ def rlax_vtrace(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def vtrace_of_ours(case: Case, logp: Tensor) -> Tensor:
-    weight = corrections.truncated(ratios.token_ratio(case.pi_k, case.alpha), 0.0, 1.0)
-    return -corrections.corrected(advantages(case, "reinforce")[case.completion] * logp, weight).mean()
+    A = advantages(case, "reinforce")
+    inputs = LossInputs(logp, case.alpha, case.pi_k, case.ref, case.completion, A)
+    return -(truncated(inputs, correction_cap=1.0) * A[case.completion] * logp).mean()
 
 
 def _exp(x: Any) -> Any:
@@ -66,7 +69,7 @@ def rlax_kl(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kl_of_ours(case: Case, logp: Tensor) -> Tensor:
-    return divergences.kl(logp.softmax(0), case.ref.softmax(0))
+    return kl(logp.softmax(0), case.ref.softmax(0))
 
 
 OF_RLAX = [
@@ -91,7 +94,7 @@ OF_RLAX = [
     Pairing(
         "rlax",
         "`rlax.categorical_kl_divergence`",
-        "`divergences.kl`",
+        "`kl.kl`",
         rlax_kl,
         kl_of_ours,
         note="the case's log-probs as the logits of one distribution",

@@ -6,11 +6,11 @@ from typing import Any
 
 import peers
 import torch
-from cases import Case, G
+from cases import MAX_LENGTH, Case, G
 from pairing import NO_BETA, WIDE, Pairing, advantage, kl, loss
 from torch import Tensor
 
-from lagrpo.objective.recipes import resolve
+from lagrpo.core.recipes import resolve
 
 
 def dropped_by_trinity(case: Case) -> Tensor:
@@ -23,7 +23,8 @@ def dropped_alike(case: Case) -> Tensor:
     """RED-Drop of ours with uniforms that drop what theirs dropped: where its advantage is 0."""
     uniform = torch.where(dropped_by_trinity(case) == 0, 0.1, 0.9).double()
     recipe, groups = resolve("red_drop", {}), zip(case.rewards.view(-1, G), uniform.view(-1, G), strict=True)
-    return torch.cat([recipe.advantage(*group) for group in groups])
+    lengths = torch.ones(G, dtype=torch.long)
+    return torch.cat([recipe.advantages(rewards, lengths, MAX_LENGTH, draws) for rewards, draws in groups])
 
 
 TRINITY = "`trinity.algorithm.policy_loss_fn`"

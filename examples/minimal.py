@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from lagrpo.core.advantages import normalized
-from lagrpo.core.objectives import clipped
-from lagrpo.core.ratios import token_ratio
+from lagrpo.core.losses import LossInputs, clipped
 from lagrpo.data.prompts import PromptSource
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import load_policy
@@ -62,19 +61,20 @@ def grpo_loss(policy: Policy, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
 
         loss = - mean over completions of the mean over tokens of min(ρ A, clip(ρ, 1 - ε, 1 + ε) A)
 
-    Tokens are flat, without padding. Each prompt stands once in the packed row; the completions of its group attend to
-    it.
+    Tokens are flat, without padding. Each prompt stands once in the packed row; its completions attend to it.
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths_C = torch.tensor([len(completion.token_ids) for completion in completions])
-    advantage_C = torch.cat([normalized(torch.tensor(group.rewards), EPS_STD) for group in groups])  # A_α, Eq. 2
+    rewards = [torch.tensor(group.rewards) for group in groups]
+    advantage_C = torch.cat([normalized(r_G, eps_std=EPS_STD) for r_G in rewards])  # A_α, Eq. 2
     packed = Packed.build([(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups])
     logp_T = policy.logp(packed)  # log π: the only term with a gradient
     logp_alpha_T = torch.cat([completion.logp_alpha for completion in completions])  # recorded by the sampler
-    ratio_T = token_ratio(logp_T, logp_alpha_T)
-    value_T = clipped(ratio_T, advantage_C.repeat_interleave(lengths_C), EPSILON, EPSILON)
-    weight_T = (1 / (len(completions) * lengths_C)).repeat_interleave(lengths_C)
-    return -(weight_T * value_T).sum(), ratio_T.detach()
+    completion_T = torch.arange(len(completions)).repeat_interleave(lengths_C)
+    inputs = LossInputs(logp_T, logp_alpha_T, None, None, completion_T, advantage_C)
+    value_T = clipped(inputs, epsilon_low=EPSILON, epsilon_high=EPSILON)
+    weight_T = (1 / (len(completions) * lengths_C))[completion_T]
+    return -(weight_T * value_T).sum(), (logp_T - logp_alpha_T).exp().detach()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Likewise for amplification-small. `python experiments/tables.py` puts the tables
 
 A stage with one sampling policy alpha = pi_ref (v = M) seeks the maximizer of E_pi[A] - beta KL(pi || pi_ref). It
 moves the logit of the success probability p by w(p)/beta, with w(p) = 1/sqrt(p (1-p) + eps_std) (Mroueh, arXiv
-2503.06639) and, as groups of G normalize by their own deviation, w_G(p) (`core.dynamics.group_weight`). With v = 1 the
+2503.06639) and, as groups of G normalize by their own deviation, w_G(p) (`core.bounds.group_weight`). With v = 1 the
 advantage follows the policy: a stage seeks the p* with logit p* = logit p_ref + w_G(p*)/beta. Both are for each prompt
 by itself.
 
@@ -32,7 +32,7 @@ from typing import Any
 from precision_report import interval
 from theory import style
 
-from lagrpo.core.dynamics import group_weight
+from lagrpo.core.bounds import group_weight
 from lagrpo.runs.files import write_atomically
 
 HERE = Path(__file__).resolve().parent

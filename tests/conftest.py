@@ -1,7 +1,4 @@
-"""What holds for all tests: checked shapes, a time limit, signals as in a terminal, and a word about what was left out.
-
-Shapes and types of lagrpo.core are checked at run time, in tests only: the hook must stand before the import.
-"""
+"""What holds for all tests: a time limit, signals as in a terminal, and a word about what was left out."""
 
 import signal
 from collections import defaultdict
@@ -9,14 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import hypothesis
-import jaxtyping
 import pytest
 import tiny
 import torch
 from ranks import Ranks
 from running import note_processes
-
-jaxtyping.install_import_hook("lagrpo.core", "beartype.beartype")
 
 hypothesis.settings.register_profile("lagrpo", deadline=None)  # a busy machine is no failure; tests have a time limit
 hypothesis.settings.load_profile("lagrpo")
@@ -104,14 +98,6 @@ def renderer() -> None:
 @pytest.fixture
 def shared_templates() -> None:
     """Nothing: templates are rendered in the process."""
-
-
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """As a user runs it, without the run-time checks: for tests of core's own errors about shapes."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(params=["c", "torch"])

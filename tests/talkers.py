@@ -148,7 +148,7 @@ def load_counting(settings: Any, seed: int) -> Any:
     return EpisodeTask("counting", rows, lambda row: (row, row), same, environment=Counting)
 
 
-def unresolved(x: Nowhere) -> int:  # pyright: ignore[reportUndefinedVariable]
+def unresolved(x: Nowhere) -> int:  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
     """Fail.
 
     Args:

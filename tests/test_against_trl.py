@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from test_trainer import generate_groups, gradient, judge_groups
 from tiny import save_tiny, tiny_policy
 
+from lagrpo.core.recipes import resolve
 from lagrpo.model.model import Policy
-from lagrpo.objective.recipes import resolve
 from lagrpo.training.batch import assemble, micro_batches
 from lagrpo.types import Group
 

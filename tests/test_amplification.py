@@ -14,7 +14,7 @@ from running import tiny_settings
 from tiny import save_tiny
 
 from lagrpo import train
-from lagrpo.core.dynamics import amplified, fixed_points
+from lagrpo.core.bounds import amplified, fixed_points
 from lagrpo.runs import load_evaluations
 
 PROBABILITIES = st.floats(0.02, 0.98)

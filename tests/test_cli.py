@@ -18,7 +18,7 @@ from running import leftovers, options, tiny_settings
 from tiny import save_tiny
 
 from lagrpo.cli import COMMANDS, main
-from lagrpo.objective.recipes import PRESETS
+from lagrpo.core.recipes import RECIPES
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import rollout_batches
 from lagrpo.settings.schema import EvalSettings, Settings
@@ -60,7 +60,7 @@ def test_sign_that_an_encoding_lacks_is_printed_as_its_number(monkeypatch):
 # Training and evaluation
 
 
-@pytest.mark.parametrize("recipe", PRESETS)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.usefixtures("shared_templates")
 def test_every_recipe_trains_and_leaves_a_complete_run(model, tmp_path, recipe):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -200,7 +200,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(words):
 
 def test_wrong_input_costs_no_loading():
     """In a fresh process; torch is loaded for recipes only."""
-    words = [words for words in WRONG if not any(name in words for name in ("objective", "verify"))]
+    words = [words for words in WRONG if not any(name in words for name in ("objective", "recipes", "verify"))]
     code = f"""
 import contextlib, io, sys
 from lagrpo.cli import main
@@ -261,8 +261,11 @@ def test_help_of_all_and_the_version():
 
 def test_recipes_lists_all():
     listed = lagrpo("recipes")[1]
-    assert [name for name in PRESETS if f" {name} " not in listed] == []
-    assert "arXiv 2503.14476" in lagrpo("recipes", "dapo")[1]
+    assert [name for name in RECIPES if f" {name} " not in listed] == []
+    one = lagrpo("recipes", "dapo")[1]
+    assert "arXiv 2503.14476" in one
+    assert "objective.epsilon_high = 0.28" in one
+    assert "rho.clamp(1 - epsilon_low, 1 + epsilon_high)" in one
 
 
 # Interruptions

@@ -16,8 +16,8 @@ from tiny import save_tiny, tiny_policy
 from torch.testing import assert_close
 
 import lagrpo
+from lagrpo.core.recipes import resolve
 from lagrpo.model.model import copy_policy
-from lagrpo.objective.recipes import resolve
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.schedule import every, lags

@@ -15,11 +15,13 @@ from test_zero1 import DTYPES, check_to_rounding, copied, learn, make, rows_of, 
 from tiny import tiny_policy
 from torch import Tensor
 
+from lagrpo.core.recipes import resolve
 from lagrpo.model.fsdp import copy_sharded, why_not_shardable
 from lagrpo.model.lora import Lora
 from lagrpo.model.model import copy_policy
-from lagrpo.objective.recipes import resolve
+from lagrpo.training.optimizer_state import MergedState
 from lagrpo.training.ranks import make_mesh
+from lagrpo.training.trainer import Optimization, Trainer
 
 LORA = Lora(r=4, alpha=8.0, seed=3)
 

@@ -19,7 +19,9 @@ from tiny import save_tiny, tiny_policy
 from together import together
 
 from lagrpo import train
-from lagrpo.objective.recipes import resolve
+from lagrpo.core.recipes import resolve
+from lagrpo.training.batch import micro_batches
+from lagrpo.training.optimizer_state import MergedState
 from lagrpo.training.ranks import make_mesh
 from lagrpo.training.run import Result
 from lagrpo.training.trainer import Optimization, Trainer

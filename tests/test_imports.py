@@ -23,20 +23,19 @@ ALLOWED: dict[str, set[str]] = {
     "errors": {"redaction"},
     "logs": {"redaction"},
     "workers": {"guard"},
-    "objective": {"core", "errors"},
     "rewards": {*SMALL},
     "tasks": {*SMALL, "rewards"},
     "runs": {*SMALL, "threads"},
     "cpu": {"cache"},
-    "model": {*LEAVES, "cpu", "objective", "workers"},
-    "settings": {*SMALL, "objective", "rewards", "tasks"},
+    "model": {*LEAVES, "cpu", "workers"},
+    "settings": {*SMALL, "rewards", "tasks"},
     "data": {*LEAVES, "model", "runs", "rollout", "tasks"},
     "rollout": {*LEAVES, "model", "settings", "workers"},
-    "terminal": {*SMALL, "objective", "runs", "tasks"},
-    "view": {*SMALL, "objective", "model", "runs", "settings", "terminal"},  # model: where embedded models lie
+    "terminal": {*SMALL, "core", "runs", "tasks"},
+    "view": {*SMALL, "core", "model", "runs", "settings", "terminal"},  # model: where embedded models lie
     "trackers": {*SMALL, "settings"},
     # What replays a run imports none of what made it: neither model, rollout, cpu nor the loop.
-    "replay": {*SMALL, "core", "objective", "model", "runs", "rewards", "settings", "tasks"},
+    "replay": {*SMALL, "core", "model", "runs", "rewards", "settings", "tasks"},
 }
 BELOW = set(ALLOWED)
 ALLOWED |= {
@@ -46,7 +45,7 @@ ALLOWED |= {
     "__init__": {"threads", "training"},
     "__main__": {"cli", "interrupts"},
 }
-CORE_MAY_USE = {"torch", "jaxtyping"} | set(sys.stdlib_module_names)
+CORE_MAY_USE = {"torch"} | set(sys.stdlib_module_names)
 
 
 def imported(source: str, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -94,7 +93,7 @@ def test_the_allowed_directions_have_no_circle():
     ("part", "source", "package", "found"),
     [
         ("core", "import numpy", (), ["numpy"]),
-        ("core", "import torch, math\nfrom jaxtyping import Float", (), []),
+        ("core", "import torch, math", (), []),
         ("core", "def f():\n    from transformers import AutoConfig", (), ["transformers"]),
         ("core", "from lagrpo.types import Group", (), ["lagrpo.types"]),
         ("core", "from ..types import Group", ("lagrpo", "core"), ["lagrpo.types"]),
@@ -147,7 +146,6 @@ def test_the_package_itself_loads_what_must_come_before_pytorch_and_nothing_else
     "module",
     [
         "settings.schema",
-        "objective.recipes",
         "tasks",
         "terminal.display",
         "model.embedded",

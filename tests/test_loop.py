@@ -19,6 +19,7 @@ from lagrpo.settings.toml import load_settings
 from lagrpo.training.build import Parts
 from lagrpo.training.checks import check_settings
 from lagrpo.training.loop import Step, train_loop
+from lagrpo.training.trainer import Trainer
 from lagrpo.types import Completion, Group, Outcome
 
 pytestmark = pytest.mark.usefixtures("shared_templates")

@@ -18,6 +18,7 @@ from tiny import computed_by, save_tiny, tiny_model, tiny_policy
 from torch import Tensor
 
 from lagrpo import cli, train
+from lagrpo.core.recipes import resolve
 from lagrpo.errors import SettingsError
 from lagrpo.model.adapters import adapted
 from lagrpo.model.embedded import ADAPTER_CONFIG as CONFIG
@@ -25,7 +26,6 @@ from lagrpo.model.loading import load_policy, merge_adapter
 from lagrpo.model.lora import ADAPTER_WEIGHTS as WEIGHTS
 from lagrpo.model.lora import Lora, attach_lora, count_parameters, load_adapter_weights
 from lagrpo.model.model import Packed, copy_policy
-from lagrpo.objective.recipes import resolve
 from lagrpo.replay import verify_run
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.runs import load_metrics, load_rollouts

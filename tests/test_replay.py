@@ -19,7 +19,6 @@ from tiny import save_tiny
 import lagrpo
 from lagrpo.cli import main
 from lagrpo.errors import SettingsError
-from lagrpo.objective.composition import Composition
 from lagrpo.replay import Difference, Report, verify_run
 from lagrpo.replay.rewards import Scored, compare_outcome, to_completion
 from lagrpo.replay.rows import advantages
@@ -383,17 +382,15 @@ def test_command_prints_differences_and_ends_with_1(run, capsys):
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_advantages_are_those_of_core(name):
-    from lagrpo.core.pieces import ADVANTAGES as PIECES
+    from lagrpo.core.recipes import CHOICES, resolve
 
-    rng, made = torch.Generator().manual_seed(3), Composition(advantage=name)
-    reads = {"normalized": "eps_std", "normalized_unbiased": "std_offset", "log_mean_exp": "strength"}
-    knobs = {knob: getattr(made, knob) for knob in [reads.get(name)] if knob}
-    assert set(PIECES) == set(ADVANTAGES)
+    rng, recipe = torch.Generator().manual_seed(3), resolve("grpo", {"advantage": name})
+    assert set(CHOICES["advantage"]) == set(ADVANTAGES)
     for G in (1, 2, 5, 8) * 20:
         rewards = torch.randint(3, (G,), generator=rng).double() / 2
         uniform = torch.rand(G, generator=rng, dtype=torch.float64)
-        expected = PIECES[name](rewards, uniform, **knobs).tolist()
-        assert advantages(rewards.tolist(), made, uniform.tolist()) == pytest.approx(expected, abs=1e-12)
+        expected = recipe.advantages(rewards, torch.ones(G), 8, uniform).tolist()
+        assert advantages(rewards.tolist(), recipe.settings, uniform.tolist()) == pytest.approx(expected, abs=1e-12)
 
 
 def test_part_of_the_distribution_of_a_token_by_hand():

@@ -16,9 +16,9 @@ from tiny import save_tiny, tiny_policy
 from torch import Tensor, tensor
 
 import lagrpo
+from lagrpo.core.recipes import resolve
 from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.model.model import Packed, Policy, copy_policy
-from lagrpo.objective.recipes import resolve
 from lagrpo.replay import verify_run
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.schedule import LoopState

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from theory.bandit import METHODS, curves, masks_table, run, table
 
-from lagrpo.objective.recipes import resolve
+from lagrpo.core.recipes import resolve
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "bandit.py"
 
@@ -22,7 +22,6 @@ EXPECTED = {  # J after 1000 steps without syncs; at step 500 and after 1000 wit
 }
 
 
-@pytest.mark.usefixtures("unchecked")  # 9,000 gradient steps: without the run-time checks of shapes
 def test_the_bandit_to_three_decimals():
     results = curves(1000)
     never, synced = results["never synced"], results["synced every 100"]
@@ -34,14 +33,12 @@ def test_the_bandit_to_three_decimals():
     assert "GRPO                             0.713         0.926         0.998" in table(results)
 
 
-@pytest.mark.usefixtures("unchecked")
 def test_the_bandit_that_moves_the_longest_to_its_end():
     """Of the others three decimals stay from 1000 steps on where alpha is fixed, and near 1 where it is synced."""
     name, changes = METHODS["one-side NoIS (.6, 2)"]
     assert [round(J[-1], 3) for J in run(resolve(name, changes), [None, 100], steps=4000)] == [0.847, 1.000]
 
 
-@pytest.mark.usefixtures("unchecked")
 def test_the_masks_tell_themselves_apart_where_pi_starts_away_from_alpha():
     """After 500 steps, when all have come to rest."""
     rows = [line.split() for line in masks_table(500).splitlines()[1:]]

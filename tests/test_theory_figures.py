@@ -30,7 +30,6 @@ def test_a_figure_is_written_in_the_format_of_its_name(suffix, head, tmp_path):
     assert [path.name for path in target.parent.iterdir()] == [target.name]  # nothing temporary is left
 
 
-@pytest.mark.usefixtures("unchecked")
 def test_without_an_output_it_lies_here_under_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert figure("amplification") == Path("amplification.png")
@@ -67,7 +66,6 @@ def test_bernoulli_draws_the_penalty_of_figure_1():
     assert any("at most 2.87" in text.get_text() for text in corner.texts)
 
 
-@pytest.mark.usefixtures("unchecked")
 def test_amplification_draws_the_targets():
     paths, stable, cycle = amplification.draw().axes
     assert ys(paths.lines[0])[:4] == pytest.approx([0.05, 0.8374, 0.4414, 0.2827], abs=5e-5)
@@ -80,7 +78,6 @@ def test_amplification_draws_the_targets():
     assert ys(from_reference)[-1] == pytest.approx(1.0)
 
 
-@pytest.mark.usefixtures("unchecked")
 def test_bandit_names_each_variant_at_the_end_of_its_curve():
     assert set(bandit_curves.STYLES) == set(METHODS)
     assert len(set(bandit_curves.STYLES.values())) == len(METHODS)

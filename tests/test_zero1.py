@@ -18,9 +18,9 @@ from test_trainer import MAX_TOKENS, assembled, judge_groups
 from tiny import tiny_policy
 from torch import Tensor
 
+from lagrpo.core.recipes import resolve
 from lagrpo.model.lora import Lora
 from lagrpo.model.model import copy_policy
-from lagrpo.objective.recipes import resolve
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.training.batch import FreshMicroBatch, micro_batches

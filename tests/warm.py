@@ -9,9 +9,7 @@ import multiprocessing
 MODULES = [
     "lagrpo.cli",
     "lagrpo.training.run",
-    "lagrpo.core.pieces",
-    "lagrpo.core.reinforce",
-    "lagrpo.core.corrections",
+    "lagrpo.core.recipes",
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.tokenization_auto",
     "transformers.generation.utils",

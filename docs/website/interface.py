@@ -11,7 +11,7 @@ from website.markdown import escape
 from website.reference import link_pages, link_papers
 
 UP = "../.."
-PUBLIC = ("lagrpo", "lagrpo.runs", "lagrpo.replay", "lagrpo.types", "lagrpo.tasks", "lagrpo.objective", "lagrpo.core",
+PUBLIC = ("lagrpo", "lagrpo.runs", "lagrpo.replay", "lagrpo.types", "lagrpo.tasks", "lagrpo.core",
           "lagrpo.rollout.schedule")  # fmt: skip
 """What a page is about: a module, or a package with its modules. All others are in the table of modules."""
 DOORS = ("lagrpo", "lagrpo.runs", "lagrpo.replay")

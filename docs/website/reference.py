@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from dataclasses import fields
 from functools import cache
 from typing import Any, get_args, get_origin
 from unittest.mock import patch
@@ -17,18 +16,17 @@ from pydantic.fields import FieldInfo
 from website.markdown import escape
 
 from lagrpo.cli import COMMANDS, main
-from lagrpo.objective.code import write_code
-from lagrpo.objective.composition import Composition
-from lagrpo.objective.recipes import PRESETS
+from lagrpo.core.recipes import RECIPES
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import entry_of
+from lagrpo.terminal.recipes import source_code
 
 WIDTH = "100"
 ABOUT_SETTINGS = """\
 A setting is given in a TOML file, in the table of its section, or on the command line: `--section.name VALUE`.
 `lagrpo train --help` lists the same."""
 ABOUT_RECIPES = """\
-`objective.recipe` names one; the other settings of [objective](settings.md#objective) replace pieces of it.
+`objective.recipe` names one; the other settings of [objective](settings.md#objective) replace knobs of it.
 [theory.md](../reports/theory.md) derives them, [off-policy.md](../docs/off-policy.md) says when to use which.
 `rho` is π/α of a token, `s` of a sequence; A normalized is (r - mu)/sigma, centered r - mu."""
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "of length at least"}
@@ -80,7 +78,7 @@ def _say(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return f"[{', '.join(map(_say, value))}]"
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    return "none" if value is None else f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def describe(field: FieldInfo) -> str:
@@ -111,14 +109,11 @@ def _name_types(kind: Any) -> Iterator[str]:
 def recipes() -> str:
     """Every recipe: what it maximizes, its source, the settings that make it, and its code."""
     lines = ["# Recipes", "", ABOUT_RECIPES]
-    for name, preset in PRESETS.items():
-        made = {f.name: getattr(preset.composition, f.name) for f in fields(Composition)}
-        changed = [f"`{f.name} = {_say(made[f.name])}`" for f in fields(Composition) if made[f.name] != f.default]
-        code = write_code(name, preset.formula, preset.composition)
-        lines += ["", f"## {name}", "", "```text", preset.formula, "```", "", link_papers(escape(preset.source)), ""]
-        lines += [f"Settings that differ from the default: {', '.join(changed) or 'none'}.", ""]
-        lines += ["<details><summary>As one function</summary>", ""]
-        lines += ["```python", code.rstrip(), "```", "", "</details>"]
+    for name, recipe in RECIPES.items():
+        made = [f"`{knob} = {_say(value)}`" for knob, value in recipe.settings.items()]
+        lines += ["", f"## {name}", "", "```text", recipe.formula, "```", "", link_papers(escape(recipe.source)), ""]
+        lines += [f"Settings: {', '.join(made)}.", "", "<details><summary>Source code</summary>", ""]
+        lines += ["```python", source_code(recipe).rstrip(), "```", "", "</details>"]
     return "\n".join(lines) + "\n"
 
 

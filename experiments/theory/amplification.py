@@ -1,6 +1,6 @@
 """Success amplification (Mroueh, arXiv 2503.06639): what becomes of the success probability when each iteration solves
 max E[A] - beta KL(pi || pi_ref) exactly, with A normalized by the policy before it: p_n = h(p_{n-1}), see
-core.dynamics.
+core.bounds.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def draw() -> Figure:
 
 
 def _fixed_points(beta: float, p_ref: float) -> list[tuple[float, bool]]:
-    from lagrpo.core.dynamics import fixed_points
+    from lagrpo.core.bounds import fixed_points
 
     return fixed_points(p_ref, beta, EPS_STD)
 
 
 def _draw_paths(axes: Axes) -> None:
-    from lagrpo.core.dynamics import trajectory
+    from lagrpo.core.bounds import trajectory
 
     ends = []
     for (beta, p_ref), color in PATHS.items():
@@ -67,7 +67,7 @@ def _draw_paths(axes: Axes) -> None:
 
 def _draw_map(axes: Axes, beta: float, p_ref: float, what: str) -> float:
     """h, the diagonal and the fixed points, filled where they are stable; returns the lowest."""
-    from lagrpo.core.dynamics import amplified
+    from lagrpo.core.bounds import amplified
 
     grid = [at / 2000 for at in range(2001)]
     axes.plot([0, 1], [0, 1], color=FAINT, linewidth=1)
@@ -87,7 +87,7 @@ def _draw_map(axes: Axes, beta: float, p_ref: float, what: str) -> float:
 
 def _draw_path(axes: Axes, beta: float, p_ref: float, start: float, color: str, label: str) -> None:
     """The cobweb of 400 iterations from `start`."""
-    from lagrpo.core.dynamics import amplified
+    from lagrpo.core.bounds import amplified
 
     path = [start]
     for _ in range(400):

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from lagrpo.core.bounds import sigma
-from lagrpo.core.loss import Terms
-from lagrpo.objective.recipes import Recipe, resolve
+from lagrpo.core.losses import LossInputs
+from lagrpo.core.objective import Recipe
+from lagrpo.core.recipes import resolve
 
 Curves = dict[str, dict[str, list[float]]]
 
@@ -54,8 +55,8 @@ MASKS = ["reinforce"] + [
 def advantage(recipe: Recipe, alpha: Tensor) -> Tensor:
     """A of each arm by the exact statistics of alpha: r - J(alpha), over the standard deviation where normalized."""
     centered = REWARD - (alpha * REWARD).sum()
-    normalized = recipe.composition.advantage == "normalized"
-    return centered / sigma(alpha, REWARD, recipe.composition.eps_std) if normalized else centered
+    normalized = recipe.settings["advantage"] == "normalized"
+    return centered / sigma(alpha, REWARD, recipe.eps_std) if normalized else centered
 
 
 def run(
@@ -83,7 +84,7 @@ def run(
             advantage_T, due = torch.cat([advantage(recipe, row) for row in alpha]), False
         logits = logits.detach().requires_grad_()
         logp_T = torch.log_softmax(logits, dim=1).flatten()
-        terms = Terms(logp_T, log_alpha, None, None, completion_T, advantage_T)
+        terms = LossInputs(logp_T, log_alpha, None, None, completion_T, advantage_T)
         (gradient,) = torch.autograd.grad((alpha.flatten() * recipe.value(terms)).sum(), logits)
         logits = logits.detach() + lr * gradient
         path.append(logits)

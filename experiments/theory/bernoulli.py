@@ -80,7 +80,7 @@ def _draw_corner(axes: Axes) -> None:
 
 def _draw_finite_group(axes: Axes, p: Tensor) -> None:
     """w_G - 1, what 1/sigma - 1 becomes where each group is normalized by itself."""
-    from lagrpo.core.dynamics import group_weight
+    from lagrpo.core.bounds import group_weight
 
     values = [group_weight(float(at), GROUP) - 1 for at in p]
     axes.loglog(p, values, color=INK, linewidth=2, label="w_G - 1")

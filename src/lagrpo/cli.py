@@ -8,7 +8,7 @@
     lagrpo view RUN … [--serve] [--out FILE] [--open] [--completions N]
     lagrpo verify RUN [--rows N | --all]
     lagrpo serve MODEL [--port P] [--weight-sync directory|nccl] … [-- OPTIONS OF VLLM]
-    lagrpo recipes [NAME [--code]]
+    lagrpo recipes [NAME]
     lagrpo env
     lagrpo --version
 
@@ -267,18 +267,15 @@ def serve(words: list[str]) -> None:
     run(settings)
 
 
-def recipes(name: Annotated[str | None, tyro.conf.Positional] = None, code: bool = False) -> None:
-    """List the recipes, or explain one.
+def recipes(name: Annotated[str | None, tyro.conf.Positional] = None) -> None:
+    """List the recipes, or print one with the source code of its functions.
 
     Args:
-        name: Recipe to explain.
-        code: Print it as one Python function of tensors.
+        name: Recipe to print.
     """
-    from lagrpo.terminal.recipes import print_code, show_recipe, show_recipes
+    from lagrpo.terminal.recipes import show_recipe, show_recipes
 
-    if code and name is None:
-        raise SettingsError("--code prints one recipe: lagrpo recipes NAME --code")
-    show_recipes() if name is None else print_code(name) if code else show_recipe(name)
+    show_recipes() if name is None else show_recipe(name)
 
 
 def call(name: str, function: Callable[..., None], words: list[str]) -> None:

@@ -1,5 +1,3 @@
-from typing import Literal
-
 import pytest
 import torch
 from torch import tensor
@@ -19,8 +17,7 @@ from lagrpo.core.bounds import (
     surrogate,
     theorem1,
 )
-from lagrpo.core.divergences import pinsker, sampled_chi2, sampled_kl, sampled_tv, tv
-from lagrpo.core.estimators import bootstrap_interval
+from lagrpo.core.kl import tv
 
 ROUNDING = 1e-9
 
@@ -56,14 +53,6 @@ def test_no_bound_is_violated_and_the_identity_bound_dominates(eps_std, outcomes
     assert bool((paper <= sharp + ROUNDING).all())
     assert bool((sharp <= identity + ROUNDING).all())
     assert bool((corollary1(pi, pi_k, r, eps_std) <= D + ROUNDING).all())
-
-
-def test_the_identity_behind_the_identity_bound_holds_for_any_eps_std():
-    pi, pi_k, alpha, r = cases(5_000, 4, seed=9, binary=False)
-    for eps_std in (0.0, 0.3, 5.0):
-        gain = sigma(alpha, r, eps_std) * surrogate(pi, alpha, r, eps_std)
-        assert_close(gain, mean_reward(pi, r) - mean_reward(alpha, r))
-        assert bool((identity_bound(pi, pi_k, alpha, r, eps_std) <= improvement(pi, pi_k, r) + ROUNDING).all())
 
 
 def test_theorem_1_fails_beyond_sigma_1_and_is_refused_there():
@@ -158,24 +147,6 @@ def test_gain_and_distances_from_samples_are_unbiased_at_every_group_size(G):
     assert float(estimates.sigma.max()) <= 1.0
 
 
-def test_the_sampled_surrogate_and_bound_tend_to_the_exact_ones_as_groups_grow():
-    alpha, pi, pi_k, r = double(0.5, 0.3, 0.2), double(0.3, 0.3, 0.4), double(0.45, 0.3, 0.25), double(0.0, 0.5, 1.0)
-    estimates = sampled(*drawn(1, 400_000, seed=0), eps_std=0.01)
-    assert_close(estimates.surrogate[0], surrogate(pi, alpha, r, 0.01), atol=0.01, rtol=0.0)
-    assert_close(estimates.theorem1[0], theorem1(pi, pi_k, alpha, r, 0.01), atol=0.01, rtol=0.0)
-    assert_close(estimates.identity_bound[0], identity_bound(pi, pi_k, alpha, r, 0.01), atol=0.01, rtol=0.0)
-
-
-def test_the_interval_over_prompts_covers_the_exact_bound():
-    alpha, pi, pi_k, r = double(0.5, 0.3, 0.2), double(0.3, 0.3, 0.4), double(0.45, 0.3, 0.25), double(0.0, 0.5, 1.0)
-    exact, covered = float(identity_bound(pi, pi_k, alpha, r, 0.0)), 0
-    for seed in range(200):
-        values = sampled(*drawn(64, 8, seed), eps_std=0.0001).identity_bound
-        low, high = bootstrap_interval(values, resamples=300, seed=seed)
-        covered += low <= exact <= high
-    assert covered / 200 == pytest.approx(0.95, abs=0.05)
-
-
 @pytest.mark.parametrize("cap", [1.0, 1.5, 4.0])
 def test_the_capped_gain_is_a_bound_and_lacks_at_most_the_probability_beyond_the_cap(cap):
     pi, _, alpha, r = cases(20_000, 4, seed=4, binary=False)
@@ -198,104 +169,10 @@ def test_a_certificate_worked_by_hand():
     assert float(certified_improvement(rewards, ratio.log(), cap=2.0, delta=0.1)) == -1.0  # vacuous
 
 
-def certificates(draws: int, N: int, G: int, prompts: Literal["fixed", "drawn"], seed: int) -> torch.Tensor:
-    """Certificates where two kinds of prompts gain .2 and -.1, so .05 in the mean. Fixed prompts are half of each kind,
-    drawn ones a coin each."""
-    alpha, r = double(0.5, 0.3, 0.2), double(0.0, 0.5, 1.0)
-    pi = torch.stack([double(0.3, 0.3, 0.4), double(0.6, 0.3, 0.1)])
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for _ in range(draws):
-        kind = torch.arange(N) % 2 if prompts == "fixed" else torch.randint(2, (N,), generator=generator)
-        y = torch.multinomial(alpha, N * G, replacement=True, generator=generator).view(N, G)
-        log_ratio = (pi / alpha).log()[kind[:, None].expand(N, G), y]
-        found.append(certified_improvement(r[y], log_ratio, cap=2.0, delta=0.1, prompts=prompts))
-    return torch.stack(found)
-
-
-@pytest.mark.parametrize("prompts", ["fixed", "drawn"])
-def test_a_certificate_is_wrong_no_more_often_than_delta(prompts):
-    values = certificates(400, N=400, G=4, prompts=prompts, seed=0)
-    assert float((values > 0.05).double().mean()) <= 0.1
-    assert float(values.mean()) > -0.05  # far from vacuous: not right by saying nothing
-
-
-def test_completions_that_share_a_prompt_are_not_independent_samples_of_the_prompts():
-    """Four prompts of two kinds with 512 completions each: taken as 2,048 terms they promise the mean over all prompts
-    and miss it far more often than delta; as four groups they say that they know nothing."""
-    generator = torch.Generator().manual_seed(1)
-    alpha, r = double(0.5, 0.5), double(0.0, 1.0)
-    pi = torch.stack([double(0.1, 0.9), double(0.9, 0.1)])
-    wrong = vacuous = 0
-    for _ in range(200):
-        kind = torch.randint(2, (4,), generator=generator)
-        y = torch.multinomial(alpha, 4 * 512, replacement=True, generator=generator).view(4, 512)
-        log_ratio = (pi / alpha).log()[kind[:, None].expand(4, 512), y]
-        wrong += float(certified_improvement(r[y], log_ratio, cap=2.0, delta=0.1)) > 0.0
-        vacuous += float(certified_improvement(r[y], log_ratio, cap=2.0, delta=0.1, prompts="drawn")) == -1.0
-    assert wrong / 200 == pytest.approx(5 / 16, abs=0.1)  # three or four prompts of the kind that gains
-    assert vacuous == 200
-
-
-def test_a_policy_that_has_seen_the_samples_is_certified_for_nothing():
-    """Rewards are coins, so no policy can gain; one that moves toward the very samples that were rewarded, out of a
-    hundred thousand, is promised a gain every time, one fitted to other samples never."""
-    generator = torch.Generator().manual_seed(2)
-    outcomes, tilt = 100_000, 0.5
-    for _ in range(20):
-        y = torch.randint(outcomes, (2, 512, 4), generator=generator)
-        rewards = torch.randint(2, (2, 512, 4), generator=generator).double()
-        reward_of = torch.full((outcomes,), 0.5, dtype=torch.float64).index_put((y[0].flatten(),), rewards[0].flatten())
-        log_ratio = tilt * (2 * reward_of - 1)  # log of a tilt that sums to 1 within a thousandth
-        assert float(certified_improvement(rewards[0], log_ratio[y[0]], cap=2.0, delta=0.1)) > 0.1
-        assert float(certified_improvement(rewards[1], log_ratio[y[1]], cap=2.0, delta=0.1)) < 0.0
-
-
-def test_what_a_certificate_refuses(unchecked):
-    rewards, log_ratio = torch.ones(4, 2), torch.zeros(4, 2)
-    with pytest.raises(ValueError, match=r"must lie in \[0, 1\]"):
-        certified_improvement(3 * rewards, log_ratio, cap=2.0, delta=0.1)
-    with pytest.raises(ValueError, match="cap must be at least 1"):
-        certified_improvement(rewards, log_ratio, cap=0.5, delta=0.1)
-    with pytest.raises(ValueError, match="delta must lie between 0 and 1, but is 1"):
-        certified_improvement(rewards, log_ratio, cap=2.0, delta=1)
-    with pytest.raises(ValueError, match="log_ratio must be finite"):
-        certified_improvement(rewards, log_ratio / 0, cap=2.0, delta=0.1)
-    with pytest.raises(ValueError, match="at least two independent terms, but has 1"):
-        certified_improvement(rewards[:1], log_ratio[:1], cap=2.0, delta=0.1, prompts="drawn")
-
-
-def test_the_distances_of_samples():
-    log_ratio = tensor([2.0, 0.5, 1.0]).log()
-    assert_close(sampled_tv(log_ratio), tensor((1 + 0.5 + 0) / 3 / 2))
-    assert_close(sampled_chi2(log_ratio), tensor((1 + 0.25 + 0) / 3))
-    assert_close(sampled_kl(log_ratio), tensor((1 - 0.693147 + -0.5 + 0.693147) / 3))
-    assert_close(pinsker(tensor([0.02, 8.0])), tensor([0.1, 1.0]))
-
-
-def test_a_longer_sequence_means_less():
-    """The ratio of a sequence of length n, each token with standard deviation .3 of ln rho: TV saturates, ESS dies."""
-    generator = torch.Generator().manual_seed(0)
-    shares = []
-    for length in (1, 10, 100):
-        log_ratio = (0.3 * torch.randn(256, length, generator=generator) - 0.3**2 / 2).sum(dim=1)
-        rho = log_ratio.exp()
-        shares.append(float(rho.sum() ** 2 / rho.square().sum()) / 256)
-    assert shares[0] > 0.85 > 0.5 > shares[1] > 0.25 > 0.1 > shares[2]
-
-
-def test_what_the_bounds_refuse(unchecked):
+def test_rewards_outside_0_to_1_and_groups_of_one_are_rejected():
     pi, alpha, r = double(0.5, 0.5), double(0.4, 0.6), double(0.0, 2.0)
-    with pytest.raises(ValueError, match=r"must lie in \[0, 1\], but range from 0 to 2: scale them"):
+    with pytest.raises(ValueError, match=r"must lie in \[0, 1\]"):
         theorem1(pi, alpha, alpha, r, 0.0)
     assert_close(scaled(r, 0.0, 2.0), double(0.0, 1.0))
-    with pytest.raises(ValueError, match="high must be greater than 1"):
-        scaled(r, 1.0, 1.0)
-    with pytest.raises(ValueError, match="constant must be at least 1"):
-        corollary1(pi, alpha, r / 2, 0.0, constant=0.5)
     with pytest.raises(ValueError, match="at least two completions"):
         sampled(torch.ones(3, 1), torch.zeros(3, 1), torch.zeros(3, 1), 0.1)
-    with pytest.raises(ValueError, match="must sum to 1"):
-        identity_bound(double(0.5, 0.6), alpha, alpha, r / 2, 0.0)
-    with pytest.raises(ValueError, match="not negative"):
-        pinsker(tensor(-0.1))

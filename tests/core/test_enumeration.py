@@ -7,14 +7,13 @@ What is biased is asserted as biased, with its number.
 
 import pytest
 import torch
+from losses import inputs
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from lagrpo.core.divergences import k1, k2, k3
-from lagrpo.core.loss import Terms
-from lagrpo.core.objectives import f_eps
-from lagrpo.core.reinforce import opmd_kimi, opmd_pairwise
-from lagrpo.objective.recipes import PRESETS, resolve
+from lagrpo.core.kl import k1, k2, k3
+from lagrpo.core.losses import LossInputs, opmd_kimi, opmd_pairwise
+from lagrpo.core.recipes import RECIPES, resolve
 
 
 def double(*values: float) -> Tensor:
@@ -61,21 +60,17 @@ SIGMA = float((p(ALPHA) * (REWARD - mean_reward(ALPHA)).square()).sum().sqrt())
 CENTERED = REWARD - mean_reward(ALPHA)
 
 
+def tokens(theta: Tensor, advantage_C: Tensor, pi_k: Tensor) -> LossInputs:
+    """The tokens of the nine completions under pi = theta."""
+    return inputs(*map(token_logp, (theta, ALPHA, pi_k, PI_REF)), A=advantage_C, completion=COMPLETION_T)
+
+
 def surrogate(name: str, advantage_C: Tensor, pi_k: Tensor = ALPHA, **overrides):
     """theta -> E_alpha of the sum over tokens of the recipe's surrogate."""
     recipe = resolve(name, overrides)
 
     def expectation(theta: Tensor) -> Tensor:
-        terms = Terms(
-            token_logp(theta),
-            token_logp(ALPHA),
-            token_logp(pi_k),
-            token_logp(PI_REF),
-            COMPLETION_T,
-            advantage_C,
-            torch.zeros(9).long(),
-        )
-        return (p(ALPHA)[COMPLETION_T] * recipe.value(terms)).sum()
+        return (p(ALPHA)[COMPLETION_T] * recipe.value(tokens(theta, advantage_C, pi_k))).sum()
 
     return expectation
 
@@ -88,38 +83,15 @@ def cosine(found: Tensor, exact: Tensor) -> float:
     return float(found @ exact / found.norm() / exact.norm())
 
 
-def test_the_nine_probabilities_sum_to_one_and_the_policies_differ():
-    assert_close(p(PI).sum(), double(1.0)[0])
-    ratios = p(PI) / p(ALPHA)
-    assert float(ratios.min()) == pytest.approx(0.1308, abs=5e-5)
-    assert float(ratios.max()) == pytest.approx(3.0578, abs=5e-5)
-
-
 TIMES_GRAD_J = {"unclipped": 2.0}  # the sequence ratio stands at each of two tokens
 OTHERWISE = {"red_weight", "opmd_kimi", "opmd_pairwise"}
 
 
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - OTHERWISE))
+@pytest.mark.parametrize("name", sorted(set(RECIPES) - OTHERWISE))
 def test_at_pi_equal_pi_k_equal_alpha_the_gradient_is_that_of_the_mean_reward(name):
     """With any constant baseline, AsymRE's among them: E_alpha[(A + c) grad log pi] = grad J."""
     found = gradient(surrogate(name, CENTERED), ALPHA)
     assert_close(found, TIMES_GRAD_J.get(name, 1.0) * gradient(mean_reward, ALPHA))
-
-
-def test_at_alpha_normalizing_divides_by_sigma():
-    assert_close(gradient(surrogate("grpo", CENTERED / SIGMA), ALPHA), gradient(mean_reward, ALPHA) / SIGMA)
-
-
-def test_at_alpha_red_weight_follows_a_reward_of_its_own():
-    tilted = CENTERED.exp() * CENTERED
-
-    def mean_tilted(theta: Tensor) -> Tensor:
-        return (p(theta) * tilted).sum()
-
-    assert_close(gradient(surrogate("red_weight", CENTERED), ALPHA), gradient(mean_tilted, ALPHA))
-    assert error(gradient(surrogate("red_weight", CENTERED), ALPHA), gradient(mean_reward, ALPHA)) == pytest.approx(
-        0.2609, abs=5e-5
-    )
 
 
 def test_off_policy_the_sequence_ratio_is_unbiased_and_nothing_else_is():
@@ -151,8 +123,7 @@ def per_completion(name: str, theta: Tensor, **overrides) -> Tensor:
     recipe = resolve(name, overrides)
 
     def values(theta: Tensor) -> Tensor:
-        logp_T = (token_logp(theta), token_logp(ALPHA), token_logp(PI_K), token_logp(PI_REF))
-        value_T = recipe.value(Terms(*logp_T, COMPLETION_T, CENTERED))
+        value_T = recipe.value(tokens(theta, CENTERED, PI_K))
         return torch.zeros(9, dtype=torch.float64).index_add(0, COMPLETION_T, value_T)
 
     return torch.func.jacrev(values)(theta)
@@ -189,17 +160,6 @@ def test_at_pi_k_untruncated_weights_of_completions_are_unbiased_and_nothing_els
     assert float(trace) == pytest.approx(variance, abs=5e-5)
 
 
-def test_the_numbers_of_the_mismatch_are_of_these_ratios():
-    tokens = (token_logp(PI_K) - token_logp(ALPHA)).exp()
-    assert [float(tokens.min()), float(tokens.max())] == pytest.approx([0.5187, 1.6084], abs=5e-5)
-    completions = p(PI_K) / p(ALPHA)
-    assert [float(completions.min()), float(completions.max())] == pytest.approx([0.3794, 1.8454], abs=5e-5)
-    samples = torch.autograd.functional.jacobian(logp, PI_K) * CENTERED[:, None]
-    exact = (p(PI_K)[:, None] * samples).sum(dim=0)
-    assert_close(exact, gradient(mean_reward, PI_K))
-    assert float((p(PI_K)[:, None] * (samples - exact).square()).sum()) == pytest.approx(0.2427, abs=5e-5)
-
-
 def test_weights_and_ratios_of_completions_together_are_unbiased_wherever_pi_is():
     """(pi_k/alpha)(pi/pi_k) = pi/alpha: with tokens' ratios the first factor corrects alpha, not what pi did since."""
     exact, of_completions = gradient(mean_reward, PI), INFINITE | {"correction_level": "sequence"}
@@ -225,30 +185,19 @@ def test_one_side_with_importance_weights_is_the_gradient_of_the_clip(ratio, tim
     assert_close(gradient(clip, PI), times * gradient(masked, PI))
 
 
-def test_the_clip_bounds_the_unclipped_objective_from_below():
-    s = p(PI) / p(ALPHA)
-    clipped = f_eps(s, torch.ones(9, dtype=torch.float64), CENTERED, 0.2, 0.2)
-    assert bool((clipped <= s * CENTERED).all())
-    assert float((p(ALPHA) * clipped).sum()) == pytest.approx(-0.0478, abs=5e-5)
-    assert float((p(ALPHA) * s * CENTERED).sum()) == pytest.approx(float(mean_reward(PI) - mean_reward(ALPHA)))
-
-
-def group_of(*completions: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens of a group of these completions: their indices among the 18, completion and group indices."""
+def against_pi(theta: Tensor, advantage_C: Tensor, completions: list[int]) -> LossInputs:
+    """The tokens of a group of these completions under theta, as if pi had sampled them."""
     token_T = torch.cat([tensor([2 * c, 2 * c + 1]) for c in completions])
-    return token_T, torch.arange(len(completions)).repeat_interleave(2), torch.zeros(len(completions)).long()
+    completion_T = torch.arange(len(completions)).repeat_interleave(2)
+    return inputs(token_logp(theta)[token_T], token_logp(PI)[token_T], A=advantage_C, completion=completion_T)
 
 
 def test_pairwise_opmd_at_pi_t_is_reinforce_whoever_sampled_the_group():
     generated = [0, 2, 2, 4, 8]  # no policy sampled these
-    token_T, completion_T, group_C = group_of(*generated)
     r = REWARD[generated]
 
     def loss(theta: Tensor) -> Tensor:
-        value_T = opmd_pairwise(
-            token_logp(theta)[token_T], token_logp(PI)[token_T], r, completion_T, group_C, strength=0.3
-        )
-        return -value_T.sum() / len(generated)
+        return -opmd_pairwise(against_pi(theta, r, generated), strength=0.3).sum() / len(generated)
 
     def reinforce(theta: Tensor) -> Tensor:
         return -2 * 0.3 * ((r - r.mean()) * logp(theta)[generated]).mean()
@@ -264,29 +213,11 @@ def tilted_theta(strength: float) -> Tensor:
 
 
 def test_the_minimizer_of_pairwise_opmd_and_of_kimi_is_the_exponential_tilt():
-    theta, anchor = tilted_theta(0.3), token_logp(PI)
+    theta, all_nine = tilted_theta(0.3), list(range(9))
     assert_close(p(theta), torch.softmax(logp(PI) + REWARD / 0.3, dim=0))
-    everything = (COMPLETION_T, torch.zeros(9).long())
-    assert float(opmd_pairwise(token_logp(theta), anchor, REWARD, *everything, strength=0.3).abs().max()) < 1e-20
+    assert float(opmd_pairwise(against_pi(theta, REWARD, all_nine), strength=0.3).abs().max()) < 1e-20
     log_Z = 0.3 * (p(PI) * (REWARD / 0.3).exp()).sum().log()  # the exact tau log E e^(r / tau)
-    assert float(opmd_kimi(token_logp(theta), anchor, REWARD - log_Z, COMPLETION_T, strength=0.3).abs().max()) < 1e-20
-
-
-def test_the_minimizer_is_where_gradient_descent_on_pairwise_opmd_goes():
-    theta = PI.clone().requires_grad_()
-    descent = torch.optim.LBFGS([theta], max_iter=500, line_search_fn="strong_wolfe", tolerance_grad=1e-12)
-
-    def closure() -> Tensor:
-        descent.zero_grad()
-        value_T = opmd_pairwise(
-            token_logp(theta), token_logp(PI), REWARD, COMPLETION_T, torch.zeros(9).long(), strength=0.3
-        )
-        loss = -value_T.sum()
-        loss.backward()
-        return loss
-
-    descent.step(closure)
-    assert_close(p(theta.detach()), p(tilted_theta(0.3)), atol=1e-5, rtol=0.0)
+    assert float(opmd_kimi(against_pi(theta, REWARD - log_Z, all_nine), strength=0.3).abs().max()) < 1e-20
 
 
 def test_asymre_stands_still_at_its_fixed_point():
@@ -297,14 +228,8 @@ def test_asymre_stands_still_at_its_fixed_point():
     target = (w / strength).view(3, 3)
     b = target.sum(dim=1).log()
     theta = torch.cat([b, (target.log() - b[None, :]).reshape(9)])
-    recipe = resolve("asymre", {"strength": strength})
-
-    def objective(theta: Tensor) -> Tensor:
-        terms = Terms(token_logp(theta), None, None, None, COMPLETION_T, CENTERED)
-        return (p(ALPHA)[COMPLETION_T] * recipe.value(terms)).sum()
-
-    found = gradient(objective, theta)
-    assert float(found.abs().max()) < 1e-12
+    objective = surrogate("asymre", CENTERED, strength=strength)
+    assert float(gradient(objective, theta).abs().max()) < 1e-12
     assert float(gradient(objective, ALPHA).abs().max()) > 0.05
 
 
@@ -320,7 +245,7 @@ SEQUENCE_WEIGHTED = OFF_POLICY * (p(PI) / p(ALPHA))[COMPLETION_T]
 def test_values_of_the_kl_estimators(estimator, on_policy, off_policy, token_weighted):
     """KL(pi || pi_ref) is .1428: k1 and k3 hit it on their own samples only; the token's ratio mends part of the rest,
     that of the sequence all."""
-    estimate_T = estimator(token_logp(PI), token_logp(PI_REF))
+    estimate_T = estimator(tokens(PI, CENTERED, PI_K))
     assert float(kl(PI, PI_REF)) == pytest.approx(0.1428, abs=5e-5)
     assert float((ON_POLICY * estimate_T).sum()) == pytest.approx(on_policy, abs=5e-5)
     assert float((OFF_POLICY * estimate_T).sum()) == pytest.approx(off_policy, abs=5e-5)
@@ -329,7 +254,7 @@ def test_values_of_the_kl_estimators(estimator, on_policy, off_policy, token_wei
 
 
 def kl_gradient(estimator, weight_T: Tensor) -> Tensor:
-    return gradient(lambda theta: (weight_T * estimator(token_logp(theta), token_logp(PI_REF))).sum(), PI)
+    return gradient(lambda theta: (weight_T * estimator(tokens(theta, CENTERED, PI_K))).sum(), PI)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -377,49 +302,3 @@ def test_k1_is_no_penalty_on_policy_and_the_wrong_one_off_policy():
 
 def kl_of_alpha_to(theta: Tensor) -> Tensor:
     return (p(ALPHA) * (logp(ALPHA) - logp(theta))).sum()
-
-
-def test_monte_carlo_tends_to_the_enumerated_gradient_at_the_rate_of_one_over_root_n():
-    """The mean squared error of the mean of n samples is trace(Cov) / n: at n = 100 and at n = 10,000."""
-    weights_C = (p(PI) / p(ALPHA)) * CENTERED
-    scores = torch.autograd.functional.jacobian(logp, PI)
-    samples = weights_C[:, None] * scores  # one gradient per completion, [9, 12]
-    exact = (p(ALPHA)[:, None] * samples).sum(dim=0)
-    assert_close(exact, gradient(mean_reward, PI))
-    trace = (p(ALPHA)[:, None] * (samples - exact).square()).sum()
-    generator = torch.Generator().manual_seed(0)
-    for n, repeats in ((100, 4000), (10_000, 400)):
-        generated = torch.multinomial(p(ALPHA), repeats * n, replacement=True, generator=generator).view(repeats, n)
-        counts = torch.nn.functional.one_hot(generated, 9).sum(dim=1).double()
-        mean_square = (counts @ samples / n - exact).square().sum(dim=1).mean()
-        assert float(mean_square * n / trace) == pytest.approx(1.0, abs=0.12)
-
-
-def test_groups_estimate_the_gradient_up_to_their_baseline():
-    """A centered group of G loses 1/G of the gradient, as its baseline holds the completion itself; leave-one-out none.
-    Exactly, over all 81 groups of two."""
-    scores, found = torch.autograd.functional.jacobian(logp, ALPHA), {}
-    for name in ("dr_grpo", "rloo"):
-        total = torch.zeros(12, dtype=torch.float64)
-        for i in range(9):
-            for j in range(9):
-                advantage = resolve(name).advantage(REWARD[[i, j]])
-                total += p(ALPHA)[i] * p(ALPHA)[j] * (advantage[:, None] * scores[[i, j]]).mean(dim=0)
-        found[name] = total
-    assert_close(found["dr_grpo"], gradient(mean_reward, ALPHA) / 2)
-    assert_close(found["rloo"], gradient(mean_reward, ALPHA))
-
-
-@pytest.mark.parametrize(
-    ("name", "ranges", "gain"),
-    [
-        ("reinforce", {}, 0.0596),
-        ("rec_one_side_nois", {}, 0.0402),
-        ("rec_two_side_nois", {}, 0.0256),
-        ("rec_ring_nois", {"outer_low": 0.3, "outer_high": 0.3}, 0.0432),
-    ],
-)
-def test_one_side_two_side_and_ring_go_different_ways(name, ranges, gain):
-    """Off policy: the gain in J per unit of step, grad J . gradient. The step of each is its own."""
-    found = gradient(surrogate(name, CENTERED, **ranges), PI)
-    assert float(found @ gradient(mean_reward, PI)) == pytest.approx(gain, abs=5e-5)

@@ -1,12 +1,11 @@
-"""The mathematics of group-relative policy optimization: pure functions of tensors and floats, torch only.
+"""The mathematics of group-relative policy optimization: pure functions of tensors that import torch alone.
 
-advantages   rewards of a group -> an advantage per completion          objectives   the surrogates, per token
-ratios       pi/alpha per token, per sequence, length-normalized        divergences  k1 k2 k3, exact KL, TV, chi2, ESS
-reductions   completion lengths -> a weight per completion              estimators   pass@k and intervals
-reinforce    masks, weights, regularizers (REC, RED, OPMD)          bounds       Theorem 1, Eq. 4, the exact identity
-pieces       all of these by name, for recipes                      dynamics     success amplification p_n = h(p_{n-1})
-loss         the loss of a micro-batch from pieces, with diagnostics that add up
-extended     exp and products in which 0 * inf = 0, for ratios beyond float32
+recipes      a table; each row names the functions of an objective     kl           KL estimators, exact divergences
+losses       surrogates, masks, weights, regularizers, per token       corrections  weights pi_k/alpha
+advantages   rewards of a group -> an advantage per completion         reductions   lengths -> weights of completions
+ratios       pi/alpha per token, sequence, or length-normalized        bounds       bounds, success amplification
+estimators   pass@k and intervals
 
-Token quantities are flat [T] tensors with the index of the completion each token belongs to; there is no padding.
+Token quantities are flat [T], with the index of the completion that each token belongs to; there is no padding. A
+suffix gives the shape: _T tokens, _C completions, _G completions of one group.
 """

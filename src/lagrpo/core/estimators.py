@@ -1,10 +1,11 @@
 """pass@k, and intervals around what an evaluation reports."""
 
+from __future__ import annotations
+
 from math import comb, sqrt
 from statistics import NormalDist
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 
@@ -18,7 +19,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def bootstrap_interval(
-    values_N: Float[Tensor, "N"], confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+    values_N: Tensor, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
     """Percentile bootstrap interval for the mean over prompts (Efron 1979): prompts are resampled with replacement,
     each with all its completions, and the interval holds the central `confidence` of the resampled means. `values_N` is
@@ -36,17 +37,7 @@ def bootstrap_interval(
     return low, high
 
 
-def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval for a proportion (1927): the p with |successes/trials - p| <= z sqrt(p (1-p) / trials).
-    Sensible at 0 and at all successes, where the normal interval has width 0. Raises ValueError unless
-    0 <= successes <= trials, trials >= 1 and confidence in (0, 1)."""
-    if not 0 <= successes <= trials or trials < 1:
-        raise ValueError(f"wilson_interval needs 0 <= successes <= trials and trials >= 1, but {successes} of {trials}")
-    _require_confidence(confidence)
-    return _wilson(successes / trials, float(trials), NormalDist().inv_cdf((1 + confidence) / 2))
-
-
-def clustered_interval(values_N: Float[Tensor, "N"], draws: float, confidence: float = 0.95) -> tuple[float, float]:
+def clustered_interval(values_N: Tensor, draws: float, confidence: float = 0.95) -> tuple[float, float]:
     """Interval for the mean over all the prompts that these N were drawn from, of values in [0, 1], one per prompt: its
     pass@k, say, from `draws` independent tries (samples / k). Wilson's, at the effective number of tries
 
@@ -69,9 +60,7 @@ def clustered_interval(values_N: Float[Tensor, "N"], draws: float, confidence: f
     return _wilson(p, float(min(max(trials, N), N * draws)), _student(max(N - 1, 1), confidence))
 
 
-def paired_interval(
-    before_N: Float[Tensor, "N"], after_N: Float[Tensor, "N"], draws: float, confidence: float = 0.95
-) -> tuple[float, float]:
+def paired_interval(before_N: Tensor, after_N: Tensor, draws: float, confidence: float = 0.95) -> tuple[float, float]:
     """Interval for mean after - mean before over all the prompts that these N were drawn from: the two
     `clustered_interval`s joined with the correlation of the values of the same prompt (Newcombe 1998, method 10; Zou &
     Donner 2008). Narrower than the interval of two separate evaluations where hard prompts stay hard. Raises ValueError

@@ -1,31 +1,39 @@
-"""Importance ratios pi/alpha at three levels, each given per token [T] and differentiable in logp_T.
+"""Importance ratios at three levels, each given per token [T].
 
-Log-probs are in nats at the sampling temperature. Arguments are in the order (numerator, denominator), so that
-pi_k/alpha is the same function of (logp_k_T, logp_alpha_T). Beyond 88.7 nats a ratio is infinite in float32, with a
-gradient of 0 where a clip, an advantage or a weight asks for none (see core.extended). `completion_T` holds 0 .. C-1;
-all tokens of a completion must be in one call. All functions raise ValueError on shapes.
+`log_ratio_T` is log pi - log alpha of each token, nats, at the sampling temperature; `completion_T` has the index of
+its completion, 0 .. C-1, and all tokens of a completion are in one call.
 """
 
-from lagrpo.core.extended import exp
-from lagrpo.core.shapes import FloatT, IntT, mean_per_index, per_index, require_vector
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0  # nats
 
 
-def token_ratio(logp_T: FloatT, logp_alpha_T: FloatT) -> FloatT:
-    """rho_t = exp(logp_t - logp_alpha_t): each token on its own."""
-    require_vector(logp_T=logp_T, logp_alpha_T=logp_alpha_T)
-    return exp(logp_T - logp_alpha_T)
+def limit(log_ratio: Tensor) -> Tensor:
+    """The log-ratio within ±MAX_LOG_RATIO, as in verl. Beyond, its exponential is constant and has no gradient."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def sequence_ratio(logp_T: FloatT, logp_alpha_T: FloatT, completion_T: IntT, C: int) -> FloatT:
-    """pi(y|x)/alpha(y|x) = exp(sum over the completion of logp - logp_alpha), the ratio of Eq. 3 and Eq. 6
-    (Mroueh et al., arXiv 2505.22257), at every token of the completion."""
-    require_vector(logp_T=logp_T, logp_alpha_T=logp_alpha_T, completion_T=completion_T)
-    return exp(per_index(logp_T - logp_alpha_T, completion_T, C))[completion_T]
+def token(log_ratio_T: Tensor, completion_T: Tensor) -> Tensor:
+    """rho_t = pi/alpha of each token."""
+    return limit(log_ratio_T).exp()
 
 
-def length_normalized_ratio(logp_T: FloatT, logp_alpha_T: FloatT, completion_T: IntT, C: int) -> FloatT:
-    """(pi(y|x)/alpha(y|x))^(1/|y|) = exp(mean over the completion of logp - logp_alpha), GSPO (Zheng et al., arXiv
-    2507.18071, Eq. 7), at every token of the completion. The gradient flows through the mean:
-    d ratio / d logp_t = ratio / |y| for every token of the completion."""
-    require_vector(logp_T=logp_T, logp_alpha_T=logp_alpha_T, completion_T=completion_T)
-    return exp(mean_per_index(logp_T - logp_alpha_T, completion_T, C))[completion_T]
+def sequence(log_ratio_T: Tensor, completion_T: Tensor) -> Tensor:
+    """s = pi(y|x)/alpha(y|x) of the completion, at each of its tokens: the ratio of Eq. 3 and 6 of arXiv 2505.22257."""
+    return limit(total(log_ratio_T, completion_T)).exp()
+
+
+def length_normalized(log_ratio_T: Tensor, completion_T: Tensor) -> Tensor:
+    """s^(1/|y|) at each token: GSPO, arXiv 2507.18071, Eq. 7. The derivative by each log pi is the ratio over |y|."""
+    lengths_T = total(torch.ones_like(log_ratio_T), completion_T)
+    return limit(total(log_ratio_T, completion_T) / lengths_T).exp()
+
+
+def total(value_T: Tensor, completion_T: Tensor) -> Tensor:
+    """The sum over the tokens of a completion, at each of them."""
+    sums = torch.zeros_like(value_T).index_add(0, completion_T, value_T)  # there are at most T completions
+    return sums[completion_T]

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lagrpo.core.recipes import resolve
 from lagrpo.errors import one_line, refusing, visible
-from lagrpo.objective.recipes import resolve
 from lagrpo.runs import reading
 from lagrpo.runs.environment import read_environment
 from lagrpo.settings.toml import load_settings

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import exp, log, sqrt
 from typing import Any
 
-from lagrpo.objective.composition import Composition
 from lagrpo.replay.record import RecordedRun, Report, Row, groups_of, is_generated, sampled
 from lagrpo.rng import uniforms
 from lagrpo.runs.rollouts import reward_columns
@@ -92,16 +91,16 @@ def check_versions(run: RecordedRun, rows: Sequence[Row], report: Report) -> Non
 def check_groups(run: RecordedRun, rows: Sequence[Row], report: Report) -> None:
     """Which completions the objective leaves out, the sigma of each group, its advantages by the formulas below, and
     the log-ratios Σ ln ρ and Σ (ρ - 1 - ln ρ) of π_k and α from the recorded log-probs."""
-    made, s = run.recipe.composition, run.settings
+    made, s = run.recipe.settings, run.settings
     for members in groups_of(rows):
         scored = [row for row in members if row["outcome"] == "scored"]
         rewards, first = [row["reward"] for row in scored], members[0]
-        flat = "zero_variance" if len(set(rewards)) == 1 and made.mask_zero_variance else ""
+        flat = "zero_variance" if len(set(rewards)) == 1 and made["mask_zero_variance"] else ""
         uniform = uniforms(len(scored), s.run.seed, "advantage", first["batch"], first["group"]).tolist()
         shaped = [row["reward"] + length_penalty(sum(row["sampled"]), s.sampling.max_tokens, made) for row in scored]
         near = FLOAT32 * (1 + max(map(abs, shaped), default=0.0))
         for row, value in zip(scored, advantages(shaped, made, uniform), strict=True):
-            report.compare_all("advantages", row["where"], {"sigma": sigma(rewards, made.eps_std)}, row, FLOAT64)
+            report.compare_all("advantages", row["where"], {"sigma": sigma(rewards, run.recipe.eps_std)}, row, FLOAT64)
             report.compare_all("advantages", row["where"], {"advantage": value}, row, near)
         for row in members:
             masked = flat if row["outcome"] == "scored" else row["outcome"]
@@ -124,13 +123,13 @@ def sigma(r: Sequence[float], eps_std: float = 0.0) -> float:
     return sqrt((sum((x - mu) ** 2 for x in r) / len(r) if len(set(r)) > 1 else 0.0) + eps_std)
 
 
-def length_penalty(tokens: int, most: int, made: Composition) -> float:
+def length_penalty(tokens: int, most: int, made: Mapping[str, Any]) -> float:
     """DAPO's penalty for length (arXiv 2503.14476, Eq. 13), if the recipe has one."""
-    buffer = made.overlong_buffer
+    buffer = made["overlong_buffer"]
     return min(0.0, max(-1.0, (most - buffer - tokens) / buffer)) if buffer else 0.0
 
 
-def advantages(r: Sequence[float], made: Composition, uniform: Sequence[float]) -> list[float]:
+def advantages(r: Sequence[float], made: Mapping[str, Any], uniform: Sequence[float]) -> list[float]:
     """The advantages of a group as the papers print them; a group of one keeps its reward, equal rewards give 0.
     `red_drop` drops completions below the mean, smallest uniforms first, until they are no more than the others."""
     G, mu = len(r), sum(r) / max(len(r), 1)
@@ -139,15 +138,15 @@ def advantages(r: Sequence[float], made: Composition, uniform: Sequence[float]) 
     below = sorted((u, i) for i, (x, u) in enumerate(zip(r, uniform, strict=True)) if x < mu)
     dropped = {i for _, i in below[: max(2 * len(below) - G, 0)]}
     kept = [x for i, x in enumerate(r) if i not in dropped]
-    tau, top, s1 = made.strength, max(r), sigma(r) * sqrt(G / (G - 1))
+    tau, top, s1 = made.get("strength", 1.0), max(r), sigma(r) * sqrt(G / (G - 1))
     return {
         "centered": lambda: [x - mu for x in r],
-        "normalized": lambda: [(x - mu) / sigma(r, made.eps_std) for x in r],
-        "normalized_unbiased": lambda: [(x - mu) / (s1 + made.std_offset) for x in r],
+        "normalized": lambda: [(x - mu) / sigma(r, made["eps_std"]) for x in r],
+        "normalized_unbiased": lambda: [(x - mu) / (s1 + made["std_offset"]) for x in r],
         "leave_one_out": lambda: [x - (sum(r) - x) / (G - 1) for x in r],
         "red_drop": lambda: [0.0 if i in dropped else x - sum(kept) / len(kept) for i, x in enumerate(r)],
         "log_mean_exp": lambda: [x - top - tau * log(sum(exp((y - top) / tau) for y in r) / G) for x in r],
-    }[made.advantage]()
+    }[made["advantage"]]()
 
 
 def check_metrics(run: RecordedRun, rows: Sequence[Row], report: Report) -> None:
@@ -177,7 +176,7 @@ def check_metrics(run: RecordedRun, rows: Sequence[Row], report: Report) -> None
 def token_metrics(run: RecordedRun, rows: Sequence[Row]) -> dict[str, float]:
     """π_k against α over the tokens of the objective: from log_ratio = Σ ln ρ and kl_alpha = Σ (ρ - 1 - ln ρ)."""
     used = [row for row in rows if row["kl_alpha"] is not None and not row["masked"]]
-    used = [row for row in used if row["advantage"] or not run.recipe.silent]
+    used = [row for row in used if row["advantage"] or not run.recipe.skips_zero_advantage]
     if not (tokens := sum(sum(row["sampled"]) for row in used)):
         return {}
     kl, log_ratio = (sum(row[name] for row in used) / tokens for name in ("kl_alpha", "log_ratio"))
@@ -216,7 +215,7 @@ def sequence_metrics(run: RecordedRun, groups: Sequence[Sequence[Row]]) -> dict[
     """π_k against α for whole completions with known log α; nothing if one of them lacks log π_k, or the run left some
     out. The improvement is mean (rho - 1) (r - mean of the others), r in units of the range of rewards."""
     known = [row for members in groups for row in members if None not in sampled(row, "logp_alpha")]
-    complete = run.settings.run.score_lag or not (run.recipe.silent or run.recipe.mask_zero_variance)
+    complete = run.settings.run.score_lag or not (run.recipe.skips_zero_advantage or run.recipe.mask_zero_variance)
     if not known or not complete or any(row["log_ratio"] is None for row in known):
         return {}
     rho, (low, high) = [exp(min(row["log_ratio"], 300.0)) for row in known], run.settings.task.reward_range
@@ -226,7 +225,7 @@ def sequence_metrics(run: RecordedRun, groups: Sequence[Sequence[Row]]) -> dict[
         others = [(sum(r) - x) / (len(r) - 1) for x in r]
         terms = zip(members, r, others, strict=True)
         gains.append(sum((exp(row["log_ratio"]) - 1) * (x - other) for row, x, other in terms) / len(r))
-    inside = all(low <= row["reward"] <= high for row in known) and run.recipe.composition.eps_std <= 0.75
+    inside = all(low <= row["reward"] <= high for row in known) and run.recipe.eps_std <= 0.75
     return {
         "kl_sequence": mean([row["kl_alpha"] for row in known]),
         "tv_sequence": mean([abs(x - 1) / 2 if ess >= 0.8 * len(rho) else max(1 - x, 0.0) for x in rho]),

@@ -6,19 +6,18 @@ heavy is loaded. Importing this module loads neither torch nor transformers.
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, model_validator
 
-from lagrpo.objective.composition import Composition
 from lagrpo.settings.distributed import DistributedSettings
 from lagrpo.settings.environment import EnvironmentSettings
 from lagrpo.settings.evaluation import EvaluationSettings
 from lagrpo.settings.lora import LoraSettings
+from lagrpo.settings.objective import ObjectiveSettings
 from lagrpo.settings.rewards import LONGEST_DEADLINE
 from lagrpo.settings.section import ONE_OR_MORE, Section
-from lagrpo.settings.task import TaskSettings, unset
+from lagrpo.settings.task import TaskSettings
 from lagrpo.settings.vllm import VllmSettings
 from lagrpo.tasks import is_multi_turn
 
@@ -154,25 +153,6 @@ class ScheduleSettings(Section):
     def watches(self) -> bool:
         """Whether the metrics of the batches decide about weight syncs."""
         return self.kind == "budget"
-
-
-class _RecipeSettings(Section):
-    recipe: str = "grpo"
-    """Row of the table of recipes; the settings below replace pieces of it. `lagrpo recipes` lists them."""
-
-    @property
-    def overrides(self) -> dict[str, Any]:
-        """What replaces pieces of the recipe."""
-        return {k: v for k, v in self.model_dump().items() if v is not None and k != "recipe"}
-
-
-_KINDS = get_type_hints(Composition)
-_KNOBS = {f.name: unset(_KINDS[f.name], f.metadata["help"], **f.metadata["bounds"]) for f in fields(Composition)}
-_WithKnobs: Any = create_model("_Knobs", __base__=_RecipeSettings, **_KNOBS)
-
-
-class ObjectiveSettings(_WithKnobs):
-    """The recipe, and every knob of a Composition (objective/composition.py) that a run may replace in it."""
 
 
 class OptimizerSettings(Section):

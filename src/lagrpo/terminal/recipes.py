@@ -1,63 +1,54 @@
-"""What `lagrpo recipes` prints: the table of the presets, and one of them in full. Loads no torch."""
+"""What `lagrpo recipes` prints: the table, and one recipe with the source code of its functions."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import inspect
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lagrpo.core.objective import Recipe
+from lagrpo.core.recipes import RECIPES, resolve
 from lagrpo.errors import refusing
-from lagrpo.objective.code import write_code
-from lagrpo.objective.composition import Composition, check_known
-from lagrpo.objective.recipes import PRESETS, Preset
 
 
 def show_recipes(console: Console | None = None) -> None:
-    """Every preset: its name, what is maximized, and who says so."""
+    """Every recipe: its name, what it maximizes, and its source."""
     console = console or Console()
     table = Table("name", "formula", "source", box=SIMPLE, header_style="dim", padding=(0, 1, 1, 0))
     table.columns[0].no_wrap = True
-    for name, preset in PRESETS.items():
-        table.add_row(Text(name, "bold"), Text(preset.formula), Text(preset.source, "dim"))
+    for name, recipe in RECIPES.items():
+        table.add_row(Text(name, "bold"), Text(recipe.formula), Text(recipe.source, "dim"))
     console.print(table)
     console.print(Text("rho = pi/alpha of a token, s of a sequence; A normalized = (r - mu)/sigma, centered = r - mu"))
-    console.print(Text("lagrpo recipes NAME [--code]: one in full     lagrpo train --recipe NAME: train with it"))
+    console.print(Text("lagrpo recipes NAME: one with its code     lagrpo train --recipe NAME: train with it"))
 
 
 def show_recipe(name: str, console: Console | None = None) -> None:
-    """One preset with every setting that makes it; those that differ from the default are marked. Raises SettingsError
-    for an unknown one."""
-    console, preset = console or Console(), _find(name)
-    head = Table.grid(padding=(0, 2, 0, 0))
-    for label, text in (("recipe", name), ("formula", preset.formula), ("source", preset.source)):
+    """One recipe: formula, source, settings, code. Raises SettingsError for an unknown one."""
+    with refusing():
+        recipe = resolve(name)
+    console, head = console or Console(), Table.grid(padding=(0, 2, 0, 0))
+    settings = "\n".join(f"objective.{knob} = {_say(value)}" for knob, value in recipe.settings.items())
+    for label, text in (
+        ("recipe", name),
+        ("formula", recipe.formula),
+        ("source", recipe.source),
+        ("made of", settings),
+    ):
         head.add_row(Text(label, "dim"), Text(text, "bold" if text == name else ""))
     console.print(head)
-    table = Table("", "setting", "value", "default", box=SIMPLE, header_style="dim")
-    for field in fields(Composition):
-        value = getattr(preset.composition, field.name)
-        differs = value != field.default
-        style = "bold" if differs else "dim"
-        cells = ("*" if differs else "", f"objective.{field.name}", _say(value), _say(field.default))
-        table.add_row(*(Text(cell, style if n < 3 else "dim") for n, cell in enumerate(cells)))
-    console.print(table)
-    hint = "* differs from the default. A piece or number is replaced by --objective.SETTING VALUE; one that"
-    console.print(Text(f"{hint}\n  nothing in the composition would read is refused."))
+    console.print(Text("--objective.SETTING VALUE replaces one of them.\n"))
+    console.print(Text(source_code(recipe)), soft_wrap=True)
 
 
-def print_code(name: str) -> None:
-    """One preset as a function to read and to paste. Raises SettingsError for an unknown one."""
-    preset = _find(name)
-    print(write_code(name, preset.formula, preset.composition), end="")
-
-
-def _find(name: str) -> Preset:
-    with refusing():
-        return PRESETS[check_known("recipe", name, PRESETS)]
+def source_code(recipe: Recipe) -> str:
+    """The source of the functions that a recipe is made of."""
+    return "\n\n".join(inspect.getsource(function) for function in recipe.functions)
 
 
 def _say(value: object) -> str:
     """A value as a settings file says it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

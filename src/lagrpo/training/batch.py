@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lagrpo.core.advantages import zero_variance
-from lagrpo.core.loss import Terms
+from lagrpo.core.losses import LossInputs
+from lagrpo.core.objective import Recipe
 from lagrpo.model.model import Packed
-from lagrpo.objective.compose import Recipe
 from lagrpo.rng import uniforms
 from lagrpo.types import Completion, Group
 
@@ -104,12 +104,11 @@ class MicroBatch(FreshMicroBatch):
     entropy_T: Tensor | None = None
     """of the distribution of π_k that each token was sampled from, nats; None if it was not measured"""
 
-    def loss_inputs(self, logp_T: Tensor) -> Terms:
+    def loss_inputs(self, logp_T: Tensor) -> LossInputs:
         """What the objective reads if π gives the tokens these log-probs."""
-        return Terms(
-            logp=logp_T, logp_alpha=self.logp_alpha_T, logp_k=self.logp_k_T, logp_ref=self.logp_ref_T,
-            completion=self.completion_T, advantages=self.advantage_C, groups=self.group_C,
-        )  # fmt: skip
+        return LossInputs(
+            logp_T, self.logp_alpha_T, self.logp_k_T, self.logp_ref_T, self.completion_T, self.advantage_C, self.group_C
+        )
 
 
 def micro_batches(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lagrpo.core.objective import Recipe
 from lagrpo.cpu.library import NoKernels
 from lagrpo.data.offline import OfflineData, Records, read_records
 from lagrpo.data.prompts import PromptSource
@@ -22,7 +23,6 @@ from lagrpo.model.fsdp import copy_sharded, copy_whole, why_not_shardable, with_
 from lagrpo.model.loading import check_context, check_files, load_policy
 from lagrpo.model.lora import Lora, save_adapter, save_merged
 from lagrpo.model.model import AdapterWeights, Policy, PolicyCopy, copy_policy, fingerprint
-from lagrpo.objective.compose import Recipe
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.episodes import Episodes
 from lagrpo.rollout.local import LocalSampler

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.model import lora
 from lagrpo.model.embedded import check_path, is_adapter
-from lagrpo.objective.compose import Recipe
-from lagrpo.objective.recipes import resolve
 from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.reading import completion_files
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
@@ -18,6 +17,9 @@ from lagrpo.trackers import check_installed
 from lagrpo.training.changes import check_changes, find_run
 from lagrpo.training.ranks import is_first_rank, world_size
 from lagrpo.untrusted import read_text
+
+if TYPE_CHECKING:
+    from lagrpo.core.objective import Recipe
 
 
 def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
@@ -34,6 +36,8 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
     check_ranks(settings)
     if is_first_rank():
         check_run(resume_after_restart(settings))
+    from lagrpo.core.recipes import resolve  # loads torch
+
     with refusing("objective"):
         return resolve(settings.objective.recipe, settings.objective.overrides)
 

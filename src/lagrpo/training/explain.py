@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lagrpo.core.objective import Recipe
 from lagrpo.cpu.decoder import FAMILIES
 from lagrpo.errors import refusing
 from lagrpo.model.attention import Shape
@@ -14,7 +15,6 @@ from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_supported, load_config
 from lagrpo.model.logprobs import KEPT_LOGITS, KERNEL_LOGITS
 from lagrpo.model.lora import count_of_adapters, count_parameters
-from lagrpo.objective.compose import Recipe
 from lagrpo.rollout.schedule import Schedule, lags
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import count_of

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lagrpo.core import bounds, divergences
+from lagrpo.core import bounds
 from lagrpo.core.advantages import sigma
 from lagrpo.core.estimators import bootstrap_interval
-from lagrpo.objective.compose import Recipe
+from lagrpo.core.kl import ess, pinsker, prefers_bounded, sampled_chi2, tv_terms
+from lagrpo.core.objective import Recipe
 from lagrpo.settings.schema import Settings
 from lagrpo.training.batch import Batch, MicroBatch, knows_alpha
 from lagrpo.types import Range
@@ -125,7 +126,7 @@ def lag_metrics(
 
 def lag_is_complete(settings: Settings, recipe: Recipe) -> bool:
     """Whether every scored completion is computed, so that metrics of the lag are over all of them."""
-    return settings.run.score_lag or not (recipe.silent or recipe.mask_zero_variance)
+    return settings.run.score_lag or not (recipe.skips_zero_advantage or recipe.mask_zero_variance)
 
 
 def measure_spending(settings: Settings, batch: Batch, rows: Sequence[MicroBatch]) -> float | None:
@@ -138,9 +139,9 @@ def measure_spending(settings: Settings, batch: Batch, rows: Sequence[MicroBatch
 def divergence_metrics(log_ratio_C: Tensor, kl_C: Tensor) -> Row:
     """Sequence-level divergences of π_k and α, from log ρ and the token-wise KL estimate of each completion [C]. The
     interval of TV is for these prompts."""
-    tv_C = divergences.tv_terms(log_ratio_C, divergences.prefers_bounded(log_ratio_C))
-    kl, tv, chi2 = kl_C.mean(), tv_C.mean(), divergences.sampled_chi2(log_ratio_C)
-    found = (kl, divergences.pinsker(kl), tv, *bootstrap_interval(tv_C), chi2)
+    tv_C = tv_terms(log_ratio_C, prefers_bounded(log_ratio_C))
+    kl, tv, chi2 = kl_C.mean(), tv_C.mean(), sampled_chi2(log_ratio_C)
+    found = (kl, pinsker(kl), tv, *bootstrap_interval(tv_C), chi2)
     return dict(zip(DIVERGENCE_KEYS, map(float, found), strict=True))
 
 
@@ -171,8 +172,8 @@ def bound_metrics(
     """
     known_C = log_ratio_C[~log_ratio_C.isnan()]
     metrics: Row = dict.fromkeys(f"{name}_{key}" for key in BOUND_KEYS)
-    metrics[f"{name}_ess"] = ess = float(divergences.ess((known_C - known_C.max()).exp()))
-    bounded = [divergences.prefers_bounded(log_C[~log_C.isnan()]) for log_C in (log_ratio_C, log_ratio_k_C)]
+    metrics[f"{name}_ess"] = size = float(ess((known_C - known_C.max()).exp()))
+    bounded = [prefers_bounded(log_C[~log_C.isnan()]) for log_C in (log_ratio_C, log_ratio_k_C)]
     found = []
     for members, rewards in _rewards(batch):
         log_ratio, log_ratio_k = log_ratio_C[members], log_ratio_k_C[members]
@@ -188,7 +189,7 @@ def bound_metrics(
         return metrics
     means = [sum(values) / len(found) for values in zip(*found, strict=True)]
     metrics |= {f"{name}_{key}": mean for key, mean in zip(BOUND_KEYS[2:], means, strict=True)}
-    return metrics | {f"{name}_reliable": int(ess >= ENOUGH and abs(means[0]) <= 1)}
+    return metrics | {f"{name}_reliable": int(size >= ENOUGH and abs(means[0]) <= 1)}
 
 
 def _rewards(batch: Batch) -> list[tuple[list[int], Tensor]]:

@@ -106,7 +106,7 @@ def _pace(clock: Clock, sampled: int, learned: float) -> dict[str, float | None]
 
 
 def _objective_metrics(sums: dict[str, float]) -> dict[str, float | None]:
-    """Means over the tokens of the objective, from the sums of core.loss.diagnostics."""
+    """Means over the tokens of the objective, from the sums of core.losses.diagnostics."""
     tokens, known = sums.get("tokens"), sums.get("tokens_alpha")
 
     def mean(name: str, over: float | None = tokens) -> float | None:

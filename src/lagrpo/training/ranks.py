@@ -199,7 +199,7 @@ class RankTrainer(Trainer):
 
     def pack(self, batch: Batch, tokens: int) -> list[FreshMicroBatch]:
         """All rows of the batch; log π_ref is in this rank's alone."""
-        recipe, how = self.recipe, (self.recipe.needs_whole_groups, self.recipe.silent)
+        recipe, how = self.recipe, (self.recipe.needs_whole_groups, self.recipe.skips_zero_advantage)
         rows = micro_batches(batch, tokens, self.policy.device, *how, ranks=self.peers.size)
         if self.reference is not None and recipe.needs_pi_ref:
             own, passes = self._share(rows)

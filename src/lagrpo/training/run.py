@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from lagrpo import logs
+from lagrpo.core.objective import Recipe
 from lagrpo.cpu.memory import freed_memory_kept
 from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, interruptible
 from lagrpo.model.backend import pick_device
-from lagrpo.objective.compose import Recipe
 from lagrpo.rewards.pool import RewardError
 from lagrpo.rollout.prefetch import VersionError
 from lagrpo.rollout.schedule import LoopState
@@ -283,7 +283,7 @@ class Training:
         """Tell the observers of a batch; then write weights if they are due."""
         if self.ranks.is_first:
             metrics, names = self.measure(step), reward_names(self.parts.task.reward)
-            columns = completion_columns(step.batch, step.rows, self.parts.learner.recipe.composition.eps_std)
+            columns = completion_columns(step.batch, step.rows, self.parts.learner.recipe.eps_std)
             place = {"batch": step.b, "stage": step.stage, "pi_k_version": step.version}
             self.observers.batch(step, metrics, list(rollout_rows(step.batch.groups, columns, **place, rewards=names)))
             for text in self.warnings.look(step):
@@ -300,7 +300,7 @@ class Training:
         return (
             batch_metrics(step)
             | sampler_metrics(step.state.sync, step.sampling)
-            | lag_metrics(step.batch, rows, recipe.composition.eps_std, s.task.reward_range, after_T)
+            | lag_metrics(step.batch, rows, recipe.eps_std, s.task.reward_range, after_T)
             | reward_metrics(step.batch.groups, reward_names(self.parts.task.reward))
             | self.evaluations.after(step.b - 1)
             | {"seconds_checkpoint": spent}

@@ -23,11 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lagrpo.core.loss import InfiniteGradientError
+from lagrpo.core.objective import Recipe
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.model.fsdp import free_gathered, idle_row
 from lagrpo.model.model import Policy, PolicyCopy, count_differing, sample_weights
-from lagrpo.objective.compose import Recipe
 from lagrpo.training.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
 from lagrpo.training.master_weights import MasterWeights, Start, ZeroMasterWeights, shard_policy
 from lagrpo.training.optimizer_state import MOMENTS, MergedState, step_offloaded, to_host
@@ -114,7 +113,7 @@ class Trainer:
         """The micro-batches of a batch, at most `tokens` tokens each, with log π_ref if the objective reads it."""
         recipe, device = self.recipe, self.policy.device
         reference = self.reference.logp if self.reference is not None and recipe.needs_pi_ref else None
-        return micro_batches(batch, tokens, device, recipe.needs_whole_groups, recipe.silent, reference)
+        return micro_batches(batch, tokens, device, recipe.needs_whole_groups, recipe.skips_zero_advantage, reference)
 
     def first_step(
         self, fresh: Sequence[FreshMicroBatch], in_objective: bool = True
@@ -151,8 +150,7 @@ class Trainer:
         return rows, dict(sums)
 
     def accumulate(self, rows: Sequence[MicroBatch], passes: int = 0) -> dict[str, float]:
-        """The gradient of another update on a batch, as `accumulate_first`; returns the sums. Raises
-        FloatingPointError, on this rank alone, if the loss of a token has no finite derivative."""
+        """The gradient of another update on a batch, as `accumulate_first`; returns the sums."""
         sums: defaultdict[str, float] = defaultdict(float)
         for row in self._passes(rows, passes):
             self._backward(row, self.policy.logp(row.packed), sums)
@@ -170,15 +168,7 @@ class Trainer:
 
     def _backward(self, row: MicroBatch, logp_T: Tensor, sums: defaultdict[str, float]) -> None:
         """Add the gradient of a row to the masters' gradients, and what the loss measures to the sums."""
-        try:
-            loss, diagnostics = self.recipe.loss(row.loss_inputs(logp_T), row.weight_C)
-        except InfiniteGradientError as error:
-            self.zero_grads()
-            raise FloatingPointError(
-                f"the gradient of update {self.policy.version + 1} is not finite at token {error.position} of "
-                f"{row.name(error.completion)} (all from 0): {error.reason}; the policy is still version "
-                f"{self.policy.version}. Choose a recipe that cuts or caps such a ratio, or leave the completion out"
-            ) from error
+        loss, diagnostics = self.recipe.loss(row.loss_inputs(logp_T), row.weight_C)
         loss.backward()
         if row.logp_alpha_T is not None:
             largest = (logp_T.detach() - row.logp_alpha_T).abs().max().item()
