@@ -178,13 +178,6 @@ def test_the_exact_clip_in_expectation_is_the_case_distinction_under_equation_6(
     assert_close(found, (p(ALPHA) * torch.where(CENTERED >= 0, good, bad)).sum())
 
 
-@pytest.mark.parametrize(("ratio", "times"), [("token", 1.0), ("sequence", 2.0), ("length_normalized", 1.0)])
-def test_one_side_with_importance_weights_is_the_gradient_of_the_clip(ratio, times):
-    """A sequence ratio stands at both tokens and depends on both: hence 2. The normalized one depends half on each."""
-    clip, masked = (surrogate(name, CENTERED, ratio=ratio) for name in ("grpo", "rec_grpo"))
-    assert_close(gradient(clip, PI), times * gradient(masked, PI))
-
-
 def against_pi(theta: Tensor, advantage_C: Tensor, completions: list[int]) -> LossInputs:
     """The tokens of a group of these completions under theta, as if pi had sampled them."""
     token_T = torch.cat([tensor([2 * c, 2 * c + 1]) for c in completions])

@@ -204,21 +204,6 @@ def test_gradient_is_finite_whatever_the_log_ratio(name, gap):
     assert all(bool(value.isfinite()) for value in sums.values())
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "unclipped", "cispo", "topr", "rec_one_side_is", "rec_ring_nois"])
-def test_every_ratio_can_be_over_pi_k_and_then_corrected(name):
-    """With alpha's log-probs instead of pi_k's it is the objective over alpha; a weight of 1 changes nothing."""
-    below, other = [-1.3, -1.8, -0.4], [-9.0, -0.1, -3.0]
-
-    def loss(alpha, pi_k, **changes) -> Tensor:
-        x = inputs([-1.0, -2.0, -0.5], alpha, pi_k, A=[1.0, -0.5], completion=[0, 0, 1])
-        return resolve(name, {"beta": 0.0} | changes if name == "grpo" else changes).loss(x, tensor([0.3, 0.7]))[0]
-
-    over_alpha, corrected = loss(below, None), {"denominator": "pi_k", "correction": "truncated"}
-    assert torch.equal(loss(other, below, denominator="pi_k"), over_alpha)
-    assert torch.equal(loss(below, below, **corrected), over_alpha)
-    assert loss(other, below, **corrected) != over_alpha
-
-
 # At pi = pi_k = alpha, with completions of one and two tokens: whose expected gradient is still along grad J? The first
 # of three tokens ends the completion at once, the others are followed by a second: seven completions. The batch is one
 # completion, so that a mean over its tokens is a mean over the completion's.
