@@ -18,6 +18,7 @@ import lagrpo  # noqa: F401 - before PyTorch, as on the command line: it says ho
 
 # isort: split
 import torch
+from lagrpo.training.training import Training
 from wire import Gate, Wire, imported
 from work import read_prompts
 
@@ -28,20 +29,21 @@ from lagrpo.training.batch import FreshMicroBatch, has_zero_variance
 from lagrpo.training.build import Parts
 from lagrpo.training.checks import check_settings
 from lagrpo.training.loop import Step
-from lagrpo.training.observers import Observer
-from lagrpo.training.run import Training
 
 
-class Stepped(Observer):
-    """Makes a run wait for a request before each batch, which goes from the weight sync to the line in its metrics."""
+class Stepped(Training):
+    """Waits for a request before each batch, which goes from the weight sync to the line in its metrics."""
 
-    def __init__(self, policy: Policy, gate: Gate) -> None:
-        self.policy, self.gate = policy, gate
+    def __init__(self, parts: Parts, gate: Gate) -> None:
+        super().__init__(parts)
+        self.gate = gate
 
-    def start(self, settings: Any, environment: Any) -> None:
+    def begin(self) -> None:
+        super().begin()
         self.gate.wait()
 
-    def batch(self, step: Step, metrics: Any, rollouts: Any) -> None:
+    def record(self, step: Step) -> None:
+        super().record(step)
         self.gate.done(**measurements(step, self.policy))
         self.gate.wait()
 
@@ -112,8 +114,7 @@ def main() -> None:
     settings = load_settings(request["settings"])
     own = task(request, settings.run.seed)
     parts = Parts.build(settings, check_settings(settings, own), own)
-    stepped = Stepped(parts.learner.policy, Gate(wire, {"matrix_product": matrix_product}))
-    run = Training(parts, [stepped])
+    run = Stepped(parts, Gate(wire, {"matrix_product": matrix_product}))
     wire.reply(threads=torch.get_num_threads())
     run.run()
 

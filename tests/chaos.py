@@ -169,7 +169,7 @@ def leaves(run: Path, exact: bool) -> dict[str, Any]:
         found[summary.name] = json.loads(summary.read_bytes())
     found["weights"] = (run / "weights/final/model.safetensors").read_bytes()
     (last,) = (run / "checkpoints").glob(f"step-{len(found['batches']):06d}")
-    found["masters and moments"] = [file.read_bytes() for file in sorted(last.glob("learner*.safetensors"))]
+    found["masters and moments"] = [file.read_bytes() for file in sorted(last.glob("trainer*.safetensors"))]
     return found
 
 

@@ -127,19 +127,23 @@ def test_evaluation_writes_a_summary_and_records(model, tmp_path):
     assert sum(r["right"] for r in records) == pytest.approx(20 * summary["pass_at_1"])
 
 
-def test_evaluation_never_overwrites_one_with_other_settings(model, tmp_path):
+def test_eval_again_gets_a_new_directory(model, tmp_path):
     words = ("eval", model, "--prompts", 3, "--max_tokens", 4, "--max_prompt_tokens", 64, "--model.dtype", "float32")
-    for samples in (2, 3, 2):  # the third is the first again
+    for samples in (2, 3):
         assert lagrpo(*words, "--samples", samples)[0] == 0
     folder = tmp_path / "evaluations"
-    assert {path.name: summary_of(path)["samples"] for path in folder.iterdir()} == {
-        "tiny-arithmetic": 2,
-        "tiny-arithmetic-2": 3,
-    }
-    code, _, err = lagrpo(*words, "--samples", 4, "--output", folder / "tiny-arithmetic")
-    assert (code, "samples = 2, not 4" in err) == (2, True)
-    (tmp_path / "file").write_text("mine")
-    assert lagrpo(*words, "--output", "file")[0] == 2
+    assert [summary_of(path)["samples"] for path in sorted(folder.iterdir())] == [2, 3]
+
+
+@pytest.mark.parametrize("name", ["out", "out/summary.json"])
+def test_eval_into_a_file_or_over_an_evaluation_is_rejected(model, tmp_path, name):
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("mine")
+    code, _, err = lagrpo("eval", model, "--max_prompt_tokens", 64, "--output", "out")
+    assert code == 2
+    assert "output" in err
+    assert file.read_text() == "mine"
 
 
 def test_weights_of_a_run_evaluate_to_what_the_run_said(model, tmp_path):

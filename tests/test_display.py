@@ -41,7 +41,7 @@ def started(display: Display, name: str = "run", batches: int = 120) -> Any:
         "schedule": {"stages": 1, "batches": batches},
         "task": {"reward_range": (0.0, 1.0)},
     }
-    display.start(settings, {})
+    display.on_start(settings, {}, 0)
     return display
 
 
@@ -71,15 +71,15 @@ def test_terminal_gets_the_live_display_and_everything_else_plain_lines(monkeypa
 
 def test_display_none_shows_nothing():
     display = started(make_display("none", console=(to := console())))
-    display.batch(None, METRICS, [])
+    display.on_batch(METRICS, [])
     display.note("nothing")
-    display.end("finished", "Finished.")
+    display.on_end("finished", "Finished.")
     assert written(to) == ""
 
 
 def test_plain_line_has_every_metric_under_its_heading():
     display = started(make_display(console=(to := console())), "arithmetic [v10]")
-    display.batch(None, METRICS, [])
+    display.on_batch(METRICS, [])
     display.note("weights [final] written")
     title, *_, header, line, note = written(to).splitlines()
     assert (title, note) == ("arithmetic [v10]: 120 batches", "weights [final] written")
@@ -93,7 +93,7 @@ def test_plain_line_has_every_metric_under_its_heading():
 def test_time_left_is_the_median_pace_without_the_first_batch():
     display = started(make_display(console=(to := console())))
     for batch, seconds in enumerate([60.0, 5.0, 6.0, 40.0], start=1):
-        display.batch(None, METRICS | {"batch": batch, "seconds_total": seconds}, [])
+        display.on_batch(METRICS | {"batch": batch, "seconds_total": seconds}, [])
     left = [cells(line)[-1] for line in written(to).splitlines()[-4:]]
     assert left == ["–", "9:50", "10:44", "11:36"], "118 batches of 5 s, 117 of 5.5 s, 116 of 6 s"
 
@@ -106,10 +106,10 @@ def test_any_metric_may_be_missing_on_either_display(key, missing):
         del metrics[key]
     plain, live = started(PlainDisplay(to := console())), started(LiveDisplay(console(terminal=True)))
     for display in (plain, live):
-        display.batch(None, metrics, [])
-        display.batch(None, {}, [])
+        display.on_batch(metrics, [])
+        display.on_batch({}, [])
     console().print(live.render())
-    live.end("failed", "")
+    live.on_end("failed", "")
     assert set(cells(written(to).splitlines()[-1])) == {"–"}
 
 
@@ -117,10 +117,10 @@ def test_any_metric_may_be_missing_on_either_display(key, missing):
 def test_live_display_fits_the_terminal_and_shows_the_last_batches(width):
     live = started(LiveDisplay(console(width, terminal=True)))
     for batch in range(1, 61):
-        live.batch(None, METRICS | {"batch": batch, "seconds_total": 10.0}, [])
+        live.on_batch(METRICS | {"batch": batch, "seconds_total": 10.0}, [])
     live.phase("learning 2 of 4 [micro-batches]")
     (to := console(width)).print(live.render())
-    live.end("failed", "")
+    live.on_end("failed", "")
     lines = written(to).splitlines()
     assert max(map(len, lines)) <= width
     assert [int(line.split()[0]) for line in lines if line.split()[0].isdigit()] == list(range(51, 61))
@@ -142,8 +142,8 @@ def summary(evaluations: dict[str, Any], status: str = "finished", name: str = "
     """What the end of a run without batches prints."""
     display = started(PlainDisplay(to := console(80)), name)
     for key, (found, records) in evaluations.items():
-        display.evaluation(key, 0, found, records)
-    display.end(status, "Finished.")
+        display.on_evaluation(key, found, records)
+    display.on_end(status, "Finished.")
     return written(to)
 
 

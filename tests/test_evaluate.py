@@ -11,8 +11,7 @@ import torch
 
 from lagrpo.core.estimators import clustered_interval
 from lagrpo.rollout.base import Request
-from lagrpo.training.evaluate import change, evaluate, few_prompts, interval
-from lagrpo.training.evaluating import label
+from lagrpo.training.evaluation import compare, evaluate, few_prompts, interval
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
@@ -116,7 +115,7 @@ def test_before_and_after_are_compared_prompt_by_prompt():
     """Prompt 3 has no score before, and takes no part."""
     before = evaluated({1: [0.0, 0.0], 2: [1.0, 0.0], 3: [None, None]})
     after = evaluated({1: [1.0, 0.0], 2: [1.0, 1.0], 3: [0.0, 0.0]})
-    found = change(before, after)
+    found = compare(before, after)
     assert found["pass_at_1_change"] == (1 / 2 + 1 / 2) / 2
     assert found["pass_at_2_change"] == (1 + 0) / 2
     assert found["pass_at_1_change_low"] == pytest.approx(1 / 2, abs=1e-6)  # both rose alike: only rounding is left
@@ -158,5 +157,4 @@ def test_nothing_to_evaluate_on_is_an_error():
 def test_a_metric_in_words():
     summary = {"pass_at_1": 0.123, "pass_at_1_low": 0.1, "pass_at_1_high": 1.0, "reward_mean": -0.5}
     assert interval(summary, "pass_at_1") == "pass@1       12.3%   95 % interval 10.0% to 100.0%"
-    assert label("some/dir/model") == "model"
     assert interval(summary, "reward_mean") == "reward mean -0.500   95 % interval – to –"

@@ -107,11 +107,7 @@ def test_the_best_policy_is_kept_with_what_was_found_of_it(sets):
 
 
 @pytest.mark.usefixtures("shared_templates")
-def test_the_least_can_be_the_best_and_no_weights_are_kept_unless_asked(model, tmp_path, plain):
-    result = run(model, tmp_path, evaluation={"best": "reward_mean", "best_is": "least", "samples": 2})
-    best = json.loads((result.run / "weights" / "best" / "evaluation.json").read_bytes())
-    means = [s["reward_mean"] for s in load_evaluations(result.run)[1:]]
-    assert (best["value"], best["best"]) == (min(means), "reward_mean")
+def test_no_best_weights_are_kept_unless_asked(plain):
     assert not (plain.run / "weights" / "best").exists()
 
 

@@ -10,7 +10,7 @@ from tiny import save_tiny
 
 from lagrpo.errors import SettingsError
 from lagrpo.settings.schema import Settings
-from lagrpo.training import evaluate
+from lagrpo.training import evaluation
 from lagrpo.training import explain as meaning
 from lagrpo.training.checks import check_settings
 from lagrpo.training.explain import activation_bytes, expected_memory
@@ -157,6 +157,6 @@ def test_what_is_explained_is_refused_where_it_cannot_run(tmp_path):
 
 
 def test_the_examples_in_the_docstrings():
-    results = doctest.testmod(evaluate)
+    results = doctest.testmod(evaluation)
     assert results.attempted > 0
     assert results.failed == 0

@@ -33,7 +33,6 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": {*LEAVES, "model", "settings", "workers"},
     "terminal": {*SMALL, "core", "runs", "tasks"},
     "view": {*SMALL, "core", "model", "runs", "settings", "terminal"},  # model: where embedded models lie
-    "trackers": {*SMALL, "settings"},
     # What replays a run imports none of what made it: neither model, rollout, cpu nor the loop.
     "replay": {*SMALL, "core", "model", "runs", "rewards", "settings", "tasks"},
 }
@@ -150,7 +149,7 @@ def test_the_package_itself_loads_what_must_come_before_pytorch_and_nothing_else
         "terminal.display",
         "model.embedded",
         "rollout.schedule",
-        "trackers",
+        "training.trackers",
         "env",
     ],
 )

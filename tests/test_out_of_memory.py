@@ -14,7 +14,7 @@ from lagrpo import cli
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.runs import load_metrics
 from lagrpo.training import build
-from lagrpo.training import evaluating as evaluate
+from lagrpo.training import evaluate_model as evaluate
 from lagrpo.training.memory import NoMemoryError, explained
 from lagrpo.training.run import train
 from lagrpo.training.trainer import Trainer

@@ -17,7 +17,7 @@ from lagrpo.errors import SettingsError
 from lagrpo.runs import Run
 from lagrpo.settings.schema import EvalSettings, ModelSettings
 from lagrpo.training.build import loading
-from lagrpo.training.evaluating import evaluate_model
+from lagrpo.training.evaluate_model import evaluate_model
 from lagrpo.training.run import train
 
 HERE = Path(__file__).parent

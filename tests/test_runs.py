@@ -254,11 +254,6 @@ def test_documented_query_runs_on_the_files(sampled):
     assert found.fetchall() == [(8, "2+8=", 0.0, 5, 2), (3, "2+3=", 0.5, 5, 2)]
 
 
-def test_completion_without_an_outcome_is_rejected():
-    with pytest.raises(ValueError, match="judge the groups first"):
-        list(rollout_rows([group(1, completion(None))], [[{}]], batch=1, stage=1, pi_k_version=0))
-
-
 def test_batches_are_chosen_by_number(sampled):
     judged = group(1, completion(Outcome.scored(1.0)))
     sampled.record_rollouts(7, list(rollout_rows([judged], [[{}]], batch=7, stage=1, pi_k_version=4)))

@@ -102,7 +102,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(model, tmp_path):
     given = settings(model, tmp_path, schedule={"v": 3}, run={"checkpoint_every": 1, "keep_checkpoints": 5})
     whole = lagrpo.train(given).run
     stopped = cut_to(whole, 1, tmp_path / "cut")
-    assert list((stopped / "checkpoints").glob("*/waiting.parquet"))
+    assert list((stopped / "checkpoints").glob("*/rollouts.parquet"))
     assert go_on(stopped).batches == 3
     assert load_rollouts(stopped) == load_rollouts(whole)
     assert without_timings(load_metrics(stopped)) == without_timings(load_metrics(whole))

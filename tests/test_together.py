@@ -21,10 +21,11 @@ from safetensors.torch import load_file
 from tiny import save_tiny
 from together import RankEndError, together
 
-from lagrpo import Observer, train
+from lagrpo import Callback, train
 from lagrpo.runs import load_events, load_metrics
-from lagrpo.runs.checkpoints import Checkpoints
+from lagrpo.terminal.display import Display
 from lagrpo.training import build, checkpoint
+from lagrpo.training.checkpoint import find_checkpoint
 from lagrpo.training.run import Result
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
@@ -147,22 +148,23 @@ def test_fsdp2_ranks_make_the_run_of_one(settings, alone, kinds, kind, size, hos
     assert said == f"layers, each over {size // hosts} ranks"
 
 
-class Signal(Observer):
+class Signal(Callback):
     """Sends a signal to a process in the first phase of this name after so many batches."""
 
     def __init__(self, phase: str, number: int, pid: Callable[[], int], after: int) -> None:
         self.wanted, self.number, self.pid, self.after, self.batches = phase, number, pid, after, 0
+        Display.phase = lambda display, name: self.phase(name)  # type: ignore[method-assign]
 
     def phase(self, name: str) -> None:
         if name == self.wanted and self.batches >= self.after:
             self.wanted = ""
             os.kill(self.pid(), self.number)
 
-    def batch(self, step, metrics, rollouts) -> None:
-        self.batches = step.b
+    def on_batch(self, metrics, rollouts) -> None:
+        self.batches = metrics["batch"]
 
 
-def strike(root: Path, phase: str, number: int, victim: int, rank: int, after: int = 2) -> list[Observer]:
+def strike(root: Path, phase: str, number: int, victim: int, rank: int, after: int = 2) -> list[Callback]:
     """On rank 0: send the signal to rank `victim` in that phase."""
     (root / f"pid-{rank}").write_text(str(os.getpid()))
     return [Signal(phase, number, lambda: int((root / f"pid-{victim}").read_text()), after)] if rank == 0 else []
@@ -177,7 +179,7 @@ def test_killed_rank_ends_the_run_and_leaves_a_whole_checkpoint(settings, tmp_pa
     first, killed = together(2, settings("run", KINDS["asking ahead"], sharded(shard)), prepare)
     assert killed is None
     assert isinstance(first, RankEndError)
-    last, complaints = Checkpoints(tmp_path / "run").newest()
+    last, complaints = find_checkpoint(tmp_path / "run" / "checkpoints")
     assert last is not None
     assert not complaints
     assert load_events(tmp_path / "run")[-1]["status"] == "failed"
@@ -211,7 +213,7 @@ def test_rank_that_raises_ends_the_run_on_all_ranks(settings, tmp_path, failing,
     assert "nothing left" in str(found[failing])
     assert isinstance(found[1 - failing], RankEndError)
     assert "still runs" not in str(found[1 - failing])
-    last, complaints = Checkpoints(tmp_path / "run").newest()
+    last, complaints = find_checkpoint(tmp_path / "run" / "checkpoints")
     assert last is not None
     assert not complaints
 
@@ -255,7 +257,7 @@ def test_stopped_run_resumes_to_the_bit(settings, whole, tmp_path, phase, shard,
     stopped = only_result(together(2, settings("run", KINDS["asking ahead"], sharded(shard)), prepare))
     assert stopped.interrupted == signal.SIGTERM
     assert after <= stopped.batches < 6
-    assert after < 4 or [*(stopped.run / "checkpoints" / "weights").iterdir()]
+    assert after < 4 or [*(stopped.run / "checkpoints").glob("step-*/weights-v*")]
     again = only_result(together(2, {"run": {"resume": str(stopped.run)}}))
     found, expected = leaves(again.run, exact=True), leaves(whole("asking ahead", shard), exact=True)
     assert [key for key in expected if found.get(key) != expected[key]] == []
@@ -312,7 +314,7 @@ def test_full_disk_on_one_rank_leaves_the_checkpoint_before(settings, tmp_path):
     first, other = together(2, settings("run"), fill_disk)
     assert isinstance(first, RankEndError)
     assert str(other).startswith("CheckpointError: rank 1 could not write")
-    last, _ = Checkpoints(tmp_path / "run").newest()
+    last, _ = find_checkpoint(tmp_path / "run" / "checkpoints")
     assert last is not None
     assert last.batch == 2
 

@@ -20,7 +20,7 @@ from lagrpo import train
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
 from lagrpo.settings.toml import load_settings
-from lagrpo.trackers import Trackers, check_installed
+from lagrpo.training.trackers import Trackers, check_installed
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
 
@@ -172,9 +172,10 @@ def test_a_package_that_raises_is_disabled_with_one_warning(begin, install, capl
 
 def test_no_secret_reaches_a_tracker(install, tmp_path):
     package, trackers = install("trackio"), Trackers(["trackio"], 8)
-    settings = {"task": {"data": "https://me:planted@host/?token=planted"}, "paths": [Path("key=planted"), 3]}
-    trackers.open(tmp_path, settings, {"id": "0", "command": "train --key planted"}, None)
-    trackers.batch(SimpleNamespace(b=1), {"loss": None}, [{"text": "a key=planted", "reason": "token=planted"}])
+    settings: dict[str, Any] = {"run": {"directory": str(tmp_path), "name": "run"}, "paths": [Path("key=planted"), 3]}
+    settings["task"] = {"data": "https://me:planted@host/?token=planted"}
+    trackers.on_start(settings, {"id": "0", "command": "train --key planted"}, 0)
+    trackers.on_batch({"batch": 1, "loss": None}, [{"text": "a key=planted", "reason": "token=planted"}])
     assert package.named("init")[0][1]["config"]["paths"] == ["key=***", 3]
     assert "a key=***" in str(package.named("log")[-1])
     assert "planted" not in str(package.calls)

@@ -26,8 +26,8 @@ from lagrpo.runs.reading import rollout_batches
 from lagrpo.settings.schema import Settings, TaskSettings
 from lagrpo.settings.toml import load_settings, to_toml
 from lagrpo.training.beginning import READ_OF_TASK
+from lagrpo.training.callbacks import Callback
 from lagrpo.training.master_weights import MasterWeights
-from lagrpo.training.observers import Observer
 from lagrpo.training.run import Result, train
 from lagrpo.training.trainer import Trainer
 
@@ -244,49 +244,46 @@ def test_a_reward_of_another_signature_is_rejected(settings):
         train(settings(), task=replace(load(), reward=lambda text, gold: 1.0))
 
 
-class Log(Observer):
-    """What an observer is told, in order."""
+class Log(Callback):
+    """What a callback is told, in order."""
 
     def __init__(self, fails_at: int = 0) -> None:
         self.told: list[Any] = []
         self.fails_at = fails_at
 
-    def start(self, settings, environment):
-        self.told.append(("start", settings["run"]["name"], environment["device"]))
+    def on_start(self, settings, environment, batch):
+        self.told.append(("start", settings["run"]["name"], environment["device"], batch))
 
-    def batch(self, step, metrics, rollouts):
-        self.told.append(("batch", step.b, metrics["batch"], len(rollouts), step.state.batch))
-        if step.b == self.fails_at:
+    def on_batch(self, metrics, rollouts):
+        self.told.append(("batch", metrics["batch"], len(rollouts)))
+        if metrics["batch"] == self.fails_at:
             raise RuntimeError("the tracker is gone")
 
-    def evaluation(self, name, batch, summary, records):
-        self.told.append(("evaluation", name, batch, summary["prompts"], len(records)))
+    def on_evaluation(self, name, summary, records):
+        self.told.append(("evaluation", name, summary["batch"], summary["prompts"], len(records)))
 
-    def end(self, status, detail):
+    def on_end(self, status, detail):
         self.told.append(("end", status, detail))
 
 
-def test_observers_are_told_what_the_files_say(settings):
+def test_callbacks_get_what_the_files_say(settings):
     log = Log()
-    result = train(settings(run={"name": "seen"}, schedule={"batches": 2}), observers=[log])
+    result = train(settings(run={"name": "seen"}, schedule={"batches": 2}), callbacks=[log])
     assert log.told == [
-        ("start", "seen", "cpu"),
+        ("start", "seen", "cpu", 0),
         ("evaluation", "before", 0, 2, 2),
-        ("batch", 1, 1, 8, 1),
-        ("batch", 2, 2, 8, 2),
+        ("batch", 1, 8),
+        ("batch", 2, 8),
         ("evaluation", "after", 2, 2, 2),
         ("end", "finished", "Finished."),
     ]
     assert [m["batch"] for m in load_metrics(result.run)] == [1, 2]
 
 
-def test_an_object_that_is_no_observer_is_refused_before_anything_is_loaded(settings, capsys):
-    stranger: Any = object()
-    with pytest.raises(TypeError, match="has no method start, phase, batch, evaluation, note, end; inherit from"):
-        train(settings(), observers=[stranger])
-    a_class: Any = Observer
-    with pytest.raises(TypeError, match=r"observers: .*Observer'> is a class; pass an instance of it"):
-        train(settings(), observers=[a_class])
+@pytest.mark.parametrize("stranger", [object(), Callback])
+def test_object_that_is_not_a_callback_is_rejected_before_anything_is_loaded(settings, capsys, stranger):
+    with pytest.raises(TypeError, match=r"callbacks: .* inherits lagrpo.Callback"):
+        train(settings(), callbacks=[stranger])
     assert "loading" not in capsys.readouterr().out
 
 
@@ -303,14 +300,15 @@ def test_what_is_no_settings_or_no_task_is_refused_before_anything_is_loaded(giv
     assert "loading" not in capsys.readouterr().out
 
 
-def test_an_observer_that_fails_ends_the_run_and_is_told_so(settings, tmp_path):
+def test_callback_that_raises_ends_the_run_after_its_batch(settings, tmp_path):
     log = Log(fails_at=2)
     with pytest.raises(RuntimeError, match="the tracker is gone"):
-        train(settings(), observers=[log])
+        train(settings(), callbacks=[log])
     assert log.told[-1][:2] == ("end", "failed")
     (directory,) = (tmp_path / "runs").iterdir()
     assert (directory / "weights" / "final" / "model.safetensors").is_file()
     assert [m["batch"] for m in load_metrics(directory)] == [1, 2]  # the files come first
+    assert train({"run": {"resume": str(directory), "display": "none"}}).batches == 3
 
 
 # Options

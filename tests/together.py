@@ -15,11 +15,11 @@ from typing import Any
 
 from warm import forks
 
-from lagrpo.training.observers import Observer
+from lagrpo.training.callbacks import Callback
 
 DEADLINE = 180.0  # seconds for a run of several ranks on a busy machine
 GRACE = 20.0  # seconds for each of the others, when one has failed
-Prepare = Callable[[int], Sequence[Observer]]
+Prepare = Callable[[int], Sequence[Callback]]
 
 
 class RankEndError(Exception):
@@ -30,7 +30,7 @@ def together(
     size: int, settings: dict[str, Any], prepare: Prepare | None = None, restarts: int = 0, hosts: int = 1
 ) -> list[Any]:
     """A run of `size` ranks: what each returns, RankEndError if it raises, None if it was killed. On every rank
-    `prepare(rank)`, which must be importable, comes first, and gives its observers."""
+    `prepare(rank)`, which must be importable, comes first, and gives its callbacks."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     processes, ends = [], list[Connection]()
@@ -74,8 +74,8 @@ def _be_rank(end: Connection, environment: dict[str, str], settings: dict[str, A
 
     ranks.TIMEOUT = timedelta(seconds=60)
     try:
-        observers = prepare(int(environment["RANK"])) if prepare is not None else ()
-        end.send(train(settings, observers=observers))
+        callbacks = prepare(int(environment["RANK"])) if prepare is not None else ()
+        end.send(train(settings, callbacks=callbacks))
     except BaseException as error:  # noqa: BLE001 - the test is told
         said = f"{type(error).__name__}: {error}"
         end.send(RankEndError("\n".join([said, *getattr(error, "__notes__", ()), traceback.format_exc()])))

@@ -23,7 +23,7 @@ from .measures import metrics_of
 from .statistics import Cell, Values, Verdict, judge, paired_differences, parse_claim
 
 Sections = dict[str, dict[str, Any]]
-DEFAULTS = {"run": {"save_weights": False, "keep_optimizer": False}}  # unless the study says otherwise
+DEFAULTS = {"run": {"save_weights": False, "keep_checkpoints": 0}}  # unless the study says otherwise
 
 
 class Claim(Section):

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from lagrpo.threads import shorten_spin
 
 if TYPE_CHECKING:
-    from lagrpo.training.observers import Observer
+    from lagrpo.training.callbacks import Callback
     from lagrpo.training.run import Result, train
 
 shorten_spin()  # before PyTorch loads OpenMP
 
-__all__ = ["Observer", "Result", "train"]
+__all__ = ["Callback", "Result", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -156,7 +156,7 @@ def evaluate(words: list[str]) -> None:
     from lagrpo.training.checks import check_evaluation
 
     check_evaluation(settings)
-    from lagrpo.training.evaluating import evaluate_model
+    from lagrpo.training.evaluate_model import evaluate_model
     from lagrpo.training.run import FAILURES
 
     with failing(*FAILURES):

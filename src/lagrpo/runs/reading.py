@@ -58,15 +58,6 @@ def load_events(run: Run | Path | str) -> list[dict[str, Any]]:
     return _load_lines(open_run(run).events)
 
 
-def load_until(path: Path, length: int) -> list[dict[str, Any]]:
-    """The objects in the first `length` bytes of metrics.jsonl or events.jsonl. Raises ValueError if these are not
-    there, do not end with a line, or have a broken one."""
-    text = path.read_bytes()[:length] if path.exists() else b""
-    if len(text) < length or not text.endswith(b"\n" if length else b""):
-        raise ValueError(f"{path} is not as it was when the checkpoint was made, after {length} bytes")
-    return _load_objects(path, text)
-
-
 def _load_lines(path: Path) -> list[dict[str, Any]]:
     return _load_objects(path, path.read_bytes()) if path.exists() else []
 

@@ -86,8 +86,7 @@ def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
 
 
 def _completion_columns(completion: Completion, pi_k_version: int, rewards: Sequence[str]) -> dict[str, Any]:
-    if (outcome := completion.outcome) is None:
-        raise ValueError("a completion without an outcome cannot be recorded: judge the groups first")
+    outcome = completion.outcome  # None in a checkpoint: the completion was not scored yet
     versions = completion.versions[completion.sampled].tolist()
     return {
         "text": completion.text,
@@ -99,11 +98,11 @@ def _completion_columns(completion: Completion, pi_k_version: int, rewards: Sequ
         "pi_k_version": pi_k_version,
         "lag": pi_k_version - min(versions) if versions and min(versions) >= 0 else None,
         "finished": completion.finished,
-        "outcome": outcome.kind,
-        "reward": outcome.reward,
-        "reason": outcome.reason,
-        **{f"{REWARD}{name}": outcome.parts.get(name) for name in rewards},
-        **({"right": outcome.right} if rewards else {}),
+        "outcome": outcome.kind if outcome else None,
+        "reward": completion.reward,
+        "reason": outcome.reason if outcome else None,
+        **{f"{REWARD}{name}": outcome.parts.get(name) for name in rewards if outcome},
+        **({"right": outcome.right} if rewards and outcome else {}),
     }
 
 

@@ -56,10 +56,8 @@ class EvaluationSettings(Section):
     sets: tuple[EvaluationSet, ...] = ()
     """Several evaluations in place of one, each a table [[evaluation.sets]] (docs/evaluation.md)."""
     best: str | None = None
-    """Which result makes the best policy, such as pass_at_1, or SET.pass_at_1 with sets: the policy with the best one
-    is kept in weights/best. Unset: no weights are kept for that."""
-    best_is: Literal["greatest", "least"] = "greatest"
-    """Whether a greater or a smaller result is better."""
+    """Which result makes the best policy, such as pass_at_1, or SET.pass_at_1 with sets: the policy with the greatest
+    one is kept in weights/best. Unset: no weights are kept for that."""
 
     @model_validator(mode="after")
     def _check_sets(self) -> EvaluationSettings:

@@ -39,15 +39,10 @@ class RunSettings(Section):
     """Minutes between checkpoints, from which a run that was stopped or killed goes on; 0: none by time."""
     checkpoint_every: int = Field(default=0, ge=0)
     """Also write a checkpoint every so many batches; 0: only by time."""
-    keep_checkpoints: int = Field(default=2, ge=1)
-    """How many of the last checkpoints stay on disk, beside the one of the best evaluation."""
-    keep_optimizer: bool = True
-    """Keep a checkpoint of the finished run, so that it can be trained further: masters and moments take 12 bytes a
-    parameter."""
+    keep_checkpoints: int = Field(default=2, ge=0)
+    """How many of the last checkpoints stay on disk; 0: one, until the run is finished."""
     resume: str | None = None
     """Directory of a run to go on with, or auto: the run called run.name where it is there, else a new one."""
-    allow: tuple[str, ...] = ()
-    """Settings that may differ from those of the run to go on with, such as optimizer.lr."""
     score_lag: bool = True
     """Where alpha lags, also score the completions that the loss leaves out, so that the metrics of the lag cover all
     completions. Without it these metrics are null where the loss leaves any out. The schedule budget needs it."""
@@ -65,8 +60,6 @@ class RunSettings(Section):
     def _check_resume(self) -> RunSettings:
         if self.resume == "auto" and self.name is None:
             raise ValueError('resume = "auto" looks for a run by its name: set run.name')
-        if self.allow and self.resume is None:
-            raise ValueError("allow names settings in which a resumed run may differ: set run.resume, too")
         if len(set(self.trackers)) < len(self.trackers):
             raise ValueError("trackers: the same one is there twice")
         return self

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on, and at its end.
+"""What a run shows while it goes on, and at its end. It is called as a callback is (training/callbacks.py).
 
 On a terminal: a table of the last batches, a progress bar and what is being done right now. Elsewhere (a file, a pipe,
 a CI log): one line per batch under a header. A metric without a value is "–".
@@ -92,12 +92,12 @@ class Display:
     def __init__(self, console: Console) -> None:
         self.console = console
 
-    def start(self, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None: ...
+    def on_start(self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int) -> None: ...
     def phase(self, name: str) -> None: ...
-    def batch(self, step: Any, metrics: Metrics, rollouts: Sequence[Metrics]) -> None: ...
-    def evaluation(self, name: str, batch: int, summary: Metrics, records: Sequence[Metrics]) -> None: ...
+    def on_batch(self, metrics: Metrics, rollouts: Sequence[Metrics]) -> None: ...
+    def on_evaluation(self, name: str, summary: Metrics, records: Sequence[Metrics]) -> None: ...
     def note(self, text: str) -> None: ...
-    def end(self, status: str, detail: str) -> None: ...
+    def on_end(self, status: str, detail: str) -> None: ...
 
 
 class PlainDisplay(Display):
@@ -106,7 +106,7 @@ class PlainDisplay(Display):
     title, total = "", 0
     rows: tuple[Metrics, ...] = ()  # the last batches; replaced, never changed in place: a thread may be drawing them
 
-    def start(self, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+    def on_start(self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int) -> None:
         run, schedule = settings["run"], settings["schedule"]
         self.title, self.total = run["name"], schedule["stages"] * schedule["batches"]
         self.path, self.range = Path(run["directory"]) / run["name"], settings["task"]["reward_range"]
@@ -116,7 +116,7 @@ class PlainDisplay(Display):
     def show_start(self) -> None:
         self.note(f"{self.title}: {self.total} batches\n{LEGEND}")
 
-    def batch(self, step: Any, metrics: Metrics, rollouts: Sequence[Metrics]) -> None:
+    def on_batch(self, metrics: Metrics, rollouts: Sequence[Metrics]) -> None:
         first, columns = not self.rows, columns_for(119)
         self.rows = (*self.rows, dict(metrics))[-ROWS:]
         if first:
@@ -124,7 +124,7 @@ class PlainDisplay(Display):
         texts = [column.text(metrics).rjust(column.width) for column in columns]
         self.note("  ".join([*texts, self.time_left().rjust(8)]))
 
-    def evaluation(self, name: str, batch: int, summary: Metrics, records: Sequence[Metrics]) -> None:
+    def on_evaluation(self, name: str, summary: Metrics, records: Sequence[Metrics]) -> None:
         self.evaluations[name] = summary, records[:SHOWN]
 
     def note(self, text: str) -> None:
@@ -140,7 +140,7 @@ class PlainDisplay(Display):
         """How many batches are finished."""
         return int(finite(self.rows[-1].get("batch")) or 0) if self.rows else 0
 
-    def end(self, status: str, detail: str) -> None:
+    def on_end(self, status: str, detail: str) -> None:
         """Unless the run failed, print pass@1 before and after, completions side by side, and the next commands."""
         if status == "failed":
             return
@@ -186,16 +186,16 @@ class LiveDisplay(PlainDisplay):
     def phase(self, name: str) -> None:
         self._phase = (name, time.monotonic())
 
-    def batch(self, step: Any, metrics: Metrics, rollouts: Sequence[Metrics]) -> None:
+    def on_batch(self, metrics: Metrics, rollouts: Sequence[Metrics]) -> None:
         self.rows = (*self.rows, dict(metrics))[-ROWS:]
 
     def note(self, text: str) -> None:
         self.console.print(Text(visible(text), style="dim"))
 
-    def end(self, status: str, detail: str) -> None:
+    def on_end(self, status: str, detail: str) -> None:
         self._phase = ("", time.monotonic())
         self._live.stop()
-        super().end(status, detail)
+        super().on_end(status, detail)
 
     def render(self) -> Group:
         """What is on the screen right now."""

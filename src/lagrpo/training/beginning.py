@@ -40,7 +40,7 @@ def write_config(parts: Parts) -> str:
     kind = type(parts.task)
     read = f"of [task] only {' and '.join(name + what for name, what in READ_OF_TASK.items())} were read"
     own = f"# The task was the caller's own object, a {kind.__module__}.{kind.__qualname__}; {read}.\n"
-    of_run = parts.settings.run.model_copy(update={"resume": None, "allow": ()})  # given anew each time
+    of_run = parts.settings.run.model_copy(update={"resume": None})  # given anew each time
     return (own if parts.own_task else "") + to_toml(parts.settings.model_copy(update={"run": of_run}))
 
 

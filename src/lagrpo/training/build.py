@@ -37,7 +37,6 @@ from lagrpo.tasks import Task, check_task, load_task
 from lagrpo.tasks.environments import load_environment
 from lagrpo.training.checks import chat_template
 from lagrpo.training.environments import OF_RUN, check_environment, find_talks, replied
-from lagrpo.training.exams import Exam, build_exams, concerning_set
 from lagrpo.training.ranks import (
     FirstRankEvaluator,
     FirstRankSampler,
@@ -143,7 +142,6 @@ class Parts:
     learner: Trainer  # with the policy, the recipe and the reference
     sampler: LocalSampler | VllmEngine | FirstRankSampler
     evaluator: LocalSampler | VllmEvaluator | FirstRankEvaluator
-    exams: tuple[Exam, ...]  # evaluation sets
     prefetcher: Prefetcher
     prompts: PromptSource
     offline: OfflineData | None  # completions of files
@@ -151,9 +149,10 @@ class Parts:
     schedule: Schedule
     check_parity: WeightSyncCheck | None  # None if the run asks for no check
     check_evaluated: WeightSyncCheck | None = None  # of servers that evaluate
-    others: Sequence[RewardPool] = ()  # of evaluation sets with their own tasks
+    others: Mapping[str, tuple[Task, RewardPool]] = field(default_factory=dict)  # of evaluation sets
     ranks: Ranks = field(default_factory=Ranks)
     talking: Mapping[str, Episodes] = field(default_factory=dict)  # environments of the run and of evaluation sets
+    asking: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what the prompts of these need
     skeleton: Any = None  # the model of transformers without its numbers, if layers are sharded
 
     @staticmethod
@@ -205,7 +204,6 @@ class Parts:
             learner=learner,
             sampler=sampler,
             evaluator=build_vllm_evaluator(sampler) if lent else evaluator,
-            exams=build_exams(settings, policy, prompts, verifier, others, asking),
             prefetcher=Prefetcher(sampler, prompts.batch, settings.sampling.G),
             prompts=prompts,
             offline=offline,
@@ -213,7 +211,8 @@ class Parts:
             schedule=Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.delta),
             check_parity=check,
             check_evaluated=build_parity_check(settings, policy, prompts, sampler) if check and lent else None,
-            others=[judging for _, judging in others.values()],
+            others=others,
+            asking=asking,
             ranks=ranks,
             talking=talking,
             skeleton=skeleton,
@@ -255,8 +254,9 @@ class Parts:
 
     def close(self) -> None:
         """End the workers and the servers that were started."""
+        judges = [judge for _, judge in self.others.values()]
         with ExitStack() as last:
-            for part in (self.sampler, self.verifier, *self.others):
+            for part in (self.sampler, self.verifier, *judges):
                 last.callback(part.close)
             for episodes in self.talking.values():
                 last.callback(episodes.environments.close)
@@ -268,6 +268,16 @@ class Parts:
             earlier = len([*run.glob("vllm-*.log")])  # of the servers of a run that is resumed
             for number, server in enumerate(own.servers, start=1 + earlier):
                 server.keep_log(run / f"vllm-{number}.log")
+
+
+@contextmanager
+def concerning_set(name: str) -> Iterator[None]:
+    """Inside, errors of settings and data name the evaluation set."""
+    try:
+        with refusing():
+            yield
+    except SettingsError as error:
+        raise SettingsError(f"evaluation.sets, {name!r}: {error}") from error
 
 
 def check_same_model(ranks: Ranks, own: str) -> str:

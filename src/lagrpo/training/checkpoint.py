@@ -1,256 +1,386 @@
-"""From the parts of a run to a checkpoint, and back.
+"""Checkpoints: what a run needs to resume after a batch, to the bit.
 
-A checkpoint is the end of a batch. It holds what the batches to come depend on: π with its masters and moments, the
-state of the loop, the weights of α and π_ref where they are other versions, completions that were sampled ahead, and
-what the parity check compares with. Random numbers have addresses, so none of their state is there; completions that
-were under way are drawn again, token for token.
+    checkpoints/step-000120/trainer.safetensors          float32 master weights and AdamW's moments, one file per rank
+                            weights-v000110.safetensors  weights of α or π_ref, if they are other versions than π
+                            rollouts.parquet             finished rollouts that wait for their batch
+                            state.json                   the loop's state, and the size of every file
+
+A directory is written under a temporary name, synced to the disk and renamed, so a checkpoint is whole or absent.
+Random numbers are keyed: a checkpoint has no generator's state, and unfinished completions are sampled again, token for
+token.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
+import json
+import math
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lagrpo.errors import SettingsError
 from lagrpo.rollout.schedule import LoopState
-from lagrpo.runs.checkpoints import (
-    Checkpoint,
-    CheckpointError,
-    Checkpoints,
-    Content,
-    completion_of,
-    learner_file,
-    save_tensors,
+from lagrpo.runs.files import (
+    numbered,
+    remove_directory,
+    to_json,
+    write_atomically,
+    write_directory_atomically,
+    write_table,
 )
-from lagrpo.runs.files import write_atomically
-from lagrpo.training.build import Parts
+from lagrpo.runs.rollouts import rollout_rows, rollout_schema
 from lagrpo.training.optimizer_state import MergedState
-from lagrpo.training.ranks import Ranks
-from lagrpo.types import Group
+from lagrpo.types import Completion, Group, Outcome
 
+if TYPE_CHECKING:
+    from lagrpo.training.build import Parts
+
+SCHEMA = "lagrpo.checkpoint/2"
+STATE, ROLLOUTS = "state.json", "rollouts.parquet"
 DEADLINE = 3600.0  # seconds for the disk to take a checkpoint
 
 
-def copied(tensor: Tensor) -> Tensor:
-    """In the host's memory, which the run does not change."""
-    return tensor.detach().to("cpu", copy=True)
+class CheckpointError(OSError):
+    """A checkpoint cannot be written or read."""
+
+
+class SavedTensors(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, each read when it is asked for. It pickles as its path."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._file = path, safe_open(path, framework="pt")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SavedTensors, (self.path,)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.keys())
+
+    def __len__(self) -> int:
+        return len(self._file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file.get_tensor(name)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class Checkpoint:
+    """A whole checkpoint."""
+
+    path: Path
+    state: Mapping[str, Any]
+
+    @property
+    def batch(self) -> int:
+        return self.state["loop"]["batch"]
+
+    def load_trainer(self) -> MergedState:
+        """The state of all ranks' trainers, read as one: a trainer on any number of ranks takes its part."""
+        return MergedState([SavedTensors(file) for file in sorted(self.path.glob("trainer*.safetensors"))])
+
+    def load_weights(self, version: int) -> SavedTensors:
+        return SavedTensors(self.path / _weights_file(version))
+
+    def load_rollouts(self) -> list[dict[str, Any]]:
+        import pyarrow.parquet as pq
+
+        path = self.path / ROLLOUTS
+        return pq.read_table(path).to_pylist() if path.exists() else []
+
+
+def find_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint in a folder, and what is wrong with newer ones."""
+    problems = []
+    for _, path in sorted(numbered(folder, "step-").items(), reverse=True):
+        try:
+            state = json.loads((path / STATE).read_bytes())
+            if state["schema"] != SCHEMA:
+                raise ValueError(f"it is written in {state['schema']}; this version of lagrpo reads {SCHEMA}")
+            if wrong := [name for name, size in state["files"].items() if (path / name).stat().st_size != size]:
+                raise ValueError(f"{wrong[0]} is not of the size that {STATE} says")
+            return Checkpoint(path, state), problems
+        except (OSError, ValueError, KeyError) as error:
+            problems.append(f"{path} is not a whole checkpoint: {error}")
+    return None, problems
+
+
+def _weights_file(version: int) -> str:
+    return f"weights-v{version:06d}.safetensors"
+
+
+def _trainer_file(rank: int, size: int) -> str:
+    return "trainer.safetensors" if size == 1 else f"trainer-{rank + 1:05d}-of-{size:05d}.safetensors"
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that the run does not change while they are written."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+class CheckpointManager:
+    """Writes checkpoints to a folder in the background, one at a time, and keeps the last `keep`. One is due every
+    `every` batches, and `minutes` after the last one (0: never for that reason). With several ranks each has a manager:
+    rank 0 calls `save`, the others `save_shard`, in the same batches. A rank that cannot write ends."""
+
+    def __init__(
+        self, folder: Path, every: int = 0, minutes: float = 0.0, keep: int = 2, rank: int = 0, size: int = 1
+    ) -> None:
+        self.folder, self.every, self.minutes, self.keep = folder, every, minutes, keep
+        self.rank, self.size = rank, size
+        self.written: list[int] = []
+        """batches of the whole checkpoints, oldest first"""
+        self._news: list[dict[str, Any]] = []
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self._closed, self._last = threading.Event(), time.monotonic()
+
+    def is_due(self, batch: int) -> bool:
+        by_time = self.minutes > 0 and time.monotonic() - self._last >= 60 * self.minutes
+        return by_time or (self.every > 0 and batch % self.every == 0)
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        trainer: Mapping[str, Tensor],
+        weights: Mapping[int, Mapping[str, Tensor]],
+        rollouts: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Write the checkpoint of the batch state["loop"]["batch"], once the one before is written: the state of this
+        rank's trainer, weights of other policies by version (on the host), and rows of rollouts. Raises CheckpointError
+        if the one before could not be written."""
+        self.wait()
+        files = {_weights_file(version): tensors for version, tensors in weights.items()}
+        files[_trainer_file(0, self.size)] = _on_host(trainer)
+        self._writing, self._last = self._pool.submit(self._write, dict(state), files, rollouts), time.monotonic()
+
+    def save_shard(self, batch: int, trainer: Mapping[str, Tensor]) -> None:
+        """On the other ranks: write the state of this rank's trainer."""
+        self.wait()
+        self._writing = self._pool.submit(self._write_shard, batch, _on_host(trainer))
+
+    def pop_news(self) -> list[dict[str, Any]]:
+        """Batch, bytes and seconds of each checkpoint that was written since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def wait(self) -> None:
+        """Return when everything is on the disk. Raises CheckpointError if it could not be written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result(DEADLINE)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def prune(self, keep: Sequence[int]) -> None:
+        """Remove the checkpoints of other batches."""
+        for batch, path in numbered(self.folder, "step-").items():
+            if batch not in keep and path.is_dir():
+                remove_directory(path)
+
+    def _write(self, state: dict[str, Any], files: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        started, batch = time.monotonic(), state["loop"]["batch"]
+        path = self.folder / f"step-{batch:06d}"
+        try:
+            write_directory_atomically(path, partial(self._fill, state, files, rows))
+        except Exception as error:
+            raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
+        self.written = [*self.written, batch][-max(1, self.keep) :]
+        self.prune(self.written)
+        size = sum(file.stat().st_size for file in path.iterdir())
+        self._news.append({"batch": batch, "bytes": size, "seconds": time.monotonic() - started})
+
+    def _fill(self, state: dict[str, Any], files: Mapping[str, Any], rows: Any, folder: Path) -> None:
+        for name, tensors in files.items():
+            save_tensors(tensors, folder / name)
+        if rows:
+            write_table(folder / ROLLOUTS, rows, rollout_schema())
+        self._take_shards(state["loop"]["batch"], folder)
+        sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+        (folder / STATE).write_text(to_json({"schema": SCHEMA, "files": sizes, **state}) + "\n")
+
+    def _shards(self, batch: int) -> Path:
+        return self.folder / f".step-{batch:06d}.0-00000000.tmp"
+
+    def _write_shard(self, batch: int, trainer: Mapping[str, Tensor]) -> None:
+        path = self._shards(batch) / _trainer_file(self.rank, self.size)
+        try:
+            write_atomically(path, partial(save_tensors, trainer))
+        except Exception as error:
+            raise CheckpointError(f"rank {self.rank} could not write {path}: {error}") from error
+        self.written.append(batch)
+
+    def _take_shards(self, batch: int, folder: Path) -> None:
+        """Wait for what the other ranks write, and move it into the folder."""
+        shards, end = self._shards(batch), time.monotonic() + DEADLINE
+        missing = {_trainer_file(rank, self.size) for rank in range(1, self.size)}
+        while missing:
+            for name in {name for name in missing if (shards / name).exists()}:
+                (shards / name).replace(folder / name)
+                missing.discard(name)
+            if missing and (self._closed.wait(0.05) or time.monotonic() > end):
+                raise OSError(f"{', '.join(missing)} did not come: all ranks need the run's directory")
+        if self.size > 1:
+            shards.rmdir()
+
+
+# From the parts of a run to a checkpoint, and back
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
     """Where a run stands after a batch: what the next weight sync changes, and π does not tell."""
 
-    state: LoopState
+    loop: LoopState
     version: int
     """of π"""
     parity: Mapping[str, Any] | None
-    """what the parity check compares with; None where there is none"""
+    """what the weight-sync check compares with; None without a check"""
     synced: Sequence[Tensor]
     """sample of the weights of the last sync"""
 
     @staticmethod
-    def of(a: Parts, state: LoopState) -> Stand:
+    def from_parts(a: Parts, loop: LoopState) -> TrainState:
         parity = a.check_parity.memory() if a.check_parity is not None else None
-        return Stand(state, a.learner.policy.version, parity, a.learner.synced)
+        return TrainState(loop, a.learner.policy.version, parity, a.learner.synced)
+
+
+def save_checkpoint(
+    manager: CheckpointManager, a: Parts, stand: TrainState, further: Mapping[str, Any], finish: bool = True
+) -> None:
+    """Save where the run stands and its policy; `further` goes into the JSON. Collective. With `finish` the local
+    engine completes what it was asked for first: it would do so before the next weight sync anyway, with the same rows
+    side by side, so that even inexact arithmetic repeats it."""
+    if finish and a.sampled is not None:
+        a.prefetcher.finish()
+    loop, version, reference = stand.loop, a.learner.policy.version, a.learner.reference
+    waiting, announced = a.prefetcher.waiting(loop.asked_ahead)
+    rows = [row for b, groups in waiting.items() for row in _rows(groups, b, version)]
+    alpha, of_alpha = a.sampler.current_weights() if needs_alpha(a, loop) else (None, {})
+    pi_ref = reference.version if reference is not None else None
+    weights = {} if reference is None else {reference.version: reference.weights}
+    weights |= {} if alpha is None else {alpha: of_alpha}
+    state = {
+        "loop": asdict(loop),
+        "versions": {"policy": version, "alpha": alpha, "pi_ref": pi_ref},
+        "announced": announced,
+        "parity": stand.parity,
+        "data": fingerprint_data(a),
+    }
+    others = {v: a.ranks.gather_whole(of) for v, of in weights.items() if v not in (0, version)}
+    if a.ranks.is_first:
+        trainer = a.learner.state() | {f"synced/{n}": tensor for n, tensor in enumerate(stand.synced)}
+        manager.save({**state, **further}, trainer, others, rows)
+    else:
+        manager.save_shard(loop.batch, a.learner.state())
+
+
+def needs_alpha(a: Parts, loop: LoopState) -> bool:
+    """Whether the engine will sample from its present weights once more."""
+    schedule = a.settings.schedule
+    prefetch = a.settings.sampling.prefetch and not a.settings.sampling.dynamic_sampling
+    due = a.schedule.next(loop, schedule.stages + 1, schedule.batches, prefetch)  # as if the run went on
+    return loop.alpha >= 0 and (a.prefetcher.missing(loop.asked_ahead) or (not due.reason and bool(due.to_generate)))
 
 
 def fingerprint_data(a: Parts) -> str:
-    """Tells the data of a run apart: the size of the split, the prompts of the first batch, the offline completions."""
+    """Tells data apart: the size of the split, the prompts of the first batch, the offline completions."""
     prompts = [(index, prompt.token_ids, str(prompt.gold)) for index, prompt in a.prompts.first]
     seen = repr((a.task.size("train"), prompts, str(a.offline)))
     return hashlib.blake2b(seen.encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 
-def capture(a: Parts, stand: Stand, further: Mapping[str, Any], path: Path, finish: bool = True) -> Content:
-    """The checkpoint, below `path`, of a run that stands there, its policy too; `further` goes into the JSON. With
-    `finish` the in-process sampler completes what was asked for first: it would do so before the next weight sync
-    anyway, and what it draws then has the same rows beside it, so that even arithmetic that is not exact repeats it."""
-    if finish and a.sampled is not None:
-        a.prefetcher.finish()
-    state = stand.state
-    waiting, announced = a.prefetcher.waiting(state.asked_ahead)
-    version, reference = a.learner.policy.version, a.learner.reference
-    pi_ref = reference.version if reference is not None else None
-    alpha, of_alpha = a.sampler.current_weights() if alpha_is_needed(a, state) else (None, {})
-    weights = {} if alpha is None or alpha in (0, version) else {alpha: of_alpha}
-    if reference is not None and pi_ref not in (0, version, *weights):
-        weights[reference.version] = {name: tensor for name, tensor in reference.weights.items() if a.ranks.is_first}
-    about = {
-        "data": fingerprint_data(a),
-        "loop": asdict(state),
-        "versions": {"policy": version, "alpha": alpha, "pi_ref": pi_ref},
-        "announced": announced,
-        "parity": stand.parity,
-    }
-    copies = {name: copied(tensor) for name, tensor in a.learner.state().items()}
-    if a.ranks.is_first:
-        copies |= {f"synced/{n}": tensor.cpu() for n, tensor in enumerate(stand.synced)}
-    kept = {version: {name: copied(tensor) for name, tensor in of.items()} for version, of in weights.items()}
-    if a.ranks.size == 1:
-        return Content(state.batch, {**about, **further}, copies, waiting, kept)
-    folder = a.ranks.from_first(lambda: path / f".learner.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    files = [folder / learner_file(rank, a.ranks.size) for rank in range(a.ranks.size)]
-    if a.ranks.is_first:
-        return Content(
-            state.batch, {**about, **further}, copies, waiting, kept, partial(a.ranks.await_files, files[1:])
+def restore_checkpoint(a: Parts, checkpoint: Checkpoint) -> LoopState:
+    """Restore newly built parts from a checkpoint. Each version goes where it was, and what the engine gets is checked
+    as after a weight sync. Raises SettingsError if the model or the data is not the run's, WeightSyncError if the
+    engine does not compute as the policy did, CheckpointError for files that cannot be read."""
+    _check_model_and_data(a, checkpoint.state)
+    try:
+        _load_versions(a, checkpoint)
+        rollouts = _groups(a, checkpoint.load_rollouts())
+    except SafetensorError as error:
+        raise CheckpointError(f"{checkpoint.path} cannot be read: {error}") from error
+    announced = {int(b): versions for b, versions in checkpoint.state["announced"].items()}
+    a.prefetcher.restore(rollouts, announced)
+    loop = checkpoint.state["loop"]
+    return LoopState(**{**loop, "prefetched": tuple(loop["prefetched"])})
+
+
+def _check_model_and_data(a: Parts, saved: Mapping[str, Any]) -> None:
+    if a.model != saved["model"]:
+        raise SettingsError(f"model.path = {a.settings.model.path!r} is not the model that the run began with")
+    if fingerprint_data(a) != saved["data"]:
+        raise SettingsError(
+            "task: the data has changed since the run began: its size, the prompts of the first batch or the offline "
+            "completions. Restore it, or start a new run"
         )
-    return Content(state.batch, {}, copies, {}, {}, lambda: [files[a.ranks.rank]])
 
 
-def alpha_is_needed(a: Parts, state: LoopState) -> bool:
-    """Whether the sampler will draw from its present weights once more."""
-    schedule = a.settings.schedule
-    prefetch = a.settings.sampling.prefetch and not a.settings.sampling.dynamic_sampling
-    due = a.schedule.next(state, schedule.stages + 1, schedule.batches, prefetch)  # as if the run went on
-    return state.alpha >= 0 and (a.prefetcher.missing(state.asked_ahead) or (not due.reason and bool(due.to_generate)))
-
-
-def restore(a: Parts, checkpoint: Checkpoint, model: str) -> LoopState:
-    """Put the parts, as they were just built, where they were. `model` is the fingerprint of the initial policy. Each
-    version goes where it was; what the sampler gets is proven as after a weight sync. Raises SettingsError where
-    model.path or the data is not the run's, WeightSyncError where the sampler does not compute as the policy did,
-    CheckpointError for files that cannot be read."""
-    saved = checkpoint.state
-    check_same(a, saved, model)
-    if a.check_parity is not None and saved["parity"] is not None:
-        a.check_parity.remember({**saved["parity"], "before": None})
-    pi, alpha, pi_ref = (saved["versions"][name] for name in ("policy", "alpha", "pi_ref"))
+def _load_versions(a: Parts, checkpoint: Checkpoint) -> None:
+    parity, versions = checkpoint.state["parity"], checkpoint.state["versions"]
+    pi, alpha, pi_ref = (versions[name] for name in ("policy", "alpha", "pi_ref"))
+    if a.check_parity is not None and parity is not None:
+        a.check_parity.remember({**parity, "before": None})
     for version in sorted({alpha, pi_ref, pi} - {None}, key=lambda v: (v == pi, v)):  # π last: it stays
-        load_version(a, checkpoint, version, pi)
+        if version == pi:
+            state = checkpoint.load_trainer()
+            a.learner.load_state(state, pi)
+            synced = sorted((name for name in state if name.startswith("synced/")), key=lambda name: int(name[7:]))
+            a.learner.synced = [state[name] for name in synced]
+        elif version:  # 0, the initial policy, is there
+            a.learner.load_weights(checkpoint.load_weights(version), version)
         if version == pi_ref and a.learner.reference is not None:
             a.learner.load_reference()
         if version == alpha:
             a.sampler.sync_weights(a.learner.policy.weights, version)
             if a.check_parity is not None:
                 a.check_parity(a.learner.policy, a.sampler)
-    if a.check_parity is not None and saved["parity"] is not None:
-        a.check_parity.remember(saved["parity"])
-    a.prefetcher.restore(read_waiting(a, checkpoint), {int(b): of for b, of in saved["announced"].items()})
-    return LoopState(**{**saved["loop"], "prefetched": tuple(saved["loop"]["prefetched"])})
+    if a.check_parity is not None and parity is not None:
+        a.check_parity.remember(parity)
 
 
-def check_same(a: Parts, saved: Mapping[str, Any], model: str) -> None:
-    """Raise SettingsError for another initial policy or other data than the checkpoint's."""
-    if model != saved["model"]:
-        raise SettingsError(
-            f"model.path = {a.settings.model.path!r} is not the model that the run began with: its weights have the "
-            f"fingerprint {model}, those of the run {saved['model']}"
-        )
-    allowed = any(name.startswith(("task.", "offline.", "schedule.prompts")) for name in a.settings.run.allow)
-    if not allowed and fingerprint_data(a) != saved["data"]:
-        raise SettingsError(
-            "the data has changed since the run began: its size, the prompts of the first batch or the offline "
-            "completions. To go on with the data as it is now: --run.allow task.data"
-        )
-
-
-def load_version(a: Parts, checkpoint: Checkpoint, version: int, pi: int) -> None:
-    """π_version into the policy, with masters and moments where it is `pi`. Version 0 is there from the start."""
-    if version == pi:
-        kept = MergedState(checkpoint.read_learner())
-        a.learner.load_state(kept, pi)
-        samples = sorted((name for name in kept if name.startswith("synced/")), key=lambda name: int(name[7:]))
-        a.learner.synced = [kept[name] for name in samples]
-    elif version:
-        a.learner.load_weights(checkpoint.read_weights(version), version)
-
-
-def read_waiting(a: Parts, checkpoint: Checkpoint) -> dict[int, list[Group]]:
-    """By batch, the groups that were sampled ahead."""
+def _groups(a: Parts, rows: Sequence[Mapping[str, Any]]) -> dict[int, list[Group]]:
+    """By batch, the finished groups that wait for it."""
     found: dict[int, list[Group]] = {}
-    for batch, rows in checkpoint.read_waiting().items():
+    for batch in sorted({row["batch"] for row in rows}):
         for request in a.prompts.batch(batch):
-            own = [row for row in rows if (row["epoch"], row["prompt_key"]) == (request.epoch, request.prompt.key)]
+            key = batch, request.epoch, request.prompt.key
+            own = [row for row in rows if (row["batch"], row["epoch"], row["prompt_key"]) == key]
             if own:
-                found.setdefault(batch, []).append(Group(request.prompt, tuple(map(completion_of, own)), request.epoch))
+                found.setdefault(batch, []).append(Group(request.prompt, tuple(map(_completion, own)), request.epoch))
     return found
 
 
-class Keeper:
-    """Keeps the checkpoints of a run: says when one is due, writes them in the background, one at a time, and removes
-    old ones. `every` batches, `minutes` between two (0: never for that reason); the last `keep` stay, and the best.
-    Ranks other than the first write their part alone."""
+def _rows(groups: Sequence[Group], batch: int, version: int) -> Iterator[dict[str, Any]]:
+    nothing = [[{}] * len(group.completions) for group in groups]
+    return rollout_rows(groups, nothing, batch=batch, stage=0, pi_k_version=version)
 
-    def __init__(self, store: Checkpoints, every: int, minutes: float, keep: int, ranks: Ranks | None = None) -> None:
-        self.ranks = ranks or Ranks()
-        self.store, self.every, self.minutes, self.keep = store, every, minutes, keep
-        self.best: list[float] | None = None
-        """result and batch of the best evaluation so far"""
-        self.written: list[int] = []
-        """batches of the checkpoints that are whole, oldest first"""
-        self._news: list[dict[str, Any]] = []
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
-        self._last = time.monotonic()
 
-    def due(self, batch: int) -> bool:
-        """Whether a checkpoint is to be made after this batch."""
-        by_time = self.minutes > 0 and time.monotonic() - self._last >= 60 * self.minutes
-        by_number = self.every > 0 and batch % self.every == 0
-        return by_time or by_number or (self.best is not None and batch == self.best[1])
-
-    def rank(self, batch: int, value: float | None) -> bool:
-        """The evaluation after this batch found this result: the first of the best stays. Whether it is that now."""
-        if value is None or (self.best is not None and value <= self.best[0]):
-            return False
-        self.best = [value, batch]
-        return True
-
-    def take_over(self, batch: int, best: list[float] | None) -> None:
-        """Go on from the checkpoint of a batch."""
-        self.written, self.best = [batch], best
-
-    def tell(self) -> list[dict[str, Any]]:
-        """What has been written since the last call: batch, bytes, seconds."""
-        news, self._news = self._news, []
-        return news
-
-    def write(self, make: Callable[[], Content]) -> None:
-        """Write what `make` captures, once the one before is written. Raises CheckpointError where that one failed."""
-        self.wait()
-        content = make()
-        self._writing, self._last = self._pool.submit(self._write, content), time.monotonic()
-
-    def wait(self) -> None:
-        """Return when everything is on the disk. Raises CheckpointError where it could not be written, TimeoutError
-        where the disk takes longer than DEADLINE."""
-        writing, self._writing = self._writing, None
-        if writing is None:
-            return
-        try:
-            writing.result(DEADLINE)
-        except TimeoutError as error:
-            raise TimeoutError(f"{self.store.path}: a checkpoint was not written within {DEADLINE:g} s") from error
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _write(self, content: Content) -> None:
-        if not self.ranks.is_first:
-            return self._write_part(content)
-        started = time.monotonic()
-        size = self.store.write(content)
-        self.written = [*(batch for batch in self.written if batch != content.batch), content.batch]
-        keep = {*self.written[-self.keep :], *([int(self.best[1])] if self.best else [])}
-        self.store.prune(keep)
-        self.written = [batch for batch in self.written if batch in keep]
-        self._news.append({"batch": content.batch, "bytes": size, "seconds": time.monotonic() - started})
-
-    def _write_part(self, content: Content) -> None:
-        """What this rank's learner has, where rank 0 waits for it."""
-        (file,) = content.of_ranks()
-        try:
-            write_atomically(file, partial(save_tensors, content.learner))
-        except OSError as error:
-            raise CheckpointError(f"rank {self.ranks.rank} could not write {file}: {error}") from error
-        self.written.append(content.batch)
+def _completion(row: Mapping[str, Any]) -> Completion:
+    """The completion of a row. It was not scored yet: an outcome is a failure's, or its environment's."""
+    return Completion(
+        token_ids=torch.tensor(row["token_ids"], dtype=torch.long),
+        logp_alpha=torch.tensor([math.nan if p is None else p for p in row["logp_alpha"]], dtype=torch.float32),
+        versions=torch.tensor(row["versions"], dtype=torch.long),
+        finished=row["finished"],
+        text=row["text"],
+        outcome=Outcome(row["outcome"], row["reward"], row["reason"]) if row["outcome"] else None,
+        turns=tuple(row["turns"] or ()),
+        sampled=torch.tensor(row["sampled"], dtype=torch.bool),
+    )

@@ -13,9 +13,9 @@ from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.reading import completion_files
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, check_options, is_reference
-from lagrpo.trackers import check_installed
-from lagrpo.training.changes import check_changes, find_run
 from lagrpo.training.ranks import is_first_rank, world_size
+from lagrpo.training.resume import check_changes, find_run
+from lagrpo.training.trackers import check_installed
 from lagrpo.untrusted import read_text
 
 if TYPE_CHECKING:

@@ -170,7 +170,7 @@ def expected_memory(
         "sampler": _tokens_held(settings, ranks) * _kv_bytes(config, size),
     }
     memory["idle"] = int(IDLE * sum(memory.values()))
-    writes = settings.run.checkpoint_minutes or settings.run.checkpoint_every or settings.run.keep_optimizer
+    writes = settings.run.checkpoint_minutes or settings.run.checkpoint_every
     lagging = trained * size * (stale + recipe.needs_pi_ref)
     return memory | ({"checkpoint": trained * 12 // parts + lagging} if writes else {})
 

@@ -13,14 +13,11 @@ first.
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -53,7 +50,6 @@ class Ranks:
     group: Any = None
     objects: Any = None
     mesh: DeviceMesh | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
 
     @property
     def is_first(self) -> bool:
@@ -95,14 +91,6 @@ class Ranks:
         """Raise Interrupted on all ranks if a signal has asked one of them to stop. Collective."""
         raise_first(self.gather(asked_to_stop()))
 
-    def await_files(self, files: Sequence[Path]) -> Sequence[Path]:
-        """Return the files when the other ranks have written them all, from any thread."""
-        end = time.monotonic() + TIMEOUT.total_seconds()
-        while missing := [file for file in files if not file.exists()]:
-            if self.ended.wait(0.05) or time.monotonic() > end:
-                raise OSError(f"another rank has not written {missing[0]}: all hosts must share the run's directory")
-        return files
-
 
 def raise_first(signals: Iterable[int | None]) -> None:
     """Raise Interrupted for the first signal that a rank got."""
@@ -140,11 +128,8 @@ def joined(device: str, shard_layers: bool) -> Iterator[Ranks]:
     if shard_layers:
         of_hosts = {*ranks.gather(local_size())}
         ranks = replace(ranks, mesh=make_mesh(group, device, of_hosts.pop() if len(of_hosts) == 1 else ranks.size))
-    try:
-        yield ranks
-        dist.destroy_process_group()  # not after an error: the others would fail before it is reported
-    finally:
-        ranks.ended.set()
+    yield ranks
+    dist.destroy_process_group()  # not after an error: the others would fail before it is reported
 
 
 def make_mesh(group: dist.ProcessGroup, device: str, shards: int) -> DeviceMesh:

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 from lagrpo import logs
 from lagrpo.core.objective import Recipe
 from lagrpo.cpu.memory import freed_memory_kept
+from lagrpo.errors import refusing
 from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, interruptible
 from lagrpo.model.backend import pick_device
 from lagrpo.rewards.pool import RewardError
@@ -28,7 +29,6 @@ from lagrpo.rollout.prefetch import VersionError
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.rollout.sync_check import WeightSyncError
 from lagrpo.rollout.vllm.client import SamplerError
-from lagrpo.runs.checkpoints import CheckpointError, Checkpoints
 from lagrpo.runs.directory import RunLockedError, locked
 from lagrpo.runs.environment import write_environment
 from lagrpo.runs.rollouts import rollout_rows
@@ -38,21 +38,26 @@ from lagrpo.tasks import NOT_A_TASK, Task, reward_names
 from lagrpo.terminal.display import make_display
 from lagrpo.terminal.text import count_of
 from lagrpo.threads import choose_threads, fixed_threads
-from lagrpo.trackers import Trackers
 from lagrpo.training.beginning import create_run, describe_environment, write_config
 from lagrpo.training.build import Parts, without_progress_bars
-from lagrpo.training.changes import find_run, plain
-from lagrpo.training.checkpoint import Keeper, Stand, capture, restore
+from lagrpo.training.callbacks import Callback, CallbackList, Status, check_callbacks
+from lagrpo.training.checkpoint import (
+    CheckpointError,
+    CheckpointManager,
+    TrainState,
+    restore_checkpoint,
+    save_checkpoint,
+)
 from lagrpo.training.checks import check_settings, resume_after_restart
-from lagrpo.training.evaluations import Evaluations, moment_of
+from lagrpo.training.evaluation import Evaluations, load_run_evaluations, moment_of
 from lagrpo.training.explain import meaning
 from lagrpo.training.lag import completion_columns, lag_is_complete, lag_metrics
 from lagrpo.training.loop import Step, train_loop
 from lagrpo.training.memory import NoMemoryError, explained
 from lagrpo.training.metrics import batch_metrics, reward_metrics, sampler_metrics
-from lagrpo.training.observers import Observer, Observers, RunFiles, Status, check_observers
 from lagrpo.training.ranks import Ranks, joined, local_size, world_size
-from lagrpo.training.resume import Earlier, check_dtype, cut_back, describe_move, recorded_threads, take_evaluations
+from lagrpo.training.resume import ResumeState, check_dtype, cut_back, describe_move, find_run, recorded_threads
+from lagrpo.training.trackers import Trackers
 from lagrpo.training.warnings import Warnings
 
 FAILURES = (
@@ -81,25 +86,17 @@ class Result:
 def train(
     settings: Settings | Mapping[str, Any] | str | os.PathLike[str],
     task: Task | None = None,
-    observers: Sequence[Observer] = (),
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Run Algorithm 1. `settings` are a Settings, a mapping, or the path of a TOML file; `task` replaces settings.task
-    (see lagrpo.tasks.base); the run calls `observers` after it has written its files.
+    (see lagrpo.tasks.base); the run calls `callbacks` after it has written its files.
 
     Ctrl-C and SIGTERM end the run after the batch under way, or at once while it samples, and write a checkpoint and
     the weights; a second one ends it at once. With `run.resume` the run resumes from its newest checkpoint. Under
-    torchrun all processes call this; the observers of rank 0 are called, and all return the same.
+    torchrun all processes call this; the callbacks of rank 0 are called, and all return the same.
 
-    Raises:
-        SettingsError: settings that cannot be run, before anything heavy is loaded if that can be seen.
-        RunLockedError: another process is writing into the run to resume.
-        CheckpointError: a checkpoint could not be written, or read.
-        WeightSyncError, VersionError: the sampler does not sample from the policy that the schedule announced.
-        SamplerError: the vLLM servers are gone for good.
-        RewardError: too many completions could not be scored.
-        FloatingPointError: a gradient is not finite; it names the completion.
-        NoMemoryError: out of memory; it says where, and which setting to lower.
-        TypeError: the settings, the task or an observer are something else, before anything is loaded.
+    Raises SettingsError for settings that cannot be run, before anything heavy is loaded if that can be seen, TypeError
+    for arguments of another type, and errors of FAILURES.
     """
     if settings is None:
         raise TypeError("settings are a Settings, a mapping or the path of a TOML file, not None; {} are the defaults")
@@ -107,7 +104,7 @@ def train(
         raise TypeError(f"task: {task!r:.80} {NOT_A_TASK}")
     settings = resume_after_restart(settings if isinstance(settings, Settings) else load_settings(settings))
     recipe = check_settings(settings, task)
-    check_observers(observers)
+    check_callbacks(callbacks)
     before = recorded_threads(settings, world_size())
     threads = choose_threads(settings.model.threads, before, local_size())
     device, shard_layers = pick_device(settings.model.device).type, settings.distributed.shard == "layers"
@@ -115,11 +112,11 @@ def train(
         from torch.distributed.elastic.multiprocessing.errors import record
 
         call: Any = run_rank if ranks.size == 1 else record(run_rank)  # torchrun prints the error of the first rank
-        return call(settings, recipe, task, observers, ranks)
+        return call(settings, recipe, task, callbacks, ranks)
 
 
 def run_rank(
-    settings: Settings, recipe: Recipe, task: Task | None, observers: Sequence[Observer], ranks: Ranks
+    settings: Settings, recipe: Recipe, task: Task | None, callbacks: Sequence[Callback], ranks: Ranks
 ) -> Result:
     """The run, on this rank."""
     shown = settings.run.display != "none" and ranks.is_first
@@ -128,60 +125,63 @@ def run_rank(
         logs.shown_by(None, logging.INFO if shown else logging.WARNING),
         locked(directory) if directory and ranks.is_first else nullcontext(),
     ):
-        earlier = ranks.from_first(lambda: Earlier.find(directory, settings)) if directory else None
+        earlier = ranks.from_first(lambda: ResumeState.find(directory, settings)) if directory else None
         if shown:
             among = f", with {count_of(ranks.size, 'rank')}" if ranks.size > 1 else ""
             print(f"loading {settings.model.path} on {pick_device(settings.model.device)}{among} …", flush=True)
         with explained(lambda: "loading"):
             parts = Parts.build(settings, recipe, task, ranks)
         with closing(parts):
-            return Training(parts, observers, earlier).run()
-
-
-class Place(Observer):
-    """Keeps what a run is doing."""
-
-    now = "start"
-
-    def phase(self, name: str) -> None:
-        self.now = name
-
-    def at(self, batches: int) -> str:
-        """Where a run with so many finished batches is: "batch 3, learning"."""
-        return self.now if self.now.startswith("evaluation") else f"batch {batches + 1}, {self.now}"
+            return Training(parts, callbacks, earlier).run()
 
 
 class Training:
-    """One run; `earlier` is the run that it resumes."""
+    """One run, on this rank; `earlier` is the run that it resumes. Rank 0 shows and records it, and calls callbacks."""
 
-    def __init__(self, parts: Parts, observers: Sequence[Observer] = (), earlier: Earlier | None = None) -> None:
+    def __init__(self, parts: Parts, callbacks: Sequence[Callback] = (), earlier: ResumeState | None = None) -> None:
         self.parts, self.settings, self.policy, self.ranks = parts, parts.settings, parts.learner.policy, parts.ranks
         run, self.earlier, first = self.settings.run, earlier, parts.ranks.is_first
-        self.environment = describe_environment(parts, earlier.identity if earlier else None)
+        self.display, self.now = make_display(run.display if first else "none"), "start"
+        self.evaluations = Evaluations(parts, self.record_evaluation, self.display.note, self.warn, self.phase)
+        resumes = earlier is not None and earlier.checkpoint is not None
+        self.environment = describe_environment(parts, earlier.environment.get("id") if earlier and resumes else None)
         named = self.settings.model_dump() | {"task": {"name": parts.task.name}}
-        config, environment = write_config(parts), self.environment
-        create = partial(create_run, run, named, config, environment)
+        create = partial(create_run, run, named, write_config(parts), self.environment)
         self.store = earlier.run if earlier else self.ranks.from_first(create)
         parts.keep_logs(self.store.path)
-        store = Checkpoints(self.store.path)
-        self.keeper = Keeper(store, run.checkpoint_every, run.checkpoint_minutes, run.keep_checkpoints, self.ranks)
-        self.display = make_display(run.display if first else "none")
-        self.place, self.files = Place(), RunFiles(self.store)
-        self.trackers = Trackers(run.trackers if first else (), run.tracked_completions)
-        told = (self.files, self.display, self.place, self.trackers, *observers) if first else (self.place,)
-        self.observers = Observers(*told)
+        when = run.checkpoint_every, run.checkpoint_minutes, run.keep_checkpoints
+        self.checkpoints = CheckpointManager(
+            self.store.path / "checkpoints", *when, rank=self.ranks.rank, size=self.ranks.size
+        )
+        trackers = Trackers(run.trackers, run.tracked_completions)
+        self.callbacks = CallbackList([trackers, *callbacks] if first else [])
+        self.started = False  # callbacks know of the run
         dtype = str(self.policy.dtype).removeprefix("torch.")
         self.warnings = Warnings(self.settings, dtype, parts.task.size("train"))
         self.total = self.settings.schedule.stages * self.settings.schedule.batches
-        self.evaluations = Evaluations(parts, self.observers, self.display.note)
         self.restored = earlier is None  # π is the run's
-        self.stand = Stand.of(parts, LoopState(pi_ref=self.policy.version))
+        self.stand = TrainState.from_parts(parts, LoopState(pi_ref=self.policy.version))
         self.seconds_checkpoint = 0.0
 
     @property
     def batches(self) -> int:
         """How many are finished."""
-        return self.stand.state.batch
+        return self.stand.loop.batch
+
+    def phase(self, name: str) -> None:
+        """Show what is being done from now on."""
+        self.now = name
+        self.display.phase(name)
+
+    def place(self) -> str:
+        """Where the run is, for errors: "batch 3, learning"."""
+        return self.now if self.now.startswith("evaluation") else f"batch {self.batches + 1}, {self.now}"
+
+    def warn(self, text: str) -> None:
+        """Show a line, and record it as an event."""
+        self.display.note(text)
+        if self.ranks.is_first:
+            self.store.record_event("warning", self.batches, text=text)
 
     def run(self) -> Result:
         """Evaluate, train, evaluate; after an interruption or an error, write what was learned."""
@@ -190,71 +190,70 @@ class Training:
         with (
             logs.shown_by(self.display.note) if first else nullcontext(),
             locked(self.store.path) if first and not self.earlier else nullcontext(),
-            closing(self.keeper),
+            closing(self.checkpoints),
             deferring(),
         ):
             try:
-                with explained(lambda: self.place.at(self.batches)):
+                with explained(self.place):
                     self.begin()
                     self.learn()
                 weights, status = self.save(), "finished"
-                self.flush_checkpoints()
+                self.record_checkpoints()
             except EndedAtOnce:
                 status = "interrupted"
                 raise
             except Interrupted as stop:
                 interrupted, status = stop.signal, "interrupted"
                 if self.restored:
-                    said = f"keeping the policy as it is ({self.progress()}); again: end at once"
-                    self.observers.note(f"{stop.signal.name}: {said}")
-                    self.save_checkpoint()
+                    kept = f"keeping the policy as it is ({self.progress()})"
+                    self.warn(f"{stop.signal.name}: {kept}; again: end at once")
+                    self.save_last_checkpoint()
                     weights = self.save()
             except BaseException as error:
                 self.rescue(error)
                 raise
             finally:
                 self.tell_end(status, interrupted, sys.exc_info()[1])
-            if status == "finished" and first and not self.settings.run.keep_optimizer:
-                self.keeper.store.prune(())
+            if status == "finished" and first and not self.settings.run.keep_checkpoints:
+                self.checkpoints.prune(())
         before, after = map(self.evaluations.summary, ("before", "after"))
         made = {name: found.summary for name, found in self.evaluations.made.items()}
         return Result(self.store.path, before, after, weights, self.policy.version, self.batches, interrupted, made)
 
     def begin(self) -> None:
-        """Tell the observers what the run is, and resume it."""
+        """Show what the run is, and resume it if it is an earlier one."""
         settings = self.settings.model_dump()
         settings["run"] |= {"name": self.store.path.name, "directory": str(self.store.path.parent)}
-        self.observers.start(settings, self.environment)
+        self.display.on_start(settings, self.environment, 0)
         if self.ranks.is_first:
             lines = meaning(self.settings, self.parts.learner.recipe, self.parts)
             for line in [*lines, f"threads     {self.environment['threads']}"]:
                 self.display.note(line)
         if self.earlier is not None:
             self.resume(self.earlier)
-        if self.ranks.is_first:
-            kept = None if self.earlier is None else self.batches
-            self.trackers.open(self.store.path, settings, self.environment, kept)
+        self.started = True
+        self.callbacks.on_start(settings, self.environment, self.batches)
 
-    def resume(self, earlier: Earlier) -> None:
+    def resume(self, earlier: ResumeState) -> None:
         """Restore the parts, and cut the run's records back to the checkpoint."""
         checkpoint, stand = earlier.checkpoint, self.stand
         moved = describe_move(earlier.environment, self.environment)
         if checkpoint is not None:  # all that can be rejected is rejected before the records are cut
-            self.observers.phase("restoring the checkpoint")
+            self.phase("restoring the checkpoint")
             check_dtype(earlier.environment, self.environment)
-            stand = Stand.of(self.parts, restore(self.parts, checkpoint, self.parts.model))
-            self.keeper.take_over(checkpoint.batch, checkpoint.state["best"])
+            stand = TrainState.from_parts(self.parts, restore_checkpoint(self.parts, checkpoint))
+            self.checkpoints.written = [checkpoint.batch]
             self.warnings.restore(checkpoint.state["warnings"])
         self.ranks.gather(None)  # all have read the checkpoint
-        self.stand, self.restored, self.files.finished = stand, True, stand.state.batch
-        said = list(earlier.said)
+        with refusing():
+            last = checkpoint.batch if checkpoint else -1
+            self.evaluations.made = self.ranks.from_first(lambda: load_run_evaluations(self.store, last, self.total))
+        self.stand, self.restored, said = stand, True, list[str]()
         if self.ranks.is_first:
-            said += cut_back(earlier, moved, len(stand.state.prefetched))
+            said = cut_back(earlier, moved, len(stand.loop.prefetched))
             self.store.write_config(write_config(self.parts))
             if checkpoint is None or not earlier.environment:
                 write_environment(self.store.path, self.environment)
-        self.evaluations.made = self.ranks.from_first(lambda: take_evaluations(earlier, self.total))
-        self.rank_again()
         if moved:
             differ = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in moved.items())
             said.append(f"no longer bit-identical to a run that never stopped: {differ}")
@@ -265,32 +264,41 @@ class Training:
 
     def learn(self) -> None:
         """Algorithm 1 between its evaluations."""
-        around = self.settings.evaluation.before_and_after
-        if around and not self.batches:
-            self.evaluations.make("before", 0, self.stand.state)
+        if (around := self.settings.evaluation.before_and_after) and not self.batches:
+            self.evaluations.make("before", 0, self.stand.loop)
         self.evaluate_where_due()
-        for step in train_loop(self.parts, self.stand.state, self.observers.phase):
+        for step in train_loop(self.parts, self.stand.loop, self.phase):
             self.record(step)
             self.evaluate_where_due()
-            self.keep()
-        if self.settings.run.keep_optimizer:
-            self.write_checkpoint()
+            if self.ranks.from_first(lambda: self.checkpoints.is_due(self.batches)):
+                self.write_checkpoint()
+            self.record_checkpoints(wait=False)
+        self.write_checkpoint()
         if around:
-            self.evaluations.make("after", self.batches, self.stand.state)
-            self.rank("after")
+            self.evaluations.make("after", self.batches, self.stand.loop)
+            self.keep_best("after")
 
     def record(self, step: Step) -> None:
-        """Tell the observers of a batch; then write weights if they are due."""
+        """Record a batch: its line of metrics says that the batch is whole. Then show it, call the callbacks, and write
+        weights if they are due."""
+        metrics, rows = dict[str, Any](), list[dict[str, Any]]()
         if self.ranks.is_first:
             metrics, names = self.measure(step), reward_names(self.parts.task.reward)
             columns = completion_columns(step.batch, step.rows, self.parts.learner.recipe.eps_std)
             place = {"batch": step.b, "stage": step.stage, "pi_k_version": step.version}
-            self.observers.batch(step, metrics, list(rollout_rows(step.batch.groups, columns, **place, rewards=names)))
-            for text in self.warnings.look(step):
-                self.observers.note(text)
+            rows = list(rollout_rows(step.batch.groups, columns, **place, rewards=names))
+            self.store.record_rollouts(step.b, rows)
+            if step.reason:
+                self.store.record_event("weight_sync", step.b, reason=step.reason, version=step.alpha)
+            self.store.record(metrics)
+        self.stand = TrainState.from_parts(self.parts, step.state)
+        warnings = self.warnings.look(step)
+        self.display.on_batch(metrics, rows)
+        self.callbacks.on_batch(metrics, rows)
+        for text in warnings:
+            self.warn(text)
         if (every := self.settings.run.save_every) and step.b % every == 0:
             self.write_weights(self.policy.version)
-        self.stand = Stand.of(self.parts, step.state)
 
     def measure(self, step: Step) -> dict[str, Any]:
         """The metrics of a batch. Metrics of the lag are null if the run leaves out completions that they need."""
@@ -302,77 +310,54 @@ class Training:
             | sampler_metrics(step.state.sync, step.sampling)
             | lag_metrics(step.batch, rows, recipe.eps_std, s.task.reward_range, after_T)
             | reward_metrics(step.batch.groups, reward_names(self.parts.task.reward))
-            | self.evaluations.after(step.b - 1)
+            | self.evaluations.metrics(step.b - 1)
             | {"seconds_checkpoint": spent}
         )
 
     def evaluate_where_due(self) -> None:
         """The evaluations after this batch, unless they have been made."""
-        b, moment = self.batches, moment_of(self.batches)
-        if 0 < b < self.total:
-            self.evaluations.make(moment, b, self.stand.state, lambda exam: exam.every and b % exam.every == 0)
-            self.rank(moment)
+        if 0 < self.batches < self.total:
+            moment = moment_of(self.batches)
+            self.evaluations.make(moment, self.batches, self.stand.loop, only_due=True)
+            self.keep_best(moment)
 
-    def rank(self, moment: str) -> None:
-        """Keep the policy if this evaluation is the best so far, and the run asks for that."""
-        value, settings = self.evaluations.value(moment), self.settings.evaluation
-        if (settings.best is None and moment == "after") or not self.keeper.rank(self.batches, value):
-            return
-        if settings.best is not None and value is not None:
-            found = {"best": settings.best, "value": value if settings.best_is == "greatest" else -value}
-            found |= {"batch": self.batches, "version": self.policy.version}
+    def record_evaluation(self, name: str, summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
+        if self.ranks.is_first:
+            self.store.record_evaluation(name, summary, records)
+            self.display.on_evaluation(name, summary, records)
+            self.callbacks.on_evaluation(name, summary, records)
+
+    def keep_best(self, moment: str) -> None:
+        """Keep the policy if this evaluation found it to be the best so far, and the run asks for that."""
+        if found := self.ranks.from_first(lambda: self.evaluations.find_best(self.store, moment, self.batches)):
             save = partial(self.parts.save_policy, whole=self.parts.whole_weights())
             with without_progress_bars():
                 self.ranks.from_first(lambda: self.store.record_best(save, found))
 
-    def rank_again(self) -> None:
-        """Which policy was the best so far, by the evaluations that a run made before it was resumed."""
-        if self.settings.evaluation.best is None:
-            return
-        self.keeper.best = None
-        for moment in sorted({name.partition(".")[0] for name in self.evaluations.made} - {"before"}):
-            batch = self.total if moment == "after" else int(moment.removeprefix("batch-"))
-            self.keeper.rank(batch, self.evaluations.value(moment))
-
-    def keep(self) -> None:
-        """Write a checkpoint if one is due, and record those that were written."""
-        if self.ranks.from_first(lambda: self.keeper.due(self.batches)):
-            self.write_checkpoint()
-        self.record_checkpoints()
-
-    def record_checkpoints(self) -> None:
-        for news in self.keeper.tell():
-            self.store.record_event("checkpoint", **news)
-
-    def flush_checkpoints(self) -> None:
-        self.keeper.wait()
-        self.record_checkpoints()
-
     def write_checkpoint(self, finish: bool = True) -> None:
         """A checkpoint of this batch, written in the background."""
         started, waited = time.perf_counter(), self.parts.prefetcher.seconds
-        self.observers.phase("checkpoint")
-        self.keeper.wait()
-        if self.batches in self.keeper.written:
+        self.phase("checkpoint")
+        self.checkpoints.wait()
+        if self.batches in self.checkpoints.written:
             return
-        further = {
-            "run": self.environment["id"],
-            "settings": plain(self.settings),
-            "model": self.parts.model,
-            "lengths": {f.name: f.stat().st_size if f.exists() else 0 for f in (self.store.metrics, self.store.events)},
-            "warnings": self.warnings.memory(),
-            "best": self.keeper.best,
-        }
-        path = self.keeper.store.path
-        self.keeper.write(lambda: capture(self.parts, self.stand, further, path, finish))
+        further = {"model": self.parts.model, "warnings": self.warnings.memory()}
+        save_checkpoint(self.checkpoints, self.parts, self.stand, further, finish)
         sampling = self.parts.prefetcher.seconds - waited  # the next batch counts it
         self.seconds_checkpoint += time.perf_counter() - started - sampling
 
-    def save_checkpoint(self) -> None:
+    def record_checkpoints(self, wait: bool = True) -> None:
+        """Record the checkpoints that were written; with `wait` when all are."""
+        if wait:
+            self.checkpoints.wait()
+        for news in self.checkpoints.pop_news():
+            self.store.record_event("checkpoint", **news)
+
+    def save_last_checkpoint(self) -> None:
         """A checkpoint of the last batch before the run ends, if π is still what it was then."""
         if self.batches and self.policy.version == self.stand.version:
             self.write_checkpoint(finish=False)
-        self.flush_checkpoints()
+        self.record_checkpoints()
 
     def rescue(self, error: BaseException) -> None:
         """After an error, write the policy, and a checkpoint if no update was made since the last batch. Several ranks
@@ -382,7 +367,7 @@ class Training:
         error.add_note(f"The run until then: {self.store.path} ({self.progress()})")
         try:
             if self.ranks.size == 1 and not isinstance(error, CheckpointError):
-                self.save_checkpoint()
+                self.save_last_checkpoint()
             if self.ranks.size == 1 and self.policy.version:
                 self.save()
         except (OSError, ArithmeticError, MemoryError, RuntimeError) as second:
@@ -390,21 +375,28 @@ class Training:
         error.add_note(self.way_on())
 
     def tell_end(self, status: Status, interrupted: signal.Signals | None, error: BaseException | None) -> None:
-        """Tell the observers that the run is over; if the disk does not take that, the first error remains."""
-        observers = self.observers if self.restored else self.display  # a run that was rejected stays as it was
-        detail = self.progress() if self.restored else f"Nothing was changed in {self.store.path}."
-        if interrupted and self.restored:
+        """Record and show that the run is over; if the disk does not take that, the first error remains. A run that
+        was rejected stays as it was."""
+        detail = "Finished." if status == "finished" else self.progress()
+        if not self.restored:
+            detail = f"Nothing was changed in {self.store.path}."
+        elif interrupted:
             detail = f"Stopped by {interrupted.name}: {detail}. {self.way_on()}"
-        try:
-            observers.end(status, "Finished." if status == "finished" else detail)
-        except OSError as second:
-            if error is None:
-                raise
-            error.add_note(f"Recording the end also failed: {second}")
+        with ExitStack() as last:
+            if self.started:
+                last.callback(self.callbacks.on_end, status, detail)
+            last.callback(self.display.on_end, status, detail)
+            try:
+                if self.restored and self.ranks.is_first:
+                    self.store.record_event("end", self.batches, status=status, detail=detail)
+            except OSError as second:
+                if error is None:
+                    raise
+                error.add_note(f"Recording the end also failed: {second}")
 
     def way_on(self) -> str:
         """The command that resumes the run."""
-        last, command = self.keeper.written[-1:], f"lagrpo train --resume {shlex.quote(str(self.store.path))}"
+        last, command = self.checkpoints.written[-1:], f"lagrpo train --resume {shlex.quote(str(self.store.path))}"
         place = f"Go on after batch {last[0]} with" if last else "No checkpoint yet; to begin again"
         return f"{place}: {command}"
 
@@ -418,7 +410,7 @@ class Training:
         """The final policy as a Hugging Face model directory."""
         if not self.settings.run.save_weights:
             return None
-        self.observers.phase("writing weights")
+        self.phase("writing weights")
         return self.write_weights()
 
     def write_weights(self, version: int | None = None) -> Path:

@@ -1,8 +1,6 @@
-"""Trackers: an observer that logs a run to TensorBoard, W&B, trackio or MLflow.
+"""Trackers: a callback that logs a run to TensorBoard, W&B, trackio or MLflow.
 
-`Trackers` calls the packages in the run's main thread. Below it is one class for each package, which alone imports it.
-It is constructed with a RunInfo, and opens a new run, or after a resume the same run. `log_table` gets at least one
-row. `finish` returns when everything is sent.
+Each package has a class, which alone imports it. It opens a new run, or the same run if the run was resumed.
 """
 
 from __future__ import annotations
@@ -13,20 +11,17 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lagrpo.errors import SettingsError, one_line, visible
-from lagrpo.interrupts import find_interruption
 from lagrpo.redaction import redact
 from lagrpo.settings.toml import flatten
-from lagrpo.untrusted import read_text
+from lagrpo.training.callbacks import Callback, Row, Status
 
 logger = logging.getLogger("lagrpo")
 
 PROJECT = "lagrpo"  # project or experiment of the runs, unless the tracker's environment variable names one
 TABLE = "completion_texts"  # name of the table of completions; `completions` is a metric
-Row = Mapping[str, Any]
-Status = Literal["finished", "interrupted", "failed"]
 COLUMNS = ("prompt_key", "completion", "prompt_text", "text", "reward", "outcome", "reason")
 COLUMNS += ("advantage", "masked", "lag", "finished")  # the columns of the rollouts that trackers get
 
@@ -39,44 +34,36 @@ def check_installed(names: Iterable[str]) -> None:
             raise SettingsError(f"run.trackers names {name}, which is not installed: pip install 'lagrpo[{name}]'")
 
 
-class Trackers:
-    """An observer (training/observers.py) that logs to the named trackers. `completions`: max completions per batch.
-    If a tracker's package raises, the tracker is disabled with one warning and training continues."""
+class Trackers(Callback):
+    """A callback that logs to the named trackers, at most `completions` completions per batch. If a tracker's package
+    raises, the tracker is disabled with one warning and training continues."""
 
     def __init__(self, names: Sequence[str], completions: int) -> None:
         self.names, self.completions = names, completions
         self.active: dict[str, Any] = {}
 
-    def open(self, path: Path, settings: Row, environment: Row, kept: int | None) -> None:
-        """Open the trackers' runs, once the run's files are in place. `kept`: the batches that a resumed run keeps,
-        None for a new run."""
-        config = without_secrets({**settings, "environment": environment})
-        info = RunInfo(path.absolute(), environment["id"], config, kept)
+    def on_start(self, settings: Row, environment: Row, batch: int) -> None:
+        path = Path(settings["run"]["directory"], settings["run"]["name"]).absolute()
+        info = RunInfo(path, environment["id"], without_secrets({**settings, "environment": environment}), batch)
         for name in self.names:
             self._call(name, lambda name=name: self.active.update({name: TRACKERS[name](info)}))
 
-    def start(self, settings: Row, environment: Row) -> None: ...
-    def phase(self, name: str) -> None: ...
-    def note(self, text: str) -> None: ...
-
-    def batch(self, step: Any, metrics: Row, rollouts: Sequence[Row]) -> None:
+    def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:
         """Log the metrics of a batch, and some of its completions as a table."""
-        if not self.active:
-            return
-        values, count = only_numbers(metrics), min(self.completions, len(rollouts))
-        rows = [rollouts[n * len(rollouts) // count] for n in range(count)]
-        table = without_secrets([{name: row.get(name) for name in COLUMNS} for row in rows])
-        self._log(lambda tracker: tracker.log(step.b, values))
-        if table:
-            self._log(lambda tracker: tracker.log_table(step.b, table))
+        batch, count = metrics["batch"], min(self.completions, len(rollouts))
+        self._log(lambda tracker: tracker.log(batch, only_numbers(metrics)))
+        if count and self.active:
+            rows = [rollouts[n * len(rollouts) // count] for n in range(count)]
+            table = without_secrets([{name: row.get(name) for name in COLUMNS} for row in rows])
+            self._log(lambda tracker: tracker.log_table(batch, table))
 
-    def evaluation(self, name: str, batch: int, summary: Row, records: Sequence[Row]) -> None:
+    def on_evaluation(self, name: str, summary: Row, records: Sequence[Row]) -> None:
         """Log the numbers of an evaluation's summary as evaluation/NAME, or evaluation/SET.NAME for a named set."""
         prefix = f"evaluation/{summary['set']}." if summary.get("set") else "evaluation/"
         values = {f"{prefix}{key}": value for key, value in only_numbers(summary).items() if key != "batch"}
-        self._log(lambda tracker: tracker.log(batch, values))
+        self._log(lambda tracker: tracker.log(summary["batch"], values))
 
-    def end(self, status: Status, detail: str) -> None:
+    def on_end(self, status: Status, detail: str) -> None:
         """Finish the trackers' runs. A package may wait here until everything is uploaded."""
         self._log(lambda tracker: tracker.finish(status))
         self.active = {}
@@ -89,15 +76,12 @@ class Trackers:
         try:
             call()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a package can raise anything
-            if stop := find_interruption(error):
-                raise stop from None
             self.active.pop(name, None)
             problem = one_line(redact(f"{type(error).__name__}: {error}"))
             logger.warning("tracker %s is disabled, training continues: %s", name, problem)
 
 
 def only_numbers(values: Row) -> dict[str, float]:
-    """The values that are numbers; None and text are left out."""
     return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
@@ -112,13 +96,13 @@ def without_secrets(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a tracker gets when it opens. `path`: the run's directory; `id`: the run's id, the same after a resume;
-    `config`: settings and environment without secrets; `kept`: batches that a resumed run keeps, None for a new run."""
+    """What a tracker opens: the run's directory, its id, settings and environment without secrets, and the batch after
+    which it resumes (0: a new run)."""
 
     path: Path
     id: str
     config: dict[str, Any]
-    kept: int | None
+    batch: int
 
 
 def _make_id(info: RunInfo) -> str:
@@ -136,11 +120,11 @@ class TensorBoard:
     def __init__(self, info: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder, kept = info.path / "tensorboard", info.kept
-        has_settings = kept and folder.is_dir()
-        self._writer: Any = SummaryWriter(str(folder), purge_step=kept + 1 if kept else kept)
+        folder, batch = info.path / "tensorboard", info.batch
+        has_settings = batch and folder.is_dir()
+        self._writer: Any = SummaryWriter(str(folder), purge_step=batch + 1 if batch else 0)
         if not has_settings:
-            config = redact(read_text(info.path / "config.toml"))
+            config = redact((info.path / "config.toml").read_text(encoding="utf-8"))
             self._writer.add_text("settings", f"```toml\n{config}\n```", 0)
 
     def log(self, batch: int, values: Mapping[str, float]) -> None:
@@ -173,7 +157,7 @@ class Wandb:
         self._package: Any = wandb
         self._run: Any = wandb.init(
             id=_make_id(info),
-            resume=None if info.kept is None else "allow",
+            resume="allow" if info.batch else None,
             settings=wandb.Settings(silent=True, console="off", **hidden),
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
             name=os.environ.get("WANDB_NAME") or info.path.name,
@@ -201,7 +185,7 @@ class Trackio:
 
         self._package, project = trackio, os.environ.get("TRACKIO_PROJECT") or PROJECT
         own: dict[str, Any] = {"name": info.path.name, "config": info.config, "embed": False}
-        self._run: Any = trackio.init(project, resume="never" if info.kept is None else "allow", **own)
+        self._run: Any = trackio.init(project, resume="allow" if info.batch else "never", **own)
 
     def log(self, batch: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=batch)
@@ -227,7 +211,7 @@ class Mlflow:
         name, own = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT, _make_id(info)
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)
-        if runs := info.kept is not None and self._client.search_runs([experiment], f"tags.`lagrpo.id` = '{own}'"):
+        if runs := info.batch and self._client.search_runs([experiment], f"tags.`lagrpo.id` = '{own}'"):
             self._id = runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
             return

@@ -1,0 +1,360 @@
+"""Evaluations: pass@k of a policy on held-out prompts, with intervals.
+
+A completion is correct if it reaches the maximum of `task.reward_range`. pass@1 is the share of correct completions
+among the scored ones, pass@k the unbiased estimator. Intervals are for the mean over all prompts that the held-out ones
+are drawn from. Random numbers have the same keys every time, so "before" and "after" differ in the policy only, and
+`compare` compares them prompt by prompt.
+
+`evaluate` makes one evaluation; `Evaluations` are all of a run, on its evaluation sets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from lagrpo.core.estimators import bootstrap_interval, clustered_interval, paired_interval, pass_at_k
+from lagrpo.data.prompts import PromptSource
+from lagrpo.rewards.pool import RewardPool
+from lagrpo.rollout.base import Request, SamplingParams
+from lagrpo.rollout.schedule import LoopState
+from lagrpo.rollout.vllm.engine import VllmEvaluator
+from lagrpo.runs.directory import BEST, Run
+from lagrpo.runs.reading import load_evaluation_records, load_evaluations
+from lagrpo.runs.rollouts import REWARD
+from lagrpo.settings.evaluation import OF_A_SET, EvaluationSet
+from lagrpo.tasks import reward_names
+from lagrpo.terminal.text import count_of, formatted_interval
+from lagrpo.training.build import Parts, concerning_set
+from lagrpo.training.checkpoint import needs_alpha
+from lagrpo.training.environments import OF_RUN
+from lagrpo.training.ranks import FirstRankEvaluator
+from lagrpo.types import Group, Outcome, Range, is_right
+
+ENOUGH_PROMPTS = 50
+PURPOSE = "evaluate"
+OF_PLACE = ("batch", "version", "set", "reward_range")
+"""What the JSON file of an evaluation says about where and how it was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The result of an evaluation: a summary for people and plots, and one row per prompt."""
+
+    summary: dict[str, Any]
+    records: list[dict[str, Any]]
+
+
+class Evaluator(Protocol):
+    """What samples the completions of evaluations."""
+
+    def set_sampling_params(self, params: SamplingParams) -> None: ...
+    def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]: ...
+    def free_cache(self) -> None: ...
+
+
+def evaluate(
+    evaluator: Evaluator,
+    verifier: RewardPool,
+    requests: Sequence[Request],
+    samples: int,
+    seed: int,
+    reward_range: Range,
+    rewards: Sequence[str] = (),
+) -> Evaluation:
+    """Sample `samples` completions for each request, score and count them; `rewards` are the names of several rewards.
+    Raises ValueError if there are no requests."""
+    if not requests:
+        raise ValueError("there are no test prompts to evaluate on")
+    generated = (group for _, group in evaluator.sample(requests, samples))
+    groups = sorted(verifier.score(generated), key=lambda group: group.prompt.key)
+    records = [_record(group, reward_range, rewards) for group in groups]
+    summary = _summary(records, samples, seed, reward_range)
+    for column in (f"{REWARD}{name}" for name in rewards):
+        found = [[value for value in record[column] if value is not None] for record in records]
+        if means := [sum(values) / len(values) for values in found if values]:
+            summary[f"{column}_mean"] = sum(means) / len(means)
+    return Evaluation(summary, records)
+
+
+def _record(group: Group, reward_range: Range, names: Sequence[str]) -> dict[str, Any]:
+    rewards, completions = group.rewards, group.completions
+    outcomes = [c.outcome or Outcome.unscored("") for c in completions]
+    right = sum(is_right(o.reward, reward_range, o.right) for o in outcomes if o.reward is not None)
+    record = {
+        "prompt_key": group.prompt.key,
+        "prompt": group.prompt.messages[-1]["content"],
+        "gold": str(group.prompt.gold),
+        "samples": len(completions),
+        "scored": len(rewards),
+        "right": right,
+        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "pass_at_1": right / len(rewards) if rewards else None,
+        "tokens_mean": sum(c.length for c in completions) / len(completions),
+        "finished_share": sum(c.finished for c in completions) / len(completions),
+        "turns_mean": sum(c.policy_turns for c in completions) / len(completions),
+        "completions": [c.text for c in completions],
+        "rewards": [c.reward for c in completions],
+    }
+    if names:
+        record |= {f"{REWARD}{name}": [o.parts.get(name) for o in outcomes] for name in names}
+        record |= {"is_right": [o.right for o in outcomes], "tokens": [c.length for c in completions]}
+    return record
+
+
+def _summary(records: list[dict[str, Any]], samples: int, seed: int, reward_range: Range) -> dict[str, Any]:
+    without_reward = sum(r["samples"] - r["scored"] for r in records)
+    summary: dict[str, Any] = {"prompts": len(records), "samples": samples, "without_reward": without_reward}
+    for name, (values, tries) in _measures(records, samples).items():
+        if values:
+            ends = reward_range if name == "reward_mean" else (0.0, 1.0)
+            low, high = _interval(list(values.values()), tries, seed, ends)
+            summary |= {name: sum(values.values()) / len(values), f"{name}_low": low, f"{name}_high": high}
+    return summary
+
+
+def _measures(records: list[dict[str, Any]], samples: int) -> dict[str, tuple[dict[int, float], float]]:
+    """Each metric by prompt, without prompts that have too few scored completions; and how many independent tries of it
+    the samples of a prompt hold: one try of pass@k takes k samples."""
+    measures = {"reward_mean": ({r["prompt_key"]: r["reward_mean"] for r in records if r["scored"]}, float(samples))}
+    for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))}):
+        by_prompt = {r["prompt_key"]: pass_at_k(r["scored"], r["right"], k) for r in records if r["scored"] >= k}
+        measures[f"pass_at_{k}"] = by_prompt, samples / k
+    return measures
+
+
+def _interval(values: list[float], tries: float, seed: int, ends: Range) -> tuple[float, float]:
+    """The 95 % interval of a metric in [ends]: `clustered_interval` of the values scaled to [0, 1]; a bootstrap over
+    prompts if a value lies outside."""
+    values_N, (low, high) = torch.tensor(values, dtype=torch.float64), ends
+    if not all(low <= value <= high for value in values):
+        return bootstrap_interval(values_N, seed=seed)
+    below, above = clustered_interval((values_N - low) / (high - low), tries)
+    return low + below * (high - low), low + above * (high - low)
+
+
+def compare(before: Evaluation, after: Evaluation) -> dict[str, float]:
+    """How each pass@k changed, over the prompts that have scores in both: the mean difference and its 95 % interval
+    (`paired_interval`), for the summary of the second evaluation."""
+    found: dict[str, float] = {}
+    old, new = (_measures(e.records, after.summary["samples"]) for e in (before, after))
+    for name, (values, tries) in new.items():
+        both = sorted(old[name][0].keys() & values.keys())
+        if both and name != "reward_mean":
+            b_N, a_N = (torch.tensor([m[key] for key in both], dtype=torch.float64) for m in (old[name][0], values))
+            low, high = paired_interval(b_N, a_N, tries)
+            difference = float(a_N.mean() - b_N.mean())
+            found |= {f"{name}_change": difference, f"{name}_change_low": low, f"{name}_change_high": high}
+    return found
+
+
+def few_prompts(prompts: int) -> str | None:
+    """The warning for an evaluation on too few prompts; None if they suffice."""
+    if prompts >= ENOUGH_PROMPTS:
+        return None
+    return (
+        f"WARNING: only {count_of(prompts, 'test prompt')}: the 95 % intervals of pass@k are wide, and if nearly all "
+        f"or no completions are correct, they hold in 85 to 97 % of cases; use at least {ENOUGH_PROMPTS}"
+    )
+
+
+def interval(summary: Mapping[str, Any], name: str) -> str:
+    """One metric of a summary with its interval, for people.
+
+    >>> interval({"pass_at_1": 0.5, "pass_at_1_low": 0.25, "pass_at_1_high": 0.7}, "pass_at_1")
+    'pass@1       50.0%   95 % interval 25.0% to 70.0%'
+    """
+    heading = name.replace("_at_", "@").replace("_", " ")
+    return f"{heading:<11} {formatted_interval(summary, name, '.3f' if name == 'reward_mean' else '.1%')}"
+
+
+# What a run evaluates, and when
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """Prompts that a run evaluates its policy on again and again. `rewards` are the names of several rewards."""
+
+    name: str
+    """"" if the run has no sets"""
+    every: int
+    """batches between evaluations; 0: only before and after"""
+    manner: SamplingParams
+    samples: int
+    seed: int
+    requests: Sequence[Request]
+    verifier: RewardPool
+    reward_range: Range
+    rewards: Sequence[str]
+
+    def file_name(self, moment: str) -> str:
+        """The name of the evaluation's files: before, after, batch-000010, each with the set appended."""
+        return f"{moment}.{self.name}" if self.name else moment
+
+    def evaluate(self, evaluator: Evaluator) -> Evaluation:
+        """Evaluate the policy that the evaluator samples from."""
+        evaluator.set_sampling_params(self.manner)
+        scoring = self.seed, self.reward_range, self.rewards
+        return evaluate(evaluator, self.verifier, self.requests, self.samples, *scoring)
+
+
+def build_eval_sets(a: Parts) -> tuple[EvalSet, ...]:
+    """The evaluation sets of a run, or a single one without a name. Raises SettingsError for a set whose prompts do not
+    fit."""
+    e = a.settings.evaluation
+    if not e.sets:
+        return (_build_eval_set(a, EvaluationSet(name="only"), ""),) if e.takes_place else ()
+    sets = []
+    for each in e.sets if e.takes_place else ():
+        with concerning_set(each.name):
+            sets.append(_build_eval_set(a, each, each.name))
+    return tuple(sets)
+
+
+def _build_eval_set(a: Parts, each: EvaluationSet, name: str) -> EvalSet:
+    e, s, seed = a.settings.evaluation, a.settings.sampling, a.settings.run.seed
+    source, verifier, task, environment = a.prompts, a.verifier, a.settings.task, OF_RUN
+    if each.task is not None:
+        (own, verifier), task, environment = a.others[name], each.task, name
+        source = PromptSource(own, a.learner.policy, seed, 1, s.max_prompt_tokens, **a.asking.get(name, {}))
+    return EvalSet(
+        name=name,
+        every=e.every if each.every is None else each.every,
+        manner=SamplingParams(
+            purpose=f"{PURPOSE} {name}".rstrip(),
+            tau=each.temperature or e.temperature or s.temperature,
+            max_tokens=each.max_tokens or s.max_tokens,
+            environment=environment if environment in a.talking else None,
+        ),
+        samples=each.samples or e.samples,
+        seed=seed,
+        requests=source.held_out(each.prompts or e.prompts),
+        verifier=verifier,
+        reward_range=task.reward_range,
+        rewards=reward_names(source.task.reward),
+    )
+
+
+class Evaluations:
+    """The evaluations of a run. `record(name, summary, records)` gets each of them, `note` shows a line, `warn` also
+    records it, and `phase` shows what is being done."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        record: Callable[..., None],
+        note: Callable[[str], None],
+        warn: Callable[[str], None],
+        phase: Callable[[str], None],
+    ) -> None:
+        self.parts, self.record, self.note, self.warn, self.phase = parts, record, note, warn, phase
+        self.sets = build_eval_sets(parts)
+        self.made: dict[str, Evaluation] = {}
+        """by the names of their files"""
+
+    def make(self, moment: str, batch: int, state: LoopState, only_due: bool = False) -> None:
+        """Evaluate π as it is after `batch` batches on every set that has not been evaluated at this moment; with
+        `only_due` on those whose turn it is."""
+        sets = [each for each in self.sets if each.file_name(moment) not in self.made]
+        if sets := [each for each in sets if not only_due or (each.every and batch % each.every == 0)]:
+            with sampling_from_policy(self.parts, state):
+                for each in sets:
+                    self._make(each, moment, batch)
+                    self.parts.evaluator.free_cache()
+
+    def _make(self, each: EvalSet, moment: str, batch: int) -> None:
+        name, shown = each.file_name(moment), f"{moment}, {each.name}" if each.name else moment
+        self.phase(f"evaluation ({shown})")
+        found = each.evaluate(self.parts.evaluator)
+        if (before := self.made.get(each.file_name("before"))) is not None:
+            found = replace(found, summary=found.summary | compare(before, found))
+        first = not any(made.partition(".")[2] == each.name for made in self.made)
+        if first and (warning := few_prompts(len(found.records))):
+            self.warn(f"evaluation of {each.name}: {warning}" if each.name else warning)
+        self.made[name] = found
+        of_set = {"set": each.name, "reward_range": list(each.reward_range)} if each.name else {}
+        place = {"batch": batch, "version": self.parts.learner.policy.version}
+        self.record(name, place | of_set | found.summary, found.records)
+        self.note(f"evaluation ({shown}): {_headline(found.summary)}")
+
+    def metrics(self, batch: int) -> dict[str, float | None]:
+        """The metrics of each set after `batch` batches, for the line of the batch that follows; None if the set was
+        not evaluated then. Empty if the run has no sets."""
+        metrics: dict[str, float | None] = {}
+        for each in (each for each in self.sets if each.name):
+            made = self.made.get(each.file_name(moment_of(batch)))
+            metrics |= {f"eval_{each.name}_{name}": made.summary.get(name) if made else None for name in OF_A_SET}
+        return metrics
+
+    def summary(self, moment: str) -> dict[str, Any] | None:
+        """The summary of the first set at a moment."""
+        made = (self.made.get(each.file_name(moment)) for each in self.sets)
+        return next((found.summary for found in made if found is not None), None)
+
+    def find_best(self, run: Run, moment: str, batch: int) -> dict[str, Any] | None:
+        """What weights/best is to say if the policy at this moment is the best so far by `evaluation.best`; else None.
+        The best so far is the one in weights/best."""
+        best = self.parts.settings.evaluation.best
+        of_set, _, metric = (best or "").rpartition(".")
+        made = self.made.get(f"{moment}.{of_set}" if of_set else moment)
+        if best is None or made is None or (value := made.summary.get(metric)) is None:
+            return None
+        file = run.path / "weights" / "best" / BEST
+        so_far = json.loads(file.read_bytes()) if file.exists() else {}
+        if so_far.get("best") == best and so_far["value"] >= value and so_far["batch"] != batch:
+            return None
+        return {"best": best, "value": value, "batch": batch, "version": self.parts.learner.policy.version}
+
+
+def load_run_evaluations(run: Run, batch: int, total: int) -> dict[str, Evaluation]:
+    """What a run evaluated until a batch, by the names of the files; what it evaluated later is removed. An evaluation
+    at its end gets the name of its batch if the run is to have more. Raises ValueError for damaged files, by name."""
+    made: dict[str, Evaluation] = {}
+    for summary in load_evaluations(run):
+        name = summary.pop("name")
+        records, (moment, dot, of_set) = load_evaluation_records(run, name), name.partition(".")
+        ahead, renamed = (summary.get("batch") or 0) > batch, moment == "after" and summary["batch"] < total
+        if ahead or renamed:
+            for ending in ("json", "parquet"):
+                (run.path / "evaluations" / f"{name}.{ending}").unlink(missing_ok=True)
+        if renamed and not ahead:
+            name = f"{moment_of(summary['batch'])}{dot}{of_set}"
+            run.record_evaluation(name, summary, records)
+        if not ahead:
+            made[name] = Evaluation({k: v for k, v in summary.items() if k not in OF_PLACE}, records)
+    return made
+
+
+def moment_of(batch: int) -> str:
+    """What the evaluation after a batch is called while others follow.
+
+    >>> moment_of(0), moment_of(12)
+    ('before', 'batch-000012')
+    """
+    return f"batch-{batch:06d}" if batch else "before"
+
+
+def _headline(summary: Mapping[str, Any]) -> str:
+    mean = summary.get("reward_mean")
+    graded = f", mean reward {mean:.3f}" if mean not in (None, summary.get("pass_at_1")) else ""
+    return f"{interval(summary, 'pass_at_1')}{graded}"
+
+
+@contextmanager
+def sampling_from_policy(parts: Parts, state: LoopState) -> Iterator[None]:
+    """Inside, the evaluator samples from π. vLLM servers have α: they finish what they were asked for, get π under its
+    version, checked as after any weight sync, and then get α back if it is to sample more."""
+    evaluator, policy = parts.evaluator, parts.learner.policy
+    if not isinstance(evaluator, VllmEvaluator | FirstRankEvaluator):
+        yield
+        return
+    parts.prefetcher.finish()
+    with evaluator.sampler.lent(policy.weights, policy.version, back=needs_alpha(parts, state)):
+        if parts.check_evaluated is not None:
+            parts.check_evaluated(policy, evaluator.sampler)
+        yield
