@@ -443,7 +443,7 @@ def slowed(receive: Callable[..., Any]) -> Callable[..., Any]:
 
     def received(*args: Any) -> Any:
         if (item := receive(*args)) is not None:
-            args[0]._seconds += SLOW
+            args[0].seconds += SLOW
             time.sleep(SLOW)
         return item
 

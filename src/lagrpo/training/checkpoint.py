@@ -274,7 +274,7 @@ def save_checkpoint(
     rows = [row for b, groups in waiting.items() for row in _rows(groups, b, version)]
     alpha, of_alpha = a.sampler.current_weights() if needs_alpha(a, loop) else (None, {})
     pi_ref = reference.version if reference is not None else None
-    weights = {} if reference is None else {reference.version: reference.weights}
+    weights: dict[int, Any] = {} if reference is None else {reference.version: reference.weights}
     weights |= {} if alpha is None else {alpha: of_alpha}
     state = {
         "loop": asdict(loop),

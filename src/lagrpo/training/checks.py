@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lagrpo.errors import SettingsError, refusing
-from lagrpo.model import lora
 from lagrpo.model.embedded import check_path, is_adapter
 from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.reading import completion_files
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, check_options, is_reference
-from lagrpo.training.ranks import is_first_rank, world_size
 from lagrpo.training.resume import check_changes, find_run
 from lagrpo.training.trackers import check_installed
 from lagrpo.untrusted import read_text
@@ -71,6 +69,8 @@ def check_lora(settings: Settings) -> None:
             )
     if not settings.model.lora.r:
         return
+    from lagrpo.model import lora  # it loads PyTorch
+
     with refusing("model.lora"):
         lora.check_installed()
     if settings.sampling.sampler == "vllm" and settings.vllm.weight_sync != "directory":
@@ -131,3 +131,17 @@ def check_evaluation(settings: Settings | EvalSettings, task: Task | None = None
 def chat_template(model: ModelSettings) -> str | None:
     """The chat template that replaces the tokenizer's."""
     return read_text(Path(model.chat_template).expanduser()) if model.chat_template else None
+
+
+def world_size() -> int:
+    """How many processes torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def local_size() -> int:
+    """How many of them run on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0" or world_size() == 1

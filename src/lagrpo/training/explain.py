@@ -19,8 +19,8 @@ from lagrpo.rollout.schedule import Schedule, lags
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import count_of
 from lagrpo.training.build import Parts, loading, lora_of, offline_prompts
+from lagrpo.training.checks import local_size, world_size
 from lagrpo.training.environments import OF_RUN
-from lagrpo.training.ranks import local_size, world_size
 
 BYTES = {"bfloat16": 2, "float32": 4}
 HIDDEN_BYTES = {2: 44, 4: 54}  # of activations for each hidden unit, by the bytes of a number; measured on Llama layers

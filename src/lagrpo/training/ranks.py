@@ -32,6 +32,7 @@ from lagrpo.rollout.base import Item, Request, SamplingParams
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.vllm.engine import VllmEvaluator
 from lagrpo.training.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
+from lagrpo.training.checks import local_size, world_size
 from lagrpo.training.trainer import Trainer
 from lagrpo.types import Group
 
@@ -97,20 +98,6 @@ def raise_first(signals: Iterable[int | None]) -> None:
     for signum in signals:
         if signum is not None:
             raise Interrupted(signum)
-
-
-def world_size() -> int:
-    """How many processes torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def local_size() -> int:
-    """How many of them run on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0" or world_size() == 1
 
 
 @contextmanager

@@ -48,14 +48,14 @@ from lagrpo.training.checkpoint import (
     restore_checkpoint,
     save_checkpoint,
 )
-from lagrpo.training.checks import check_settings, resume_after_restart
+from lagrpo.training.checks import check_settings, local_size, resume_after_restart, world_size
 from lagrpo.training.evaluation import Evaluations, load_run_evaluations, moment_of
 from lagrpo.training.explain import meaning
 from lagrpo.training.lag import completion_columns, lag_is_complete, lag_metrics
 from lagrpo.training.loop import Step, train_loop
 from lagrpo.training.memory import NoMemoryError, explained
 from lagrpo.training.metrics import batch_metrics, reward_metrics, sampler_metrics
-from lagrpo.training.ranks import Ranks, joined, local_size, world_size
+from lagrpo.training.ranks import Ranks, joined
 from lagrpo.training.resume import ResumeState, check_dtype, cut_back, describe_move, find_run, recorded_threads
 from lagrpo.training.trackers import Trackers
 from lagrpo.training.warnings import Warnings
