@@ -300,14 +300,15 @@ def test_ranks_write_one_checkpoint_together(tmp_path):
 
 
 def test_rank_that_cannot_write_raises_and_leaves_no_checkpoint(tmp_path, monkeypatch):
-    def full(path: Path, content: Any) -> None:
+    def full(tensors: Any, path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "write_atomically", full)
     first, second = (CheckpointManager(tmp_path, rank=rank, size=2) for rank in range(2))
-    second.save_shard(1, {})
-    with pytest.raises(CheckpointError, match=r"rank 1 could not write .*No space left"):
-        second.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save_tensors", full)
+        second.save_shard(1, {})
+        with pytest.raises(CheckpointError, match=r"rank 1 could not write .*No space left"):
+            second.wait()
     first.save(STATE, {}, {}, ())
     first.close()
     with pytest.raises(CheckpointError, match="did not come"):

@@ -297,16 +297,16 @@ def test_run_resumes_with_another_number_of_ranks(
 
 def fill_disk(rank: int) -> tuple[()]:
     """Rank 1 cannot write what it has of the third checkpoint."""
-    written, write = 0, checkpoint.write_atomically
+    written, save = 0, checkpoint.save_tensors
 
-    def fail(path: Path, content: Callable[[Path], None]) -> Path:
+    def fail(tensors: Any, path: Path) -> None:
         nonlocal written
         if (written := written + 1) == 3:
             raise OSError(28, "No space left on device", str(path))
-        return write(path, content)
+        save(tensors, path)
 
     if rank == 1:
-        checkpoint.write_atomically = fail
+        checkpoint.save_tensors = fail
     return ()
 
 

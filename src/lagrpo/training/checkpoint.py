@@ -35,7 +35,6 @@ from lagrpo.runs.files import (
     numbered,
     remove_directory,
     to_json,
-    write_atomically,
     write_directory_atomically,
     write_table,
 )
@@ -221,7 +220,9 @@ class CheckpointManager:
     def _write_shard(self, batch: int, trainer: Mapping[str, Tensor]) -> None:
         path = self._shards(batch) / _trainer_file(self.rank, self.size)
         try:
-            write_atomically(path, partial(save_tensors, trainer))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_tensors(trainer, scratch := path.with_suffix(".part"))
+            scratch.replace(path)  # rank 0 takes it from here, and syncs it to the disk
         except Exception as error:
             raise CheckpointError(f"rank {self.rank} could not write {path}: {error}") from error
         self.written.append(batch)
