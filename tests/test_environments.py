@@ -111,7 +111,6 @@ def test_guess_number_is_a_task_with_an_environment():
     assert found.size("test") == 4
     assert found.prompt("train", 0).messages[0]["content"].startswith("I think of a whole number from 1 to 20.")
     assert (found.reward("7", 7), found.reward("8", 7)) == (1.0, 0.0)
-    assert task(largest=10**6).size("train") > 9_000
 
 
 def test_a_game_is_won_by_halving():

@@ -15,22 +15,20 @@ SOURCES = Path(__file__).parent.parent / "src" / "lagrpo"
 
 # What each room of the package may import of ours: the first names below lagrpo. The small ones are a page each, of
 # numpy and the standard library.
-SMALL = {"cache", "errors", "hub", "interrupts", "logs", "redaction", "rng", "types", "untrusted"}
+SMALL = {"cache", "errors", "interrupts", "logs", "redaction", "rng", "types"}
 LEAVES = {*SMALL, "core", "threads"}
 ALLOWED: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
-    "guard": {"redaction"},
     "errors": {"redaction"},
     "logs": {"redaction"},
-    "workers": {"guard"},
     "rewards": {*SMALL},
     "tasks": {*SMALL, "rewards"},
     "runs": {*SMALL, "threads"},
     "cpu": {"cache"},
-    "model": {*LEAVES, "cpu", "workers"},
+    "model": {*LEAVES, "cpu"},
     "settings": {*SMALL, "rewards", "tasks"},
     "data": {*LEAVES, "model", "runs", "rollout", "tasks"},
-    "rollout": {*LEAVES, "model", "settings", "workers"},
+    "rollout": {*LEAVES, "model", "settings"},
     "terminal": {*SMALL, "core", "runs", "tasks"},
     "view": {*SMALL, "core", "model", "runs", "settings", "terminal"},  # model: where embedded models lie
     # What replays a run imports none of what made it: neither model, rollout, cpu nor the loop.

@@ -102,8 +102,8 @@ def test_prompts_that_come_twice_in_a_batch_are_told_of_once(run, capsys):
     """Five prompts and batches of four: sooner or later an epoch ends and begins with the same prompt in one batch."""
     run("load_few", run={"display": "plain"}, schedule={"prompts": 4, "batches": 9})
     out = capsys.readouterr().out
-    assert out.count("asks a prompt more than once") == 1
-    assert "the 5 prompts of the split came to their end inside it" in out
+    assert out.count("has a prompt more than once") == 1
+    assert "the 5 prompts of the split ended inside it" in out
     run("load_rarely_right", run={"display": "plain"})
     assert "more than once" not in capsys.readouterr().out
 
@@ -144,7 +144,7 @@ def test_every_prompt_that_a_run_asks_is_checked_before_it_starts(monkeypatch):
 @pytest.mark.parametrize(
     ("question", "message"),
     [
-        ([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], "a system turn of its own"),
+        ([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], "the prompt has a system turn"),
         ([{"role": "user", "content": None}], "the last of which has a text"),
         ("\ud800", "half of a surrogate pair"),
     ],

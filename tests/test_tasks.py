@@ -105,7 +105,7 @@ def test_settings_that_contradict_are_refused_before_anything_is_loaded(settings
 
 
 def test_settings_that_agree_are_not_refused():
-    check_options(TaskSettings(name="arithmetic", digits=3, words=True, system_prompt="Be brief.", reward="exact"))
+    check_options(TaskSettings(name="arithmetic", digits=3, system_prompt="Be brief.", reward="exact"))
     check_options(TaskSettings(name="math", data="x", train_split="aime24_test"))
     check_options(TaskSettings(name="package.module:function", digits=3, data="x", reward="package.module:reward"))
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import load_task
 from lagrpo.tasks.arithmetic import score as judge
-from lagrpo.tasks.arithmetic import spell, split
+from lagrpo.tasks.arithmetic import split
 
 
 def test_single_digit_addition_is_all_of_it_80_to_20():
@@ -53,35 +52,3 @@ def test_questions_and_gold_answers():
         assert int(prompt.gold) == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[operation]
         assert judge(f"{problem} = {prompt.gold}", prompt.gold) == 1.0
         assert judge(prompt.messages[0]["content"], prompt.gold) == 0.0
-
-
-def test_questions_in_words():
-    task = load_task(TaskSettings(name="arithmetic", words=True), seed=0)
-    shown = {task.prompt("train", index).messages[0]["content"] for index in range(task.size("train"))}
-    assert len(shown) == 80
-    assert "What is three plus nine? Answer with just the number." in shown
-    assert not any(character.isdigit() for question in shown for character in question)
-
-
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (0, "zero"),
-        (13, "thirteen"),
-        (20, "twenty"),
-        (99, "ninety-nine"),
-        (100, "one hundred"),
-        (101, "one hundred one"),
-        (999, "nine hundred ninety-nine"),
-        (1000, "one thousand"),
-        (4012, "four thousand twelve"),
-        (9999, "nine thousand nine hundred ninety-nine"),
-    ],
-)
-def test_numbers_in_words(number, words):
-    assert spell(number) == words
-
-
-def test_options_out_of_range_are_refused():
-    with pytest.raises(ValueError, match=r"task.digits is 5; it is from 1 to 4"):
-        load_task(TaskSettings.model_construct(name="arithmetic", digits=5), seed=0)

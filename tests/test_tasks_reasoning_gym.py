@@ -71,10 +71,10 @@ def test_a_generator_that_does_not_repeat_itself_scores_nothing():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": "reasoning_gym:chain_sun"}, "reasoning_gym has no 'chain_sun'. Did you mean 'chain_sum'.*There are"),
+        ({"name": "reasoning_gym:chain_sun"}, "reasoning_gym has no 'chain_sun'. Did you mean 'chain_sum'"),
         (
             {"options": {"max_term": 2}},
-            "task.options.max_term: reasoning_gym:chain_sum takes .*Did you mean 'max_terms'",
+            "task.options.max_term: reasoning_gym:chain_sum takes .*max_terms",
         ),
         ({"options": {"seed": 2}}, "task.options.seed: reasoning_gym:chain_sum takes"),
         ({"options": {"min_terms": 9}}, "rejects them: max_terms must be >= min_terms"),

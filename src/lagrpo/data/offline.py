@@ -44,7 +44,6 @@ from lagrpo.runs.reading import completion_files
 from lagrpo.tasks import build_messages, order_prompts
 from lagrpo.tasks.tables import Table, format_of, read_table
 from lagrpo.types import Completion, Group, Kind, Outcome, Prompt
-from lagrpo.untrusted import parse_json
 
 UNKNOWN_VERSION = -1
 LOWEST = torch.finfo(torch.float32).min
@@ -195,7 +194,7 @@ def _prompt(row: Mapping[str, Any], system_prompt: str | None) -> Prompt:
     """The prompt of a row, without token ids where the chat template is to make them."""
     question, gold = row.get("prompt"), row.get("gold")
     if "prompt_text" in row:
-        question, gold = row["prompt_text"], parse_json(gold or "null")
+        question, gold = row["prompt_text"], json.loads(gold or "null")
     _check_gold(gold)
     if ids := row.get("prompt_token_ids"):
         messages = build_messages(question if question is not None else "")

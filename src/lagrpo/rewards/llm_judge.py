@@ -80,4 +80,4 @@ class LlmJudge:
             said = f"{reply.status}: {reply.data.decode(errors='replace')}"
             return str(reply.json()["choices"][0]["message"]["content"]) if reply.status == 200 else reply.json()[""]
         except (urllib3.exceptions.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise UnscorableError(f"{url}: {one_line(said or f'no answer: {error}', 160)}") from error
+            raise UnscorableError(f"{url}: {one_line(said or f'no answer: {error}', 240)}") from error

@@ -8,6 +8,7 @@ no reward, the run stops. Functions that worker processes cannot import run in t
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import threading
 from collections import Counter, deque
@@ -54,7 +55,7 @@ class Job:
 
 class WorkerPool:
     """`workers` processes that have loaded `called` and run functions of modules with a deadline. A process may take
-    `memory` GiB (Linux). They start with the first call. Raises TypeError for what cannot be sent to a process."""
+    `memory` GiB (Linux). They start at once. Raises TypeError for what cannot be sent to a process."""
 
     def __init__(self, called: Any, workers: int = 1, memory: float = 4.0) -> None:
         try:
@@ -115,7 +116,9 @@ class WorkerPool:
     def _start(self) -> ProcessPool:
         spawn.get_preparation_data = _prepare_without_main
         workers, given = self._given
-        return ProcessPool(workers, initializer=worker.start, initargs=given, context=get_context("spawn"))
+        pool = ProcessPool(workers, initializer=worker.start, initargs=given, context=get_context("spawn"))
+        pool.schedule(os.getpid)  # any call starts the processes
+        return pool
 
     def _restart(self, broken: ProcessPool) -> None:
         """Start new processes: a pool does not survive the death of an idle process."""

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lagrpo.errors import one_line
@@ -77,7 +77,7 @@ def call_reward(
     for arguments in calls:
         try:
             values.append(function(**arguments))
-        except BaseException as error:  # noqa: BLE001 - sys.exit, too, concerns this completion only
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it concerns this completion only
             values.append(error)
     if any(asyncio.iscoroutine(value) for value in values):
         values = asyncio.run(_wait_for_all(values, seconds))
@@ -94,7 +94,7 @@ async def _wait_for_all(values: Sequence[Any], seconds: float) -> list[Any]:
         try:
             async with limit:
                 return await value
-        except BaseException as error:  # noqa: BLE001 - as above
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
             return UnscorableError(f"no reward within {seconds:g} s") if limit.expired() else error
 
     return await asyncio.gather(*map(wait, values))
@@ -104,7 +104,7 @@ def _spread(value: Any, count: int) -> list[Any]:
     """The values that a function in TRL's signature returned, or its exception for each completion."""
     if isinstance(value, BaseException):
         return [value] * count
-    values = [] if isinstance(value, str | bytes | Mapping) or value is None else list(value)
+    values = [] if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable) else list(value)
     if len(values) != count:
         wrong = f"a list of {len(values)}" if isinstance(value, list) else f"a {type(value).__name__}"
         return [UnscorableError(f"the reward function returned {wrong}, not a list of {count} numbers")] * count
@@ -124,7 +124,7 @@ def to_outcome(value: Any) -> Outcome:
         return Outcome("unscored")
     try:
         reward = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # noqa: BLE001 - whatever float raises for a user's object
         reward = math.nan
     if math.isfinite(reward):
         return Outcome.scored(reward)

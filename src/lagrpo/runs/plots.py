@@ -94,8 +94,8 @@ def _draw_evaluations(axes: Axes, evaluations: Rows) -> None:
         axes.errorbar(at, values, yerr=[lows, highs], color=ORANGE, label=label, **style)
     for n in {0, len(points) - 1} if points else ():
         place: dict[str, Any] = {"xytext": (8 if n == 0 else -8, 6), "ha": "left" if n == 0 else "right"}
-        text, style = f"{values[n]:.1%}", {"color": ORANGE, "fontweight": "bold", "textcoords": "offset points"}
-        axes.annotate(text, (at[n], values[n]), **place, **style)
+        place |= {"color": ORANGE, "fontweight": "bold", "textcoords": "offset points"}
+        axes.annotate(f"{values[n]:.1%}", (at[n], values[n]), **place)
 
 
 def _draw_steps(axes: Axes, metrics: Rows, key: str, color: str, label: str, down_to: str = "") -> None:

@@ -14,7 +14,6 @@ from pydantic.fields import FieldInfo
 
 from lagrpo.errors import SettingsError, find_nearest, one_line
 from lagrpo.settings.schema import Settings
-from lagrpo.untrusted import read_text
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -43,15 +42,11 @@ def load_settings(
 def read_toml(path: Path) -> dict[str, Any]:
     """What a settings file says. Raises SettingsError where there is none or it is not TOML."""
     try:
-        text = read_text(path)
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise SettingsError(f"{path}: no such settings file") from error
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read as a settings file: {error.strerror}") from error
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
-    try:
-        return tomllib.loads(text)
     except ValueError as error:
         raise SettingsError(f"{path}: not valid TOML: {one_line(str(error))}") from error
     except RecursionError as error:

@@ -83,10 +83,9 @@ def check_options(settings: Any) -> None:
     if is_reference(name):
         return
     if (kind := name.partition(":")[0]) not in known:
-        names = ["reasoning_gym:NAME" if each == "reasoning_gym" else each for each in known]
         raise ValueError(
-            f"task.name: there is no task {name!r}; there are {', '.join(names)}, and a task of your own as "
-            f"'package.module:function'.{suggest(name, names)}"
+            f"task.name: there is no task {name!r}; there are {', '.join(known)}, gym:NAME and a task of your own "
+            f"as 'package.module:function'.{suggest(name, known)}"
         )
     if name == "custom":
         _check_custom(settings)

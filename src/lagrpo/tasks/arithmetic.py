@@ -1,6 +1,6 @@
 """Task `arithmetic`: "What is 3 + 4?", generated from the seed.
 
-Both numbers are 0 .. 10^digits - 1. As words: "What is three plus four?". Subtraction goes below zero.
+Both numbers are 0 .. 10^digits - 1. Subtraction goes below zero.
 
 Train and test are disjoint, also if the two numbers are exchanged: 3 + 4 and 4 + 3 are in the same split. A fifth of
 all problems is for testing, at most 1,000, and at most 10,000 of the others are for training: of the 100 single-digit
@@ -18,7 +18,7 @@ from lagrpo.tasks.base import Ask, option
 from lagrpo.tasks.numbers import read_last_number
 
 WORDING = "What is {problem}? Answer with just the number."
-OPERATIONS = {"+": ("plus", operator.add), "-": ("minus", operator.sub), "*": ("times", operator.mul)}
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _TRAIN, _TEST = 10_000, 1_000
 _FEW = 2**17
 
@@ -31,20 +31,17 @@ class Options:
 
     operations: tuple[Literal["+", "-", "*"], ...] = option(("+",), "operations to sample from")
     digits: int = option(1, "operands have up to this many digits", least=1, most=4)
-    words: bool = option(False, "operands as words")
 
 
 def load(options: Options, seed: int) -> tuple[dict[str, list[Problem]], Ask]:
     """The problems of each split, and how one is asked."""
-
-    def ask(problem: Problem) -> tuple[str, str]:
-        sign, a, b = problem
-        word, compute = OPERATIONS[sign]
-        shown = f"{spell(a)} {word} {spell(b)}" if options.words else f"{a} {sign} {b}"
-        return WORDING.format(problem=shown), str(compute(a, b))
-
     train, test = split(tuple(dict.fromkeys(options.operations)) or ("+",), options.digits, seed)
-    return {"train": train, "test": test}, ask
+    return {"train": train, "test": test}, _ask
+
+
+def _ask(problem: Problem) -> tuple[str, str]:
+    sign, a, b = problem
+    return WORDING.format(problem=f"{a} {sign} {b}"), str(OPERATIONS[sign](a, b))
 
 
 def score(completion: str, answer: Any) -> float:
@@ -84,24 +81,3 @@ def _sample_problems(operations: tuple[str, ...], numbers: int, seed: int) -> li
         codes = dict.fromkeys((uniforms(_TRAIN + _TEST, seed, "arithmetic", "problems") * space).astype(int).tolist())
     problems = ((operations[code // numbers**2], code // numbers % numbers, code % numbers) for code in codes)
     return list(dict.fromkeys((operation, min(a, b), max(a, b)) for operation, a, b in problems))
-
-
-_ONES = [
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
-]  # fmt: skip
-_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-
-
-def spell(number: int) -> str:
-    """A number from 0 to 9,999 in words.
-
-    >>> spell(7), spell(40), spell(9317)
-    ('seven', 'forty', 'nine thousand three hundred seventeen')
-    """
-    if number < 20:
-        return _ONES[number]
-    if number < 100:
-        return _TENS[number // 10 - 2] + (f"-{_ONES[number % 10]}" if number % 10 else "")
-    size, name = (100, "hundred") if number < 1000 else (1000, "thousand")
-    return f"{_ONES[number // size]} {name}" + (f" {spell(number % size)}" if number % size else "")

@@ -24,9 +24,8 @@ Key = tuple[int | str, ...]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """An environment's reply: chat messages ({"role": "user", "content": …}, or a tool's), and what the episode is
-    worth so far. The reward counts if the episode is done, or if a limit (of tokens or turns) ends it here. `reason`
-    says why it is done, for people."""
+    """An environment's reply: chat messages ({"role": "user", "content": …}, or a tool's), and the reward so far, which
+    counts if the episode is done or a limit (of tokens or turns) ends it here. `reason` tells people why it is done."""
 
     messages: Messages = ()
     reward: float = 0.0
@@ -89,13 +88,8 @@ def option(default: Any, help: str, least: int | None = None, most: int | None =
 
 
 def read_options(kind: type[Options], settings: Any) -> Options:
-    """A task's options: those that the settings give, and the defaults of the others. Raises ValueError for a number
-    out of its range."""
+    """A task's options: those that the settings give, and the defaults of the others."""
     given = {option.name: getattr(settings, option.name) for option in fields(kind)}
-    for option in fields(kind):
-        value, least, most = given[option.name], option.metadata["least"], option.metadata["most"]
-        if value is not None and least is not None and not least <= value <= most:
-            raise ValueError(f"task.{option.name} is {value}; it is from {least} to {most}")
     return kind(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -143,7 +137,8 @@ def build_messages(question: str | Messages, system_prompt: str | None = None) -
     and for messages that have a system turn already."""
     turns = ({"role": "user", "content": question},) if isinstance(question, str) else question
     listed: Any = turns if isinstance(turns, list | tuple) else ()
-    if not (listed and all(map(_has_role, listed)) and isinstance(listed[-1].get("content"), str)):
+    has_roles = all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in listed)
+    if not (listed and has_roles and isinstance(listed[-1].get("content"), str)):
         raise ValueError(
             f"its prompt is {question!r:.80}: a prompt is a text, or a list of messages such as {{'role': 'user', "
             "'content': '...'}, the last of which has a text"
@@ -153,10 +148,6 @@ def build_messages(question: str | Messages, system_prompt: str | None = None) -
     if turns[0]["role"] == "system":
         raise ValueError("the prompt has a system turn: leave task.system_prompt unset for this data")
     return ({"role": "system", "content": system_prompt}, *turns)
-
-
-def _has_role(turn: Any) -> bool:
-    return isinstance(turn, Mapping) and isinstance(turn.get("role"), str)
 
 
 def order_prompts(seed: int, epoch: int, size: int) -> list[int]:

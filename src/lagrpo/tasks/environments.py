@@ -69,7 +69,7 @@ def take_turn(state: bytes | None, prompt: Prompt | None, key: Key | None, text:
     make = worker.loaded()
     try:
         return _take_turn(make, state, prompt, key, text)
-    except BaseException as error:  # noqa: BLE001 - whatever it raises concerns this completion only
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it concerns this completion only
         found = worker.to_outcome(error)
         return Outcome.unscored(found.reason.replace("the reward function raised", "the environment raised"))
 

@@ -21,18 +21,14 @@ WORDING = "I think of a whole number from 1 to {largest}. Guess it. Answer with 
 class Options:
     """The options of this task."""
 
-    largest: int = option(31, "the number is from 1 to this one", least=5, most=1_000_000)
+    largest: int = option(31, "the number is from 1 to this one", least=5, most=10_000)
 
 
 def load(options: Options, seed: int) -> tuple[dict[str, list[int]], Ask]:
-    """The numbers of each split, at most 10,000 and 1,000, and how one is asked."""
-    from lagrpo.rng import permutation, uniforms
+    """The numbers of each split, and how one is asked."""
+    from lagrpo.rng import permutation
 
-    if options.largest <= 11_000:
-        numbers = permutation(options.largest, seed, "guess_number").tolist()
-    else:
-        sampled = (uniforms(11_000, seed, "guess_number") * options.largest).astype(int).tolist()
-        numbers = list(dict.fromkeys(sampled))
+    numbers = permutation(options.largest, seed, "guess_number").tolist()
     test = min(1_000, len(numbers) // 5)
     question = WORDING.format(largest=options.largest)
     splits = {"train": [n + 1 for n in numbers[test:]], "test": [n + 1 for n in numbers[:test]]}

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lagrpo.rewards.load import load_function
 from lagrpo.rewards.reward import UnscorableError
-from lagrpo.tasks.base import EpisodeTask, Key, Messages, StepResult
+from lagrpo.tasks.base import EpisodeTask, Key, Messages, StepResult, build_messages
 from lagrpo.types import Prompt
 
 TRAIN, TEST = 10_000, 1_000  # seeds
@@ -28,50 +28,36 @@ GEM = re.compile(r".*-v\d+(-\w+)*")  # ids of GEM
 
 def load(name: str, system_prompt: str | None = None) -> EpisodeTask:
     """The task of this name. Raises ValueError or ImportError if there is no such environment."""
-    make = Gym(name.removeprefix("gym:"), system_prompt or "")
-    make.build()
-    rows = {"train": range(TRAIN), "test": range(TRAIN, TRAIN + TEST)}
+    environment = name.removeprefix("gym:")
+    build(environment)
+    rows, make = {"train": range(TRAIN), "test": range(TRAIN, TRAIN + TEST)}, partial(Gym, environment, system_prompt)
     return EpisodeTask(name, rows, lambda seed: (f"seed {seed}", seed), score, environment=make)
+
+
+def build(name: str) -> Any:
+    """An environment."""
+    if not GEM.fullmatch(name):
+        return load_function(name)()
+    try:
+        import gem  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(f"the task gym:{name} needs GEM: pip install gem-llm") from error
+    return gem.make(name)
 
 
 def score(completion: str, answer: Any) -> float:
     raise UnscorableError("the reward of this task comes from its environment")
 
 
-@dataclass(frozen=True, slots=True)
 class Gym:
-    """Makes the episodes of an environment."""
-
-    name: str
-    system: str = ""
-
-    def __call__(self) -> Playing:
-        return Playing(self)
-
-    def build(self) -> Any:
-        """The environment itself."""
-        if not GEM.fullmatch(self.name):
-            return load_function(self.name)()
-        try:
-            import gem  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError(f"the task gym:{self.name} needs GEM: pip install gem-llm") from error
-        return gem.make(self.name)
-
-
-@dataclass(slots=True)
-class Playing:
     """One episode. Environments of others may not be picklable, so every step repeats the earlier ones."""
 
-    gym: Gym
-    seed: int = 0
-    steps: list[str] = field(default_factory=list)
-    reward: float = 0.0
+    def __init__(self, name: str, system_prompt: str | None) -> None:
+        self.name, self.system_prompt, self.steps, self.reward = name, system_prompt, list[str](), 0.0
 
     def reset(self, prompt: Prompt, key: Key) -> Messages:
         self.seed = int(prompt.gold)
-        system = [{"role": "system", "content": self.gym.system}] if self.gym.system else []
-        return [*system, {"role": "user", "content": self._begin()[1]}]
+        return build_messages(self._begin()[1], self.system_prompt)
 
     def step(self, text: str) -> StepResult:
         env, _ = self._begin()
@@ -86,7 +72,7 @@ class Playing:
         return StepResult([{"role": "user", "content": _whole(said, info)}], self.reward)
 
     def _begin(self) -> tuple[Any, str]:
-        env = self.gym.build()
+        env = build(self.name)
         return env, _whole(*env.reset(seed=self.seed))
 
 

@@ -84,12 +84,10 @@ def make_dataset(name: str, options: Mapping[str, Any], seed: int, size: int) ->
     from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports]
 
     if name not in DATASETS:
-        known = ", ".join(sorted(DATASETS))
-        raise ValueError(f"task.name: reasoning_gym has no {name!r}.{suggest(name, DATASETS)} There are {known}")
+        raise ValueError(f"task.name: reasoning_gym has no {name!r}.{suggest(name, DATASETS)}")
     known = [field.name for field in fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
     if wrong := [given for given in options if given not in known]:
-        taken = ", ".join(known) or "no options"
-        raise ValueError(f"task.options.{wrong[0]}: reasoning_gym:{name} takes {taken}.{suggest(wrong[0], known)}")
+        raise ValueError(f"task.options.{wrong[0]}: reasoning_gym:{name} takes {', '.join(known) or 'no options'}.")
     try:
         return create_dataset(name, seed=seed, size=size, **options)
     except (AssertionError, TypeError, ValueError) as error:

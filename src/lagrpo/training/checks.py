@@ -14,7 +14,6 @@ from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, check_options, is_reference
 from lagrpo.training.resume import check_changes, find_run
 from lagrpo.training.trackers import check_installed
-from lagrpo.untrusted import read_text
 
 if TYPE_CHECKING:
     from lagrpo.core.objective import Recipe
@@ -130,7 +129,7 @@ def check_evaluation(settings: Settings | EvalSettings, task: Task | None = None
 
 def chat_template(model: ModelSettings) -> str | None:
     """The chat template that replaces the tokenizer's."""
-    return read_text(Path(model.chat_template).expanduser()) if model.chat_template else None
+    return Path(model.chat_template).expanduser().read_text(encoding="utf-8") if model.chat_template else None
 
 
 def world_size() -> int:
