@@ -12,7 +12,6 @@ from running import tiny_settings, without_timings
 from tiny import save_tiny
 
 from lagrpo.errors import SettingsError
-from lagrpo.replay import verify_run
 from lagrpo.runs import load_evaluations, load_events, load_metrics, load_rollouts
 from lagrpo.runs.reading import load_evaluation_records
 from lagrpo.settings.schema import Settings
@@ -20,6 +19,7 @@ from lagrpo.settings.toml import load_settings
 from lagrpo.terminal.show import show
 from lagrpo.training.checks import check_settings
 from lagrpo.training.run import train
+from lagrpo.verify import verify_run
 from lagrpo.view.data import collect
 from lagrpo.view.payload import unpack
 

@@ -32,11 +32,11 @@ ALLOWED: dict[str, set[str]] = {
     "terminal": {*SMALL, "core", "runs", "tasks"},
     "view": {*SMALL, "core", "model", "runs", "settings", "terminal"},  # model: where embedded models lie
     # What replays a run imports none of what made it: neither model, rollout, cpu nor the loop.
-    "replay": {*SMALL, "core", "model", "runs", "rewards", "settings", "tasks"},
+    "verify": {*SMALL, "core", "model", "runs", "rewards", "settings", "tasks"},
 }
 BELOW = set(ALLOWED)
 ALLOWED |= {
-    "training": BELOW - {"replay", "view"},
+    "training": BELOW - {"verify", "view"},
     "env": {*LEAVES, "cpu", "model", "runs"},
     "cli": BELOW | {"training", "env"},
     "__init__": {"threads", "training"},

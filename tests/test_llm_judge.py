@@ -14,13 +14,13 @@ import torch
 from running import tiny_settings
 from tiny import save_tiny
 
-from lagrpo.replay import verify_run
 from lagrpo.rewards.llm_judge import LlmJudge
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reward import Reward, Rewards
 from lagrpo.runs import load_rollouts
 from lagrpo.training.run import train
 from lagrpo.types import Completion, Group, Outcome, Prompt
+from lagrpo.verify import verify_run
 
 KEY = "planted-key-of-the-judge"
 SAID = {"silent": "I will not say.", "many": "Score: 2. No: score: 9", "high": "Score: 11", "low": "score = -1"}
@@ -94,7 +94,7 @@ def test_the_last_score_counts_as_a_share_of_the_scale(server):
         ("low", "no score from 0 to 10"),
         ("malformed", "/chat/completions: 200: <html>"),
         ("refused", "/chat/completions: 400: "),
-        ("broken", "too many 500 error responses"),
+        ("broken", "too many 500 error"),
         ("hang", "no reward within 1 s"),
     ],
 )

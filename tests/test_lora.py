@@ -26,10 +26,10 @@ from lagrpo.model.loading import load_policy, merge_adapter
 from lagrpo.model.lora import ADAPTER_WEIGHTS as WEIGHTS
 from lagrpo.model.lora import Lora, attach_lora, count_parameters, load_adapter_weights
 from lagrpo.model.model import Packed, copy_policy
-from lagrpo.replay import verify_run
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.training.optimizer_state import MergedState
+from lagrpo.verify import verify_run
 
 LORA = Lora(r=4, alpha=8.0, seed=3)
 ROW = ((5, 6, 7, 8), [torch.tensor([9, 4, 30]), torch.tensor([11, 12])]), ((20, 21), [torch.tensor([40, 41, 42])])

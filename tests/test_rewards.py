@@ -14,7 +14,6 @@ from running import tiny_settings, without_timings
 from tiny import save_tiny
 
 from lagrpo.errors import SettingsError
-from lagrpo.replay import verify_run
 from lagrpo.rewards.builtin import exact, format, length
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reward import Reward, Rewards, UnscorableError
@@ -26,6 +25,7 @@ from lagrpo.terminal.show import show
 from lagrpo.training.checks import check_settings
 from lagrpo.training.run import train
 from lagrpo.types import Completion, Group, Outcome, Prompt
+from lagrpo.verify import verify_run
 
 QUESTION = ({"role": "user", "content": "1 + 1?"},)
 

@@ -17,10 +17,10 @@ from together import together
 
 import lagrpo
 from lagrpo.errors import SettingsError
-from lagrpo.replay import verify_run
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.runs.reading import load_evaluation_records
 from lagrpo.terminal.show import show
+from lagrpo.verify import verify_run
 
 
 @pytest.fixture(scope="module")

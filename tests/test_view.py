@@ -29,7 +29,7 @@ from lagrpo.view.data import collect
 from lagrpo.view.page import make_page
 from lagrpo.view.payload import unpack
 from lagrpo.view.rollouts import Size, choose, share
-from lagrpo.view.serve import Server, Source, view
+from lagrpo.view.serve import Server, view
 from lagrpo.view.vocabulary import fits, token_texts
 
 
@@ -334,9 +334,9 @@ def test_wrong_words_are_one_line_and_exit_code_2(tmp_path, monkeypatch, words, 
 
 
 @pytest.fixture
-def current_weights(tmp_path):
+def served(tmp_path):
     run = fill(make_run(tmp_path))
-    server = Server(Source([run.path], lambda: collect([run.path], 100)))
+    server = Server([run.path], lambda: collect([run.path], 100))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield run, server

@@ -10,7 +10,7 @@ from made_runs import fill, group, make_run, metrics, save_tokenizer
 from test_view import hostile_run
 
 from lagrpo.view.data import collect
-from lagrpo.view.serve import Server, Source, view
+from lagrpo.view.serve import Server, view
 
 pytestmark = pytest.mark.browser
 
@@ -326,7 +326,7 @@ def test_policy_stops_a_script_that_asks_the_network(opened, run):
 
 
 def test_served_page_follows_its_run_and_keeps_its_place(browser, run):
-    server = Server(Source([run.path], lambda: collect([run.path], 1000)))
+    server = Server([run.path], lambda: collect([run.path], 1000))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

@@ -32,7 +32,6 @@ from lagrpo import cli
 from lagrpo.errors import SettingsError
 from lagrpo.model.chat import Replies
 from lagrpo.model.model import Packed, copy_policy
-from lagrpo.replay import verify_run
 from lagrpo.rollout.episodes import Episodes, Limits
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.sync_check import WeightSyncCheck, WeightSyncError
@@ -43,6 +42,7 @@ from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
 from lagrpo.tasks.environments import EnvironmentPool
 from lagrpo.training import run as training
 from lagrpo.training.run import Result, train
+from lagrpo.verify import verify_run
 
 pytestmark = pytest.mark.vllm
 

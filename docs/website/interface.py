@@ -11,10 +11,10 @@ from website.markdown import escape
 from website.reference import link_pages, link_papers
 
 UP = "../.."
-PUBLIC = ("lagrpo", "lagrpo.runs", "lagrpo.replay", "lagrpo.types", "lagrpo.tasks", "lagrpo.core",
+PUBLIC = ("lagrpo", "lagrpo.runs", "lagrpo.verify", "lagrpo.types", "lagrpo.tasks", "lagrpo.core",
           "lagrpo.rollout.schedule")  # fmt: skip
 """What a page is about: a module, or a package with its modules. All others are in the table of modules."""
-DOORS = ("lagrpo", "lagrpo.runs", "lagrpo.replay")
+DOORS = ("lagrpo", "lagrpo.runs", "lagrpo.verify")
 """Packages whose own names are public, wherever they are defined, and not their modules."""
 Definition = ast.FunctionDef | ast.ClassDef
 

@@ -251,7 +251,7 @@ def verify(
     """
     if rows < 1:
         raise SettingsError(f"--rows is {rows}: name at least one completion to recompute")
-    from lagrpo.replay import print_report, verify_run
+    from lagrpo.verify import print_report, verify_run
 
     report = verify_run(run, None if everything else rows, seed)
     print_report(report)

@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from lagrpo.runs.environment import write_environment
 from lagrpo.runs.files import (
     TEMPORARY,
     append_line,
-    naming,
     to_json,
     write_atomically,
     write_directory_atomically,
@@ -171,12 +171,12 @@ def check_writable(directory: Path) -> None:
 
 def _new_directory(root: Path, name: str) -> Path:
     root.mkdir(parents=True, exist_ok=True)
-    for attempt in range(1, 1000):  # runs that start within one second are numbered
+    for attempt in count(1):  # runs that start within one second are numbered
         path = root / (name if attempt == 1 else f"{name}-{attempt}")
         with suppress(FileExistsError):
             path.mkdir()
             return path
-    raise RunExistsError(f"a thousand runs called {root / name} exist already: give this one a name")
+    raise AssertionError
 
 
 @contextmanager
@@ -192,8 +192,7 @@ def locked(path: Path) -> Iterator[None]:
         raise RunLockedError(f"another process is writing into {path}{who}; wait for its end, or stop it") from error
     try:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        with naming(path / HOLDER):
-            (path / HOLDER).write_text(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": now}) + "\n")
+        (path / HOLDER).write_text(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": now}) + "\n")
         yield
     finally:
         (path / HOLDER).unlink(missing_ok=True)

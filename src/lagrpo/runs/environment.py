@@ -56,27 +56,22 @@ def read_environment(run: Path) -> dict[str, Any]:
     if not (file := run / FILE).exists():
         return {}
     try:
-        found = json.loads(file.read_bytes())
-        if not isinstance(found, dict):
-            raise ValueError("not an object")
-    except (ValueError, OSError) as error:
+        return dict(json.loads(file.read_bytes()))
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{file} is damaged ({error}); without it the run resumes as on another machine") from error
-    return found
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
     """`{"commit": …, "dirty": …}` of the repository around `directory`; dirty also counts untracked files."""
+    # Without the option, status locks the index, and a run that is killed meanwhile leaves the lock behind.
+    command, found = ["git", "--no-optional-locks", "-C", str(directory)], list[str]()
     try:
-        commit = _git(directory, "rev-parse", "HEAD")
-        return {"commit": commit, "dirty": bool(_git(directory, "status", "--porcelain"))}
+        for words in (["rev-parse", "HEAD"], ["status", "--porcelain"]):
+            done = subprocess.run([*command, *words], capture_output=True, text=True, check=True, timeout=10)
+            found.append(done.stdout.strip())
     except (OSError, subprocess.SubprocessError):  # no git, no repository, or a repository without a commit
         return None
-
-
-def _git(directory: Path, *arguments: str) -> str:
-    # Without the option, status locks the index, and a run that is killed meanwhile leaves the lock behind.
-    command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    return {"commit": found[0], "dirty": bool(found[1])}
 
 
 def cpu_model() -> str:

@@ -18,26 +18,19 @@ TEMPORARY = re.compile(r"\..+\.[0-9]+-[0-9a-f]{8}\.tmp")
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Inside, `path` is written: an error that names no file, such as a full disk, names it."""
+def _temporary_name(path: Path) -> Iterator[Path]:
+    """A name beside `path`, removed at the end. An error that names no file, such as a full disk, names `path`."""
     from safetensors import SafetensorError
 
-    try:
-        yield
-    except SafetensorError as error:
-        raise OSError(f"{path} could not be written: {error}") from error
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-@contextmanager
-def _temporary_name(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         yield scratch
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written: {error}") from error
+    except OSError as error:
+        named = error.filename is not None or error.errno is None
+        raise error if named else OSError(error.errno, error.strerror, str(path)) from error
     finally:
         _remove(scratch)
 
@@ -45,7 +38,7 @@ def _temporary_name(path: Path) -> Iterator[Path]:
 def write_atomically(path: Path, content: bytes | str | Callable[[Path], None]) -> Path:
     """Write `path`, and its parent directories: a reader sees the old file or the new one, whole. `content` may be a
     function that writes the file that it is given."""
-    with naming(path), _temporary_name(path) as scratch:
+    with _temporary_name(path) as scratch:
         if callable(content):
             content(scratch)
         else:
@@ -58,7 +51,7 @@ def write_atomically(path: Path, content: bytes | str | Callable[[Path], None]) 
 
 def write_directory_atomically(path: Path, write: Callable[[Path], None]) -> Path:
     """Write a directory likewise: `write` fills a new one, which then replaces `path`."""
-    with naming(path), _temporary_name(path) as scratch, _temporary_name(path) as old:
+    with _temporary_name(path) as scratch, _temporary_name(path) as old:
         scratch.mkdir()
         write(scratch)
         for part in (*scratch.rglob("*"), scratch):
@@ -87,8 +80,7 @@ def remove_leftovers(directory: Path) -> list[Path]:
 def numbered(folder: Path, before: str, after: str = "") -> dict[int, Path]:
     """What a directory has under names of the form `before`, digits, `after`, by number."""
     form = re.compile(f"{re.escape(before)}([0-9]{{1,18}}){re.escape(after)}")
-    names = {path: form.fullmatch(path.name) for path in sorted(folder.glob("*"))}
-    return {int(name[1]): path for path, name in names.items() if name}
+    return {int(name[1]): path for path in sorted(folder.glob("*")) if (name := form.fullmatch(path.name))}
 
 
 def write_table(path: Path, rows: Iterable[Mapping[str, Any]], schema: Any = None) -> Path:
@@ -102,7 +94,7 @@ def write_table(path: Path, rows: Iterable[Mapping[str, Any]], schema: Any = Non
 
 def append_line(path: Path, line: str) -> None:
     """Append one line, after removing a line that a killed writer did not finish."""
-    with naming(path), path.open("ab+") as file:
+    with path.open("ab+") as file:
         end = file.seek(0, os.SEEK_END)
         tail = b""
         while end > 0 and tail != b"\n":  # back to the end of the last whole line
@@ -112,26 +104,22 @@ def append_line(path: Path, line: str) -> None:
         file.write(line.encode() + b"\n")
 
 
-def to_json(value: Any, where: str = "") -> str:
-    """One line of strict JSON: NaN and infinities become null, numpy scalars become numbers. Raises TypeError naming
-    the place of a value that JSON does not take, for example a tensor."""
-    return json.dumps(_plain(value, where), ensure_ascii=False, allow_nan=False)
+def to_json(value: Any) -> str:
+    """One line of strict JSON: NaN and infinities become null, NumPy scalars numbers, paths text. Raises TypeError for
+    what JSON does not take, for example a tensor."""
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
 
 
-def _plain(value: Any, where: str) -> Any:
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return float(value) if math.isfinite(value) else None
+def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"{where.lstrip('.') or 'value'} is a {type(value).__name__}, which JSON does not take")
+        return [_plain(item) for item in value]
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return float(value) if math.isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value
 
 
 def _sync_to_disk(path: Path) -> None:

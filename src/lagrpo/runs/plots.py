@@ -1,5 +1,4 @@
-"""The reward curve of a run as a PNG, drawn from the run's files: reward and pass@1, the share of groups without a
-signal, and the measured lag."""
+"""The reward curve of a run as a PNG: reward and pass@1, the share of groups without a signal, and the measured lag."""
 
 from __future__ import annotations
 
@@ -48,35 +47,24 @@ def draw(title: str, metrics: Rows, evaluations: Rows) -> Figure:
     _draw_evaluations(reward, [e for e in evaluations if None not in (e.get("pass_at_1"), e.get("batch"))])
     reward.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=5, frameon=False, fontsize=8.5)
     _draw_steps(variance, metrics, "zero_variance_share", GREEN, "share of groups\nwithout signal")
-    variance.set_ylim(0, 1.05)
-    _draw_steps(lag, metrics, "lag_max", PURPLE, "measured lag\n(updates)", down_to="lag_min")
-    most = max([1.0, *(m["lag_max"] for m in metrics if m.get("lag_max") is not None)])
-    lag.set_ylim(-0.1 * most, 1.2 * most)
-    lag.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
+    _draw_steps(lag, metrics, "lag_max", PURPLE, "measured lag\n(updates)")
+    for axis in (lag.yaxis, lag.xaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, nbins=4 if axis is lag.yaxis else "auto"))
     lag.set_xlabel("batch k", color=INK)
-    lag.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
     return figure
 
 
-def smooth(values: Sequence[float], width: int) -> list[float]:
-    """The mean over a window of `width` values (odd) around each, narrower at the ends.
-
-    >>> smooth([0.0, 3.0, 0.0, 0.0], 3)
-    [1.5, 1.0, 1.0, 0.0]
-    """
-    half = width // 2
-    windows = [values[max(0, at - half) : at + half + 1] for at in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
-
-
 def _draw_reward(axes: Axes, metrics: Rows) -> None:
+    """The reward of each batch, and a running mean over a thirtieth of the run."""
     points = [(m["batch"], m["reward_mean"]) for m in metrics if m.get("reward_mean") is not None]
     batches, values = [batch for batch, _ in points], [value for _, value in points]
-    width = 2 * max(1, len(values) // 30) + 1
+    half = max(1, len(values) // 30)
+    windows = [values[max(0, at - half) : at + half + 1] for at in range(len(values))]
     axes.plot(batches, values, ".", color=BLUE, alpha=0.4, label="reward of a batch")
-    if len(values) > width:
-        axes.plot(batches, smooth(values, width), color=BLUE, linewidth=1.8, label=f"mean of {width} batches")
+    if len(values) > 2 * half + 1:
+        means = [sum(window) / len(window) for window in windows]
+        axes.plot(batches, means, color=BLUE, linewidth=1.8, label=f"mean of {2 * half + 1} batches")
     if all(0 <= value <= 1 for value in values):
         axes.set_ylim(-0.03, 1.06)
     axes.set_ylabel("reward", color=INK)
@@ -87,32 +75,32 @@ def _draw_evaluations(axes: Axes, evaluations: Rows) -> None:
     of_set = evaluations[0].get("set") if evaluations else None
     points = [e for e in evaluations if e.get("set") == of_set]
     at, values = [e["batch"] for e in points], [e["pass_at_1"] for e in points]
-    lows = [e["pass_at_1"] - e.get("pass_at_1_low", e["pass_at_1"]) for e in points]
-    highs = [e.get("pass_at_1_high", e["pass_at_1"]) - e["pass_at_1"] for e in points]
+    ends = [
+        [abs(e.get(f"pass_at_1_{end}", e["pass_at_1"]) - e["pass_at_1"]) for e in points] for end in ("low", "high")
+    ]
     if points:
         label, style = f"pass@1, {of_set or 'held-out prompts'}", {"fmt": "o", "capsize": 3.5, "zorder": 5}
-        axes.errorbar(at, values, yerr=[lows, highs], color=ORANGE, label=label, **style)
+        axes.errorbar(at, values, yerr=ends, color=ORANGE, label=label, **style)
     for n in {0, len(points) - 1} if points else ():
         place: dict[str, Any] = {"xytext": (8 if n == 0 else -8, 6), "ha": "left" if n == 0 else "right"}
         place |= {"color": ORANGE, "fontweight": "bold", "textcoords": "offset points"}
         axes.annotate(f"{values[n]:.1%}", (at[n], values[n]), **place)
 
 
-def _draw_steps(axes: Axes, metrics: Rows, key: str, color: str, label: str, down_to: str = "") -> None:
-    """A metric as steps of a batch each, filled down to another metric, or to 0; a gap if there is none."""
+def _draw_steps(axes: Axes, metrics: Rows, key: str, color: str, label: str) -> None:
+    """A metric as steps of a batch each, filled down to 0; a gap if there is none."""
     edges = [m["batch"] - 0.5 for m in metrics] + [metrics[-1]["batch"] + 0.5]
-    values, floor = ([math.nan if m.get(k) is None else float(m[k]) for m in metrics] for k in (key, down_to))
-    axes.stairs(values, edges, baseline=floor if down_to else 0, fill=True, color=color, alpha=0.25, linewidth=0)
+    values = [math.nan if m.get(key) is None else float(m[key]) for m in metrics]
+    axes.stairs(values, edges, fill=True, color=color, alpha=0.25, linewidth=0)
     axes.stairs(values, edges, baseline=None, color=color, linewidth=1.0 if len(values) <= 300 else 0.4)
+    axes.set_ylim(0, 1.05 * max([1.0, *(value for value in values if not math.isnan(value))]))
     axes.set_ylabel(label, color=INK, fontsize=9)
 
 
 def plain_axes(axes: Axes) -> None:
     """Two spines and light horizontal lines."""
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(FAINT)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(colors=INK, labelsize=9, color=FAINT)
     axes.grid(axis="y", color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)

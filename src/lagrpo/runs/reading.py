@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lagrpo.errors import one_line
 from lagrpo.runs.directory import Run
 from lagrpo.runs.files import numbered
-from lagrpo.runs.rollouts import SCHEMA_KEY, SCHEMA_NAME, rollout_schema
+from lagrpo.runs.rollouts import SCHEMA_KEY, SCHEMA_NAME
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -63,29 +63,25 @@ def _load_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _load_objects(path: Path, text: bytes) -> list[dict[str, Any]]:
-    lines = text.split(b"\n")[:-1]  # after the last newline: nothing, or a torn line
-    return [_load_object(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
-
-
-def _load_object(text: bytes, place: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: this is not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{place}: this is a {type(found).__name__}, not an object")
+    found = []
+    for number, line in enumerate(text.split(b"\n")[:-1], start=1):  # after the last newline: nothing, or a torn line
+        try:
+            found.append(dict(json.loads(line)))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: this is not a JSON object ({error})") from error
     return found
 
 
 def load_evaluations(run: Run | Path | str) -> list[dict[str, Any]]:
     """The summaries of the run's evaluations, in the order of the batch they were made at. Raises ValueError for a file
     that is not a summary."""
-    paths = sorted((open_run(run).path / "evaluations").glob("*.json"))
-    summaries = [_load_object(path.read_bytes(), str(path)) for path in paths]
-    for path, summary in zip(paths, summaries, strict=True):
+    found = []
+    for path in (open_run(run).path / "evaluations").glob("*.json"):
+        summary = [*_load_objects(path, path.read_bytes().strip() + b"\n"), {}][0]
         if summary.get("name") != path.stem or not isinstance(summary.get("batch", 0), int | None):
             raise ValueError(f"{path} is not the summary of an evaluation, which has its name and a batch")
-    return sorted(summaries, key=lambda summary: (summary.get("batch") or 0, summary["name"]))
+        found.append(summary)
+    return sorted(found, key=lambda summary: (summary.get("batch") or 0, summary["name"]))
 
 
 def load_evaluation_records(run: Run | Path | str, name: str) -> list[dict[str, Any]]:
@@ -124,13 +120,9 @@ def opened_rollouts(run: Run | Path | str, batch: int) -> Iterator[pyarrow.parqu
     """The rollouts of one batch, for reading column by column. Raises ValueError as `load_rollouts` does."""
     path = open_run(run).path / "rollouts" / f"step-{batch:06d}.parquet"
     with _opened_table(path) as file:
-        found = file.schema_arrow
-        schema = (found.metadata or {}).get(SCHEMA_KEY, b"no schema").decode(errors="replace")
+        schema = (file.schema_arrow.metadata or {}).get(SCHEMA_KEY, b"no schema").decode(errors="replace")
         if schema != SCHEMA_NAME:
             raise ValueError(f"{path} is written in {one_line(schema)}; this version of lagrpo reads {SCHEMA_NAME}")
-        for column in rollout_schema():
-            if column.name not in found.names or found.field(column.name).type != column.type:
-                raise ValueError(f"{path} has no column {column.name} of type {column.type}")
         yield file
 
 

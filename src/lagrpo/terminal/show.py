@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,6 @@ from lagrpo.runs.reading import (
     rollout_batches,
 )
 from lagrpo.runs.rollouts import reward_columns
-from lagrpo.terminal.evaluations import result_lines
 from lagrpo.terminal.text import MARKS, count_of, formatted
 from lagrpo.types import Range, is_right
 
@@ -63,6 +63,19 @@ def show(
     for key, group in groupby(chosen[:count], key=lambda row: row["prompt_key"]):
         completions = list(group)
         console.print(_prompt(key, completions[0]), *(render_completion(row, scale) for row in completions))
+
+
+def result_lines(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each evaluation set: its first and its last result, and after which batches; none without sets."""
+    lines = []
+    for name in dict.fromkeys(summary["set"] for summary in summaries if summary.get("set")):
+        made = [summary for summary in summaries if summary.get("set") == name]
+        ends, said = [made[0], made[-1]] if len(made) > 1 else made, []
+        for what, key, form in (("pass@1", "pass_at_1", ".1%"), ("mean reward", "reward_mean", ".3f")):
+            said.append(f"{what} {' → '.join(formatted(summary.get(key), form) for summary in ends)}")
+        batches = " → ".join(dict.fromkeys(f"{summary.get('batch') or 0}" for summary in ends))
+        lines.append(f"evaluation {name}: {', '.join(said)} (batch {batches})")
+    return lines
 
 
 def _is_right(row: Row, reward_range: Range) -> bool | None:

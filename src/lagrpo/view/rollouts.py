@@ -14,15 +14,16 @@ import numpy as np
 
 from lagrpo.runs.directory import Run
 from lagrpo.runs.reading import opened_rollouts, rollout_batches
-from lagrpo.runs.rollouts import REWARD
+from lagrpo.runs.rollouts import REWARD, rollout_schema
 from lagrpo.view import vocabulary
 from lagrpo.view.payload import Arrays, Table, shortest_unsigned
 
 LEAST = 32  # completions of a batch
 PER_NAT = 1000  # log-probs and entropies are rounded to thousandths of a nat
 UNKNOWN = -(1 << 15)  # instead of a log-prob that was not recorded
-TOKENS: dict[str, Any] = {"token_ids": np.int64, "logp_alpha": np.float64, "versions": np.int32, "sampled": np.uint8}
 MEASURED = ("logp_k", "entropy")  # token columns that a completion may lack
+TOKENS: dict[str, Any] = {"token_ids": np.int64, "logp_alpha": np.float64, "versions": np.int32, "sampled": np.uint8}
+TOKENS |= dict.fromkeys(MEASURED, np.float64)
 NUMBERS = ("reward", "advantage", "sigma", "log_ratio", "kl_alpha", "lag")
 PLAIN = ("completion", "finished", "stage", "pi_k_version")
 TEXTS = ("outcome", "masked", "reason", "source")
@@ -79,16 +80,16 @@ def read_rollouts(run: Run, sizes: Mapping[int, Size], most: int, config: Mappin
     """Groups and completions of at most about `most` completions. Raises as `load_rollouts` does."""
     G = config.get("sampling", {}).get("G")
     chosen = choose(sizes, most, G if isinstance(G, int) else 1)
-    batches = [_read_batch(run, batch, count) for batch, count in chosen.items()]
-    rows = _join(batches)
+    rows = _read_rows(run, chosen)
     prompts, groups = _group(rows)
     codes = {name: Table() for name in TEXTS}
     coded = {name: shortest_unsigned([codes[name].number(value or "") for value in rows[name]]) for name in TEXTS}
     ids, places = np.unique(rows["token_ids"], return_inverse=True)
     texts, note = vocabulary.texts_of(run.path, config, ids, rows)
-    columns = groups | coded | _columns(rows, places) | {name: rows[name] for name in rows["further"]}
+    further = [name for name in rows if name.startswith(REWARD) or name == "right"]
+    columns = groups | coded | _columns(rows, places) | {name: rows[name].astype(np.float32) for name in further}
     return {
-        "batches": [_about(batch, sizes[number]) for number, batch in zip(chosen, batches, strict=True)],
+        "batches": [_about(rows, batch, sizes[batch].completions) for batch in chosen],
         "batches_on_disk": len(sizes),
         "completions_on_disk": sum(size.completions for size in sizes.values()),
         "prompts": prompts,
@@ -97,36 +98,42 @@ def read_rollouts(run: Run, sizes: Mapping[int, Size], most: int, config: Mappin
         "vocabulary": texts,
         "ids": ids.tolist(),
         "vocabulary_note": note,
-        "rewards": [name.removeprefix(REWARD) for name in rows["further"] if name.startswith(REWARD)],
+        "rewards": [name.removeprefix(REWARD) for name in further if name.startswith(REWARD)],
         "columns": {name: arrays.add(values) for name, values in columns.items()},
     }
 
 
-def _about(batch: Rows, size: Size) -> list[int]:
+def _about(rows: Rows, batch: int, on_disk: int) -> list[int]:
     """Batch, stage, version of π_k, completions on disk and in the page."""
-    first = (int(batch[name][0]) for name in ("batch", "stage", "pi_k_version"))
-    return [*first, size.completions, len(batch["text"])]
+    first = rows["batch"].index(batch)
+    return [batch, *(int(rows[name][first]) for name in ("stage", "pi_k_version")), on_disk, rows["batch"].count(batch)]
 
 
-def _read_batch(run: Run, batch: int, most: int) -> Rows:
-    """The first whole groups of a batch: at least one, and no more than have `most` completions."""
-    with opened_rollouts(run, batch) as file:
-        further = [name for name in file.schema_arrow.names if name.startswith(REWARD) or name == "right"]
-        table = file.read([*TOKENS, *MEASURED, *NUMBERS, *PLAIN, *TEXTS, *IDENTITY, *further])
-        table = table.slice(0, _whole_groups(table.column("completion").to_pylist(), most))
-        found: Rows = {name: table.column(name).to_pylist() for name in (*TEXTS, *IDENTITY)}
-        for name in (*NUMBERS, *PLAIN, *further):
-            found[name] = np.array(table.column(name).to_pylist(), dtype=np.float64)
-        lists = {name: table.column(name).to_pylist() for name in (*TOKENS, *MEASURED)}
-    lengths = [len(ids or ()) for ids in lists["token_ids"]]
-    if any([len(values or ()) for values in lists[name]] != lengths for name in TOKENS):
-        raise ValueError(f"{run.path}, rollouts of batch {batch}: the lists of a completion's tokens differ in length")
-    for name in lists:
-        of_each = ((v if v and len(v) == n else [None] * n) for v, n in zip(lists[name], lengths, strict=True))
-        flat = np.array([value for values in of_each for value in values], dtype=np.float64)
-        found[name] = flat.astype(TOKENS.get(name, np.float64))
-    place = {"batch": np.full(len(lengths), float(batch)), "length": np.array(lengths, np.int64)}
-    return found | place | {"further": further}
+def _read_rows(run: Run, chosen: Mapping[int, int]) -> Rows:
+    """Columns of the first whole groups of each of these batches, at most so many completions of each."""
+    import pyarrow as pa
+
+    tables, batches = [rollout_schema().empty_table()], list[int]()
+    for batch, most in chosen.items():
+        with opened_rollouts(run, batch) as file:
+            table = file.read()
+            tables.append(table.slice(0, _whole_groups(table.column("completion").to_pylist(), most)))
+            batches += [batch] * len(tables[-1])
+    found = pa.concat_tables(tables, promote_options="default").to_pydict()
+    rows: Rows = {name: found[name] for name in (*TEXTS, *IDENTITY)} | {"batch": batches}
+    further = [name for name in found if name.startswith(REWARD) or name == "right"]
+    rows |= {name: np.array(found[name], dtype=np.float64) for name in (*NUMBERS, *PLAIN, *further)}
+    lengths = [len(ids or ()) for ids in found["token_ids"]]
+    for name, kind in TOKENS.items():
+        lists = (
+            found[name]
+            if name not in MEASURED
+            else [v or [None] * n for v, n in zip(found[name], lengths, strict=True)]
+        )
+        if [len(values or ()) for values in lists] != lengths:
+            raise ValueError(f"{run.path}: the lists of a completion's tokens differ in length in its rollouts")
+        rows[name] = np.array([value for values in lists for value in values or ()], dtype=np.float64).astype(kind)
+    return rows | {"length": np.array(lengths, np.int64)}
 
 
 def _whole_groups(completions: list[int], most: int) -> int:
@@ -134,18 +141,6 @@ def _whole_groups(completions: list[int], most: int) -> int:
     starts = [c for c in range(1, len(completions)) if completions[c] <= completions[c - 1]]
     ends = [*starts, len(completions)]
     return max([end for end in ends if end <= most] or ends[:1])
-
-
-def _join(batches: list[Rows]) -> Rows:
-    rows: Rows = {name: [value for batch in batches for value in batch[name]] for name in (*TEXTS, *IDENTITY)}
-    kinds = dict.fromkeys((*NUMBERS, *PLAIN, *MEASURED, "batch"), np.float64) | TOKENS | {"length": np.int64}
-    for name, kind in kinds.items():
-        rows[name] = np.concatenate([np.zeros(0, kind), *(batch[name] for batch in batches)]).astype(kind)
-    rows["further"] = list(dict.fromkeys(name for batch in batches for name in batch["further"]))
-    for name in rows["further"]:
-        found = [batch.get(name, np.full(len(batch["text"]), np.nan)) for batch in batches]
-        rows[name] = np.concatenate(found).astype(np.float32)
-    return rows
 
 
 def _group(rows: Rows) -> tuple[list[list[Any]], dict[str, np.ndarray]]:
@@ -156,7 +151,7 @@ def _group(rows: Rows) -> tuple[list[list[Any]], dict[str, np.ndarray]]:
     prompts = Table()
     asked = [prompts.number((rows["prompt_key"][c], rows["prompt_text"][c], _gold(rows["gold"][c]))) for c in starts]
     groups = {
-        "group_batch": shortest_unsigned([int(rows["batch"][c]) for c in starts]),
+        "group_batch": shortest_unsigned([rows["batch"][c] for c in starts]),
         "group_prompt": shortest_unsigned(asked),
         "group_epoch": np.array([rows["epoch"][c] for c in starts], dtype=np.int32),
         "group_first": np.array([*starts, count], dtype=np.uint32),

@@ -5,7 +5,6 @@ name that it points to 127.0.0.1."""
 
 from __future__ import annotations
 
-import threading
 import webbrowser
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -52,10 +51,9 @@ def serve(
         write_page(paths, packed, out)
         return packed
 
-    source = Source(paths, collect_and_write)
-    source.read()
+    collect_and_write()
     with refusing(f"port {port}", OverflowError):
-        server = Server(source, port)
+        server = Server(paths, collect_and_write, port)
     with server:
         print(f"{server.url}  shows {', '.join(map(str, paths))} and follows it; Ctrl-C ends", flush=True)
         if opens:
@@ -81,30 +79,14 @@ def _check(runs: Sequence[Path], completions: int) -> list[Path]:
     return list({path.resolve(): path for path in found}.values())
 
 
-class Source:
-    """The data of runs, collected again by `collect` when one of their files has changed."""
-
-    def __init__(self, paths: Sequence[Path], collect: Callable[[], bytes]) -> None:
-        self.names = [path.name for path in paths]
-        self._paths, self._collect, self._lock = paths, collect, threading.Lock()
-        self._stamp, self._packed = "", b""
-
-    def read(self) -> tuple[str, bytes]:
-        """The stamp of the files, and the data. Raises as `data.collect` does."""
-        with self._lock:
-            if (stamp := take_stamp(self._paths)) != self._stamp:
-                self._packed = self._collect()
-                self._stamp = stamp
-            return self._stamp, self._packed
-
-
 class Server(ThreadingHTTPServer):
-    """Answers / with the page and /data?stamp=S with newer data than that of stamp S: 204 if there is none."""
+    """Answers / with the page of these runs and /data?stamp=S with newer data than that of stamp S: 204 if there is
+    none."""
 
     daemon_threads = True
 
-    def __init__(self, source: Source, port: int = 0) -> None:
-        self.source = source
+    def __init__(self, paths: Sequence[Path], collect: Callable[[], bytes], port: int = 0) -> None:
+        self.paths, self.collect = paths, collect
         super().__init__((HOST, port), Handler)
         self.url = f"http://{HOST}:{self.server_port}/"
         self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
@@ -119,20 +101,20 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.headers.get("Host") not in self.server.hosts:
             return self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"this server answers as 127.0.0.1 only\n")
-        url = urlsplit(self.path)
+        url, paths = urlsplit(self.path), self.server.paths
         if url.path not in ("/", "/data"):
             return self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is / and nothing else\n")
+        if url.path == "/data" and parse_qs(url.query).get("stamp") == [take_stamp(paths)]:
+            return self._answer(HTTPStatus.NO_CONTENT)
         try:
-            stamp, packed = self.server.source.read()
+            packed = self.server.collect()
         except (OSError, ValueError) as error:
             text = one_line(str(error)).encode(errors="replace")
             return self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain; charset=utf-8", text)
-        if url.path == "/":
-            page = make_page(self.server.source.names, packed, live=True)
-            return self._answer(HTTPStatus.OK, "text/html; charset=utf-8", page.encode())
-        if parse_qs(url.query).get("stamp") == [stamp]:
-            return self._answer(HTTPStatus.NO_CONTENT)
-        return self._answer(HTTPStatus.OK, "application/octet-stream", packed)
+        if url.path == "/data":
+            return self._answer(HTTPStatus.OK, "application/octet-stream", packed)
+        page = make_page([path.name for path in paths], packed, live=True)
+        self._answer(HTTPStatus.OK, "text/html; charset=utf-8", page.encode())
 
     def _answer(self, status: HTTPStatus, kind: str = "", body: bytes = b"") -> None:
         self.send_response(status)

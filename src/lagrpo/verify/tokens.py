@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lagrpo.errors import one_line, refusing
 from lagrpo.model.embedded import ALIASES, resolve_model
-from lagrpo.replay.record import RecordedRun, Report, Row, is_generated, sampled
 from lagrpo.rng import permutation, uniforms
+from lagrpo.verify.record import RecordedRun, Report, Row, is_generated, sampled
 
 EDGE, TOKEN = 8.0, 24.0  # times the noise: of a sample, of a log-prob. Honest runs stay within half of either
 NOISE = {"bfloat16": (1e-3, 0.15), "float32": (1e-6, 1e-2)}  # min and max noise that a dtype explains, log-odds
@@ -37,7 +37,7 @@ class Weights:
         self.run, self.folders, self.absent = run, dict[int, str](), ""
         saved, name = run.path / "weights", run.settings.model.path
         try:
-            path = self.from_start(name)
+            path = self.find(name)
             base = resolve_model(name) if name in ALIASES else str(path) if path.is_dir() else name
             AutoConfig.from_pretrained(base)
             self.folders[0] = base
@@ -48,11 +48,11 @@ class Weights:
         if after and (saved / "final").is_dir():
             self.folders.setdefault(after[0], str(saved / "final"))
 
-    def from_start(self, name: str) -> Path:
+    def find(self, name: str) -> Path:
         """A path of the settings, relative to the directory in which the run was started."""
         return Path(self.run.environment.get("directory") or ".") / Path(name).expanduser()
 
-    def tokenizer(self) -> tuple[Any, set[int]]:
+    def load_tokenizer(self) -> tuple[Any, set[int]]:
         """The tokenizer, and the ids that end a completion. Raises OSError if none is on disk."""
         from transformers import AutoTokenizer, GenerationConfig
 
@@ -60,11 +60,11 @@ class Weights:
             raise OSError(self.absent)
         folder, template = next(iter(self.folders.values())), self.run.settings.model.chat_template
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        tokenizer.chat_template = self.from_start(template).read_text("utf-8") if template else tokenizer.chat_template
+        tokenizer.chat_template = self.find(template).read_text("utf-8") if template else tokenizer.chat_template
         ends = GenerationConfig.from_pretrained(folder).eos_token_id
         return tokenizer, {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
 
-    def load(self, version: int) -> Any:
+    def load_model(self, version: int) -> Any:
         """The model of a version, rounded to the run's dtype as the run had it, computing in float32: if only one of
         two sides rounds, they lie closer together. Raises SettingsError for a broken directory."""
         from safetensors import SafetensorError
@@ -82,12 +82,10 @@ class Reading(NamedTuple):
     """What transformers says about the t tokens of a completion under one version; every field is a tensor [t]."""
 
     logp: Tensor
-    low: Tensor
-    """log-odds of F(y - 1)"""
-    high: Tensor
-    """log-odds of F(y)"""
+    outside: Tensor
+    """how far u lies outside its token's part of the distribution, in log-odds; negative inside"""
     expected: Tensor
-    """the token that F gives at the recorded uniform"""
+    """the token that F gives at u"""
     grain: Tensor
     """how finely float32 resolves a log-prob there"""
 
@@ -96,41 +94,33 @@ class Reading(NamedTuple):
         """1 - p: an error e of a token's log-odds is an error e (1 - p) of its log-prob."""
         return -torch.expm1(self.logp)
 
-    def outside(self, uniform_T: Tensor) -> Tensor:
-        """How far u lies outside its token's part of the distribution, in log-odds [t]; negative inside."""
-        odds = uniform_T.clamp(min=1e-300).log() - torch.log1p(-uniform_T)
-        return torch.maximum(self.low - odds, odds - self.high)
-
 
 def read_tokens(scaled_TV: Tensor, token_T: Tensor, uniform_T: Tensor) -> Reading:
-    """The reading of tokens y with logits / tau x float64."""
+    """The reading of tokens y, sampled at uniforms u from logits / tau x float64."""
     at, last = token_T.unsqueeze(1), scaled_TV.shape[1] - 1
     log_sum, chosen = scaled_TV.logsumexp(-1, keepdim=True), scaled_TV.gather(1, at)
-    p = (scaled_TV - log_sum).exp()
+    p, u = (scaled_TV - log_sum).exp(), uniform_T.unsqueeze(1).clamp(min=1e-300)
     below, above = p.cumsum(-1), p.flip(-1).cumsum(-1).flip(-1)  # sums up to each token, and from it on
     before = torch.where(at > 0, below.gather(1, (at - 1).clamp(min=0)), 0.0)
     after = torch.where(at < last, above.gather(1, (at + 1).clamp(max=last)), 0.0)
     low, high = before.log() - (p.gather(1, at) + after).log(), below.gather(1, at).log() - after.log()
-    expected = torch.searchsorted(below, uniform_T.unsqueeze(1) * below[:, -1:], right=True).clamp(max=last)
+    odds = u.log() - torch.log1p(-u)
+    expected = torch.searchsorted(below, u * below[:, -1:], right=True).clamp(max=last)
     grain = 2.0**-22 * torch.maximum(chosen.abs(), log_sum.abs())
-    return Reading(*(column.squeeze(1) for column in (chosen - log_sum, low, high, expected, grain)))
-
-
-def uniforms_of(run: RecordedRun, row: Row) -> Tensor:
-    """The random numbers of a completion, by their key."""
-    key = row["batch"], row["epoch"], row["prompt_key"], row["completion"]
-    return torch.from_numpy(uniforms(len(row["token_ids"]), run.settings.run.seed, "sample", *key))
+    columns = chosen - log_sum, torch.maximum(low - odds, odds - high), expected, grain
+    return Reading(*(column.squeeze(1) for column in columns))
 
 
 @torch.no_grad()
 def read_row(run: RecordedRun, model: Any, row: Row) -> Reading:
     """One sequence, without a cache; at most CHUNK probabilities are in memory."""
-    ids = torch.tensor(row["token_ids"])
+    ids, tau = torch.tensor(row["token_ids"]), run.settings.sampling.temperature
+    key = row["batch"], row["epoch"], row["prompt_key"], row["completion"]
+    uniform = torch.from_numpy(uniforms(len(ids), run.settings.run.seed, "sample", *key))
     sequence = torch.tensor([[*row["prompt_token_ids"], *row["token_ids"]]])
     logits = model(input_ids=sequence, use_cache=False, logits_to_keep=len(ids) + 1).logits[0, :-1]
-    pieces = [x.split(max(1, CHUNK // logits.shape[1])) for x in (logits, ids, uniforms_of(run, row))]
-    tau = run.settings.sampling.temperature
-    read = [read_tokens((x / tau).double(), token, uniform) for x, token, uniform in zip(*pieces, strict=True)]
+    pieces = zip(*(x.split(max(1, CHUNK // logits.shape[1])) for x in (logits, ids, uniform)), strict=True)
+    read = [read_tokens((x / tau).double(), token, u) for x, token, u in pieces]
     return Reading(*(torch.cat(column) for column in zip(*read, strict=True)))
 
 
@@ -141,7 +131,7 @@ def check_tokens(
     chosen, readings = choose_rows(weights, rows, count, seed, report), list[tuple[Row, int, Reading]]()
     for version in sorted(weights.folders):
         due = [row for row in chosen if version in (row["pi_k_version"], *sampled(row, "versions"))]
-        model = weights.load(version) if due else None
+        model = weights.load_model(version) if due else None
         readings += [(row, version, read_row(run, model, row)) for row in due]
     noise = measure_noise(readings, *NOISE[run.environment["dtype"]])
     for row, version, read in readings:
@@ -150,13 +140,12 @@ def check_tokens(
 
 def choose_rows(weights: Weights, rows: Sequence[Row], count: int | None, seed: int, report: Report) -> list[Row]:
     """A random choice of the completions whose weights are on disk."""
-    own = [row for row in rows if is_generated(row) and any(row["sampled"])]
-    what = "samples and log-probs of completions:"
+    what, known = "samples and log-probs of completions:", list[Row]()
     report.skip(f"{what} offline data", sum(row["source"] != "sampler" for row in rows))
-    for row in own:
+    for row in (row for row in rows if is_generated(row) and any(row["sampled"])):
         if lacking := sorted(set(sampled(row, "versions")) - set(weights.folders)):
             report.skip(f"{what} no weights of version {lacking[0]} on disk: {KEEP if lacking[0] else weights.absent}")
-    known = [row for row in own if set(sampled(row, "versions")) <= set(weights.folders)]
+        known += [] if lacking else [row]
     order = permutation(len(known), seed, "replay").tolist()
     report.skip(f"{what} not chosen; take more with --rows N, or --all", len(order[count:]) if count else 0)
     return [known[index] for index in order[:count]]
@@ -184,19 +173,15 @@ def measure_noise(readings: Sequence[tuple[Row, int, Reading]], least: float, mo
 
 def check_row(run: RecordedRun, row: Row, version: int, read: Reading, noise: float, report: Report) -> None:
     """Whether every token that a version sampled is the inverse CDF of α at its key, its log α, and log π_k."""
-    own, far, allowed = (
-        sampled_by(row, version),
-        read.outside(uniforms_of(run, row)),
-        TOKEN * noise * read.room + read.grain,
-    )
+    own, allowed = sampled_by(row, version), TOKEN * noise * read.room + read.grain
     for t in own.nonzero().squeeze(1).tolist() if run.settings.sampling.sampler == "local" else ():
-        token, edge = row["token_ids"][t], EDGE * noise
-        expected = int(read.expected[t]) if far[t] > edge else token
-        report.compare("samples", f"{row['where']}, token {t}", "token_ids", expected, token)
-        report.undecided["samples"] += bool(far[t].abs() <= edge)
+        token, far = row["token_ids"][t], read.outside[t].item()
+        expected = int(read.expected[t]) if far > EDGE * noise else token
+        report.compare("samples", f"{row['where']}, token {t}", {"token_ids": expected}, {"token_ids": token})
+        report.undecided["samples"] += abs(far) <= EDGE * noise
     k = torch.tensor(row["sampled"]) if version == row["pi_k_version"] else own & False
     for name, which in (("logp_alpha", own), ("logp_k", k)):
         recorded = column_of(row, name)
         for t in (which & ~recorded.isnan()).nonzero().squeeze(1).tolist():
-            place, logp = f"{row['where']}, token {t}", read.logp[t].item()
-            report.compare(f"{name}, version {version}", place, name, logp, recorded[t].item(), allowed[t].item())
+            expected, found = {name: read.logp[t].item()}, {name: recorded[t].item()}
+            report.compare(name, f"{row['where']}, token {t}", expected, found, allowed[t].item())

@@ -9,10 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from lagrpo.core.recipes import resolve
 from lagrpo.errors import one_line, refusing, visible
 from lagrpo.runs import reading
@@ -20,7 +16,7 @@ from lagrpo.runs.environment import read_environment
 from lagrpo.settings.toml import load_settings
 
 Row = dict[str, Any]
-"""A completion as recorded, with `where` it stands and `group`, which numbers the groups of its batch."""
+"""A completion as recorded, with `where` it stands and `group`, its batch and the number of its group there."""
 HARMLESS = ("run.", "evaluation.", "vllm.", "schedule.batches", "distributed.")
 """Settings, or how their names begin, that a resumed run may change without an effect on what is checked here."""
 
@@ -41,12 +37,8 @@ class RecordedRun:
             self.records = {e["name"]: reading.load_evaluation_records(path, e["name"]) for e in self.evaluations}
             self.batches = {batch: list(_read_rows(path, batch)) for batch in reading.rollout_batches(path)}
             self.changed = {name for event in self.events for name in event.get("changed") or ()}
-            if wrong := [n for n, x in self.metrics.values() if not {type(x["version"]), type(x["synced"])} == {int}]:
-                raise ValueError(f"metrics.jsonl, line {wrong[0]}: version or synced is not a number")
             if wrong := [name for name in self.changed if not name.startswith(HARMLESS)]:
                 raise ValueError(f"{wrong[0]} was changed when the run was resumed")
-            if self.environment.get("dtype") not in ("bfloat16", "float32"):
-                raise ValueError("environment.json does not say in which dtype the run computed")
             if not self.batches:
                 raise ValueError("it has no rollouts yet: its first batch is not finished")
         offline, count = self.settings.offline, self.settings.schedule.prompts
@@ -60,13 +52,13 @@ def _read_rows(path: Path, batch: int) -> Iterator[Row]:
         prompt = row["source"], row["epoch"], row["prompt_key"]
         group += prompt != before or row["completion"] == 0
         where = f"row {number} (prompt {row['prompt_key']}, completion {row['completion']})"
-        yield row | {"where": f"rollouts/step-{batch:06d}.parquet, {where}", "group": group}
+        yield row | {"where": f"rollouts/step-{batch:06d}.parquet, {where}", "group": (batch, group)}
         before = prompt
 
 
-def groups_of(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def groups_of(rows: Iterable[Row]) -> list[list[Row]]:
     """The rows of each group."""
-    return (list(members) for _, members in groupby(rows, key=lambda row: (row["batch"], row["group"])))
+    return [list(members) for _, members in groupby(rows, key=lambda row: row["group"])]
 
 
 def sampled(row: Row, column: str) -> list[Any]:
@@ -82,45 +74,39 @@ def is_generated(row: Row) -> bool:
 class Difference(NamedTuple):
     """A value in a run's files that its replay contradicts."""
 
+    check: str
     what: str
     where: str
     expected: Any
     found: Any
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what} is {_short(self.found)}, the replay gives {_short(self.expected)}"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.9g}" if isinstance(value, float) else one_line(repr(value), 120)
+        found, expected = (
+            f"{value:.9g}" if isinstance(value, float) else one_line(repr(value), 120)
+            for value in (self.found, self.expected)
+        )
+        return f"{self.where}: {self.what} is {found}, the replay gives {expected}"
 
 
 @dataclass(slots=True)
 class Report:
-    """`compared`, `undecided` and `differ` count values by check, `skipped` what could not be checked by reason."""
+    """`compared` and `undecided` count values by check, `skipped` what could not be checked by reason."""
 
     run: str
     differences: list[Difference] = field(default_factory=list)
     compared: Counter[str] = field(default_factory=Counter)
     undecided: Counter[str] = field(default_factory=Counter)
-    differ: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
 
-    def compare(self, check: str, where: str, what: str, expected: Any, found: Any, near: float = 0.0) -> None:
-        """Note a difference unless the values are equal, or numbers within `near` of each other."""
-        self.compared[check] += 1
-        numbers = isinstance(expected, int | float) and isinstance(found, int | float)
-        if expected != found and not (numbers and abs(expected - found) <= near):
-            self.differ[check] += 1
-            self.differences.append(Difference(what, where, expected, found))
-
-    def compare_all(
+    def compare(
         self, check: str, where: str, expected: Mapping[str, Any], found: Mapping[str, Any], near: float = 0.0
     ) -> None:
-        """Compare several values by name, floats up to the relative and absolute difference `near`."""
+        """Note the values, by their names, that are neither equal nor numbers within `near` of each other."""
         for name, value in expected.items():
-            scale = 1 + abs(value) if isinstance(value, float) else 0.0
-            self.compare(check, where, name, value, found.get(name), near * scale)
+            self.compared[check] += 1
+            numbers = isinstance(value, int | float) and isinstance(found.get(name), int | float)
+            if value != found.get(name) and not (numbers and abs(value - found[name]) <= near):
+                self.differences.append(Difference(check, name, where, value, found.get(name)))
 
     def skip(self, what: str, count: int = 1) -> None:
         """Note what could not be checked, and why."""
@@ -128,13 +114,11 @@ class Report:
 
 
 def print_report(report: Report, most: int = 20) -> None:
-    """Print a row for each check, the first differences, and what could not be checked."""
-    console, table = Console(), Table("check", "compared", "undecided", "differ", box=None, padding=(0, 2, 0, 0))
+    """Print a line for each check, what could not be checked, and the first differences."""
+    print(f"{report.run}\n{'check':<20} {'compared':>10} {'undecided':>10} {'differ':>10}")
     for check, count in report.compared.items():
-        table.add_row(check, f"{count:,}", f"{report.undecided[check]:,}", f"{report.differ[check]:,}")
-    console.print(Text(report.run, "bold"), table)
-    skipped = [f"not checked: {count:,} {what}" for what, count in report.skipped.items()]
-    for line in (*skipped, *report.differences[:most], *(["…"] if len(report.differences) > most else [])):
-        console.print(Text(visible(str(line)), "red" if isinstance(line, Difference) else ""))
-    count = len(report.differences)
-    console.print(f"{count:,} value{'s differ' if count > 1 else ' differs'}." if count else "Nothing differs.")
+        differ = sum(difference.check == check for difference in report.differences)
+        print(f"{check:<20} {count:>10,} {report.undecided[check]:>10,} {differ:>10,}")
+    skipped, count = [f"not checked: {n:,} {what}" for what, n in report.skipped.items()], len(report.differences)
+    print(visible("\n".join([*skipped, *map(str, report.differences[:most]), *(["…"] if count > most else [])])))
+    print(f"{count:,} value{'s differ' if count > 1 else ' differs'}." if count else "Nothing differs.")

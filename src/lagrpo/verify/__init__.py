@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lagrpo.replay import rewards, rows, tokens
-from lagrpo.replay.record import Difference, RecordedRun, Report, print_report
 from lagrpo.tasks import Task
+from lagrpo.verify import rewards, rows, tokens
+from lagrpo.verify.record import Difference, RecordedRun, Report, print_report
 
 __all__ = ["Difference", "Report", "print_report", "verify_run"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,15 @@ from tiny import save_tiny
 import lagrpo
 from lagrpo.cli import main
 from lagrpo.errors import SettingsError
-from lagrpo.replay import Difference, Report, verify_run
-from lagrpo.replay.rewards import Scored, compare_outcome, to_completion
-from lagrpo.replay.rows import advantages
-from lagrpo.replay.tokens import read_tokens
 from lagrpo.runs import RunNotFoundError, load_events, load_rollouts
-from lagrpo.types import Outcome, Prompt
+from lagrpo.types import Outcome
+from lagrpo.verify import Difference, Report, verify_run
+from lagrpo.verify.rewards import compare_outcome
+from lagrpo.verify.tokens import read_tokens
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
 
 FIRST = "rollouts/step-000001.parquet"
-ADVANTAGES = ("normalized", "normalized_unbiased", "centered", "leave_one_out", "red_drop", "log_mean_exp")
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +84,10 @@ def test_untouched_run_agrees_with_its_replay(untouched):
     assert report.differences == []
     rows, done = load_rollouts(untouched), report.compared
     tokens = sum(len(row["token_ids"]) for row in rows)
-    assert done["samples"] == done["logp_alpha, version 0"] + done["logp_alpha, version 1"] == tokens > 100
+    assert done["samples"] == done["logp_alpha"] == done["logp_k"] == tokens > 100
     assert report.undecided["samples"] == 0  # in float32
-    assert done["advantages"] == 2 * done["rewards"] == 2 * len(rows) == 48
+    assert done["advantages"] == 3 * len(rows) == 72  # masked, sigma, advantage
+    assert done["rewards"] == len(rows) + 2 * 2 * 3  # of evaluations before and after: two prompts, three samples
     assert done["log π_k - log α"] == 2 * len(rows)
     assert all("not recomputed" in why for why in report.skipped)
 
@@ -126,9 +126,11 @@ def test_offline_completions_are_left_out(untouched, model, tmp_path):
 
 
 def test_missing_weights_are_named_with_the_setting_that_keeps_them(model, tmp_path):
-    report = verify_run(trained(model, tmp_path, run={"save_every": 0, "save_weights": False}))
+    run = trained(model, tmp_path, run={"save_every": 0, "save_weights": False})
+    report = verify_run(run)
     assert report.differences == []
-    assert "logp_alpha, version 1" not in report.compared
+    by_first = [row for row in load_rollouts(run) if set(row["versions"]) == {0}]
+    assert report.compared["logp_alpha"] == sum(len(row["token_ids"]) for row in by_first)
     assert any("version 1 on disk: set run.save_every = 1" in why for why in report.skipped)
 
 
@@ -138,7 +140,7 @@ def test_task_object_is_asked_for(model, tmp_path):
     assert any("pass it to" in why for why in report.skipped)
     assert "rewards" not in report.compared
     report = verify_run(run, 4, task=sample_task.load())
-    assert (report.differences, report.compared["rewards"]) == ([], 24)
+    assert (report.differences, report.compared["rewards"]) == ([], 24 + 12)
 
 
 # Changed rows
@@ -380,27 +382,14 @@ def test_command_prints_differences_and_ends_with_1(run, capsys):
 # Formulas
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_advantages_are_those_of_core(name):
-    from lagrpo.core.recipes import CHOICES, resolve
-
-    rng, recipe = torch.Generator().manual_seed(3), resolve("grpo", {"advantage": name})
-    assert set(CHOICES["advantage"]) == set(ADVANTAGES)
-    for G in (1, 2, 5, 8) * 20:
-        rewards = torch.randint(3, (G,), generator=rng).double() / 2
-        uniform = torch.rand(G, generator=rng, dtype=torch.float64)
-        expected = recipe.advantages(rewards, torch.ones(G), 8, uniform).tolist()
-        assert advantages(rewards.tolist(), recipe.settings, uniform.tolist()) == pytest.approx(expected, abs=1e-12)
-
-
 def test_part_of_the_distribution_of_a_token_by_hand():
     """p = (1/2, 1/4, 1/4): token 1 has [1/2, 3/4)."""
     logits = torch.tensor([[4.0, 2.0, 2.0]], dtype=torch.float64).log().repeat(3, 1)
     tokens, uniform = torch.tensor([0, 1, 2]), torch.tensor([0.6, 0.6, 0.75], dtype=torch.float64)
     read = read_tokens(logits, tokens, uniform)
     torch.testing.assert_close(read.logp.exp(), torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64))
-    torch.testing.assert_close(read.low.sigmoid(), torch.tensor([0.0, 0.5, 0.75], dtype=torch.float64))
-    torch.testing.assert_close(read.high.sigmoid(), torch.tensor([0.5, 0.75, 1.0], dtype=torch.float64))
+    expected = [log(1.5), -log(1.5), 0.0]  # log-odds from 1/2 to 0.6, outside and inside; at the edge of 3/4
+    assert read.outside.tolist() == pytest.approx(expected, abs=1e-12)
     assert read.expected.tolist() == [1, 1, 2]
 
 
@@ -408,8 +397,6 @@ def test_part_of_the_distribution_of_a_token_by_hand():
     ("reason", "undecided"), [("no reward within 5 s", 1), ("the reward function raised ValueError: bad luck", 0)]
 )
 def test_verdict_that_the_machine_prevented_decides_nothing(reason, undecided):
-    report, recorded = Report("run"), {"reward": None, "reason": reason}
-    compare_outcome(
-        Scored("rewards", "row 0", Prompt(0, (), ""), to_completion("", 1), recorded), Outcome.scored(1.0), report
-    )
+    report = Report("run")
+    compare_outcome("row 0", {"reward": None, "reason": reason}, Outcome.scored(1.0), report)
     assert (report.undecided["rewards"], len(report.differences)) == (undecided, 1 - undecided)
