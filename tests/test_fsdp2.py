@@ -16,9 +16,9 @@ from tiny import tiny_policy
 from torch import Tensor
 
 from lagrpo.core.recipes import resolve
-from lagrpo.model.fsdp import copy_sharded, why_not_shardable
 from lagrpo.model.lora import Lora
 from lagrpo.model.model import copy_policy
+from lagrpo.training.fsdp import copy_sharded, why_not_shardable
 from lagrpo.training.optimizer_state import MergedState
 from lagrpo.training.ranks import make_mesh
 from lagrpo.training.trainer import Optimization, Trainer

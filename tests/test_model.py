@@ -12,7 +12,7 @@ from test_sampling import requests_for
 from tiny import tiny_policy
 from torch import nn
 
-from lagrpo.model.model import Packed, copy_policy
+from lagrpo.model.model import Packed
 from lagrpo.rollout.local import LocalSampler
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -23,23 +23,7 @@ def packed() -> Packed:
     return Packed.build([([5, 6, 7, 8], [torch.tensor([4, 9, 11]), torch.tensor([8, 30, 31, 6, 7])]), ([9], [])])
 
 
-class Adapted(nn.Module):
-    """A linear layer with a low-rank addition, as adapters make it."""
-
-    def __init__(self, linear: nn.Linear, rank: int = 3) -> None:
-        super().__init__()
-        rng = torch.Generator().manual_seed(1)
-        self.linear = linear
-        self.a, self.b = (
-            nn.Parameter(torch.randn(*shape, generator=rng).to(linear.weight) / 2)
-            for shape in ((linear.in_features, rank), (rank, linear.out_features))
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + x @ self.a @ self.b
-
-
-# ---- hooks and adapters ----
+# ---- hooks ----
 
 
 @BOTH
@@ -78,31 +62,6 @@ def test_gradients_flow_through_the_calls_of_hooked_layers(dtype):
     for ours, theirs in zip(*grads, strict=True):
         scale = theirs.abs().max()
         assert ((ours - theirs).abs().max() / scale).item() < {torch.float32: 1e-4, torch.bfloat16: 0.06}[dtype]
-
-
-def test_an_adapter_in_the_place_of_a_linear_layer_computes():
-    """As the merged weights do; and it is what learns."""
-    policy, merged = (tiny_policy(backend="c") for _ in range(2))
-    layer, same = (p.model.decoder.layers[1].self_attn for p in (policy, merged))
-    adapted = layer.q_proj = Adapted(layer.q_proj)
-    with torch.no_grad():
-        same.q_proj.weight += (adapted.a @ adapted.b).mT
-    ours, theirs = policy.logp(packed()), merged.logp(packed())
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
-    assert (theirs - tiny_policy().logp(packed())).abs().max() > 0.05
-    ours.sum().backward()
-    assert adapted.a.grad is not None
-    assert adapted.a.grad.abs().max() > 1e-3
-
-
-def test_a_replica_of_a_hooked_policy_has_its_modules():
-    policy = tiny_policy(dtype=torch.bfloat16, backend="c")
-    layer = policy.model.decoder.layers[0].mlp
-    layer.down_proj = Adapted(layer.down_proj)
-    copy = copy_policy(policy)
-    with torch.no_grad():
-        torch.testing.assert_close(copy.logp(packed()), policy.logp(packed()), rtol=0, atol=0)
-    assert "model.layers.0.mlp.down_proj.a" in policy.weights
 
 
 # ---- packed rows ----

@@ -144,19 +144,6 @@ def test_where_the_gradients_are_the_same_bits_so_are_the_updates(ranks, R, made
     assert (metrics[0].get("moved") is None) == (made["dtype"] != "bfloat16")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-def test_one_rank_makes_the_updates_of_a_process_without_ranks_to_the_bit(ranks, dtype):
-    """Clipping and all, and its state looks the same."""
-    made = {"dtype": dtype, "max_grad_norm": 0.05}
-    metrics, state, weights = five_updates(None, made, True)
-    [found] = ranks.run(five_updates, made, True, size=1)
-    assert metrics[0]["grad_norm"] > 0.1
-    assert found[0] == metrics
-    assert {name: tensor.shape for name, tensor in found[1].items()} == {n: t.shape for n, t in state.items()}
-    assert same(found[1], state)
-    assert same(found[2], weights)
-
-
 @pytest.mark.parametrize("R", [None, 2])
 def test_moments_that_stay_on_the_host_make_the_same_updates(ranks, R):
     """To the bit, and their state looks the same; also from a checkpoint."""
@@ -363,7 +350,7 @@ def test_a_state_of_any_number_of_ranks_is_taken_over_by_any_other(ranks, dtype)
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (lambda name, t: {}, "master/lm_head.weight is missing"),
+        (lambda name, t: {}, "master/lm_head.weight has 0 numbers in .*, not 3296"),
         (lambda name, t: {name: t[:-1]}, "master/lm_head.weight has 3264 numbers in .*, not 3296"),
         (lambda name, t: {f"{name}@0:99": t.flatten()[:99]}, "master/lm_head.weight has 99 numbers in .*, not 3296"),
     ],

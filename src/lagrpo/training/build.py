@@ -19,7 +19,6 @@ from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.model.backend import choose_backend, pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
-from lagrpo.model.fsdp import copy_sharded, copy_whole, why_not_shardable, with_modules, without_values
 from lagrpo.model.loading import check_context, check_files, load_policy
 from lagrpo.model.lora import Lora, save_adapter, save_merged
 from lagrpo.model.model import AdapterWeights, Policy, PolicyCopy, copy_policy, fingerprint
@@ -37,6 +36,7 @@ from lagrpo.tasks import Task, check_task, load_task
 from lagrpo.tasks.environments import load_environment
 from lagrpo.training.checks import chat_template
 from lagrpo.training.environments import OF_RUN, check_environment, find_talks, replied
+from lagrpo.training.fsdp import copy_sharded, copy_whole, why_not_shardable, with_modules, without_values
 from lagrpo.training.ranks import (
     FirstRankEvaluator,
     FirstRankSampler,

@@ -7,7 +7,7 @@ the master's. docs/precision.md derives this.
 
     MasterWeights       one process
     ZeroMasterWeights   every rank has all weights, and its part of the masters and moments (ZeRO-1, arXiv:1910.02054)
-    FsdpMasterWeights   every rank has its shard of everything (FSDP2, model/fsdp.py)
+    FsdpMasterWeights   every rank has its shard of everything (FSDP2; training/fsdp.py)
 
 Sums over ranks are plain sums: the weights of completions have the normalizer of the whole batch. Methods that have to
 be called on all ranks, in the same order, say "Collective"."""
@@ -18,33 +18,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
-from lagrpo.model.adapters import adapted
-from lagrpo.model.fsdp import (
-    EXACT,
-    AdaptedShardedPolicy,
-    ShardedWeights,
-    free_gathered,
-    local_range,
-    local_shard,
-    shard_all,
-    shard_unit,
-    units_of,
-    with_modules,
-)
-from lagrpo.model.model import Policy, count_differing, trained_weights
+from lagrpo.model.model import count_differing
 from lagrpo.rng import signed16
 
 Start = Literal["dithered", "plain"]
+EXACT = (torch.float32, torch.float64)  # weights of these are their own masters: nothing is rounded
 CHUNK = 2**20  # numbers rounded and compared at a time: what lies between stays in the cache
 ALIGNED = 64  # bytes: a line of the cache, and the widest vector
 
@@ -309,95 +294,3 @@ def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
     part = everything.new_empty(len(everything) // group.size())
     (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, everything, group=group)
     return part
-
-
-# FSDP2
-
-
-class FsdpMasterWeights(MasterWeights):
-    """Shards the layers of a policy; `parameters` are this rank's rows of its weights, which become float32 masters.
-    Masters start as the same numbers on any number of ranks. Each unit is sharded before the next one: only one is in
-    float32 at a time. Every pass through the model is collective."""
-
-    passes_are_collective = True
-
-    def __init__(self, policy: Policy, mesh: DeviceMesh, start: Start, seed: int) -> None:
-        self.model, lm, dtype = policy.model, policy.model.lm, policy.dtype
-        self.group, self.device = mesh.get_group(mesh.ndim - 1), policy.device
-        self.replicas = mesh.size(0) if mesh.ndim > 1 else 1
-        self.has_state = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
-        self.exact = dtype in EXACT
-        found: dict[str, tuple[Span, nn.Parameter, Tensor]] = {}
-        for unit in units_of(policy.model):
-            for name, before in shard_unit(unit, lm, dtype, mesh).items():
-                sharded = attrgetter(name)(lm)
-                span = Span(name, sharded.shape, *local_range(sharded))
-                own = local_shard(sharded) if span.is_whole else local_shard(sharded).view(-1)
-                rounded = own.to(dtype)
-                if not self.exact and sharded.requires_grad:
-                    own.copy_(start_master(span, before, start, seed))
-                found[name] = span, nn.Parameter(own), rounded
-        self.sharded = trained_parameters(lm)
-        held = [
-            (found[name], sharded)
-            for name, sharded in self.sharded.items()
-            if found[name][0].stop > found[name][0].start
-        ]
-        self.spans = [span for (span, _, _), _ in held]
-        self.parameters = [master for (_, master, _), _ in held]
-        self.rounded = [rounded for (_, _, rounded), _ in held]
-        self.held = [sharded for _, sharded in held]
-
-    def begin_pass(self, last: bool) -> None:
-        """Replicas add up after the last row what their shards collected."""
-        if self.replicas > 1:
-            for module in self.model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_requires_all_reduce(last)
-
-    def reduce_grads(self) -> None:
-        """The backward passes have summed over all ranks."""
-        for sharded, master in zip(self.held, self.parameters, strict=True):
-            master.grad = (
-                torch.zeros_like(master) if sharded.grad is None else local_shard(sharded.grad).view_as(master)
-            )
-
-    def grad_norm(self) -> Tensor:
-        return norm_over_ranks(self.group, self.parameters, self.device)
-
-    def zero_grads(self) -> None:
-        super().zero_grads()
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):  # what replicas have not added up yet
-                state: Any = module._get_fsdp_state()
-                for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-                    if group is not None:
-                        group._partial_reduce_output = None
-        for sharded in self.sharded.values():
-            sharded.grad = None
-
-    @torch.no_grad()
-    def write_back(self) -> float | None:
-        """The masters as they are now are what is gathered from now on."""
-        free_gathered(self.model)
-        if self.exact:
-            return None
-        moved = torch.zeros((), dtype=torch.long, device=self.device)
-        for rounded, master in zip(self.rounded, self.parameters, strict=True):
-            moved += round_into(rounded, master)
-        dist.all_reduce(moved, group=self.group)
-        return moved.item() / sum(weight.numel() for weight in self.sharded.values())
-
-
-def shard_policy(
-    policy: Policy, mesh: DeviceMesh, group: dist.ProcessGroup, start: Start, seed: int
-) -> tuple[Policy, MasterWeights]:
-    """The policy with its layers sharded over the mesh, and its master weights. The policy given is used up."""
-    layered = with_modules(policy)
-    model, lm = layered.model, layered.model.lm
-    if adapted(lm):
-        shard_all(model, mesh)
-        sharded = AdaptedShardedPolicy(trained_weights(lm, policy.version), model, policy.chat, policy.tau)
-        return sharded, ZeroMasterWeights(lm, start, seed, group, passes_are_collective=True)
-    masters = FsdpMasterWeights(layered, mesh, start, seed)
-    return Policy(ShardedWeights(model, policy.version), model, policy.chat, policy.tau), masters

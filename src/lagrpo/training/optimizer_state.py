@@ -42,8 +42,8 @@ def to_host(tensor: Tensor, of: torch.device) -> Tensor:
 
 
 class MergedState(Mapping[str, Tensor]):
-    """The states of one or several ranks, read as one. Tensors are read when they are asked for, and not kept. Under
-    the name of a weight that ranks have parts of, there are all of its numbers, flat.
+    """The states of one or several ranks, read as one: under the name of a weight that ranks have parts of, there are
+    all of its numbers, flat. Tensors are read when they are asked for, and not kept.
 
     >>> states = {"master/a@0:3": torch.tensor([1.0, 2.0])}, {"master/a@2:3": torch.tensor([3.0])}
     >>> MergedState(states)["master/a"]
@@ -65,13 +65,9 @@ class MergedState(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._pieces
-
     def __getitem__(self, name: str) -> Tensor:
-        """Raises ValueError if no state has some of its numbers."""
         _, key, state = self._pieces[name][0]
-        return self._numbers(name, 0, self._total(name)) if "@" in key else state[key]
+        return self._numbers(name, 0, self._count(name)) if "@" in key else state[key]
 
     def part(self, name: str, span: Span) -> Tensor:
         """A copy of the numbers of a span of the tensor `name`: flat, or in the shape of the weight if they are all of
@@ -80,21 +76,19 @@ class MergedState(Mapping[str, Tensor]):
         return numbers.view(span.shape) if span.is_whole else numbers
 
     def check(self, name: str, span: Span) -> None:
-        """Raise ValueError if the tensor is missing, or does not have as many numbers as the weight."""
-        if name not in self._pieces:
-            raise ValueError(f"{name} is missing in the trainer's state")
-        if (total := self._total(name)) != span.shape.numel():
-            raise ValueError(f"{name} has {total} numbers in the trainer's state, not {span.shape.numel()}")
+        """Raise ValueError unless the tensor has as many numbers as the weight."""
+        if (count := self._count(name) if name in self._pieces else 0) != (expected := span.shape.numel()):
+            raise ValueError(f"{name} has {count} numbers in the trainer's state, not {expected}")
 
-    def _total(self, name: str) -> int:
+    def _count(self, name: str) -> int:
         _, key, state = self._pieces[name][0]
         return int(key.rpartition(":")[2]) if "@" in key else state[key].numel()
 
     def _numbers(self, name: str, start: int, stop: int) -> Tensor:
         """The numbers `start` .. `stop` - 1, flat. Parts that have none of them are not read."""
         pieces, found, reached = self._pieces[name], list[Tensor](), start
-        ends = [*(first for first, *_ in pieces[1:]), stop]
-        for (first, key, state), end in zip(pieces, ends, strict=True):
+        for n, (first, key, state) in enumerate(pieces):
+            end = pieces[n + 1][0] if n + 1 < len(pieces) else stop
             if first <= reached < min(end, stop):
                 found.append(state[key].reshape(-1)[reached - first : stop - first])
                 reached += len(found[-1])

@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lagrpo.core.objective import Recipe
 from lagrpo.interrupts import raise_if_asked
-from lagrpo.model.fsdp import free_gathered, idle_row
 from lagrpo.model.model import Policy, PolicyCopy, count_differing, sample_weights
 from lagrpo.training.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
-from lagrpo.training.master_weights import MasterWeights, Start, ZeroMasterWeights, shard_policy
+from lagrpo.training.fsdp import free_gathered, idle_row, shard_policy
+from lagrpo.training.master_weights import MasterWeights, Start, ZeroMasterWeights
 from lagrpo.training.optimizer_state import MOMENTS, MergedState, step_offloaded, to_host
 
 T = TypeVar("T")

@@ -1,0 +1,307 @@
+"""FSDP2: a policy whose layers are sharded over ranks (`fully_shard` of torch.distributed on every decoder layer).
+
+A rank has its rows of every weight, in float32: these are its master weights, and gradients and moments have the same
+shards. A layer is whole on a rank only while it computes: gathered, and rounded to the model's dtype on the way, as one
+process rounds it. Embeddings, the final norm and the head are one unit, so tied ones stay tied. Gradients are summed
+over the ranks in float32 by a plain sum, because the weights of completions have the normalizer of the batch.
+
+A mesh of one dimension shards over all ranks; one of two (replicas, shards) has several copies of the shards (HSDP).
+
+With adapters the frozen weights are sharded, in the model's dtype, and the adapters are whole on every rank. π_ref is
+adapters alone: they take the place of the policy's for a pass.
+
+Whatever computes by the model or reads a whole weight is collective: all ranks must do it, in the same order."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lagrpo.model.adapters import adapted
+from lagrpo.model.backend import Backend
+from lagrpo.model.model import Model, Packed, Policy, PolicyCopy, Weights, check_weights, trained_weights
+from lagrpo.training.master_weights import (
+    EXACT,
+    MasterWeights,
+    Span,
+    Start,
+    ZeroMasterWeights,
+    norm_over_ranks,
+    round_into,
+    start_master,
+    trained_parameters,
+)
+
+
+def shard_policy(
+    policy: Policy, mesh: DeviceMesh, group: dist.ProcessGroup, start: Start, seed: int
+) -> tuple[Policy, MasterWeights]:
+    """The policy with its layers sharded over the mesh, and its master weights. The policy given is used up."""
+    policy = with_modules(policy)
+    model, lm = policy.model, policy.model.lm
+    if adapted(lm):
+        shard_all(model, mesh)
+        sharded = AdaptedShardedPolicy(trained_weights(lm, policy.version), model, policy.chat, policy.tau)
+        return sharded, ZeroMasterWeights(lm, start, seed, group, passes_are_collective=True)
+    masters = FsdpMasterWeights(policy, mesh, start, seed)
+    return Policy(ShardedWeights(model, policy.version), model, policy.chat, policy.tau), masters
+
+
+class FsdpMasterWeights(MasterWeights):
+    """Shards the layers of a policy; `parameters` are this rank's rows of its weights, which become float32 masters.
+    Masters start as the same numbers on any number of ranks. Each unit is sharded before the next one: only one is in
+    float32 at a time. Every pass through the model is collective."""
+
+    passes_are_collective = True
+
+    def __init__(self, policy: Policy, mesh: DeviceMesh, start: Start, seed: int) -> None:
+        self.model, lm, dtype = policy.model, policy.model.lm, policy.dtype
+        self.group, self.device = mesh.get_group(mesh.ndim - 1), policy.device
+        self.replicas = mesh.size(0) if mesh.ndim > 1 else 1
+        self.has_state = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
+        self.exact = dtype in EXACT
+        found: dict[str, tuple[Span, nn.Parameter, Tensor]] = {}
+        for unit in units_of(policy.model):
+            for name, before in shard_unit(unit, lm, dtype, mesh).items():
+                sharded = attrgetter(name)(lm)
+                span = local_span(name, sharded)
+                own = local_shard(sharded) if span.is_whole else local_shard(sharded).view(-1)
+                rounded = own.to(dtype)
+                if not self.exact and sharded.requires_grad:
+                    own.copy_(start_master(span, before, start, seed))
+                found[name] = span, nn.Parameter(own), rounded
+        self.sharded = trained_parameters(lm)
+        names = [name for name in self.sharded if found[name][0].stop > found[name][0].start]
+        self.held = [self.sharded[name] for name in names]
+        self.spans = [found[name][0] for name in names]
+        self.parameters = [found[name][1] for name in names]
+        self.rounded = [found[name][2] for name in names]
+
+    def begin_pass(self, last: bool) -> None:
+        """Replicas add up after the last row what their shards collected."""
+        if self.replicas > 1:
+            for module in self._modules():
+                module.set_requires_all_reduce(last)
+
+    def reduce_grads(self) -> None:
+        """The backward passes have summed over all ranks."""
+        for sharded, master in zip(self.held, self.parameters, strict=True):
+            own = None if sharded.grad is None else local_shard(sharded.grad).view_as(master)
+            master.grad = torch.zeros_like(master) if own is None else own
+
+    def grad_norm(self) -> Tensor:
+        return norm_over_ranks(self.group, self.parameters, self.device)
+
+    def zero_grads(self) -> None:
+        super().zero_grads()
+        for module in self._modules():  # what replicas have not added up yet
+            state: Any = module._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                if group is not None:
+                    group._partial_reduce_output = None
+        for sharded in self.sharded.values():
+            sharded.grad = None
+
+    @torch.no_grad()
+    def write_back(self) -> float | None:
+        """The masters as they are now are what is gathered from now on."""
+        free_gathered(self.model)
+        if self.exact:
+            return None
+        moved = torch.zeros((), dtype=torch.long, device=self.device)
+        for rounded, master in zip(self.rounded, self.parameters, strict=True):
+            moved += round_into(rounded, master)
+        dist.all_reduce(moved, group=self.group)
+        return moved.item() / sum(weight.numel() for weight in self.sharded.values())
+
+    def _modules(self) -> Iterator[FSDPModule]:
+        return (module for module in self.model.modules() if isinstance(module, FSDPModule))
+
+
+# Sharding a model
+
+
+def why_not_shardable(policy: Policy) -> str | None:
+    """Why the layers of this model cannot be sharded; None if they can."""
+    if odd := {p.dtype for p in policy.model.lm.parameters()} - {policy.dtype}:
+        return f"it has weights in {', '.join(map(str, sorted(odd, key=str)))} beside {policy.dtype}"
+    if not isinstance(getattr(policy.model.decoder, "layers", None), nn.ModuleList):
+        return f"{type(policy.model.decoder).__name__} has no list of layers"
+    return None
+
+
+def with_modules(policy: Policy) -> Policy:
+    """The policy, computed by calls of the model's own modules, whose hooks gather the layers."""
+    if policy.model.layers is None:
+        return policy
+    return Policy(policy.weights, Model(policy.model.lm, module_backend(policy)), policy.chat, policy.tau)
+
+
+def module_backend(policy: Policy) -> Backend:
+    """What computes instead of a backend that has whole layers of its own."""
+    return Backend(policy.device, policy.dtype, "its layers are sharded")
+
+
+def units_of(model: Any) -> list[nn.Module]:
+    """What is gathered at a time: each layer of the decoder, and the root, which has what is in no layer."""
+    return [*model.decoder.layers, model]
+
+
+def shard_all(model: Model, mesh: DeviceMesh) -> None:
+    """Shard a model that does not learn, in its dtype."""
+    for unit in units_of(model):
+        shard_unit(unit, model.lm, None, mesh)
+
+
+def shard_unit(unit: nn.Module, lm: nn.Module, dtype: torch.dtype | None, mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Shard a decoder layer, or the root: what of `lm` is in no layer. With a `dtype` that is not exact the shards are
+    float32, and what is gathered is rounded to it. Adapters stay whole. Returns the weights that were sharded by name,
+    as they were."""
+    beside = {p for layer in adapted(unit).values() for p in (layer.lora_A, layer.lora_B)}
+    own = {id(p) for p in unit.parameters() if p not in beside}
+    before = {n: p.detach() for n, p in lm.named_parameters() if id(p) in own and not isinstance(p, DTensor)}
+    mixed = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if dtype is not None and dtype not in EXACT:
+        for name in before:
+            weight = attrgetter(name)(lm)
+            weight.data = weight.data.float()
+        mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    module = fully_shard(
+        unit, mesh=mesh, mp_policy=mixed, reshard_after_forward=not isinstance(unit, Model), ignored_params=beside
+    )
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_gradient_divide_factor(1.0)
+    return before
+
+
+def free_gathered(model: Any) -> None:
+    """Drop what a pass without gradient has left whole, the root: its weights are about to change."""
+    model.reshard()
+
+
+def local_shard(tensor: Any) -> Tensor:
+    """What this rank has of a sharded tensor, in the memory that is sharded."""
+    return tensor.detach().to_local()
+
+
+def local_span(name: str, sharded: Any) -> Span:
+    """Which numbers of a weight this rank has: whole rows."""
+    mesh = sharded.device_mesh
+    ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    rows = sharded.shape[0]
+    each, of_row = -(-rows // ranks), sharded.shape.numel() // rows
+    return Span(name, sharded.shape, *(min(r * each, rows) * of_row for r in (rank, rank + 1)))
+
+
+def idle_row(device: torch.device) -> Packed:
+    """The smallest row: what a rank without rows of its own passes through the layers, in step with the others."""
+    return Packed.build([((0, 0), [torch.zeros(2, dtype=torch.long)])], device)
+
+
+# The weights of a sharded model, and copies of it
+
+
+class ShardedWeights(Weights):
+    """Weights in shards, read as `Weights` of the model's dtype: each is gathered from all ranks when it is read.
+    Collective, except for names and shapes."""
+
+    def __init__(self, model: Model, version: int) -> None:
+        super().__init__(model.lm, version)
+        self._model, self._dtype = model, model.dtype
+        free_gathered(model)
+        named: Any = model.lm.named_parameters()
+        self.shards: dict[str, Any] = {name: p for name, p in named if isinstance(p, DTensor)}
+        self._names = [*super().__iter__()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self.shards:
+            return self.shards[name].detach().to(self._dtype).full_tensor()
+        return super().__getitem__(name)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: self.shards[name].shape if name in self.shards else self[name].shape for name in self}
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Load π_version, from whole weights or from another model with the same shards; then nothing travels."""
+        free_gathered(self._model)
+        if isinstance(weights, ShardedWeights):
+            for name, shard in self.shards.items():
+                local_shard(shard).copy_(local_shard(weights.shards[name]).to(self._dtype))
+        else:
+            check_weights(weights, self.shapes(), version)
+            for name, shard in self.shards.items():
+                own = local_span(name, shard).of(weights[name])
+                local_shard(shard).copy_(own.view(local_shard(shard).shape))
+        for name in self._names:
+            if name not in self.shards:
+                self[name].copy_(weights[name])
+        self.version = version
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptedShardedPolicy(Policy):
+    """A policy whose adapters, which are its weights, are whole, and whose frozen weights are sharded."""
+
+    @property
+    def all_weights(self) -> Weights:
+        return ShardedWeights(self.model, self.version)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterReference(PolicyCopy):
+    """π_ref as adapters alone, `weights`, beside the frozen weights that `model`, the policy's own, has in shards."""
+
+    def logp(self, packed: Packed) -> Tensor:
+        with torch.no_grad():
+            self._exchange()
+            try:
+                return self.model(packed, self.tau)
+            finally:
+                self._exchange()
+
+    def _exchange(self) -> None:
+        mine: Any = self.weights
+        for name, theirs in trained_weights(self.model.lm).items():
+            kept = theirs.clone()
+            theirs.copy_(mine[name])
+            mine[name].copy_(kept)
+
+
+def copy_sharded(policy: Policy, mesh: DeviceMesh) -> PolicyCopy:
+    """A copy of a policy of `with_modules`, taken before its own layers are sharded, that does not learn: in shards of
+    the model's dtype, or its adapters alone."""
+    if adapted(policy.model.lm):
+        weights = trained_weights(without_values(policy.model.lm, but_adapters=True), policy.version)
+        return AdapterReference(weights, policy.model, policy.chat, policy.tau)
+    lm = copy.deepcopy(policy.model.lm).requires_grad_(False)
+    model = Model(lm, policy.model.backend)
+    shard_all(model, mesh)
+    return PolicyCopy(ShardedWeights(model, policy.version), model, policy.chat, policy.tau)
+
+
+def copy_whole(policy: Policy) -> PolicyCopy:
+    """A copy of a policy with adapters that shares no weight with it, and computes by its modules."""
+    lm = copy.deepcopy(policy.model.lm).requires_grad_(False)
+    return PolicyCopy(Weights(lm, policy.version), Model(lm, module_backend(policy)), policy.chat, policy.tau)
+
+
+def without_values(lm: Any, but_adapters: bool = False) -> Any:
+    """A copy of a model of transformers whose weights have names and shapes only, to write its directory with. With
+    `but_adapters` its adapters have their values."""
+    empty = [p for p in lm.parameters() if not (but_adapters and p.requires_grad)]
+    return copy.deepcopy(lm, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in empty})
