@@ -4,45 +4,38 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import talkers
 import torch
 from chaos import merged
 from running import tiny_settings, without_timings
-from test_episodes import TURNS, ask
+from test_episodes import TURNS
 from test_lora import LORA
-from test_sampling import request, requests_for
+from test_sampling import requests_for
 from tiny import tiny_model, tiny_tokenizer
 from together import together
-from vllm_servers import SIZES, engine_of, kill, policy_of, start, tiny_directory, update
+from vllm_servers import SIZES, engine_of, kill, policy_of, start, tiny_directory, update, versions
 
 from lagrpo import cli
 from lagrpo.errors import SettingsError
-from lagrpo.model.chat import Replies
-from lagrpo.model.model import Packed, copy_policy
-from lagrpo.rollout.episodes import Episodes, Limits
-from lagrpo.rollout.local import LocalSampler
+from lagrpo.model.model import Packed
+from lagrpo.replay import verify_run
 from lagrpo.rollout.sync_check import WeightSyncCheck, WeightSyncError
 from lagrpo.rollout.vllm.client import KEY, SamplerError, VllmClient
 from lagrpo.rollout.vllm.server import StartedServer
-from lagrpo.rollout.vllm.weights import DIRECTORY, FILE
+from lagrpo.rollout.vllm.weights import DIRECTORY
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
-from lagrpo.tasks.environments import EnvironmentPool
 from lagrpo.training import run as training
 from lagrpo.training.run import Result, train
-from lagrpo.verify import verify_run
 
 pytestmark = pytest.mark.vllm
 
@@ -89,24 +82,19 @@ def attached(server: StartedServer, monkeypatch: pytest.MonkeyPatch) -> VllmClie
     return client
 
 
-def distance(policy: Any, group: Any) -> float:
-    """The largest difference between the trainer's log-probs and those that came with the completions."""
-    packed = Packed.build([(group.prompt.token_ids, [c.token_ids for c in group.completions])])
-    own = torch.cat([c.sampled for c in group.completions])
-    with torch.no_grad():
-        return float((policy.logp(packed) - torch.cat([c.logp_alpha for c in group.completions]))[own].abs().max())
-
-
-def versions(group: Any) -> set[int]:
-    return {version for c in group.completions for version in c.versions[c.sampled].tolist()}
-
-
 def run(model: Path, root: Path, server: VllmClient | None = None, /, **sections: Any) -> Result:
     base = {"sampling": {"sampler": "vllm"}, "vllm": {"urls": [server.url]} if server is not None else {}}
     return train(tiny_settings(model, root, **merged(base, sections)))
 
 
 # Weight syncs
+
+
+def distance(policy: Any, group: Any) -> float:
+    """The largest difference between the trainer's log-probs and those that came with the completions."""
+    packed = Packed.build([(group.prompt.token_ids, [c.token_ids for c in group.completions])])
+    with torch.no_grad():
+        return float((policy.logp(packed) - torch.cat([c.logp_alpha for c in group.completions])).abs().max())
 
 
 @pytest.mark.parametrize("tau", [1.0, 0.7])
@@ -121,36 +109,11 @@ def test_trainer_and_server_agree_after_each_sync(request, model, tau, lora):
         assert metrics["parity_mean"] < 1e-4
         assert not version or metrics["parity_telling"] > 5
         for _, group in engine.sample(requests_for(policy, 3, batch=version), 4):
-            assert versions(group) == {version}
+            assert versions(group.completions) == {version}
             assert distance(policy, group) < 2e-3
         update(policy)
     assert not lora or len(server.list_adapters()) == 1
     engine.weights.close([server])
-
-
-class Withheld(VllmClient):
-    """A server that says it loaded the weights, and did not."""
-
-    withholds = False
-
-    def call(self, method: str, path: str, *rest: Any, **more: Any) -> Any:
-        return None if self.withholds and path == "/collective_rpc" else super().call(method, path, *rest, **more)
-
-
-def test_withheld_sync_is_caught(server, model):
-    policy, withheld = policy_of(model), Withheld(server.url, server.key)
-    engine, check = engine_of([withheld], policy), WeightSyncCheck(requests_for(policy, 4), torch.float32)
-    engine.sync_weights(policy.weights, 0)
-    check(policy, engine)
-    update(policy, 1e-4)  # far below the tolerance: only the comparison with the sync before can tell
-    withheld.withholds = True
-    engine.sync_weights(policy.weights, 1)
-    assert engine.version == 1
-    with pytest.raises(
-        WeightSyncError, match=r"did not change at all with the weight sync.* did not load the new weights"
-    ):
-        check(policy, engine)
-    engine.close()
 
 
 def test_tied_head_is_renewed(tmp_path, monkeypatch):
@@ -176,112 +139,7 @@ def test_tied_head_is_renewed(tmp_path, monkeypatch):
         server.close()
 
 
-def test_damaged_weights_end_the_run(attached, model):
-    policy = policy_of(model)
-    server = start(model, model.parent / "damaged.log")
-    engine = engine_of([server], policy)
-    engine.sync_weights(policy.weights, 0)
-    update(policy)
-    file = engine.weights.pack(policy.weights, 1).directory / FILE
-    file.write_bytes(file.read_bytes()[:-5000])
-    with pytest.raises(SamplerError):
-        engine.sync_weights(policy.weights, 1)
-    assert engine.current_weights()[0] == 0
-    engine.close()
-    assert server.guard.poll() is not None
-
-
-# Sampling
-
-
-def test_local_and_vllm_engines_sample_the_same_distribution(attached, model):
-    """Two-sample chi-square on each of the first two tokens of 4,096 completions of each engine, rare ones pooled. The
-    power of the test: against temperature .6 instead of .4 the statistic is far outside."""
-    policy = policy_of(model, tau=0.4)
-    engine = engine_of([attached], policy, max_tokens=2, rows=64)
-    engine.sync_weights(policy.weights, 0)
-    requests = [request(0, batch=b, policy=policy) for b in range(64)]
-    vllm = list(engine.sample(requests, 64))
-    local, warmer = (list(LocalSampler(copy_policy(policy), 1, 2, 64, tau).sample(requests, 64)) for tau in (0.4, 0.6))
-    for place in (0, 1):
-        statistic, freedom = chi_square(vllm, local, place)
-        assert freedom > 10
-        assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5, (place, statistic, freedom)
-    statistic, freedom = chi_square(vllm, warmer, 0)
-    assert statistic - freedom > 10 * (2 * freedom) ** 0.5, (statistic, freedom)
-    engine.close()
-
-
-def chi_square(ours: Any, theirs: Any, place: int) -> tuple[float, int]:
-    """The two-sample statistic of the token at `place`, -1 if a completion has none, and its degrees of freedom."""
-    counts = []
-    for groups in (ours, theirs):
-        ids = [[*c.token_ids.tolist(), -1, -1] for _, group in groups for c in group.completions]
-        counts.append(Counter(tokens[place] for tokens in ids))
-    kept = [token for token in counts[0] | counts[1] if counts[0][token] + counts[1][token] >= 20]
-    table = [[c[token] for token in kept] + [4096 - sum(c[token] for token in kept)] for c in counts]
-    return sum((a - b) ** 2 / (a + b) for a, b in zip(*table, strict=True) if a + b), len(kept)
-
-
-@contextmanager
-def conversing(servers: Any, model: Path, make: Any = talkers.Counting, sampled: int = 60) -> Iterator[Any]:
-    """An engine of completions of several turns, and its policy."""
-    policy = policy_of(model)
-    engine = engine_of(servers, policy, "span", sampled, rows=8)
-    with EnvironmentPool(make, workers=1, deadline=20.0) as environments:
-        engine.episodes = Episodes(environments, Replies(policy.chat), Limits(8, sampled, 120))
-        engine.sync_weights(policy.weights, 0)
-        yield engine, policy
-    engine.weights.close(servers)
-
-
-def test_trainer_and_server_agree_on_all_turns(attached, model):
-    with conversing([attached], model) as (engine, policy):
-        groups = [group for _, group in engine.sample(ask(policy, 3), 4)]
-    assert max(len(c.turns) for group in groups for c in group.completions) == 5
-    for group in groups:
-        assert distance(policy, group) < 2e-3
-        for c in group.completions:
-            assert c.outcome.kind == "scored"
-            assert not torch.isfinite(c.logp_alpha[~c.sampled]).any()  # the environment's tokens were not sampled
-
-
-def test_server_finds_earlier_turns_in_its_cache(attached, model):
-    def hits() -> list[float]:
-        told = attached._http.request("GET", f"{attached.url}/metrics").data.decode()
-        names = ("queries", "hits")
-        found = [re.search(rf"^vllm:prefix_cache_{name}_total\S* (\S+)$", told, re.MULTILINE) for name in names]
-        return [float(one[1]) if one else 0.0 for one in found]
-
-    with conversing([attached], model, talkers.Endless) as (engine, policy):
-        before = hits()
-        list(engine.sample(ask(policy, 3), 4))
-        queries, found = (now - then for now, then in zip(hits(), before, strict=True))
-    assert found > 0.3 * queries  # all but the newest turn, in whole blocks of 32 tokens
-
-
-def test_turns_span_weight_syncs(attached, model):
-    with conversing([attached], model, talkers.Endless) as (engine, policy):
-        coming = engine.sample(ask(policy, 4), 4)
-        groups = [next(coming)]
-        for version in (1, 2):
-            update(policy)
-            engine.sync_weights(policy.weights, version)
-        groups += coming
-    seen = [c.versions[c.sampled].tolist() for _, group in groups for c in group.completions]
-    assert all(labels == sorted(labels) and {*labels} <= {0, 1, 2} for labels in seen)
-    assert any(len({*labels}) > 1 for labels in seen)
-
-
 # Runs that attach to a server
-
-
-@pytest.mark.parametrize(("v", "lags"), [(1, [0] * 6), (4, [0, 1, 2, 0, 1, 2])])
-def test_staleness_of_a_run_is_read_from_the_tokens(attached, model, tmp_path, v, lags):
-    metrics = load_metrics(run(model, tmp_path, attached, schedule={"v": v, "batches": 6}).run)
-    assert [(line["lag_min"], line["lag_max"]) for line in metrics] == [(lag, lag) for lag in lags]
-    assert [line["synced"] for line in metrics] == [lag == 0 for lag in lags]
-    assert all(line["failed"] == 0 and line["mismatch_max"] is not None for line in metrics)
 
 
 @pytest.mark.parametrize("in_flight", ["finish", "span", "regenerate"])
@@ -322,27 +180,20 @@ def test_run_trains_adapters(adapting, model, tmp_path, monkeypatch):
     assert not adapting.list_adapters()
 
 
-@pytest.mark.parametrize(
-    ("kind", "v"),
-    [("every", 4), *(pytest.param(*one, marks=pytest.mark.long) for one in (("every", 1), ("lagged", 2)))],
-)
-def test_evaluations_by_the_server_change_no_record_of_training(attached, model, tmp_path, kind, v):
+def test_evaluations_by_the_server_change_no_record_of_training(attached, model, tmp_path):
     evaluation = {"every": 1, "sets": [{"name": "own"}, {"name": "long", "max_tokens": 12, "temperature": 0.5}]}
     made = [
-        run(model, tmp_path / by, attached, schedule={"kind": kind, "v": v, "batches": 5},
-            evaluation=evaluation | {"sampler": by}).run
+        run(model, tmp_path / by, attached, schedule={"v": 4, "batches": 5}, evaluation={**evaluation, "sampler": by})
         for by in ("local", "vllm")
-    ]  # fmt: skip
+    ]
     columns = ["batch", "prompt_key", "completion", "token_ids", "versions", "lag", "pi_k_version"]
-    rows = [[{name: row[name] for name in columns} for row in load_rollouts(directory)] for directory in made]
+    rows = [[{name: row[name] for name in columns} for row in load_rollouts(one.run)] for one in made]
     assert rows[0] == rows[1]
-    for lines in zip(*(without_timings(load_metrics(directory)) for directory in made), strict=True):
-        one, other = (
-            {n: line[n] for n in ("version", "synced", "lag_min", "lag_max", "reward_mean")} for line in lines
-        )
-        assert one == other
-    found = [load_evaluations(directory) for directory in made]
-    assert [(s["name"], s["version"]) for s in found[0]] == [(s["name"], s["version"]) for s in found[1]]
+    names = ("version", "synced", "lag_min", "lag_max", "reward_mean")
+    lines = [[[line[n] for n in names] for line in without_timings(load_metrics(one.run))] for one in made]
+    assert lines[0] == lines[1]
+    found = [[(s["name"], s["version"]) for s in load_evaluations(one.run)] for one in made]
+    assert found[0] == found[1]
 
 
 def test_lagrpo_eval_by_a_server_finds_what_this_process_finds(attached, model, tmp_path, capsys):
@@ -352,7 +203,7 @@ def test_lagrpo_eval_by_a_server_finds_what_this_process_finds(attached, model, 
     cli.main([*words, "--output", str(tmp_path / "local")])
     by_server = ["--sampling.sampler", "vllm", "--vllm.urls", attached.url, "--output", str(tmp_path / "vllm")]
     cli.main([*words, *by_server])
-    assert "it differs from this process by" in capsys.readouterr().err
+    assert "differs from this process by" in capsys.readouterr().err
     means = [json.loads((tmp_path / by / "summary.json").read_bytes())["reward_mean"] for by in ("local", "vllm")]
     assert means[0] == pytest.approx(means[1], abs=0.2)
 
@@ -364,7 +215,7 @@ def test_ranks_learn_from_what_a_server_samples(tmp_path, shard):
         tiny_directory(tmp_path), tmp_path, sampling={"sampler": "vllm"}, distributed={"shard": shard},
         schedule={"v": 2, "i": 2, "batches": 6, "prompts": 3}, objective={"recipe": "grpo", "beta": 0.05},
     )  # fmt: skip
-    found = together(2, settings, lambda rank: [])
+    found = together(2, settings)
     assert all(isinstance(one, Result) for one in found), "\n\n".join(map(str, found))
     metrics = load_metrics(found[0].run)
     assert [(m["lag_min"], m["lag_max"]) for m in metrics] == [(lag, lag) for lag in (0, 0, 2, 0, 2, 0)]
@@ -372,32 +223,6 @@ def test_ranks_learn_from_what_a_server_samples(tmp_path, shard):
 
 
 # Runs that start a server, and lose it
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[StartedServer]:
-    """The servers that the run starts, for the test to kill."""
-    found: list[StartedServer] = []
-    original = StartedServer.__init__
-
-    def remembered(self: StartedServer, *args: Any) -> None:
-        original(self, *args)
-        found.append(self)
-
-    monkeypatch.setattr(StartedServer, "__init__", remembered)
-    return found
-
-
-def killing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, started: list[StartedServer]) -> None:
-    """Kill the server just before a call."""
-    original, calls = getattr(owner, name), iter(range(1, 1000))
-
-    def killed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if next(calls) == call:
-            kill(started[0])
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(owner, name, killed)
 
 
 @pytest.mark.parametrize(
@@ -408,10 +233,18 @@ def killing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, s
         pytest.param(training.Training, "record", 2, 1, marks=pytest.mark.long),
     ],
 )
-def test_killed_server_loses_no_completion_and_counts_none_twice(
-    model, tmp_path, monkeypatch, started, owner, name, call, v
-):
-    killing(monkeypatch, owner, name, call, started)
+def test_killed_server_loses_no_completion_and_counts_none_twice(model, tmp_path, monkeypatch, owner, name, call, v):
+    """The server is killed just before a call."""
+    started: list[StartedServer] = []
+    start_server, method, calls = StartedServer._start, getattr(owner, name), iter(range(1, 1000))
+
+    def killing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            kill(started[0])
+        return method(self, *args, **kwargs)
+
+    monkeypatch.setattr(StartedServer, "_start", lambda self: (started.append(self), start_server(self))[1])
+    monkeypatch.setattr(owner, name, killing)
     result = run(
         model, tmp_path, schedule={"v": v, "batches": 4}, sampling={"max_tokens": 32},
         evaluation={"before_and_after": False},
@@ -441,6 +274,7 @@ def test_run_attaches_as_lagrpo_serve_prints_and_ends_with_its_server(model, tmp
     command = [sys.executable, "-c", "from lagrpo.cli import main; main()", "serve", *map(str, words)]
 
     def serve() -> subprocess.Popen[str]:
+        monkeypatch.delenv(KEY, raising=False)
         serving = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
         )
@@ -454,20 +288,17 @@ def test_run_attaches_as_lagrpo_serve_prints_and_ends_with_its_server(model, tmp
             time.sleep(0.5)
         return serving
 
-    serving = serve()
-    original = training.Training.record
+    serving, original, recorded = serve(), training.Training.record, list[Any]()
 
     def record(self: Any, step: Any) -> None:
         original(self, step)
-        if step.batch == 2 and serving.poll() is None:
+        recorded.append(step)
+        if len(recorded) == 2:
             os.kill(serving.pid, signal.SIGKILL)
 
     monkeypatch.setattr(training.Training, "record", record)
-    sections: dict[str, Any] = {
-        "run": {"name": "one"},
-        "vllm": {"urls": [f"http://127.0.0.1:{port}"]},
-        "schedule": {"v": 1, "batches": 4},
-    }
+    sections: dict[str, Any] = {"run": {"name": "one"}, "vllm": {"urls": [f"http://127.0.0.1:{port}"]}}
+    sections["schedule"] = {"v": 1, "batches": 4}
     with pytest.raises(SamplerError, match="was not started by this run: start it again, then resume the run"):
         run(model, tmp_path, **sections)
     with suppress(ProcessLookupError):

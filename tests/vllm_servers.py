@@ -24,6 +24,7 @@ from lagrpo.rollout.vllm.client import GENERATE, VllmClient
 from lagrpo.rollout.vllm.engine import InFlight, VllmEngine
 from lagrpo.rollout.vllm.server import Launch, StartedServer, find_python
 from lagrpo.rollout.vllm.weights import AdapterTransfer, WeightTransfer
+from lagrpo.types import Completion
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of each server; the tests run two at a time
 SIZES: dict[str, Any] = {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -102,6 +103,15 @@ class FakeServer:
                 return 200, {"model": body.get("model"), "choices": choices}
         return 200, {}
 
+    def die_at(self, path: str) -> None:
+        """Die at the next call of a path."""
+
+        def die(_: Any) -> None:
+            if self.answers.pop(path, None):  # once, if two call it
+                self.is_dead = True
+
+        self.answers[path] = die
+
     def bodies(self, path: str) -> list[Any]:
         return [body for called, body in self.calls if called == path]
 
@@ -153,6 +163,11 @@ def start(model: Path, log: Path, dtype: str = "float32", lora_rank: int = 0) ->
 
 def policy_of(model: Path, tau: float = 1.0, dtype: torch.dtype = torch.float32, lora: Any = None) -> Policy:
     return load_policy(str(model), dtype, tau=tau, lora=lora)
+
+
+def versions(completions: Sequence[Completion]) -> set[int]:
+    """Which versions sampled their tokens."""
+    return {version for c in completions for version in c.versions[c.sampled].tolist()}
 
 
 def update(policy: Policy, scale: float = 0.02) -> None:

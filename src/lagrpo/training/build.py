@@ -30,7 +30,7 @@ from lagrpo.rollout.schedule import Schedule
 from lagrpo.rollout.sync_check import CHECK_PROMPTS, Agreement, WeightSyncCheck, WeightSyncError
 from lagrpo.rollout.vllm.client import VllmClient
 from lagrpo.rollout.vllm.engine import VllmEngine, VllmEvaluator, build_engine
-from lagrpo.rollout.vllm.server import open_servers
+from lagrpo.rollout.vllm.server import StartedServer, open_servers
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, check_task, load_task
 from lagrpo.tasks.environments import load_environment
@@ -267,7 +267,8 @@ class Parts:
         if isinstance(own, VllmEngine):
             earlier = len([*run.glob("vllm-*.log")])  # of the servers of a run that is resumed
             for number, server in enumerate(own.servers, start=1 + earlier):
-                server.keep_log(run / f"vllm-{number}.log")
+                if isinstance(server, StartedServer):
+                    server.keep_log(run / f"vllm-{number}.log")
 
 
 @contextmanager

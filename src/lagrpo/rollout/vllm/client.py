@@ -50,10 +50,8 @@ class VllmClient:
     """The server at `url`; `key` is its API key. Every method raises NoAnswerError if the server does not answer, and
     SamplerError if it rejects the request."""
 
-    adapter: str | None = None
-    """Label of the LoRA adapter that the server samples with; None for the model's own weights."""
-    reload_method = "reload_weights"
-    """What its workers call to load a directory of weights."""
+    adapter: str | None = None  # label of the LoRA adapter that it samples with; None for the model's own weights
+    reload_method = "reload_weights"  # what its workers call to load a directory of weights
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
@@ -69,10 +67,8 @@ class VllmClient:
         content, limits = None if body is None else json.dumps(body), urllib3.Timeout(connect=10.0, read=timeout)
         try:
             answer = self._http.request(method, self.url + path, body=content, timeout=limits)
-        except urllib3.exceptions.ReadTimeoutError as error:
-            raise NoAnswerError(f"{self.url}{path} did not answer within {timeout:g} s") from error
         except urllib3.exceptions.HTTPError as error:
-            raise NoAnswerError(f"{self.url} cannot be reached; is a server up there? {error}") from error
+            raise NoAnswerError(f"{self.url}{path} does not answer; is the server up? {error}") from error
         if answer.status != 200:
             raise _error_of(self.url, path, answer.status, answer.data.decode(errors="replace"))
         return json.loads(answer.data) if answer.data[:1] in (b"{", b"[") else None
@@ -83,10 +79,6 @@ class VllmClient:
         except NoAnswerError:
             return False
         return True
-
-    def get_model(self) -> dict[str, Any]:
-        """`root` (the path or id that it was started with) and `max_model_len`."""
-        return self.call("GET", "/v1/models")["data"][0]
 
     def get_config(self) -> dict[str, Any]:
         """vLLM's configuration: model_config, parallel_config, lora_config …"""
@@ -125,8 +117,7 @@ class VllmClient:
         self.adapter = label
 
     def unload_adapter(self, label: str) -> None:
-        if label in self.list_adapters():
-            self.call("POST", "/v1/unload_lora_adapter", {"lora_name": label})
+        self.call("POST", "/v1/unload_lora_adapter", {"lora_name": label})
 
     def generate(
         self, token_ids: Sequence[int], n: int, seed: int, max_tokens: int, temperature: float,
@@ -160,11 +151,10 @@ class VllmClient:
         """Start a dead server again. Raises SamplerError if the run did not start it."""
         raise SamplerError(f"{self.url} was not started by this run: start it again, then resume the run")
 
-    def keep_log(self, path: Any) -> None:
-        """Move the log to `path`; only a server that the run started has one."""
-
     def close(self) -> None:
-        """The server runs on: somebody else started it."""
+        """Let the server drop what it generates; it runs on."""
+        with suppress(SamplerError):
+            self.abort()
 
 
 def _error_of(url: str, path: str, status: int, text: str) -> SamplerError:
@@ -183,9 +173,8 @@ class GroupQueue:
     def __init__(self, servers: Sequence[VllmClient], load: Callable[[VllmClient], None]) -> None:
         self.servers, self._load = list(servers), load
         self._pool, self._per_server = ThreadPoolExecutor(1), 0
-        self._restarting = {server: threading.Lock() for server in self.servers}
-        self.starts = dict.fromkeys(self.servers, 0)
-        """how often each server was started again"""
+        self._restarting = {server: threading.RLock() for server in self.servers}
+        self.starts = dict.fromkeys(self.servers, 0)  # how often each server was started again
         self._idle_starts: Counter[VllmClient] = Counter()  # since the server sampled a group
         self._state = threading.Condition()  # of what follows
         self._running: Counter[VllmClient] = Counter()  # groups
@@ -200,12 +189,13 @@ class GroupQueue:
 
     def ask(self, server: VllmClient, action: Callable[[VllmClient], T]) -> T:
         """What `action` returns for a server, repeated if the server died and was started again."""
-        while True:
-            start = self.starts[server]
-            try:
-                return action(server)
-            except NoAnswerError as error:
-                self._recover(server, start, error)
+        with self._restarting[server]:  # no other thread loads older weights meanwhile
+            while True:
+                start = self.starts[server]
+                try:
+                    return action(server)
+                except NoAnswerError as error:
+                    self._recover(server, start, error)
 
     def ask_all(self, action: Callable[[VllmClient], T]) -> list[T]:
         return run_together([partial(self.ask, server, action) for server in self.servers])
@@ -228,21 +218,18 @@ class GroupQueue:
     def pop_metrics(self) -> dict[str, float]:
         """Since the last call: servers started again, groups sampled again, seconds with something to generate."""
         with self._state:
-            self._count_seconds()
+            self._count(self.servers[0], 0)
             found, self._metrics = self._metrics, defaultdict(float)
         return {name: found[name] for name in ("recoveries", "regenerated", "seconds_generating")}
 
     def close(self) -> None:
-        """End the threads, and the servers that the run started. Attached servers drop our groups in flight."""
+        """End the threads, and the servers that the run started."""
         with self._state:
             self._is_closed = True
             self._state.notify_all()
         self._pool.shutdown(wait=False, cancel_futures=True)
         for server in self.servers:
             server.close()
-            with suppress(SamplerError):
-                if self._running[server]:
-                    server.abort()
 
     def _sample(self, sample: Callable[[VllmClient], T]) -> T:
         while True:
@@ -254,12 +241,8 @@ class GroupQueue:
                     return found
                 except AbortedError:
                     pass
-                except NoAnswerError as error:
+                except SamplerError as error:
                     self._recover(server, start, error)
-                except SamplerError:
-                    with self._restarting[server]:
-                        if self.starts[server] == start:  # else it was asked before it had its weights again
-                            raise
                 with self._state:
                     self._metrics["regenerated"] += 1
 
@@ -271,26 +254,28 @@ class GroupQueue:
             if self._is_closed:
                 raise SamplerError("the run has ended")
             server = min(self.servers, key=lambda server: self._running[server])
-            self._count_seconds()
-            self._running[server] += 1
+            self._count(server, 1)
         try:
             yield server
         finally:
-            with self._state:
-                self._count_seconds()
-                self._running[server] -= 1
+            self._count(server, -1)
 
-    def _count_seconds(self) -> None:
-        now = time.perf_counter()
-        self._metrics["seconds_generating"] += now - self._since if self._running.total() else 0.0
-        self._since = now
+    def _count(self, server: VllmClient, change: int) -> None:
+        """Count the groups of a server, and the seconds with any."""
+        with self._state:
+            now = time.perf_counter()
+            self._metrics["seconds_generating"] += now - self._since if self._running.total() else 0.0
+            self._since = now
+            self._running[server] += change
 
-    def _recover(self, server: VllmClient, start: int, error: NoAnswerError) -> None:
-        """Start a server again that died after start number `start`, unless another thread has done it."""
+    def _recover(self, server: VllmClient, start: int, error: SamplerError) -> None:
+        """Start a server again that died after start number `start`, unless another thread has done it. Until
+        it has the current weights, it may sample with others."""
         with self._restarting[server]:
             if self.starts[server] != start:
                 return
-            if self._is_closed or self._idle_starts[server] == RESTARTS or server.is_healthy():
+            is_dead = isinstance(error, NoAnswerError) and not server.is_healthy()
+            if self._is_closed or not is_dead or self._idle_starts[server] == RESTARTS:
                 raise error
             logger.info("%s. It is started again", error)
             server.restart()
@@ -308,15 +293,15 @@ def run_together(actions: Sequence[Callable[[], T]], seconds: float | None = Non
     def run(action: Callable[[], T], future: Future[T]) -> None:
         try:
             future.set_result(action())
-        except BaseException as error:  # noqa: BLE001  (it belongs to the thread that waits for the future)
+        except BaseException as error:  # noqa: BLE001  (the thread that waits for the future raises it)
             future.set_exception(error)
 
     futures: list[Future[T]] = [Future() for _ in actions]
     for given in zip(actions, futures, strict=True):
         threading.Thread(target=run, args=given, daemon=True).start()
     done, pending = wait(futures, seconds, FIRST_EXCEPTION)
-    if failure := next((error for future in done if (error := future.exception())), None):
-        raise failure
+    for future in done:
+        future.result()
     if pending:
         raise SamplerError(f"{len(pending)} of {len(actions)} members did not finish within {seconds:g} s")
     return [future.result() for future in futures]

@@ -31,7 +31,6 @@ from lagrpo.types import Completion, Group, Outcome
 
 NO_LOGPROB = -9000.0  # vLLM writes -9999 for a log-prob of -inf
 InFlight = Literal["finish", "span", "regenerate"]
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from fine to coarse
 
 
 def build_engine(settings: Settings, policy: Policy, servers: Sequence[VllmClient]) -> VllmEngine:
@@ -41,7 +40,7 @@ def build_engine(settings: Settings, policy: Policy, servers: Sequence[VllmClien
             if isinstance(server, StartedServer):
                 server.wait_until_ready()
         names = [server.get_config()["model_config"]["dtype"].removeprefix("torch.") for server in servers]
-        dtype = DTYPES[max(names, key=list(DTYPES).index)]
+        dtype = max((getattr(torch, name) for name in names), key=lambda dtype: torch.finfo(dtype).eps)  # the coarsest
     s, v = settings.sampling, settings.vllm
     weights = AdapterTransfer(policy.model.lm, dtype) if settings.model.lora.r else TRANSFERS[v.weight_sync](dtype)
     params = SamplingParams("sample", s.temperature, s.max_tokens)
@@ -58,10 +57,9 @@ class VllmEngine:
     ) -> None:  # fmt: skip
         self.servers, self.weights, self.chat, self.params, self.seed = list(servers), weights, chat, params, seed
         self.max_num_seqs, self.in_flight, self.spans = max_num_seqs, in_flight, in_flight != "finish"
-        self.episodes: Episodes | None = None
-        """set if completions talk to an environment"""
+        self.episodes: Episodes | None = None  # set if completions talk to an environment
         self._groups = GroupQueue(self.servers, weights.load_current)
-        self._borrowed_from: WeightUpdate | None = None  # what comes back after an evaluation
+        self._synced: WeightUpdate | None = None  # what training samples with; an evaluation may load others
 
     @property
     def version(self) -> int:
@@ -80,6 +78,7 @@ class VllmEngine:
         update = self.weights.pack(weights, version)
         packed = time.perf_counter()
         seconds = self._load(update)
+        self._synced = update
         self.weights.drop_others(self.servers, update)
         return {"sync_bytes": update.size, "seconds_writing": packed - started, "seconds_paused": seconds}
 
@@ -87,44 +86,40 @@ class VllmEngine:
     def lent(self, weights: Mapping[str, Tensor], version: int, back: bool) -> Iterator[None]:
         """Inside, the servers have π_version, for an evaluation. Afterwards they have the weights of the last sync
         again if `back` says so."""
-        before = self.weights.current
-        if before is not None and before.version == version:
-            yield
-            return
-        self._borrowed_from = before if back else None
-        self._load(self.weights.pack(weights, version))
+        update = self.weights.pack(weights, version)
+        self._synced = self._synced if back else update
+        if update is not self.weights.current:
+            self._load(update)
         try:
             yield
         finally:
-            if self._borrowed_from is not None:
-                self._load(self._borrowed_from)
-                self._borrowed_from = None
+            if self._synced not in (None, self.weights.current):
+                self._load(self._synced)
         self.weights.drop_others(self.servers, self.weights.current)
 
     def current_weights(self) -> tuple[int, Mapping[str, Tensor]]:
         """The version of the last sync and its weights, in the servers' dtype. Raises ValueError before it."""
-        if (update := self._borrowed_from or self.weights.current) is None:
+        if self._synced is None:
             raise ValueError("no weights have been synced yet")
-        return update.version, self.weights.read(update)
+        return self._synced.version, self.weights.read(self._synced)
 
-    def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
-        """One group for each request, as they end. The servers start at once."""
-        return self.sample_as(self.params, self.episodes, requests, G)
-
-    def sample_as(
-        self, params: SamplingParams, episodes: Episodes | None, requests: Sequence[Request], G: int
+    def sample(
+        self, requests: Sequence[Request], G: int, params: SamplingParams | None = None
     ) -> Iterator[tuple[Request, Group]]:
+        """One group for each request, as they end. The servers start at once. An evaluation has its own `params`, and
+        completions of one turn."""
+        episodes = None if params else self.episodes
+        sample = partial(self._sample, G=G, params=params or self.params, episodes=episodes)
         per_server = max(1, self.max_num_seqs // G)
         return _as_they_end({
-            self._groups.submit(partial(self._sample, request, G, params, episodes), per_server): request
-            for request in requests
+            self._groups.submit(partial(sample, request), per_server): request for request in requests
         })  # fmt: skip
 
     def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
         """Groups by one server, for the weight-sync check."""
         params = replace(self.params, max_tokens=min(max_tokens, self.params.max_tokens))
         ask = partial(self._groups.ask, self.servers[number])
-        return [ask(partial(self._sample, request, G, params, None)) for request in requests]
+        return [ask(partial(self._sample, request, G=G, params=params, episodes=None)) for request in requests]
 
     def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
         """log-probs at temperature 1 by every server: [server][item][token], nats."""
@@ -150,7 +145,7 @@ class VllmEngine:
             return time.perf_counter() - paused if self.weights.pauses else 0.0
 
     def _sample(
-        self, request: Request, G: int, params: SamplingParams, episodes: Episodes | None, server: VllmClient
+        self, request: Request, server: VllmClient, G: int, params: SamplingParams, episodes: Episodes | None
     ) -> Group:
         """The group of a request, by one server."""
         completions = self._ask(server, request, (), G, params, params.max_tokens)
@@ -204,7 +199,6 @@ class VllmEngine:
         token_ids, entries = answer["token_ids"] or [], (answer["logprobs"] or {}).get("content") or []
         logp, versions = torch.full((len(token_ids),), math.nan), torch.full((len(token_ids),), -1)
         logp[: len(entries)] = torch.tensor([entry["logprob"] for entry in entries])
-        logp[logp < NO_LOGPROB] = math.nan
         for span in answer["weight_versions"] or []:
             versions[span["start"] : span["end"]] = self.weights.version_of(label := span["version"])
             if self.weights.version_of(label) < 0:
@@ -234,7 +228,7 @@ class VllmEvaluator:
         self._params = params
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
-        return self.sampler.sample_as(self._params, None, requests, G)
+        return self.sampler.sample(requests, G, self._params)
 
     def free_cache(self) -> None:
         """The servers have memory of their own."""
@@ -262,4 +256,4 @@ def _find_fault(finish_reason: str, logp: Tensor, versions: Tensor) -> str | Non
         return f"the server ended it with {finish_reason!r} after {len(logp)} tokens"
     if bool((versions < 0).any()):
         return "the server did not say which weights sampled every token"
-    return None if bool(logp.isfinite().all()) else "the server gave no finite log-prob of a token"
+    return None if bool((logp > NO_LOGPROB).all()) else "the server gave no finite log-prob of a token"

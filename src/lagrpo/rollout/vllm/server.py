@@ -33,7 +33,8 @@ PYTHON = "LAGRPO_VLLM_PYTHON"  # environment variable with the Python that has v
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 START_TIMEOUT = 1200.0  # seconds until a server must be ready
 EXTENSION = "lagrpo_extension.Worker"
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 can be started with
+LORA_RANKS = (0, 1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 can be started with
+# All layers but the head: vLLM 0.32 dies when it computes log-probs of a prompt with an adapter beside the head.
 LORA_LAYERS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 SIZES = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 GUARD = """
@@ -71,6 +72,7 @@ class Launch:
         """Log-probs are those at the sampling temperature. The model's own generation settings might truncate the
         distribution. On CPUs prompts are kept whole: vLLM 0.32 cannot compute a seeded prompt in two steps there."""
         has_gpu = bool(self.gpus or os.environ.get("CUDA_VISIBLE_DEVICES")) or Path("/dev/nvidia0").exists()
+        rank = next((rank for rank in LORA_RANKS if rank >= self.lora_rank), self.lora_rank)
         on_cpu = ["--enforce-eager", "--no-enable-chunked-prefill"]
         on_cpu += ["--max-num-batched-tokens", str(max(8192, self.max_model_len))]
         return [
@@ -80,15 +82,10 @@ class Launch:
             *("--max-num-seqs", str(self.max_num_seqs), "--worker-extension-cls", EXTENSION),
             *([] if has_gpu else on_cpu),
             *(["--weight-transfer-config", json.dumps({"backend": "nccl"})] if self.transfer == "nccl" else []),
-            *(self._lora() if self.lora_rank else []),
+            *(["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "4"] if rank else []),
+            *(["--lora-target-modules", *LORA_LAYERS] if rank else []),
             *self.options,
         ]
-
-    def _lora(self) -> list[str]:
-        """Not the head: vLLM 0.32 dies when it computes log-probs of a prompt with an adapter beside the head."""
-        rank = next((rank for rank in LORA_RANKS if rank >= self.lora_rank), self.lora_rank)
-        sizes = ("--max-lora-rank", str(rank), "--max-loras", "4")
-        return ["--enable-lora", *sizes, "--lora-target-modules", *LORA_LAYERS]
 
     def environment(self, key: str) -> dict[str, str]:
         """Every user can read a command line, so the key is here. On CPUs a server gets 2 GiB for keys and values and
@@ -160,8 +157,8 @@ def open_servers(settings: Settings, replied: int = 0) -> list[VllmClient]:
 
 def attach_server(url: str, settings: Settings, longest: int) -> VllmClient:
     """A server that runs already. Raises SamplerError or ValueError for one that cannot be used."""
-    server, r = VllmClient(url, os.environ.get(KEY)), settings.model.lora.r
-    model, config = server.get_model(), server.get_config()
+    server = VllmClient(url, os.environ.get(KEY))
+    model, config = server.call("GET", "/v1/models")["data"][0], server.get_config()
     if model["max_model_len"] < longest:
         raise ValueError(
             f"{url} takes sequences of at most {model['max_model_len']} tokens, and the settings allow {longest}: "
@@ -170,8 +167,6 @@ def attach_server(url: str, settings: Settings, longest: int) -> VllmClient:
     theirs, ours = _read_config(model["root"]), _read_config(resolve_model(settings.model.path))
     if other := [n for n in SIZES if n in theirs and n in ours and theirs[n] != ours[n]]:
         raise ValueError(f"{url} serves another model than model.path ({other[0]} {theirs[other[0]]}): {model['root']}")
-    if r and (config.get("lora_config") or {}).get("max_lora_rank", 0) < r:
-        raise ValueError(f"{url} takes no adapters of rank {r}: start it with `lagrpo serve MODEL --lora-rank {r}`")
     if config["parallel_config"].get("worker_extension_cls") == EXTENSION:
         server.reload_method = StartedServer.reload_method
     elif config["device_config"]["device"] == "cpu" and ours.get("tie_word_embeddings"):

@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.cuda import nccl
 
 from lagrpo.model.lora import load_adapter_weights, save_adapter
-from lagrpo.rollout.vllm.client import CONTROL_TIMEOUT, LOAD_TIMEOUT, GroupQueue, SamplerError, VllmClient, run_together
+from lagrpo.rollout.vllm.client import LOAD_TIMEOUT, GroupQueue, SamplerError, VllmClient, run_together
 
 FILE = "model.safetensors"
 DIRECTORY = "LAGRPO_TRANSFER_DIR"  # environment variable with the parent of the directory
@@ -38,32 +38,30 @@ DIRECTORY = "LAGRPO_TRANSFER_DIR"  # environment variable with the parent of the
 
 @dataclass(eq=False, slots=True)
 class WeightUpdate:
-    """A version of the weights."""
+    """A version of the weights, in the servers' dtype."""
 
     version: int
     label: str
     directory: Path
-    size: int
-    """bytes"""
-    tensors: Mapping[str, Tensor] | None
-    """in the servers' dtype; None once they are in the directory"""
+    size: int  # bytes
+    tensors: Mapping[str, Tensor] | None  # None once they are in the directory
 
 
 class WeightTransfer:
     """Weights to servers through a directory, in `dtype`."""
 
-    pauses, writes_first = True, True
-    """Whether servers sample nothing meanwhile; whether a version is written before they pause."""
+    pauses = True  # servers sample nothing meanwhile
+    writes_first = True  # a version is in the directory before they pause
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         self.dtype = dtype
-        self.current: WeightUpdate | None = None
-        """what all servers should have"""
+        self.current: WeightUpdate | None = None  # what all servers should have
         self.run = secrets.token_hex(4)  # tells our version 3 from another run's
         self.root = _make_directory()
         self._updates: dict[str, WeightUpdate] = {}
         self._used: Counter[str] = Counter()  # requests in flight by label
         self._lock = threading.Lock()  # of these
+        self._writing = threading.Lock()
 
     def pack(self, weights: Mapping[str, Tensor], version: int) -> WeightUpdate:
         """A version in the servers' dtype, ready to be sent."""
@@ -78,7 +76,7 @@ class WeightTransfer:
 
     def write(self, update: WeightUpdate) -> str:
         """The directory of a version, written if it was not."""
-        with self._lock:
+        with self._writing:
             if update.tensors is not None:
                 update.directory.mkdir(exist_ok=True)
                 self.save({name: tensor.detach().cpu() for name, tensor in update.tensors.items()}, update.directory)
@@ -93,8 +91,7 @@ class WeightTransfer:
         return load_file(Path(self.write(update)) / FILE)
 
     def send(self, groups: GroupQueue, update: WeightUpdate) -> None:
-        """Load a version into all servers. Raises SamplerError for a server that cannot load it; such a server stays
-        paused."""
+        """Load a version into all servers. Raises SamplerError for a server that cannot load it, and stays paused."""
         groups.ask_all(partial(self.load, update=update))
 
     def load(self, server: VllmClient, update: WeightUpdate) -> None:
@@ -116,8 +113,7 @@ class WeightTransfer:
     def using(self) -> Iterator[str]:
         """The label of the current version, which stays until the block ends."""
         with self._lock:
-            if self.current is None:
-                raise ValueError("no weights have been synced yet")
+            assert self.current is not None, "weights are synced before anything is sampled"
             label = self.current.label
             self._used[label] += 1
         try:
@@ -194,15 +190,12 @@ class NcclTransfer(WeightTransfer):
         workers = [int(server.call("GET", "/get_world_size")["world_size"]) for server in groups.servers]
         identity, world = nccl.unique_id(), 1 + sum(workers)
         shared = {"world_size": world, "packed": False, "nccl_unique_id_b64": base64.b64encode(identity).decode()}
-        offsets = [1 + sum(workers[:n]) for n in range(len(workers))]  # first rank of each server's workers
-        invite = [
-            partial(
-                server.call, "POST", "/init_weight_transfer_engine", {"init_info": shared | {"rank_offset": offset}}
-            )
-            for server, offset in zip(groups.servers, offsets, strict=True)
-        ]
+        joining: list[Callable[[], Any]] = []
+        for n, server in enumerate(groups.servers):
+            info = {"init_info": shared | {"rank_offset": 1 + sum(workers[:n])}}
+            joining.append(partial(server.call, "POST", "/init_weight_transfer_engine", info, LOAD_TIMEOUT))
         device = torch.cuda.current_device()
-        *_, self._communicator = run_together([*invite, partial(_join, world, identity, device)], LOAD_TIMEOUT)
+        *_, self._communicator = run_together([*joining, partial(_join, world, identity, device)], LOAD_TIMEOUT)
         self._starts = dict(groups.starts)
 
 
@@ -218,7 +211,7 @@ def _join(world: int, identity: bytes, device: int) -> Any:
 
 def _receive(server: VllmClient, info: Mapping[str, Any], label: str) -> None:
     with server.paused():
-        server.call("POST", "/start_weight_update", {}, CONTROL_TIMEOUT)
+        server.call("POST", "/start_weight_update", {})
         server.call("POST", "/update_weights", {"update_info": info}, LOAD_TIMEOUT)
         server.call("POST", "/finish_weight_update", {"weight_version": label}, LOAD_TIMEOUT)
 
@@ -242,11 +235,9 @@ def _own_stream(device: torch.device | int) -> Iterator[None]:
 
 def _make_directory() -> Path:
     """A directory of this process. Directories of runs that were killed are removed from /dev/shm."""
-    shared, parent = Path("/dev/shm"), os.environ.get(DIRECTORY)
-    base = (
-        Path(parent).expanduser() if parent else shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-    )
-    if parent is None:
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    base = Path(os.environ.get(DIRECTORY) or shared).expanduser()
+    if str(base) == shared:
         for path in base.glob("lagrpo-*-*"):
             if not Path(f"/proc/{path.name.split('-')[1]}").exists():
                 shutil.rmtree(path, ignore_errors=True)
