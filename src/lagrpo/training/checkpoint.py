@@ -224,7 +224,8 @@ class CheckpointManager:
             save_tensors(trainer, scratch := path.with_suffix(".part"))
             scratch.replace(path)  # rank 0 takes it from here, and syncs it to the disk
         except Exception as error:
-            raise CheckpointError(f"rank {self.rank} could not write {path}: {error}") from error
+            path.with_suffix(".failed").write_text(said := f"rank {self.rank} could not write {path}: {error}")
+            raise CheckpointError(said) from error
         self.written.append(batch)
 
     def _take_shards(self, batch: int, folder: Path) -> None:
@@ -235,6 +236,8 @@ class CheckpointManager:
             for name in {name for name in missing if (shards / name).exists()}:
                 (shards / name).replace(folder / name)
                 missing.discard(name)
+            for failed in shards.glob("*.failed"):
+                raise OSError(failed.read_text())
             if missing and (self._closed.wait(0.05) or time.monotonic() > end):
                 raise OSError(f"{', '.join(missing)} did not come: all ranks need the run's directory")
         if self.size > 1:
