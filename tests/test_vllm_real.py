@@ -28,7 +28,6 @@ from vllm_servers import SIZES, engine_of, kill, policy_of, start, tiny_director
 from lagrpo import cli
 from lagrpo.errors import SettingsError
 from lagrpo.model.model import Packed
-from lagrpo.replay import verify_run
 from lagrpo.rollout.sync_check import WeightSyncCheck, WeightSyncError
 from lagrpo.rollout.vllm.client import KEY, SamplerError, VllmClient
 from lagrpo.rollout.vllm.server import StartedServer
@@ -36,6 +35,7 @@ from lagrpo.rollout.vllm.weights import DIRECTORY
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
 from lagrpo.training import run as training
 from lagrpo.training.run import Result, train
+from lagrpo.verify import verify_run
 
 pytestmark = pytest.mark.vllm
 

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from lagrpo.interrupts import Interrupted, asked_to_stop
 from lagrpo.model.model import Policy, PolicyCopy, Weights
@@ -108,7 +110,11 @@ def joined(device: str, shard_layers: bool) -> Iterator[Ranks]:
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
+    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    # torchrun keeps one store across restarts, with addresses of processes that have ended; hosts count differently
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if local_size() == size else "0"
+    backend, store = "nccl" if device == "cuda" else "gloo", PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     group, objects = dist.group.WORLD, dist.new_group(backend="gloo", timeout=TIMEOUT)
     assert group is not None
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), group, objects)
