@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 from running import children, tiny_settings
 from tiny import save_tiny, tiny_policy
-from transformers.utils import logging
 
 from lagrpo.errors import SettingsError
 from lagrpo.runs import Run
-from lagrpo.settings.schema import EvalSettings, ModelSettings
-from lagrpo.training.build import loading
+from lagrpo.settings.schema import EvalSettings
 from lagrpo.training.evaluate_model import evaluate_model
 from lagrpo.training.run import train
 
@@ -81,31 +78,6 @@ def test_tokenizers_start_threads_again(settings, monkeypatch):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     train(settings())
     assert "TOKENIZERS_PARALLELISM" not in os.environ
-
-
-def test_runs_in_two_threads_leave_transformers_as_it_was():
-    """One begins to load while another loads, and ends after it."""
-    before = state_of_transformers()
-    second_is_in, first_is_out = threading.Event(), threading.Event()
-
-    def second():
-        with loading(ModelSettings()):
-            second_is_in.set()
-            first_is_out.wait(10)
-
-    thread = threading.Thread(target=second)
-    with loading(ModelSettings()):
-        thread.start()
-        second_is_in.wait(0.2)  # it waits for its turn
-    first_is_out.set()
-    thread.join()
-    assert state_of_transformers() == before
-
-
-def state_of_transformers():
-    hook = logging.set_tqdm_hook(None)
-    logging.set_tqdm_hook(hook)
-    return logging.get_verbosity(), hook
 
 
 def test_judges_end_with_a_run_that_cannot_be_written(settings, monkeypatch):

@@ -175,8 +175,7 @@ def merge(
         out: Directory that the model is written to; it must not be there.
         dtype: dtype of the weights that are written; auto: the dtype of the model's files.
     """
-    from lagrpo.model.loading import merge_adapter
-    from lagrpo.training.build import without_progress_bars
+    from lagrpo.model.loading import merge_adapter, without_progress_bars
 
     with refusing("merge"), without_progress_bars():
         merge_adapter(adapter, out, dtype)

@@ -31,6 +31,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # annotations only: the verifier's worker processes import this module and must start fast
+    import signal
+    from pathlib import Path
+
     import torch
 
 
@@ -158,3 +161,19 @@ class Group:
     def rewards(self) -> tuple[float, ...]:
         """Rewards of the scored completions, in their order."""
         return tuple(c.outcome.reward for c in self.scored if c.outcome and c.outcome.reward is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run leaves: its directory, the summaries of its evaluations, where the weights are and how many updates
+    they have had, and the signal that stopped it, None for a finished run."""
+
+    run: Path
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+    weights: Path | None
+    version: int
+    batches: int
+    interrupted: signal.Signals | None
+    evaluations: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """the summaries of all evaluations by the names of their files; `before` and `after` are of the first set"""

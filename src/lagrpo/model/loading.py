@@ -6,7 +6,8 @@ whose forward pass shared-prefix attention does not reproduce."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -226,3 +227,15 @@ def check_attention(policy: Policy) -> float:
             f"{difference:.3g} on average (tolerance {tolerance} in {policy.dtype}); this model is not supported"
         )
     return difference
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Inside, transformers shows no bars while it loads or writes weights; bars of downloads stay."""
+    from transformers.utils import logging
+
+    before = logging.set_tqdm_hook(lambda factory, args, kwargs: logging.EmptyTqdm(*args, **kwargs))
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)

@@ -47,7 +47,7 @@ class RunExistsError(FileExistsError):
     """The directory of a new run already has something in it."""
 
 
-class RunLockedError(RuntimeError):
+class RunLockedError(OSError):
     """Another process is writing into the run."""
 
 

@@ -19,7 +19,7 @@ from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.model.backend import choose_backend, pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
-from lagrpo.model.loading import check_context, check_files, load_policy
+from lagrpo.model.loading import check_context, check_files, load_policy, without_progress_bars
 from lagrpo.model.lora import Lora, save_adapter, save_merged
 from lagrpo.model.model import AdapterWeights, Policy, PolicyCopy, copy_policy, fingerprint
 from lagrpo.rewards.pool import RewardPool
@@ -90,18 +90,6 @@ def loading(model: ModelSettings) -> Iterator[None]:
             raise SettingsError(f"{problem}. Looked {looked}: {reason}") from error
         finally:
             logging.set_verbosity(verbosity)
-
-
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Inside, transformers shows no bars while it loads or writes weights; bars of downloads stay."""
-    from transformers.utils import logging
-
-    before = logging.set_tqdm_hook(lambda factory, args, kwargs: logging.EmptyTqdm(*args, **kwargs))
-    try:
-        yield
-    finally:
-        logging.set_tqdm_hook(before)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,13 @@ from lagrpo.cpu.memory import freed_memory_kept
 from lagrpo.errors import refusing
 from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, interruptible
 from lagrpo.model.backend import pick_device
+from lagrpo.model.loading import without_progress_bars
 from lagrpo.rewards.pool import RewardError
 from lagrpo.rollout.prefetch import VersionError
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.rollout.sync_check import WeightSyncError
 from lagrpo.rollout.vllm.client import SamplerError
-from lagrpo.runs.directory import RunLockedError, locked
+from lagrpo.runs.directory import locked
 from lagrpo.runs.environment import write_environment
 from lagrpo.runs.rollouts import rollout_rows
 from lagrpo.settings.schema import Settings
@@ -39,7 +39,7 @@ from lagrpo.terminal.display import make_display
 from lagrpo.terminal.text import count_of
 from lagrpo.threads import choose_threads, fixed_threads
 from lagrpo.training.beginning import create_run, describe_environment, write_config
-from lagrpo.training.build import Parts, without_progress_bars
+from lagrpo.training.build import Parts
 from lagrpo.training.callbacks import Callback, CallbackList, Status, check_callbacks
 from lagrpo.training.checkpoint import (
     CheckpointError,
@@ -59,28 +59,10 @@ from lagrpo.training.ranks import Ranks, joined
 from lagrpo.training.resume import ResumeState, check_dtype, cut_back, describe_move, find_run, recorded_threads
 from lagrpo.training.trackers import Trackers
 from lagrpo.training.warnings import Warnings
+from lagrpo.types import Result
 
-FAILURES = (
-    *(RewardError, WeightSyncError, VersionError, SamplerError),
-    *(FloatingPointError, NoMemoryError, OSError, RunLockedError),
-)
+FAILURES = (RewardError, WeightSyncError, VersionError, SamplerError, FloatingPointError, NoMemoryError, OSError)
 """Errors that end a run without being the program's: their messages are for the user."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a run leaves: its directory, the summaries of its evaluations, where the weights are and how many updates
-    they have had, and the signal that stopped it, None for a finished run."""
-
-    run: Path
-    before: dict[str, Any] | None
-    after: dict[str, Any] | None
-    weights: Path | None
-    version: int
-    batches: int
-    interrupted: signal.Signals | None
-    evaluations: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """the summaries of all evaluations by the names of their files; `before` and `after` are of the first set"""
 
 
 def train(
@@ -150,18 +132,14 @@ class Training:
         self.store = earlier.run if earlier else self.ranks.from_first(create)
         parts.keep_logs(self.store.path)
         when = run.checkpoint_every, run.checkpoint_minutes, run.keep_checkpoints
-        self.checkpoints = CheckpointManager(
-            self.store.path / "checkpoints", *when, rank=self.ranks.rank, size=self.ranks.size
-        )
-        trackers = Trackers(run.trackers, run.tracked_completions)
-        self.callbacks = CallbackList([trackers, *callbacks] if first else [])
-        self.started = False  # callbacks know of the run
-        dtype = str(self.policy.dtype).removeprefix("torch.")
-        self.warnings = Warnings(self.settings, dtype, parts.task.size("train"))
+        place = {"rank": self.ranks.rank, "size": self.ranks.size}
+        self.checkpoints = CheckpointManager(self.store.path / "checkpoints", *when, **place)
+        self.callbacks = CallbackList([Trackers(run.trackers, run.tracked_completions), *callbacks] if first else [])
+        self.started, self.seconds_checkpoint = False, 0.0  # whether callbacks know of the run
+        self.warnings = Warnings(self.settings, str(self.policy.dtype).removeprefix("torch."), parts.task.size("train"))
         self.total = self.settings.schedule.stages * self.settings.schedule.batches
         self.restored = earlier is None  # π is the run's
         self.stand = TrainState.from_parts(parts, LoopState(pi_ref=self.policy.version))
-        self.seconds_checkpoint = 0.0
 
     @property
     def batches(self) -> int:
