@@ -18,7 +18,6 @@ import lagrpo  # noqa: F401 - before PyTorch, as on the command line: it says ho
 
 # isort: split
 import torch
-from lagrpo.training.training import Training
 from wire import Gate, Wire, imported
 from work import read_prompts
 
@@ -29,6 +28,7 @@ from lagrpo.training.batch import FreshMicroBatch, has_zero_variance
 from lagrpo.training.build import Parts
 from lagrpo.training.checks import check_settings
 from lagrpo.training.loop import Step
+from lagrpo.training.run import Training
 
 
 class Stepped(Training):

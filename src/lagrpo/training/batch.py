@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import compress, groupby
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -135,11 +135,6 @@ def left_out(
     wanted_C = torch.tensor([knows_alpha(batch, [c]) for c in range(len(batch.member_C))], dtype=torch.bool)
     wanted_C[[c for micro in rows for c in micro.members]] = False
     return _rows(batch, wanted_C, tokens, device)
-
-
-def row_of(batch: Batch, members: Sequence[int], device: torch.device | str = "cpu") -> FreshMicroBatch:
-    """One row of these completions of the batch, in their order; neighbors of one group share its prompt."""
-    return _pack(batch, [list(piece) for _, piece in groupby(members, lambda c: batch.member_C[c][0])], device)
 
 
 def _rows(
