@@ -71,7 +71,7 @@ def run(asked: argparse.Namespace, side: Mapping[str, Any], scratch: Path) -> tu
     """The seconds of the median batch by part, and the peak in bytes."""
     settings = {
         "run.directory": scratch, "run.name": "run", "run.display": "none", "run.save-weights": False,
-        "run.keep-optimizer": False, "run.checkpoint-minutes": 0, "evaluation.before-and-after": False,
+        "run.keep-checkpoints": 0, "run.checkpoint-minutes": 0, "evaluation.before-and-after": False,
         "model.path": asked.model, "model.threads": asked.threads, "schedule.batches": asked.batches, **side,
     }  # fmt: skip
     (scratch / "peaks").mkdir()

@@ -70,7 +70,7 @@ def run(
     """The peak of each rank, and what is expected by purpose, in bytes."""
     settings = {
         "run.directory": scratch, "run.name": "run", "run.display": "none", "run.save-weights": False,
-        "run.keep-optimizer": False, "run.checkpoint-minutes": 0, "evaluation.before-and-after": False,
+        "run.keep-checkpoints": 0, "run.checkpoint-minutes": 0, "evaluation.before-and-after": False,
         "model.path": asked.model, "model.threads": 1, "schedule.batches": 2, "schedule.v": 2,
         "objective.beta": beta, "distributed.shard": shard,
     }  # fmt: skip

@@ -77,7 +77,7 @@ def run(asked: argparse.Namespace, ranks: int, scratch: Path) -> list[dict[str, 
     """The metrics of a run."""
     settings = {
         "run.directory": scratch, "run.name": "run", "run.display": "none", "run.save-weights": False,
-        "run.keep-optimizer": False, "run.checkpoint-minutes": 0, "evaluation.before-and-after": False,
+        "run.keep-checkpoints": 0, "run.checkpoint-minutes": 0, "evaluation.before-and-after": False,
         "model.path": asked.model, "model.threads": asked.ranks // ranks, "schedule.batches": asked.batches,
     }  # fmt: skip
     train(DEMO, settings, ranks, asked.ranks // ranks)

@@ -63,8 +63,8 @@ def doubling(asked: argparse.Namespace, report: Report, load: Load) -> None:
         load.add(*sides)
     report.raw["doubling"] = dict(zip(map(str, asked.completions), taken, strict=True))
     report.table(
-        f"Completions of a prompt double: {work.N} prompts × G × ≤ {work.max_tokens} tokens; {BUDGET['tokens']} tokens "
-        f"in a micro-batch, {ROWS} completions decoded at a time",
+        f"Completions of a prompt double: {work.N} prompts × G × ≤ {work.max_tokens} tokens; "
+        f"{BUDGET['micro_batch_tokens']} tokens in a micro-batch, {ROWS} completions decoded at a time",
         [size_row(G, measurements) for G, measurements in zip(asked.completions, taken, strict=True)],
     )
     steps = [
