@@ -101,8 +101,10 @@ def run(case: Case, scratch: Path, threads: int | None) -> dict[str, Any]:
             env={**os.environ, **case.level.environment}, capture_output=True, text=True, timeout=DEADLINE,
         )  # fmt: skip
         error = "" if done.returncode == 0 else said_last(done.stderr)
-    except subprocess.TimeoutExpired:
-        error = f"not done after {DEADLINE:.0f} s"
+    except subprocess.TimeoutExpired as late:
+        load = ", ".join(f"{mean:.1f}" for mean in os.getloadavg())
+        shown = [(text or b"").decode(errors="replace").strip()[-400:] for text in (late.stdout, late.stderr)]
+        error = f"not done after {DEADLINE:.0f} s (load {load}); it had said: {' | '.join(shown)}".replace("\n", " / ")
     row = {"instructions": case.level.name, "kernels": case.kernels, "dtype": case.dtype}
     made = scratch / name
     if error or not (made / "metrics.jsonl").is_file():

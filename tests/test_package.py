@@ -51,8 +51,10 @@ def test_what_the_wheel_says_of_itself(wheel):
 
 def test_the_demo_is_the_training_of_its_settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, out, err = lagrpo("demo", "--dry-run", "--schedule.batches", 3)
-    assert (code, err) == (0, "")
+    code, out, _ = lagrpo(
+        "demo", "--dry-run", "--schedule.batches", 3
+    )  # the first time it converts the model, and says so
+    assert code == 0
     same = lagrpo("train", ROOT / "experiments" / "demo.toml", "--dry-run", "--schedule.batches", 3)
     assert same == (0, out, "")
     assert 'path = "smollm2"' in out
