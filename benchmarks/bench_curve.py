@@ -74,7 +74,7 @@ def add_seed(asked: argparse.Namespace, work: Work, seed: int, load: Load, curve
     """Both sides in turn with this seed; TRL's versions."""
     config = {"per_device": min(DEFAULT["per_device"], work.completions), "learning_rate": asked.lr, "seed": seed}
     with tempfile.TemporaryDirectory() as scratch:
-        place, own = (work, Path(scratch), asked.threads), {"optimizer": {"lr": asked.lr}}
+        place, own = (work, Path(scratch), asked.threads), {"optimizer": {"learning_rate": asked.lr}}
         with (
             start_ours("ours", *place, reward=work.judge, run={"seed": seed}, **own) as ours,
             start_trl("trl", *place, python=asked.peer, config=config, reward=work.judge) as trl,

@@ -42,7 +42,7 @@ def options() -> argparse.Namespace:
 def main() -> None:
     asked = options()
     load, report = Load(), Report("lora", f"Adapters (r = {asked.r}) beside full training", asked.results)
-    sides = {"full training": {}, "adapters": {"model.lora.r": asked.r, "optimizer.lr": asked.lr}}
+    sides = {"full training": {}, "adapters": {"model.lora_r": asked.r, "optimizer.learning_rate": asked.lr}}
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     peaks: dict[str, list[int]] = {name: [] for name in sides}
     for turn in range(asked.rounds):
@@ -70,8 +70,8 @@ def row(part: str, seconds: Mapping[str, list[dict[str, float]]]) -> dict[str, s
 def run(asked: argparse.Namespace, side: Mapping[str, Any], scratch: Path) -> tuple[dict[str, float], int]:
     """The seconds of the median batch by part, and the peak in bytes."""
     settings = {
-        "run.directory": scratch, "run.name": "run", "run.display": "none", "run.save-weights": False,
-        "run.keep-checkpoints": 0, "run.checkpoint-minutes": 0, "evaluation.before-and-after": False,
+        "run.output_dir": scratch, "run.name": "run", "run.display": "none", "run.save-weights": False,
+        "checkpoint.save-total-limit": 0, "checkpoint.save-minutes": 0, "eval.at-start": False,
         "model.path": asked.model, "model.threads": asked.threads, "schedule.batches": asked.batches, **side,
     }  # fmt: skip
     (scratch / "peaks").mkdir()

@@ -47,7 +47,7 @@ def main() -> None:
         (ranks, shard, beta)
         for beta in asked.beta
         for ranks in asked.ranks
-        for shard in (("optimizer", "layers") if ranks > 1 else ("optimizer",))
+        for shard in (("zero1", "fsdp2") if ranks > 1 else ("zero1",))
     ]
     rows = []
     for ranks, shard, beta in cases:
@@ -69,10 +69,10 @@ def run(
 ) -> tuple[list[int], dict[str, int]]:
     """The peak of each rank, and what is expected by purpose, in bytes."""
     settings = {
-        "run.directory": scratch, "run.name": "run", "run.display": "none", "run.save-weights": False,
-        "run.keep-checkpoints": 0, "run.checkpoint-minutes": 0, "evaluation.before-and-after": False,
-        "model.path": asked.model, "model.threads": 1, "schedule.batches": 2, "schedule.v": 2,
-        "objective.beta": beta, "distributed.shard": shard,
+        "run.output_dir": scratch, "run.name": "run", "run.display": "none", "run.save-weights": False,
+        "checkpoint.save-total-limit": 0, "checkpoint.save-minutes": 0, "eval.at-start": False,
+        "model.path": asked.model, "model.threads": 1, "schedule.batches": 2, "schedule.sync_every": 2,
+        "loss.beta": beta, "distributed.strategy": shard,
     }  # fmt: skip
     (scratch / "peaks").mkdir()
     os.environ["PEAK_OF_RANKS"] = str(scratch / "peaks")
@@ -83,7 +83,7 @@ def run(
 
 def expected(settings: Settings, ranks: int) -> dict[str, int]:
     """As `lagrpo train --dry-run` has it for the run."""
-    lm, recipe = empty_model(settings), resolve(settings.objective.recipe, settings.objective.overrides)
+    lm, recipe = empty_model(settings), resolve(settings.loss.recipe, settings.loss.knobs)
     text, parameters = lm.config.get_text_config(), lm.num_parameters()
     return expected_memory(settings, recipe, text, parameters, kernels_compute(settings, text), ranks=ranks)
 

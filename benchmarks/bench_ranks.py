@@ -76,8 +76,8 @@ def main() -> None:
 def run(asked: argparse.Namespace, ranks: int, scratch: Path) -> list[dict[str, Any]]:
     """The metrics of a run."""
     settings = {
-        "run.directory": scratch, "run.name": "run", "run.display": "none", "run.save-weights": False,
-        "run.keep-checkpoints": 0, "run.checkpoint-minutes": 0, "evaluation.before-and-after": False,
+        "run.output_dir": scratch, "run.name": "run", "run.display": "none", "run.save-weights": False,
+        "checkpoint.save-total-limit": 0, "checkpoint.save-minutes": 0, "eval.at-start": False,
         "model.path": asked.model, "model.threads": asked.ranks // ranks, "schedule.batches": asked.batches,
     }  # fmt: skip
     train(DEMO, settings, ranks, asked.ranks // ranks)

@@ -54,7 +54,7 @@ def doubling(asked: argparse.Namespace, report: Report, load: Load) -> None:
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         sides = [
             stack.enter_context(
-                start_ours(f"G{G}", sized, Path(scratch), asked.threads, optimizer=BUDGET, sampling=sampled(sized))
+                start_ours(f"G{G}", sized, Path(scratch), asked.threads, optimizer=BUDGET, rollout=sampled(sized))
             )
             for G in asked.completions
             for sized in [replace(work, G=G)]
@@ -96,7 +96,7 @@ def prefetch(asked: argparse.Namespace, work: Work, report: Report, load: Load) 
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         one, ten = (
             stack.enter_context(
-                start_ours(f"v{v}", work, Path(scratch), asked.threads, schedule=schedule(work, v), sampling=wide(work))
+                start_ours(f"v{v}", work, Path(scratch), asked.threads, schedule=schedule(work, v), rollout=wide(work))
             )
             for v in (1, CYCLE)
         )

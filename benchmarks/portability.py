@@ -33,14 +33,14 @@ DEADLINE = 300.0  # seconds for a run
 WORK = {
     "run.display": "plain",
     "run.save-weights": "False",
-    "run.checkpoint-minutes": "0",
-    "schedule.v": "2",
+    "checkpoint.save-minutes": "0",
+    "schedule.sync_every": "2",
     "schedule.batches": "2",
-    "schedule.prompts": "4",
-    "sampling.G": "4",
-    "objective.recipe": "asymre",  # has a gradient whatever the rewards are
-    "evaluation.before-and-after": "False",
-    "optimizer.schedule": "constant",  # a falling one ends at 0
+    "schedule.prompts_per_batch": "4",
+    "rollout.num_generations": "4",
+    "loss.recipe": "asymre",  # has a gradient whatever the rewards are
+    "eval.at-start": "False",
+    "optimizer.lr_scheduler_type": "constant",  # a falling one ends at 0
 }
 
 
@@ -90,7 +90,7 @@ def cases(levels: list[Level], quick: bool) -> list[Case]:
 def run(case: Case, scratch: Path, threads: int | None) -> dict[str, Any]:
     """One row of the table, and whether the run ended well."""
     words = [word for name, value in WORK.items() for word in (f"--{name}", value)]
-    words += ["--model.dtype", case.dtype, "--model.kernels", case.kernels, "--run.directory", str(scratch)]
+    words += ["--model.dtype", case.dtype, "--model.kernels", case.kernels, "--run.output_dir", str(scratch)]
     words += ["--model.threads", str(threads)] if threads else []
     words += ["--run.name", name := f"{case.level.name}-{case.kernels}-{case.dtype}"]
     command = [sys.executable, "-c", "from lagrpo.cli import main; main()", "train"]

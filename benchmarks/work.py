@@ -130,13 +130,17 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 def ours(work: Work, scratch: Path, **sections: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a run of ours on this work, evaluated at no time and written to `scratch`."""
     base: dict[str, dict[str, Any]] = {
-        "run": {"directory": str(scratch / "runs"), "seed": SEED, "display": "none", "save_weights": False},
+        "run": {"output_dir": str(scratch / "runs"), "seed": SEED, "display": "none", "save_weights": False},
         "model": {"path": work.model, "device": "cpu", "dtype": DTYPE},
-        "sampling": {"G": work.G, "max_tokens": work.max_tokens, "max_num_seqs": max(128, work.G)},
-        "schedule": {"prompts": work.N, "batches": 100_000},
-        "objective": {"recipe": "grpo", "beta": 0.0},
-        "optimizer": {"lr": 1e-5},
-        "evaluation": {"before_and_after": False},
+        "rollout": {
+            "num_generations": work.G,
+            "max_completion_length": work.max_tokens,
+            "max_num_seqs": max(128, work.G),
+        },
+        "schedule": {"prompts_per_batch": work.N, "batches": 100_000},
+        "loss": {"recipe": "grpo", "beta": 0.0},
+        "optimizer": {"learning_rate": 1e-5},
+        "eval": {"at_start": False},
     }
     return {name: base.get(name, {}) | dict(sections.get(name, {})) for name in base | sections}
 

@@ -121,8 +121,9 @@ def read(study: Path) -> list[Stage]:
         for number, (before, after) in enumerate(pairwise(rates), start=1):
             found.append(
                 Stage(
-                    settings["objective"]["beta"], schedule["v"], settings["sampling"]["G"], settings["run"]["seed"],
-                    number, settings["evaluation"]["samples"], before, after,
+                    settings["loss"]["beta"], schedule["sync_every"],
+                    settings["rollout"]["num_generations"], settings["run"]["seed"],
+                    number, settings["eval"]["num_samples"], before, after,
                 )
             )  # fmt: skip
     if not found:

@@ -1,6 +1,6 @@
 """The completions of a run as offline data: experiments/addition/foreign.jsonl.gz, for experiments/papers/foreign.toml.
 
-    lagrpo train experiments/addition/sums.toml --run.name other --run.seed 100 --optimizer.lr 5e-6
+    lagrpo train experiments/addition/sums.toml --run.name other --run.seed 100 --optimizer.learning_rate 5e-6
     python experiments/foreign.py runs/other
 
 Token ids, log-probs and rewards as recorded, a line for each completion.

@@ -29,8 +29,8 @@ from precision_report import figure, table
 HERE = Path(__file__).resolve().parent
 UPDATES = {"5e-6": 24, "2e-5": 16, "1e-6": 60}  # by learning rate, in the order in which they are trained
 MODES: dict[str, dict[str, str]] = {
-    "plain": {"model.dtype": "bfloat16", "optimizer.masters": "plain"},
-    "dithered": {"model.dtype": "bfloat16", "optimizer.masters": "dithered"},
+    "plain": {"model.dtype": "bfloat16", "optimizer.dither_master_weights": False},
+    "dithered": {"model.dtype": "bfloat16", "optimizer.dither_master_weights": True},
     "float32": {"model.dtype": "float32"},
 }
 Cell = tuple[str, str, int]
@@ -82,15 +82,15 @@ def command(cell: Cell, runs: Path, threads: int) -> list[str]:
     """The command line of one cell's run."""
     lr, mode, seed = cell
     settings = {
-        "run.directory": runs,
+        "run.output_dir": runs,
         "run.name": name_of(cell).replace("/", "-"),
         "run.seed": seed,
         "run.save-weights": False,
         "run.display": "plain",
         "model.threads": threads,
         "schedule.batches": UPDATES[lr],
-        "optimizer.lr": lr,
-        "optimizer.schedule": "constant",
+        "optimizer.learning_rate": lr,
+        "optimizer.lr_scheduler_type": "constant",
         **MODES[mode],
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]

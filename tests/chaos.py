@@ -40,27 +40,28 @@ from lagrpo.runs import load_events, load_metrics
 
 Sections = Mapping[str, Mapping[str, Any]]
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
-    "on-policy": {"schedule": {"v": 1}},
-    "asking ahead": {"schedule": {"v": 3}},
-    "dynamic sampling": {"schedule": {"v": 3}, "sampling": {"dynamic_sampling": 2}},
-    "lagged": {"schedule": {"kind": "lagged", "v": 2}},
-    "budget": {"schedule": {"kind": "budget", "v": 3, "delta": 0.02}},
+    "on-policy": {"schedule": {"sync_every": 1}},
+    "asking ahead": {"schedule": {"sync_every": 3}},
+    "dynamic sampling": {"schedule": {"sync_every": 3}, "rollout": {"dynamic_sampling_rounds": 2}},
+    "lagged": {"schedule": {"kind": "lagged", "sync_every": 2}},
+    "budget": {"schedule": {"kind": "budget", "sync_every": 3, "delta": 0.02}},
 }
 COMMON: Sections = {
-    "run": {"checkpoint_every": 2, "checkpoint_minutes": 0},
+    "checkpoint": {"save_every": 2, "save_minutes": 0},
     "model": {"dtype": "bfloat16"},
-    "schedule": {"i": 2, "stages": 2, "batches": 6, "prompts": 3},
-    "objective": {"recipe": "grpo"},
-    "evaluation": {"every": 4},
+    "schedule": {"num_iterations": 2, "stages": 2, "batches": 6, "prompts_per_batch": 3},
+    "loss": {"recipe": "grpo"},
+    "eval": {"every": 4},
 }
 REAL: Sections = {
-    "run": {"checkpoint_every": 2, "checkpoint_minutes": 0, "display": "plain"},
+    "run": {"display": "plain"},
+    "checkpoint": {"save_every": 2, "save_minutes": 0},
     "task": {"name": "arithmetic", "digits": 1},
-    "sampling": {"G": 4, "max_tokens": 16},
-    "schedule": {"i": 2, "stages": 2, "batches": 4, "prompts": 2},
-    "objective": {"recipe": "grpo"},
-    "optimizer": {"lr": 2e-5},
-    "evaluation": {"every": 3, "prompts": 4, "samples": 2},
+    "rollout": {"num_generations": 4, "max_completion_length": 16},
+    "schedule": {"num_iterations": 2, "stages": 2, "batches": 4, "prompts_per_batch": 2},
+    "loss": {"recipe": "grpo"},
+    "optimizer": {"learning_rate": 2e-5},
+    "eval": {"every": 3, "num_prompts": 4, "num_samples": 2},
     "verifier": {"workers": 1},
 }
 COMES_AND_GOES = """
@@ -217,7 +218,7 @@ class Trials:
         return self.root / f"{name}.log"
 
     def words(self, name: str, kind: str, further: Sections | None = None) -> list[str]:
-        own = {"run": {"name": name, "directory": str(self.root)}}
+        own = {"run": {"name": name, "output_dir": str(self.root)}}
         return options(merged(self.base, KINDS[kind], further or {}, own))
 
     def finish(self, name: str, run: Started) -> None:
@@ -265,7 +266,7 @@ def tiny(root: Path) -> Sections:
     words = options(merged(settings, {"run": {"name": "earlier"}, "schedule": {"stages": 1, "batches": 2}}))
     if Started(words, log).wait(600) != 0:
         raise SystemExit(log.read_text())
-    return merged(settings, {"offline": {"data": str(root / "earlier"), "share": 0.34}})
+    return merged(settings, {"offline": {"data": str(root / "earlier"), "fraction": 0.34}})
 
 
 def main() -> None:
@@ -276,9 +277,7 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="sample by a vLLM server of this Python")
     parser.add_argument("--servers", type=int, default=0, help="kill the vLLM server of one run so often, instead")
     parser.add_argument("--ranks", type=int, default=1, help="processes of each run")
-    parser.add_argument(
-        "--shard", choices=["optimizer", "layers"], default="optimizer", help="what ranks have parts of"
-    )
+    parser.add_argument("--shard", choices=["zero1", "fsdp2"], default="zero1", help="what ranks have parts of")
     parser.add_argument("--busy", action="store_true", help="another program computes now and then")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="which schedules")
     asked = parser.parse_args()
@@ -293,9 +292,9 @@ def main() -> None:
         base = merged(REAL, {"model": {"path": asked.model}}) if asked.model else tiny(root)
         if asked.vllm:
             os.environ["LAGRPO_VLLM_PYTHON"] = str((Path(started) / asked.vllm).absolute())
-            base = merged(base, {"sampling": {"sampler": "vllm"}})
+            base = merged(base, {"rollout": {"engine": "vllm"}})
         if asked.ranks > 1:
-            base = merged(base, {"distributed": {"shard": asked.shard}})
+            base = merged(base, {"distributed": {"strategy": asked.shard}})
         trials = Trials(root, base, not asked.vllm, random.Random(asked.seed), asked.ranks)
         if asked.servers:
             base = merged(base, {"schedule": {"stages": 1, "batches": asked.servers + 2}})

@@ -20,11 +20,11 @@ HOSTILE = (
 def make_run(root: Path, name: str = "made", /, **sections: dict[str, Any]) -> Run:
     """A run with settings and an environment, and nothing else."""
     base: dict[str, dict[str, Any]] = {
-        "run": {"directory": str(root), "name": name, "seed": 3},
+        "run": {"output_dir": str(root), "name": name, "seed": 3},
         "model": {"path": str(root / "no-model")},
         "task": {"name": "arithmetic"},
-        "sampling": {"G": 4, "max_tokens": 6},
-        "schedule": {"prompts": 3, "batches": 4, "v": 2},
+        "rollout": {"num_generations": 4, "max_completion_length": 6},
+        "schedule": {"prompts_per_batch": 3, "batches": 4, "sync_every": 2},
     }
     settings = load_settings(
         {section: base.get(section, {}) | sections.get(section, {}) for section in base | sections}

@@ -13,14 +13,14 @@ TIMINGS = ("seconds_", "tokens_per_s_")
 def tiny_settings(model: Path, root: Path, /, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Four completions of at most six tokens for each of two prompts, three batches, two test prompts."""
     base: dict[str, dict[str, Any]] = {
-        "run": {"directory": str(root), "display": "none", "seed": 3},
+        "run": {"output_dir": str(root), "display": "none", "seed": 3},
         "model": {"path": str(model), "dtype": "float32", "device": "cpu", "threads": 1},
         "task": {"name": "sample_task:load"},
-        "sampling": {"G": 4, "max_tokens": 6, "max_prompt_tokens": 64},
-        "schedule": {"prompts": 2, "batches": 3},
-        "optimizer": {"lr": 1e-2},
+        "rollout": {"num_generations": 4, "max_completion_length": 6, "max_prompt_length": 64},
+        "schedule": {"prompts_per_batch": 2, "batches": 3},
+        "optimizer": {"learning_rate": 1e-2},
         "verifier": {"workers": 1},
-        "evaluation": {"prompts": 2, "samples": 3},
+        "eval": {"num_prompts": 2, "num_samples": 3},
     }
     return {name: base.get(name, {}) | sections.get(name, {}) for name in base | sections}
 

@@ -43,8 +43,8 @@ def test_that_point_is_the_lowest_fixed_point(p, beta):
 def test_the_stages_of_a_run_join(tmp_path, monkeypatch, capsys):
     settings = tiny_settings(
         save_tiny(tmp_path / "model"), tmp_path / "study", run={"seed": 5, "name": "one"},
-        schedule={"stages": 2, "batches": 2, "v": 2}, objective={"recipe": "off_policy_grpo", "beta": 2.0},
-        evaluation={"every": 2},
+        schedule={"stages": 2, "batches": 2, "sync_every": 2}, loss={"recipe": "off_policy_grpo", "beta": 2.0},
+        eval={"every": 2},
     )  # fmt: skip
     run = train(settings).run
     assert run is not None

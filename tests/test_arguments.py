@@ -18,18 +18,28 @@ FLAGS = ("--dry-run", "--help")
 @pytest.mark.parametrize(
     ("words", "files", "flags", "overrides"),
     [
-        ("a.toml --schedule.v 3", ["a.toml"], set(), {"schedule": {"v": "3"}}),
-        ("--schedule.v 3 a.toml", ["a.toml"], set(), {"schedule": {"v": "3"}}),
+        ("a.toml --schedule.sync_every 3", ["a.toml"], set(), {"schedule": {"sync_every": "3"}}),
+        ("--schedule.sync_every 3 a.toml", ["a.toml"], set(), {"schedule": {"sync_every": "3"}}),
         ("--dry-run a.toml", ["a.toml"], {"--dry-run"}, {}),
-        ("a --schedule.v=3 --dry-run --schedule.i 2", ["a"], {"--dry-run"}, {"schedule": {"v": "3", "i": "2"}}),
-        ("--sampling.max-tokens 9 --run.seed -1", [], set(), {"sampling": {"max_tokens": "9"}, "run": {"seed": "-1"}}),
-        ("--task gsm8k --recipe dapo", [], set(), {"task": {"name": "gsm8k"}, "objective": {"recipe": "dapo"}}),
+        (
+            "a --schedule.sync_every=3 --dry-run --schedule.num_iterations 2",
+            ["a"],
+            {"--dry-run"},
+            {"schedule": {"sync_every": "3", "num_iterations": "2"}},
+        ),
+        (
+            "--rollout.max-completion-length 9 --run.seed -1",
+            [],
+            set(),
+            {"rollout": {"max_completion_length": "9"}, "run": {"seed": "-1"}},
+        ),
+        ("--task gsm8k --recipe dapo", [], set(), {"task": {"name": "gsm8k"}, "loss": {"recipe": "dapo"}}),
         ("--task.operations + - --task.digits 2", [], set(), {"task": {"operations": ["+", "-"], "digits": "2"}}),
         ("--task.operations=+,*", [], set(), {"task": {"operations": ["+", "*"]}}),
         ("--vllm.urls=", [], set(), {"vllm": {"urls": []}}),
         ("--vllm.urls http://a http://b --dry-run", [], {"--dry-run"}, {"vllm": {"urls": ["http://a", "http://b"]}}),
         ("--task.digits None", [], set(), {"task": {"digits": None}}),
-        ("--schedule.v 3 --schedule.v 4", [], set(), {"schedule": {"v": "4"}}),
+        ("--schedule.sync_every 3 --schedule.sync_every 4", [], set(), {"schedule": {"sync_every": "4"}}),
         ("--task.system_prompt=--x=1", [], set(), {"task": {"system_prompt": "--x=1"}}),
         ("a b", ["a", "b"], set(), {}),
         ("--foo 1", [], set(), {"foo": "1"}),
@@ -43,8 +53,8 @@ def test_words_are_sorted(words, files, flags, overrides):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--schedule.v"], "--schedule.v needs a value: --schedule.v VALUE"),
-        (["--schedule.v", "--dry-run"], "--schedule.v needs a value"),
+        (["--schedule.sync_every"], "--schedule.sync_every needs a value: --schedule.sync_every VALUE"),
+        (["--schedule.sync_every", "--dry-run"], "--schedule.sync_every needs a value"),
         (["-v", "3"], "-v is no option; settings are given as --section.name VALUE"),
     ],
 )
@@ -69,7 +79,7 @@ def test_every_setting_can_be_given_as_its_text(kind):
         value = kind()
         for part in name.split("."):
             value = getattr(value, part)
-        if not isinstance(value, BaseModel):
+        if not isinstance(value, BaseModel | dict):
             words = [f"--{name}={','.join(map(str, value))}"] if isinstance(value, tuple) else [f"--{name}", str(value)]
             given = parse(kind, words)
             assert validate(kind, {}, given.overrides, "command line") == kind(), name

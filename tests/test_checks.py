@@ -46,20 +46,20 @@ def test_models_that_may_be_there(model, tmp_path, monkeypatch):
         ({"model": {"path": "adapter"}}, "model.path: 'adapter' is no model directory: it has no config.json"),
         ({"model": {"path": "file"}}, "model.path: 'file' is a file; a model is a directory"),
         ({"model": {"path": "model", "chat_template": "nosuch"}}, "model.chat_template: nosuch: No such file"),
-        ({"run": {"name": "../x"}}, "run: run name '../x' is not .*set run.directory"),
+        ({"run": {"name": "../x"}}, "run: run name '../x' is not .*set run.output_dir"),
         ({"run": {"name": "taken"}}, "run: the run runs/taken already exists and is not empty: choose another name"),
-        ({"run": {"name": "a/b"}}, "run: run name 'a/b' is not .*set run.directory"),
-        ({"run": {"directory": "file"}}, "run: file is a file, so nothing can be written to file"),
-        ({"run": {"directory": "file/below", "name": "x"}}, "run: .*file is a file, so nothing can be written to"),
+        ({"run": {"name": "a/b"}}, "run: run name 'a/b' is not .*set run.output_dir"),
+        ({"run": {"output_dir": "file"}}, "run: file is a file, so nothing can be written to file"),
+        ({"run": {"output_dir": "file/below", "name": "x"}}, "run: .*file is a file, so nothing can be written to"),
         ({"task": {"name": "gsm"}}, "task.name: there is no task 'gsm'.* Did you mean 'gsm8k'"),
         ({"task": {"numbers": 4}}, "task.numbers is set, but the task 'arithmetic' does not take it: countdown do"),
         ({"task": {"reward": "exakt"}}, "task.reward: no built-in reward 'exakt'"),
         ({"offline": {"data": "nosuch.jsonl"}}, "offline.data: nosuch.jsonl matches no such file"),
-        ({"objective": {"recipe": "grop"}}, "objective: unknown recipe 'grop'; the nearest is 'grpo'"),
-        ({"objective": {"surrogate": "cliped"}}, "objective: unknown surrogate 'cliped'; the nearest is 'clipped'"),
-        ({"objective": {"recipe": "dapo", "kl": "k3"}}, "objective: kl was set, but nothing reads it.*beta = 0"),
-        ({"objective": {"mask": "ring"}}, "objective: mask was set, but nothing reads it"),
-        ({"objective": {"masked_count": True}}, "objective: masked_count .* mask_zero_variance is off"),
+        ({"loss": {"recipe": "grop"}}, "loss: unknown recipe 'grop'; the nearest is 'grpo'"),
+        ({"loss": {"overrides": {"surrogate": "cliped"}}}, "loss: unknown surrogate 'cliped'; .* 'clipped'"),
+        ({"loss": {"recipe": "dapo", "kl_estimator": "k3"}}, "loss: kl was set, but nothing reads it.*beta = 0"),
+        ({"loss": {"overrides": {"mask": "ring"}}}, "loss: mask was set, but nothing reads it"),
+        ({"loss": {"overrides": {"masked_count": True}}}, "loss: masked_count .* mask_zero_variance is off"),
     ],
 )  # fmt: skip
 def test_what_is_refused(sections, message):
@@ -71,7 +71,7 @@ def test_what_is_refused(sections, message):
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "sealed").mkdir(mode=0o500)
     with pytest.raises(SettingsError, match="sealed cannot be written"):
-        check_settings(settings(run={"directory": "sealed/runs"}))
+        check_settings(settings(run={"output_dir": "sealed/runs"}))
 
 
 def test_a_task_object_takes_the_place_of_the_tasks_settings():
@@ -81,7 +81,7 @@ def test_a_task_object_takes_the_place_of_the_tasks_settings():
 
 
 def test_nothing_is_made_by_looking(tmp_path):
-    check_settings(settings(run={"directory": "new/runs", "name": "one"}))
+    check_settings(settings(run={"output_dir": "new/runs", "name": "one"}))
     assert not (tmp_path / "new").exists()
 
 

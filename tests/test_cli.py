@@ -65,10 +65,10 @@ def test_sign_that_an_encoding_lacks_is_printed_as_its_number(monkeypatch):
 def test_every_recipe_trains_and_leaves_a_complete_run(model, tmp_path, recipe):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    settings = tiny_settings(model, tmp_path / "runs", schedule={"v": 2}, run={"name": recipe})
+    settings = tiny_settings(model, tmp_path / "runs", schedule={"sync_every": 2}, run={"name": recipe})
     assert lagrpo("train", *options(settings), "--recipe", recipe) == (0, "", "")
     run = tmp_path / "runs" / recipe
-    assert load_settings(run / "config.toml") == load_settings(settings, {"objective": {"recipe": recipe}})
+    assert load_settings(run / "config.toml") == load_settings(settings, {"loss": {"recipe": recipe}})
     metrics = load_metrics(run)
     assert [(m["batch"], m["version"]) for m in metrics] == [(1, 0), (2, 1), (3, 2)]
     assert all(m["grad_norm"] > 0 for m in metrics)
@@ -85,11 +85,11 @@ def test_every_recipe_trains_and_leaves_a_complete_run(model, tmp_path, recipe):
 def test_settings_file_with_overrides_and_plain_lines(model, tmp_path):
     (tmp_path / "a.toml").write_text(lagrpo("train", "--model", model, "--dry-run")[1])
     words = options(tiny_settings(model, tmp_path / "runs", run={"name": "one", "display": "plain"}))
-    code, out, err = lagrpo("train", "--schedule.v", 9, "a.toml", *words, "--schedule.batches=2")
+    code, out, err = lagrpo("train", "--schedule.sync_every", 9, "a.toml", *words, "--schedule.batches=2")
     assert (code, err) == (0, "")
     run = tmp_path / "runs" / "one"
     resolved = load_settings(run / "config.toml")
-    assert (resolved.schedule.v, resolved.schedule.batches, resolved.task.name) == (9, 2, "sample_task:load")
+    assert (resolved.schedule.sync_every, resolved.schedule.batches, resolved.task.name) == (9, 2, "sample_task:load")
     starts = [line.split()[:1] for line in out.splitlines()]
     assert [words for words in starts if words in (["1"], ["2"], ["3"])] == [["1"], ["2"]]
     assert f"lagrpo show {run}" in out
@@ -99,12 +99,14 @@ def test_settings_file_with_overrides_and_plain_lines(model, tmp_path):
 @pytest.mark.parametrize("place", [0, 1, 3])
 def test_dry_run_prints_a_settings_file_wherever_the_flag_stands(model, tmp_path, place):
     path = tmp_path / "a.toml"
-    path.write_text(f'[model]\npath = "{model}"\n[schedule]\nv = 10\ni = 3\nbatches = 30\nstages = 2\n')
-    words: list[object] = [path, "--schedule.prompts", 4]
+    path.write_text(
+        f'[model]\npath = "{model}"\n[schedule]\nsync_every = 10\nnum_iterations = 3\nbatches = 30\nstages = 2\n'
+    )
+    words: list[object] = [path, "--schedule.prompts_per_batch", 4]
     code, out, err = lagrpo("train", *words[:place], "--dry-run", *words[place:])
     assert (code, err) == (0, "")
     (tmp_path / "resolved.toml").write_text(out)
-    assert load_settings(tmp_path / "resolved.toml") == load_settings(path, {"schedule": {"prompts": 4}})
+    assert load_settings(tmp_path / "resolved.toml") == load_settings(path, {"schedule": {"prompts_per_batch": 4}})
     assert "4 prompts x 16 completions = 64 samples, used for 3 updates (i = 3)" in out
     assert not (tmp_path / "runs").exists()
 
@@ -175,7 +177,7 @@ WRONG = {
     "trian": "did you mean 'train'?",
     "eval": "eval needs one model",
     "eval smollm2 other": "eval needs one model",
-    "eval smollm2 --schedule.v 3": "unknown setting 'schedule'",
+    "eval smollm2 --schedule.sync_every 3": "unknown setting 'schedule'",
     "eval ./nosuch": "model.path",
     "eval smollm2 --task gsm": "task.name",
     "eval smollm2 --samples 500": "max_num_seqs = 128",
@@ -185,9 +187,9 @@ WRONG = {
     "train nosuch.toml": "nosuch.toml: no such settings file",
     "train .": "cannot be read as a settings file",
     "train a.toml b.toml": "one settings file, not 2",
-    "train --schedule.v 0": "schedule: v = 0",
-    "train --optimizer.lr x --dry-run": "optimizer.lr = 'x'",
-    "train --objective.recipe grop": "the nearest is 'grpo'",
+    "train --schedule.sync_every 0": "schedule: sync_every = 0",
+    "train --optimizer.learning_rate x --dry-run": "optimizer.learning_rate = 'x'",
+    "train --loss.recipe grop": "the nearest is 'grpo'",
     "train --model ./nosuch --dry-run": "model.path",
     "train --run.name a/b": "run name 'a/b'",
 }
@@ -204,7 +206,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(words):
 
 def test_wrong_input_costs_no_loading():
     """In a fresh process; torch is loaded for recipes only."""
-    words = [words for words in WRONG if not any(name in words for name in ("objective", "recipes", "verify"))]
+    words = [words for words in WRONG if not any(name in words for name in ("--loss", "recipes", "verify"))]
     code = f"""
 import contextlib, io, sys
 from lagrpo.cli import main
@@ -268,7 +270,7 @@ def test_recipes_lists_all():
     assert [name for name in RECIPES if f" {name} " not in listed] == []
     one = lagrpo("recipes", "dapo")[1]
     assert "arXiv 2503.14476" in one
-    assert "objective.epsilon_high = 0.28" in one
+    assert "loss.epsilon_high = 0.28" in one
     assert "rho.clamp(1 - epsilon_low, 1 + epsilon_high)" in one
 
 
@@ -288,7 +290,7 @@ def start(model, tmp_path):
     started: list[subprocess.Popen[str]] = []
 
     def start_run() -> subprocess.Popen[str]:
-        own = {"run": {"display": "plain", "name": "one"}, "schedule": {"batches": 2000, "prompts": 2}}
+        own = {"run": {"display": "plain", "name": "one"}, "schedule": {"batches": 2000, "prompts_per_batch": 2}}
         words = [sys.executable, "-m", "lagrpo", "train", *options(tiny_settings(model, tmp_path / "runs", **own))]
         path = os.pathsep.join([str(HERE), str(HERE.parent / "src")])
         process = subprocess.Popen(

@@ -37,7 +37,7 @@ def written(to: Console) -> str:
 
 def started(display: Display, name: str = "run", batches: int = 120) -> Any:
     settings = {
-        "run": {"directory": "runs", "name": name},
+        "run": {"output_dir": "runs", "name": name},
         "schedule": {"stages": 1, "batches": batches},
         "task": {"reward_range": (0.0, 1.0)},
     }

@@ -122,9 +122,9 @@ def test_rewards_and_reasons_are_the_environments():
     assert all(c.outcome.reward == (len(c.turns[-1]) % 5) / 5 for c in ended)
     cut = {c.outcome.reason for c in found if not c.finished}
     assert cut <= {
-        "cut after 60 sampled tokens (sampling.max_tokens)",
+        "cut after 60 sampled tokens (rollout.max_completion_length)",
         "cut: the turn ended with another token than the one that ends a turn",
-        "after 3 turns; cut after 60 sampled tokens (sampling.max_tokens)",
+        "after 3 turns; cut after 60 sampled tokens (rollout.max_completion_length)",
     }
     assert len(ended) > 5
 
@@ -134,7 +134,7 @@ def test_rewards_and_reasons_are_the_environments():
     [
         (talkers.Endless, {"turns": 2}, "cut after 2 turns (environment.max_turns)", 0.2),
         (talkers.Long, {"replied": 70}, "cut: the environment said more than 70 tokens (environment.max_tokens)", 0.0),
-        (talkers.Endless, {"sampled": 9}, "cut after 9 sampled tokens (sampling.max_tokens)", None),
+        (talkers.Endless, {"sampled": 9}, "cut after 9 sampled tokens (rollout.max_completion_length)", None),
     ],
 )
 def test_a_limit_ends_an_episode_and_says_so(make, limits, reason, reward):

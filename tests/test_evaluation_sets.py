@@ -25,8 +25,14 @@ from lagrpo.view.payload import unpack
 
 SETS: list[dict[str, Any]] = [
     {"name": "own"},
-    {"name": "vowels", "task": {"name": "sample_task:load_vowels"}, "samples": 2, "max_tokens": 9, "temperature": 0.5},
-    {"name": "rare", "samples": 2, "every": 0},
+    {
+        "name": "vowels",
+        "task": {"name": "sample_task:load_vowels"},
+        "num_samples": 2,
+        "max_completion_length": 9,
+        "temperature": 0.5,
+    },
+    {"name": "rare", "num_samples": 2, "every": 0},
 ]
 
 
@@ -36,14 +42,14 @@ def model(tmp_path_factory):
 
 
 def run(model, root, /, **sections: dict[str, Any]):
-    base = {"evaluation": {"every": 1}}
+    base = {"eval": {"every": 1}}
     return train(tiny_settings(model, root, **{n: base.get(n, {}) | sections.get(n, {}) for n in base | sections}))
 
 
 @pytest.fixture(scope="module")
 def sets(model, tmp_path_factory):
     """A run with three sets, one of them evaluated before and after only."""
-    return run(model, tmp_path_factory.mktemp("sets"), evaluation={"sets": SETS, "best": "vowels.pass_at_1"})
+    return run(model, tmp_path_factory.mktemp("sets"), eval={"sets": SETS, "best_metric": "vowels.pass_at_1"})
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +83,7 @@ def test_a_set_has_its_own_task_samples_and_limits(sets):
     records = load_evaluation_records(sets.run, "before.vowels")
     assert [record["prompt"][:4] for record in records] == ["Say "] * 2
     assert [record["samples"] for record in records] == [2, 2]
-    assert max(record["tokens_mean"] for record in records) > 6  # sampling.max_tokens is 6
+    assert max(record["tokens_mean"] for record in records) > 6  # rollout.max_completion_length is 6
     assert sets.evaluations["before.vowels"]["samples"] == 2
     assert sets.evaluations["after.vowels"]["pass_at_1_change"] is not None
 
@@ -118,7 +124,7 @@ def test_a_run_with_sets_replays(sets):
 
 
 def test_a_replay_finds_what_a_set_is_missing_and_what_was_changed(model, tmp_path):
-    result = run(model, tmp_path, evaluation={"sets": SETS[:2]}, schedule={"batches": 2})
+    result = run(model, tmp_path, eval={"sets": SETS[:2]}, schedule={"batches": 2})
     folder = result.run / "evaluations"
     (folder / "batch-000001.vowels.json").unlink()
     summary = json.loads((file := folder / "before.vowels.json").read_bytes())
@@ -131,10 +137,10 @@ def test_a_replay_finds_what_a_set_is_missing_and_what_was_changed(model, tmp_pa
 def test_a_resumed_run_with_sets_is_the_run_that_was_never_stopped(model, tmp_path, sets):
     """Made with two batches, and then the third. What was said after the second is now of its batch, that of the
     rare set too, which the run that was never stopped did not make then; all else is the same."""
-    options = {"sets": SETS, "best": "vowels.pass_at_1"}
-    first = run(model, tmp_path, evaluation=options, schedule={"batches": 2}, run={"name": "x", "checkpoint_every": 1})
+    options = {"sets": SETS, "best_metric": "vowels.pass_at_1"}
+    first = run(model, tmp_path, eval=options, schedule={"batches": 2}, run={"name": "x"}, checkpoint={"save_every": 1})
     assert (first.run / "evaluations" / "after.own.json").exists()
-    whole = run(model, tmp_path, evaluation=options, run={"resume": str(first.run)})
+    whole = run(model, tmp_path, eval=options, run={"resume": str(first.run)})
     assert load_rollouts(whole.run) == load_rollouts(sets.run)
     for name in ("before.own", "batch-000002.vowels", "after.vowels"):
         assert whole.evaluations[name] == sets.evaluations[name]
@@ -157,7 +163,7 @@ def test_show_view_and_display_know_the_sets(sets, model, tmp_path, capsys):
     summaries = header["runs"][0]["evaluations"]["summaries"]
     assert {one["set"] for one in summaries} == {"own", "vowels", "rare"}
     assert "eval_own_pass_at_1" in header["metrics"]["Evaluation sets"]
-    run(model, tmp_path, evaluation={"sets": SETS, "every": 0}, run={"display": "plain"}, schedule={"batches": 1})
+    run(model, tmp_path, eval={"sets": SETS, "every": 0}, run={"display": "plain"}, schedule={"batches": 1})
     said = capsys.readouterr().out
     assert "evaluation (before, vowels): pass@1" in said
     assert "evaluation (after, rare): pass@1" in said
@@ -172,53 +178,59 @@ def test_show_view_and_display_know_the_sets(sets, model, tmp_path, capsys):
     [
         (
             {"sets": [{"name": "a", "smaples": 3}]},
-            "unknown setting 'evaluation.sets.0.smaples'; did you mean 'samples'",
+            "unknown setting 'eval.sets.0.smaples'; did you mean 'num_samples'",
         ),
         ({"sets": [{"name": "a"}] * 2}, "the name 'a' is there twice"),
         ({"sets": [{"name": "a/b"}]}, "'a/b' is no name"),
-        ({"sets": [{"name": "a", "samples": 300}]}, "max_num_seqs = 128 is less than evaluation.samples = 300"),
-        ({"sets": [{"name": "a"}], "best": "pass_at_1"}, "write SET.METRIC with SET one of a"),
-        ({"sets": [{"name": "a"}], "best": "a.pass_at_3"}, "there is no metric 'pass_at_3'; there are reward_mean"),
-        ({"best": "own.pass_at_1"}, "write a metric alone"),
-        ({"sampler": "vllm"}, "set sampling.sampler to 'vllm', too"),
+        ({"sets": [{"name": "a", "num_samples": 300}]}, "max_num_seqs = 128 is less than eval.num_samples = 300"),
+        ({"sets": [{"name": "a"}], "best_metric": "pass_at_1"}, "write SET.METRIC with SET one of a"),
+        (
+            {"sets": [{"name": "a"}], "best_metric": "a.pass_at_3"},
+            "there is no metric 'pass_at_3'; there are reward_mean",
+        ),
+        ({"best_metric": "own.pass_at_1"}, "write a metric alone"),
+        ({"sampler": "vllm"}, "set rollout.engine to 'vllm', too"),
     ],
 )
 def test_sets_that_cannot_be_are_refused(evaluation, message):
     with pytest.raises(SettingsError, match=message):
-        load_settings({"evaluation": evaluation})
+        load_settings({"eval": evaluation})
 
 
 @pytest.mark.parametrize(
     ("evaluation", "message"),
     [
-        ({"best": "reward_nope_mean"}, "no metric 'reward_nope_mean'; there are reward_mean, reward_a_mean"),
-        ({"best": "b.reward_a_mean", "sets": [{"name": "b", "task": {"name": "countdown"}}]}, "there are reward_mean$"),
-        ({"best": "pass_at_1", "before_and_after": False}, "is never found: set every, or before_and_after"),
+        ({"best_metric": "reward_nope_mean"}, "no metric 'reward_nope_mean'; there are reward_mean, reward_a_mean"),
+        (
+            {"best_metric": "b.reward_a_mean", "sets": [{"name": "b", "task": {"name": "countdown"}}]},
+            "there are reward_mean$",
+        ),
+        ({"best_metric": "pass_at_1", "at_start": False}, "is never found: set eval.every, or eval.at_start"),
     ],
 )
 def test_a_best_that_cannot_be_found_is_refused(evaluation, message):
     task = {"rewards": [{"name": "a", "reward": "task"}]}
-    check_settings(load_settings({"task": task, "evaluation": {"best": "reward_a_mean"}}))
+    check_settings(load_settings({"task": task, "eval": {"best_metric": "reward_a_mean"}}))
     with pytest.raises(SettingsError, match=message):
-        check_settings(load_settings({"task": task, "evaluation": evaluation}))
+        check_settings(load_settings({"task": task, "eval": evaluation}))
 
 
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"task": {"name": "countdwn"}}, "evaluation.sets, 'a': task.name: there is no task 'countdwn'"),
+        ({"task": {"name": "countdwn"}}, "eval.sets, 'a': task.name: there is no task 'countdwn'"),
         ({"task": {"name": "sample_task:load_untested"}}, "sets, 'a': .*has no test prompts"),
     ],
 )
 @pytest.mark.usefixtures("shared_templates")
 def test_a_set_that_cannot_be_asked_is_refused(model, tmp_path, entry, message):
     with pytest.raises(SettingsError, match=message):
-        run(model, tmp_path, evaluation={"sets": [{"name": "a", **entry}]})
+        run(model, tmp_path, eval={"sets": [{"name": "a", **entry}]})
 
 
 def test_the_longest_sequence_is_that_of_the_longest_set():
-    sets = [{"name": "a", "max_tokens": 900}, {"name": "b"}]
-    settings = {"sampling": {"max_tokens": 100, "max_prompt_tokens": 50}, "evaluation": {"sets": sets}}
+    sets = [{"name": "a", "max_completion_length": 900}, {"name": "b"}]
+    settings = {"rollout": {"max_completion_length": 100, "max_prompt_length": 50}, "eval": {"sets": sets}}
     assert Settings.model_validate(settings).longest == 950
-    settings["evaluation"] = {"sets": sets, "before_and_after": False}
+    settings["eval"] = {"sets": sets, "at_start": False}
     assert Settings.model_validate(settings).longest == 150

@@ -99,10 +99,10 @@ def test_it_learns_what_a_run_of_the_library_learns(model, tmp_path, v):
     settings = tiny_settings(
         model, tmp_path,
         run={"seed": minimal.SEED, "name": "run"},
-        sampling={"G": minimal.G, "max_tokens": minimal.MAX_TOKENS, "max_prompt_tokens": 128},
-        schedule={"prompts": minimal.N, "batches": BATCHES, "v": v},
-        objective={"recipe": "grpo", "beta": 0.0},
-        optimizer={"lr": LR},
+        rollout={"num_generations": minimal.G, "max_completion_length": minimal.MAX_TOKENS, "max_prompt_length": 128},
+        schedule={"prompts_per_batch": minimal.N, "batches": BATCHES, "sync_every": v},
+        loss={"recipe": "grpo", "beta": 0.0},
+        optimizer={"learning_rate": LR},
     )  # fmt: skip
     lagrpo.train(settings)
     policy = minimal.load_policy(str(model), torch.float32)

@@ -26,13 +26,13 @@ class Shape:
 
 
 def memory(
-    fused: bool = False, ranks: int = 1, sharding: str = "optimizer", shards: int | None = None, **sections: Any
+    fused: bool = False, ranks: int = 1, sharding: str = "zero1", shards: int | None = None, **sections: Any
 ) -> dict[str, int]:
     base = {
         "model": {"dtype": "bfloat16"},
-        "sampling": {"G": 4, "max_num_seqs": 8, "max_tokens": 10, "max_prompt_tokens": 20},
-        "schedule": {"prompts": 2},
-        "distributed": {"shard": sharding},
+        "rollout": {"num_generations": 4, "max_num_seqs": 8, "max_completion_length": 10, "max_prompt_length": 20},
+        "schedule": {"prompts_per_batch": 2},
+        "distributed": {"strategy": sharding},
     }
     settings = Settings.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
     return expected_memory(settings, check_settings(settings), Shape, 1_000_000, fused, ranks=ranks, shards=shards)
@@ -40,7 +40,7 @@ def memory(
 
 def test_the_memory_by_hand():
     """2 x (20 + 4 x 10) = 120 tokens are learned from; 8 x 10 + 8/4 x 20 = 120 are held, of 2 x 2 layers x 2 x 25."""
-    beside = memory(evaluation={"before_and_after": False}, objective={"beta": 0.0})
+    beside = memory(eval={"at_start": False}, loss={"beta": 0.0})
     layer, logits = 44 * 100 + 4 * 2 * 300, 2 * 120 * 1000 + (4 + 2) * 1000 * 100
     idle, checkpoint = beside.pop("idle"), beside.pop("checkpoint")
     assert checkpoint == 12_000_000  # masters and moments; nothing lags
@@ -55,11 +55,16 @@ def test_the_memory_by_hand():
 
 
 def test_what_changes_the_memory():
-    base: dict[str, Any] = {"evaluation": {"before_and_after": False}}
-    plain, reference = memory(**base, objective={"beta": 0.0}), memory(**base, objective={"beta": 0.1})
+    base: dict[str, Any] = {"eval": {"at_start": False}}
+    plain, reference = memory(**base, loss={"beta": 0.0}), memory(**base, loss={"beta": 0.1})
     assert reference["weights"] - plain["weights"] == 2_000_000
-    for schedule, copies in (({"v": 1}, 2), ({"v": 2}, 3), ({"i": 2}, 3), ({"kind": "lagged", "v": 1}, 3)):
-        lagging = memory(**base, fused=True, schedule=schedule, objective={"beta": 0.0})
+    for schedule, copies in (
+        ({"sync_every": 1}, 2),
+        ({"sync_every": 2}, 3),
+        ({"num_iterations": 2}, 3),
+        ({"kind": "lagged", "sync_every": 1}, 3),
+    ):
+        lagging = memory(**base, fused=True, schedule=schedule, loss={"beta": 0.0})
         assert lagging["weights"] == copies * 2_000_000
     single = memory(**base, model={"dtype": "float32"})
     assert (single["weights"], single["optimizer"]) == (3 * 4_000_000, 12_000_000)
@@ -67,40 +72,41 @@ def test_what_changes_the_memory():
         memory(**base, optimizer={"micro_batch_tokens": 60})["activations"]
         == plain["activations"] // 2 + 3 * 1000 * 100
     )
-    settings = Settings.model_validate({"optimizer": {"activation_checkpointing": True}})
+    settings = Settings.model_validate({"optimizer": {"gradient_checkpointing": True}})
     assert activation_bytes(settings, Shape, 2) == 2 * 100 * 2 + 2 * (44 * 100 + 4 * 2 * 300)
 
 
 def test_the_memory_of_a_rank():
     """P = 1,000,000 in bfloat16 on 4 ranks: optimizer sharded 2P + 2P (α) + 4P + 12P/4, all sharded (2P + 4P + 12P)/4 +
     2P (α) and what is in hand, embedding (100,000) and a layer (450,000)."""
-    base: dict[str, Any] = {"evaluation": {"before_and_after": False}, "objective": {"beta": 0.0}}
+    base: dict[str, Any] = {"eval": {"at_start": False}, "loss": {"beta": 0.0}}
     four = memory(**base, ranks=4)
     assert (four["weights"], four["optimizer"], four["checkpoint"]) == (4_000_000, 4_000_000 + 3_000_000, 3_000_000)
-    layers = memory(**base, ranks=4, sharding="layers")
+    layers = memory(**base, ranks=4, sharding="fsdp2")
     assert layers["weights"] == 500_000 + 2_000_000 + 2 * 900_000
     assert layers["optimizer"] == 1_000_000 + 3_000_000
     assert layers["activations"] == four["activations"]
-    pairs = memory(**base, ranks=4, sharding="layers", shards=2)
+    pairs = memory(**base, ranks=4, sharding="fsdp2", shards=2)
     assert pairs["optimizer"] == 2_000_000 + 6_000_000
-    evaluated = memory(**{**base, "evaluation": {"every": 5}}, ranks=4, sharding="layers")
+    evaluated = memory(**{**base, "eval": {"every": 5}}, ranks=4, sharding="fsdp2")
     assert evaluated["weights"] == layers["weights"] + 2_000_000
-    served = memory(**base, ranks=4, sampling={"sampler": "vllm"})
+    served = memory(**base, ranks=4, rollout={"engine": "vllm"})
     assert four["weights"] - served["weights"] == 2_000_000  # alpha's copy
     assert served["sampler"] == 0
     assert four["sampler"] == (4 * 10 + 20) * (2 * 2 * 2 * 25) * 2  # one prompt of two
-    longer = {"every": 5, "samples": 4, "prompts": 1, "sets": [{"name": "long", "max_tokens": 70}]}
-    assert memory(**{**base, "evaluation": longer}, ranks=4)["sampler"] == (4 * 70 + 20) * (2 * 2 * 2 * 25) * 2
-    by_server = {"sampling": {"sampler": "vllm"}, "evaluation": {"every": 5, "sampler": "vllm"}}
-    assert memory(**{**base, **by_server}, ranks=4, sharding="layers")["weights"] == layers["weights"] - 2_000_000
+    longer: dict[str, Any] = {"every": 5, "num_samples": 4, "num_prompts": 1}
+    longer["sets"] = [{"name": "long", "max_completion_length": 70}]
+    assert memory(**{**base, "eval": longer}, ranks=4)["sampler"] == (4 * 70 + 20) * (2 * 2 * 2 * 25) * 2
+    by_server = {"rollout": {"engine": "vllm"}, "eval": {"every": 5, "sampler": "vllm"}}
+    assert memory(**{**base, **by_server}, ranks=4, sharding="fsdp2")["weights"] == layers["weights"] - 2_000_000
     assert [memory(**{**base, **by_server}, ranks=ranks)["sampler"] for ranks in (1, 4)] == [0, 0]
     single = memory(**base, ranks=4, model={"dtype": "float32"})
     assert (single["weights"], single["optimizer"]) == (8_000_000, 7_000_000)
-    for sharding in ("optimizer", "layers"):
+    for sharding in ("zero1", "fsdp2"):
         assert memory(**base, ranks=1, sharding=sharding) == memory(**base)
 
 
-@pytest.mark.parametrize("sharding", ["optimizer", "layers"])
+@pytest.mark.parametrize("sharding", ["zero1", "fsdp2"])
 def test_more_ranks_never_take_more_memory_of_each(sharding):
     sizes = [sum(memory(ranks=ranks, sharding=sharding).values()) for ranks in (2, 3, 4, 8, 64)]
     assert sizes == sorted(sizes, reverse=True)
@@ -109,11 +115,11 @@ def test_more_ranks_never_take_more_memory_of_each(sharding):
 def test_nccl_from_sharded_layers_is_rejected_and_the_memory_is_of_a_rank(model, monkeypatch):
     for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))
-    sharded = {"model": {"path": model}, "sampling": {"sampler": "vllm"}, "distributed": {"shard": "layers"}}
+    sharded = {"model": {"path": model}, "rollout": {"engine": "vllm"}, "distributed": {"strategy": "fsdp2"}}
     settings = Settings.model_validate(sharded)
     assert "for each rank: program" in "\n".join(meaning.meaning(settings, check_settings(settings)))
-    with pytest.raises(SettingsError, match=r"vllm.weight_sync = 'nccl' sends from one GPU"):
-        check_settings(Settings.model_validate(sharded | {"vllm": {"weight_sync": "nccl"}}))
+    with pytest.raises(SettingsError, match=r"vllm.weight_transfer = 'nccl' sends from one GPU"):
+        check_settings(Settings.model_validate(sharded | {"vllm": {"weight_transfer": "nccl"}}))
 
 
 def test_what_layers_of_the_kernels_leave():
@@ -131,17 +137,23 @@ def model(tmp_path_factory) -> str:
     [
         ({}, "every(1): new weights before every batch, 1 update per weight sync; largest possible lag 0 updates"),
         (
-            {"v": 10},
+            {"sync_every": 10},
             "every(10): new weights every 10 batches, 10 updates per weight sync; largest possible lag 9 updates",
         ),
-        ({"i": 10}, "every(1): new weights before every batch, 10 updates per weight sync; largest possible lag 0"),
-        ({"v": 3, "i": 2}, "every(3): new weights every 3 batches, 6 updates per weight sync; largest possible lag 4"),
         (
-            {"kind": "lagged", "v": 2, "i": 3},
+            {"num_iterations": 10},
+            "every(1): new weights before every batch, 10 updates per weight sync; largest possible lag 0",
+        ),
+        (
+            {"sync_every": 3, "num_iterations": 2},
+            "every(3): new weights every 3 batches, 6 updates per weight sync; largest possible lag 4",
+        ),
+        (
+            {"kind": "lagged", "sync_every": 2, "num_iterations": 3},
             "lagged(2): new weights before every batch, 3 updates per weight sync; largest possible lag 6 updates",
         ),
-        ({"v": 10, "batches": 4}, "10 updates per weight sync; largest possible lag 3 updates"),
-        ({"stages": 2, "batches": 3, "i": 2}, "2 stages x 3 batches = 12 updates, 768 samples"),
+        ({"sync_every": 10, "batches": 4}, "10 updates per weight sync; largest possible lag 3 updates"),
+        ({"stages": 2, "batches": 3, "num_iterations": 2}, "2 stages x 3 batches = 12 updates, 768 samples"),
     ],
 )
 def test_the_schedule_in_words(model, schedule, said):

@@ -56,10 +56,10 @@ def test_varlen_attn_and_its_gradient_equal_attention_by_segments(heads, kv_head
 def test_a_run_on_cuda(tmp_path):
     settings = {
         "model": {"path": str(save_tiny(tmp_path / "model")), "device": "cuda"},
-        "run": {"directory": str(tmp_path / "runs"), "display": "none"},
-        "sampling": {"G": 4, "max_tokens": 8},
-        "schedule": {"prompts": 4, "batches": 3, "v": 2},
-        "evaluation": {"prompts": 4, "samples": 2},
+        "run": {"output_dir": str(tmp_path / "runs"), "display": "none"},
+        "rollout": {"num_generations": 4, "max_completion_length": 8},
+        "schedule": {"prompts_per_batch": 4, "batches": 3, "sync_every": 2},
+        "eval": {"num_prompts": 4, "num_samples": 2},
     }
     result = lagrpo.train(settings)
     assert result.batches == 3

@@ -78,10 +78,13 @@ def test_two_ranks_make_the_run_of_one(tmp_path, shard):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     model = save_tiny(tmp_path / "model")
-    further = {"model": {"device": "cuda", "dtype": "float32"}, "schedule": {"v": 2, "i": 2, "batches": 3}}
+    further = {
+        "model": {"device": "cuda", "dtype": "float32"},
+        "schedule": {"sync_every": 2, "num_iterations": 2, "batches": 3},
+    }
     base = merged(tiny_settings(model, tmp_path), further)
     alone = train(merged(base, {"run": {"name": "alone"}})).run
-    sections = {"run": {"name": "ranks"}, "distributed": {"shard": shard}}
+    sections = {"run": {"name": "ranks"}, "distributed": {"strategy": shard}}
     found = together(2, merged(base, sections))
     assert all(isinstance(one, Result) for one in found), "\n\n".join(map(str, found))
     of_ranks, of_one = (load_file(run / "weights/final/model.safetensors") for run in (found[0].run, alone))

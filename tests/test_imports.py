@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "settings": {*SMALL, "rewards", "tasks"},
     "data": {*LEAVES, "model", "runs", "rollout", "tasks"},
     "rollout": {*LEAVES, "model", "settings"},
-    "terminal": {*SMALL, "core", "runs", "tasks"},
+    "terminal": {*SMALL, "core", "runs", "settings", "tasks"},
     "view": {*SMALL, "core", "model", "runs", "settings", "terminal"},  # model: where embedded models lie
     # What replays a run imports none of what made it: neither model, rollout, cpu nor the loop.
     "verify": {*SMALL, "core", "model", "runs", "rewards", "settings", "tasks"},

@@ -125,10 +125,8 @@ def test_a_run_with_a_judge_replays_without_asking_it_again(server, tmp_path):
         {"name": "judge", "reward": "llm_judge", "weight": 0.5, "options": options, "deadline": 20},
     ]
     task = {"name": "sample_task:load_letters", "rewards": rewards}
-    evaluation, schedule = {"before_and_after": False}, {"batches": 1}
-    settings = tiny_settings(
-        save_tiny(tmp_path / "model"), tmp_path, task=task, schedule=schedule, evaluation=evaluation
-    )
+    evaluation, schedule = {"at_start": False}, {"batches": 1}
+    settings = tiny_settings(save_tiny(tmp_path / "model"), tmp_path, task=task, schedule=schedule, eval=evaluation)
     run = train(settings).run
     assert {row["reward_judge"] for row in load_rollouts(run)} == {0.8}
     before = len(server.asked)

@@ -58,7 +58,7 @@ def watch(monkeypatch, owner: type, name: str, events: list, note: Callable[...,
 def test_the_lines_of_the_algorithm_in_their_order(algorithm, monkeypatch):
     """every(2), i = 2, M = 3, S = 2: k = 2 of each stage syncs weights; what lies between weight syncs is generated at
     once."""
-    a = algorithm(schedule={"v": 2, "i": 2, "batches": 3, "stages": 2}, objective={"recipe": "grpo"})
+    a = algorithm(schedule={"sync_every": 2, "num_iterations": 2, "batches": 3, "stages": 2}, loss={"recipe": "grpo"})
     events: list[tuple[Any, ...]] = []
     watch(monkeypatch, LocalSampler, "sync_weights", events, lambda self, weights, version: ("sync_weights", version))
     watch(monkeypatch, LocalSampler, "sample", events, lambda self, rs, G: ("generate", *sorted({r.batch for r in rs})))
@@ -173,10 +173,10 @@ class FakeSampler:
 
 
 SCHEDULES: list[dict[str, Any]] = [
-    {"kind": "every", "v": 3},
-    {"kind": "every", "v": 2, "stages": 3, "batches": 3},
-    {"kind": "lagged", "v": 2},
-    {"kind": "budget", "v": 3, "delta": 1.0},
+    {"kind": "every", "sync_every": 3},
+    {"kind": "every", "sync_every": 2, "stages": 3, "batches": 3},
+    {"kind": "lagged", "sync_every": 2},
+    {"kind": "budget", "sync_every": 3, "delta": 1.0},
 ]
 
 
@@ -184,7 +184,7 @@ SCHEDULES: list[dict[str, Any]] = [
 def test_a_run_stopped_after_any_batch_goes_on_from_its_state(algorithm, monkeypatch, schedule):
     """With the same parts: the same requests, the same weight syncs and the same states, wherever it is stopped."""
     a = algorithm(
-        schedule={"batches": 9} | schedule, sampling={"parity_check": False}, objective={"recipe": "grpo", "beta": 0.1}
+        schedule={"batches": 9} | schedule, rollout={"parity_check": False}, loss={"recipe": "grpo", "beta": 0.1}
     )
     spent = [0.5, 2.0, 0.1, 0.2, 0.3, 1.5, -1.0, 3.0, 0.0]
     monkeypatch.setattr("lagrpo.training.loop.measure_spending", lambda settings, batch, rows: spent[counted[0] - 1])
@@ -199,7 +199,9 @@ def test_a_run_stopped_after_any_batch_goes_on_from_its_state(algorithm, monkeyp
         a.learner.policy.weights.load(initial, 0)
         a.learner.reference.load(initial, 0)
         sampler: Any = FakeSampler()
-        parts = replace(a, sampler=sampler, prefetcher=Prefetcher(sampler, a.prompts.batch, a.settings.sampling.G))
+        parts = replace(
+            a, sampler=sampler, prefetcher=Prefetcher(sampler, a.prompts.batch, a.settings.rollout.num_generations)
+        )
         state, states = LoopState(), []
         while state.batch < 9:
             for step in train_loop(parts, state):

@@ -254,19 +254,20 @@ def test_a_merged_model_computes_the_same_up_to_rounding(model, tmp_path, capsys
 
 
 def lora_settings(model: Path, root: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
-    own = {"lora": {"r": 4, "alpha": 8.0}, "dtype": "bfloat16"} | sections.pop("model", {})
+    own = {"lora_r": 4, "lora_alpha": 8.0, "dtype": "bfloat16"} | sections.pop("model", {})
     return tiny_settings(model, root, model=own, **sections)
 
 
-RUN = {"run": {"checkpoint_every": 1, "checkpoint_minutes": 0, "keep_checkpoints": 9, "save_every": 1}}
+RUN = {"checkpoint": {"save_every": 1, "save_minutes": 0, "save_total_limit": 9, "export_every": 1}}
 
 
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory, renderer):
     """A run of adapters in two stages with a KL term and a lag, and a checkpoint of each of its six batches."""
-    sections = {"schedule": {"stages": 2, "batches": 3, "v": 2}, "objective": {"recipe": "grpo", "beta": 0.1}}
+    sections = {"schedule": {"stages": 2, "batches": 3, "sync_every": 2}, "loss": {"recipe": "grpo", "beta": 0.1}}
     settings = lora_settings(model, tmp_path_factory.mktemp("whole"), **sections)
-    settings["run"] |= RUN["run"] | {"name": "whole"}
+    settings["run"] |= {"name": "whole"}
+    settings |= RUN
     return train(settings)
 
 
@@ -308,12 +309,11 @@ def test_a_run_of_adapters_is_replayed(whole):
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"model": {"lora": {"r": 4, "dropout": 0.1}}}, "the learner would compute another policy"),
-        ({"model": {"lora": {"alpha": 4.0}}}, "set model.lora.r"),
-        ({"model": {"lora": {"r": -1}}}, "greater than or equal to 0"),
+        ({"model": {"lora_alpha": 4.0}}, "set model.lora_r"),
+        ({"model": {"lora_r": -1}}, "greater than or equal to 0"),
         (
-            {"model": {"lora": {"r": 4, "targets": ["lm_head"]}}},
-            "^model.lora: targets: 'lm_head' is not a linear layer",
+            {"model": {"lora_r": 4, "lora_target_modules": ["lm_head"]}},
+            "^model.lora_r: targets: 'lm_head' is not a linear layer",
         ),
     ],
 )

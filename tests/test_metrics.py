@@ -112,11 +112,14 @@ def test_every_line_of_every_run_has_the_same_keys_and_holds_numbers(tmp_path, r
     texts.write_text("".join(f'{{"prompt": "a", "completion": "b{n}", "reward": {n}}}\n' for n in (0, 1)))
     sections: dict[str, Any] = {
         "on-policy": {},
-        "lagged with everything": {"run": {"score_update": True, "entropy": True}, "schedule": {"v": 2, "i": 2}},
-        "alpha unknown": {"offline": {"data": str(texts)}, "objective": {"recipe": "reinforce"}},
+        "lagged with everything": {
+            "run": {"score_update": True, "entropy": True},
+            "schedule": {"sync_every": 2, "num_iterations": 2},
+        },
+        "alpha unknown": {"offline": {"data": str(texts)}, "loss": {"recipe": "reinforce"}},
     }[run]
     model = save_tiny(tmp_path / "tiny")
-    settings = tiny_settings(model, tmp_path, evaluation={"before_and_after": False}, **sections)
+    settings = tiny_settings(model, tmp_path, eval={"at_start": False}, **sections)
     for line in load_metrics(train(settings).run):
         assert list(line) == GOLDEN.read_text(encoding="utf-8").split()
         assert {type(value) for value in line.values()} <= {int, float, type(None)}

@@ -24,14 +24,14 @@ def model(tmp_path_factory) -> Path:
 
 def trained(tmp_path: Path, model: Path, /, **sections) -> Path:
     settings = {
-        "run": {"directory": str(tmp_path), "display": "none", "save_weights": False},
+        "run": {"output_dir": str(tmp_path), "display": "none", "save_weights": False},
         "model": {"path": str(model), "dtype": "float32", "threads": 1},
         "task": {"name": "sample_task:load_letters"},
-        "sampling": {"G": 4, "max_tokens": 8, "max_prompt_tokens": 64, "max_num_seqs": 32},
-        "schedule": {"prompts": 4, "batches": 3},
-        "objective": {"recipe": "reinforce"},
-        "optimizer": {"lr": 1e-2},
-        "evaluation": {"before_and_after": False},
+        "rollout": {"num_generations": 4, "max_completion_length": 8, "max_prompt_length": 64, "max_num_seqs": 32},
+        "schedule": {"prompts_per_batch": 4, "batches": 3},
+        "loss": {"recipe": "reinforce"},
+        "optimizer": {"learning_rate": 1e-2},
+        "eval": {"at_start": False},
     }
     for name, section in sections.items():
         settings[name] = settings.get(name, {}) | section
@@ -46,7 +46,7 @@ def generated(tmp_path_factory, model) -> Path:
 
 
 def test_training_on_a_file_alone_generates_nothing(tmp_path, model, generated):
-    run = trained(tmp_path, model, offline={"data": str(generated)}, objective={"recipe": "asymre"})
+    run = trained(tmp_path, model, offline={"data": str(generated)}, loss={"recipe": "asymre"})
     old, new = load_rollouts(generated.parent.parent), load_rollouts(run)
     assert {tuple(r["token_ids"]) for r in new} == {tuple(r["token_ids"]) for r in old}
     assert len(new) == 3 * 4 * 4
@@ -56,7 +56,7 @@ def test_training_on_a_file_alone_generates_nothing(tmp_path, model, generated):
 
 
 def test_a_share_of_each_batch_comes_from_the_file(tmp_path, model, generated):
-    run = trained(tmp_path, model, offline={"data": str(generated), "share": 0.5})
+    run = trained(tmp_path, model, offline={"data": str(generated), "fraction": 0.5})
     old = {tuple(r["token_ids"]) for r in load_rollouts(generated.parent.parent)}
     for batch in (1, 2, 3):
         rows = load_rollouts(run, [batch])
@@ -73,7 +73,7 @@ TEXTS = [{"prompt": "Say a", "completion": text, "reward": reward} for text, rew
 def test_texts_without_log_probs_train_a_method_that_never_reads_them(tmp_path, model):
     data = tmp_path / "texts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
-    run = trained(tmp_path, model, offline={"data": str(data)}, schedule={"prompts": 1})
+    run = trained(tmp_path, model, offline={"data": str(data)}, schedule={"prompts_per_batch": 1})
     metrics = load_metrics(run)
     assert metrics[-1]["version"] == 2
     assert all(m["kl_alpha"] is None and m["lag_max"] is None and m["grad_norm"] > 0 for m in metrics)
@@ -84,7 +84,7 @@ def test_methods_that_read_alpha_refuse_texts_without_log_probs(tmp_path, model,
     data = tmp_path / "texts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
     with pytest.raises(SettingsError, match=f"logp_alpha.*recipe '{recipe}' reads that"):
-        trained(tmp_path, model, offline={"data": str(data)}, objective={"recipe": recipe})
+        trained(tmp_path, model, offline={"data": str(data)}, loss={"recipe": recipe})
 
 
 def test_training_on_the_directory_of_a_run(tmp_path, model, generated, capsys):
@@ -104,7 +104,7 @@ def test_a_prompt_of_a_file_that_is_too_long_is_refused(tmp_path, model):
     data = tmp_path / "texts.jsonl"
     rows = (row | {"prompt": "x" * length} for row, length in zip(TEXTS, (3, 60), strict=True))
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    message = r"offline\.data: .*texts\.jsonl, line 2: its prompt has 77 tokens; sampling\.max_prompt_tokens is 64"
+    message = r"offline\.data: .*texts\.jsonl, line 2: its prompt has 77 tokens; rollout\.max_prompt_length is 64"
     with pytest.raises(SettingsError, match=message):
         trained(tmp_path, model, offline={"data": str(data)})
 
@@ -114,8 +114,8 @@ def test_a_file_that_is_not_there_or_too_long_is_refused(tmp_path, model, genera
         trained(tmp_path, model, offline={"data": "nowhere.jsonl"})
     with pytest.raises(SettingsError, match=r"offline\.data = \(\): .*at least 1 item"):
         trained(tmp_path, model, offline={"data": ()})
-    with pytest.raises(SettingsError, match=r"sampling\.max_tokens is 2"):
-        trained(tmp_path, model, offline={"data": str(generated)}, sampling={"max_tokens": 2})
+    with pytest.raises(SettingsError, match=r"rollout\.max_completion_length is 2"):
+        trained(tmp_path, model, offline={"data": str(generated)}, rollout={"max_completion_length": 2})
 
 
 def reasons_of(run: Path) -> dict[int, str]:
@@ -124,8 +124,8 @@ def reasons_of(run: Path) -> dict[int, str]:
 
 
 def test_a_budget_syncs_when_the_divergence_passes_it(tmp_path, model):
-    schedule = {"kind": "budget", "delta": 0.05, "v": 5, "batches": 12}
-    run = trained(tmp_path, model, schedule=schedule, optimizer={"lr": 3e-3})
+    schedule = {"kind": "budget", "delta": 0.05, "sync_every": 5, "batches": 12}
+    run = trained(tmp_path, model, schedule=schedule, optimizer={"learning_rate": 3e-3})
     metrics, reasons = load_metrics(run), reasons_of(run)
     assert "budget" in reasons.values()
     since = 0
@@ -137,7 +137,7 @@ def test_a_budget_syncs_when_the_divergence_passes_it(tmp_path, model):
 
 
 def test_a_budget_that_is_never_spent_is_its_cap(tmp_path, model):
-    schedule = {"kind": "budget", "delta": 1e9, "v": 2, "batches": 5}
+    schedule = {"kind": "budget", "delta": 1e9, "sync_every": 2, "batches": 5}
     run = trained(tmp_path / "a", model, schedule=schedule)
     assert reasons_of(run) == {1: "start", 3: "cap", 5: "cap"}
     assert [m["synced"] for m in load_metrics(run)] == [1, 0, 1, 0, 1]
@@ -145,21 +145,28 @@ def test_a_budget_that_is_never_spent_is_its_cap(tmp_path, model):
 
 def test_dynamic_sampling_fills_a_batch_with_groups_that_have_a_signal(tmp_path, model):
     """Greedy sampling makes most groups flat; attempts replace them by further prompts, and stop at the bound."""
-    cold = {"temperature": 0.1, "G": 3}
-    without = load_metrics(trained(tmp_path / "a", model, sampling=cold, schedule={"batches": 1, "prompts": 6}))
-    run = trained(tmp_path / "b", model, sampling=cold | {"dynamic_sampling": 6}, schedule={"batches": 1, "prompts": 6})
+    cold = {"temperature": 0.1, "num_generations": 3}
+    without = load_metrics(
+        trained(tmp_path / "a", model, rollout=cold, schedule={"batches": 1, "prompts_per_batch": 6})
+    )
+    run = trained(
+        tmp_path / "b",
+        model,
+        rollout=cold | {"dynamic_sampling_rounds": 6},
+        schedule={"batches": 1, "prompts_per_batch": 6},
+    )
     assert without[0]["zero_variance_share"] > load_metrics(run)[0]["zero_variance_share"]
     assert len(load_rollouts(run)) == 6 * 3
 
 
 def test_dynamic_sampling_is_bounded(tmp_path, model):
     task = {"name": "sample_task:load_hopeless"}
-    run = trained(tmp_path, model, task=task, sampling={"dynamic_sampling": 2}, schedule={"batches": 1})
+    run = trained(tmp_path, model, task=task, rollout={"dynamic_sampling_rounds": 2}, schedule={"batches": 1})
     assert load_metrics(run)[0]["zero_variance_share"] == 1
 
 
 def test_scoring_the_update_gives_both_sides_of_the_bounds(tmp_path, model):
-    run = trained(tmp_path, model, run={"score_update": True}, schedule={"v": 2})
+    run = trained(tmp_path, model, run={"score_update": True}, schedule={"sync_every": 2})
     for metrics in load_metrics(run):
         gained = metrics["step_improvement"] + metrics["lag_improvement"]
         assert metrics["step_identity"] <= gained + 1e-6
@@ -170,8 +177,8 @@ def test_scoring_the_update_gives_both_sides_of_the_bounds(tmp_path, model):
 @pytest.mark.parametrize("recipe", ["unclipped", "grpo_masked", "red_drop"])
 def test_lag_metrics_are_over_every_scored_completion(tmp_path, model, recipe):
     """Also of flat groups, which the loss leaves out, and of those that red_drop drops by their rewards."""
-    run = trained(tmp_path, model, task={"name": "sample_task:load_vowels"}, objective={"recipe": recipe},
-                  schedule={"v": 9, "batches": 4})  # fmt: skip
+    run = trained(tmp_path, model, task={"name": "sample_task:load_vowels"}, loss={"recipe": recipe},
+                  schedule={"sync_every": 9, "batches": 4})  # fmt: skip
     metrics = load_metrics(run)
     assert any(m["zero_variance_share"] > 0 for m in metrics[1:])
     for line in metrics[1:]:
@@ -183,11 +190,11 @@ def test_lag_metrics_are_over_every_scored_completion(tmp_path, model, recipe):
 
 def test_a_budget_is_spent_by_groups_without_a_signal(tmp_path, model):
     """The second update moves the policy; from then on every group is flat, and the divergence stays what it is."""
-    schedule = {"kind": "budget", "delta": 1e-4, "v": 50, "batches": 4}
+    schedule = {"kind": "budget", "delta": 1e-4, "sync_every": 50, "batches": 4}
     data = tmp_path / "texts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
     run = trained(tmp_path, model, task={"name": "sample_task:load_hopeless"}, schedule=schedule,
-                  offline={"data": str(data), "share": 0.25})  # fmt: skip
+                  offline={"data": str(data), "fraction": 0.25})  # fmt: skip
     metrics = load_metrics(run)
     assert metrics[1]["kl_sequence"] > 1e-4  # of 12 completions that are all wrong
     assert bool(metrics[2]["synced"])
@@ -195,19 +202,19 @@ def test_a_budget_is_spent_by_groups_without_a_signal(tmp_path, model):
 
 def test_metrics_that_would_be_of_a_subset_are_null_where_they_are_not_paid_for(tmp_path, model):
     run = trained(tmp_path, model, run={"score_lag": False}, task={"name": "sample_task:load_vowels"},
-                  objective={"recipe": "grpo_masked"}, schedule={"v": 9})  # fmt: skip
+                  loss={"recipe": "grpo_masked"}, schedule={"sync_every": 9})  # fmt: skip
     for line in load_metrics(run):
         assert line["kl_sequence"] is line["lag_improvement"] is line["tv_sequence"] is None
         assert line["sigma_mean"] is not None
     with pytest.raises(SettingsError, match=r"run\.score_lag.*budget"):
-        trained(tmp_path, model, run={"score_lag": False}, schedule={"kind": "budget", "delta": 1.0, "v": 9})
+        trained(tmp_path, model, run={"score_lag": False}, schedule={"kind": "budget", "delta": 1.0, "sync_every": 9})
 
 
 def test_a_budget_is_spent_by_the_fresh_completions_of_a_mixed_batch(tmp_path, model):
     data = tmp_path / "texts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
-    schedule = {"kind": "budget", "delta": 0.01, "v": 9, "batches": 6}
-    run = trained(tmp_path, model, offline={"data": str(data), "share": 0.25}, schedule=schedule)
+    schedule = {"kind": "budget", "delta": 0.01, "sync_every": 9, "batches": 6}
+    run = trained(tmp_path, model, offline={"data": str(data), "fraction": 0.25}, schedule=schedule)
     metrics = load_metrics(run)
     assert all(m["kl_sequence"] is not None and m["kl_alpha"] is not None for m in metrics)
     assert "budget" in reasons_of(run).values()
@@ -216,7 +223,7 @@ def test_a_budget_is_spent_by_the_fresh_completions_of_a_mixed_batch(tmp_path, m
 def test_dynamic_sampling_leaves_offline_groups_alone(tmp_path, model):
     data = tmp_path / "flat.jsonl"
     data.write_text("".join(json.dumps(row | {"reward": 1.0}) + "\n" for row in TEXTS))
-    run = trained(tmp_path, model, offline={"data": str(data), "share": 0.5}, sampling={"dynamic_sampling": 3})
+    run = trained(tmp_path, model, offline={"data": str(data), "fraction": 0.5}, rollout={"dynamic_sampling_rounds": 3})
     assert all(sum(r["source"] == "file" for r in load_rollouts(run, [b])) == 4 for b in (1, 2, 3))
 
 
@@ -226,8 +233,8 @@ def test_prefetching_leaves_the_same_records(tmp_path, model, recipe):
     runs = []
     for prefetch in (True, False):
         sampling = {"prefetch": prefetch, "max_num_seqs": 8}
-        run = trained(tmp_path / str(prefetch), model, sampling=sampling, schedule={"v": 4, "batches": 5},
-                      objective={"recipe": recipe}, model={"dtype": "bfloat16"})  # fmt: skip
+        run = trained(tmp_path / str(prefetch), model, rollout=sampling, schedule={"sync_every": 4, "batches": 5},
+                      loss={"recipe": recipe}, model={"dtype": "bfloat16"})  # fmt: skip
         runs.append(load_rollouts(run))
     for one, other in zip(*runs, strict=True):
         assert (one["prompt_key"], one["token_ids"], one["batch"]) == (

@@ -238,7 +238,7 @@ def test_log_probs_that_lack_are_unknown_and_their_rows_left_out_where_they_are_
 
 def test_a_prompt_that_is_too_long_is_named(tmp_path):
     rows = [ROWS[0], ROWS[0] | {"prompt": "x" * 50}]
-    message = r"data\.jsonl, line 2: its prompt has 67 tokens; sampling\.max_prompt_tokens is 64"
+    message = r"data\.jsonl, line 2: its prompt has 67 tokens; rollout\.max_prompt_length is 64"
     with pytest.raises(ValueError, match=message):
         loaded(written(tmp_path, rows), tiny_policy(), G=2, seed=0, max_prompt_tokens=64)
 

@@ -29,8 +29,8 @@ def exhaust(*_, **__):
 
 @pytest.fixture
 def settings(tmp_path):
-    evaluation = {"before_and_after": False}
-    return tiny_settings(save_tiny(tmp_path / "model"), tmp_path / "runs", evaluation=evaluation)
+    evaluation = {"at_start": False}
+    return tiny_settings(save_tiny(tmp_path / "model"), tmp_path / "runs", eval=evaluation)
 
 
 def at_call(number, original):
@@ -49,9 +49,9 @@ def at_call(number, original):
 @pytest.mark.parametrize(
     ("owner", "name", "place", "setting"),
     [
-        (Trainer, "first_step", "batch 2, learning", r"\.micro_batch_tokens.*optimizer\.activation_checkpointing"),
-        (LocalSampler, "sample", "batch 2, sampling", "sampling.max_num_seqs"),
-        (LocalSampler, "sync_weights", "batch 2, weight sync", "sampling.max_num_seqs"),
+        (Trainer, "first_step", "batch 2, learning", r"\.micro_batch_tokens.*optimizer\.gradient_checkpointing"),
+        (LocalSampler, "sample", "batch 2, sampling", "rollout.max_num_seqs"),
+        (LocalSampler, "sync_weights", "batch 2, weight sync", "rollout.max_num_seqs"),
     ],
 )
 def test_it_names_batch_phase_and_setting(settings, tmp_path, monkeypatch, owner, name, place, setting):

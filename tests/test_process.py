@@ -26,7 +26,7 @@ def settings(tmp_path):
     torch.set_num_threads(1)
 
     def of(**sections):
-        changed = {"model": {"kernels": "torch", "threads": 3}, "evaluation": {"before_and_after": False}}
+        changed = {"model": {"kernels": "torch", "threads": 3}, "eval": {"at_start": False}}
         return tiny_settings(model, tmp_path / "runs", **changed | sections)
 
     return of
@@ -53,8 +53,8 @@ def test_a_run_gives_threads_back(settings, seen):
 
 
 def test_so_does_one_that_is_refused_after_the_model_was_loaded(settings):
-    with pytest.raises(SettingsError, match=r"tokens; sampling\.max_prompt_tokens is 3"):
-        train(settings(sampling={"max_prompt_tokens": 3}))
+    with pytest.raises(SettingsError, match=r"tokens; rollout\.max_prompt_length is 3"):
+        train(settings(rollout={"max_prompt_length": 3}))
     assert torch.get_num_threads() == 1
 
 

@@ -70,8 +70,8 @@ def run(tmp_path):
     def of(task: str, **sections):
         base = {
             "task": {"name": f"sample_task:{task}"},
-            "schedule": {"prompts": 4, "batches": 2},
-            "evaluation": {"before_and_after": False},
+            "schedule": {"prompts_per_batch": 4, "batches": 2},
+            "eval": {"at_start": False},
         }
         return train(tiny_settings(model, tmp_path / "runs", **base | sections)).run
 
@@ -85,14 +85,24 @@ def asked(run) -> list[list[int]]:
 
 
 def test_no_prompt_is_in_a_dynamically_sampled_batch_twice(run):
-    directory = run("load_rarely_right", sampling={"G": 2, "max_tokens": 6, "dynamic_sampling": 5})
+    directory = run(
+        "load_rarely_right", rollout={"num_generations": 2, "max_completion_length": 6, "dynamic_sampling_rounds": 5}
+    )
     assert all(len(set(keys)) == len(keys) == 4 for keys in asked(directory))
     assert min(row["epoch"] for row in load_rollouts(directory)) == -1
 
 
 def test_dynamic_sampling_does_not_depend_on_what_ends_first(run):
     narrow, wide = (
-        run("load_rarely_right", sampling={"G": 2, "max_tokens": 40, "dynamic_sampling": 5, "max_num_seqs": rows})
+        run(
+            "load_rarely_right",
+            rollout={
+                "num_generations": 2,
+                "max_completion_length": 40,
+                "dynamic_sampling_rounds": 5,
+                "max_num_seqs": rows,
+            },
+        )
         for rows in (2, 32)
     )
     assert asked(narrow) == asked(wide)
@@ -100,7 +110,7 @@ def test_dynamic_sampling_does_not_depend_on_what_ends_first(run):
 
 def test_prompts_that_come_twice_in_a_batch_are_told_of_once(run, capsys):
     """Five prompts and batches of four: sooner or later an epoch ends and begins with the same prompt in one batch."""
-    run("load_few", run={"display": "plain"}, schedule={"prompts": 4, "batches": 9})
+    run("load_few", run={"display": "plain"}, schedule={"prompts_per_batch": 4, "batches": 9})
     out = capsys.readouterr().out
     assert out.count("has a prompt more than once") == 1
     assert "the 5 prompts of the split ended inside it" in out
@@ -125,7 +135,7 @@ def test_prompts_are_tokenized_once_at_the_start_and_once_in_their_batch(run, mo
 
     monkeypatch.setattr(Chat, "tokenize", counted)
     monkeypatch.setattr(LocalSampler, "sample", sampling)
-    run("load_rarely_right", schedule={"prompts": 4, "batches": 13})
+    run("load_rarely_right", schedule={"prompts_per_batch": 4, "batches": 13})
     assert counts.pop("start") == 1 + 24 + CHECK_PROMPTS + 4
     assert counts == {f"batch {b}": 4 for b in range(2, 14)}
 
@@ -156,7 +166,7 @@ def test_a_prompt_that_cannot_be_asked_is_named(question, message):
 
 
 def test_rewards_outside_of_their_range_are_told_of_once(run, capsys):
-    run("load_letters", run={"display": "plain"}, sampling={"max_tokens": 30})  # counts letters
+    run("load_letters", run={"display": "plain"}, rollout={"max_completion_length": 30})  # counts letters
     out = " ".join(capsys.readouterr().out.split())
     assert out.count("outside of task.reward_range = [0, 1], such as ") == 1
     run("load_rarely_right", run={"display": "plain"})

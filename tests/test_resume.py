@@ -32,11 +32,11 @@ from lagrpo.training.run import Result
 pytestmark = pytest.mark.usefixtures("shared_templates")
 
 SMALL: dict[str, dict[str, Any]] = {
-    "run": {"checkpoint_every": 1, "checkpoint_minutes": 0, "keep_checkpoints": 20},
+    "checkpoint": {"save_every": 1, "save_minutes": 0, "save_total_limit": 20},
     "model": {"dtype": "bfloat16"},
-    "schedule": {"i": 2, "stages": 2, "batches": 3},
-    "objective": {"recipe": "grpo"},
-    "evaluation": {"every": 2},
+    "schedule": {"num_iterations": 2, "stages": 2, "batches": 3},
+    "loss": {"recipe": "grpo"},
+    "eval": {"every": 2},
 }
 
 
@@ -200,7 +200,7 @@ def test_error_between_updates_keeps_the_last_batch(begin, undisturbed, monkeypa
                 monkeypatch.setattr(one_run.Parts, "read_offline", lambda *given: 1 / 0)
 
     with pytest.raises(ZeroDivisionError) as error:
-        begin("run", Break(), run={"checkpoint_every": 0})
+        begin("run", Break(), checkpoint={"save_every": 0})
     assert "Go on after batch 4 with: lagrpo train --resume" in error.value.__notes__[-1]
     monkeypatch.undo()
     assert differing(go_on(Path(error.value.__notes__[-1].rpartition(" ")[2])).run, undisturbed()) == []
@@ -210,11 +210,11 @@ def test_error_between_updates_keeps_the_last_batch(begin, undisturbed, monkeypa
 
 
 def test_last_checkpoints_are_kept(begin):
-    assert checkpoints(begin("run", run={"keep_checkpoints": 2}).run) == [5, 6]
+    assert checkpoints(begin("run", checkpoint={"save_total_limit": 2}).run) == [5, 6]
 
 
 def test_without_kept_checkpoints_a_finished_run_has_none_and_does_not_begin_again(begin):
-    run = begin("run", schedule={"stages": 1}, run={"keep_checkpoints": 0}).run
+    run = begin("run", schedule={"stages": 1}, checkpoint={"save_total_limit": 0}).run
     assert checkpoints(run) == []
     before = contents(run)
     with pytest.raises(SettingsError, match="has no checkpoint to resume from"):
@@ -224,7 +224,7 @@ def test_without_kept_checkpoints_a_finished_run_has_none_and_does_not_begin_aga
 
 @pytest.mark.parametrize("name", ["state.json", "trainer.safetensors", "rollouts.parquet"])
 def test_damaged_checkpoint_makes_way_for_the_one_before(begin, name):
-    run = begin("run", schedule={"v": 3, "stages": 1, "batches": 5}).run
+    run = begin("run", schedule={"sync_every": 3, "stages": 1, "batches": 5}).run
     damaged = run / "checkpoints" / "step-000004" / name
     damaged.write_bytes(damaged.read_bytes()[:-2])
     killed = cut_to(run, 4)
@@ -321,11 +321,14 @@ def test_rank_that_cannot_write_raises_and_leaves_no_checkpoint(tmp_path, monkey
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"optimizer": {"lr": 0.5}}, r"optimizer\.lr = 0\.5, and the run has 0\.01: a resumed run keeps"),
+        (
+            {"optimizer": {"learning_rate": 0.5}},
+            r"optimizer\.learning_rate = 0\.5, and the run has 0\.01: a resumed run keeps",
+        ),
         ({"schedule": {"batches": 2}}, r"schedule\.batches = 2, and the run has 3"),
         ({"run": {"seed": 9}}, r"run\.seed = 9, and the run has 3"),
         ({"task": {"system_prompt": "x"}}, r"task\.system_prompt = \"x\", and the run has unset"),
-        ({"evaluation": {"samples": 5}}, r"evaluation\.samples = 5, and the run has 3"),
+        ({"eval": {"num_samples": 5}}, r"eval\.num_samples = 5, and the run has 3"),
         ({"model": {"dtype": "float32"}}, "the run computes in bfloat16, and here it would in float32"),
     ],
 )
@@ -337,15 +340,19 @@ def test_settings_that_differ_are_rejected_by_name(run, change, message):
 
 
 def test_settings_that_cannot_alter_the_past_may_change(run, undisturbed):
-    change = {"run": {"keep_checkpoints": 1, "display": "plain"}, "evaluation": {"best": "reward_mean"}}
+    change = {
+        "run": {"display": "plain"},
+        "checkpoint": {"save_total_limit": 1},
+        "eval": {"best_metric": "reward_mean"},
+    }
     assert differing(go_on(run, **merged(change, {"schedule": {"stages": 2}})).run, undisturbed()) == []
-    assert resumed(run)[0]["changed"]["evaluation.best"] == [None, "reward_mean"]
-    assert load_settings(run / "config.toml").run.keep_checkpoints == 1
+    assert resumed(run)[0]["changed"]["eval.best_metric"] == [None, "reward_mean"]
+    assert load_settings(run / "config.toml").checkpoint.save_total_limit == 1
     assert (run / "weights" / "best").is_dir()
 
 
 def test_more_batches_with_a_learning_rate_that_depends_on_their_number_are_rejected(begin):
-    run = begin("run", schedule={"stages": 1}, optimizer={"schedule": "linear"}).run
+    run = begin("run", schedule={"stages": 1}, optimizer={"lr_scheduler_type": "linear"}).run
     with pytest.raises(SettingsError, match=r"schedule\.batches = 5, and the run has 3"):
         go_on(run, schedule={"batches": 5})
 
@@ -375,7 +382,7 @@ def test_data_that_has_changed_is_rejected(begin, tmp_path):
     rows = [json.dumps({"question": f"{n}+1?", "answer": str(n + 1)}) for n in range(8)]
     file.write_text("\n".join(rows) + "\n")
     task = {"name": "custom", "data": str(file), "reward": "exact", **columns}
-    run = begin("run", schedule={"stages": 1, "batches": 1}, task=task, evaluation={"before_and_after": False}).run
+    run = begin("run", schedule={"stages": 1, "batches": 1}, task=task, eval={"at_start": False}).run
     file.write_text("\n".join(rows[:-1]) + "\n")
     with pytest.raises(SettingsError, match="the data has changed since the run began"):
         go_on(run)
@@ -453,7 +460,7 @@ def slowed(receive: Callable[..., Any]) -> Callable[..., Any]:
 def test_sampling_that_a_checkpoint_waited_for_counts_for_the_next_batch(begin, monkeypatch):
     """With prefetching, the first checkpoint finishes the completions of all batches up to the next weight sync."""
     monkeypatch.setattr(Prefetcher, "_next", slowed(Prefetcher._next))
-    run = begin("ahead", schedule={"v": 9, "i": 1, "stages": 1}, sampling={"max_num_seqs": 8}).run
+    run = begin("ahead", schedule={"sync_every": 9, "num_iterations": 1, "stages": 1}, rollout={"max_num_seqs": 8}).run
     lines = load_metrics(run)
     phases = ("sampling", "judging", "learning", "scoring", "sync")
     for line in lines:

@@ -323,12 +323,12 @@ def test_one_entry_of_weight_one_trains_as_a_single_reward(run, tmp_path):
     path, made = run[0]["model"]["path"], {}
     listed = {"name": "sample_task:load_letters", "rewards": [{"name": "only", "reward": "task"}]}
     for name, task in {"single": {"name": "sample_task:load_letters"}, "listed": listed}.items():
-        given: dict[str, Any] = {"evaluation": {"before_and_after": False}, "task": task}
-        made[name] = train(tiny_settings(path, tmp_path, run={"directory": str(tmp_path), "name": name}, **given)).run
+        given: dict[str, Any] = {"eval": {"at_start": False}, "task": task}
+        made[name] = train(tiny_settings(path, tmp_path, run={"output_dir": str(tmp_path), "name": name}, **given)).run
     own = load_task(load_settings({"task": {"name": "sample_task:load_letters"}}).task, 0)
     assert isinstance(own, RowTask)
     here = RowTask(own.name, own.rows, own.ask, lambda completion, answer: own.reward(completion, answer))
-    given = {"evaluation": {"before_and_after": False}, "run": {"directory": str(tmp_path), "name": "here"}}
+    given = {"eval": {"at_start": False}, "run": {"output_dir": str(tmp_path), "name": "here"}}
     made["here"] = train(tiny_settings(path, tmp_path, **given), here).run
     single, listed, closure = (load_rollouts(made[name]) for name in ("single", "listed", "here"))
     assert [{n: v for n, v in row.items() if n not in ("reward_only", "right")} for row in listed] == single == closure

@@ -41,7 +41,11 @@ from lagrpo.runs.rollouts import rollout_rows, rollout_schema
 from lagrpo.terminal.show import render_completion, show
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
-SETTINGS = {"task": {"name": "arithmetic"}, "objective": {"recipe": "grpo"}, "schedule": {"v": 10, "i": 1}}
+SETTINGS = {
+    "task": {"name": "arithmetic"},
+    "loss": {"recipe": "grpo"},
+    "schedule": {"sync_every": 10, "num_iterations": 1},
+}
 
 
 def completion(outcome: Outcome | None, text: str = "5", versions: tuple[int, ...] = (4, 4), finished: bool = True):
@@ -62,7 +66,7 @@ def group(key: int, *completions: Completion) -> Group:
 
 @pytest.fixture
 def run(tmp_path) -> Run:
-    return Run.create(tmp_path, "one", SETTINGS, "[schedule]\nv = 10\n", {"python": "3.11"})
+    return Run.create(tmp_path, "one", SETTINGS, "[schedule]\nsync_every = 10\n", {"python": "3.11"})
 
 
 @pytest.fixture
@@ -91,7 +95,7 @@ def printed(run: Run | Path, **arguments) -> str:
 
 
 def test_new_run_has_settings_and_environment(run):
-    assert (run.path / "config.toml").read_text() == "[schedule]\nv = 10\n"
+    assert (run.path / "config.toml").read_text() == "[schedule]\nsync_every = 10\n"
     assert json.loads((run.path / "environment.json").read_text()) == {"python": "3.11"}
     assert len(list(run.path.iterdir())) == 2
 
@@ -100,14 +104,14 @@ def test_default_names_say_what_tells_runs_apart_and_never_collide(tmp_path):
     names = [Run.create(tmp_path, None, SETTINGS, "", {}).path.name for _ in range(3)]
     assert len(set(names)) == 3
     assert all(re.fullmatch(r"arithmetic-grpo-v10-i1-\d{8}-\d{6}(-\d)?", name) for name in names)
-    odd = {"task": {"name": "data/weird name:load"}, "objective": {"recipe": "rloo"}}
+    odd = {"task": {"name": "data/weird name:load"}, "loss": {"recipe": "rloo"}}
     assert default_name(odd, datetime.datetime(2026, 1, 2, 3, 4, 5)) == "load-rloo-20260102-030405"
 
 
 def test_directory_with_content_is_rejected_and_an_empty_one_is_taken(run, tmp_path):
     with pytest.raises(RunExistsError, match="already exists"):
         Run.create(run.path.parent, "one", SETTINGS, "other", {})
-    assert (run.path / "config.toml").read_text() == "[schedule]\nv = 10\n"
+    assert (run.path / "config.toml").read_text() == "[schedule]\nsync_every = 10\n"
     (tmp_path / "empty").mkdir()
     assert Run.create(tmp_path, "empty", SETTINGS, "", {}).path == tmp_path / "empty"
 

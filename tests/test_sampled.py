@@ -197,8 +197,8 @@ def test_a_run_with_unsampled_tokens_agrees_with_its_replay(tmp_path, monkeypatc
 
     monkeypatch.setattr(LocalSampler, "_complete", with_a_reply)
     settings = tiny_settings(
-        save_tiny(tmp_path / "model"), tmp_path / "runs", run={"save_every": 1}, schedule={"v": 2},
-        evaluation={"before_and_after": False},
+        save_tiny(tmp_path / "model"), tmp_path / "runs", checkpoint={"export_every": 1}, schedule={"sync_every": 2},
+        eval={"at_start": False},
     )  # fmt: skip
     run = lagrpo.train(settings).run
     rows = load_rollouts(run)

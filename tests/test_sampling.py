@@ -214,7 +214,7 @@ def test_a_weight_sync_between_open_groups_is_rejected():
 
 def test_a_group_wider_than_the_rows_is_rejected():
     policy = tiny_policy()
-    with pytest.raises(ValueError, match=r"G = 6.*sampling.max_num_seqs = 4"):
+    with pytest.raises(ValueError, match=r"G = 6.*rollout.max_num_seqs = 4"):
         list(LocalSampler(copy_policy(policy), 0, 8, 4).sample(requests_for(policy, 1), 6))
 
 

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ValidationError
 
 from lagrpo.core.objective import NUMBERS
 from lagrpo.core.recipes import CHOICES, MINIMUM
-from lagrpo.settings.schema import EvalSettings, ModelSettings, ObjectiveSettings, Settings, TaskSettings
+from lagrpo.settings.objective import KNOBS
+from lagrpo.settings.schema import EvalSettings, LossSettings, ModelSettings, Settings, TaskSettings
 from lagrpo.tasks import option_takers, task_options
 
 
@@ -19,19 +20,20 @@ def sections(kind: type[BaseModel]) -> list[type[BaseModel]]:
 
 
 def test_every_knob_of_a_recipe_is_a_setting():
-    assert set(ObjectiveSettings.model_fields) == {"recipe", *NUMBERS, *CHOICES, *MINIMUM}
+    named = set(LossSettings.model_fields) - {"recipe", "overrides"}
+    assert {KNOBS.get(name, name) for name in named} <= {*NUMBERS, *CHOICES, *MINIMUM}
 
 
-@pytest.mark.parametrize("setting", sorted(CHOICES))
-def test_help_of_the_objective_names_every_choice(setting):
-    description = ObjectiveSettings.model_fields[setting].description or ""
-    assert [name for name in CHOICES[setting] if name not in description and name != "k1"] == []
+@pytest.mark.parametrize(("setting", "knob"), [("advantage", "advantage"), ("kl_estimator", "kl")])
+def test_help_of_the_loss_names_every_choice(setting, knob):
+    description = LossSettings.model_fields[setting].description or ""
+    assert [name for name in CHOICES[knob] if name not in description and name != "k1"] == []
 
 
 def test_what_is_unset_overrides_nothing():
-    assert ObjectiveSettings().overrides == {}
-    changed = ObjectiveSettings(recipe="dapo", beta=0.0, mask_zero_variance=False)
-    assert changed.overrides == {"beta": 0.0, "mask_zero_variance": False}
+    assert LossSettings().knobs == {}
+    changed = LossSettings(recipe="dapo", epsilon=0.1, mask_zero_variance=False, overrides={"dual_clip": 3.0})
+    assert changed.knobs == {"epsilon_low": 0.1, "mask_zero_variance": False, "dual_clip": 3.0}
 
 
 def test_every_option_that_a_task_declares_is_a_setting():
@@ -55,19 +57,19 @@ def test_every_setting_has_its_help(kind):
 @pytest.mark.parametrize(
     ("section", "values"),
     [
-        ("schedule", {"v": 0}),
-        ("schedule", {"kind": "lagged", "v": -1}),
-        ("schedule", {"i": 0}),
-        ("sampling", {"temperature": 0.0}),
-        ("sampling", {"temperature": float("inf")}),
-        ("optimizer", {"lr": float("nan")}),
+        ("schedule", {"sync_every": 0}),
+        ("schedule", {"kind": "lagged", "sync_every": -1}),
+        ("schedule", {"num_iterations": 0}),
+        ("rollout", {"temperature": 0.0}),
+        ("rollout", {"temperature": float("inf")}),
+        ("optimizer", {"learning_rate": float("nan")}),
         ("optimizer", {"beta2": 1.0}),
         ("verifier", {"max_without_reward": 1.1}),
         ("model", {"dtype": "float16"}),
         ("task", {"operations": ("/",)}),
-        ("sampling", {"G": 129}),
-        ("evaluation", {"samples": 129}),
-        ("objective", {"overlong_buffer": 257}),
+        ("rollout", {"num_generations": 129}),
+        ("eval", {"num_samples": 129}),
+        ("loss", {"overrides": {"overlong_buffer": 257}}),
         ("run", {"nmae": "x"}),
     ],
 )
@@ -78,10 +80,10 @@ def test_values_out_of_range_are_refused(section, values):
 
 def test_what_is_not_used_cannot_contradict():
     """More samples than rows are fine where nothing is evaluated; a schedule with a lag of 0 is on-policy."""
-    Settings.model_validate({"evaluation": {"samples": 500, "before_and_after": False}})
-    Settings.model_validate({"schedule": {"kind": "lagged", "v": 0}})
-    with pytest.raises(ValidationError, match=r"sampling.max_num_seqs = 128 is less than evaluation.samples = 500"):
-        Settings.model_validate({"evaluation": {"samples": 500, "before_and_after": False, "every": 1}})
+    Settings.model_validate({"eval": {"num_samples": 500, "at_start": False}})
+    Settings.model_validate({"schedule": {"kind": "lagged", "sync_every": 0}})
+    with pytest.raises(ValidationError, match=r"rollout.max_num_seqs = 128 is less than eval.num_samples = 500"):
+        Settings.model_validate({"eval": {"num_samples": 500, "at_start": False, "every": 1}})
 
 
 def test_settings_are_frozen():

@@ -25,11 +25,11 @@ def test_command_line_of_a_run_is_recorded_without_secrets(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "words", ["--vllm.urls http://me:planted@host:8000", "--vllm.options=--api-key=planted", "--model https://me:planted@host/x"]
+    "words", ["--vllm.urls http://me:planted@host:8000", "--vllm.server_args=--api-key=planted", "--model https://me:planted@host/x"]
 )  # fmt: skip
 def test_rejected_setting_is_named_without_its_secret(tmp_path, words):
-    vllm = ["--sampling.sampler", "vllm"] if "vllm" in words else []
-    code, out, err = lagrpo("train", *words.split(), *vllm, "--run.directory", tmp_path / "runs")
+    vllm = ["--rollout.engine", "vllm"] if "vllm" in words else []
+    code, out, err = lagrpo("train", *words.split(), *vllm, "--run.output_dir", tmp_path / "runs")
     assert code == 2
     assert "planted" not in out + err
 

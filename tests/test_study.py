@@ -160,7 +160,7 @@ def study_file(root: Path, **changes: Any) -> Path:
     content: dict[str, Any] = {
         "title": "What v costs", "settings": "base.toml", "seeds": [3, 4], "smooth": 2,
         "measures": ["pass_at_1", "mean reward_mean", "max lag_max"], "set": {"schedule": {"batches": 4}},
-        "grid": {"v": {"v = 1": {"schedule": {"v": 1}}, "v = 3": {"schedule": {"v": 3}}}},
+        "grid": {"v": {"v = 1": {"schedule": {"sync_every": 1}}, "v = 3": {"schedule": {"sync_every": 3}}}},
         "claims": [
             {"says": "a sampler lags", "claim": "v = 3 > v = 1", "measure": "max lag_max", "source": "Eq. 1"},
             {"says": "v = 1 is on-policy", "claim": "v = 1 <= 0", "measure": "max lag_max"},
@@ -178,7 +178,7 @@ def study_file(root: Path, **changes: Any) -> Path:
         ({"seeds": [0, 0, 1]}, "seeds: 0 occurs twice"),
         ({"grid": {"a": {"x": {}}, "b": {"x": {}}}}, "grid: 'x' occurs twice"),
         ({"grid": {"a": {"x 1": {}, "x-1": {}}}, "claims": []}, "run names: 'x-1' occurs twice"),
-        ({"set": {"objective": {"recipe": "grop"}}}, "run v-1-seed3: .*'grop'"),
+        ({"set": {"loss": {"recipe": "grop"}}}, "run v-1-seed3: .*'grop'"),
     ],
 )
 def test_wrong_study_file_is_rejected(tmp_path, changes, cause):
@@ -190,8 +190,8 @@ def test_run_has_the_settings_of_the_base_the_study_and_its_labels(tmp_path):
     _, runs = load_study(study_file(tmp_path), tmp_path / "out")
     assert [(run.cell, run.seed) for run in runs] == [((v,), seed) for seed in (3, 4) for v in ("v = 1", "v = 3")]
     settings = runs[3].settings
-    assert (settings.schedule.v, settings.schedule.batches, settings.run.seed) == (3, 4, 4)
-    assert (settings.run.name, settings.run.resume, settings.run.keep_checkpoints) == ("v-3-seed4", "auto", 0)
+    assert (settings.schedule.sync_every, settings.schedule.batches, settings.run.seed) == (3, 4, 4)
+    assert (settings.run.name, settings.run.resume, settings.checkpoint.save_total_limit) == ("v-3-seed4", "auto", 0)
     assert Study(title="", settings="").cells == [()]
 
 
@@ -216,7 +216,7 @@ def test_curves_have_a_panel_for_each_label_of_the_last_axis():
 def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
-    file = study_file(tmp_path, set={"schedule": {"batches": 12}, "run": {"checkpoint_every": 1}})
+    file = study_file(tmp_path, set={"schedule": {"batches": 12}, "checkpoint": {"save_every": 1}})
     out, first = tmp_path / "runs" / "studies" / "study", "v-1-seed3"
     command = [sys.executable, "-m", "experiments.study", str(file), "--jobs", "1"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ["PYTHONPATH"]])}

@@ -39,15 +39,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(model: Path, root: Path, /, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
     base: dict[str, dict[str, Any]] = {
         "environment": {"name": "talkers:Counting"},
-        "sampling": {"max_tokens": 40},
-        "evaluation": {"before_and_after": False},
+        "rollout": {"max_completion_length": 40},
+        "eval": {"at_start": False},
     }
     return tiny_settings(model, root, **{name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
 
 
 def test_a_run_is_recorded_shown_and_replayed(model, tmp_path):
     result = lagrpo.train(
-        settings(model, tmp_path, run={"save_every": 1}, schedule={"v": 2}, evaluation={"before_and_after": True})
+        settings(model, tmp_path, checkpoint={"export_every": 1}, schedule={"sync_every": 2}, eval={"at_start": True})
     )
     rows = load_rollouts(result.run)
     assert max(len(row["turns"]) for row in rows) == 5
@@ -87,8 +87,8 @@ def test_sampling_ahead_gives_the_records_of_batch_by_batch(model, tmp_path):
             settings(
                 model,
                 tmp_path / str(ahead),
-                schedule={"v": 3},
-                sampling={"prefetch": ahead},
+                schedule={"sync_every": 3},
+                rollout={"prefetch": ahead},
                 model={"dtype": "bfloat16"},
             )
         ).run
@@ -99,7 +99,7 @@ def test_sampling_ahead_gives_the_records_of_batch_by_batch(model, tmp_path):
 
 def test_a_resumed_run_is_the_run_that_was_never_stopped(model, tmp_path):
     """Stopped where completions of later batches are waiting in the checkpoint, rewards and turns with them."""
-    given = settings(model, tmp_path, schedule={"v": 3}, run={"checkpoint_every": 1, "keep_checkpoints": 5})
+    given = settings(model, tmp_path, schedule={"sync_every": 3}, checkpoint={"save_every": 1, "save_total_limit": 5})
     whole = lagrpo.train(given).run
     stopped = cut_to(whole, 1, tmp_path / "cut")
     assert list((stopped / "checkpoints").glob("*/rollouts.parquet"))
@@ -109,7 +109,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(model, tmp_path):
 
 
 def test_tools_are_called(model, tmp_path):
-    given = settings(model, tmp_path, sampling={"max_prompt_tokens": 620, "max_tokens": 10})
+    given = settings(model, tmp_path, rollout={"max_prompt_length": 620, "max_completion_length": 10})
     given["environment"] = {"tools": ["calculator"], "max_tokens": 20}
     rows = load_rollouts(lagrpo.train(given).run)
     assert rows[0]["prompt_text"].startswith("system: You can call functions:")
@@ -118,7 +118,7 @@ def test_tools_are_called(model, tmp_path):
 
 
 def test_a_task_with_an_environment_of_its_own(model, tmp_path):
-    given = settings(model, tmp_path, task={"name": "guess_number", "largest": 9}, sampling={"max_prompt_tokens": 100})
+    given = settings(model, tmp_path, task={"name": "guess_number", "largest": 9}, rollout={"max_prompt_length": 100})
     del given["environment"]
     rows = load_rollouts(lagrpo.train(given).run)
     assert any("My number is " in turn or "That is no number" in turn for row in rows for turn in row["turns"])
@@ -126,7 +126,7 @@ def test_a_task_with_an_environment_of_its_own(model, tmp_path):
 
 GUESSING = {"name": "guess_number", "largest": 9}
 SETS: list[dict[str, Any]] = [
-    {"name": "own", "max_tokens": 20},
+    {"name": "own", "max_completion_length": 20},
     {"name": "vowels", "task": {"name": "sample_task:load_vowels"}},
     {"name": "guess", "task": GUESSING},
 ]
@@ -137,10 +137,10 @@ def turns_of(run: Path, name: str) -> float:
 
 
 def test_sets_beside_an_environment_have_its_turns_their_own_or_one(model, tmp_path):
-    wide = {"max_tokens": 40, "max_prompt_tokens": 100}
-    given = {"sampling": wide, "evaluation": {"before_and_after": True}}
+    wide = {"max_completion_length": 40, "max_prompt_length": 100}
+    given = {"rollout": wide, "eval": {"at_start": True}}
     plain = lagrpo.train(settings(model, tmp_path / "plain", **given)).run
-    given["evaluation"] = {"before_and_after": True, "sets": SETS}
+    given["eval"] = {"at_start": True, "sets": SETS}
     run = lagrpo.train(settings(model, tmp_path / "sets", **given)).run
     assert load_rollouts(run) == load_rollouts(plain)
     assert turns_of(run, "before.own") > 1
@@ -156,9 +156,9 @@ def test_sets_beside_an_environment_have_its_turns_their_own_or_one(model, tmp_p
 
 
 def test_a_set_of_several_turns_beside_a_task_of_one(model, tmp_path):
-    given = settings(model, tmp_path, sampling={"max_prompt_tokens": 100}, schedule={"batches": 1})
+    given = settings(model, tmp_path, rollout={"max_prompt_length": 100}, schedule={"batches": 1})
     del given["environment"]
-    given["evaluation"] = {"sets": [{"name": "own"}, {"name": "guess", "task": GUESSING}]}
+    given["eval"] = {"sets": [{"name": "own"}, {"name": "guess", "task": GUESSING}]}
     run = lagrpo.train(given).run
     assert [turns_of(run, f"before.{name}") > 1 for name in ("own", "guess")] == [False, True]
     assert verify_run(run).differences == []
@@ -168,7 +168,7 @@ def test_a_set_of_several_turns_beside_a_task_of_one(model, tmp_path):
     ("sections", "message"),
     [
         ({"task": {"name": "guess_number"}, "environment": {"tools": ["calculator"]}}, "leave out environment.tools"),
-        ({"evaluation": {"sets": [{"name": "a", "task": {"name": "guess_number", "rewards": [{"name": "x", "reward":
+        ({"eval": {"sets": [{"name": "a", "task": {"name": "guess_number", "rewards": [{"name": "x", "reward":
           "task"}]}}]}}, "sets, 'a': .*leave out task.rewards"),
         ({"task": {"name": "talkers:load_counting", "rewards": [{"name": "x", "reward": "task"}]}, "environment": {}},
          "the environment of 'talkers:load_counting' gives the rewards"),
@@ -217,8 +217,8 @@ def test_a_chat_template_that_cannot_take_turns_is_refused(tmp_path):
 
 def test_several_ranks_make_the_run_of_one(model, tmp_path):
     """Each rank has environments of its own; evaluations talk to them, too, and sets to their own."""
-    sets = {"before_and_after": True, "sets": [{"name": "own"}, SETS[2]]}
-    given = {"evaluation": sets, "sampling": {"max_tokens": 40, "max_prompt_tokens": 100}}
+    sets = {"at_start": True, "sets": [{"name": "own"}, SETS[2]]}
+    given = {"eval": sets, "rollout": {"max_completion_length": 40, "max_prompt_length": 100}}
     alone = lagrpo.train(settings(model, tmp_path / "one", **given)).run
     first, second = together(2, settings(model, tmp_path / "two", **given))
     assert first == second

@@ -116,7 +116,7 @@ def run(tmp_path):
             "run": {"name": "run", "resume": "auto", "display": "plain", "save_weights": False},
             "model": {"threads": number},
             "schedule": {"batches": batches},
-            "evaluation": {"before_and_after": False},
+            "eval": {"at_start": False},
         }
         return train(tiny_settings(model, tmp_path, **sections)).run
 

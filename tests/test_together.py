@@ -31,10 +31,10 @@ from lagrpo.training.run import Result
 pytestmark = pytest.mark.usefixtures("shared_templates")
 
 SMALL: dict[str, dict[str, Any]] = {
-    "run": {"checkpoint_every": 1, "checkpoint_minutes": 0, "keep_checkpoints": 20},
-    "schedule": {"i": 2, "stages": 2, "batches": 3, "prompts": 3},
-    "objective": {"recipe": "grpo", "beta": 0.05},
-    "evaluation": {"every": 2},
+    "checkpoint": {"save_every": 1, "save_minutes": 0, "save_total_limit": 20},
+    "schedule": {"num_iterations": 2, "stages": 2, "batches": 3, "prompts_per_batch": 3},
+    "loss": {"recipe": "grpo", "beta": 0.05},
+    "eval": {"every": 2},
 }
 PLAIN = {"model": {"kernels": "torch"}}
 MEAN_ROUNDING = 1e-5
@@ -62,11 +62,11 @@ def settings(model, tmp_path):
 def kinds(model, tmp_path_factory):
     """More settings by kind of run; offline has completions of an earlier run."""
     root = tmp_path_factory.mktemp("earlier")
-    made = train(merged(tiny_settings(model, root), {"schedule": {"prompts": 3}, "run": {"name": "earlier"}}))
-    adapters = {"model": {"lora": {"r": 4}}, "optimizer": {"lr": 0.02}}
-    merging = adapters | {"model": {"lora": {"r": 4, "merge": True}}}
+    made = train(merged(tiny_settings(model, root), {"schedule": {"prompts_per_batch": 3}, "run": {"name": "earlier"}}))
+    adapters = {"model": {"lora_r": 4}, "optimizer": {"learning_rate": 0.02}}
+    merging = adapters | {"model": {"lora_r": 4, "lora_merge": True}}
     of_adapters = {"adapters": adapters, "adapters, merged": merging}
-    return {"plain": {}, **KINDS, **of_adapters, "offline": {"offline": {"data": str(made.run), "share": 0.34}}}
+    return {"plain": {}, **KINDS, **of_adapters, "offline": {"offline": {"data": str(made.run), "fraction": 0.34}}}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def alone(model, kinds, tmp_path_factory):
 
 
 def sharded(shard: str) -> Sections:
-    return {"distributed": {"shard": shard}}
+    return {"distributed": {"strategy": shard}}
 
 
 def only_result(found: list[Any]) -> Result:
@@ -139,7 +139,7 @@ def test_zero1_ranks_make_the_run_of_one(settings, alone, kinds, kind, size):
     [("asking ahead", 2, 1), ("offline", 4, 2), ("lagged", 3, 1), ("adapters", 2, 1), ("adapters, merged", 4, 2)],
 )
 def test_fsdp2_ranks_make_the_run_of_one(settings, alone, kinds, kind, size, hosts):
-    run = only_result(together(size, settings("ranks", kinds[kind], sharded("layers"), PLAIN), hosts=hosts)).run
+    run = only_result(together(size, settings("ranks", kinds[kind], sharded("fsdp2"), PLAIN), hosts=hosts)).run
     check_same_run(run, alone(kind, "torch"))
     file = "adapter_config.json" if kind == "adapters" else "config.json"
     configs = [json.loads((r / "weights/final" / file).read_text()) for r in (run, alone(kind, "torch"))]
@@ -172,7 +172,7 @@ def strike(root: Path, phase: str, number: int, victim: int, rank: int, after: i
 
 @pytest.mark.parametrize(
     ("phase", "shard"),
-    [("sampling", "optimizer"), ("checkpoint", "optimizer"), ("learning", "layers"), ("weight sync", "layers")],
+    [("sampling", "zero1"), ("checkpoint", "zero1"), ("learning", "fsdp2"), ("weight sync", "fsdp2")],
 )
 def test_killed_rank_ends_the_run_and_leaves_a_whole_checkpoint(settings, tmp_path, phase, shard):
     prepare = partial(strike, tmp_path, phase, signal.SIGKILL, 1)
@@ -206,7 +206,7 @@ def fail_in_update(failing: int, rank: int) -> tuple[()]:
     return ()
 
 
-@pytest.mark.parametrize(("failing", "shard"), [(1, "layers"), (0, "optimizer"), (1, "optimizer")])
+@pytest.mark.parametrize(("failing", "shard"), [(1, "fsdp2"), (0, "zero1"), (1, "zero1")])
 def test_rank_that_raises_ends_the_run_on_all_ranks(settings, tmp_path, failing, shard):
     found = together(2, settings("run", sharded(shard)), partial(fail_in_update, failing))
     assert str(found[failing]).startswith("NoMemoryError")
@@ -248,8 +248,8 @@ def test_torchrun_prints_the_first_error_and_resumes_after_a_restart(settings, t
 
 @pytest.mark.parametrize(
     ("phase", "shard", "after", "victim"),
-    [("sampling", "optimizer", 2, 0), ("learning", "optimizer", 2, 1), ("weight sync", "layers", 2, 0),
-     ("learning", "layers", 4, 0)],
+    [("sampling", "zero1", 2, 0), ("learning", "zero1", 2, 1), ("weight sync", "fsdp2", 2, 0),
+     ("learning", "fsdp2", 4, 0)],
 )  # fmt: skip
 def test_stopped_run_resumes_to_the_bit(settings, whole, tmp_path, phase, shard, after, victim):
     """The signal of one rank stops all. After four batches π_ref is neither the initial policy nor π."""
@@ -266,17 +266,17 @@ def test_stopped_run_resumes_to_the_bit(settings, whole, tmp_path, phase, shard,
 def test_killed_run_resumes_to_the_bit_when_torchrun_starts_it_again(settings, whole, tmp_path):
     together(2, settings("run"), partial(strike, tmp_path, "learning", signal.SIGKILL, 1))
     again = only_result(together(2, settings("run"), restarts=1))
-    found, expected = leaves(again.run, exact=True), leaves(whole("plain", "optimizer"), exact=True)
+    found, expected = leaves(again.run, exact=True), leaves(whole("plain", "zero1"), exact=True)
     assert [key for key in expected if found.get(key) != expected[key]] == []
 
 
 @pytest.mark.parametrize(
     ("before", "shard_before", "after", "shard_after", "kind"),
     [
-        (3, "optimizer", 2, "optimizer", "plain"),
-        (1, "optimizer", 2, "layers", "plain"),
-        (3, "layers", 1, "optimizer", "plain"),
-        (3, "layers", 2, "layers", "adapters"),
+        (3, "zero1", 2, "zero1", "plain"),
+        (1, "zero1", 2, "fsdp2", "plain"),
+        (3, "fsdp2", 1, "zero1", "plain"),
+        (3, "fsdp2", 2, "fsdp2", "adapters"),
     ],
 )
 def test_run_resumes_with_another_number_of_ranks(

@@ -30,14 +30,14 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 @given(
     st.builds(
         dict,
-        run=st.builds(dict, seed=st.integers(-(2**62), 2**62), directory=TEXT, save_weights=st.booleans()),
+        run=st.builds(dict, seed=st.integers(-(2**62), 2**62), output_dir=TEXT, save_weights=st.booleans()),
         task=st.builds(
             dict,
             system_prompt=st.none() | TEXT,
             digits=st.none() | st.integers(1, 4),
             operations=st.none() | st.lists(st.sampled_from("+-*"), max_size=3),
         ),
-        optimizer=st.builds(dict, lr=st.floats(1e-300, 1e300), warmup=st.integers(0, 10**9)),
+        optimizer=st.builds(dict, learning_rate=st.floats(1e-300, 1e300), warmup_steps=st.integers(0, 10**9)),
     )
 )
 def test_what_is_written_is_read_back(values):
@@ -47,47 +47,62 @@ def test_what_is_written_is_read_back(values):
 
 def test_a_file_and_overrides(tmp_path):
     path = tmp_path / "a.toml"
-    path.write_text('[schedule]\nv = 3\ni = 2\n[task]\ndigits = 2\noperations = ["+", "-"]\n')
-    settings = load_settings(path, {"schedule": {"v": "10"}, "task": {"digits": None, "operations": ["*"]}})
-    assert (settings.schedule.v, settings.schedule.i) == (10, 2)
+    path.write_text('[schedule]\nsync_every = 3\nnum_iterations = 2\n[task]\ndigits = 2\noperations = ["+", "-"]\n')
+    settings = load_settings(path, {"schedule": {"sync_every": "10"}, "task": {"digits": None, "operations": ["*"]}})
+    assert (settings.schedule.sync_every, settings.schedule.num_iterations) == (10, 2)
     assert (settings.task.digits, settings.task.operations) == (None, ("*",))
-    assert load_settings(path).schedule.v == 3
+    assert load_settings(path).schedule.sync_every == 3
     assert load_settings() == DEFAULTS
 
 
 def test_an_override_can_mend_what_the_file_contradicts(tmp_path):
     path = tmp_path / "a.toml"
-    path.write_text("[sampling]\nG = 200\n")
-    assert load_settings(path, {"sampling": {"max_num_seqs": "256"}}).sampling.max_num_seqs == 256
+    path.write_text("[rollout]\nnum_generations = 200\n")
+    assert load_settings(path, {"rollout": {"max_num_seqs": "256"}}).rollout.max_num_seqs == 256
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[schedul]\nv = 1", "a.toml: unknown setting 'schedul'; did you mean 'schedule'?"),
-        ("[schedule]\nvv = 1", "a.toml: unknown setting 'schedule.vv'; did you mean 'schedule.v'?"),
-        ("[schedule]\nlr = 1.0", "a.toml: unknown setting 'schedule.lr'; did you mean 'optimizer.lr'?"),
-        ("[sampling]\ng = 4", "a.toml: unknown setting 'sampling.g'; did you mean 'sampling.G'?"),
-        ("[run]\ndir = 4", "a.toml: unknown setting 'run.dir'; did you mean 'run.directory'?"),
+        ("[schedul]\nsync_every = 1", "a.toml: unknown setting 'schedul'; did you mean 'schedule'?"),
         (
-            "[optimizer]\nlearning_rate = 1.0",
-            "a.toml: unknown setting 'optimizer.learning_rate'; [optimizer] has optimizer.lr, ",
+            "[schedule]\nsync_evry = 1",
+            "a.toml: unknown setting 'schedule.sync_evry'; did you mean 'schedule.sync_every'?",
+        ),
+        (
+            "[schedule]\nlearning_rate = 1.0",
+            "a.toml: unknown setting 'schedule.learning_rate'; did you mean 'optimizer.learning_rate'?",
+        ),
+        (
+            "[rollout]\ngenerations = 4",
+            "a.toml: unknown setting 'rollout.generations'; did you mean 'rollout.num_generations'?",
+        ),
+        ("[run]\ndir = 4", "a.toml: unknown setting 'run.dir'; did you mean 'run.output_dir'?"),
+        (
+            "[optimizer]\nadamw = 1.0",
+            "a.toml: unknown setting 'optimizer.adamw'; [optimizer] has optimizer.learning_rate, ",
         ),
         (
             "[optimizer]\ntokens = 9",
             "a.toml: unknown setting 'optimizer.tokens'; did you mean 'optimizer.micro_batch_tokens'?",
         ),
         ("[vllm]\ndelivery = 9", "a.toml: unknown setting 'vllm.delivery'; [vllm] has vllm.urls, "),
-        ("[nothing]\nlike = 1", "a.toml: unknown setting 'nothing'; there are run, model, "),
-        ("lr = 1.0", "a.toml: unknown setting 'lr'; did you mean 'optimizer.lr'?"),
-        ("schedule = 3", "a.toml: schedule is a section, not a setting: set schedule.kind, schedule.v, schedule."),
-        ('[optimizer]\nlr = "x"', "a.toml: optimizer.lr = 'x': Input should be a valid number"),
-        ("[optimizer]\nlr = -1.0", "a.toml: optimizer.lr = -1.0: Input should be greater than 0"),
-        ("[optimizer]\nlr = inf", "a.toml: optimizer.lr = inf: Input should be a finite number"),
+        ("[nothing]\nlike = 1", "a.toml: unknown setting 'nothing'; there are run, checkpoint, "),
+        ("learning_rate = 1.0", "a.toml: unknown setting 'learning_rate'; did you mean 'optimizer.learning_rate'?"),
+        (
+            "schedule = 3",
+            "a.toml: schedule is a section, not a setting: set schedule.kind, schedule.sync_every, schedule.",
+        ),
+        ('[optimizer]\nlearning_rate = "x"', "a.toml: optimizer.learning_rate = 'x': Input should be a valid number"),
+        ("[optimizer]\nlearning_rate = -1.0", "a.toml: optimizer.learning_rate = -1.0: Input should be greater than 0"),
+        ("[optimizer]\nlearning_rate = inf", "a.toml: optimizer.learning_rate = inf: Input should be a finite number"),
         ('[model]\ndtype = "bf16"', "a.toml: model.dtype = 'bf16': Input should be 'auto', 'bfloat16' or 'float32'"),
         ('[task]\noperations = ["+", "/"]', "a.toml: task.operations.1 = '/': Input should be '+', '-' or '*'"),
-        ("[schedule]\nv = 0", "a.toml: schedule: v = 0 never syncs weights: use v of at least 1"),
-        ("[sampling]\nG = 200", "a.toml: sampling.max_num_seqs = 128 is less than sampling.G = 200"),
+        ("[schedule]\nsync_every = 0", "a.toml: schedule: sync_every = 0 never syncs weights: use at least 1"),
+        (
+            "[rollout]\nnum_generations = 200",
+            "a.toml: rollout.max_num_seqs = 128 is less than rollout.num_generations = 200",
+        ),
         ("[schedule", "a.toml: not valid TOML: "),
     ],
 )
@@ -98,12 +113,20 @@ def test_complaints_about_a_file(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
-        ("", {"schedule": {"v": "0"}}, "command line: schedule: v = 0 never syncs weights"),
-        ("", {"schedule": {"vv": "0"}}, "command line: unknown setting 'schedule.vv'"),
-        ("[schedule]\ni = 0", {"schedule": {"v": "2"}}, "a.toml: schedule.i = 0: "),
-        ("[schedule]\ni = 1", {"schedule": {"i": "0"}}, "command line: schedule.i = '0': "),
-        ("", {"schedule": {"i": None}}, "command line: schedule.i = None: "),
-        ("[schedule]\ni = 1", {"schedule": {"v": "0"}}, "a.toml and command line: schedule: v = 0 never syncs weights"),
+        ("", {"schedule": {"sync_every": "0"}}, "command line: schedule: sync_every = 0 never syncs weights"),
+        ("", {"schedule": {"sync_evry": "0"}}, "command line: unknown setting 'schedule.sync_evry'"),
+        ("[schedule]\nnum_iterations = 0", {"schedule": {"sync_every": "2"}}, "a.toml: schedule.num_iterations = 0: "),
+        (
+            "[schedule]\nnum_iterations = 1",
+            {"schedule": {"num_iterations": "0"}},
+            "command line: schedule.num_iterations = '0': ",
+        ),
+        ("", {"schedule": {"num_iterations": None}}, "command line: schedule.num_iterations = None: "),
+        (
+            "[schedule]\nnum_iterations = 1",
+            {"schedule": {"sync_every": "0"}},
+            "a.toml and command line: schedule: sync_every = 0 never syncs weights",
+        ),
     ],
 )
 def test_complaints_name_whose_fault_it_is(tmp_path, text, overrides, message):
@@ -111,8 +134,14 @@ def test_complaints_name_whose_fault_it_is(tmp_path, text, overrides, message):
 
 
 def test_every_complaint_has_a_line(tmp_path):
-    lines = complaint(tmp_path, "[schedule]\nvv = 1\ni = 0\n[optimizer]\nlr = 0.0").splitlines()
-    assert [line.split(": ")[1].split(" ")[0] for line in lines] == ["schedule.i", "unknown", "optimizer.lr"]
+    lines = complaint(
+        tmp_path, "[schedule]\nsync_evry = 1\nnum_iterations = 0\n[optimizer]\nlearning_rate = 0.0"
+    ).splitlines()
+    assert [line.split(": ")[1].split(" ")[0] for line in lines] == [
+        "schedule.num_iterations",
+        "unknown",
+        "optimizer.learning_rate",
+    ]
 
 
 def test_files_that_are_none(tmp_path):

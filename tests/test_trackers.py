@@ -28,7 +28,8 @@ pytestmark = pytest.mark.usefixtures("shared_templates")
 @pytest.fixture
 def begin(tmp_path):
     def begin(tracker: str, **sections: dict[str, Any]) -> Path:
-        own = {"name": "run", "trackers": tracker, "checkpoint_every": 1, "tracked_completions": 4}
+        own = {"name": "run", "report_to": tracker, "log_completions": 4}
+        sections = {"checkpoint": {"save_every": 1}} | sections
         return train(tiny_settings(save_tiny(tmp_path / "tiny"), tmp_path, run=own, **sections)).run
 
     return begin
@@ -55,7 +56,7 @@ def text(run: Path, tag: str) -> dict[int, str]:
 
 def test_tensorboard_shows_metrics_evaluations_settings_and_completions(begin):
     sets = [{"name": "own"}, {"name": "vowels", "task": {"name": "sample_task:load_vowels"}}]
-    run = begin("tensorboard", evaluation={"sets": sets, "every": 2})
+    run = begin("tensorboard", eval={"sets": sets, "every": 2})
     for name in ("reward_mean", "tokens_sampled", "lag_max"):
         assert scalars(run, name) == [(m["batch"], pytest.approx(m[name])) for m in load_metrics(run)]
     for name in ("own", "vowels"):
@@ -137,7 +138,7 @@ def test_packages_get_metrics_evaluations_and_tables_and_resume_their_run(begin,
     first, second = (options for _, options in package.named("init"))
     assert (first.get("id"), first["name"]) == (second.get("id"), second["name"])
     assert (first["resume"], second["resume"]) == (None if tracker == "wandb" else "never", "allow")
-    assert first["config"]["sampling"]["G"] == 4
+    assert first["config"]["rollout"]["num_generations"] == 4
 
 
 @pytest.mark.trackers
@@ -172,7 +173,7 @@ def test_a_package_that_raises_is_disabled_with_one_warning(begin, install, capl
 
 def test_no_secret_reaches_a_tracker(install, tmp_path):
     package, trackers = install("trackio"), Trackers(["trackio"], 8)
-    settings: dict[str, Any] = {"run": {"directory": str(tmp_path), "name": "run"}, "paths": [Path("key=planted"), 3]}
+    settings: dict[str, Any] = {"run": {"output_dir": str(tmp_path), "name": "run"}, "paths": [Path("key=planted"), 3]}
     settings["task"] = {"data": "https://me:planted@host/?token=planted"}
     trackers.on_start(settings, {"id": "0", "command": "train --key planted"}, 0)
     trackers.on_batch({"batch": 1, "loss": None}, [{"text": "a key=planted", "reason": "token=planted"}])
@@ -183,16 +184,16 @@ def test_no_secret_reaches_a_tracker(install, tmp_path):
 
 def test_unknown_and_repeated_names_are_rejected():
     for given in ("wandbb", ["wandb", "wandb"]):
-        with pytest.raises(SettingsError, match="trackers"):
-            load_settings({"run": {"trackers": given}})
+        with pytest.raises(SettingsError, match="report_to"):
+            load_settings({"run": {"report_to": given}})
 
 
 def test_a_missing_package_is_rejected_before_anything_is_loaded(monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
-    code, out, err = lagrpo("train", "--run.trackers", "wandb", "--run.directory", tmp_path / "runs")
+    code, out, err = lagrpo("train", "--run.report_to", "wandb", "--run.output_dir", tmp_path / "runs")
     assert (code, out) == (2, "")
-    assert "run.trackers names wandb, which is not installed" in err
+    assert "run.report_to names wandb, which is not installed" in err
     (tmp_path / "no_package").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SettingsError, match="no_package"):

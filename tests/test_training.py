@@ -45,7 +45,7 @@ def settings(model, tmp_path):
 @pytest.fixture
 def run(settings):
     """A run of these settings without evaluations."""
-    return lambda **sections: train(settings(**{"evaluation": {"before_and_after": False}} | sections))
+    return lambda **sections: train(settings(**{"eval": {"at_start": False}} | sections))
 
 
 def weights(result: Result) -> dict[str, torch.Tensor]:
@@ -68,7 +68,10 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 )
 @pytest.mark.usefixtures("shared_templates")
 def test_the_lag_read_from_the_tokens_is_the_schedules(run, kind, v, i, batches):
-    result = run(schedule={"kind": kind, "v": v, "i": i, "batches": batches}, optimizer={"lr": 1e-4})
+    result = run(
+        schedule={"kind": kind, "sync_every": v, "num_iterations": i, "batches": batches},
+        optimizer={"learning_rate": 1e-4},
+    )
     expected = lags(Schedule(kind, v), 1, batches, i)
     for row in load_rollouts(result.run):
         measured = {row["pi_k_version"] - version for version in row["versions"]}
@@ -82,7 +85,7 @@ def test_the_lag_read_from_the_tokens_is_the_schedules(run, kind, v, i, batches)
 @pytest.mark.usefixtures("shared_templates")
 def test_prefetching_changes_no_record(run):
     prefetch, lazy = (
-        run(sampling={"prefetch": a, "max_num_seqs": 8}, schedule={"v": 3, "batches": 7}, model=BF16["model"])
+        run(rollout={"prefetch": a, "max_num_seqs": 8}, schedule={"sync_every": 3, "batches": 7}, model=BF16["model"])
         for a in (True, False)
     )
     assert load_rollouts(prefetch.run) == load_rollouts(lazy.run)
@@ -106,7 +109,7 @@ def test_a_stage_ends_with_a_new_reference(run, reset):
     """KL(π‖π_ref) starts at 0, grows within a stage, and is 0 again at the first batch of the next one."""
     result = run(
         schedule={"stages": 2, "batches": 4, "reset_optimizer": reset},
-        objective={"recipe": "grpo", "beta": 0.1},
+        loss={"recipe": "grpo", "beta": 0.1},
     )
     kl = [m["kl_ref"] for m in load_metrics(result.run)]
     assert kl[0] == kl[4] == 0
@@ -124,13 +127,15 @@ def test_reset_optimizer_forgets_the_moments_between_stages_and_nothing_else(run
     assert equal == [True, True, True, False]  # batch 3 is drawn before the first update of the second stage
 
 
-BF16: dict[str, dict[str, Any]] = {"model": {"dtype": "bfloat16"}, "sampling": {"parity_check": False}}
+BF16: dict[str, dict[str, Any]] = {"model": {"dtype": "bfloat16"}, "rollout": {"parity_check": False}}
 STANDSTILL = "of the sampler's weights, less than 1 in 10,000"
 
 
 @pytest.mark.usefixtures("shared_templates")
 def test_where_the_masters_start_changes_nothing_before_the_first_update(run):
-    plain, dithered = (run(**BF16, optimizer={"lr": 1e-4, "masters": start}) for start in ("plain", "dithered"))
+    plain, dithered = (
+        run(**BF16, optimizer={"learning_rate": 1e-4, "dither_master_weights": start}) for start in (False, True)
+    )
     columns = ["token_ids", "logp_alpha"]
     equal = [load_rollouts(plain.run, [b], columns) == load_rollouts(dithered.run, [b], columns) for b in (1, 2)]
     assert equal == [True, False]
@@ -140,7 +145,9 @@ def test_where_the_masters_start_changes_nothing_before_the_first_update(run):
 def test_what_an_update_and_a_weight_sync_move_is_recorded(run):
     """every(2), i = 2: weight syncs before batches 1, 2 and 4, the second one after two updates, the third after
     four."""
-    result = run(**BF16, schedule={"v": 2, "i": 2, "batches": 4}, optimizer={"lr": 1e-5})
+    result = run(
+        **BF16, schedule={"sync_every": 2, "num_iterations": 2, "batches": 4}, optimizer={"learning_rate": 1e-5}
+    )
     metrics = load_metrics(result.run)
     assert [m["synced"] for m in metrics] == [True, True, False, True]
     synced = [m["moved_synced"] for m in metrics]
@@ -151,25 +158,28 @@ def test_what_an_update_and_a_weight_sync_move_is_recorded(run):
 
 
 @pytest.mark.parametrize(
-    ("task", "masters", "lr", "warned"),
-    [("load", "plain", 1e-9, True), ("load", "plain", 1e-2, False), ("load", "dithered", 1e-4, False),
-     ("load_even", "plain", 1e-9, False)],
+    ("task", "dithered", "lr", "warned"),
+    [("load", False, 1e-9, True), ("load", False, 1e-2, False), ("load", True, 1e-4, False),
+     ("load_even", False, 1e-9, False)],
 )  # fmt: skip
 @pytest.mark.usefixtures("shared_templates")
-def test_a_weight_sync_that_moves_next_to_nothing_is_told_of_once(settings, capsys, task, masters, lr, warned):
+def test_a_weight_sync_that_moves_next_to_nothing_is_told_of_once(settings, capsys, task, dithered, lr, warned):
     """Unless no update had a gradient: weights without a signal stand still for a better reason."""
-    changes = {"task": {"name": f"sample_task:{task}"}, "optimizer": {"lr": lr, "masters": masters}}
+    changes = {
+        "task": {"name": f"sample_task:{task}"},
+        "optimizer": {"learning_rate": lr, "dither_master_weights": dithered},
+    }
     train(settings(**BF16, **changes, run={"display": "plain"}))
     out = capsys.readouterr().out
     assert out.count(STANDSTILL) == warned
-    assert ('What helps: optimizer.masters = "dithered", a larger optimizer.lr' in out) == warned
+    assert ("What helps: optimizer.dither_master_weights = true, a larger optimizer.learning_rate" in out) == warned
 
 
 # Library
 
 
 def test_a_task_of_ones_own_and_settings_of_three_kinds(settings, tmp_path):
-    mapping = settings(task={"name": "arithmetic"}, evaluation={"prompts": 4})
+    mapping = settings(task={"name": "arithmetic"}, eval={"num_prompts": 4})
     path = tmp_path / "own.toml"
     path.write_text(to_toml(load_settings(mapping)))
     results = [lagrpo.train(given, task=load()) for given in (mapping, Settings.model_validate(mapping), path)]
@@ -198,7 +208,7 @@ def test_what_a_run_with_a_task_of_ones_own_reads_of_the_section_is_what_it_says
         read.update({name} & TaskSettings.model_fields.keys())
         return original(self, name)
 
-    mapping = settings(offline={"data": str(data), "share": 0.5}, objective={"recipe": "reinforce"})
+    mapping = settings(offline={"data": str(data), "fraction": 0.5}, loss={"recipe": "reinforce"})
     given = Settings.model_validate(mapping)
     monkeypatch.setattr(TaskSettings, "__getattribute__", spied)
     result = train(given, task=load())
@@ -234,9 +244,9 @@ def test_a_chat_template_that_refuses_the_prompts_is_refused_before_the_run_is_m
 
 
 def test_a_prompt_that_is_too_long_is_refused(run):
-    message = r"of the train split of 'spread' has \d+ tokens; sampling.max_prompt_tokens is 20"
+    message = r"of the train split of 'spread' has \d+ tokens; rollout.max_prompt_length is 20"
     with pytest.raises(SettingsError, match=message):
-        run(sampling={"max_prompt_tokens": 20})
+        run(rollout={"max_prompt_length": 20})
 
 
 def test_a_reward_of_another_signature_is_rejected(settings):
@@ -316,7 +326,7 @@ def test_callback_that_raises_ends_the_run_after_its_batch(settings, tmp_path):
 
 @pytest.mark.usefixtures("shared_templates")
 def test_evaluations_along_the_way(settings):
-    result = train(settings(schedule={"batches": 5}, evaluation={"every": 2, "temperature": 0.01, "samples": 5}))
+    result = train(settings(schedule={"batches": 5}, eval={"every": 2, "temperature": 0.01, "num_samples": 5}))
     evaluations = load_evaluations(result.run)
     assert [(e["name"], e["batch"], e["version"]) for e in evaluations] == [
         ("before", 0, 0),
@@ -334,7 +344,7 @@ def test_evaluations_along_the_way(settings):
 
 @pytest.mark.usefixtures("shared_templates")
 def test_evaluations_do_not_touch_training(run, settings):
-    plain, evaluated = run(), train(settings(evaluation={"every": 1}))
+    plain, evaluated = run(), train(settings(eval={"every": 1}))
     assert load_rollouts(plain.run) == load_rollouts(evaluated.run)
 
 
@@ -346,7 +356,7 @@ def test_no_weights_where_none_are_wanted(run):
 
 @pytest.mark.usefixtures("shared_templates")
 def test_masked_batches_make_no_update(run):
-    result = run(task={"name": "sample_task:load_even"}, objective={"recipe": "dapo"})
+    result = run(task={"name": "sample_task:load_even"}, loss={"recipe": "dapo"})
     assert [m["version"] for m in load_metrics(result.run)] == [0, 0, 0]
     assert {row["masked"] for row in load_rollouts(result.run)} == {"zero_variance"}
     assert result.version == 0
@@ -355,7 +365,7 @@ def test_masked_batches_make_no_update(run):
 @pytest.mark.parametrize("mode", ["none", "plain", "live"])
 @pytest.mark.usefixtures("shared_templates")
 def test_displays(settings, capfd, mode):
-    train(settings(run={"display": mode, "save_every": 1}))
+    train(settings(run={"display": mode}, checkpoint={"export_every": 1}))
     out, err = capfd.readouterr()
     assert err == ""
     if mode == "none":
@@ -423,7 +433,7 @@ def test_a_signal_ends_the_run_with_what_was_learned(
     settings, monkeypatch, owner, name, call, batches, version, signum
 ):
     Press(monkeypatch, owner, name, call, signum)
-    result = train(settings(evaluation={"every": 2}, schedule={"batches": 4}))
+    result = train(settings(eval={"every": 2}, schedule={"batches": 4}))
     assert result.interrupted == signum
     assert result.version == version
     assert result.after is None
@@ -522,9 +532,9 @@ def test_the_environment_is_recorded(run):
 @pytest.mark.usefixtures("shared_templates")
 def test_weights_along_the_way_are_kept_under_their_version(run, model):
     """i = 2: after batch 2 the policy is version 4, and what is kept of it is what the run then had."""
-    result = run(run={"save_every": 2}, schedule={"i": 2, "batches": 3})
+    result = run(checkpoint={"export_every": 2}, schedule={"num_iterations": 2, "batches": 3})
     assert sorted(path.name for path in (result.run / "weights").iterdir()) == ["final", "v000004"]
-    shorter = run(run={"name": "shorter"}, schedule={"i": 2, "batches": 2})
+    shorter = run(run={"name": "shorter"}, schedule={"num_iterations": 2, "batches": 2})
     kept = replace(shorter, weights=result.run / "weights" / "v000004")
     assert same(weights(kept), weights(shorter))
     assert not same(weights(kept), weights(result))

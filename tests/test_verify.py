@@ -38,8 +38,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(model: Path, root: Path, /, **sections: dict[str, Any]) -> Path:
     """A run of three batches at v = 2: versions 0 and 1 sample, and all are saved."""
-    run = {"name": "run", "save_every": 1} | sections.pop("run", {})
-    schedule = {"v": 2} | sections.pop("schedule", {})
+    run = {"name": "run"} | sections.pop("run", {})
+    sections.setdefault("checkpoint", {"export_every": 1})
+    schedule = {"sync_every": 2} | sections.pop("schedule", {})
     return lagrpo.train(tiny_settings(model, root, run=run, schedule=schedule, **sections)).run
 
 
@@ -101,37 +102,37 @@ def test_untouched_bfloat16_run_agrees_with_its_replay(in_bfloat16):
 @pytest.mark.parametrize(
     "sections",
     [
-        {"objective": {"recipe": "red_drop"}, "schedule": {"kind": "lagged", "v": 1}},
+        {"loss": {"recipe": "red_drop"}, "schedule": {"kind": "lagged", "sync_every": 1}},
         {
-            "objective": {"recipe": "dapo", "overlong_buffer": 4},
-            "sampling": {"dynamic_sampling": 2, "temperature": 0.7},
+            "loss": {"recipe": "dapo", "overrides": {"overlong_buffer": 4}},
+            "rollout": {"dynamic_sampling_rounds": 2, "temperature": 0.7},
         },
-        {"objective": {"recipe": "rloo"}, "schedule": {"kind": "budget", "delta": 0.01, "i": 2}},
-        {"objective": {"recipe": "off_policy_grpo_exact"}, "schedule": {"stages": 2, "prompts": 5}},
-        {"objective": {"recipe": "grpo_masked"}, "task": {"name": "sample_task:load_even"}},
+        {"loss": {"recipe": "rloo"}, "schedule": {"kind": "budget", "delta": 0.01, "num_iterations": 2}},
+        {"loss": {"recipe": "off_policy_grpo_exact"}, "schedule": {"stages": 2, "prompts_per_batch": 5}},
+        {"loss": {"recipe": "grpo_masked"}, "task": {"name": "sample_task:load_even"}},
     ],
-    ids=lambda sections: sections["objective"]["recipe"],
+    ids=lambda sections: sections["loss"]["recipe"],
 )
 def test_other_recipes_and_schedules_agree_too(model, tmp_path, sections):
-    sections.setdefault("schedule", {}).setdefault("v", 2)
+    sections.setdefault("schedule", {}).setdefault("sync_every", 2)
     assert verify_run(trained(model, tmp_path, **sections), 12).differences == []
 
 
 def test_offline_completions_are_left_out(untouched, model, tmp_path):
-    offline = {"data": str(untouched / FIRST), "share": 0.5}
-    report = verify_run(trained(model, tmp_path, offline=offline, objective={"recipe": "asymre"}))
+    offline = {"data": str(untouched / FIRST), "fraction": 0.5}
+    report = verify_run(trained(model, tmp_path, offline=offline, loss={"recipe": "asymre"}))
     assert report.differences == []
     assert report.skipped["samples and log-probs of completions: offline data"] == 12
     assert report.compared["samples"] > 0
 
 
 def test_missing_weights_are_named_with_the_setting_that_keeps_them(model, tmp_path):
-    run = trained(model, tmp_path, run={"save_every": 0, "save_weights": False})
+    run = trained(model, tmp_path, run={"save_weights": False}, checkpoint={"export_every": 0})
     report = verify_run(run)
     assert report.differences == []
     by_first = [row for row in load_rollouts(run) if set(row["versions"]) == {0}]
     assert report.compared["logp_alpha"] == sum(len(row["token_ids"]) for row in by_first)
-    assert any("version 1 on disk: set run.save_every = 1" in why for why in report.skipped)
+    assert any("version 1 on disk: set checkpoint.export_every = 1" in why for why in report.skipped)
 
 
 def test_task_object_is_asked_for(model, tmp_path):
@@ -289,7 +290,7 @@ def test_missing_event_of_a_weight_sync_is_found(run):
 
 @pytest.mark.parametrize(("v", "delta", "reason"), [(3, 1e-9, "budget"), (2, 1e9, "cap")])
 def test_measured_kl_decides_about_the_next_weight_sync(model, tmp_path, v, delta, reason):
-    run = trained(model, tmp_path, schedule={"kind": "budget", "v": v, "delta": delta, "batches": 5})
+    run = trained(model, tmp_path, schedule={"kind": "budget", "sync_every": v, "delta": delta, "batches": 5})
     synced = [(e["batch"], e["reason"]) for e in load_events(run) if e["event"] == "weight_sync"]
     assert synced == [(1, "start"), (3, reason), (5, reason)]
     assert verify_run(run, 1).differences == []
@@ -362,8 +363,8 @@ def test_run_without_rollouts_or_with_a_broken_line_is_rejected(run):
 
 def test_run_whose_sampling_changed_on_resume_is_rejected(run):
     with (run / "events.jsonl").open("a") as events:
-        events.write('{"event": "resumed", "batch": 2, "changed": {"sampling.G": [4, 3]}}\n')
-    with pytest.raises(SettingsError, match=r"sampling\.G"):
+        events.write('{"event": "resumed", "batch": 2, "changed": {"rollout.num_generations": [4, 3]}}\n')
+    with pytest.raises(SettingsError, match=r"rollout\.num_generations"):
         verify_run(run, 1)
 
 

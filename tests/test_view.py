@@ -38,7 +38,7 @@ def trained(tmp_path_factory):
     """A real run of a tiny model, with v = 2."""
     root = tmp_path_factory.mktemp("trained")
     model = save_tiny(root / "model")
-    settings = tiny_settings(model, root / "runs", schedule={"v": 2}, run={"name": "one", "entropy": True})
+    settings = tiny_settings(model, root / "runs", schedule={"sync_every": 2}, run={"name": "one", "entropy": True})
     return lagrpo.train(settings).run
 
 
@@ -82,7 +82,7 @@ def test_page_holds_metrics_events_settings_and_evaluations_of_a_real_run(traine
     assert run["metrics"]["batch"] == [1, 2, 3]
     assert (run["status"][0], run["total"], run["notes"]) == ("finished", 3, [])
     assert [event["reason"] for event in run["events"] if event["event"] == "weight_sync"] == ["start", "schedule"]
-    assert (run["settings"]["schedule.v"], header["settings"]["schedule.v"][1]) == (2, 1)
+    assert (run["settings"]["schedule.sync_every"], header["settings"]["schedule.sync_every"][1]) == (2, 1)
     assert [one["name"] for one in run["evaluations"]["summaries"]] == ["before", "after"]
     assert [len(rows) for rows in run["evaluations"]["rows"]] == [2, 2]
 

@@ -212,7 +212,7 @@ def test_keys_lead_everywhere(opened, run):
     page.key("3")
     assert "Prompt by prompt" in page.text("main")
     page.key("4")
-    assert "schedule.v" in page.text("main")
+    assert "schedule.sync_every" in page.text("main")
 
 
 def test_address_holds_the_place(opened, run):
@@ -262,9 +262,9 @@ def test_evaluations_show_the_prompts_that_changed(opened, run):
 
 
 def test_settings_have_values_defaults_and_meanings(opened, tmp_path, run):
-    other = make_run(tmp_path, "other", schedule={"prompts": 3, "batches": 4, "v": 5})
+    other = make_run(tmp_path, "other", schedule={"prompts_per_batch": 3, "batches": 4, "sync_every": 5})
     page = opened(run, other, address="#tab=settings")
-    row = next(text for text in page.texts(".settings tr") if text.startswith("schedule.v\t"))
+    row = next(text for text in page.texts(".settings tr") if text.startswith("schedule.sync_every\t"))
     assert row.split("\t")[1:4] == ["2", "5", "1"]
     page.type("input[name=setting]", "schedule.")
     assert all(text.startswith("schedule.") for text in page.texts(".settings table")[0].splitlines()[1:])
@@ -290,7 +290,7 @@ def test_run_without_anything_says_so(opened, tmp_path):
     tab(page, "evaluations")
     assert "This run has no evaluations." in page.text("main")
     tab(page, "settings")
-    assert "schedule.v" in page.text("main")
+    assert "schedule.sync_every" in page.text("main")
 
 
 # Texts of strangers

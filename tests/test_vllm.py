@@ -221,7 +221,7 @@ def test_rejected_weights_leave_the_version_before_for_the_checkpoint(fake, engi
     assert all(torch.equal(kept[name], tensor) for name, tensor in old.items())
 
 
-@pytest.mark.parametrize("in_flight", ["span", "regenerate"])
+@pytest.mark.parametrize("in_flight", ["continue", "restart"])
 def test_sync_continues_or_restarts_completions_in_flight(fake, policy, in_flight):
     engine = engine_of([Ours(fake)], policy, in_flight, rows=2)
     engine.sync_weights(policy.weights, 0)
@@ -246,8 +246,8 @@ def test_sync_continues_or_restarts_completions_in_flight(fake, policy, in_fligh
     engine.sync_weights(policy.weights, 1)
     ended.set()
     assert versions([c for _, group in coming for c in group.completions]) == {1}
-    assert engine.pop_metrics()["regenerated"] == (in_flight == "regenerate")
-    assert bool(fake.bodies("/abort_requests")) == (in_flight == "regenerate")
+    assert engine.pop_metrics()["regenerated"] == (in_flight == "restart")
+    assert bool(fake.bodies("/abort_requests")) == (in_flight == "restart")
     engine.close()
 
 
@@ -306,7 +306,7 @@ def test_stuck_nccl_call_ends_the_run(monkeypatch, fake, call):
 
 def test_version_of_adapters_is_loaded_by_name_and_nothing_pauses(fake):
     lora = tiny_policy(lora=LORA)
-    engine = engine_of([Ours(fake)], lora, "span")
+    engine = engine_of([Ours(fake)], lora, "continue")
     engine.sync_weights(lora.weights, 0)
     with engine.weights.using() as label:  # a request in flight keeps its adapter
         update(lora)
@@ -375,7 +375,7 @@ def converse(fake: FakeServer, G: int = 2, end: str = "stop", **limits: int) -> 
     """A group by a server that says "ab" and ends its turn, and the policy. `end` is how later turns end."""
     policy = talking(torch.float32)
     of, count = episodes(policy, **limits), iter(range(100))
-    engine = engine_of([Ours(fake)], policy, "span", of.limits.sampled)
+    engine = engine_of([Ours(fake)], policy, "continue", of.limits.sampled)
     engine.episodes = of
     engine.sync_weights(policy.weights, 4)
 
@@ -421,7 +421,7 @@ def test_unusable_turn_fails_the_completion(fake):
 
 def settings(root: Path, **sections: Any) -> Settings:
     model = save_tiny(root / "model", tie_word_embeddings=True)
-    return Settings.model_validate(tiny_settings(model, root, **{"sampling": {"sampler": "vllm"}} | sections))
+    return Settings.model_validate(tiny_settings(model, root, **{"rollout": {"engine": "vllm"}} | sections))
 
 
 def test_server_of_lagrpo_serve_reloads_its_head(fake, tmp_path):
@@ -450,11 +450,11 @@ def test_unfit_server_is_rejected_before_a_model_loads(fake, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"vllm": {"urls": ["localhost:8000"]}, "sampling": {"sampler": "vllm"}}, "is no URL"),
-        ({"vllm": {"urls": ["http://a", "http://a"]}, "sampling": {"sampler": "vllm"}}, "there twice"),
-        ({"vllm": {"urls": ["http://a"], "gpus": [1]}, "sampling": {"sampler": "vllm"}}, "that the run starts"),
-        ({"vllm": {"in_flight": "span"}}, "sampling.sampler is 'local'"),
-        ({"sampling": {"sampler": "vllm", "temperature": 2.5}}, "vLLM takes at most 2"),
+        ({"vllm": {"urls": ["localhost:8000"]}, "rollout": {"engine": "vllm"}}, "is no URL"),
+        ({"vllm": {"urls": ["http://a", "http://a"]}, "rollout": {"engine": "vllm"}}, "there twice"),
+        ({"vllm": {"urls": ["http://a"], "gpus": [1]}, "rollout": {"engine": "vllm"}}, "that the run starts"),
+        ({"vllm": {"on_weight_sync": "continue"}}, "rollout.engine is 'local'"),
+        ({"rollout": {"engine": "vllm", "temperature": 2.5}}, "vLLM takes at most 2"),
     ],
 )
 def test_contradictory_settings_are_rejected(sections, message):
@@ -502,8 +502,8 @@ def test_serve_prints_how_to_attach_and_becomes_the_server(monkeypatch, capsys, 
     server.serve(ServeSettings("smollm2", port=8123, weight_sync="nccl", lora_rank=8, options=("--seed 3",)))
     ((python, command, environment),) = became
     said = capsys.readouterr().out
-    given = "--model smollm2 --sampling.sampler vllm --vllm.urls http://127.0.0.1:8123 --vllm.weight_sync nccl"
-    assert f"  lagrpo train … {given} --model.lora.r 8\n" in said
+    given = "--model smollm2 --rollout.engine vllm --vllm.urls http://127.0.0.1:8123 --vllm.weight_transfer nccl"
+    assert f"  lagrpo train … {given} --model.lora_r 8\n" in said
     assert (python, command[0], command[-2:]) == (sys.executable, sys.executable, ["--seed", "3"])
     key = environment["VLLM_API_KEY"]
     assert (f"  export {KEY}={key}\n" in said) == (own is None)

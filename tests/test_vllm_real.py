@@ -83,7 +83,7 @@ def attached(server: StartedServer, monkeypatch: pytest.MonkeyPatch) -> VllmClie
 
 
 def run(model: Path, root: Path, server: VllmClient | None = None, /, **sections: Any) -> Result:
-    base = {"sampling": {"sampler": "vllm"}, "vllm": {"urls": [server.url]} if server is not None else {}}
+    base = {"rollout": {"engine": "vllm"}, "vllm": {"urls": [server.url]} if server is not None else {}}
     return train(tiny_settings(model, root, **merged(base, sections)))
 
 
@@ -142,12 +142,12 @@ def test_tied_head_is_renewed(tmp_path, monkeypatch):
 # Runs that attach to a server
 
 
-@pytest.mark.parametrize("in_flight", ["finish", "span", "regenerate"])
+@pytest.mark.parametrize("in_flight", ["finish", "continue", "restart"])
 def test_completions_in_flight_at_a_sync(attached, model, tmp_path, in_flight):
     """A pipeline of one batch ahead: completions may span two versions, or are sampled again; the lag is 0 or 1."""
     directory = run(
-        model, tmp_path, attached, schedule={"kind": "lagged", "v": 1, "batches": 6},
-        sampling={"max_tokens": 48}, vllm={"in_flight": in_flight},
+        model, tmp_path, attached, schedule={"kind": "lagged", "sync_every": 1, "batches": 6},
+        rollout={"max_completion_length": 48}, vllm={"on_weight_sync": in_flight},
     ).run  # fmt: skip
     rows = load_rollouts(directory)
     assert len(rows) == 6 * 2 * 4
@@ -155,14 +155,14 @@ def test_completions_in_flight_at_a_sync(attached, model, tmp_path, in_flight):
     for row in rows:
         assert row["versions"] == sorted(row["versions"])
         assert {row["pi_k_version"] - version for version in row["versions"]} <= {0, 1}
-        assert in_flight == "span" or len({*row["versions"]}) == 1
+        assert in_flight == "continue" or len({*row["versions"]}) == 1
 
 
 def test_run_of_several_turns_is_replayed(attached, model, tmp_path):
     directory = run(
-        model, tmp_path, attached, task={"name": "guess_number", "largest": 9}, vllm={"in_flight": "span"},
-        schedule={"kind": "lagged", "v": 1, "batches": 4}, environment={"max_turns": 4, "max_tokens": 100},
-        sampling={"max_tokens": 40, "max_prompt_tokens": 100}, evaluation={"before_and_after": False},
+        model, tmp_path, attached, task={"name": "guess_number", "largest": 9}, vllm={"on_weight_sync": "continue"},
+        schedule={"kind": "lagged", "sync_every": 1, "batches": 4}, environment={"max_turns": 4, "max_tokens": 100},
+        rollout={"max_completion_length": 40, "max_prompt_length": 100}, eval={"at_start": False},
     ).run  # fmt: skip
     assert max(len(row["turns"]) for row in load_rollouts(directory)) > 1
     assert [line["lag_max"] for line in load_metrics(directory)][1:] == [1, 1, 1]
@@ -171,8 +171,8 @@ def test_run_of_several_turns_is_replayed(attached, model, tmp_path):
 
 def test_run_trains_adapters(adapting, model, tmp_path, monkeypatch):
     monkeypatch.setenv(KEY, adapting.key)
-    sections = {"model": {"lora": {"r": 8}}, "vllm": {"in_flight": "span"}, "evaluation": {"sampler": "vllm"}}
-    result = run(model, tmp_path, adapting, **sections, schedule={"kind": "lagged", "v": 1, "batches": 4})
+    sections = {"model": {"lora_r": 8}, "vllm": {"on_weight_sync": "continue"}, "eval": {"sampler": "vllm"}}
+    result = run(model, tmp_path, adapting, **sections, schedule={"kind": "lagged", "sync_every": 1, "batches": 4})
     metrics = load_metrics(result.run)
     assert [line["lag_max"] for line in metrics][1:] == [1, 1, 1]
     assert all(line["parity_mean"] < 1e-3 for line in metrics)
@@ -181,9 +181,14 @@ def test_run_trains_adapters(adapting, model, tmp_path, monkeypatch):
 
 
 def test_evaluations_by_the_server_change_no_record_of_training(attached, model, tmp_path):
-    evaluation = {"every": 1, "sets": [{"name": "own"}, {"name": "long", "max_tokens": 12, "temperature": 0.5}]}
+    evaluation = {
+        "every": 1,
+        "sets": [{"name": "own"}, {"name": "long", "max_completion_length": 12, "temperature": 0.5}],
+    }
     made = [
-        run(model, tmp_path / by, attached, schedule={"v": 4, "batches": 5}, evaluation={**evaluation, "sampler": by})
+        run(
+            model, tmp_path / by, attached, schedule={"sync_every": 4, "batches": 5}, eval={**evaluation, "sampler": by}
+        )
         for by in ("local", "vllm")
     ]
     columns = ["batch", "prompt_key", "completion", "token_ids", "versions", "lag", "pi_k_version"]
@@ -201,7 +206,7 @@ def test_lagrpo_eval_by_a_server_finds_what_this_process_finds(attached, model, 
     words = ["eval", str(model), "--task", "sample_task:load", "--model.dtype", "float32", "--model.device", "cpu"]
     words += ["--samples", "2", "--max_tokens", "6", "--max_prompt_tokens", "64", "--temperature", "0.01"]
     cli.main([*words, "--output", str(tmp_path / "local")])
-    by_server = ["--sampling.sampler", "vllm", "--vllm.urls", attached.url, "--output", str(tmp_path / "vllm")]
+    by_server = ["--rollout.engine", "vllm", "--vllm.urls", attached.url, "--output", str(tmp_path / "vllm")]
     cli.main([*words, *by_server])
     assert "differs from this process by" in capsys.readouterr().err
     means = [json.loads((tmp_path / by / "summary.json").read_bytes())["reward_mean"] for by in ("local", "vllm")]
@@ -209,11 +214,12 @@ def test_lagrpo_eval_by_a_server_finds_what_this_process_finds(attached, model, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shard", ["optimizer", "layers"])
+@pytest.mark.parametrize("shard", ["zero1", "fsdp2"])
 def test_ranks_learn_from_what_a_server_samples(tmp_path, shard):
     settings = tiny_settings(
-        tiny_directory(tmp_path), tmp_path, sampling={"sampler": "vllm"}, distributed={"shard": shard},
-        schedule={"v": 2, "i": 2, "batches": 6, "prompts": 3}, objective={"recipe": "grpo", "beta": 0.05},
+        tiny_directory(tmp_path), tmp_path, rollout={"engine": "vllm"}, distributed={"strategy": shard},
+        schedule={"sync_every": 2, "num_iterations": 2, "batches": 6, "prompts_per_batch": 3},
+        loss={"recipe": "grpo", "beta": 0.05},
     )  # fmt: skip
     found = together(2, settings)
     assert all(isinstance(one, Result) for one in found), "\n\n".join(map(str, found))
@@ -246,8 +252,8 @@ def test_killed_server_loses_no_completion_and_counts_none_twice(model, tmp_path
     monkeypatch.setattr(StartedServer, "_start", lambda self: (started.append(self), start_server(self))[1])
     monkeypatch.setattr(owner, name, killing)
     result = run(
-        model, tmp_path, schedule={"v": v, "batches": 4}, sampling={"max_tokens": 32},
-        evaluation={"before_and_after": False},
+        model, tmp_path, schedule={"sync_every": v, "batches": 4}, rollout={"max_completion_length": 32},
+        eval={"at_start": False},
     )  # fmt: skip
     rows, metrics = load_rollouts(result.run), load_metrics(result.run)
     assert sum(line["recoveries"] for line in metrics) == 1
@@ -264,7 +270,7 @@ def test_killed_server_loses_no_completion_and_counts_none_twice(model, tmp_path
 
 def test_server_that_cannot_start_shows_its_log(model, tmp_path):
     with pytest.raises(SettingsError, match=r"(?s)the vLLM server ended\. The end of its log.*no-such-option"):
-        run(model, tmp_path, vllm={"options": ["--no-such-option"]})
+        run(model, tmp_path, vllm={"server_args": ["--no-such-option"]})
 
 
 def test_run_attaches_as_lagrpo_serve_prints_and_ends_with_its_server(model, tmp_path, monkeypatch):

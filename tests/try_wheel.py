@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 VERSIONS = ("3.11", "3.12", "3.13")
-SHORT = ("--schedule.batches", "2", "--evaluation.prompts", "2", "--evaluation.samples", "2", "--run.name", "tried")
+SHORT = ("--schedule.batches", "2", "--eval.num_prompts", "2", "--eval.num_samples", "2", "--run.name", "tried")
 DEADLINE = 1800  # seconds for each command
 
 

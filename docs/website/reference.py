@@ -26,7 +26,7 @@ ABOUT_SETTINGS = """\
 A setting is given in a TOML file, in the table of its section, or on the command line: `--section.name VALUE`.
 `lagrpo train --help` lists the same."""
 ABOUT_RECIPES = """\
-`objective.recipe` names one; the other settings of [objective](settings.md#objective) replace knobs of it.
+`loss.recipe` names one; the other settings of [objective](settings.md#objective) replace knobs of it.
 [theory.md](../reports/theory.md) derives them, [off-policy.md](../docs/off-policy.md) says when to use which.
 `rho` is π/α of a token, `s` of a sequence; A normalized is (r - mu)/sigma, centered r - mu."""
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "of length at least"}

@@ -61,7 +61,7 @@ def run_missing(missing: Sequence[Run], jobs: int | None) -> list[Run]:
     if not missing:
         return []
     model, cores = missing[0].settings.model, usable_cores()
-    jobs = jobs or (1 if missing[0].settings.sampling.sampler == "vllm" else max(1, cores // (model.threads or 1)))
+    jobs = jobs or (1 if missing[0].settings.rollout.engine == "vllm" else max(1, cores // (model.threads or 1)))
     print(f"{len(missing)} runs to make, {jobs} at a time", flush=True)
     waiting, active, failed = list(missing), dict[subprocess.Popen[bytes], Run](), list[Run]()
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

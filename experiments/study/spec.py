@@ -23,7 +23,7 @@ from .measures import metrics_of
 from .statistics import Cell, Values, Verdict, judge, paired_differences, parse_claim
 
 Sections = dict[str, dict[str, Any]]
-DEFAULTS = {"run": {"save_weights": False, "keep_checkpoints": 0}}  # unless the study says otherwise
+DEFAULTS = {"run": {"save_weights": False}, "checkpoint": {"save_total_limit": 0}}  # unless the study says otherwise
 
 
 class Claim(Section):
@@ -96,7 +96,7 @@ class Run:
         if not (self.path / "config.toml").is_file() or len(load_metrics(self.path)) < batches:
             return False
         evaluated = any(summary["name"] == "after" for summary in load_evaluations(self.path))
-        return evaluated or not self.settings.evaluation.before_and_after
+        return evaluated or not self.settings.eval.at_start
 
 
 def load_study(file: Path, directory: Path) -> tuple[Study, list[Run]]:
@@ -109,7 +109,7 @@ def load_study(file: Path, directory: Path) -> tuple[Study, list[Run]]:
         labels = (study.grid[axis][label] for axis, label in zip(study.grid, cell, strict=True))
         for sections in (study.set, *labels):
             values = merged(values, sections)
-        own = {"directory": str(directory), "name": name, "seed": seed, "resume": "auto", "display": "plain"}
+        own = {"output_dir": str(directory), "name": name, "seed": seed, "resume": "auto", "display": "plain"}
         settings = validate(Settings, merged(values, {"run": own}), {}, f"{file}, run {name}")
         try:
             check_settings(settings)

@@ -12,7 +12,7 @@
     lagrpo env
     lagrpo --version
 
---task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --objective.recipe.
+--task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --loss.recipe.
 `lagrpo COMMAND --help` lists what each takes. Exit codes: 0 done, 1 the run failed (verify: something differs),
 2 wrong input, 130 stopped by Ctrl-C, 143 by SIGTERM.
 """
@@ -93,13 +93,13 @@ def failing(*errors: type[Exception], code: int = 1) -> Iterator[None]:
 def train(words: list[str]) -> None:
     """Train on the settings of a file (the defaults without one), overridden by --section.name VALUE.
 
-    --dry-run prints the settings as resolved and what they mean, and stops. --merge stands for --model.lora.merge
+    --dry-run prints the settings as resolved and what they mean, and stops. --merge stands for --model.lora_merge
     true."""
     given = parse(Settings, words, FLAGS | {"--merge"})
     if len(given.files) > 1:
         raise SettingsError(f"one settings file, not {len(given.files)}: {' '.join(given.files)}")
     if "--merge" in given.flags:
-        given.put("model.lora.merge", "true")
+        given.put("model.lora_merge", "true")
     settings = load_settings(given.files[0] if given.files else None, given.overrides)
     if given.flags & HELP:
         return show_help(settings, "lagrpo train [SETTINGS.toml]", train)

@@ -128,7 +128,7 @@ def test_loss_and_diagnostics_by_hand():
     expected = {
         "tokens": 3.0, "ratio": 3.0, "ratio_squared": 4.5, "abs_log_ratio": 3 * log(2),
         "kl_alpha": (1 - log(2)) + 2 * (-0.5 + log(2)), "kl_ref": k3, "clipped_positive": 1.0, "clipped_negative": 1.0,
-        "objective": objective,
+        "loss": objective,
     }  # fmt: skip
     assert {name: float(value) for name, value in sums.items()} == pytest.approx(expected)
 

@@ -1,7 +1,7 @@
 """What each token contributes to an objective.
 
 A loss is a function of `LossInputs` and gives the value to maximize [T]. Its keyword-only arguments are its knobs:
-numbers or functions, which the table in core/recipes.py and the section [objective] of the settings replace. `reads`
+numbers or functions, which the table in core/recipes.py and the section [loss] of the settings replace. `reads`
 declares which log-probs it needs besides the trainer's own. rho is pi/alpha at the level `ratio` over the policy
 `denominator`, A the advantage, sg stops the gradient.
 """

@@ -1,7 +1,7 @@
 """The recipes: one table, whose rows hold the functions of core themselves. From a recipe's name it is one jump to its
 row and one to the formula; `lagrpo recipes NAME` prints the source of its functions.
 
-A function's keyword-only arguments are its knobs. A row replaces defaults with `partial`, the section [objective] of
+A function's keyword-only arguments are its knobs. A row replaces defaults with `partial`, the section [loss] of
 the settings replaces any knob of the row by its name: a number, or the name of another function.
 
 >>> resolve("dapo", {"epsilon_high": 0.3}).settings["epsilon_high"]

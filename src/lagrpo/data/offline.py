@@ -253,7 +253,7 @@ def _tokenized(record: Record, policy: Policy, replies: Replies, max_prompt_toke
         else:
             prompt = policy.chat.tokenize(record.prompt)
         if max_prompt_tokens is not None and (count := len(prompt.token_ids)) > max_prompt_tokens:
-            limit = f"sampling.max_prompt_tokens is {max_prompt_tokens}"
+            limit = f"rollout.max_prompt_length is {max_prompt_tokens}"
             raise ValueError(f"its prompt has {count} tokens; {limit}")
         completion = None if record.failed else _completion(record, policy, replies)
         return _Row(prompt, completion, (*record.batch, prompt.token_ids))

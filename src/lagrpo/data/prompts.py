@@ -100,6 +100,6 @@ class PromptSource:
         except ValueError as error:
             raise SettingsError(f"{where}: {error}") from error
         if len(prompt.token_ids) > self.max_prompt_tokens:
-            limit = f"sampling.max_prompt_tokens is {self.max_prompt_tokens}"
+            limit = f"rollout.max_prompt_length is {self.max_prompt_tokens}"
             raise SettingsError(f"{where} has {len(prompt.token_ids)} tokens; {limit}")
         return prompt

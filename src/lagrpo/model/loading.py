@@ -64,7 +64,7 @@ def load_model(
         return load_adapted(Path(path), dtype, device)
     lm, tokenizer = load_whole(path, dtype, device)
     if lora is not None:
-        with refusing("model.lora"):
+        with refusing("model.lora_r"):
             attach_lora(lm, lora)
     return lm, tokenizer
 
@@ -202,7 +202,8 @@ def check_context(policy: Policy, tokens: int) -> None:
         if limit is not None and tokens > limit:
             raise ValueError(
                 f"a prompt and its completion may be {tokens} tokens long, but the {what} of this {text.model_type} "
-                f"model is {limit}; lower sampling.max_prompt_tokens, sampling.max_tokens or environment.max_tokens"
+                f"model is {limit}; lower rollout.max_prompt_length, rollout.max_completion_length or "
+                "environment.max_tokens"
             )
 
 

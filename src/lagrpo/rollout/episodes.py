@@ -67,7 +67,7 @@ class Episode:
         limits, replies = self._made_by.limits, self._made_by.replies
         self._sampled += len(token_ids)
         if self._sampled >= limits.sampled:
-            self._cut = f"cut after {limits.sampled} sampled tokens (sampling.max_tokens)"
+            self._cut = f"cut after {limits.sampled} sampled tokens (rollout.max_completion_length)"
         elif token_ids[-1] != replies.end_id:
             self._cut = "cut: the turn ended with another token than the one that ends a turn"
         elif len(self.turns) // 2 + 1 >= limits.turns:

@@ -110,7 +110,7 @@ class LocalSampler:
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         """Yield each group when its last completion has ended. The next request takes the place of ended rows."""
         if self.max_num_seqs < G:
-            raise ValueError(f"a group of G = {G} completions does not fit sampling.max_num_seqs = {self.max_num_seqs}")
+            raise ValueError(f"a group of G = {G} completions does not fit rollout.max_num_seqs = {self.max_num_seqs}")
         yield from self._sample(requests, G, self.max_num_seqs, self.sampling_params, self.episodes)
 
     def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:

@@ -215,7 +215,9 @@ def _check_bits(compared: tuple[Tensor, Tensor], where: str) -> Mapping[str, flo
 def check_finite(trainer_T: Tensor, where: str) -> None:
     """Raise WeightSyncError for log-probs of the trainer that are not numbers."""
     if not bool(trainer_T.isfinite().all()):
-        raise WeightSyncError(f"{where}: the policy's log-probs are not numbers, it has diverged; lower optimizer.lr")
+        raise WeightSyncError(
+            f"{where}: the policy's log-probs are not numbers, it has diverged; lower optimizer.learning_rate"
+        )
 
 
 def check_fresh(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, where: str) -> int:

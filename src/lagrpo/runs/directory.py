@@ -127,14 +127,15 @@ class Run:
 def default_name(settings: Mapping[str, Any], now: datetime.datetime | None = None) -> str:
     """A readable name from what tells runs apart, and the local time to the second.
 
-    >>> settings = {"task": {"name": "arithmetic"}, "objective": {"recipe": "grpo"}, "schedule": {"v": 10, "i": 1}}
+    >>> settings = {"task": {"name": "arithmetic"}, "loss": {"recipe": "grpo"}, "schedule": {"sync_every": 10}}
     >>> default_name(settings, datetime.datetime(2026, 11, 20, 5, 45, 12))
-    'arithmetic-grpo-v10-i1-20261120-054512'
+    'arithmetic-grpo-v10-20261120-054512'
     """
-    chosen = (settings.get(section, {}).get(key) for section, key in (("task", "name"), ("objective", "recipe")))
+    chosen = (settings.get(section, {}).get(key) for section, key in (("task", "name"), ("loss", "recipe")))
     parts = [plain_name((name or "").rpartition(":")[2]) for name in chosen]  # package.module:function: the function
     schedule = settings.get("schedule", {})
-    parts += [f"{knob}{schedule[knob]}" for knob in ("v", "i") if knob in schedule]
+    letters = {"v": "sync_every", "i": "num_iterations"}
+    parts += [f"{letter}{schedule[key]}" for letter, key in letters.items() if key in schedule]
     parts.append((now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S"))
     return "-".join(part for part in parts if part)
 
@@ -153,7 +154,7 @@ def check_new(root: Path, name: str | None) -> None:
     the name of a directory, OSError for a root that cannot be written."""
     if name is not None:
         if name in ("", ".", "..") or Path(name).name != name or not name.isprintable() or len(name.encode()) > 200:
-            raise ValueError(f"run name {name!r:.80} is not the name of a directory: set run.directory for a path")
+            raise ValueError(f"run name {name!r:.80} is not the name of a directory: set run.output_dir for a path")
         path = root / name
         if path.exists() and (not path.is_dir() or not all(TEMPORARY.fullmatch(p.name) for p in path.iterdir())):
             raise RunExistsError(f"the run {path} already exists and is not empty: choose another name, or remove it")

@@ -18,10 +18,10 @@ from pydantic import BaseModel
 from lagrpo.errors import SettingsError
 from lagrpo.settings.toml import list_settings
 
-SHORT = {"task": "task.name", "model": "model.path", "recipe": "objective.recipe", "resume": "run.resume"}
+SHORT = {"task": "task.name", "model": "model.path", "recipe": "loss.recipe", "resume": "run.resume"}
 """Settings that are given so often that their section may be left out."""
 
-TABLES = {"task.options"}
+TABLES = {"task.options", "loss.overrides"}
 """Settings that are tables of whatever names."""
 
 

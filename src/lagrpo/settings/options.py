@@ -19,7 +19,7 @@ def split_options(options: Sequence[str]) -> tuple[str, ...]:
     names = (word.partition("=")[0] for word in words if word.startswith("--"))
     if secret := next(filter(is_secret, names), None):
         raise ValueError(
-            f"options: {secret!r} holds a secret, and every user can read a command line (ps): set an environment "
+            f"server_args: {secret!r} holds a secret, and every user can read a command line (ps): set an environment "
             "variable (HF_TOKEN, LAGRPO_VLLM_API_KEY), which servers inherit"
         )
     return words

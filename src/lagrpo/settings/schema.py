@@ -13,8 +13,7 @@ from pydantic import Field, model_validator
 from lagrpo.settings.distributed import DistributedSettings
 from lagrpo.settings.environment import EnvironmentSettings
 from lagrpo.settings.evaluation import EvaluationSettings
-from lagrpo.settings.lora import LoraSettings
-from lagrpo.settings.objective import ObjectiveSettings
+from lagrpo.settings.objective import LossSettings
 from lagrpo.settings.rewards import LONGEST_DEADLINE
 from lagrpo.settings.section import ONE_OR_MORE, Section
 from lagrpo.settings.task import TaskSettings
@@ -25,7 +24,7 @@ from lagrpo.tasks import is_multi_turn
 class RunSettings(Section):
     name: str | None = None
     """Name of the run's directory; by default task, recipe, (v, i) and the time."""
-    directory: str = "runs"
+    output_dir: str = "runs"
     """Directory that holds the runs."""
     seed: int = 0
     """Seed of the run: every random number is a function of it and of the number's own address."""
@@ -33,14 +32,6 @@ class RunSettings(Section):
     """live: a table; plain: a line per batch; none: nothing. auto: live on a terminal, plain elsewhere."""
     save_weights: bool = True
     """Write the final policy as a Hugging Face model directory."""
-    save_every: int = Field(default=0, ge=0)
-    """Also write the policy every so many batches, under its version; 0: only at the end."""
-    checkpoint_minutes: float = Field(default=10.0, ge=0)
-    """Minutes between checkpoints, from which a run that was stopped or killed goes on; 0: none by time."""
-    checkpoint_every: int = Field(default=0, ge=0)
-    """Also write a checkpoint every so many batches; 0: only by time."""
-    keep_checkpoints: int = Field(default=2, ge=0)
-    """How many of the last checkpoints stay on disk; 0: one, until the run is finished."""
     resume: str | None = None
     """Directory of a run to go on with, or auto: the run called run.name where it is there, else a new one."""
     score_lag: bool = True
@@ -50,19 +41,30 @@ class RunSettings(Section):
     """Score each batch again after its updates, for both sides of the bounds on the step (one forward pass)."""
     entropy: bool = False
     """Measure the policy's entropy over the tokens that it learns from, in nats per token."""
-    trackers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...], ONE_OR_MORE] = ()
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...], ONE_OR_MORE] = ()
     """Trackers that get metrics, evaluations and completions, each an extra: pip install 'lagrpo[wandb]'. A tracker
     whose package raises is disabled with a warning (docs/inspect.md)."""
-    tracked_completions: int = Field(default=16, ge=0, le=1024)
+    log_completions: int = Field(default=16, ge=0, le=1024)
     """How many completions of each batch the trackers get; 0: none."""
 
     @model_validator(mode="after")
     def _check_resume(self) -> RunSettings:
         if self.resume == "auto" and self.name is None:
             raise ValueError('resume = "auto" looks for a run by its name: set run.name')
-        if len(set(self.trackers)) < len(self.trackers):
-            raise ValueError("trackers: the same one is there twice")
+        if len(set(self.report_to)) < len(self.report_to):
+            raise ValueError("report_to: the same one is there twice")
         return self
+
+
+class CheckpointSettings(Section):
+    save_minutes: float = Field(default=10.0, ge=0)
+    """Minutes between checkpoints, from which a run that was stopped or killed resumes; 0: none by time."""
+    save_every: int = Field(default=0, ge=0)
+    """Also write a checkpoint every so many batches; 0: only by time."""
+    save_total_limit: int = Field(default=2, ge=0)
+    """How many of the last checkpoints stay on disk; 0: one, until the run is finished."""
+    export_every: int = Field(default=0, ge=0)
+    """Also write the policy every so many batches, under its version; 0: only at the end."""
 
 
 class ModelSettings(Section):
@@ -80,19 +82,34 @@ class ModelSettings(Section):
     bfloat16. torch: PyTorch alone. auto: the kernels if there is a C compiler."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the tokenizer's."""
-    lora: LoraSettings = LoraSettings()
+    lora_r: int = Field(default=0, ge=0, le=512)
+    """Rank of the adapters (LoRA) that are trained in place of the model's own weights; 0: full training."""
+    lora_alpha: float = Field(default=32.0, gt=0, le=1e6)
+    """The adapters' product counts lora_alpha / lora_r times."""
+    lora_target_modules: tuple[str, ...] = Field(default=("all-linear",), min_length=1)
+    """Linear layers that get adapters, by name (q_proj, down_proj …), or all-linear: all in the decoder's layers."""
+    lora_merge: bool = False
+    """Write saved policies as whole models, each with its adapter added to the weights, in place of adapters. `lagrpo
+    train --merge` is the same."""
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> ModelSettings:
+        changed = {name for name in self.model_fields_set if name.startswith("lora_")}
+        if changed and not self.lora_r and any(getattr(self, n) != type(self).model_fields[n].default for n in changed):
+            raise ValueError(f"{min(changed)} is set, but lora_r is 0, which is full training: set model.lora_r")
+        return self
 
 
-class SamplingSettings(Section):
-    sampler: Literal["local", "vllm"] = "local"
+class RolloutSettings(Section):
+    engine: Literal["local", "vllm"] = "local"
     """What generates: this process, or vLLM servers (section vllm)."""
-    G: int = Field(default=16, ge=1)
+    num_generations: int = Field(default=16, ge=1)
     """Completions per prompt, the size of a group."""
     temperature: float = Field(default=1.0, gt=0)
     """tau: divides the logits in sampler and learner alike."""
-    max_tokens: int = Field(default=256, ge=1)
+    max_completion_length: int = Field(default=256, ge=1)
     """Longest completion; a longer one is cut."""
-    max_prompt_tokens: int = Field(default=1024, ge=1)
+    max_prompt_length: int = Field(default=1024, ge=1)
     """Longest prompt, including the chat template; a longer one is an error."""
     max_num_seqs: int = Field(default=128, ge=1)
     """Most completions decoded at a time (by each server)."""
@@ -101,14 +118,14 @@ class SamplingSettings(Section):
     completions keep their memory while the policy learns."""
     parity_check: bool = True
     """After every weight sync, check that sampler and learner compute the same. Off: stale weights go unnoticed."""
-    dynamic_sampling: int = Field(default=0, ge=0)
+    dynamic_sampling_rounds: int = Field(default=0, ge=0)
     """Rounds in which further prompts replace groups of equal rewards (DAPO's dynamic sampling)."""
 
 
 class OfflineSettings(Section):
     data: Annotated[tuple[str, ...] | None, ONE_OR_MORE] = Field(default=None, min_length=1)
     """Pre-generated (offline) completions: files (JSONL or Parquet), globs, directories of runs, one or several."""
-    share: float = Field(default=1.0, gt=0, le=1)
+    fraction: float = Field(default=1.0, gt=0, le=1)
     """Share of each batch's prompts that come from the offline data; the others get fresh completions."""
 
 
@@ -117,13 +134,13 @@ class ScheduleSettings(Section):
     """When the sampler gets new weights. every: before batch k when k mod v = 0 (Algorithm 1). lagged: alpha is always
     v batches behind. budget: when the estimated KL(alpha || pi_k) of a completion passes delta, and at the
     latest after v batches."""
-    v: int = Field(default=1, ge=0)
+    sync_every: int = Field(default=1, ge=0)
     """Batches between weight syncs (the most of them for budget), or the lag in batches (lagged)."""
     delta: float | None = Field(default=None, ge=0)
     """Nats per completion that budget spends before a weight sync."""
-    i: int = Field(default=1, ge=1)
+    num_iterations: int = Field(default=1, ge=1)
     """Optimizer updates on each batch."""
-    prompts: int = Field(default=8, ge=1)
+    prompts_per_batch: int = Field(default=8, ge=1)
     """N: prompts per batch."""
     batches: int = Field(default=100, ge=1)
     """M: batches per stage."""
@@ -134,9 +151,9 @@ class ScheduleSettings(Section):
 
     @model_validator(mode="after")
     def _check_kind(self) -> ScheduleSettings:
-        if self.kind != "lagged" and self.v < 1:
+        if self.kind != "lagged" and self.sync_every < 1:
             raise ValueError(
-                "v = 0 never syncs weights: use v of at least 1, or kind = 'lagged' with v = 0 for on-policy"
+                "sync_every = 0 never syncs weights: use at least 1, or kind = 'lagged' with 0 for on-policy"
             )
         if (self.kind == "budget") != (self.delta is not None):
             raise ValueError(f"delta is what kind = 'budget' spends: set both or neither (kind = {self.kind!r})")
@@ -149,7 +166,7 @@ class ScheduleSettings(Section):
 
 
 class OptimizerSettings(Section):
-    lr: float = Field(default=1e-6, gt=0)
+    learning_rate: float = Field(default=1e-6, gt=0)
     """Learning rate of AdamW."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW: decay of the first moment."""
@@ -159,19 +176,19 @@ class OptimizerSettings(Section):
     """AdamW: decoupled weight decay of matrices; norms and biases do not decay."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Largest norm of the gradient; a larger one is scaled down. 0: no limit."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: linear and cosine reach 0 at the last update."""
-    warmup: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Updates over which the learning rate rises."""
-    masters: Literal["dithered", "plain"] = "dithered"
-    """Where the float32 masters of bfloat16 weights start. dithered: at a random place in the weight's rounding cell,
-    so that weights move from the first update on. plain: at the weight, which then stands still until the sum of
-    its steps passes half a spacing (docs/precision.md)."""
+    dither_master_weights: bool = True
+    """Start the float32 master weights of a bfloat16 model at a random place in each weight's rounding cell, so that
+    small updates move the weights at once. Without it a weight stands still until the sum of its steps passes half a
+    spacing (docs/precision.md)."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Tokens in a micro-batch: sets the memory, cannot change the gradient."""
-    activation_checkpointing: bool = False
+    gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
-    offload_moments: bool = False
+    offload_optimizer: bool = False
     """On a GPU: keep AdamW's moments, 8 bytes for each of the rank's masters, in the host's memory. Each update then
     moves them there and back; its bits are the same. On a CPU they are there anyway."""
 
@@ -201,51 +218,50 @@ class Settings(Section):
     """All settings of a training run."""
 
     run: RunSettings = RunSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
     model: ModelSettings = ModelSettings()
     task: TaskSettings = TaskSettings()
     environment: EnvironmentSettings = EnvironmentSettings()
-    sampling: SamplingSettings = SamplingSettings()
+    rollout: RolloutSettings = RolloutSettings()
     vllm: VllmSettings = VllmSettings()
     distributed: DistributedSettings = DistributedSettings()
     offline: OfflineSettings = OfflineSettings()
     schedule: ScheduleSettings = ScheduleSettings()
-    objective: ObjectiveSettings = ObjectiveSettings()
+    loss: LossSettings = LossSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     verifier: VerifierSettings = VerifierSettings()
-    evaluation: EvaluationSettings = EvaluationSettings()
+    eval: EvaluationSettings = EvaluationSettings()
 
     @model_validator(mode="after")
     def _check_sections(self) -> Settings:
-        if self.sampling.sampler != "vllm" and self.vllm != VllmSettings():
-            raise ValueError("section vllm is set, but sampling.sampler is 'local': set it to 'vllm'")
-        if not self.model.lora.r and self.model.lora != LoraSettings():
-            raise ValueError("section model.lora is set, but its r is 0, which is full training: set model.lora.r")
-        if self.sampling.sampler == "vllm" and self.sampling.temperature > 2:
-            raise ValueError(f"sampling.temperature = {self.sampling.temperature:g}: vLLM takes at most 2")
+        if self.rollout.engine != "vllm" and self.vllm != VllmSettings():
+            raise ValueError("section vllm is set, but rollout.engine is 'local': set it to 'vllm'")
+        if self.rollout.engine == "vllm" and self.rollout.temperature > 2:
+            raise ValueError(f"rollout.temperature = {self.rollout.temperature:g}: vLLM takes at most 2")
         if self.schedule.watches and not self.run.score_lag:
             raise ValueError(
                 f"run.score_lag = false leaves out completions that schedule.kind = {self.schedule.kind!r} decides by: "
                 "set it to true"
             )
-        sampling, evaluation = self.sampling, self.evaluation
-        check_fit("sampling.G", sampling.G, "sampling.max_num_seqs", sampling.max_num_seqs)
+        rollout, evaluation = self.rollout, self.eval
+        check_fit("rollout.num_generations", rollout.num_generations, "rollout.max_num_seqs", rollout.max_num_seqs)
         if evaluation.takes_place:
-            samples = max(evaluation.values("samples"))
-            check_fit("evaluation.samples", samples, "sampling.max_num_seqs", sampling.max_num_seqs)
+            samples = max(evaluation.values("num_samples"))
+            check_fit("eval.num_samples", samples, "rollout.max_num_seqs", rollout.max_num_seqs)
         if evaluation.sampler == "vllm":
             _check_servers(self)
-        if (buffer := self.objective.overrides.get("overlong_buffer", 0)) > sampling.max_tokens:
+        if (buffer := self.loss.overrides.get("overlong_buffer", 0)) > rollout.max_completion_length:
             raise ValueError(
-                f"objective.overlong_buffer = {buffer} is more than sampling.max_tokens = {sampling.max_tokens}: it "
-                "counts tokens before that limit"
+                f"loss.overrides.overlong_buffer = {buffer} is more than rollout.max_completion_length = "
+                f"{rollout.max_completion_length}: it counts tokens before that limit"
             )
         return self
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that the policy meets, in training or in an evaluation."""
-        of_sets = [most or 0 for most in self.evaluation.values("max_tokens")] if self.evaluation.takes_place else []
-        return self.sampling.max_prompt_tokens + max([self.sampling.max_tokens, *of_sets])
+        of_sets = [most or 0 for most in self.eval.values("max_completion_length")] if self.eval.takes_place else []
+        return self.rollout.max_prompt_length + max([self.rollout.max_completion_length, *of_sets])
 
     @property
     def replied(self) -> int:
@@ -260,14 +276,14 @@ def _replied(environment: EnvironmentSettings, task: Any) -> int:
 
 
 class EvalSampling(Section):
-    sampler: Literal["local", "vllm"] = "local"
+    engine: Literal["local", "vllm"] = "local"
     """What generates: this process, or vLLM servers (section vllm)."""
 
 
 class EvalSettings(Section):
     """Settings of an evaluation on its own."""
 
-    sampling: EvalSampling = EvalSampling()
+    rollout: EvalSampling = EvalSampling()
     vllm: VllmSettings = VllmSettings()
     task: TaskSettings = TaskSettings()
     environment: EnvironmentSettings = EnvironmentSettings()
@@ -294,9 +310,9 @@ class EvalSettings(Section):
     @model_validator(mode="after")
     def _check_rows(self) -> EvalSettings:
         check_fit("samples", self.samples, "max_num_seqs", self.max_num_seqs)
-        if self.sampling.sampler != "vllm" and self.vllm != VllmSettings():
-            raise ValueError("section vllm is set, but sampling.sampler is 'local': set it to 'vllm'")
-        if self.sampling.sampler == "vllm" and self.temperature > 2:
+        if self.rollout.engine != "vllm" and self.vllm != VllmSettings():
+            raise ValueError("section vllm is set, but rollout.engine is 'local': set it to 'vllm'")
+        if self.rollout.engine == "vllm" and self.temperature > 2:
             raise ValueError(f"temperature = {self.temperature:g}: vLLM takes at most 2")
         return self
 
@@ -308,10 +324,10 @@ class EvalSettings(Section):
 
 def _check_servers(settings: Settings) -> None:
     """Raise ValueError for evaluations that vLLM servers are to generate, and cannot."""
-    if settings.sampling.sampler != "vllm":
-        raise ValueError("evaluation.sampler = 'vllm' is the run's sampler: set sampling.sampler to 'vllm', too")
-    if hot := [t for t in settings.evaluation.values("temperature") if t is not None and t > 2]:
-        raise ValueError(f"evaluation.temperature = {hot[0]:g}: vLLM takes at most 2")
+    if settings.rollout.engine != "vllm":
+        raise ValueError("eval.sampler = 'vllm' is the run's sampler: set rollout.engine to 'vllm', too")
+    if hot := [t for t in settings.eval.values("temperature") if t is not None and t > 2]:
+        raise ValueError(f"eval.temperature = {hot[0]:g}: vLLM takes at most 2")
 
 
 def check_fit(name: str, completions: int, rows_name: str, rows: int) -> None:

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from lagrpo.settings.schema import SamplingSettings
+from lagrpo.settings.schema import RolloutSettings
 from lagrpo.settings.vllm import VllmSettings
 
-SAMPLING, VLLM = SamplingSettings(), VllmSettings()
+SAMPLING, VLLM = RolloutSettings(), VllmSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class ServeSettings:
     """Port that it listens on."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of its weights and arithmetic."""
-    max_model_len: int = SAMPLING.max_prompt_tokens + SAMPLING.max_tokens + 1
-    """Longest sequence; a run needs sampling.max_prompt_tokens + sampling.max_tokens + 1."""
+    max_model_len: int = SAMPLING.max_prompt_length + SAMPLING.max_completion_length + 1
+    """Longest sequence; a run needs rollout.max_prompt_length + rollout.max_completion_length + 1."""
     max_num_seqs: int = SAMPLING.max_num_seqs
     """Most completions decoded at a time."""
-    weight_sync: Literal["directory", "nccl"] = VLLM.weight_sync
-    """How weights will travel (vllm.weight_sync of the run)."""
+    weight_sync: Literal["directory", "nccl"] = VLLM.weight_transfer
+    """How weights will travel (vllm.weight_transfer of the run)."""
     lora_rank: int = 0
-    """Largest rank of adapters that it takes (model.lora.r of the run); 0: none."""
+    """Largest rank of adapters that it takes (model.lora_r of the run); 0: none."""
     options: UseAppendAction[tuple[str, ...]] = ()
     """Further options of `vllm serve`: --options="--tensor-parallel-size 2", or after --. None that hold a secret."""

@@ -36,6 +36,14 @@ class _OfEveryTask(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _spread_options(cls, given: Any) -> Any:
+        """The table `options` says the same as its entries."""
+        if isinstance(given, Mapping) and isinstance(given.get("options"), Mapping):
+            return {name: value for name, value in given.items() if name != "options"} | dict(given["options"])
+        return given
+
+    @model_validator(mode="before")
+    @classmethod
     def _sum_ranges(cls, given: Any) -> Any:
         rewards = given.get("rewards") if isinstance(given, Mapping) else None
         if not isinstance(rewards, list | tuple) or not rewards or given.get("reward_range") is not None:

@@ -16,17 +16,17 @@ class VllmSettings(Section):
     """Running servers (http://host:port), with the API key in $LAGRPO_VLLM_API_KEY. Without any, the run starts one."""
     gpus: tuple[int, ...] = ()
     """GPUs of a started server; all by default."""
-    options: tuple[str, ...] = ()
+    server_args: tuple[str, ...] = ()
     """Further options of `vllm serve` for a started server; none that hold a secret."""
-    weight_sync: Literal["directory", "nccl"] = "directory"
+    weight_transfer: Literal["directory", "nccl"] = "directory"
     """How weights travel: through a directory that both sides see ($LAGRPO_TRANSFER_DIR, /dev/shm), or by NCCL."""
-    in_flight: Literal["finish", "span", "regenerate"] = "finish"
+    on_weight_sync: Literal["finish", "continue", "restart"] = "finish"
     """What a weight sync does with unfinished completions (schedule lagged): finish them first, continue them with the
     new weights so that they span versions, or generate them again."""
 
     @model_validator(mode="after")
     def _check_options(self) -> VllmSettings:
-        split_options(self.options)
+        split_options(self.server_args)
         return self
 
     @model_validator(mode="after")
@@ -43,6 +43,8 @@ class VllmSettings(Section):
                 raise ValueError(f"urls: {url!r} has a path; write http://host:port alone")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("urls: the same server is there twice")
-        if self.urls and (self.gpus or self.options):
-            raise ValueError("gpus and options are for a server that the run starts, and urls names servers that run")
+        if self.urls and (self.gpus or self.server_args):
+            raise ValueError(
+                "gpus and server_args are for a server that the run starts, and urls names servers that run"
+            )
         return self

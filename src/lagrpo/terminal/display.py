@@ -109,7 +109,7 @@ class PlainDisplay(Display):
     def on_start(self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int) -> None:
         run, schedule = settings["run"], settings["schedule"]
         self.title, self.total = run["name"], schedule["stages"] * schedule["batches"]
-        self.path, self.range = Path(run["directory"]) / run["name"], settings["task"]["reward_range"]
+        self.path, self.range = Path(run["output_dir"]) / run["name"], settings["task"]["reward_range"]
         self.evaluations: dict[str, tuple[Metrics, Sequence[Metrics]]] = {}
         self.show_start()
 

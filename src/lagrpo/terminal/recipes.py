@@ -12,6 +12,7 @@ from rich.text import Text
 from lagrpo.core.objective import Recipe
 from lagrpo.core.recipes import RECIPES, resolve
 from lagrpo.errors import refusing
+from lagrpo.settings.objective import name_setting
 
 
 def show_recipes(console: Console | None = None) -> None:
@@ -31,7 +32,7 @@ def show_recipe(name: str, console: Console | None = None) -> None:
     with refusing():
         recipe = resolve(name)
     console, head = console or Console(), Table.grid(padding=(0, 2, 0, 0))
-    settings = "\n".join(f"objective.{knob} = {_say(value)}" for knob, value in recipe.settings.items())
+    settings = "\n".join(f"{name_setting(knob)} = {_say(value)}" for knob, value in recipe.settings.items())
     for label, text in (
         ("recipe", name),
         ("formula", recipe.formula),
@@ -40,7 +41,7 @@ def show_recipe(name: str, console: Console | None = None) -> None:
     ):
         head.add_row(Text(label, "dim"), Text(text, "bold" if text == name else ""))
     console.print(head)
-    console.print(Text("--objective.SETTING VALUE replaces one of them.\n"))
+    console.print(Text("--loss.NAME VALUE replaces one of them.\n"))
     console.print(Text(source_code(recipe)), soft_wrap=True)
 
 

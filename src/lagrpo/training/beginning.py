@@ -47,7 +47,7 @@ def write_config(parts: Parts) -> str:
 def create_run(run: RunSettings, settings: Mapping[str, Any], config: str, environment: Mapping[str, Any]) -> Run:
     """The directory of a new run. Raises RunLockedError if another process has begun one of this name meanwhile."""
     try:
-        return Run.create(Path(run.directory), run.name, settings, config, environment)
+        return Run.create(Path(run.output_dir), run.name, settings, config, environment)
     except RunExistsError:
-        with locked(Path(run.directory) / str(run.name)):
+        with locked(Path(run.output_dir) / str(run.name)):
             raise

@@ -67,8 +67,7 @@ def build_policy(model: ModelSettings, tau: float, longest: int, seed: int = 0) 
 
 def lora_of(model: ModelSettings, seed: int = 0) -> Lora | None:
     """The adapters that the settings ask for; None for full training."""
-    lora = model.lora
-    return Lora(lora.r, lora.alpha, lora.targets, seed) if lora.r else None
+    return Lora(model.lora_r, model.lora_alpha, model.lora_target_modules, seed) if model.lora_r else None
 
 
 @contextmanager
@@ -107,7 +106,7 @@ def load_data(settings: Settings, task: Task | None) -> RunData:
     with refusing():
         task = check_task(task) if task is not None else load_task(settings.task, settings.run.seed)
     of_sets = {}
-    for each in settings.evaluation.sets:
+    for each in settings.eval.sets:
         if each.task is not None:
             with concerning_set(each.name):
                 of_sets[each.name] = other = load_task(each.task, settings.run.seed)
@@ -150,7 +149,7 @@ class Parts:
         ranks = ranks or Ranks()
         with ExitStack() as undo:
             servers, data = [], load_data(settings, task)
-            if settings.sampling.sampler == "vllm" and ranks.is_first:
+            if settings.rollout.engine == "vllm" and ranks.is_first:
                 with loading(settings.model):
                     check_files(resolve_model(settings.model.path))
                 opened = open_servers(settings, replied(settings, data.task))
@@ -166,7 +165,7 @@ class Parts:
     ) -> Parts:  # fmt: skip
         task = data.task
         longest = settings.longest + replied(settings, task, *data.of_sets.values())
-        policy = build_policy(settings.model, settings.sampling.temperature, longest, settings.run.seed)
+        policy = build_policy(settings.model, settings.rollout.temperature, longest, settings.run.seed)
         model = check_same_model(ranks, fingerprint(policy.all_weights))
         talks = find_talks(settings, task, data.of_sets, policy.chat)
         talking = {name: talk.start(settings, policy.chat, undo) for name, talk in talks.items()}
@@ -182,8 +181,8 @@ class Parts:
             name: (each, undo.enter_context(build_verifier(settings, each, ranks)))
             for name, each in data.of_sets.items()
         }
-        check = build_parity_check(settings, policy, prompts, sampler) if settings.sampling.parity_check else None
-        lent = settings.evaluation.sampler == "vllm" and not isinstance(sampler, LocalSampler)
+        check = build_parity_check(settings, policy, prompts, sampler) if settings.rollout.parity_check else None
+        lent = settings.eval.sampler == "vllm" and not isinstance(sampler, LocalSampler)
         return Parts(
             settings=settings,
             task=task,
@@ -192,11 +191,11 @@ class Parts:
             learner=learner,
             sampler=sampler,
             evaluator=build_vllm_evaluator(sampler) if lent else evaluator,
-            prefetcher=Prefetcher(sampler, prompts.batch, settings.sampling.G),
+            prefetcher=Prefetcher(sampler, prompts.batch, settings.rollout.num_generations),
             prompts=prompts,
             offline=offline,
             verifier=verifier,
-            schedule=Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.delta),
+            schedule=Schedule(settings.schedule.kind, settings.schedule.sync_every, settings.schedule.delta),
             check_parity=check,
             check_evaluated=build_parity_check(settings, policy, prompts, sampler) if check and lent else None,
             others=others,
@@ -225,11 +224,11 @@ class Parts:
         policy = self.learner.policy
         if self.ranks.mesh is None:
             return None
-        return self.ranks.gather_whole(policy.all_weights if self.settings.model.lora.merge else policy.weights)
+        return self.ranks.gather_whole(policy.all_weights if self.settings.model.lora_merge else policy.weights)
 
     def save_policy(self, directory: Path, whole: Mapping[str, Tensor] | None) -> None:
         """Write π as it is now, a model or its adapter; `whole` are `whole_weights`."""
-        policy, merge = self.learner.policy, self.settings.model.lora.merge
+        policy, merge = self.learner.policy, self.settings.model.lora_merge
         if whole is None:
             return policy.save_merged(directory) if merge else policy.save(directory)
         if merge:
@@ -266,7 +265,7 @@ def concerning_set(name: str) -> Iterator[None]:
         with refusing():
             yield
     except SettingsError as error:
-        raise SettingsError(f"evaluation.sets, {name!r}: {error}") from error
+        raise SettingsError(f"eval.sets, {name!r}: {error}") from error
 
 
 def check_same_model(ranks: Ranks, own: str) -> str:
@@ -285,8 +284,8 @@ def build_prompts(
 ) -> PromptSource:
     """The prompts of every batch, all tokenized once, so that a bad one is found before the run is made. `asking` is
     what an environment's prompts need."""
-    fresh = settings.schedule.prompts - offline_prompts(settings)
-    prompts = PromptSource(task, policy, settings.run.seed, fresh, settings.sampling.max_prompt_tokens, **asking)
+    fresh = settings.schedule.prompts_per_batch - offline_prompts(settings)
+    prompts = PromptSource(task, policy, settings.run.seed, fresh, settings.rollout.max_prompt_length, **asking)
     prompts.tokenized("train", 0)  # a chat template that cannot be rendered
     with refusing("task"):
         prompts.check(settings.schedule.stages * settings.schedule.batches)
@@ -297,13 +296,13 @@ def build_sampler(
     settings: Settings, policy: Policy, servers: list[VllmClient], episodes: Episodes | None, ranks: Ranks
 ) -> LocalSampler | VllmEngine | FirstRankSampler:
     """What samples training batches: this process with a copy of the policy, or the servers."""
-    sampling = settings.sampling
-    if sampling.sampler == "vllm":
+    sampling = settings.rollout
+    if sampling.engine == "vllm":
         own: Any = build_engine(settings, policy, servers) if ranks.is_first else None
         if own is not None:
             own.episodes = episodes
         return FirstRankSampler(ranks, own) if own is None or ranks.size > 1 else own
-    given = copy_policy(policy), settings.run.seed, sampling.max_tokens, sampling.max_num_seqs
+    given = copy_policy(policy), settings.run.seed, sampling.max_completion_length, sampling.max_num_seqs
     sampler = LocalSampler(*given) if ranks.size == 1 else RankSampler(ranks, *given)
     sampler.episodes = episodes
     return sampler
@@ -317,16 +316,18 @@ def build_learner(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ran
     """The learner, with a reference if the recipe has a KL term, and what samples evaluations from its policy. If
     layers are sharded, the policy given is used up. Raises SettingsError for a model whose layers cannot be."""
     o, s = settings.optimizer, settings.schedule
-    same = o.model_dump(include={"lr", "weight_decay", "schedule", "warmup", "masters", "offload_moments"})
-    betas, max_grad_norm, updates = (o.beta1, o.beta2), o.max_grad_norm or None, s.stages * s.batches * s.i
+    same = {"lr": o.learning_rate, "weight_decay": o.weight_decay, "schedule": o.lr_scheduler_type}
+    same |= {"warmup": o.warmup_steps, "masters": "dithered" if o.dither_master_weights else "plain"}
+    same |= {"offload_moments": o.offload_optimizer}
+    betas, max_grad_norm, updates = (o.beta1, o.beta2), o.max_grad_norm or None, s.stages * s.batches * s.num_iterations
     optimization = Optimization(
         **same, betas=betas, max_grad_norm=max_grad_norm, updates=updates, seed=settings.run.seed
     )
     evaluating = (
-        *(settings.run.seed, settings.sampling.max_tokens, settings.sampling.max_num_seqs),
-        *(settings.evaluation.temperature, "evaluate"),
+        *(settings.run.seed, settings.rollout.max_completion_length, settings.rollout.max_num_seqs),
+        *(settings.eval.temperature, "evaluate"),
     )
-    given = o.activation_checkpointing, settings.run.entropy
+    given = o.gradient_checkpointing, settings.run.entropy
     if ranks.mesh is None:
         reference = copy_policy(policy) if recipe.needs_pi_ref else None
         if ranks.size == 1:
@@ -334,7 +335,7 @@ def build_learner(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ran
         learner = RankTrainer(ranks, policy, recipe, optimization, reference, *given)
         return learner, RankSampler(ranks, policy, *evaluating)
     if reason := why_not_shardable(policy):
-        raise SettingsError(f"distributed.shard = 'layers' cannot shard this model: {reason}")
+        raise SettingsError(f"distributed.strategy = 'fsdp2' cannot shard this model: {reason}")
     whole = copy_whole if isinstance(policy.weights, AdapterWeights) else copy_policy
     evaluator, policy = RankBorrower(ranks, whole(policy), *evaluating), with_modules(policy)
     reference = copy_sharded(policy, ranks.mesh) if recipe.needs_pi_ref else None
@@ -367,24 +368,24 @@ def build_parity_check(settings: Settings, policy: Policy, source: PromptSource,
 
 def offline_prompts(settings: Settings) -> int:
     """How many prompts of each batch come from a file of completions: the share of N, at least one."""
-    data, share = settings.offline.data, settings.offline.share
-    return max(1, round(share * settings.schedule.prompts)) if data is not None else 0
+    data, share = settings.offline.data, settings.offline.fraction
+    return max(1, round(share * settings.schedule.prompts_per_batch)) if data is not None else 0
 
 
 def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: Records) -> OfflineData:
     """The completions of settings.offline.data. Raises SettingsError for those that cannot be used with the model, and
     for files without log-probs if the recipe reads log α."""
-    sampling, data = settings.sampling, settings.offline.data
+    sampling, data = settings.rollout, settings.offline.data
     assert data is not None
     with refusing("offline.data"):
-        limits = {"max_prompt_tokens": sampling.max_prompt_tokens, "reads_logp": recipe.needs_logp_alpha}
-        found = OfflineData(records, policy, sampling.G, settings.run.seed, **limits)
+        limits = {"max_prompt_tokens": sampling.max_prompt_length, "reads_logp": recipe.needs_logp_alpha}
+        found = OfflineData(records, policy, sampling.num_generations, settings.run.seed, **limits)
     if recipe.needs_logp_alpha and not found.has_logp:
         raise SettingsError(
             f"offline.data = {', '.join(data)} does not say how likely its completions were (logp_alpha), and recipe "
             f"{recipe.name!r} reads that; use one that does not, such as reinforce, asymre, red_drop, red_weight"
         )
-    if found.longest > sampling.max_tokens:
+    if found.longest > sampling.max_completion_length:
         has = f"offline.data has a completion of {found.longest} tokens"
-        raise SettingsError(f"{has}; sampling.max_tokens is {sampling.max_tokens}")
+        raise SettingsError(f"{has}; rollout.max_completion_length is {sampling.max_completion_length}")
     return found

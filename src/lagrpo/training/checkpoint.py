@@ -298,7 +298,7 @@ def save_checkpoint(
 def needs_alpha(a: Parts, loop: LoopState) -> bool:
     """Whether the engine will sample from its present weights once more."""
     schedule = a.settings.schedule
-    prefetch = a.settings.sampling.prefetch and not a.settings.sampling.dynamic_sampling
+    prefetch = a.settings.rollout.prefetch and not a.settings.rollout.dynamic_sampling_rounds
     due = a.schedule.next(loop, schedule.stages + 1, schedule.batches, prefetch)  # as if the run went on
     return loop.alpha >= 0 and (a.prefetcher.missing(loop.asked_ahead) or (not due.reason and bool(due.to_generate)))
 

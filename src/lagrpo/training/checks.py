@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
     """The resolved recipe of settings that can be run; `task` replaces settings.task. Raises SettingsError."""
     check_evaluation(settings, task)
-    for each in settings.evaluation.sets:
+    for each in settings.eval.sets:
         if each.task is not None:
-            with refusing(f"evaluation.sets, {each.name!r}"):
+            with refusing(f"eval.sets, {each.name!r}"):
                 check_options(each.task)
     check_best(settings, task)
     with refusing("offline.data"):
@@ -35,27 +35,27 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
         check_run(resume_after_restart(settings))
     from lagrpo.core.recipes import resolve  # loads torch
 
-    with refusing("objective"):
-        return resolve(settings.objective.recipe, settings.objective.overrides)
+    with refusing("loss"):
+        return resolve(settings.loss.recipe, settings.loss.knobs)
 
 
 def check_best(settings: Settings, task: Task | None) -> None:
-    """Raises SettingsError for an evaluation.best that is never made, or is of an unknown reward. Which rewards a
+    """Raises SettingsError for an eval.best_metric that is never made, or is of an unknown reward. Which rewards a
     user's own task has is not known here."""
-    e, best = settings.evaluation, settings.evaluation.best
+    e, best = settings.eval, settings.eval.best_metric
     if best is None:
         return
     of, _, metric = best.rpartition(".")
     chosen = next((each for each in e.sets if each.name == of), None)
     every = e.every if chosen is None or chosen.every is None else chosen.every
-    if not (e.before_and_after or every):
-        raise SettingsError(f"evaluation.best = {best!r} is never found: set every, or before_and_after")
+    if not (e.at_start or every):
+        raise SettingsError(f"eval.best_metric = {best!r} is never found: set eval.every, or eval.at_start")
     asked = chosen.task if chosen is not None and chosen.task is not None else settings.task
     rewards = [f"reward_{each.name}_mean" for each in asked.rewards]
     unknown = not rewards and ((task is not None and asked is settings.task) or is_reference(asked.name))
     known = ("reward_mean", *rewards)
     if metric.startswith("reward_") and metric not in known and not unknown:
-        raise SettingsError(f"evaluation.best = {best!r}: there is no metric {metric!r}; there are {', '.join(known)}")
+        raise SettingsError(f"eval.best_metric = {best!r}: there is no metric {metric!r}; there are {', '.join(known)}")
 
 
 def check_lora(settings: Settings) -> None:
@@ -66,16 +66,16 @@ def check_lora(settings: Settings) -> None:
                 f"{settings.model.path!r} is an adapter, and a run begins with a whole model: lagrpo merge "
                 f"{settings.model.path} --out DIRECTORY writes one"
             )
-    if not settings.model.lora.r:
+    if not settings.model.lora_r:
         return
     from lagrpo.model import lora  # it loads PyTorch
 
-    with refusing("model.lora"):
+    with refusing("model.lora_r"):
         lora.check_installed()
-    if settings.sampling.sampler == "vllm" and settings.vllm.weight_sync != "directory":
+    if settings.rollout.engine == "vllm" and settings.vllm.weight_transfer != "directory":
         raise SettingsError(
-            f"vllm.weight_sync = {settings.vllm.weight_sync!r} sends whole models, and vLLM loads adapters from a "
-            "directory: take 'directory'"
+            f"vllm.weight_transfer = {settings.vllm.weight_transfer!r} sends whole models, and vLLM loads adapters "
+            "from a directory: take 'directory'"
         )
 
 
@@ -83,11 +83,11 @@ def check_ranks(settings: Settings) -> None:
     """Raises SettingsError for what several ranks cannot do."""
     if world_size() == 1:
         return
-    vllm, sync = settings.sampling.sampler == "vllm", settings.vllm.weight_sync
-    if vllm and settings.distributed.shard == "layers" and sync != "directory":
+    vllm, sync = settings.rollout.engine == "vllm", settings.vllm.weight_transfer
+    if vllm and settings.distributed.strategy == "fsdp2" and sync != "directory":
         raise SettingsError(
-            f"vllm.weight_sync = {sync!r} sends from one GPU, and with distributed.shard = 'layers' no GPU has all "
-            "weights. Take 'directory'"
+            f"vllm.weight_transfer = {sync!r} sends from one GPU, and with distributed.strategy = 'fsdp2' no GPU has "
+            "all weights. Take 'directory'"
         )
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not (settings.run.name or settings.run.resume):
         raise SettingsError("torchrun --max-restarts resumes the run by its name: set run.name")
@@ -108,8 +108,8 @@ def check_run(settings: Settings) -> None:
             check_changes(settings, run)
             check_writable(run)
         else:
-            check_new(Path(settings.run.directory), settings.run.name)
-    check_installed(settings.run.trackers)
+            check_new(Path(settings.run.output_dir), settings.run.name)
+    check_installed(settings.run.report_to)
 
 
 def check_evaluation(settings: Settings | EvalSettings, task: Task | None = None) -> None:

@@ -49,7 +49,7 @@ class Talk:
         """Start the processes. Raises SettingsError for an environment that cannot be sent to them, and a chat template
         that changes earlier turns."""
         replies, limits = Replies(chat), settings.environment
-        sampled = settings.sampling.max_tokens if isinstance(settings, Settings) else settings.max_tokens
+        sampled = settings.rollout.max_completion_length if isinstance(settings, Settings) else settings.max_tokens
         with refusing("environment", TypeError, TemplateError):
             replies.check([{"role": self.role, "content": "5"}])
             environments = undo.enter_context(EnvironmentPool(self.make, **settings.verifier.of_an_environment))
@@ -74,8 +74,8 @@ def check_environment(settings: Settings, make: Make | None, task: TaskSettings)
         return
     if task.rewards:
         raise ValueError("the environment gives the rewards of its completions: leave out task.rewards")
-    if settings.evaluation.sampler == "vllm":
-        raise ValueError("evaluation.sampler = 'vllm' evaluates completions of one turn: take 'local'")
+    if settings.eval.sampler == "vllm":
+        raise ValueError("eval.sampler = 'vllm' evaluates completions of one turn: take 'local'")
 
 
 def replied(settings: Settings | EvalSettings, *tasks: Task) -> int:

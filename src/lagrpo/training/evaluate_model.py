@@ -23,7 +23,6 @@ from lagrpo.rollout.vllm.server import open_servers
 from lagrpo.runs.directory import plain_name
 from lagrpo.runs.files import to_json, write_atomically, write_table
 from lagrpo.runs.rollouts import REWARD
-from lagrpo.settings.lora import LoraSettings
 from lagrpo.settings.schema import EvalSettings, Settings
 from lagrpo.tasks import Task, load_task, reward_names
 from lagrpo.threads import choose_threads, fixed_threads
@@ -56,7 +55,7 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
 
 def _evaluate_model(settings: EvalSettings, task: Task, stack: ExitStack) -> Evaluation:
     servers = None
-    if settings.sampling.sampler == "vllm":  # starting servers takes minutes: what is cheap to check comes first
+    if settings.rollout.engine == "vllm":  # starting servers takes minutes: what is cheap to check comes first
         with loading(settings.model):
             run = _as_run(settings)
             check_files(resolve_model(run.model.path))
@@ -67,7 +66,7 @@ def _evaluate_model(settings: EvalSettings, task: Task, stack: ExitStack) -> Eva
     episodes, asking = None, dict[str, Any]()
     if (talk := Talk.find(settings.environment, task, policy.chat)) is not None:
         if servers:
-            raise SettingsError("sampling.sampler = 'vllm' evaluates completions of one turn: take 'local'")
+            raise SettingsError("rollout.engine = 'vllm' evaluates completions of one turn: take 'local'")
         episodes = talk.start(settings, policy.chat, stack)
         asking = talk.asking(episodes)
     prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens, **asking)
@@ -100,15 +99,16 @@ def _use_servers(
 def _as_run(settings: EvalSettings) -> Settings:
     """The settings of a run whose servers the evaluation uses; for an adapter, a run that trains such adapters. Raises
     ValueError for an adapter that is not plain LoRA."""
-    names = ("temperature", "max_tokens", "max_prompt_tokens", "max_num_seqs")
-    sampling = {name: getattr(settings, name) for name in names} | {"sampler": settings.sampling.sampler, "G": 1}
-    run = {"seed": settings.seed, "directory": str(Path(settings.output or "evaluations"))}
-    evaluation, model = {"before_and_after": False}, settings.model
+    rollout = {"engine": settings.rollout.engine, "temperature": settings.temperature, "num_generations": 1}
+    rollout |= {"max_completion_length": settings.max_tokens, "max_prompt_length": settings.max_prompt_tokens}
+    rollout |= {"max_num_seqs": settings.max_num_seqs}
+    run = {"seed": settings.seed, "output_dir": str(Path(settings.output or "evaluations"))}
+    evaluation, model = {"at_start": False}, settings.model
     if is_adapter(model.path):
         lora, path = load_adapter_config(Path(model.path))
-        own = LoraSettings(r=lora.r, alpha=lora.alpha, targets=lora.targets)
-        model = model.model_copy(update={"path": path, "lora": own})
-    given = {"run": run, "model": model, "sampling": sampling, "vllm": settings.vllm, "evaluation": evaluation}
+        own = {"lora_r": lora.r, "lora_alpha": lora.alpha, "lora_target_modules": lora.targets}
+        model = model.model_copy(update={"path": path} | own)
+    given = {"run": run, "model": model, "rollout": rollout, "vllm": settings.vllm, "eval": evaluation}
     return Settings.model_validate(given)
 
 

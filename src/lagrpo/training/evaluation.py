@@ -206,7 +206,7 @@ class EvalSet:
 def build_eval_sets(a: Parts) -> tuple[EvalSet, ...]:
     """The evaluation sets of a run, or a single one without a name. Raises SettingsError for a set whose prompts do not
     fit."""
-    e = a.settings.evaluation
+    e = a.settings.eval
     if not e.sets:
         return (_build_eval_set(a, EvaluationSet(name="only"), ""),) if e.takes_place else ()
     sets = []
@@ -217,23 +217,23 @@ def build_eval_sets(a: Parts) -> tuple[EvalSet, ...]:
 
 
 def _build_eval_set(a: Parts, each: EvaluationSet, name: str) -> EvalSet:
-    e, s, seed = a.settings.evaluation, a.settings.sampling, a.settings.run.seed
+    e, s, seed = a.settings.eval, a.settings.rollout, a.settings.run.seed
     source, verifier, task, environment = a.prompts, a.verifier, a.settings.task, OF_RUN
     if each.task is not None:
         (own, verifier), task, environment = a.others[name], each.task, name
-        source = PromptSource(own, a.learner.policy, seed, 1, s.max_prompt_tokens, **a.asking.get(name, {}))
+        source = PromptSource(own, a.learner.policy, seed, 1, s.max_prompt_length, **a.asking.get(name, {}))
     return EvalSet(
         name=name,
         every=e.every if each.every is None else each.every,
         manner=SamplingParams(
             purpose=f"{PURPOSE} {name}".rstrip(),
             tau=each.temperature or e.temperature or s.temperature,
-            max_tokens=each.max_tokens or s.max_tokens,
+            max_tokens=each.max_completion_length or s.max_completion_length,
             environment=environment if environment in a.talking else None,
         ),
-        samples=each.samples or e.samples,
+        samples=each.num_samples or e.num_samples,
         seed=seed,
-        requests=source.held_out(each.prompts or e.prompts),
+        requests=source.held_out(each.num_prompts or e.num_prompts),
         verifier=verifier,
         reward_range=task.reward_range,
         rewards=reward_names(source.task.reward),
@@ -297,9 +297,9 @@ class Evaluations:
         return next((found.summary for found in made if found is not None), None)
 
     def find_best(self, run: Run, moment: str, batch: int) -> dict[str, Any] | None:
-        """What weights/best is to say if the policy at this moment is the best so far by `evaluation.best`; else None.
+        """What weights/best is to say if the policy at this moment is the best so far by `eval.best_metric`; else None.
         The best so far is the one in weights/best."""
-        best = self.parts.settings.evaluation.best
+        best = self.parts.settings.eval.best_metric
         of_set, _, metric = (best or "").rpartition(".")
         made = self.made.get(f"{moment}.{of_set}" if of_set else moment)
         if best is None or made is None or (value := made.summary.get(metric)) is None:

@@ -31,8 +31,8 @@ IDLE = 0.15  # gaps that the allocator cannot fill
 def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> list[str]:
     """One line for each thing that people get wrong about a run. Without its parts the model's sizes are read from its
     config; no weights are loaded."""
-    s, sampling, policy = settings.schedule, settings.sampling, parts.learner.policy if parts else None
-    per_batch, batches, ranks = s.prompts * sampling.G, s.stages * s.batches, world_size()
+    s, sampling, policy = settings.schedule, settings.rollout, parts.learner.policy if parts else None
+    per_batch, batches, ranks = s.prompts_per_batch * sampling.num_generations, s.stages * s.batches, world_size()
     config, parameters, adapters = _sizes(settings, policy.model.lm if policy else None)
     device = policy.device if policy else pick_device(settings.model.device)
     dtype, why = pick_dtype(settings.model.dtype, device)
@@ -40,24 +40,28 @@ def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> l
     fused = kernels_compute(settings, text) if policy is None else policy.model.layers is not None
     shards = local_size() if ranks % local_size() == 0 else ranks
     memory = expected_memory(settings, recipe, text, parameters, fused, adapters, ranks, shards)
-    changes = ", ".join(f"{name} = {value}" for name, value in settings.objective.overrides.items())
+    changes = ", ".join(f"{name} = {value}" for name, value in settings.loss.knobs.items())
     return [
         f"recipe      {recipe.name}: {recipe.formula}" + (f"; here with {changes}" if changes else ""),
-        f"batch       {s.prompts} prompts x {sampling.G} completions = {per_batch:,} samples, used for "
-        f"{count_of(s.i, 'update')} (i = {s.i}){_from_file(settings)}",
+        f"batch       {s.prompts_per_batch} prompts x {sampling.num_generations} completions = {per_batch:,} samples, "
+        f"used for {count_of(s.num_iterations, 'update')} (i = {s.num_iterations}){_from_file(settings)}",
         f"schedule    {_weight_syncs(settings)}",
         *_sampler(settings),
         *_environment(settings, parts),
         *([] if parts and parts.own_task else _rewards(settings)),
         f"run         {count_of(s.stages, 'stage')} x {count_of(s.batches, 'batch', 'es')} = "
-        f"{count_of(batches * s.i, 'update')}, {batches * per_batch:,} samples",
-        f"tokens      at most {per_batch * sampling.max_tokens:,} sampled per batch, "
+        f"{count_of(batches * s.num_iterations, 'update')}, {batches * per_batch:,} samples",
+        f"tokens      at most {per_batch * sampling.max_completion_length:,} sampled per batch, "
         f"{settings.optimizer.micro_batch_tokens:,} in a micro-batch",
         f"memory      at most about {_size(sum(memory.values()))}{' for each rank' if ranks > 1 else ''}: "
         + ", ".join(f"{name} {_size(size)}" for name, size in memory.items()),
         *_adapters(settings, parameters, adapters),
         f"arithmetic  {dtype} ({why}) on {device}"
-        + (f", {settings.optimizer.masters} float32 masters" if dtype == "bfloat16" else "")
+        + (
+            f", {'dithered' * settings.optimizer.dither_master_weights or 'plain'} float32 masters"
+            if dtype == "bfloat16"
+            else ""
+        )
         + (f"; {policy.model.computation}" if policy else ""),
         *([f"decoding    {parts.sampled.model.decoding}"] if parts and parts.sampled else []),
         *([f"parity      {parts.parity}"] if parts and parts.parity else []),
@@ -68,13 +72,13 @@ def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> l
 def _weight_syncs(settings: Settings) -> str:
     """When the sampler gets new weights, and how stale it can become."""
     s = settings.schedule
-    schedule = Schedule(s.kind, s.v, s.delta)
-    always = s.kind == "lagged" or s.v == 1
-    when = "before every batch" if always else f"every {s.v} batches"
+    schedule = Schedule(s.kind, s.sync_every, s.delta)
+    always = s.kind == "lagged" or s.sync_every == 1
+    when = "before every batch" if always else f"every {s.sync_every} batches"
     if s.kind == "budget":
         when = f"when KL(alpha||pi_k) of a completion passes {s.delta:g} nats, at the latest {when}"
-    updates = count_of(s.i if always else s.v * s.i, "update")
-    lag = count_of(max(lags(schedule, s.stages, s.batches, s.i)), "update")
+    updates = count_of(s.num_iterations if always else s.sync_every * s.num_iterations, "update")
+    lag = count_of(max(lags(schedule, s.stages, s.batches, s.num_iterations)), "update")
     return f"{schedule}: new weights {when}, {updates} per weight sync; largest possible lag {lag}"
 
 
@@ -91,12 +95,12 @@ def _environment(settings: Settings, parts: Parts | None) -> list[str]:
 
 def _sampler(settings: Settings) -> list[str]:
     """Who samples, how weights get there, and whether they are checked."""
-    v, off = settings.vllm, ["parity      off (sampling.parity_check = false)"]
-    off = [] if settings.sampling.parity_check else off
-    if settings.sampling.sampler == "local":
+    v, off = settings.vllm, ["parity      off (rollout.parity_check = false)"]
+    off = [] if settings.rollout.parity_check else off
+    if settings.rollout.engine == "local":
         return off
     who = ", ".join(v.urls) if v.urls else "a server that the run starts"
-    return [f"sampler     vLLM: {who}; weights by {v.weight_sync}, completions under way: {v.in_flight}", *off]
+    return [f"sampler     vLLM: {who}; weights by {v.weight_transfer}, completions under way: {v.on_weight_sync}", *off]
 
 
 def _rewards(settings: Settings) -> list[str]:
@@ -111,12 +115,13 @@ def _rewards(settings: Settings) -> list[str]:
 
 def _adapters(settings: Settings, parameters: int, adapters: int) -> list[str]:
     """How much is trained, if that is not the model itself."""
-    lora = settings.model.lora
+    model = settings.model
     if not adapters:
         return []
     return [
-        f"adapters    r = {lora.r}, alpha = {lora.alpha:g}, for {', '.join(lora.targets)}: {adapters:,} numbers are "
-        f"trained, {adapters / parameters:.1%} of the model's {parameters:,}, which are frozen; a version is an adapter"
+        f"adapters    r = {model.lora_r}, alpha = {model.lora_alpha:g}, for {', '.join(model.lora_target_modules)}: "
+        f"{adapters:,} numbers are trained, {adapters / parameters:.1%} of the model's {parameters:,}, which are "
+        "frozen; a version is an adapter"
     ]
 
 
@@ -145,14 +150,17 @@ def expected_memory(
     their numbers are trained, and the model is frozen. Layers are divided by `shards` ranks. docs/scaling.md compares
     this with measured peaks."""
     size = BYTES[pick_dtype(settings.model.dtype, pick_device(settings.model.device))[0]]
-    s, local = settings.schedule, settings.sampling.sampler == "local"
-    layers, trained = ranks > 1 and settings.distributed.shard == "layers", adapters or parameters
+    s, local = settings.schedule, settings.rollout.engine == "local"
+    layers, trained = ranks > 1 and settings.distributed.strategy == "fsdp2", adapters or parameters
     parts = (shards or ranks) if layers and not adapters else ranks
-    stale = s.i > 1 or max(lags(Schedule(s.kind, s.v, s.delta), s.stages, s.batches, s.i)) > 0
+    stale = (
+        s.num_iterations > 1
+        or max(lags(Schedule(s.kind, s.sync_every, s.delta), s.stages, s.batches, s.num_iterations)) > 0
+    )
     packed, own = fused and size == 2 and not layers, 1 + recipe.needs_pi_ref
     weights = 0 if layers and not adapters else trained * size * (own + local + (packed and stale))
     if layers:
-        evaluates = settings.evaluation.sampler == "local" and settings.evaluation.takes_place
+        evaluates = settings.eval.sampler == "local" and settings.eval.takes_place
         head = config.vocab_size * config.hidden_size
         layer = max(0, parameters - head) // Shape.of(config).layers
         copies = 1 if adapters else own
@@ -166,11 +174,11 @@ def expected_memory(
         "program": PROGRAM,
         "weights": weights,
         "optimizer": trained * 4 // (parts if layers and not adapters else 1) + masters + moments,
-        "activations": _activations(settings, config, size, fused and not layers, -(-s.prompts // ranks)),
+        "activations": _activations(settings, config, size, fused and not layers, -(-s.prompts_per_batch // ranks)),
         "sampler": _tokens_held(settings, ranks) * _kv_bytes(config, size),
     }
     memory["idle"] = int(IDLE * sum(memory.values()))
-    writes = settings.run.checkpoint_minutes or settings.run.checkpoint_every
+    writes = settings.checkpoint.save_minutes or settings.checkpoint.save_every
     lagging = trained * size * (stale + recipe.needs_pi_ref)
     return memory | ({"checkpoint": trained * 12 // parts + lagging} if writes else {})
 
@@ -184,25 +192,27 @@ def _kv_bytes(config: Any, size: int) -> int:
 def _tokens_held(settings: Settings, ranks: int) -> int:
     """The most tokens whose keys and values a rank holds: of as many rows as it decodes at a time; of its share of the
     prompts, or of an evaluation, with several ranks."""
-    s, sampling, e, rows = settings.schedule, settings.sampling, settings.evaluation, settings.sampling.max_num_seqs
-    local, evaluates = sampling.sampler == "local", e.sampler == "local" and e.takes_place
+    s, sampling, e, rows = settings.schedule, settings.rollout, settings.eval, settings.rollout.max_num_seqs
+    local, evaluates = sampling.engine == "local", e.sampler == "local" and e.takes_place
     if not (local or evaluates):
         return 0
     if ranks > 1:
-        together = s.v if s.kind == "every" and sampling.prefetch else 1
-        share = -(-s.prompts * together // ranks) * sampling.G if local else 0
-        rows = min(rows, max(share, -(-e.prompts // ranks) * e.samples if evaluates else 0))
-    longest = settings.longest - sampling.max_prompt_tokens + settings.replied  # also of evaluation sets
-    return rows * longest + rows // sampling.G * sampling.max_prompt_tokens
+        together = s.sync_every if s.kind == "every" and sampling.prefetch else 1
+        share = -(-s.prompts_per_batch * together // ranks) * sampling.num_generations if local else 0
+        rows = min(rows, max(share, -(-e.num_prompts // ranks) * e.num_samples if evaluates else 0))
+    longest = settings.longest - sampling.max_prompt_length + settings.replied  # also of evaluation sets
+    return rows * longest + rows // sampling.num_generations * sampling.max_prompt_length
 
 
 def _activations(settings: Settings, config: Any, size: int, fused: bool, prompts: int) -> int:
     """Bytes that a micro-batch of at most so many prompts leaves for the backward pass, and its logits."""
-    sampling = settings.sampling
-    of_a_batch = prompts * (sampling.max_prompt_tokens + sampling.G * (sampling.max_tokens + settings.replied))
+    sampling = settings.rollout
+    of_a_batch = prompts * (
+        sampling.max_prompt_length + sampling.num_generations * (sampling.max_completion_length + settings.replied)
+    )
     learned = min(settings.optimizer.micro_batch_tokens, of_a_batch)
     numbers, head = learned * config.vocab_size, config.vocab_size * config.hidden_size
-    gradient = 0 if settings.model.lora.r else head
+    gradient = 0 if settings.model.lora_r else head
     logits = size * min(KEPT_LOGITS + KERNEL_LOGITS, numbers) + (4 + size) * gradient
     return learned * activation_bytes(settings, config, size, fused) + logits
 
@@ -217,7 +227,7 @@ def activation_bytes(settings: Settings, config: Any, size: int, fused: bool = F
         layer = 2 * size * (hidden + (shape.heads + shape.kv_heads) * shape.d + inner)
     else:
         layer = HIDDEN_BYTES[size] * hidden + 4 * size * inner
-    if settings.optimizer.activation_checkpointing:
+    if settings.optimizer.gradient_checkpointing:
         return shape.layers * hidden * size + min(3, shape.layers) * layer
     return shape.layers * layer
 
@@ -229,7 +239,7 @@ def _sizes(settings: Settings, lm: Any) -> tuple[Any, int, int]:
         adapters = count_of_adapters(lm)
         return lm.config, lm.num_parameters() - adapters, adapters
     lm, lora = empty_model(settings), lora_of(settings.model)
-    with refusing("model.lora"):
+    with refusing("model.lora_r"):
         return lm.config, lm.num_parameters(), count_parameters(lm, lora) if lora else 0
 
 

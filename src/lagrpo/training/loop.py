@@ -48,7 +48,7 @@ def train_loop(a: Parts, state: LoopState, tell: Callable[[str], None] = lambda 
     """Yield every batch after `state`. The first batch syncs the initial policy: the paper leaves α undefined for k <
     v. `tell` hears what is being done from then on. Raises Interrupted before a batch or while it is sampled."""
     learner, policy, s = a.learner, a.learner.policy, a.settings.schedule
-    prefetch = a.settings.sampling.prefetch and not a.settings.sampling.dynamic_sampling
+    prefetch = a.settings.rollout.prefetch and not a.settings.rollout.dynamic_sampling_rounds
     while state.batch < s.stages * s.batches:  # 5, 6   stage s, k = 1 .. M
         a.ranks.raise_if_asked()
         stage, b, clock = state.batch // s.batches + 1, state.batch + 1, Clock(tell)
@@ -67,11 +67,13 @@ def train_loop(a: Parts, state: LoopState, tell: Callable[[str], None] = lambda 
         a.sampler.free_cache()
         version = policy.version
         with clock("learning"):
-            batch = assemble(groups, learner.recipe, a.settings.sampling.max_tokens, a.settings.run.seed, b)  # 12-13
+            batch = assemble(
+                groups, learner.recipe, a.settings.rollout.max_completion_length, a.settings.run.seed, b
+            )  # 12-13
             fresh = learner.pack(batch, a.settings.optimizer.micro_batch_tokens)
         rest = score_left_out(a, clock, batch, fresh)
         with clock("learning"):
-            rows, updates = update(a, batch, fresh, s.i)  # 14-15   Eq. 7 or 8
+            rows, updates = update(a, batch, fresh, s.num_iterations)  # 14-15   Eq. 7 or 8
         rows += rest
         after_T = score_update(a, clock, rows)
         state = state.after_batch(measure_spending(a.settings, batch, rows))
@@ -117,7 +119,7 @@ def score_groups(a: Parts, clock: Clock, groups: Iterator[Group]) -> list[Group]
 def replace_zero_variance(a: Parts, state: LoopState, clock: Clock, groups: list[Group]) -> list[Group]:
     """DAPO's dynamic sampling, bounded: groups of other prompts replace groups whose rewards are all equal."""
     b, taken = state.batch + 1, 0
-    for _ in range(a.settings.sampling.dynamic_sampling):
+    for _ in range(a.settings.rollout.dynamic_sampling_rounds):
         flat = [n for n, group in enumerate(groups) if group.source == "sampler" and has_zero_variance(group)]
         if not flat:
             break

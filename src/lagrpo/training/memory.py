@@ -11,10 +11,10 @@ import torch
 SIGNS = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """By which PyTorch's RuntimeErrors say that there was no memory, if they are not a torch.OutOfMemoryError."""
 LEARNING = (
-    "lower optimizer.micro_batch_tokens, which cannot change the gradient, or set optimizer.activation_checkpointing = "
-    "true; on a GPU optimizer.offload_moments, too"
+    "lower optimizer.micro_batch_tokens, which cannot change the gradient, or set optimizer.gradient_checkpointing = "
+    "true; on a GPU optimizer.offload_optimizer, too"
 )
-SAMPLING = "lower sampling.max_num_seqs, or sampling.max_tokens"
+SAMPLING = "lower rollout.max_num_seqs, or rollout.max_completion_length"
 LOADING = "take a smaller model, or model.dtype = 'bfloat16'"
 REMEDIES = {"loading": LOADING, "sampling": SAMPLING, "evaluation": SAMPLING, "weight sync": SAMPLING}
 

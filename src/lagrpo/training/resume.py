@@ -22,17 +22,17 @@ from lagrpo.settings.toml import flatten, load_settings
 if TYPE_CHECKING:  # it loads PyTorch
     from lagrpo.training.checkpoint import Checkpoint
 
-OF_CALL = ("run.name", "run.directory", "run.resume")
+OF_CALL = ("run.name", "run.output_dir", "run.resume")
 FREE = (
-    *("run.display", "run.save_weights", "run.save_every", "run.trackers", "run.tracked_completions"),
-    *("run.checkpoint_minutes", "run.checkpoint_every", "run.keep_checkpoints"),
-    *("model.threads", "model.dtype", "model.lora.merge", "optimizer.offload_moments"),
-    *("evaluation.every", "evaluation.before_and_after", "evaluation.sampler", "evaluation.best"),
+    *("run.display", "run.save_weights", "checkpoint.export_every", "run.report_to", "run.log_completions"),
+    *("checkpoint.save_minutes", "checkpoint.save_every", "checkpoint.save_total_limit"),
+    *("model.threads", "model.dtype", "model.lora_merge", "optimizer.offload_optimizer"),
+    *("eval.every", "eval.at_start", "eval.sampler", "eval.best_metric"),
     *("verifier.workers", "verifier.max_without_reward", "distributed.", "vllm."),
 )
 """Settings, and sections, that a resumed run may change: they cannot alter its past batches. model.dtype may change
 from auto to what that chose: `check_dtype` compares what a run computes in."""
-FIXED = ("vllm.in_flight",)
+FIXED = ("vllm.on_weight_sync",)
 MACHINE = ("cpu", "ranks", "sharded", "threads", "device_name", "dtype", "computation", "decoding")
 """What in environment.json decides the bits of a run, besides the packages."""
 
@@ -42,7 +42,7 @@ def find_run(settings: Settings) -> Path | None:
     run = settings.run
     if run.resume is None:
         return None
-    path = Path(run.directory) / str(run.name) if run.resume == "auto" else Path(run.resume).expanduser()
+    path = Path(run.output_dir) / str(run.name) if run.resume == "auto" else Path(run.resume).expanduser()
     return None if run.resume == "auto" and not (path / "config.toml").is_file() else open_run(path).path
 
 
@@ -74,7 +74,7 @@ def _may_change(name: str, settings: Settings, saved: Settings) -> bool:
         now, before = settings.schedule, saved.schedule
         more = now.batches >= before.batches and now.stages >= before.stages
         same_stages = now.batches == before.batches or before.stages == 1
-        return more and same_stages and settings.optimizer.schedule == "constant"
+        return more and same_stages and settings.optimizer.lr_scheduler_type == "constant"
     return name in FREE or (f"{name.partition('.')[0]}." in FREE and name not in FIXED)
 
 

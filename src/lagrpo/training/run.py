@@ -89,7 +89,7 @@ def train(
     check_callbacks(callbacks)
     before = recorded_threads(settings, world_size())
     threads = choose_threads(settings.model.threads, before, local_size())
-    device, shard_layers = pick_device(settings.model.device).type, settings.distributed.shard == "layers"
+    device, shard_layers = pick_device(settings.model.device).type, settings.distributed.strategy == "fsdp2"
     with interruptible(), freed_memory_kept(), fixed_threads(threads), joined(device, shard_layers) as ranks:
         from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -131,10 +131,11 @@ class Training:
         create = partial(create_run, run, named, write_config(parts), self.environment)
         self.store = earlier.run if earlier else self.ranks.from_first(create)
         parts.keep_logs(self.store.path)
-        when = run.checkpoint_every, run.checkpoint_minutes, run.keep_checkpoints
+        kept = self.settings.checkpoint
+        when = kept.save_every, kept.save_minutes, kept.save_total_limit
         place = {"rank": self.ranks.rank, "size": self.ranks.size}
         self.checkpoints = CheckpointManager(self.store.path / "checkpoints", *when, **place)
-        self.callbacks = CallbackList([Trackers(run.trackers, run.tracked_completions), *callbacks] if first else [])
+        self.callbacks = CallbackList([Trackers(run.report_to, run.log_completions), *callbacks] if first else [])
         self.started, self.seconds_checkpoint = False, 0.0  # whether callbacks know of the run
         self.warnings = Warnings(self.settings, str(self.policy.dtype).removeprefix("torch."), parts.task.size("train"))
         self.total = self.settings.schedule.stages * self.settings.schedule.batches
@@ -192,7 +193,7 @@ class Training:
                 raise
             finally:
                 self.tell_end(status, interrupted, sys.exc_info()[1])
-            if status == "finished" and first and not self.settings.run.keep_checkpoints:
+            if status == "finished" and first and not self.settings.checkpoint.save_total_limit:
                 self.checkpoints.prune(())
         before, after = map(self.evaluations.summary, ("before", "after"))
         made = {name: found.summary for name, found in self.evaluations.made.items()}
@@ -242,7 +243,7 @@ class Training:
 
     def learn(self) -> None:
         """Algorithm 1 between its evaluations."""
-        if (around := self.settings.evaluation.before_and_after) and not self.batches:
+        if (around := self.settings.eval.at_start) and not self.batches:
             self.evaluations.make("before", 0, self.stand.loop)
         self.evaluate_where_due()
         for step in train_loop(self.parts, self.stand.loop, self.phase):
@@ -275,7 +276,7 @@ class Training:
         self.callbacks.on_batch(metrics, rows)
         for text in warnings:
             self.warn(text)
-        if (every := self.settings.run.save_every) and step.b % every == 0:
+        if (every := self.settings.checkpoint.export_every) and step.b % every == 0:
             self.write_weights(self.policy.version)
 
     def measure(self, step: Step) -> dict[str, Any]:

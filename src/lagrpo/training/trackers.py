@@ -31,7 +31,7 @@ def check_installed(names: Iterable[str]) -> None:
     for name in names:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # without an origin: a directory of that name, such as W&B makes
-            raise SettingsError(f"run.trackers names {name}, which is not installed: pip install 'lagrpo[{name}]'")
+            raise SettingsError(f"run.report_to names {name}, which is not installed: pip install 'lagrpo[{name}]'")
 
 
 class Trackers(Callback):
@@ -43,7 +43,7 @@ class Trackers(Callback):
         self.active: dict[str, Any] = {}
 
     def on_start(self, settings: Row, environment: Row, batch: int) -> None:
-        path = Path(settings["run"]["directory"], settings["run"]["name"]).absolute()
+        path = Path(settings["run"]["output_dir"], settings["run"]["name"]).absolute()
         info = RunInfo(path, environment["id"], without_secrets({**settings, "environment": environment}), batch)
         for name in self.names:
             self._call(name, lambda name=name: self.active.update({name: TRACKERS[name](info)}))

@@ -218,8 +218,8 @@ class Trainer:
         share, name = max(shares, default=(0.0, "none"))
         raise FloatingPointError(
             f"the gradient of update {self.policy.version + 1} is not finite (norm {norm}); the policy is still "
-            f"version {self.policy.version}. Largest |weight x advantage|: {share:g}, of {name}. Lower optimizer.lr, "
-            "or leave the completion out"
+            f"version {self.policy.version}. Largest |weight x advantage|: {share:g}, of {name}. "
+            "Lower optimizer.learning_rate, or leave the completion out"
         )
 
     # Log-probs, weight syncs, stages

@@ -56,10 +56,13 @@ class Warnings:
             )
 
     def _standstill(self, version: int, share: float) -> str:
-        remedies = ["a larger optimizer.lr", "more updates per weight sync (schedule.v, schedule.i)"]
+        remedies = [
+            "a larger optimizer.learning_rate",
+            "more updates per weight sync (schedule.sync_every, schedule.num_iterations)",
+        ]
         if self.dtype == "bfloat16":
-            plain = self.settings.optimizer.masters == "plain"
-            remedies = ['optimizer.masters = "dithered"'] * plain + remedies + ['model.dtype = "float32"']
+            plain = not self.settings.optimizer.dither_master_weights
+            remedies = ["optimizer.dither_master_weights = true"] * plain + remedies + ['model.dtype = "float32"']
         return (
             f"the weight sync of version {version} changes {share:.4%} of the sampler's weights, less than 1 in "
             f"10,000: updates are lost in rounding to {self.dtype}. What helps: {', '.join(remedies)}. "

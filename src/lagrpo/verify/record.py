@@ -17,7 +17,7 @@ from lagrpo.settings.toml import load_settings
 
 Row = dict[str, Any]
 """A completion as recorded, with `where` it stands and `group`, its batch and the number of its group there."""
-HARMLESS = ("run.", "evaluation.", "vllm.", "schedule.batches", "distributed.")
+HARMLESS = ("run.", "checkpoint.", "eval.", "vllm.", "schedule.batches", "distributed.")
 """Settings, or how their names begin, that a resumed run may change without an effect on what is checked here."""
 
 
@@ -29,7 +29,7 @@ class RecordedRun:
         self.path = path = reading.open_run(run).path
         with refusing(f"{path} cannot be replayed", KeyError, TypeError):
             self.settings, self.environment = load_settings(path / "config.toml"), read_environment(path)
-            self.recipe = resolve(self.settings.objective.recipe, self.settings.objective.overrides)
+            self.recipe = resolve(self.settings.loss.recipe, self.settings.loss.knobs)
             self.own_task = "# The task was the caller's own object" in (path / "config.toml").read_text("utf-8")
             self.lines, self.events = reading.load_metrics(path), reading.load_events(path)
             self.metrics = {line["batch"]: (n, line) for n, line in enumerate(self.lines, start=1)}
@@ -41,8 +41,8 @@ class RecordedRun:
                 raise ValueError(f"{wrong[0]} was changed when the run was resumed")
             if not self.batches:
                 raise ValueError("it has no rollouts yet: its first batch is not finished")
-        offline, count = self.settings.offline, self.settings.schedule.prompts
-        self.fresh_prompts = count - (0 if offline.data is None else max(1, round(offline.share * count)))
+        offline, count = self.settings.offline, self.settings.schedule.prompts_per_batch
+        self.fresh_prompts = count - (0 if offline.data is None else max(1, round(offline.fraction * count)))
 
 
 def _read_rows(path: Path, batch: int) -> Iterator[Row]:

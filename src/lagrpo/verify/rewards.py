@@ -71,7 +71,7 @@ def check_texts(run: RecordedRun, weights: Weights, rows: Sequence[Row], report:
         expected = {"text": tokenizer.decode(tokens, skip_special_tokens=True)}
         if not row["turns"]:
             end = next((t for t, token in enumerate(tokens, start=1) if token in ends), None)
-            expected |= {"tokens": end or run.settings.sampling.max_tokens, "finished": end is not None}
+            expected |= {"tokens": end or run.settings.rollout.max_completion_length, "finished": end is not None}
         report.compare("texts", row["where"], expected, row | {"tokens": len(tokens)})
     return tokenizer
 
@@ -155,14 +155,15 @@ def check_evaluations(
 ) -> Iterator[tuple[Task, list[list[Scored]]]]:
     """Whether evaluations are missing (the last batch may have ended before its own), and each of them; yields what is
     to be scored, with its task."""
-    e, there = run.settings.evaluation, {summary["name"]: summary for summary in run.evaluations}
-    if any(name.startswith("evaluation.") for name in run.changed):
+    e, there = run.settings.eval, {summary["name"]: summary for summary in run.evaluations}
+    if any(name.startswith("eval.") for name in run.changed):
         return report.skip("evaluations: their settings were changed when the run was resumed")
     for one in e.sets or [None]:
         given = {k: v for k, v in dict(one or ()).items() if v is not None}
-        every, prompts, samples = (given.get(key, getattr(e, key)) for key in ("every", "prompts", "samples"))
+        names = ("every", "num_prompts", "num_samples")
+        every, prompts, samples = (given.get(name, getattr(e, name)) for name in names)
         due = [f"batch-{b:06d}" for b in range(every, max(run.metrics, default=0), every)] if every else []
-        for moment in ["before"] * e.before_and_after + due:
+        for moment in ["before"] * e.at_start + due:
             file = f"{moment}.{one.name}" if one else moment
             report.compare("evaluations", f"evaluations/{file}.json", {"the file": True}, {"the file": file in there})
         own = load_task(given["task"], run.settings.run.seed) if "task" in given else task

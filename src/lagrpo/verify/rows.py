@@ -25,12 +25,15 @@ def check_rows(run: RecordedRun, report: Report) -> list[Row]:
         groups = groups_of(rows)
         fresh = [members for members in groups if members[0]["source"] == "sampler"]
         counts = (len(groups), len(fresh)) if batch in run.batches else "no file"
-        expected = {"groups, and generated ones": (s.schedule.prompts, run.fresh_prompts)}
+        expected = {"groups, and generated ones": (s.schedule.prompts_per_batch, run.fresh_prompts)}
         report.compare("rows", file, expected, {"groups, and generated ones": counts})
         for members in fresh:
             numbers = [row["completion"] for row in members]
             report.compare(
-                "rows", members[0]["where"], {"completions": list(range(s.sampling.G))}, {"completions": numbers}
+                "rows",
+                members[0]["where"],
+                {"completions": list(range(s.rollout.num_generations))},
+                {"completions": numbers},
             )
         for row in rows:
             expected = {"batch": batch, "stage": (batch - 1) // s.schedule.batches + 1} | missing_columns(row)
@@ -57,9 +60,9 @@ def check_syncs(run: RecordedRun, report: Report) -> None:
     events = {event["batch"]: event for event in run.events if event["event"] == "weight_sync"}
     generated, kl, s = 0, 0.0, run.settings.schedule  # batches since the last sync, and the KL that the last measured
     for batch, (number, line) in sorted(run.metrics.items()):
-        reason = "schedule" if s.kind == "lagged" or ((batch - 1) % s.batches + 1) % max(s.v, 1) == 0 else ""
+        reason = "schedule" if s.kind == "lagged" or ((batch - 1) % s.batches + 1) % max(s.sync_every, 1) == 0 else ""
         if s.kind == "budget":
-            reason = "budget" if kl > (s.delta or 0.0) else "cap" if generated >= s.v else ""
+            reason = "budget" if kl > (s.delta or 0.0) else "cap" if generated >= s.sync_every else ""
         reason, event = "start" if batch == 1 else reason, events.get(batch, {})
         report.compare("weight syncs", f"metrics.jsonl, line {number}", {"synced": int(bool(reason))}, line)
         expected, found = (reason, line["version"] if reason else None), (event.get("reason", ""), event.get("version"))
@@ -74,14 +77,14 @@ def check_versions(run: RecordedRun, rows: Sequence[Row], report: Report) -> Non
     """Tokens have the version that the schedule announced, and π_k the version of the batch's metrics. A completion
     that vLLM finished after a weight sync may have tokens of later versions, too."""
     s, synced = run.settings, [batch for batch, (_, line) in run.metrics.items() if line["synced"]]
-    spanning = s.vllm.in_flight == "span" and s.sampling.sampler == "vllm"
+    spanning = s.vllm.on_weight_sync == "continue" and s.rollout.engine == "vllm"
     for row in (row for row in rows if row["batch"] in run.metrics):
         versions, batch = sampled(row, "versions"), row["batch"]
         known = bool(versions) and min(versions) >= 0
         expected = {"pi_k_version": run.metrics[batch][1]["version"]}
         expected["lag"] = row["pi_k_version"] - min(versions) if known else None
         sync = max([b for b in synced if b <= batch], default=0)
-        sync = max(1, batch - s.schedule.v) if s.schedule.kind == "lagged" else sync
+        sync = max(1, batch - s.schedule.sync_every) if s.schedule.kind == "lagged" else sync
         report.compare("versions", row["where"], expected, row)
         if known and is_generated(row) and sync in run.metrics:
             alpha = run.metrics[sync][1]["version"]
@@ -94,7 +97,7 @@ def check_versions(run: RecordedRun, rows: Sequence[Row], report: Report) -> Non
 def check_groups(run: RecordedRun, rows: Sequence[Row], report: Report) -> None:
     """Which completions the objective leaves out, the sigma of each group and its advantages in float64, and the
     log-ratios Σ ln ρ and Σ (ρ - 1 - ln ρ) of π_k and α from the recorded log-probs."""
-    made, seed, most = run.recipe, run.settings.run.seed, run.settings.sampling.max_tokens
+    made, seed, most = run.recipe, run.settings.run.seed, run.settings.rollout.max_completion_length
     for members in groups_of(rows):
         scored = [row for row in members if row["outcome"] == "scored"]
         rewards = torch.tensor([row["reward"] for row in scored], dtype=torch.float64)
@@ -188,7 +191,7 @@ def batch_metrics(run: RecordedRun, batch: int, rows: Sequence[Row]) -> dict[str
     )
     for name in reward_columns(rows[0]):
         found[f"reward_{name}_mean"] = mean([x for row in rows if (x := row[f"reward_{name}"]) is not None])
-    for name in (one.name for one in run.settings.evaluation.sets):
+    for name in (one.name for one in run.settings.eval.sets):
         made = [e for e in run.evaluations if e.get("set") == name and (e.get("batch") or 0) == batch - 1]
         found |= {f"eval_{name}_{m}": made[0].get(m) if made else None for m in ("pass_at_1", "reward_mean")}
     return found

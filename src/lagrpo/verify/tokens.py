@@ -24,7 +24,7 @@ from lagrpo.verify.record import RecordedRun, Report, Row, is_generated, sampled
 EDGE, TOKEN = 8.0, 24.0  # times the noise: of a sample, of a log-prob. Honest runs stay within half of either
 NOISE = {"bfloat16": (1e-3, 0.15), "float32": (1e-6, 1e-2)}  # min and max noise that a dtype explains, log-odds
 CHUNK = 1 << 22  # probabilities in memory at once
-KEEP = "set run.save_every = 1 to keep the weights of every version"
+KEEP = "set checkpoint.export_every = 1 to keep the weights of every version"
 
 
 class Weights:
@@ -114,7 +114,7 @@ def read_tokens(scaled_TV: Tensor, token_T: Tensor, uniform_T: Tensor) -> Readin
 @torch.no_grad()
 def read_row(run: RecordedRun, model: Any, row: Row) -> Reading:
     """One sequence, without a cache; at most CHUNK probabilities are in memory."""
-    ids, tau = torch.tensor(row["token_ids"]), run.settings.sampling.temperature
+    ids, tau = torch.tensor(row["token_ids"]), run.settings.rollout.temperature
     key = row["batch"], row["epoch"], row["prompt_key"], row["completion"]
     uniform = torch.from_numpy(uniforms(len(ids), run.settings.run.seed, "sample", *key))
     sequence = torch.tensor([[*row["prompt_token_ids"], *row["token_ids"]]])
@@ -174,7 +174,7 @@ def measure_noise(readings: Sequence[tuple[Row, int, Reading]], least: float, mo
 def check_row(run: RecordedRun, row: Row, version: int, read: Reading, noise: float, report: Report) -> None:
     """Whether every token that a version sampled is the inverse CDF of α at its key, its log α, and log π_k."""
     own, allowed = sampled_by(row, version), TOKEN * noise * read.room + read.grain
-    for t in own.nonzero().squeeze(1).tolist() if run.settings.sampling.sampler == "local" else ():
+    for t in own.nonzero().squeeze(1).tolist() if run.settings.rollout.engine == "local" else ():
         token, far = row["token_ids"][t], read.outside[t].item()
         expected = int(read.expected[t]) if far > EDGE * noise else token
         report.compare("samples", f"{row['where']}, token {t}", {"token_ids": expected}, {"token_ids": token})

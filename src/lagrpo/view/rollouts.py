@@ -78,7 +78,7 @@ def choose(sizes: Mapping[int, Size], most: int, G: int = 1) -> dict[int, int]:
 
 def read_rollouts(run: Run, sizes: Mapping[int, Size], most: int, config: Mapping[str, Any], arrays: Arrays) -> Rows:
     """Groups and completions of at most about `most` completions. Raises as `load_rollouts` does."""
-    G = config.get("sampling", {}).get("G")
+    G = config.get("rollout", {}).get("num_generations")
     chosen = choose(sizes, most, G if isinstance(G, int) else 1)
     rows = _read_rows(run, chosen)
     prompts, groups = _group(rows)

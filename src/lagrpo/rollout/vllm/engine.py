@@ -30,7 +30,7 @@ from lagrpo.settings.schema import Settings
 from lagrpo.types import Completion, Group, Outcome
 
 NO_LOGPROB = -9000.0  # vLLM writes -9999 for a log-prob of -inf
-InFlight = Literal["finish", "span", "regenerate"]
+InFlight = Literal["finish", "continue", "restart"]
 
 
 def build_engine(settings: Settings, policy: Policy, servers: Sequence[VllmClient]) -> VllmEngine:
@@ -41,15 +41,15 @@ def build_engine(settings: Settings, policy: Policy, servers: Sequence[VllmClien
                 server.wait_until_ready()
         names = [server.get_config()["model_config"]["dtype"].removeprefix("torch.") for server in servers]
         dtype = max((getattr(torch, name) for name in names), key=lambda dtype: torch.finfo(dtype).eps)  # the coarsest
-    s, v = settings.sampling, settings.vllm
-    weights = AdapterTransfer(policy.model.lm, dtype) if settings.model.lora.r else TRANSFERS[v.weight_sync](dtype)
-    params = SamplingParams("sample", s.temperature, s.max_tokens)
-    return VllmEngine(servers, weights, policy.chat, params, settings.run.seed, s.max_num_seqs, v.in_flight)
+    s, v = settings.rollout, settings.vllm
+    weights = AdapterTransfer(policy.model.lm, dtype) if settings.model.lora_r else TRANSFERS[v.weight_transfer](dtype)
+    params = SamplingParams("sample", s.temperature, s.max_completion_length)
+    return VllmEngine(servers, weights, policy.chat, params, settings.run.seed, s.max_num_seqs, v.on_weight_sync)
 
 
 class VllmEngine:
     """Samples from vLLM servers. `in_flight` says what a weight sync does with completions in flight: `finish` expects
-    none, `span` continues them with the new weights (adapters: with their own), `regenerate` samples them again."""
+    none, `continue` continues them with the new weights (adapters: with their own), `restart` samples them again."""
 
     def __init__(
         self, servers: Sequence[VllmClient], weights: WeightTransfer, chat: Any, params: SamplingParams, seed: int = 0,
@@ -137,7 +137,7 @@ class VllmEngine:
 
     def _load(self, update: WeightUpdate) -> float:
         """Load a version into all servers; returns seconds paused."""
-        abort = self.in_flight == "regenerate"
+        abort = self.in_flight == "restart"
         with self._groups.held(abort) if abort or self.weights.pauses else nullcontext():
             paused = time.perf_counter()
             self.weights.send(self._groups, update)

@@ -147,8 +147,8 @@ class StartedServer(VllmClient):
 def open_servers(settings: Settings, replied: int = 0) -> list[VllmClient]:
     """The servers that the settings name, or one that is on its way up, for completions with up to `replied` tokens of
     an environment. Raises SettingsError for a server that cannot be used, or started."""
-    s = settings.sampling
-    longest = settings.longest if settings.evaluation.sampler == "vllm" else s.max_prompt_tokens + s.max_tokens
+    s = settings.rollout
+    longest = settings.longest if settings.eval.sampler == "vllm" else s.max_prompt_length + s.max_completion_length
     with refusing("vllm", SamplerError):
         if settings.vllm.urls:
             return [attach_server(url, settings, longest + replied + 1) for url in settings.vllm.urls]
@@ -162,7 +162,7 @@ def attach_server(url: str, settings: Settings, longest: int) -> VllmClient:
     if model["max_model_len"] < longest:
         raise ValueError(
             f"{url} takes sequences of at most {model['max_model_len']} tokens, and the settings allow {longest}: "
-            "lower sampling.max_tokens, or start it with a larger --max-model-len"
+            "lower rollout.max_completion_length, or start it with a larger --max-model-len"
         )
     theirs, ours = _read_config(model["root"]), _read_config(resolve_model(settings.model.path))
     if other := [n for n in SIZES if n in theirs and n in ours and theirs[n] != ours[n]]:
@@ -178,11 +178,11 @@ def start_server(settings: Settings, longest: int) -> StartedServer:
     """A server on its way up."""
     from lagrpo.model.backend import pick_device, pick_dtype
 
-    vllm, folder = settings.vllm, Path(settings.run.directory)
+    vllm, folder = settings.vllm, Path(settings.run.output_dir)
     dtype, _ = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
     launch = Launch(
-        find_python(), resolve_model(settings.model.path), dtype, longest, settings.sampling.max_num_seqs,
-        vllm.weight_sync, split_options(vllm.options), lora_rank=settings.model.lora.r, gpus=vllm.gpus,
+        find_python(), resolve_model(settings.model.path), dtype, longest, settings.rollout.max_num_seqs,
+        vllm.weight_transfer, split_options(vllm.server_args), lora_rank=settings.model.lora_r, gpus=vllm.gpus,
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log"
@@ -209,9 +209,9 @@ def serve(settings: ServeSettings) -> NoReturn:
         given = s.dtype, s.max_model_len, s.max_num_seqs, s.weight_sync, split_options(s.options), s.host, s.lora_rank
         launch = Launch(find_python(), resolve_model(s.model), *given)
     key, host = own or secrets.token_urlsafe(24), LOOPBACK[0] if s.host in ("0.0.0.0", "::") else s.host
-    words = [*("--model", shlex.quote(s.model)), "--sampling.sampler vllm", f"--vllm.urls http://{host}:{s.port}"]
-    words += ["--vllm.weight_sync nccl"] if s.weight_sync == "nccl" else []
-    words += [f"--model.lora.r {s.lora_rank}"] if s.lora_rank else []
+    words = [*("--model", shlex.quote(s.model)), "--rollout.engine vllm", f"--vllm.urls http://{host}:{s.port}"]
+    words += ["--vllm.weight_transfer nccl"] if s.weight_sync == "nccl" else []
+    words += [f"--model.lora_r {s.lora_rank}"] if s.lora_rank else []
     print("Once the server is up, attach with (Ctrl-C ends it):\n")
     print("" if own else f"  export {KEY}={key}\n", f"  lagrpo train … {' '.join(words)}\n", sep="", flush=True)
     os.execvpe(launch.python, launch.command(s.port), launch.environment(key))
