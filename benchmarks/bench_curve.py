@@ -95,9 +95,7 @@ def rows(curves: Curves, updates: int) -> list[dict[str, str]]:
 
 def row(seeds: Sequence[Sequence[dict[str, float]]], at: Sequence[int]) -> dict[str, str]:
     rewards = [smoothed(values(list(of), "reward"), SMOOTH) for of in seeds]
-    runs = [
-        RunResult([{"reward_mean": u["reward"], "updates": 1, "seconds": u["seconds"]} for u in of], {}) for of in seeds
-    ]
+    runs = [RunResult([{"reward": u["reward"], "updates": 1, "seconds": u["seconds"]} for u in of], {}) for of in seeds]
     updates, seconds = (
         [cost for run in runs if (cost := measure(f"{name} to {LEVEL:g}", run, SMOOTH)) is not None]
         for name in ("updates", "seconds")

@@ -92,17 +92,17 @@ def measure(asked: argparse.Namespace, name: str, context: int, peak: float, rep
         way: dataclasses.replace(policy, model=Model(policy.model.lm, choose_backend(way, policy.device, policy.dtype)))
         for way in ways
     }
-    learner = Trainer(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-6))
+    trainer = Trainer(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-6))
     length = context - context // 4
     taken: dict[str, list[dict[str, float]]] = {"auto": [], "torch": []}
     samplers: dict[str, LocalSampler] = {}
     said: dict[str, str] = {}
     for turn in range(1 + asked.rounds):
         for way in ways if turn % 2 == 0 else reversed(ways):
-            policy = learner.policy = policies[way]
+            policy = trainer.policy = policies[way]
             said[way] = policy.model.computation
             samplers.setdefault(way, LocalSampler(copy_policy(policy), SEED, length, asked.prompts * asked.completions))
-            taken[way].append(once(asked, policy, learner, samplers[way], context, turn))
+            taken[way].append(once(asked, policy, trainer, samplers[way], context, turn))
             print(f"  {name}, {context}, {way}: {taken[way][-1]}", flush=True)
     taken = {way: measurements[1:] for way, measurements in taken.items()}
     report.raw[f"{name}, {context}"] = taken
@@ -128,7 +128,7 @@ def measure(asked: argparse.Namespace, name: str, context: int, peak: float, rep
 
 
 def once(
-    asked: argparse.Namespace, policy: Policy, learner: Trainer, sampler: LocalSampler, context: int, turn: int
+    asked: argparse.Namespace, policy: Policy, trainer: Trainer, sampler: LocalSampler, context: int, turn: int
 ) -> dict[str, float]:
     """A batch is sampled and learned from; rewards are drawn, so that every group has a signal."""
     vocabulary = min(policy.model.head.weight.shape[0], 40_000)
@@ -141,9 +141,9 @@ def once(
         asked.device, lambda: list(sampler.sample(requests, asked.completions))
     )
     groups = [rewarded(group, turn) for _, group in generated]
-    batch = assemble(groups, learner.recipe, context - context // 4, SEED, turn)
-    rows = learner.pack(batch, asked.tokens)
-    _, learning, learning_memory = timed(asked.device, lambda: learner.first_step(rows, batch.in_objective))
+    batch = assemble(groups, trainer.recipe, context - context // 4, SEED, turn)
+    rows = trainer.pack(batch, asked.tokens)
+    _, learning, learning_memory = timed(asked.device, lambda: trainer.first_step(rows, batch.in_objective))
     tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
     return {
         "sampling": tokens / sampling,

@@ -29,7 +29,7 @@ from lagrpo.model.embedded import resolve_model
 from lagrpo.runs import load_metrics
 
 DEMO = HERE.parent / "experiments" / "demo.toml"
-PARTS = ("seconds_total", "seconds_sampling", "seconds_learning", "seconds_sync")
+PARTS = ("time/step", "time/generate", "time/train", "time/sync")
 
 
 def options() -> argparse.Namespace:
@@ -52,16 +52,16 @@ def main() -> None:
         for name, ranks in list(sides.items())[:: 1 if number % 2 == 0 else -1]:
             with tempfile.TemporaryDirectory() as scratch:
                 found[name] += run(asked, ranks, Path(scratch))[1:]
-            print(name, f"{median(m['seconds_total'] for m in found[name]):.2f} s a batch", flush=True)
+            print(name, f"{median(m['time/step'] for m in found[name]):.2f} s a batch", flush=True)
     report.raw |= found
     one, several = found.values()
     report.text(f"{asked.runs} runs of each side in turn, {asked.batches - 1} batches of each counted; medians.")
     rows = [
-        {"s a batch": part.removeprefix("seconds_"), **{n: spread([m[part] for m in of]) for n, of in found.items()}}
+        {"s a batch": part.removeprefix("time/"), **{n: spread([m[part] for m in of]) for n, of in found.items()}}
         for part in PARTS
     ]
     report.table("Seconds", rows)
-    totals = [[m["seconds_total"] for m in side] for side in (several, one)]
+    totals = [[m["time/step"] for m in side] for side in (several, one)]
     report.text(f"Ranks take {ratio(*totals)} times the seconds of one process.")
     report.raw["exchange"] = seconds = exchange(asked, parameters(asked.model))
     share = median(seconds) / median(totals[0])

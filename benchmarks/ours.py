@@ -25,7 +25,7 @@ from lagrpo.model.model import Policy
 from lagrpo.settings.toml import load_settings
 from lagrpo.tasks import RowTask, order_prompts
 from lagrpo.training.batch import FreshMicroBatch, has_zero_variance
-from lagrpo.training.build import Parts
+from lagrpo.training.build import TrainerComponents
 from lagrpo.training.checks import check_settings
 from lagrpo.training.loop import Step
 from lagrpo.training.run import Training
@@ -34,7 +34,7 @@ from lagrpo.training.run import Training
 class Stepped(Training):
     """Waits for a request before each batch, which goes from the weight sync to the line in its metrics."""
 
-    def __init__(self, parts: Parts, gate: Gate) -> None:
+    def __init__(self, parts: TrainerComponents, gate: Gate) -> None:
         super().__init__(parts)
         self.gate = gate
 
@@ -104,7 +104,7 @@ def task(request: dict[str, Any], seed: int) -> RowTask:
     rows: list[Any] = [None] * len(visited)
     for place, index in enumerate(order_prompts(seed, 0, len(visited))):
         rows[index] = visited[place]
-    ask = lambda row: (row["messages"], row["gold"])  # noqa: E731
+    ask = lambda row: (row["messages"], row["answer"])  # noqa: E731
     return RowTask("benchmark", {"train": rows, "test": []}, ask, imported(request["reward"]))
 
 
@@ -113,7 +113,7 @@ def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     settings = load_settings(request["settings"])
     own = task(request, settings.run.seed)
-    parts = Parts.build(settings, check_settings(settings, own), own)
+    parts = TrainerComponents.build(settings, check_settings(settings, own), own)
     run = Stepped(parts, Gate(wire, {"matrix_product": matrix_product}))
     wire.reply(threads=torch.get_num_threads())
     run.run()

@@ -59,7 +59,7 @@ def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     policy = build_policy(ModelSettings(path=request["model"], device="cpu"), 1.0, 1)
     rows = read_prompts(Path(request["prompts"]))
-    prompts = [policy.chat.tokenize(Prompt(row["key"], tuple(row["messages"]), row["gold"])) for row in rows]
+    prompts = [policy.chat.tokenize(Prompt(row["key"], tuple(row["messages"]), row["answer"])) for row in rows]
     sampling = copy_policy(never_ending(policy))
     wire.reply(threads=torch.get_num_threads(), prompt_ids=[list(prompt.token_ids) for prompt in prompts])
     while True:

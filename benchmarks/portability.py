@@ -7,7 +7,7 @@ each.
 What passes on one processor may fail on another: orders of sums differ, and so does what is fast. Each run is `lagrpo
 train` with the settings of experiments/demo.toml, v = 2, in a process of its own, with PyTorch's oneDNN and our kernels
 lowered to the same level. The table says which arithmetic a run took, its grade (README, "One arithmetic"), by how much
-learner and sampler differed, and how long the second batch took. A run that fails makes the exit status 1. What this
+trainer and sampler differed, and how long the second batch took. A run that fails makes the exit status 1. What this
 machine has no instructions for is listed as not tried.
 """
 
@@ -111,16 +111,16 @@ def run(case: Case, scratch: Path, threads: int | None) -> dict[str, Any]:
         return {**row, "result": f"FAILED: {error or 'nothing was recorded'}", "ok": False}
     environment = json.loads((made / "environment.json").read_text())
     metrics = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
-    parity = environment["parity"]
+    agreement = environment["agreement"]
     return {
         **row,
         "dtype": environment["dtype"] if case.dtype != "auto" else f"auto: {environment['dtype']}",
-        "grade": parity["grade"],
-        "difference at the start, nats (mean, largest)": f"{parity['mean']:.1e}, {parity['largest']:.1e}",
-        "after the weight sync (largest)": f"{metrics[-1]['parity_max']:.1e}",
-        "seconds of the second batch": f"{metrics[-1]['seconds_total']:.1f}",
+        "grade": agreement["grade"],
+        "difference at the start, nats (mean, largest)": f"{agreement['mean']:.1e}, {agreement['largest']:.1e}",
+        "after the weight sync (largest)": f"{metrics[-1]['weight_sync/logp_difference']:.1e}",
+        "seconds of the second batch": f"{metrics[-1]['time/step']:.1f}",
         "seconds in all": f"{time.monotonic() - started:.0f}",
-        "ok": metrics[-1]["version"] == 1 and metrics[-1]["synced"] == 1,
+        "ok": metrics[-1]["policy_version"] == 1 and metrics[-1]["weight_sync/performed"] == 1,
     }
 
 

@@ -3,7 +3,7 @@
     python benchmarks/trl_peer.py REQUEST.json
 
 The request: `model` (directory), `config` (arguments of GRPOConfig), `prompts` (work.write_prompts), `reward`
-("module:function", called as ours is, with the text and the gold answer).
+("module:function", called as ours is, with the text and the answer).
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def main() -> None:
     wire = Wire()
     request = json.loads(Path(sys.argv[1]).read_text())
     lines = Path(request["prompts"]).read_text().splitlines()
-    rows = [{"prompt": row["messages"], "gold": row["gold"], "key": row["key"]} for row in map(json.loads, lines)]
+    rows = [{"prompt": row["messages"], "answer": row["answer"], "key": row["key"]} for row in map(json.loads, lines)]
     judge = imported(request["reward"])
 
-    def reward(completions: list[Any], gold: list[Any], **_: Any) -> list[float]:
-        pairs = zip(completions, gold, strict=True)
+    def reward(completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
+        pairs = zip(completions, answer, strict=True)
         rewards = [judge(completion[0]["content"], answer) for completion, answer in pairs]
         trainer.rewards += rewards
         return rewards

@@ -113,7 +113,7 @@ def write_prompts(work: Work, path: Path, seed: int = SEED) -> Path:
         messages = [dict(message) for message in prompt.messages]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         if low <= len(ids) <= high:
-            rows.append({"messages": messages, "gold": prompt.gold, "tokens": len(ids)})
+            rows.append({"messages": messages, "answer": prompt.answer, "tokens": len(ids)})
         if len(rows) == PROMPTS:
             break
     if not rows:

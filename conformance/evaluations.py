@@ -68,7 +68,7 @@ def recorded(directory: Path) -> Iterator[Item]:
     """What a model wrote, of an evaluation of `lagrpo eval`."""
     for row in pq.read_table(directory / "records.parquet").to_pylist():
         for text in row["completions"]:
-            yield Item("math_500", f"written by {directory.name}", row["gold"], text)
+            yield Item("math_500", f"written by {directory.name}", row["answer"], text)
 
 
 def ours(items: Sequence[Item]) -> list[float | None]:

@@ -113,7 +113,7 @@ def sample(sampler: LocalSampler, requests: Sequence[Request], task: Task) -> li
     """A scored group for each request. `lagrpo.rewards.pool` scores in processes with deadlines."""
     groups = []
     for _, group in sampler.sample(requests, G):  # each as soon as its last completion ends
-        outcomes = [Outcome.scored(task.reward(c.text, group.prompt.gold)) for c in group.completions]
+        outcomes = [Outcome.scored(task.reward(c.text, group.prompt.answer)) for c in group.completions]
         scored = [replace(c, outcome=o) for c, o in zip(group.completions, outcomes, strict=True)]
         groups.append(replace(group, completions=tuple(scored)))
     return groups

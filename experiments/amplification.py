@@ -113,7 +113,7 @@ def read(study: Path) -> list[Stage]:
     for config in sorted(study.glob("*/config.toml")):
         settings, run = read_toml(config), config.parent
         schedule = settings["schedule"]
-        names = {summary["batch"]: summary["name"] for summary in load_evaluations(run)}
+        names = {summary["step"]: summary["name"] for summary in load_evaluations(run)}
         moments = [schedule["batches"] * stage for stage in range(schedule["stages"] + 1)]
         if not all(moment in names for moment in moments):
             continue
@@ -137,12 +137,12 @@ def kept(name: str) -> list[Stage]:
 
 
 def success(evaluation: Path) -> list[float]:
-    """(right + 1/2) / (samples + 1) of each prompt, in the order of the prompts: inside (0, 1), where logits are."""
+    """(correct + 1/2) / (samples + 1) of each prompt, in the order of the prompts: inside (0, 1), where logits are."""
     import pyarrow.parquet
 
-    rows = pyarrow.parquet.read_table(evaluation, columns=["prompt_key", "right", "samples"]).to_pylist()
-    rows.sort(key=lambda row: row["prompt_key"])
-    return [round((row["right"] + 0.5) / (row["samples"] + 1), 5) for row in rows]
+    rows = pyarrow.parquet.read_table(evaluation, columns=["prompt_id", "correct", "samples"]).to_pylist()
+    rows.sort(key=lambda row: row["prompt_id"])
+    return [round((row["correct"] + 0.5) / (row["samples"] + 1), 5) for row in rows]
 
 
 def by_cell(stages: Sequence[Stage]) -> dict[tuple[float, int], dict[int, list[Stage]]]:

@@ -24,9 +24,9 @@ DIGITS = 5  # after the point, of a log-prob
 
 def line(row: dict[str, Any]) -> str:
     """A completion as `offline.data` reads it."""
-    kept = {"prompt": row["prompt_text"], "gold": json.loads(row["gold"]), "token_ids": row["token_ids"]}
-    logp = [round(value, DIGITS) for value in row["logp_alpha"]]
-    return json.dumps(kept | {"logp_alpha": logp, "reward": row["reward"], "finished": row["finished"]})
+    kept = {"prompt": row["prompt_text"], "answer": json.loads(row["answer"]), "token_ids": row["token_ids"]}
+    logp = [round(value, DIGITS) for value in row["rollout_logprobs"]]
+    return json.dumps(kept | {"rollout_logprobs": logp, "reward": row["reward"], "finished": row["finished"]})
 
 
 def main() -> None:

@@ -110,12 +110,12 @@ def train(cell: Cell, results: Path, threads: int) -> None:
     before, after = (json.loads((run / "evaluations" / f"{when}.json").read_text()) for when in ("before", "after"))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = {
-        "rewards": "reward_mean", "moved": "moved", "moved_synced": "moved_synced", "grad_norm": "grad_norm",
-        "kl_alpha": "kl_alpha", "seconds": "seconds_total",
+        "rewards": "reward", "moved": "weight_sync/changed_fraction", "grad_norm": "grad_norm",
+        "kl_alpha": "rollout/kl", "seconds": "time/step",
     }  # fmt: skip
     write(result_path(results, cell), {
         "lr": lr, "mode": mode, "seed": seed, "updates": len(lines), "threads": threads,
-        "pass_at_1_before": before["pass_at_1"], "pass_at_1": after["pass_at_1"],
+        "pass_at_1_before": before["pass@1"], "pass_at_1": after["pass@1"],
         "seconds_in_all": time.monotonic() - started,
         **{name: [line[key] for line in lines] for name, key in kept.items()},
         "command": words[1:], "environment": json.loads((run / "environment.json").read_text()),

@@ -35,7 +35,7 @@ def prompts(seed: int, updates: int) -> list[dict[str, Any]]:
         epoch, position = divmod(place, size)
         key = order_prompts(seed, epoch, size)[position]
         prompt = task.prompt("train", key)
-        rows.append({"key": key, "messages": [dict(m) for m in prompt.messages], "gold": prompt.gold})
+        rows.append({"key": key, "messages": [dict(m) for m in prompt.messages], "answer": prompt.answer})
     return rows
 
 
@@ -77,6 +77,6 @@ def curve(python: Path, lr: str, seed: int, threads: int, scratch: Path) -> Iter
             print(f"  update {update}: reward {taken[-1]['reward']:.3f}, {taken[-1]['seconds']:.1f} s", flush=True)
             yield {
                 "lr": lr, "mode": "trl", "seed": seed, "updates": update, "threads": threads,
-                "versions": side.facts["versions"], "config": config,
+                "versions": side.facts["policy_versions"], "config": config,
                 "rewards": [u["reward"] for u in taken], "seconds": [u["seconds"] for u in taken],
             }  # fmt: skip

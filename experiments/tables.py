@@ -42,11 +42,11 @@ REPORTS = HERE.parent / "reports"
 RECORDS = HERE / "papers" / "results"
 TABLE = re.compile(r"(<!-- table: (\w+) ?([^\n]*?)(?:\n(.*?))?\s*-->\n).*?(<!-- end of table -->)", re.DOTALL)
 MEASURES = {
-    "pass_at_1": "pass@1, points",
-    "mean reward_mean": "mean reward over the run",
-    "fall reward_mean": "largest fall of the reward",
-    "mean kl_ref": "KL(π‖π_ref), nats a token",
-    "sum synced": "weight syncs",
+    "pass@1": "pass@1, points",
+    "mean reward": "mean reward over the run",
+    "fall reward": "largest fall of the reward",
+    "mean kl": "KL(π‖π_ref), nats a token",
+    "sum weight_sync/performed": "weight syncs",
 }
 """Words for the measures of claims; others are shown as they are."""
 
@@ -99,7 +99,7 @@ def difference(claim: dict[str, Any]) -> str:
     """The mean over the seeds of left − right, and half the width of its interval."""
     if (found := claim["difference"]) is None:
         return "–"
-    scale = 100 if claim["measure"] == "pass_at_1" else 1
+    scale = 100 if claim["measure"] == "pass@1" else 1
     mean, half = found["mean"] * scale, found["half_width"]
     digits = 1 if scale == 100 or abs(mean) >= 1 else 3
     return f"{mean:.{digits}f}" + ("" if half is None else f" ± {half * scale:.{digits}f}")
@@ -134,7 +134,7 @@ def cells(study: str, lines: Sequence[str]) -> str:
 
 
 def _column(line: str) -> tuple[str, str, list[str]]:
-    """Head, measure and labels of `pass@1, v = 10: pass_at_1, v = 10`."""
+    """Head, measure and labels of `pass@1, v = 10: pass@1, v = 10`."""
     head, _, what = line.partition(": ")
     measure, _, labels = what.partition(", ")
     return head, measure, [label for label in labels.split(" & ") if label]
@@ -144,7 +144,7 @@ def _mean(values: Sequence[float], measure: str) -> str:
     if not values:
         return "–"
     found = Interval.of(values)
-    share = measure.startswith("pass_at_")
+    share = measure.startswith("pass@")
     scale, digits = (100, 1) if share else (1, 1 if found.mean >= 1 or not any(values) else 3)
     half = "" if found.half is None else f" ± {found.half * scale:.{digits}f}"
     return f"{found.mean * scale:.{digits}f}{half}{' %' if share else ''}"

@@ -158,7 +158,7 @@ def merged(*layers: Sections) -> dict[str, dict[str, Any]]:
 def leaves(run: Path, exact: bool) -> dict[str, Any]:
     """What must be the same however often the run was killed."""
     events = [e for e in load_events(run) if e["event"] == "weight_sync" or "WARNING" in e.get("text", "")]
-    found: dict[str, Any] = {"batches": [m["batch"] for m in load_metrics(run)], "syncs": events}
+    found: dict[str, Any] = {"batches": [m["step"] for m in load_metrics(run)], "syncs": events}
     found["rollouts"] = sorted(path.name for path in (run / "rollouts").iterdir())
     found["leftovers"] = [str(path) for path in run.rglob("*.tmp")]
     if not exact:

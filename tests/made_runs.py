@@ -46,13 +46,13 @@ def row(text: str, reward: float | None = 1.0, /, **changes: Any) -> dict[str, A
     ids = [3 + printable.index(letter) if letter in printable else 0 for letter in text]
     outcome = "scored" if reward is not None else "unscored"
     base = {
-        "batch": 1, "stage": 1, "source": "sampler", "epoch": 0, "prompt_key": 7, "prompt_text": "What is 2 + 2?",
-        "prompt_token_ids": [3, 4], "gold": '"4"', "completion": 0, "text": text, "token_ids": ids,
-        "logp_alpha": [-0.25 * (n + 1) for n in range(len(ids))], "versions": [0] * len(ids),
-        "logp_k": [-0.25 * (n + 1) + 0.3 for n in range(len(ids))], "sampled": [True] * len(ids),
-        "pi_k_version": 1, "lag": 1, "finished": True, "outcome": outcome, "reward": reward, "reason": "",
-        "advantage": 0.5 if reward is not None else None, "masked": "" if reward is not None else "unscored",
-        "sigma": 0.5, "log_ratio": -0.125, "kl_alpha": 0.001,
+        "step": 1, "source": "sampler", "epoch": 0, "prompt_id": 7, "prompt_text": "What is 2 + 2?",
+        "prompt_token_ids": [3, 4], "answer": '"4"', "sample_index": 0, "completion": text, "token_ids": ids,
+        "rollout_logprobs": [-0.25 * (n + 1) for n in range(len(ids))], "policy_versions": [0] * len(ids),
+        "old_logprobs": [-0.25 * (n + 1) + 0.3 for n in range(len(ids))], "loss_mask": [True] * len(ids),
+        "policy_version": 1, "staleness": 1, "finished": True, "outcome": outcome, "reward": reward, "reason": "",
+        "advantage": 0.5 if reward is not None else None, "group_std": 0.5,
+        "excluded_reason": "" if reward is not None else "unscored",
     }  # fmt: skip
     return base | changes
 
@@ -60,21 +60,20 @@ def row(text: str, reward: float | None = 1.0, /, **changes: Any) -> dict[str, A
 def group(key: int, rewards: list[float | None], /, **changes: Any) -> list[dict[str, Any]]:
     """The completions of one prompt; the text of each says its number."""
     flat = len({reward for reward in rewards if reward is not None}) == 1
-    rows = [row(f"answer {n} of {key}", reward, prompt_key=key, completion=n) for n, reward in enumerate(rewards)]
+    rows = [row(f"answer {n} of {key}", reward, prompt_id=key, sample_index=n) for n, reward in enumerate(rewards)]
     for made in rows:
         made["prompt_text"] = f"Question {key}: what is {key} + {key}?"
-        made["masked"] = made["masked"] or ("zero_variance" if flat else "")
+        made["excluded_reason"] = made["excluded_reason"] or ("zero_variance" if flat else "")
     return [made | changes for made in rows]
 
 
 def metrics(batch: int, **changes: Any) -> dict[str, float | None]:
     """Some of the numbers of a batch."""
     base = {
-        "stage": 1 if batch < 3 else 2, "batch": batch, "version": batch - 1, "synced": batch % 2,
-        "lag_max": 1 - batch % 2,
-        "completions": 12, "unscored": 0, "failed": 0, "reward_mean": 0.1 * batch, "zero_variance_share": 0.9,
-        "tokens_mean": 5.0 + batch, "finished_share": 0.25, "kl_alpha": 0.001 * batch, "ess": 0.9, "entropy": None,
-        "grad_norm": 1.0 + 1 / batch, "seconds_total": 2.0, "tokens_sampled": 60,
+        "step": batch, "policy_version": batch - 1, "weight_sync/performed": batch % 2, "staleness/max": 1 - batch % 2,
+        "completions/unscored": 0, "completions/failed": 0, "reward": 0.1 * batch, "frac_reward_zero_std": 0.9,
+        "completions/mean_length": 5.0 + batch, "completions/clipped_ratio": 0.75, "rollout/kl": 0.001 * batch,
+        "rollout/ess": 0.9, "entropy": None, "grad_norm": 1.0 + 1 / batch, "time/step": 2.0, "num_tokens": 60,
     }  # fmt: skip
     return base | changes
 
@@ -83,11 +82,13 @@ def fill(run: Run, batches: int = 4) -> Run:
     """Metrics, events, rollouts of three groups a batch, and evaluations before and after."""
     for batch in range(1, batches + 1):
         if batch % 2:
-            run.record_event("weight_sync", batch, version=batch - 1, reason="schedule" if batch > 1 else "start")
+            run.record_event(
+                "weight_sync", batch, policy_version=batch - 1, reason="schedule" if batch > 1 else "start"
+            )
         run.record(metrics(batch))
         rows = group(1, [1.0, 0.0, 0.0, 1.0]) + group(2, [0.0] * 4) + group(3, [1.0, None, 0.0, 1.0])
         rows[9] |= {"reason": "no number in the answer", "finished": False}
-        place = {"batch": batch, "stage": 1 if batch < 3 else 2, "pi_k_version": batch - 1}
+        place = {"step": batch, "policy_version": batch - 1}
         run.record_rollouts(batch, [made | place for made in rows])
     run.record_event("warning", 2, text="WARNING: something is odd")
     evaluate(run, "before", 0, {1: [0.0, 0.0], 2: [1.0, 0.0], 3: [1.0, 1.0]})
@@ -100,13 +101,13 @@ def evaluate(run: Run, name: str, batch: int, rewards: dict[int, list[float]]) -
     """An evaluation whose completions say what they got."""
     records = [
         {
-            "prompt_key": key, "prompt": f"Held-out question {key}", "gold": str(key), "samples": len(own),
-            "scored": len(own), "right": sum(reward >= 1 for reward in own), "reward_mean": sum(own) / len(own),
+            "prompt_id": key, "prompt": f"Held-out question {key}", "answer": str(key), "samples": len(own),
+            "scored": len(own), "correct": sum(reward >= 1 for reward in own), "reward": sum(own) / len(own),
             "completions": [f"{name} {key}: {reward}" for reward in own], "rewards": own,
         }
         for key, own in rewards.items()
     ]  # fmt: skip
-    mean = sum(made["right"] for made in records) / sum(made["scored"] for made in records)
-    summary = {"batch": batch, "prompts": len(records), "samples": 2, "reward_mean": mean, "without_reward": 0}
-    summary |= {"pass_at_1": mean, "pass_at_1_low": max(0, mean - 0.2), "pass_at_1_high": min(1, mean + 0.2)}
-    run.record_evaluation(name, summary | {"pass_at_2": 1.0}, records)
+    mean = sum(made["correct"] for made in records) / sum(made["scored"] for made in records)
+    summary = {"step": batch, "prompts": len(records), "samples": 2, "reward": mean, "unscored": 0}
+    summary |= {"pass@1": mean, "pass@1_low": max(0, mean - 0.2), "pass@1_high": min(1, mean + 0.2)}
+    run.record_evaluation(name, summary | {"pass@2": 1.0}, records)

@@ -7,7 +7,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-TIMINGS = ("seconds_", "tokens_per_s_")
+TIMINGS = ("time/", "tokens_per_s/")
 
 
 def tiny_settings(model: Path, root: Path, /, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:

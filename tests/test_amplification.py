@@ -51,7 +51,7 @@ def test_the_stages_of_a_run_join(tmp_path, monkeypatch, capsys):
     first, second = read(tmp_path / "study")
     assert (first.beta, first.v, first.G, first.seed, first.stage, second.stage) == (2.0, 2, 4, 5, 1, 2)
     assert first.after == second.before
-    rates = {summary["batch"]: summary["pass_at_1"] for summary in load_evaluations(run)}
+    rates = {summary["step"]: summary["pass@1"] for summary in load_evaluations(run)}
     for batch, found in zip((0, 2, 4), (first.before, first.after, second.after), strict=True):
         assert fmean(found) == pytest.approx((3 * rates[batch] + 0.5) / 4, abs=1e-4)
 

@@ -70,7 +70,7 @@ def test_every_recipe_trains_and_leaves_a_complete_run(model, tmp_path, recipe):
     run = tmp_path / "runs" / recipe
     assert load_settings(run / "config.toml") == load_settings(settings, {"loss": {"recipe": recipe}})
     metrics = load_metrics(run)
-    assert [(m["batch"], m["version"]) for m in metrics] == [(1, 0), (2, 1), (3, 2)]
+    assert [(m["step"], m["policy_version"]) for m in metrics] == [(1, 0), (2, 1), (3, 2)]
     assert all(m["grad_norm"] > 0 for m in metrics)
     assert len(load_rollouts(run)) == 3 * 2 * 4
     assert [e["name"] for e in load_evaluations(run)] == ["before", "after"]
@@ -124,9 +124,9 @@ def test_evaluation_writes_a_summary_and_records(model, tmp_path):
     assert err.startswith(f"loading {model} …\n")
     assert [line.split()[0] for line in out.splitlines()[1:4]] == ["pass@1", "pass@2", "pass@4"]
     summary = summary_of(tmp_path / "out")
-    assert summary["pass_at_1_low"] <= summary["pass_at_1"] <= summary["pass_at_1_high"]
+    assert summary["pass@1_low"] <= summary["pass@1"] <= summary["pass@1_high"]
     records = pq.read_table(tmp_path / "out" / "records.parquet").to_pylist()
-    assert sum(r["right"] for r in records) == pytest.approx(20 * summary["pass_at_1"])
+    assert sum(r["correct"] for r in records) == pytest.approx(20 * summary["pass@1"])
 
 
 def test_eval_again_gets_a_new_directory(model, tmp_path):
@@ -165,7 +165,7 @@ def test_weights_of_a_run_evaluate_to_what_the_run_said(model, tmp_path):
     assert lagrpo("eval", run / "weights" / "final", *words)[0] == 0
     alone = summary_of(tmp_path / "evaluations" / "one-final-spread")
     after = load_evaluations(run)[-1]
-    metrics = [name for name in after if name.startswith(("pass_at_", "reward_mean")) and "_change" not in name]
+    metrics = [name for name in after if name.startswith(("pass@", "reward")) and "_change" not in name]
     assert len(metrics) == 12  # the mean reward, pass@1, 2 and 3, each with its interval
     assert {name: alone[name] for name in metrics} == {name: after[name] for name in metrics}
 
@@ -346,7 +346,7 @@ def test_signal_ends_a_run_after_its_batch(start, tmp_path, signum, code):
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (code, "")
     run = tmp_path / "runs" / "one"
-    assert rollout_batches(run) == [m["batch"] for m in load_metrics(run)]
+    assert rollout_batches(run) == [m["step"] for m in load_metrics(run)]
     assert (run / "weights" / "final" / "model.safetensors").is_file()
     assert leftovers(run) == []
     wait_for_end(process.pid)
@@ -360,6 +360,6 @@ def test_killed_run_leaves_whole_files_and_no_processes(start, tmp_path):
     process.communicate(timeout=30)
     wait_for_end(process.pid)
     run = tmp_path / "runs" / "one"
-    batches = [m["batch"] for m in load_metrics(run)]
+    batches = [m["step"] for m in load_metrics(run)]
     assert set(batches) <= set(rollout_batches(run)) <= {*batches, len(batches) + 1}
     assert len(load_rollouts(run)) == 8 * len(rollout_batches(run))

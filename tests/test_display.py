@@ -18,13 +18,13 @@ from lagrpo.terminal.display import COLUMNS, Display, LiveDisplay, PlainDisplay,
 from lagrpo.terminal.text import duration, formatted
 
 METRICS = {
-    "batch": 12, "lag_min": 0, "lag_max": 9, "reward_mean": 0.25, "zero_variance_share": 0.375, "kl_alpha": 0.00123,
-    "clip_low_share_last": 0.01, "clip_high_share_last": 0.025, "tokens_per_s_sampling": 1340.4,
-    "tokens_per_s_learning": 2750.0, "seconds_total": 5.04,
+    "step": 12, "staleness/max": 9, "reward": 0.25, "frac_reward_zero_std": 0.375, "rollout/kl": 0.00123,
+    "clip_ratio/low_mean": 0.01, "clip_ratio/high_mean": 0.025, "tokens_per_s/generate": 1340.4,
+    "tokens_per_s/train": 2750.0, "time/step": 5.04,
 }  # fmt: skip
-BEFORE = {"pass_at_1": 0.1525, "pass_at_1_low": 0.12, "pass_at_1_high": 0.19, "prompts": 1000, "samples": 4}
-CHANGE = {"pass_at_1_change": 0.8275, "pass_at_1_change_low": 0.78, "pass_at_1_change_high": 0.871}
-AFTER = {"pass_at_1": 0.98, "pass_at_1_low": 0.96, "pass_at_1_high": 1.0, **CHANGE}
+BEFORE = {"pass@1": 0.1525, "pass@1_low": 0.12, "pass@1_high": 0.19, "prompts": 1000, "samples": 4}
+CHANGE = {"pass@1_change": 0.8275, "pass@1_change_low": 0.78, "pass@1_change_high": 0.871}
+AFTER = {"pass@1": 0.98, "pass@1_low": 0.96, "pass@1_high": 1.0, **CHANGE}
 
 
 def console(width: int = 120, terminal: bool = False) -> Console:
@@ -84,7 +84,7 @@ def test_plain_line_has_every_metric_under_its_heading():
     title, *_, header, line, note = written(to).splitlines()
     assert (title, note) == ("arithmetic [v10]: 120 batches", "weights [final] written")
     assert dict(zip(cells(header), cells(line), strict=True)) == {
-        "batch": "12", "reward": "0.250", "no signal": "38%", "lag": "0..9", "KL to α": "1.2e-03", "clipped": "3.5%",
+        "step": "12", "reward": "0.250", "no signal": "38%", "staleness": "9", "KL to α": "1.2e-03", "clipped": "3.5%",
         "sampled/s": "1,340", "learned/s": "2,750", "seconds": "5.0", "left": "–",
     }  # fmt: skip
     assert len(header) < 120
@@ -93,7 +93,7 @@ def test_plain_line_has_every_metric_under_its_heading():
 def test_time_left_is_the_median_pace_without_the_first_batch():
     display = started(make_display(console=(to := console())))
     for batch, seconds in enumerate([60.0, 5.0, 6.0, 40.0], start=1):
-        display.on_batch(METRICS | {"batch": batch, "seconds_total": seconds}, [])
+        display.on_batch(METRICS | {"step": batch, "time/step": seconds}, [])
     left = [cells(line)[-1] for line in written(to).splitlines()[-4:]]
     assert left == ["–", "9:50", "10:44", "11:36"], "118 batches of 5 s, 117 of 5.5 s, 116 of 6 s"
 
@@ -117,7 +117,7 @@ def test_any_metric_may_be_missing_on_either_display(key, missing):
 def test_live_display_fits_the_terminal_and_shows_the_last_batches(width):
     live = started(LiveDisplay(console(width, terminal=True)))
     for batch in range(1, 61):
-        live.on_batch(METRICS | {"batch": batch, "seconds_total": 10.0}, [])
+        live.on_batch(METRICS | {"step": batch, "time/step": 10.0}, [])
     live.phase("learning 2 of 4 [micro-batches]")
     (to := console(width)).print(live.render())
     live.on_end("failed", "")
@@ -130,7 +130,7 @@ def test_live_display_fits_the_terminal_and_shows_the_last_batches(width):
 
 
 def test_narrow_terminal_shows_the_first_columns():
-    assert {"batch", "reward", "no signal", "lag"} <= {column.heading for column in columns_for(40)}
+    assert {"step", "reward", "no signal", "staleness"} <= {column.heading for column in columns_for(40)}
 
 
 def sample(prompt: str, text: str, reward: float | None = 0.0) -> dict[str, Any]:

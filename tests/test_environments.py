@@ -106,7 +106,7 @@ def task(**options: Any) -> Task:
 def test_guess_number_is_a_task_with_an_environment():
     found = task(largest=20)
     assert isinstance(found, TaskWithEnvironment)
-    golds = [found.prompt(split, n).gold for split in ("train", "test") for n in range(found.size(split))]
+    golds = [found.prompt(split, n).answer for split in ("train", "test") for n in range(found.size(split))]
     assert sorted(golds) == list(range(1, 21))
     assert found.size("test") == 4
     assert found.prompt("train", 0).messages[0]["content"].startswith("I think of a whole number from 1 to 20.")
@@ -260,9 +260,9 @@ def test_a_gymnasium_environment_is_a_task():
     found = load_task(TaskSettings(name="gym:talkers:Countdown"), seed=0)
     assert isinstance(found, TaskWithEnvironment)
     prompt = found.prompt("test", 1)
-    assert prompt.gold == 10_001
+    assert prompt.answer == 10_001
     with EnvironmentPool(found.environment, workers=1) as environments:
-        opened = Prompt(1, environments.open(prompt, ("opening",)), prompt.gold)
+        opened = Prompt(1, environments.open(prompt, ("opening",)), prompt.answer)
         assert opened.messages == ({"role": "user", "content": "4 to go"},)
         kind, (said, worth, state) = environments.result(environments.submit(None, opened, ADDRESS, "go"))
         assert (kind, said[0]["content"], worth) == ("turn", "step\n3 to go", 0.5)
@@ -287,7 +287,7 @@ def test_the_calculators_examples_are_written_out_for_a_template_without_tools()
     assert isinstance(found, TaskWithEnvironment)
     prompt = found.prompt("train", 0)
     a, sign, b = prompt.messages[-1]["content"].removeprefix("What is ").removesuffix("?").split()
-    assert (sign, prompt.gold) == ("*", str(int(a) * int(b)))
+    assert (sign, prompt.answer) == ("*", str(int(a) * int(b)))
     assert [message["role"] for message in prompt.messages] == ["user", "assistant", "tool", "assistant", "user"]
     made = found.environment
     assert isinstance(made, Tools)

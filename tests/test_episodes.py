@@ -1,4 +1,4 @@
-"""Completions of several turns: tokens in, tokens out, exact in sampler and learner, and what ends an episode."""
+"""Completions of several turns: tokens in, tokens out, exact in sampler and trainer, and what ends an episode."""
 
 from __future__ import annotations
 

@@ -60,54 +60,54 @@ def evaluated(
 
 def test_the_numbers_by_hand():
     summary = evaluated(REWARDS).summary
-    assert (summary["prompts"], summary["samples"], summary["without_reward"]) == (2, 4, 2)
-    assert summary["pass_at_1"] == (1 / 4 + 0) / 2
-    assert summary["pass_at_2"] == (1 / 2 + 0) / 2
-    assert summary["pass_at_4"] == 1.0
-    assert summary["reward_mean"] == (1 / 4 + 0) / 2
-    assert "pass_at_8" not in summary
+    assert (summary["prompts"], summary["samples"], summary["unscored"]) == (2, 4, 2)
+    assert summary["pass@1"] == (1 / 4 + 0) / 2
+    assert summary["pass@2"] == (1 / 2 + 0) / 2
+    assert summary["pass@4"] == 1.0
+    assert summary["reward"] == (1 / 4 + 0) / 2
+    assert "pass@8" not in summary
 
 
 def test_the_greatest_k_is_the_number_of_samples():
     """Of 6: 1, 2, 4 and 6; with 2 of 6 right pass@6 is 1, pass@4 is 1 - C(4,4)/C(6,4) = 14/15."""
     summary = evaluated({1: [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]}).summary
     assert [name for name in summary if name.startswith("pass") and name[-1].isdigit()] == [
-        *("pass_at_1", "pass_at_2", "pass_at_4", "pass_at_6"),
+        *("pass@1", "pass@2", "pass@4", "pass@6"),
     ]
-    assert summary["pass_at_6"] == 1
-    assert summary["pass_at_4"] == pytest.approx(14 / 15)
+    assert summary["pass@6"] == 1
+    assert summary["pass@4"] == pytest.approx(14 / 15)
 
 
 def test_every_metric_has_an_interval_around_it():
     rewards: dict[int, list[float | None]] = {k: [float(k % 3 == 0), float(k % 2 == 0)] for k in range(30)}
     summary = evaluated(rewards).summary
-    for name in ("reward_mean", "pass_at_1", "pass_at_2"):
+    for name in ("reward", "pass@1", "pass@2"):
         assert 0 < summary[f"{name}_low"] < summary[name] < summary[f"{name}_high"] < 1
     values_N = torch.tensor([sum(given) / 2 for given in rewards.values()], dtype=torch.float64)  # type: ignore[arg-type]
-    assert (summary["pass_at_1_low"], summary["pass_at_1_high"]) == clustered_interval(values_N, 2.0)
+    assert (summary["pass@1_low"], summary["pass@1_high"]) == clustered_interval(values_N, 2.0)
 
 
 def test_an_interval_of_all_right_does_not_claim_that_all_prompts_are():
     summary = evaluated({k: [1.0, 1.0] for k in range(20)}).summary
-    assert summary["pass_at_1"] == summary["pass_at_1_high"] == 1
-    assert summary["pass_at_1_low"] < 0.85
+    assert summary["pass@1"] == summary["pass@1_high"] == 1
+    assert summary["pass@1_low"] < 0.85
 
 
 def test_right_is_the_greatest_reward_of_the_range():
     rewards: dict[int, list[float | None]] = {1: [1.0, 10.0], 2: [5.0, 0.0]}
     of_ten = evaluated(rewards, reward_range=(0.0, 10.0))
-    assert of_ten.summary["pass_at_1"] == 1 / 4
-    assert [r["right"] for r in of_ten.records] == [1, 0]
-    assert 0 < of_ten.summary["reward_mean_low"] < 4 < of_ten.summary["reward_mean_high"] < 10
-    assert evaluated({1: [-1.0, 0.0]}, reward_range=(-1.0, 0.0)).summary["pass_at_1"] == 1 / 2
+    assert of_ten.summary["pass@1"] == 1 / 4
+    assert [r["correct"] for r in of_ten.records] == [1, 0]
+    assert 0 < of_ten.summary["reward_low"] < 4 < of_ten.summary["reward_high"] < 10
+    assert evaluated({1: [-1.0, 0.0]}, reward_range=(-1.0, 0.0)).summary["pass@1"] == 1 / 2
 
 
 def test_rewards_outside_their_range():
     """The mean reward is over what was scored, and its interval a bootstrap, that the seed decides."""
     rewards: dict[int, list[float | None]] = {1: [0.5, 2.0, 1.0], 2: [-1.0, None, 0.25], 3: [0.0, 0.0, 0.0]}
     summary = evaluated(rewards).summary
-    assert summary["pass_at_1"] == pytest.approx((2 / 3 + 0) / 3)
-    assert summary["reward_mean"] == pytest.approx((3.5 / 3 - 0.75 / 2) / 3)
+    assert summary["pass@1"] == pytest.approx((2 / 3 + 0) / 3)
+    assert summary["reward"] == pytest.approx((3.5 / 3 - 0.75 / 2) / 3)
     assert evaluated(rewards).summary == summary
 
 
@@ -116,10 +116,10 @@ def test_before_and_after_are_compared_prompt_by_prompt():
     before = evaluated({1: [0.0, 0.0], 2: [1.0, 0.0], 3: [None, None]})
     after = evaluated({1: [1.0, 0.0], 2: [1.0, 1.0], 3: [0.0, 0.0]})
     found = compare(before, after)
-    assert found["pass_at_1_change"] == (1 / 2 + 1 / 2) / 2
-    assert found["pass_at_2_change"] == (1 + 0) / 2
-    assert found["pass_at_1_change_low"] == pytest.approx(1 / 2, abs=1e-6)  # both rose alike: only rounding is left
-    assert found["pass_at_1_change_high"] == pytest.approx(1 / 2, abs=1e-6)
+    assert found["pass@1_change"] == (1 / 2 + 1 / 2) / 2
+    assert found["pass@2_change"] == (1 + 0) / 2
+    assert found["pass@1_change_low"] == pytest.approx(1 / 2, abs=1e-6)  # both rose alike: only rounding is left
+    assert found["pass@1_change_high"] == pytest.approx(1 / 2, abs=1e-6)
 
 
 def test_few_prompts_are_warned_of():
@@ -129,22 +129,22 @@ def test_few_prompts_are_warned_of():
 
 def test_a_prompt_without_any_score_does_not_count():
     summary = evaluated({1: [None, None], 2: [1.0, 0.0]}).summary
-    assert (summary["pass_at_1"], summary["without_reward"], summary["prompts"]) == (0.5, 2, 2)
+    assert (summary["pass@1"], summary["unscored"], summary["prompts"]) == (0.5, 2, 2)
     nothing = evaluated({1: [None, None]}).summary
-    assert nothing == {"prompts": 1, "samples": 2, "without_reward": 2}
+    assert nothing == {"prompts": 1, "samples": 2, "unscored": 2}
 
 
 def test_the_records_are_in_the_order_of_the_prompts():
     records = evaluated(REWARDS).records
-    assert [r["prompt_key"] for r in records] == [4, 9]
+    assert [r["prompt_id"] for r in records] == [4, 9]
     first, second = records
     assert first["prompt"] == "4?"
-    assert first["gold"] == "4"
-    assert (first["samples"], first["scored"], first["right"], first["pass_at_1"]) == (4, 4, 1, 0.25)
-    assert (second["samples"], second["scored"], second["right"], second["reward_mean"]) == (4, 2, 0, 0.0)
+    assert first["answer"] == "4"
+    assert (first["samples"], first["scored"], first["correct"], first["pass@1"]) == (4, 4, 1, 0.25)
+    assert (second["samples"], second["scored"], second["correct"], second["reward"]) == (4, 2, 0, 0.0)
     assert second["rewards"] == [0.0, None, 0.0, None]
-    assert first["tokens_mean"] == (1 + 2 + 3 + 4) / 4
-    assert first["finished_share"] == 0.5
+    assert first["mean_length"] == (1 + 2 + 3 + 4) / 4
+    assert first["clipped_ratio"] == 0.5
     assert first["completions"] == ["text 0", "text 1", "text 2", "text 3"]
 
 
@@ -155,6 +155,6 @@ def test_nothing_to_evaluate_on_is_an_error():
 
 
 def test_a_metric_in_words():
-    summary = {"pass_at_1": 0.123, "pass_at_1_low": 0.1, "pass_at_1_high": 1.0, "reward_mean": -0.5}
-    assert interval(summary, "pass_at_1") == "pass@1       12.3%   95 % interval 10.0% to 100.0%"
-    assert interval(summary, "reward_mean") == "reward mean -0.500   95 % interval – to –"
+    summary = {"pass@1": 0.123, "pass@1_low": 0.1, "pass@1_high": 1.0, "reward": -0.5}
+    assert interval(summary, "pass@1") == "pass@1       12.3%   95 % interval 10.0% to 100.0%"
+    assert interval(summary, "reward") == "reward      -0.500   95 % interval – to –"

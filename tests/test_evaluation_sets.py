@@ -49,7 +49,7 @@ def run(model, root, /, **sections: dict[str, Any]):
 @pytest.fixture(scope="module")
 def sets(model, tmp_path_factory):
     """A run with three sets, one of them evaluated before and after only."""
-    return run(model, tmp_path_factory.mktemp("sets"), eval={"sets": SETS, "best_metric": "vowels.pass_at_1"})
+    return run(model, tmp_path_factory.mktemp("sets"), eval={"sets": SETS, "best_metric": "vowels.pass@1"})
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +73,9 @@ def test_every_set_is_evaluated_at_its_own_moments(sets):
 def test_sets_change_nothing_in_training_and_draw_numbers_of_their_own(sets, plain):
     assert load_rollouts(sets.run) == load_rollouts(plain.run)
     lines = [without_timings(load_metrics(result.run)) for result in (sets, plain)]
-    assert [{n: v for n, v in line.items() if not n.startswith("eval_")} for line in lines[0]] == lines[1]
+    assert [{n: v for n, v in line.items() if not n.startswith("eval/")} for line in lines[0]] == lines[1]
     own, alone = (load_evaluation_records(r.run, name) for r, name in ((sets, "before.own"), (plain, "before")))
-    assert [record["prompt_key"] for record in own] == [record["prompt_key"] for record in alone]
+    assert [record["prompt_id"] for record in own] == [record["prompt_id"] for record in alone]
     assert [record["completions"] for record in own] != [record["completions"] for record in alone]
 
 
@@ -83,9 +83,9 @@ def test_a_set_has_its_own_task_samples_and_limits(sets):
     records = load_evaluation_records(sets.run, "before.vowels")
     assert [record["prompt"][:4] for record in records] == ["Say "] * 2
     assert [record["samples"] for record in records] == [2, 2]
-    assert max(record["tokens_mean"] for record in records) > 6  # rollout.max_completion_length is 6
+    assert max(record["mean_length"] for record in records) > 6  # rollout.max_completion_length is 6
     assert sets.evaluations["before.vowels"]["samples"] == 2
-    assert sets.evaluations["after.vowels"]["pass_at_1_change"] is not None
+    assert sets.evaluations["after.vowels"]["pass@1_change"] is not None
 
 
 def test_the_line_of_a_batch_says_what_was_found_of_the_policy_at_its_start(sets, plain):
@@ -93,20 +93,20 @@ def test_the_line_of_a_batch_says_what_was_found_of_the_policy_at_its_start(sets
     for line, moment in zip(lines, ("before", "batch-000001", "batch-000002"), strict=True):
         for name in ("own", "vowels"):
             found = sets.evaluations[f"{moment}.{name}"]
-            assert line[f"eval_{name}_pass_at_1"] == found["pass_at_1"]
-            assert line[f"eval_{name}_reward_mean"] == found["reward_mean"]
-    rare = [line["eval_rare_pass_at_1"] for line in lines]
-    assert rare == [sets.evaluations["before.rare"]["pass_at_1"], None, None]
-    assert not any(name.startswith("eval_") for name in load_metrics(plain.run)[0])
+            assert line[f"eval/{name}/pass@1"] == found["pass@1"]
+            assert line[f"eval/{name}/reward"] == found["reward"]
+    rare = [line["eval/rare/pass@1"] for line in lines]
+    assert rare == [sets.evaluations["before.rare"]["pass@1"], None, None]
+    assert not any(name.startswith("eval/") for name in load_metrics(plain.run)[0])
 
 
 def test_the_best_policy_is_kept_with_what_was_found_of_it(sets):
-    found = {name: s["pass_at_1"] for name, s in sets.evaluations.items() if name.endswith(".vowels")}
+    found = {name: s["pass@1"] for name, s in sets.evaluations.items() if name.endswith(".vowels")}
     best = json.loads((sets.run / "weights" / "best" / "evaluation.json").read_bytes())
     later = {name: value for name, value in found.items() if not name.startswith("before")}
     assert best["value"] == max(later.values())
     first = next(name for name, value in later.items() if value == best["value"])
-    assert best["batch"] == {"batch-000001": 1, "batch-000002": 2, "after": 3}[first.partition(".")[0]]
+    assert best["step"] == {"batch-000001": 1, "batch-000002": 2, "after": 3}[first.partition(".")[0]]
     assert (sets.run / "weights" / "best" / "model.safetensors").is_file()
     events = [event for event in load_events(sets.run) if event["event"] == "best"]
     assert {name: events[-1][name] for name in best} == best
@@ -128,7 +128,7 @@ def test_a_replay_finds_what_a_set_is_missing_and_what_was_changed(model, tmp_pa
     folder = result.run / "evaluations"
     (folder / "batch-000001.vowels.json").unlink()
     summary = json.loads((file := folder / "before.vowels.json").read_bytes())
-    file.write_text(json.dumps(summary | {"pass_at_1": 0.987}))
+    file.write_text(json.dumps(summary | {"pass@1": 0.987}))
     wrong = {difference.where.partition(",")[0] for difference in verify_run(result.run).differences}
     assert wrong == {"evaluations/batch-000001.vowels.json", "evaluations/before.vowels.json", "metrics.jsonl"}
 
@@ -137,7 +137,7 @@ def test_a_replay_finds_what_a_set_is_missing_and_what_was_changed(model, tmp_pa
 def test_a_resumed_run_with_sets_is_the_run_that_was_never_stopped(model, tmp_path, sets):
     """Made with two batches, and then the third. What was said after the second is now of its batch, that of the
     rare set too, which the run that was never stopped did not make then; all else is the same."""
-    options = {"sets": SETS, "best_metric": "vowels.pass_at_1"}
+    options = {"sets": SETS, "best_metric": "vowels.pass@1"}
     first = run(model, tmp_path, eval=options, schedule={"batches": 2}, run={"name": "x"}, checkpoint={"save_every": 1})
     assert (first.run / "evaluations" / "after.own.json").exists()
     whole = run(model, tmp_path, eval=options, run={"resume": str(first.run)})
@@ -145,9 +145,9 @@ def test_a_resumed_run_with_sets_is_the_run_that_was_never_stopped(model, tmp_pa
     for name in ("before.own", "batch-000002.vowels", "after.vowels"):
         assert whole.evaluations[name] == sets.evaluations[name]
     lines = [without_timings(load_metrics(result.run)) for result in (whole, sets)]
-    for name in ("pass_at_1", "reward_mean"):
-        assert lines[0][2].pop(f"eval_rare_{name}") == first.evaluations["after.rare"][name]
-        assert lines[1][2].pop(f"eval_rare_{name}") is None
+    for name in ("pass@1", "reward"):
+        assert lines[0][2].pop(f"eval/rare/{name}") == first.evaluations["after.rare"][name]
+        assert lines[1][2].pop(f"eval/rare/{name}") is None
     assert lines[0] == lines[1]
     best = [json.loads((r / "weights" / "best" / "evaluation.json").read_bytes()) for r in (whole.run, sets.run)]
     assert best[0] == best[1]
@@ -162,7 +162,7 @@ def test_show_view_and_display_know_the_sets(sets, model, tmp_path, capsys):
     header, _ = unpack(collect([sets.run], 100))
     summaries = header["runs"][0]["evaluations"]["summaries"]
     assert {one["set"] for one in summaries} == {"own", "vowels", "rare"}
-    assert "eval_own_pass_at_1" in header["metrics"]["Evaluation sets"]
+    assert "eval/own/pass@1" in header["metrics"]["Evaluations"]
     run(model, tmp_path, eval={"sets": SETS, "every": 0}, run={"display": "plain"}, schedule={"batches": 1})
     said = capsys.readouterr().out
     assert "evaluation (before, vowels): pass@1" in said
@@ -183,12 +183,12 @@ def test_show_view_and_display_know_the_sets(sets, model, tmp_path, capsys):
         ({"sets": [{"name": "a"}] * 2}, "the name 'a' is there twice"),
         ({"sets": [{"name": "a/b"}]}, "'a/b' is no name"),
         ({"sets": [{"name": "a", "num_samples": 300}]}, "max_num_seqs = 128 is less than eval.num_samples = 300"),
-        ({"sets": [{"name": "a"}], "best_metric": "pass_at_1"}, "write SET.METRIC with SET one of a"),
+        ({"sets": [{"name": "a"}], "best_metric": "pass@1"}, "write SET.METRIC with SET one of a"),
         (
-            {"sets": [{"name": "a"}], "best_metric": "a.pass_at_3"},
-            "there is no metric 'pass_at_3'; there are reward_mean",
+            {"sets": [{"name": "a"}], "best_metric": "a.pass@3"},
+            "there is no metric 'pass@3'; there are reward",
         ),
-        ({"best_metric": "own.pass_at_1"}, "write a metric alone"),
+        ({"best_metric": "own.pass@1"}, "write a metric alone"),
         ({"sampler": "vllm"}, "set rollout.engine to 'vllm', too"),
     ],
 )
@@ -200,17 +200,17 @@ def test_sets_that_cannot_be_are_refused(evaluation, message):
 @pytest.mark.parametrize(
     ("evaluation", "message"),
     [
-        ({"best_metric": "reward_nope_mean"}, "no metric 'reward_nope_mean'; there are reward_mean, reward_a_mean"),
+        ({"best_metric": "rewards/nope/mean"}, "no metric 'rewards/nope/mean'; there are reward, rewards/a/mean"),
         (
-            {"best_metric": "b.reward_a_mean", "sets": [{"name": "b", "task": {"name": "countdown"}}]},
-            "there are reward_mean$",
+            {"best_metric": "b.rewards/a/mean", "sets": [{"name": "b", "task": {"name": "countdown"}}]},
+            "there are reward$",
         ),
-        ({"best_metric": "pass_at_1", "at_start": False}, "is never found: set eval.every, or eval.at_start"),
+        ({"best_metric": "pass@1", "at_start": False}, "is never found: set eval.every, or eval.at_start"),
     ],
 )
 def test_a_best_that_cannot_be_found_is_refused(evaluation, message):
     task = {"rewards": [{"name": "a", "reward": "task"}]}
-    check_settings(load_settings({"task": task, "eval": {"best_metric": "reward_a_mean"}}))
+    check_settings(load_settings({"task": task, "eval": {"best_metric": "rewards/a/mean"}}))
     with pytest.raises(SettingsError, match=message):
         check_settings(load_settings({"task": task, "eval": evaluation}))
 

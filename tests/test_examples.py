@@ -108,7 +108,7 @@ def test_it_learns_what_a_run_of_the_library_learns(model, tmp_path, v):
     policy = minimal.load_policy(str(model), torch.float32)
     steps = list(minimal.train(policy, TASK, v, BATCHES, LR))
     metrics = load_metrics(tmp_path / "run")
-    assert [step.reward for step in steps] == pytest.approx([m["reward_mean"] for m in metrics], abs=1e-6)
+    assert [step.reward for step in steps] == pytest.approx([m["reward"] for m in metrics], abs=1e-6)
     assert [step.loss for step in steps] == pytest.approx([m["loss"] for m in metrics], abs=1e-4)
 
 
@@ -126,8 +126,8 @@ def test_the_task_of_the_example():
     assert (task.size("train"), task.size("test")) == (80, 20)
     assert not {tuple(sorted(p)) for p in task.rows["train"]} & {tuple(sorted(p)) for p in task.rows["test"]}
     prompt = task.prompt("train", 0)
-    assert task.reward(f"It is {prompt.gold}.", prompt.gold) == 1.0
-    assert task.reward(f"It is 1{prompt.gold}.", prompt.gold) == 0.0
+    assert task.reward(f"It is {prompt.answer}.", prompt.answer) == 1.0
+    assert task.reward(f"It is 1{prompt.answer}.", prompt.answer) == 0.0
 
 
 def test_a_right_answer_is_counted(monkeypatch):

@@ -44,30 +44,30 @@ def make_layered(
 
 
 def learn_in_step(
-    group: Any, learner: Trainer, batches: Sequence[tuple[int, int]], first_takes_all: bool
+    group: Any, trainer: Trainer, batches: Sequence[tuple[int, int]], first_takes_all: bool
 ) -> list[dict[str, float]]:
     """(batch, i): the metrics of i updates on each batch."""
     metrics = []
     for batch, i in batches:
-        fresh = rows_of(learner, batch)
+        fresh = rows_of(trainer, batch)
         passes = len(fresh) if first_takes_all else -(-len(fresh) // group.size())
-        rows, _ = learner.accumulate_first(share(group, fresh, first_takes_all), passes)
-        metrics.append(learner.update(rows))
+        rows, _ = trainer.accumulate_first(share(group, fresh, first_takes_all), passes)
+        metrics.append(trainer.update(rows))
         for _ in range(i - 1):
-            learner.accumulate(rows, passes)
-            metrics.append(learner.update(rows))
+            trainer.accumulate(rows, passes)
+            metrics.append(trainer.update(rows))
     return metrics
 
 
 def five_updates(group: Any, made: dict[str, Any], first_takes_all: bool) -> tuple[list[dict], dict, dict]:
     """i = 3 and then 2."""
     if group is None:
-        learner = make(None, **{k: v for k, v in made.items() if k not in ("replicas", "checkpointing")})
-        metrics = learn(None, learner, [(1, 3), (2, 2)])
+        trainer = make(None, **{k: v for k, v in made.items() if k not in ("replicas", "checkpointing")})
+        metrics = learn(None, trainer, [(1, 3), (2, 2)])
     else:
-        learner = make_layered(group, **made)
-        metrics = learn_in_step(group, learner, [(1, 3), (2, 2)], first_takes_all)
-    return metrics, copied(learner.state()), copied(learner.policy.weights)
+        trainer = make_layered(group, **made)
+        metrics = learn_in_step(group, trainer, [(1, 3), (2, 2)], first_takes_all)
+    return metrics, copied(trainer.state()), copied(trainer.policy.weights)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +113,14 @@ def test_where_the_gradients_are_the_same_bits_so_are_the_updates(ranks, made):
 
 def memory(group: Any) -> tuple[int, int, int, list[str]]:
     """Numbers in the masters, in the gradients, and in the weights that a rank keeps; which of these are whole."""
-    learner = make_layered(group, "bfloat16")
-    learner.accumulate_first(rows_of(learner))
-    kept = {name: p._local_tensor for name, p in learner.policy.model.lm.named_parameters()}
-    gradients = [p.grad._local_tensor for p in learner.policy.model.lm.parameters() if p.grad is not None]
-    whole = [name for name, p in learner.policy.model.lm.named_parameters() if kept[name].shape == p.shape]
-    learner.zero_grads()
+    trainer = make_layered(group, "bfloat16")
+    trainer.accumulate_first(rows_of(trainer))
+    kept = {name: p._local_tensor for name, p in trainer.policy.model.lm.named_parameters()}
+    gradients = [p.grad._local_tensor for p in trainer.policy.model.lm.parameters() if p.grad is not None]
+    whole = [name for name, p in trainer.policy.model.lm.named_parameters() if kept[name].shape == p.shape]
+    trainer.zero_grads()
     return (
-        sum(p.numel() for p in learner.masters.parameters),
+        sum(p.numel() for p in trainer.masters.parameters),
         sum(g.numel() for g in gradients),
         sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4 for t in kept.values()}.values()),
         whole,
@@ -142,20 +142,20 @@ def test_a_rank_keeps_its_part_of_masters_gradients_and_weights(ranks):
 
 def reference(group: Any, lora: Lora | None) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """log π_ref at the start, after updates, and after the end of a stage, with what the policy gives then."""
-    learner = make_layered(group, "bfloat16", beta=0.1, lora=lora)
-    fresh = rows_of(learner)
-    of_reference = lambda: learner.compute_logprobs(fresh, by=learner.reference)  # noqa: E731
-    before, own = of_reference(), learner.compute_logprobs(fresh)
+    trainer = make_layered(group, "bfloat16", beta=0.1, lora=lora)
+    fresh = rows_of(trainer)
+    of_reference = lambda: trainer.compute_logprobs(fresh, by=trainer.reference)  # noqa: E731
+    before, own = of_reference(), trainer.compute_logprobs(fresh)
     assert all(map(torch.equal, before, own))
-    rows, _ = learner.accumulate_first([row.__class__(**vars_of(row, before[n])) for n, row in enumerate(fresh)])
-    learner.update(rows)
-    own = learner.compute_logprobs(fresh)
+    rows, _ = trainer.accumulate_first([row.__class__(**vars_of(row, before[n])) for n, row in enumerate(fresh)])
+    trainer.update(rows)
+    own = trainer.compute_logprobs(fresh)
     after = of_reference()
-    assert all(map(torch.equal, own, learner.compute_logprobs(fresh)))
-    learner.end_stage(reset_optimizer=False)
-    assert learner.reference is not None
-    assert learner.reference.version == 1
-    swapped, own = of_reference(), learner.compute_logprobs(fresh)
+    assert all(map(torch.equal, own, trainer.compute_logprobs(fresh)))
+    trainer.end_stage(reset_optimizer=False)
+    assert trainer.reference is not None
+    assert trainer.reference.version == 1
+    swapped, own = of_reference(), trainer.compute_logprobs(fresh)
     assert all(map(torch.equal, swapped, own))
     return before, after, swapped
 
@@ -177,20 +177,20 @@ def test_the_reference_stays_until_the_stage_ends_and_then_is_the_policy(ranks, 
 def refused(group: Any, on: int, replicas: int, lora: Lora | None) -> tuple[str, bool, bool]:
     """The message; whether nothing changed, and whether the next update is the one of a trainer that was never refused.
     On one rank a weight overflows the gradient inside the model."""
-    learner, untouched = (make_layered(group, "bfloat16", replicas=replicas, lora=lora) for _ in range(2))
-    fresh = rows_of(learner)
+    trainer, untouched = (make_layered(group, "bfloat16", replicas=replicas, lora=lora) for _ in range(2))
+    fresh = rows_of(trainer)
     rows, passes = share(group, fresh, False), -(-len(fresh) // group.size())
-    before, weights, kept = copied(learner.state()), copied(learner.policy.weights), rows[0].weight_C.clone()
+    before, weights, kept = copied(trainer.state()), copied(trainer.policy.weights), rows[0].weight_C.clone()
     if group.rank() == on:
         rows[0].weight_C[0] = 1e37
     with pytest.raises(FloatingPointError) as raised:
-        learner.update(learner.accumulate_first(rows, passes)[0])
-    unchanged = same(learner.state(), before) and same(copied(learner.policy.weights), weights)
+        trainer.update(trainer.accumulate_first(rows, passes)[0])
+    unchanged = same(trainer.state(), before) and same(copied(trainer.policy.weights), weights)
     rows[0].weight_C.copy_(kept)
-    for one in (learner, untouched):
+    for one in (trainer, untouched):
         one.accumulate_first(rows, passes)
         one.update()
-    return str(raised.value), unchanged, same(learner.state(), untouched.state()) and learner.policy.version == 1
+    return str(raised.value), unchanged, same(trainer.state(), untouched.state()) and trainer.policy.version == 1
 
 
 @pytest.mark.parametrize(("R", "replicas", "lora"), [(2, 1, None), (3, 3, None), (2, 1, LORA)])

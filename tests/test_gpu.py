@@ -26,7 +26,7 @@ def test_logp_on_cuda_equals_the_reference_on_the_cpu(kind):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 5e-2), (torch.float32, 1e-3)])
-def test_sampler_and_learner_agree_on_cuda(dtype, tolerance):
+def test_sampler_and_trainer_agree_on_cuda(dtype, tolerance):
     policy, on_gpu = tiny_policy(dtype=dtype), tiny_policy(dtype=dtype, device="cuda")
     groups = list(sampled(on_gpu, requests_for(policy, 5)).values())
     packed = Packed.build([(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups], on_gpu.device)

@@ -1,4 +1,4 @@
-"""The learner over ranks on CUDA devices, by NCCL: pytest -m gpu. One GPU shows that one rank is one process; two GPUs
+"""The trainer over ranks on CUDA devices, by NCCL: pytest -m gpu. One GPU shows that one rank is one process; two GPUs
 show that two ranks are."""
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def updates(kind: str, group: Any, **changes: Any) -> tuple[list[dict[str, float
     optimization = Optimization(lr=1e-3, updates=9, weight_decay=0.1, seed=5, max_grad_norm=0.05, **changes)
     ranks = None if kind == "alone" else group
     mesh = make_mesh(group, "cuda", 1) if kind == "layers" else None
-    learner = Trainer(policy, resolve("grpo", {"beta": 0.0}), optimization, ranks=ranks, mesh=mesh)
-    rows = micro_batches(assembled(learner.recipe, sampled(1), 1), 40, "cuda")
-    scored, _ = learner.accumulate_first(rows)
-    metrics = [learner.update(scored)]
+    trainer = Trainer(policy, resolve("grpo", {"beta": 0.0}), optimization, ranks=ranks, mesh=mesh)
+    rows = micro_batches(assembled(trainer.recipe, sampled(1), 1), 40, "cuda")
+    scored, _ = trainer.accumulate_first(rows)
+    metrics = [trainer.update(scored)]
     for _ in range(2):
-        learner.accumulate(scored)
-        metrics.append(learner.update(scored))
-    return metrics, copied(learner.state()), copied(learner.policy.weights)
+        trainer.accumulate(scored)
+        metrics.append(trainer.update(scored))
+    return metrics, copied(trainer.state()), copied(trainer.policy.weights)
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "layers"])

@@ -224,7 +224,7 @@ def test_nan_stays_nan():
 
 
 def test_a_row_does_not_depend_on_the_rows_around_it_nor_on_the_threads():
-    """To the bit: what makes sampler and learner agree."""
+    """To the bit: what makes sampler and trainer agree."""
     policy = tiny_policy(dtype=torch.bfloat16)
     ids = torch.Generator().manual_seed(0)
     groups = [([5, 6, 7, 8], [torch.randint(103, (n,), generator=ids) for n in (9, 3, 12)]) for _ in range(3)]

@@ -16,7 +16,7 @@ from lagrpo.rollout.prefetch import Prefetcher, VersionError
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.rollout.sync_check import WeightSyncError
 from lagrpo.settings.toml import load_settings
-from lagrpo.training.build import Parts
+from lagrpo.training.build import TrainerComponents
 from lagrpo.training.checks import check_settings
 from lagrpo.training.loop import Step, train_loop
 from lagrpo.training.trainer import Trainer
@@ -33,11 +33,11 @@ def model(tmp_path_factory):
 @pytest.fixture
 def algorithm(model, tmp_path):
     """Makes the parts of some settings; ends their workers."""
-    made: list[Parts] = []
+    made: list[TrainerComponents] = []
 
-    def of(**sections: dict[str, Any]) -> Parts:
+    def of(**sections: dict[str, Any]) -> TrainerComponents:
         settings = load_settings(tiny_settings(model, tmp_path, **sections))
-        made.append(Parts.build(settings, check_settings(settings)))
+        made.append(TrainerComponents.build(settings, check_settings(settings)))
         return made[-1]
 
     yield of
@@ -75,8 +75,8 @@ def test_the_lines_of_the_algorithm_in_their_order(algorithm, monkeypatch):
         *[("sync_weights", 8), ("generate", 5, 6), ("step", 8), ("step", 9)],
         *[("step", 10), ("step", 11)],
     ]
-    assert a.learner.reference is not None
-    assert a.learner.reference.version == 6
+    assert a.trainer.reference is not None
+    assert a.trainer.reference.version == 6
     assert [(u.stage, u.b, u.version, u.alpha) for u in steps] == [
         (1, 1, 0, 0),
         (1, 2, 2, 2),
@@ -164,7 +164,7 @@ class FakeSampler:
         return iter([(r, Group(r.prompt, tuple(map(completion, range(G))), r.epoch)) for r in requests])
 
     def score(self, prompt_ids, token_ids):
-        raise AssertionError("no parity check was asked for")
+        raise AssertionError("no weight-sync check was asked for")
 
     def free_cache(self): ...
     def close(self): ...
@@ -188,16 +188,16 @@ def test_a_run_stopped_after_any_batch_goes_on_from_its_state(algorithm, monkeyp
     )
     spent = [0.5, 2.0, 0.1, 0.2, 0.3, 1.5, -1.0, 3.0, 0.0]
     monkeypatch.setattr("lagrpo.training.loop.measure_spending", lambda settings, batch, rows: spent[counted[0] - 1])
-    monkeypatch.setattr(type(a.verifier), "score", lambda self, groups: map(judge, groups))
-    counted, initial = [0], {name: w.clone() for name, w in a.learner.policy.weights.items()}
+    monkeypatch.setattr(type(a.reward_pool), "score", lambda self, groups: map(judge, groups))
+    counted, initial = [0], {name: w.clone() for name, w in a.trainer.policy.weights.items()}
 
     def judge(group: Group) -> Group:
         scored = [replace(c, outcome=Outcome.scored(float(n % 2))) for n, c in enumerate(group.completions)]
         return replace(group, completions=tuple(scored))
 
     def run(stops: set[int]) -> tuple[list[Any], list[LoopState]]:
-        a.learner.policy.weights.load(initial, 0)
-        a.learner.reference.load(initial, 0)
+        a.trainer.policy.weights.load(initial, 0)
+        a.trainer.reference.load(initial, 0)
         sampler: Any = FakeSampler()
         parts = replace(
             a, sampler=sampler, prefetcher=Prefetcher(sampler, a.prompts.batch, a.settings.rollout.num_generations)
@@ -207,7 +207,7 @@ def test_a_run_stopped_after_any_batch_goes_on_from_its_state(algorithm, monkeyp
             for step in train_loop(parts, state):
                 counted[0] = (state := step.state).batch + 1
                 states.append(replace(state, sync={}))  # the optimizer's moments are not those of the first run
-                assert state.pi_ref == a.learner.reference.version
+                assert state.pi_ref == a.trainer.reference.version
                 if state.batch in stops:
                     break
         return sampler.calls, states

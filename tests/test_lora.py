@@ -95,8 +95,8 @@ def test_the_gradient_of_adapters_is_that_of_plain_autograd(kind, targets):
 
 @pytest.mark.usefixtures("with_kernels")
 @pytest.mark.parametrize("r", [1, 4, 40])
-def test_learner_and_sampler_agree_to_the_bit_with_adapters(r):
-    """A decoding step through all layers, the learner's packed row and the row alone: one sum for each output."""
+def test_trainer_and_sampler_agree_to_the_bit_with_adapters(r):
+    """A decoding step through all layers, the trainer's packed row and the row alone: one sum for each output."""
     policy = adapted_policy("qwen2", lora=Lora(r, 2.0 * r, ("q_proj", "o_proj", "gate_proj", "down_proj")), spread=0.3)
     assert policy.model.exact
     copy = copy_policy(policy)
@@ -276,11 +276,11 @@ def test_what_a_run_leaves_are_adapters(whole, model):
     assert {path.name for path in whole.weights.iterdir()} >= {CONFIG, WEIGHTS, "tokenizer.json"}
     assert not (whole.weights / "model.safetensors").exists()
     metrics = load_metrics(whole.run)
-    assert [line["lag_max"] for line in metrics] == [0, 0, 1, 2, 0, 1]
-    kl_ref = [line["kl_ref"] for line in metrics]  # 0 where pi_k is pi_ref: at the start of either stage
+    assert [line["staleness/max"] for line in metrics] == [0, 0, 1, 2, 0, 1]
+    kl_ref = [line["kl"] for line in metrics]  # 0 where pi_k is pi_ref: at the start of either stage
     assert [value == 0 for value in kl_ref] == [True, False, False, True, False, False]
     environment = json.loads((whole.run / "environment.json").read_text())
-    assert environment["parity"]["grade"] == "exact"
+    assert environment["agreement"]["grade"] == "exact"
     size = sum(file.stat().st_size for file in (whole.run / "checkpoints" / "step-000006").iterdir())
     assert size < 20 * sum(t.numel() for t in load_adapter_weights(whole.weights).values()) + 200_000
 

@@ -164,7 +164,7 @@ class Bandit:
         self.parameters: Any = nn.ParameterDict({"logits": LOGITS.to(dtype).repeat(COPIES, 1)})
         self.model, self.weights = SimpleNamespace(lm=self.parameters), SimpleNamespace(version=0)
         optimization = Optimization(1e-4, weight_decay=weight_decay, max_grad_norm=None, masters=masters, seed=7)
-        self.learner = Trainer(self, SimpleNamespace(needs_pi_ref=False), optimization)  # type: ignore[arg-type]
+        self.trainer = Trainer(self, SimpleNamespace(needs_pi_ref=False), optimization)  # type: ignore[arg-type]
 
     @property
     def version(self) -> int:
@@ -174,7 +174,7 @@ class Bandit:
         for _ in range(updates):
             pi = self.parameters["logits"].float().softmax(1)
             (-(pi * REWARDS).sum(1)).sum().backward()
-            self.learner.update()
+            self.trainer.update()
 
     def pi(self) -> torch.Tensor:
         return self.parameters["logits"].detach().double().softmax(1)
@@ -198,7 +198,7 @@ def test_a_bandit_in_bfloat16_learns_as_in_float32_with_dithered_masters_alone(w
         for bandit in bandits.values():
             bandit.learn(16 // stages)
             if stage < stages - 1:
-                bandit.learner.end_stage(reset_optimizer=True)
+                bandit.trainer.end_stage(reset_optimizer=True)
     exact = bandits["float32"].pi()[0]
     way = (exact - start).abs().max()
     assert way > 3e-4
@@ -212,11 +212,11 @@ def test_a_bandit_in_bfloat16_learns_as_in_float32_with_dithered_masters_alone(w
 def test_a_new_stage_does_not_draw_again():
     bandit = Bandit(torch.bfloat16, "dithered", 0.1)
     bandit.learn(3)
-    before, weights = bandit.learner.masters.parameters[0].detach().clone(), bandit.pi()
-    bandit.learner.end_stage(reset_optimizer=True)
-    assert torch.equal(bandit.learner.masters.parameters[0], before)
+    before, weights = bandit.trainer.masters.parameters[0].detach().clone(), bandit.pi()
+    bandit.trainer.end_stage(reset_optimizer=True)
+    assert torch.equal(bandit.trainer.masters.parameters[0], before)
     assert torch.equal(bandit.pi(), weights)
-    assert not bandit.learner.optimizer.state
+    assert not bandit.trainer.optimizer.state
 
 
 # What moved
@@ -254,14 +254,14 @@ def test_differing_compares_bits():
 
 def test_moved_synced_after_one_update_is_moved_and_then_zero():
     policy = tiny_policy(dtype=torch.bfloat16)
-    learner = Trainer(policy, _recipe(), Optimization(lr=1e-4))
-    assert learner.on_sync() == {}
-    for master in learner.masters.parameters:
+    trainer = Trainer(policy, _recipe(), Optimization(lr=1e-4))
+    assert trainer.on_sync() == {}
+    for master in trainer.masters.parameters:
         master.grad = torch.randn_like(master)
-    metrics = learner.update()
+    metrics = trainer.update()
     assert 0.01 < metrics["moved"] < 1
-    assert learner.on_sync() == {"moved_synced": metrics["moved"]}
-    assert learner.on_sync() == {"moved_synced": 0}
+    assert trainer.on_sync() == {"changed_fraction": metrics["moved"]}
+    assert trainer.on_sync() == {"changed_fraction": 0}
 
 
 def _recipe() -> Any:

@@ -1,21 +1,25 @@
-"""The metrics of a batch, worked by hand, and all of them documented."""
+"""The metrics of a batch, worked by hand."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from running import tiny_settings
+from tiny import save_tiny
 
 from lagrpo.rollout.schedule import LoopState
+from lagrpo.runs import load_metrics
+from lagrpo.runs.metrics import METRICS, check_metric, describe_metrics
 from lagrpo.training.batch import Batch
 from lagrpo.training.clock import Clock
 from lagrpo.training.loop import Step
 from lagrpo.training.metrics import batch_metrics
+from lagrpo.training.run import train
 from lagrpo.types import Completion, Group, Outcome, Prompt
-
-GOLDEN = Path(__file__).parent / "golden" / "metrics_keys.txt"
 
 
 def completion(versions: list[int], outcome: Outcome, finished: bool = True) -> Completion:
@@ -27,14 +31,17 @@ def group(*completions: Completion) -> Group:
     return Group(Prompt(0, ({"role": "user", "content": "?"},), ""), completions)
 
 
-def batch(*groups: Group) -> Batch:
-    empty = torch.empty(0)
-    return Batch(groups, (), empty, empty.bool(), empty.long(), empty)
+def batch(*groups: Group, weights: Any = ()) -> Batch:
+    weight_C, empty = torch.tensor(weights, dtype=torch.float32), torch.empty(0)
+    return Batch(groups, (), empty, empty.bool(), torch.full((len(weights),), 4), weight_C)
 
 
-def metrics_of(stage: int, b: int, version: int, batch: Batch, updates: list, clock: Clock, synced: bool):
-    reason = "schedule" if synced else ""
-    step = Step(stage, b, version, reason, {}, batch, (), updates, None, clock, LoopState(batch=b))
+def metrics_of(batch: Batch, updates: Any = (), left_out: Any = (), reason: str = "", **clock: float) -> dict[str, Any]:
+    timer = Clock()
+    timer.seconds.update(clock)
+    timer.generated = 30  # tokens that came meanwhile, of this batch and later ones
+    sync = {"logp_difference_max": 0.25, "changed_fraction": 0.5}
+    step = Step(2, 7, 6, reason, {}, batch, (), left_out, updates, timer, LoopState(batch=7, sync=sync))
     return batch_metrics(step)
 
 
@@ -46,43 +53,55 @@ def used() -> Batch:
         group(completion([3, 3, 4], right), completion([5], wrong, finished=False)),
         group(completion([4, 4], wrong), completion([4, 4], wrong)),
         group(completion([4], Outcome.unscored("no")), completion([], Outcome.failed("lost"))),
+        weights=[1.0, 1.0],
     )
 
 
-def test_counts_rewards_and_lag(used):
-    clock = Clock()
-    clock.seconds["sampling"], clock.generated = 2.0, 30  # tokens that came meanwhile, of this batch and later ones
-    metrics = metrics_of(2, 7, 6, used, [], clock, synced=True)
-    assert (metrics["stage"], metrics["batch"], metrics["version"], metrics["synced"]) == (2, 7, 6, 1)
-    assert (metrics["completions"], metrics["unscored"], metrics["failed"]) == (6, 1, 1)
-    assert (metrics["lag_min"], metrics["lag_max"]) == (1, 3)
-    assert metrics["lag_mean"] == pytest.approx(6 - (3 + 3 + 4 + 5 + 4 * 5) / 9)
-    assert metrics["reward_mean"] == 1 / 4
-    assert metrics["reward_std"] == pytest.approx((3 / 16) ** 0.5)
-    assert metrics["zero_variance_share"] == 1 / 2  # of the groups that have scores
-    assert metrics["tokens_mean"] == 9 / 6
-    assert metrics["finished_share"] == 5 / 6
-    assert metrics["tokens_per_s_sampling"] == 30 / 2
-    assert metrics["grad_norm"] is metrics["ratio_mean"] is metrics["tokens_per_s_learning"] is None
-
-
-def test_metrics_of_the_objective_are_of_the_first_update_and_metrics_of_the_step_of_the_last(used):
-    first = {"tokens": 4.0, "tokens_alpha": 2.0, "ratio": 5.0, "ratio_squared": 10.0, "kl_alpha": 1.0, "kl_ref": 2.0,
-             "abs_log_ratio": 8.0, "clipped_positive": 1.0,
-             "clipped_negative": 2.0, "max_abs_log_ratio": 3.0, "objective": 0.5,
-             "loss": -0.5, "grad_norm": 9.0, "lr": 1.0}  # fmt: skip
-    last = first | {"kl_alpha": 100.0, "loss": -0.75, "grad_norm": 7.0, "lr": 2.0, "clipped_positive": 3.0}
-    metrics = metrics_of(1, 1, 6, used, [first, last], Clock(), synced=False)
-    expected = {"kl_alpha": 0.5, "kl_ref": 0.5, "ratio_mean": 2.5, "ess": 25 / 20, "mismatch_mean": 4.0,
-                "mismatch_max": 3.0, "clip_high_share": 0.25, "clip_low_share": 0.5,
-                "clip_high_share_last": 0.75, "clip_low_share_last": 0.5, "objective": 0.5,
-                "loss": -0.75, "grad_norm": 7.0, "lr": 2.0, "tokens_learned": 8.0}  # fmt: skip
+def test_counts_rewards_and_staleness(used):
+    metrics = metrics_of(used, reason="schedule", sampling=2.0)
+    expected = {
+        "step": 7, "policy_version": 6, "num_tokens": 9, "reward": 1 / 4, "reward_std": pytest.approx((3 / 16) ** 0.5),
+        "frac_reward_zero_std": 1 / 2,  # of the groups that have scores
+        "completions/mean_length": 9 / 6, "completions/clipped_ratio": pytest.approx(1 / 6), "completions/unscored": 1,
+        "completions/failed": 1, "staleness/mean": pytest.approx(6 - (3 + 3 + 4 + 5 + 4 * 5) / 9), "staleness/max": 3,
+        "weight_sync/performed": 1, "weight_sync/logp_difference": 0.25, "weight_sync/changed_fraction": 0.5,
+        "time/generate": 2.0, "tokens_per_s/generate": 30 / 2, "tokens_per_s/train": None, "grad_norm": None,
+        "rollout/ratio_mean": None, "clip_ratio/low_mean": None,
+    }  # fmt: skip
     assert {name: metrics[name] for name in expected} == expected
 
 
+FIRST = {"tokens": 4.0, "tokens_alpha": 2.0, "ratio": 5.0, "ratio_squared": 10.0, "kl_alpha": 1.0, "kl_ref": 2.0,
+         "abs_log_ratio": 8.0, "clipped_positive": 1.0, "clipped_negative": 2.0, "max_abs_log_ratio": 3.0,
+         "loss": -0.5, "grad_norm": 9.0, "lr": 1.0}  # fmt: skip
+
+
+def test_token_metrics_are_of_the_first_update_loss_of_the_last_and_clip_ratios_of_all(used):
+    last = FIRST | {"kl_alpha": 100.0, "loss": -0.75, "grad_norm": 7.0, "lr": 2.0, "clipped_positive": 3.0}
+    metrics = metrics_of(used, [FIRST, last], learning=4.0)
+    expected = {"rollout/kl": 0.5, "kl": 0.5, "rollout/ratio_mean": 2.5, "rollout/ess": 25 / 20,
+                "rollout/logp_difference_mean": 4.0, "rollout/logp_difference_max": 3.0,
+                "clip_ratio/high_mean": 4 / 16, "clip_ratio/low_mean": 4 / 16,  # of two updates on 8 tokens
+                "loss": -0.75, "grad_norm": 7.0, "learning_rate": 2.0, "tokens_per_s/train": 8 / 4}  # fmt: skip
+    assert {name: metrics[name] for name in expected} == expected
+
+
+def test_token_metrics_cover_tokens_in_the_objective_that_no_update_computes(used):
+    """Two completions that were left out, of two tokens and of one; the second is not in the objective. ρ = 2, 1/2."""
+    left_out: Any = SimpleNamespace(
+        completion_T=torch.tensor([0, 0, 1]), weight_C=torch.tensor([1.0, 0.0]), logp_alpha_T=torch.zeros(3),
+        logp_k_T=torch.tensor([math.log(2), -math.log(2), 50.0]), entropy_T=torch.tensor([1.0, 2.0, 50.0]),
+    )  # fmt: skip
+    metrics = metrics_of(used, [FIRST], [left_out])
+    expected = {"rollout/ratio_mean": (5 + 2.5) / 4, "rollout/ess": 7.5**2 / (4 * 14.25), "rollout/kl": (1 + 0.5) / 4,
+                "rollout/logp_difference_mean": (8 + 2 * math.log(2)) / 4, "entropy": 1.5,
+                "rollout/logp_difference_max": 3.0}  # fmt: skip
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
 def test_nothing_generated_and_nothing_scored_has_no_means():
-    metrics = metrics_of(1, 1, 0, batch(group(completion([], Outcome.failed("lost")))), [], Clock(), synced=False)
-    for name in ("lag_min", "lag_mean", "lag_max", "reward_mean", "reward_std", "zero_variance_share"):
+    metrics = metrics_of(batch(group(completion([], Outcome.failed("lost")))))
+    for name in ("staleness/mean", "staleness/max", "reward", "reward_std", "frac_reward_zero_std"):
         assert metrics[name] is None, name
 
 
@@ -99,27 +118,27 @@ def test_the_clock_books_time_to_phases(monkeypatch):
     assert clock.total == 6
 
 
-@pytest.mark.parametrize("run", ["on-policy", "lagged with everything", "alpha unknown"])
-def test_every_line_of_every_run_has_the_same_keys_and_holds_numbers(tmp_path, run):
-    """The keys are those of a golden file, in its order: a key that comes, goes or moves is seen in a review."""
-    from running import tiny_settings
-    from tiny import save_tiny
-
-    from lagrpo.runs import load_metrics
-    from lagrpo.training.run import train
-
+def test_every_line_has_the_metrics_of_the_list_and_holds_numbers(tmp_path):
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(f'{{"prompt": "a", "completion": "b{n}", "reward": {n}}}\n' for n in (0, 1)))
-    sections: dict[str, Any] = {
-        "on-policy": {},
-        "lagged with everything": {
-            "run": {"score_update": True, "entropy": True},
-            "schedule": {"sync_every": 2, "num_iterations": 2},
-        },
-        "alpha unknown": {"offline": {"data": str(texts)}, "loss": {"recipe": "reinforce"}},
-    }[run]
     model = save_tiny(tmp_path / "tiny")
-    settings = tiny_settings(model, tmp_path, eval={"at_start": False}, **sections)
-    for line in load_metrics(train(settings).run):
-        assert list(line) == GOLDEN.read_text(encoding="utf-8").split()
-        assert {type(value) for value in line.values()} <= {int, float, type(None)}
+    listed = {name for metrics in METRICS.values() for name in metrics if "NAME" not in name and "SET" not in name}
+    for name, sections in {
+        "stale": {"schedule": {"sync_every": 2, "num_iterations": 2}},
+        "alpha unknown": {"offline": {"data": str(texts)}, "loss": {"recipe": "reinforce"}},
+    }.items():
+        settings = tiny_settings(model, tmp_path / name, eval={"at_start": False}, **sections)
+        for line in load_metrics(train(settings).run):
+            assert set(line) == listed
+            assert {type(value) for value in line.values()} <= {int, float, type(None)}
+    assert len(listed) <= 40
+
+
+def test_names_of_rewards_and_sets_take_the_place_of_templates():
+    found = describe_metrics(["step", "rewards/letters/mean", "eval/hard/pass@1"])
+    assert "rewards/letters/mean" in found["Rewards"]
+    assert list(found["Evaluations"]) == ["eval/hard/pass@1"]
+    assert "rewards/NAME/mean" not in found["Rewards"]
+    assert check_metric("eval/hard/reward") == "eval/hard/reward"
+    with pytest.raises(ValueError, match="reward"):
+        check_metric("rewrd")

@@ -27,7 +27,7 @@ def packed() -> Packed:
 
 
 @BOTH
-def test_hooks_on_every_linear_layer_fire_in_learner_and_sampler(dtype):
+def test_hooks_on_every_linear_layer_fire_in_trainer_and_sampler(dtype):
     """Where the kernels would compute whole layers, too: a hooked model is called module by module."""
     policy = tiny_policy(dtype=dtype, backend="c")
     assert policy.model.layers is not None

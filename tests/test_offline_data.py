@@ -31,7 +31,7 @@ ROWS = [
     {"prompt": "1+1=", "completion": "2", "reward": 1.0},
     {"prompt": "2+2=", "completion": "5", "reward": 0.0},
     {"prompt": "1+1=", "completion": "3", "reward": 0.0, "finished": False},
-    {"prompt": "1+1=", "completion": "two", "gold": "2"},
+    {"prompt": "1+1=", "completion": "two", "answer": "2"},
 ]
 
 
@@ -47,7 +47,7 @@ def test_rows_of_one_prompt_form_groups_of_at_most_g(tmp_path):
     assert cut.token_ids.tolist() == policy.chat.tokenizer("3")["input_ids"]
     assert first.reward == 1.0
     assert by_text["two",].completions[0].outcome is None  # for the judge, against gold
-    assert by_text["two",].prompt.gold == "2"
+    assert by_text["two",].prompt.answer == "2"
     assert first.logp_alpha.isnan().all()
     assert first.versions.tolist() == [-1, -1]
 
@@ -70,12 +70,12 @@ def test_the_rollouts_of_a_run_are_read_back_but_for_its_versions(tmp_path):
         ),
     )  # fmt: skip
     path = tmp_path / "step-000001.parquet"
-    rows = rollout_rows([group], [[{"advantage": 0.5}, {}]], batch=1, stage=1, pi_k_version=5)
+    rows = rollout_rows([group], [[{"advantage": 0.5}, {}]], step=1, policy_version=5)
     write_table(path, rows, rollout_schema())
     offline_data = loaded(path, policy, G=16, seed=0)
     assert offline_data.has_logp
     (again,) = offline_data.batch(1, 1)
-    assert (again.prompt.token_ids, again.prompt.gold) == (prompt.token_ids, "5")
+    assert (again.prompt.token_ids, again.prompt.answer) == (prompt.token_ids, "5")
     for ours, theirs in zip(again.completions, group.completions, strict=True):
         assert torch.equal(ours.token_ids, theirs.token_ids)
         assert torch.equal(ours.logp_alpha, theirs.logp_alpha)
@@ -90,17 +90,29 @@ def test_the_rollouts_of_a_run_are_read_back_but_for_its_versions(tmp_path):
         ({"prompt": "1+1="}, "line 1: it has neither completion nor token_ids"),
         ({"prompt": "1+1=", "token_ids": []}, "line 1: its completion has no tokens"),
         ({"prompt": "1+1=", "token_ids": [5, 1000]}, "line 1: token 1000 of token_ids is outside the model's"),
-        ({"prompt": "1+1=", "completion": "2", "logp_alpha": [-1.0]}, "logp_alpha needs token_ids"),
-        ({"prompt": "1+1=", "token_ids": [5, 1], "logp_alpha": [-1.0]}, "logp_alpha has 1 entries for 2 tokens"),
+        ({"prompt": "1+1=", "completion": "2", "rollout_logprobs": [-1.0]}, "rollout_logprobs needs token_ids"),
+        (
+            {"prompt": "1+1=", "token_ids": [5, 1], "rollout_logprobs": [-1.0]},
+            "rollout_logprobs has 1 entries for 2 tokens",
+        ),
         ({"prompt": "1+1=", "completion": "2", "reward": float("nan")}, "its reward is nan"),
         (
-            {"prompt": "1+1=", "token_ids": [5, 1], "logp_alpha": [-1.0, 5.0]},
-            r"line 1: logp_alpha\[1\] is 5: .*at most 0",
+            {"prompt": "1+1=", "token_ids": [5, 1], "rollout_logprobs": [-1.0, 5.0]},
+            r"line 1: rollout_logprobs\[1\] is 5: .*at most 0",
         ),
-        ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": [float("inf")]}, r"line 1: logp_alpha\[0\] is inf"),
-        ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": [float("-inf")]}, r"line 1: logp_alpha\[0\] is -inf"),
-        ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": ["low"]}, r"line 1: logp_alpha\[0\] is 'low'"),
-        ({"prompt": "1+1=", "token_ids": [5], "logp_alpha": -1.0}, "line 1: logp_alpha is -1.0, not a list"),
+        (
+            {"prompt": "1+1=", "token_ids": [5], "rollout_logprobs": [float("inf")]},
+            r"line 1: rollout_logprobs\[0\] is inf",
+        ),
+        (
+            {"prompt": "1+1=", "token_ids": [5], "rollout_logprobs": [float("-inf")]},
+            r"line 1: rollout_logprobs\[0\] is -inf",
+        ),
+        ({"prompt": "1+1=", "token_ids": [5], "rollout_logprobs": ["low"]}, r"line 1: rollout_logprobs\[0\] is 'low'"),
+        (
+            {"prompt": "1+1=", "token_ids": [5], "rollout_logprobs": -1.0},
+            "line 1: rollout_logprobs is -1.0, not a list",
+        ),
         ({"prompt": {"role": "user"}, "completion": "2"}, "line 1: its prompt is {'role': 'user'}: a prompt is a text"),
         ({"prompt": ["1+1="], "completion": "2"}, r"line 1: its prompt is \['1\+1='\]: a prompt is a text"),
         ({"prompt": [{"role": "user"}], "completion": "2"}, "line 1: its prompt is .*the last of which has a text"),
@@ -126,7 +138,7 @@ def test_bad_rows_are_named(tmp_path, row, message):
 
 @pytest.mark.parametrize("logp_alpha", [None, [None, -0.5], [float("nan"), -0.5]])
 def test_a_log_prob_of_null_is_unknown(tmp_path, logp_alpha):
-    row = {"prompt": "1+1=", "token_ids": [5, 1], "logp_alpha": logp_alpha, "reward": 1.0}
+    row = {"prompt": "1+1=", "token_ids": [5, 1], "rollout_logprobs": logp_alpha, "reward": 1.0}
     offline_data = loaded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)
     assert not offline_data.has_logp
     known = [] if logp_alpha is None else [-0.5]
@@ -136,7 +148,7 @@ def test_a_log_prob_of_null_is_unknown(tmp_path, logp_alpha):
 
 
 def test_a_log_prob_that_rounding_left_above_0_is_taken(tmp_path):
-    row = {"prompt": "1+1=", "token_ids": [5], "logp_alpha": [1e-6], "reward": 1.0}
+    row = {"prompt": "1+1=", "token_ids": [5], "rollout_logprobs": [1e-6], "reward": 1.0}
     assert loaded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0).has_logp
 
 
@@ -179,8 +191,7 @@ def rollouts(root, batches, name="run"):
     policy = tiny_policy()
     prompt = policy.chat.tokenize(Prompt(4, ({"role": "user", "content": "7-2="},), "5"))
     for b, completions in enumerate(batches, start=1):
-        rows = rollout_rows([Group(prompt, tuple(completions))], [[{}] * len(completions)], batch=b, stage=1,
-                            pi_k_version=5)  # fmt: skip
+        rows = rollout_rows([Group(prompt, tuple(completions))], [[{}] * len(completions)], step=b, policy_version=5)
         write_table(folder / f"step-{b:06d}.parquet", rows, rollout_schema())
     return root / name
 

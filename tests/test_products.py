@@ -131,7 +131,7 @@ print(policy.model.decoding)
 """
 
 
-def test_steps_through_all_layers_by_tiles_sample_what_the_learner_computes():
+def test_steps_through_all_layers_by_tiles_sample_what_the_trainer_computes():
     assert at_level("emulated_tiles", DECODED) == "one call through all layers, products by AMX emulated in C"
 
 
@@ -183,7 +183,7 @@ def changed(policy) -> None:
             parameter.mul_(1.1)
 
 
-def test_one_packed_copy_serves_learner_and_sampler_of_one_version():
+def test_one_packed_copy_serves_trainer_and_sampler_of_one_version():
     policy = tiny_policy(dtype=torch.bfloat16)
     alpha = copy_policy(policy)
     assert isinstance(alpha.weights, PackedWeights)

@@ -81,7 +81,7 @@ def run(tmp_path):
 def asked(run) -> list[list[int]]:
     """The keys of the prompts of each batch, in the order of its groups."""
     rows = load_rollouts(run)
-    return [[r["prompt_key"] for r in rows if r["batch"] == b and r["completion"] == 0] for b in (1, 2)]
+    return [[r["prompt_id"] for r in rows if r["step"] == b and r["sample_index"] == 0] for b in (1, 2)]
 
 
 def test_no_prompt_is_in_a_dynamically_sampled_batch_twice(run):
@@ -119,7 +119,7 @@ def test_prompts_that_come_twice_in_a_batch_are_told_of_once(run, capsys):
 
 
 def test_prompts_are_tokenized_once_at_the_start_and_once_in_their_batch(run, monkeypatch):
-    """24 prompts, all of them visited. Before the first batch also those of the parity check, and one for the
+    """24 prompts, all of them visited. Before the first batch also those of the weight-sync check, and one for the
     template."""
     counts: Counter[str] = Counter()
     phase = {"now": "start"}

@@ -147,7 +147,7 @@ def test_signal_in_any_phase_loses_nothing(begin, undisturbed, monkeypatch, kind
                 signal.raise_signal(signal.SIGTERM)
 
         def on_batch(self, metrics, rollouts) -> None:
-            self.batch = metrics["batch"]
+            self.batch = metrics["step"]
             self.look("recording")
 
     stop = Stop()
@@ -196,8 +196,8 @@ def test_copy_of_a_run_resumes_where_it_is(run, finished, tmp_path):
 def test_error_between_updates_keeps_the_last_batch(begin, undisturbed, monkeypatch):
     class Break(Callback):
         def on_batch(self, metrics, rollouts) -> None:
-            if metrics["batch"] == 4:
-                monkeypatch.setattr(one_run.Parts, "read_offline", lambda *given: 1 / 0)
+            if metrics["step"] == 4:
+                monkeypatch.setattr(one_run.TrainerComponents, "read_offline", lambda *given: 1 / 0)
 
     with pytest.raises(ZeroDivisionError) as error:
         begin("run", Break(), checkpoint={"save_every": 0})
@@ -340,13 +340,9 @@ def test_settings_that_differ_are_rejected_by_name(run, change, message):
 
 
 def test_settings_that_cannot_alter_the_past_may_change(run, undisturbed):
-    change = {
-        "run": {"display": "plain"},
-        "checkpoint": {"save_total_limit": 1},
-        "eval": {"best_metric": "reward_mean"},
-    }
+    change = {"run": {"display": "plain"}, "checkpoint": {"save_total_limit": 1}, "eval": {"best_metric": "reward"}}
     assert differing(go_on(run, **merged(change, {"schedule": {"stages": 2}})).run, undisturbed()) == []
-    assert resumed(run)[0]["changed"]["eval.best_metric"] == [None, "reward_mean"]
+    assert resumed(run)[0]["changed"]["eval.best_metric"] == [None, "reward"]
     assert load_settings(run / "config.toml").checkpoint.save_total_limit == 1
     assert (run / "weights" / "best").is_dir()
 
@@ -462,11 +458,11 @@ def test_sampling_that_a_checkpoint_waited_for_counts_for_the_next_batch(begin, 
     monkeypatch.setattr(Prefetcher, "_next", slowed(Prefetcher._next))
     run = begin("ahead", schedule={"sync_every": 9, "num_iterations": 1, "stages": 1}, rollout={"max_num_seqs": 8}).run
     lines = load_metrics(run)
-    phases = ("sampling", "judging", "learning", "scoring", "sync")
+    phases = ("generate", "reward", "train", "score", "sync")
     for line in lines:
-        assert min(line[f"seconds_{phase}"] for phase in phases) >= 0
-        assert sum(line[f"seconds_{phase}"] for phase in phases) <= line["seconds_total"]
-    first, second, third = (line["seconds_sampling"] for line in lines)
+        assert min(line[f"time/{phase}"] for phase in phases) >= 0
+        assert sum(line[f"time/{phase}"] for phase in phases) <= line["time/step"]
+    first, second, third = (line["time/generate"] for line in lines)
     assert first > 2 * SLOW
     assert second > 4 * SLOW  # two groups of batch 2, two of batch 3
     assert third == 0

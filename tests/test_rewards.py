@@ -145,17 +145,17 @@ def test_the_weighted_sum_and_what_is_correct():
     """1 * 1 + .5 * .2 - .25 * 2 = .6"""
     three = several(("a", exact, {}), ("b", exact, {"weight": 0.5}), ("c", exact, {"weight": -0.25, "range": (0, 4)}))
     found = combine(three, 1.0, 0.2, 2.0)
-    assert (found.kind, found.parts, found.right) == ("scored", {"a": 1.0, "b": 0.2, "c": 2.0}, True)
+    assert (found.kind, found.parts, found.correct) == ("scored", {"a": 1.0, "b": 0.2, "c": 2.0}, True)
     assert found.reward == pytest.approx(0.6)
-    assert combine(three, 0.9, 1.0, 4.0).right is False
+    assert combine(three, 0.9, 1.0, 4.0).correct is False
     deciding = several(("a", exact, {}), ("b", exact, {"decides": True}), ("c", exact, {"decides": True}))
     given = [(0.0, 1.0, 1.0), (1.0, 1.0, 0.5), (1.0, None, 1.0), (1.0, None, None)]
-    assert [combine(deciding, *values).right for values in given] == [True, False, True, False]
+    assert [combine(deciding, *values).correct for values in given] == [True, False, True, False]
 
 
 def test_none_is_left_out_of_the_sum_and_an_error_leaves_the_completion_unscored():
     both = several(("a", exact, {}), ("b", exact, {"weight": 0.5}))
-    assert combine(both, None, 1.0) == Outcome("scored", 0.5, parts={"a": None, "b": 1.0}, right=True)
+    assert combine(both, None, 1.0) == Outcome("scored", 0.5, parts={"a": None, "b": 1.0}, correct=True)
     assert combine(both, None, None).reason == "the reward function returned None"
     found = both.combine([Outcome.scored(1.0), Outcome.unscored("no reward within 5 s")])
     assert found == Outcome("unscored", None, "no reward within 5 s (reward 'b')", {"a": 1.0, "b": None})
@@ -193,7 +193,7 @@ def test_every_signature_gives_each_completion_its_reward():
     values = [(1, 0, 0, 1, 3, 1, 1), (0, 0.625, 2 / 3, 0, 2, 0, 5), (0, 0, 1 / 3, 0, 2, 0, 2)]
     assert [o.parts for o in found] == [pytest.approx(dict(zip(names, v, strict=True))) for v in values]
     assert [o.reward for o in found] == pytest.approx([sum(v) + v[1] for v in values])
-    assert [o.right for o in found] == [True, False, False]
+    assert [o.correct for o in found] == [True, False, False]
     easy = scored(several(("level", sample_rewards.by_level, {})), "7", row=row | {"level": 1})
     assert easy[0].reason == "the reward function returned None"
 
@@ -242,7 +242,6 @@ def two(**second: Any) -> dict[str, Any]:
         (two(reward="task") | {"reward": "exact"}, "task.reward and task.rewards are both set"),
         (two(reward="exact") | {"name": "custom"}, "'custom' has no reward"),
         ({"rewards": [{"name": "a b", "reward": "task"}]}, "a name has letters, digits and _"),
-        ({"rewards": [{"name": "mean", "reward": "task"}]}, "reward_mean is the mean of the weighted sum"),
         (two(reward="exact", weight=1e200, range=[0, 1e200]), "reward_range.* finite"),
         ({"rewards": [{"name": "a", "reward": "task", "weight": 0}]}, "all weights are 0"),
         ({"rewards": [{"name": "a", "reward": "task"}] * 2}, "two entries have the name 'a'"),
@@ -296,14 +295,14 @@ def test_each_reward_is_in_the_rollouts_and_the_metrics(run):
         parts = [row[f"reward_{entry['name']}"] for entry in ENTRIES]
         assert parts[2] == pytest.approx(1 - len(row["token_ids"]) / 7)
         if parts[3] is None:
-            assert (row["outcome"], row["reward"], row["right"]) == ("unscored", None, None)
+            assert (row["outcome"], row["reward"], row["correct"]) == ("unscored", None, None)
             assert row["reason"] == "the reward function raised RuntimeError: not today (reward 'sometimes')"
         else:
             assert row["reward"] == pytest.approx(parts[0] + 0.5 * parts[1] + 0.25 * parts[2])
-            assert row["right"] is (parts[0] >= 0.5)
-    first = [row for row in rows if row["batch"] == 1]
-    assert line["reward_letters_mean"] == pytest.approx(sum(row["reward_letters"] for row in first) / 8)
-    assert line["reward_sometimes_unscored"] == line["unscored"] == sum(r["outcome"] == "unscored" for r in first) > 0
+            assert row["correct"] is (parts[0] >= 0.5)
+    first = [row for row in rows if row["step"] == 1]
+    assert line["rewards/letters/mean"] == pytest.approx(sum(row["reward_letters"] for row in first) / 8)
+    assert line["completions/unscored"] == sum(r["outcome"] == "unscored" for r in first) > 0
 
 
 def test_evaluations_show_and_replay_have_each_reward(run):
@@ -311,7 +310,7 @@ def test_evaluations_show_and_replay_have_each_reward(run):
     assert result.before is not None
     records = load_evaluation_records(result.run, "before")
     means = [[value for value in record["reward_short"] if value is not None] for record in records]
-    assert result.before["reward_short_mean"] == pytest.approx(sum(sum(m) / len(m) for m in means) / len(means))
+    assert result.before["rewards/short/mean"] == pytest.approx(sum(sum(m) / len(m) for m in means) / len(means))
     show(result.run, console=Console(width=200, file=(shown := io.StringIO())))
     assert ", rank 0" in shown.getvalue()
     assert verify_run(result.run, None).differences == []
@@ -331,6 +330,8 @@ def test_one_entry_of_weight_one_trains_as_a_single_reward(run, tmp_path):
     given = {"eval": {"at_start": False}, "run": {"output_dir": str(tmp_path), "name": "here"}}
     made["here"] = train(tiny_settings(path, tmp_path, **given), here).run
     single, listed, closure = (load_rollouts(made[name]) for name in ("single", "listed", "here"))
-    assert [{n: v for n, v in row.items() if n not in ("reward_only", "right")} for row in listed] == single == closure
+    assert (
+        [{n: v for n, v in row.items() if n not in ("reward_only", "correct")} for row in listed] == single == closure
+    )
     lines = [without_timings(load_metrics(made[name])) for name in ("single", "listed")]
-    assert [{n: v for n, v in line.items() if not n.startswith("reward_only")} for line in lines[1]] == lines[0]
+    assert [{n: v for n, v in line.items() if not n.startswith("rewards/only")} for line in lines[1]] == lines[0]

@@ -80,8 +80,11 @@ def sampled(run) -> Run:
         completion(Outcome.failed("the sampler died"), versions=()),
     )
     equal = group(8, completion(Outcome.scored(0.0)), completion(Outcome.scored(0.0)))
-    columns = [[{"advantage": 1.0}, {"advantage": -1.0}, {}, {}], [{"advantage": 0.0, "masked": True}] * 2]
-    run.record_rollouts(120, list(rollout_rows([mixed, equal], columns, batch=120, stage=2, pi_k_version=9)))
+    columns = [
+        [{"advantage": 1.0}, {"advantage": -1.0}, {}, {}],
+        [{"advantage": 0.0, "excluded_reason": "zero_variance"}] * 2,
+    ]
+    run.record_rollouts(120, list(rollout_rows([mixed, equal], columns, step=120, policy_version=9)))
     return run
 
 
@@ -126,38 +129,38 @@ def test_name_that_would_leave_the_root_is_rejected(tmp_path, name):
 
 
 def test_metrics_come_back_with_null_for_what_is_not_finite(run):
-    run.record({"batch": 1, "loss": math.nan, "kl_alpha": math.inf, "reward_mean": np.float32(0.5), "lr": None})
-    run.record({"batch": np.int64(2)})
-    expected = {"batch": 1, "loss": None, "kl_alpha": None, "reward_mean": 0.5, "lr": None}
-    assert load_metrics(run) == [expected, {"batch": 2}]
+    run.record({"step": 1, "loss": math.nan, "rollout/kl": math.inf, "reward": np.float32(0.5), "learning_rate": None})
+    run.record({"step": np.int64(2)})
+    expected = {"step": 1, "loss": None, "rollout/kl": None, "reward": 0.5, "learning_rate": None}
+    assert load_metrics(run) == [expected, {"step": 2}]
 
 
 @pytest.mark.parametrize("value", ["cap", True, [1, 2], torch.tensor(1.0)])
 def test_metric_that_is_not_a_number_is_rejected_by_its_key(run, value):
     with pytest.raises(TypeError, match="loss"):
-        run.record({"batch": 1, "loss": value})
+        run.record({"step": 1, "loss": value})
 
 
 def test_events_come_back_as_written(run):
-    run.record_event("weight_sync", 3, reason="cap", version=2)
-    assert load_events(run) == [{"event": "weight_sync", "batch": 3, "reason": "cap", "version": 2}]
+    run.record_event("weight_sync", 3, reason="cap", policy_version=2)
+    assert load_events(run) == [{"event": "weight_sync", "step": 3, "reason": "cap", "policy_version": 2}]
 
 
 @given(torn=st.binary(min_size=1, max_size=40).filter(lambda tail: b"\n" not in tail), lines=st.integers(0, 3))
 def test_torn_last_line_is_skipped_when_read_and_removed_by_the_next_write(tmp_path_factory, torn, lines):
     run = Run.create(tmp_path_factory.mktemp("torn"), "one", SETTINGS, "", {})
-    before = [{"batch": batch} for batch in range(lines)]
+    before = [{"step": batch} for batch in range(lines)]
     for line in before:
         run.record(line)
     with run.metrics.open("ab") as file:
         file.write(torn)
     assert load_metrics(run) == before
-    run.record({"batch": 77})
-    assert load_metrics(run) == [*before, {"batch": 77}]
+    run.record({"step": 77})
+    assert load_metrics(run) == [*before, {"step": 77}]
 
 
 def test_broken_line_is_an_error_with_its_number(run):
-    run.metrics.write_text('{"batch": 1}\n{"bat\n{"batch": 3}\n')
+    run.metrics.write_text('{"step": 1}\n{"bat\n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 2"):
         load_metrics(run)
 
@@ -218,14 +221,14 @@ def test_weights_are_replaced_as_a_whole_or_not_at_all(run):
 
 def test_rollouts_come_back_to_the_bit(sampled):
     rows = load_rollouts(sampled)
-    assert [(row["prompt_key"], row["completion"]) for row in rows] == [(3, 0), (3, 1), (3, 2), (3, 3), (8, 0), (8, 1)]
+    assert [(row["prompt_id"], row["sample_index"]) for row in rows] == [(3, 0), (3, 1), (3, 2), (3, 3), (8, 0), (8, 1)]
     first = rows[0]
-    assert first["logp_alpha"] == [float(np.float32(-0.1)), -2.5]
-    assert (first["token_ids"], first["versions"], first["prompt_token_ids"]) == ([5, 6], [4, 6], [11, 12])
-    assert (first["batch"], first["stage"], first["pi_k_version"], first["prompt_text"]) == (120, 2, 9, "2+3=")
-    assert json.loads(first["gold"]) == {"answer": "5"}
-    assert [row["lag"] for row in rows] == [9 - 4, 5, 5, None, 5, 5]
-    assert [(row["outcome"], row["reward"], row["advantage"], row["masked"]) for row in rows] == [
+    assert first["rollout_logprobs"] == [float(np.float32(-0.1)), -2.5]
+    assert (first["token_ids"], first["policy_versions"], first["prompt_token_ids"]) == ([5, 6], [4, 6], [11, 12])
+    assert (first["step"], first["policy_version"], first["prompt_text"]) == (120, 9, "2+3=")
+    assert json.loads(first["answer"]) == {"answer": "5"}
+    assert [row["staleness"] for row in rows] == [9 - 4, 5, 5, None, 5, 5]
+    assert [(row["outcome"], row["reward"], row["advantage"], row["excluded_reason"]) for row in rows] == [
         ("scored", 1.0, 1.0, ""),
         ("scored", 0.0, -1.0, ""),
         ("unscored", None, None, "unscored"),
@@ -260,11 +263,11 @@ def test_documented_query_runs_on_the_files(sampled):
 
 def test_batches_are_chosen_by_number(sampled):
     judged = group(1, completion(Outcome.scored(1.0)))
-    sampled.record_rollouts(7, list(rollout_rows([judged], [[{}]], batch=7, stage=1, pi_k_version=4)))
+    sampled.record_rollouts(7, list(rollout_rows([judged], [[{}]], step=7, policy_version=4)))
     (sampled.path / "rollouts" / ".step-000009.parquet.1-ab.tmp").touch()
     assert rollout_batches(sampled) == [7, 120]
     assert load_rollouts(sampled, [7], columns=["reward"]) == [{"reward": 1.0}]
-    with pytest.raises(RunNotFoundError, match="no rollouts of batch 8"):
+    with pytest.raises(RunNotFoundError, match="no rollouts of step 8"):
         load_rollouts(sampled, [8])
 
 
@@ -277,11 +280,11 @@ def test_completion_files_are_found_by_name_run_and_glob(sampled, tmp_path):
 
 
 def test_evaluations_come_back_in_the_order_of_their_batches(run):
-    run.record_evaluation("last", {"batch": 120, "pass_at_1": 0.98}, [{"prompt_key": 1, "correct": 4}])
-    run.record_evaluation("first", {"batch": 0, "pass_at_1": math.nan}, [{"prompt_key": 1, "correct": 0}])
+    run.record_evaluation("last", {"step": 120, "pass@1": 0.98}, [{"prompt_id": 1, "correct": 4}])
+    run.record_evaluation("first", {"step": 0, "pass@1": math.nan}, [{"prompt_id": 1, "correct": 0}])
     first, last = load_evaluations(run)
-    assert first == {"name": "first", "batch": 0, "pass_at_1": None}
-    assert last == {"name": "last", "batch": 120, "pass_at_1": 0.98}
+    assert first == {"name": "first", "step": 0, "pass@1": None}
+    assert last == {"name": "last", "step": 120, "pass@1": 0.98}
 
 
 def test_wrong_path_is_rejected_with_the_runs_nearby(run, tmp_path):
@@ -306,9 +309,11 @@ def test_show_prints_the_last_batch_with_its_facts(sampled):
     text = printed(sampled)
     assert "batch 120, π_k is version 9" in text
     assert "mean reward 0.250" in text, "the mean of 1, 0, 0, 0: completions without a reward do not count"
-    assert "✓ 1  ·  2 tokens  ·  generated by versions 4 to 6  ·  lag 5  ·  advantage +1.000" in text
-    assert "✗ 0  ·  2 tokens  ·  cut at the limit  ·  generated by version 4  ·  lag 5  ·  advantage -1.000" in text
-    assert "? unscored  ·  2 tokens  ·  generated by version 4  ·  lag 5  ·  deadline of 5 s" in text
+    assert "✓ 1  ·  2 tokens  ·  generated by versions 4 to 6  ·  staleness 5  ·  advantage +1.000" in text
+    assert (
+        "✗ 0  ·  2 tokens  ·  cut at the limit  ·  generated by version 4  ·  staleness 5  ·  advantage -1.000" in text
+    )
+    assert "? unscored  ·  2 tokens  ·  generated by version 4  ·  staleness 5  ·  deadline of 5 s" in text
     assert "? failed  ·  0 tokens  ·  the sampler died" in text
     assert text.count("no signal") == 2
     assert "it is [bold]5[/bold]" in text, "rich markup is text"
@@ -317,8 +322,9 @@ def test_show_prints_the_last_batch_with_its_facts(sampled):
 
 
 def test_show_marks_offline_data():
-    row = dict.fromkeys(("reward", "advantage", "lag"), None) | {"outcome": "unscored", "masked": "", "reason": ""}
-    row |= {"source": "file", "sampled": [True], "versions": [-1], "finished": True, "text": "x", "turns": []}
+    row = dict.fromkeys(("reward", "advantage", "staleness"), None) | {"outcome": "unscored", "reason": ""}
+    row |= {"source": "file", "loss_mask": [True], "policy_versions": [-1], "finished": True, "completion": "x"}
+    row |= {"messages": [], "excluded_reason": ""}
     Console(file=(out := io.StringIO()), width=200).print(render_completion(row, (0.0, 1.0)))
     assert out.getvalue().splitlines()[0].strip() == "? unscored  ·  1 token  ·  offline data"
 
@@ -326,7 +332,7 @@ def test_show_marks_offline_data():
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        ({"only": "right"}, ["it is [bold]5[/bold]"]),
+        ({"only": "correct"}, ["it is [bold]5[/bold]"]),
         ({"only": "wrong", "prompt": 3}, ["␛[31mred"]),
         ({"only": "unscored"}, ["5", "5"]),
         ({"prompt": 8, "count": 1}, ["5"]),
@@ -342,8 +348,8 @@ def test_right_is_the_largest_reward_of_the_runs_range(tmp_path):
     run = Run.create(tmp_path, "ten", SETTINGS, "[task]\nreward_range = [0.0, 10.0]\n", {})
     texts = {0.0: "nothing", 1.0: "a little", 10.0: "all of it"}
     groups = [group(3, *(completion(Outcome.scored(reward), text) for reward, text in texts.items()))]
-    run.record_rollouts(1, list(rollout_rows(groups, [[{}] * 3], batch=1, stage=1, pi_k_version=5)))
-    assert "all of it" in (right := printed(run, only="right"))
+    run.record_rollouts(1, list(rollout_rows(groups, [[{}] * 3], step=1, policy_version=5)))
+    assert "all of it" in (right := printed(run, only="correct"))
     assert "a little" not in right
 
 
@@ -353,19 +359,19 @@ def test_right_is_the_largest_reward_of_the_runs_range(tmp_path):
 @pytest.mark.parametrize("count", [1, 2, 40])
 def test_curve_is_drawn_from_whatever_metrics_there_are(run, count):
     for k in range(1, count + 1):
-        run.record({"batch": k, "stage": 1 + (k > count // 2), "reward_mean": k / count})
-    run.record({"batch": count + 1, "reward_mean": math.nan})
+        run.record({"step": k, "reward": k / count})
+    run.record({"step": count + 1, "reward": math.nan})
     assert reward_curve(run).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_curve_shows_the_numbers_of_the_run():
-    base = {"stage": 1, "zero_variance_share": 0.25}
-    batches = [{**base, "batch": k, "reward_mean": k / 40, "lag_min": 0, "lag_max": k % 10} for k in range(1, 41)]
-    before = {"batch": 0, "pass_at_1": 0.15, "pass_at_1_low": 0.12, "pass_at_1_high": 0.19}
-    after = {"batch": 40, "pass_at_1": 0.98, "pass_at_1_low": 0.96, "pass_at_1_high": 1.0}
+    base = {"frac_reward_zero_std": 0.25}
+    batches = [{**base, "step": k, "reward": k / 40, "staleness/max": k % 10} for k in range(1, 41)]
+    before = {"step": 0, "pass@1": 0.15, "pass@1_low": 0.12, "pass@1_high": 0.19}
+    after = {"step": 40, "pass@1": 0.98, "pass@1_low": 0.96, "pass@1_high": 1.0}
     axes: Any = plots.draw("a run", batches, [before, after]).axes
     reward, variance, lag = axes
-    dots = [line.get_ydata() for line in reward.get_lines() if line.get_label() == "reward of a batch"]
+    dots = [line.get_ydata() for line in reward.get_lines() if line.get_label() == "reward of a step"]
     assert [list(values) for values in dots] == [[k / 40 for k in range(1, 41)]]
     assert {text.get_text() for text in reward.texts} == {"15.0%", "98.0%"}
     low, high = (segment[:, 1].tolist() for segment in reward.containers[0].lines[2][0].get_segments())

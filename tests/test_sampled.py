@@ -119,8 +119,8 @@ def used() -> tuple[Batch, list[Any], list[dict[str, float]], list[Tensor]]:
     policy, recipe = tiny_policy(), resolve("dapo")
     each = [alone(policy, group, c).detach() for group in groups() for c in group.completions]
     batch = assemble(groups(), recipe, MAX_TOKENS, seed=0, b=1)
-    learner = Trainer(policy, recipe, Optimization(lr=1e-3))
-    rows, sums = learner.first_step(learner.pack(batch, 1000), batch.in_objective)
+    trainer = Trainer(policy, recipe, Optimization(lr=1e-3))
+    rows, sums = trainer.first_step(trainer.pack(batch, 1000), batch.in_objective)
     assert left_out(batch, rows, 1000) == []  # log α of every sampled token is known
     return batch, rows, [sums], each
 
@@ -134,22 +134,22 @@ def test_metrics_and_lag_are_those_of_the_sampled_tokens():
     kl_C = torch.stack([(x.exp() - 1 - x).double().sum() for x in log_rho])
     torch.testing.assert_close(sequence_kl(batch, rows), kl_C, rtol=1e-4, atol=1e-4)
 
-    step = Step(1, 1, 5, "", {}, batch, rows, updates, None, Clock(), LoopState(1, alpha=3))
+    step = Step(1, 1, 5, "", {}, batch, rows, [], updates, Clock(), LoopState(1, alpha=3))
     metrics, flat = batch_metrics(step), torch.cat(log_rho)
-    assert metrics["tokens_sampled"] == metrics["tokens_learned"] == 4 + 2 + 2 + 3 + 2
-    assert metrics["tokens_mean"] == 13 / 5
-    assert (metrics["lag_min"], metrics["lag_mean"], metrics["lag_max"]) == (2, 2.0, 2)
-    assert metrics["ratio_mean"] == pytest.approx(float(flat.exp().mean()), rel=1e-4)
-    assert metrics["kl_alpha"] == pytest.approx(float((flat.exp() - 1 - flat).mean()), rel=1e-4)
-    assert metrics["mismatch_max"] == pytest.approx(float(flat.abs().max()), rel=1e-4)
-    assert math.isfinite(metrics["grad_norm"])
+    assert metrics["num_tokens"] == 4 + 2 + 2 + 3 + 2
+    assert metrics["completions/mean_length"] == 13 / 5
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (2.0, 2)
+    assert metrics["rollout/ratio_mean"] == pytest.approx(float(flat.exp().mean()), rel=1e-4)
+    assert metrics["rollout/kl"] == pytest.approx(float((flat.exp() - 1 - flat).mean()), rel=1e-4)
+    assert metrics["rollout/logp_difference_max"] == pytest.approx(float(flat.abs().max()), rel=1e-4)
+    assert metrics["grad_norm"] == updates[-1]["grad_norm"]
 
 
 def test_rows_of_rollouts_say_which_tokens_were_sampled():
-    row = next(iter(rollout_rows(groups(), [[{}] * 3, [{}] * 2], batch=1, stage=1, pi_k_version=5)))
-    assert row["sampled"] == [True, True, False, False, True, True]
-    assert row["logp_alpha"][2:4] == [None, None]
-    assert row["lag"] == 2
+    row = next(iter(rollout_rows(groups(), [[{}] * 3, [{}] * 2], step=1, policy_version=5)))
+    assert row["loss_mask"] == [True, True, False, False, True, True]
+    assert row["rollout_logprobs"][2:4] == [None, None]
+    assert row["staleness"] == 2
 
 
 def test_all_tokens_are_sampled_unless_somebody_says_otherwise():
@@ -160,14 +160,14 @@ def test_all_tokens_are_sampled_unless_somebody_says_otherwise():
 
 
 def written(path: Path, **columns: Any) -> Path:
-    row = {"prompt": "a", "token_ids": [5, 8, 40, 9], "reward": 1.0, "logp_alpha": [-1.0, -1.0, None, -1.0]}
+    row = {"prompt": "a", "token_ids": [5, 8, 40, 9], "reward": 1.0, "rollout_logprobs": [-1.0, -1.0, None, -1.0]}
     pq.write_table(pa.Table.from_pylist([row | columns]), path)
     return path
 
 
 def test_offline_data_may_say_which_tokens_were_sampled(tmp_path):
     policy = tiny_policy()
-    given = written(tmp_path / "given.parquet", sampled=[True, True, False, True])
+    given = written(tmp_path / "given.parquet", loss_mask=[True, True, False, True])
     data = OfflineData(read_records(given), policy, 4, 0, reads_logp=True)
     (c,) = data.batch(1, 1)[0].completions
     assert c.sampled.tolist() == [True, True, False, True]
@@ -177,12 +177,12 @@ def test_offline_data_may_say_which_tokens_were_sampled(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sampled", "message"),
+    ("loss_mask", "message"),
     [([True], "for each of the 4 tokens"), ([False] * 4, "none of its tokens was sampled"), ("yes", "not a list")],
 )
-def test_a_mask_that_cannot_be_one_is_refused(tmp_path, sampled, message):
+def test_a_mask_that_cannot_be_one_is_refused(tmp_path, loss_mask, message):
     with pytest.raises(ValueError, match=message):
-        OfflineData(read_records(written(tmp_path / "bad.parquet", sampled=sampled)), tiny_policy(), 4, 0)
+        OfflineData(read_records(written(tmp_path / "bad.parquet", loss_mask=loss_mask)), tiny_policy(), 4, 0)
 
 
 def test_a_run_with_unsampled_tokens_agrees_with_its_replay(tmp_path, monkeypatch):
@@ -202,14 +202,13 @@ def test_a_run_with_unsampled_tokens_agrees_with_its_replay(tmp_path, monkeypatc
     )  # fmt: skip
     run = lagrpo.train(settings).run
     rows = load_rollouts(run)
-    sampled = [sum(row["sampled"]) for row in rows]
+    sampled = [sum(row["loss_mask"]) for row in rows]
     assert sum(sampled) < sum(len(row["token_ids"]) for row in rows)
-    assert sum(line["tokens_sampled"] for line in load_metrics(run)) == sum(sampled)
+    assert sum(line["num_tokens"] for line in load_metrics(run)) == sum(sampled)
     report = verify_run(run, None)
     assert report.differences == []
     done = report.compared
-    assert done["samples"] == done["logp_alpha"] == sum(sampled)
-    assert done["log π_k - log α"] == 2 * len(rows)
+    assert done["samples"] == done["rollout_logprobs"] == sum(sampled)
 
 
 def test_a_sampler_draws_as_before():

@@ -44,7 +44,7 @@ def sampled(policy, requests, G=6, max_tokens=24, rows=64, seed=0) -> dict[int, 
 
 
 def log_ratio(policy, groups) -> torch.Tensor:
-    """ln ρ of every token: the learner's packed forward against what the sampler recorded."""
+    """ln ρ of every token: the trainer's packed forward against what the sampler recorded."""
     packed = Packed.build([(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups])
     with torch.no_grad():
         return policy.logp(packed) - torch.cat([c.logp_alpha for g in groups for c in g.completions])

@@ -122,17 +122,17 @@ def test_text_that_is_not_a_claim_is_rejected(text, cause):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("pass_at_1", 0.9),
-        ("pass_at_1 before", 0.1),
-        ("hard.reward_mean", 0.4),
-        ("mean reward_mean", 0.5),
-        ("last reward_mean", 0.4),
-        ("peak reward_mean", 0.75),  # of .1, .3, .65, .75, .55
-        ("end reward_mean", 0.55),
-        ("fall reward_mean", 0.2),
-        ("max seconds_total - reward_mean", 4.6),
-        ("seconds_total to 0.6", 6.0),
-        ("seconds_total to 0.8", None),
+        ("pass@1", 0.9),
+        ("pass@1 before", 0.1),
+        ("hard.reward", 0.4),
+        ("mean reward", 0.5),
+        ("last reward", 0.4),
+        ("peak reward", 0.75),  # of .1, .3, .65, .75, .55
+        ("end reward", 0.55),
+        ("fall reward", 0.2),
+        ("max time/step - reward", 4.6),
+        ("time/step to 0.6", 6.0),
+        ("time/step to 0.8", None),
         ("tokens to 0.6", None),  # not known of all batches until then
         ("mean nothing", None),
     ],
@@ -140,12 +140,12 @@ def test_text_that_is_not_a_claim_is_rejected(text, cause):
 def test_measures_by_hand(text, value):
     """Rewards .1, .5, .8, .7, .4, smoothed over two batches: .1, .3, .65, .75, .55."""
     rewards, tokens = [0.1, 0.5, 0.8, 0.7, 0.4], [1.0, None, 1.0, 1.0, 1.0]
-    lines = [{"reward_mean": reward, "seconds_total": n + 1.0, "tokens": tokens[n]} for n, reward in enumerate(rewards)]
-    evaluations = {"before": {"pass_at_1": 0.1}, "after": {"pass_at_1": 0.9}, "after.hard": {"reward_mean": 0.4}}
+    lines = [{"reward": reward, "time/step": n + 1.0, "tokens": tokens[n]} for n, reward in enumerate(rewards)]
+    evaluations = {"before": {"pass@1": 0.1}, "after": {"pass@1": 0.9}, "after.hard": {"reward": 0.4}}
     assert measure(text, RunResult(lines, evaluations), smooth=2) == (value and pytest.approx(value))
 
 
-@pytest.mark.parametrize("text", ["reward_mean", "median reward_mean", "pass_at_1 after", "x to high", "x to ."])
+@pytest.mark.parametrize("text", ["reward", "median reward", "pass@1 after", "x to high", "x to ."])
 def test_text_that_is_not_a_measure_is_rejected(text):
     with pytest.raises(ValueError, match="is not a measure"):
         parse_measure(text)
@@ -159,11 +159,11 @@ def study_file(root: Path, **changes: Any) -> Path:
     (root / "base.toml").write_text(tomli_w.dumps(tiny_settings(save_tiny(root / "model"), root)))
     content: dict[str, Any] = {
         "title": "What v costs", "settings": "base.toml", "seeds": [3, 4], "smooth": 2,
-        "measures": ["pass_at_1", "mean reward_mean", "max lag_max"], "set": {"schedule": {"batches": 4}},
+        "measures": ["pass@1", "mean reward", "max staleness/max"], "set": {"schedule": {"batches": 4}},
         "grid": {"v": {"v = 1": {"schedule": {"sync_every": 1}}, "v = 3": {"schedule": {"sync_every": 3}}}},
         "claims": [
-            {"says": "a sampler lags", "claim": "v = 3 > v = 1", "measure": "max lag_max", "source": "Eq. 1"},
-            {"says": "v = 1 is on-policy", "claim": "v = 1 <= 0", "measure": "max lag_max"},
+            {"says": "a sampler lags", "claim": "v = 3 > v = 1", "measure": "max staleness/max", "source": "Eq. 1"},
+            {"says": "v = 1 is on-policy", "claim": "v = 1 <= 0", "measure": "max staleness/max"},
         ],
     }  # fmt: skip
     (root / "study.toml").write_text(tomli_w.dumps(content | changes))
@@ -174,7 +174,7 @@ def study_file(root: Path, **changes: Any) -> Path:
     ("changes", "cause"),
     [
         ({"measurs": []}, "did you mean 'measures'"),
-        ({"measures": ["mean reward_meen"]}, "'reward_mean'"),
+        ({"measures": ["mean reward_meen"]}, "'reward'"),
         ({"seeds": [0, 0, 1]}, "seeds: 0 occurs twice"),
         ({"grid": {"a": {"x": {}}, "b": {"x": {}}}}, "grid: 'x' occurs twice"),
         ({"grid": {"a": {"x 1": {}, "x-1": {}}}, "claims": []}, "run names: 'x-1' occurs twice"),
@@ -204,7 +204,7 @@ def test_studies_of_the_papers_can_run_and_their_records_load(name, tmp_path, mo
 
 
 def test_curves_have_a_panel_for_each_label_of_the_last_axis():
-    study, run = Study(title="", settings="", seeds=(0,), grid=GRID), RunResult([{"reward_mean": 0.5}] * 2, {})
+    study, run = Study(title="", settings="", seeds=(0,), grid=GRID), RunResult([{"reward": 0.5}] * 2, {})
     drawn = draw_curves(study, {(("plain", "v = 1"), 0): run, (("masked", "v = 10"), 0): run})
     assert [axes.get_title(loc="left") for axes in drawn.axes] == ["v = 1", "v = 10"]
     assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["plain", "masked"]
@@ -242,9 +242,9 @@ def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, caps
     for run in report["runs"]:
         directory = out / f"{run['cell']['v'].replace(' = ', '-')}-seed{run['seed']}"
         metrics = load_metrics(directory)
-        assert run["measures"]["max lag_max"] == max(line["lag_max"] for line in metrics)
-        assert run["measures"]["mean reward_mean"] == pytest.approx(sum(line["reward_mean"] for line in metrics) / 12)
-        assert run["measures"]["pass_at_1"] == load_evaluations(directory)[-1]["pass_at_1"]
+        assert run["measures"]["max staleness/max"] == max(line["staleness/max"] for line in metrics)
+        assert run["measures"]["mean reward"] == pytest.approx(sum(line["reward"] for line in metrics) / 12)
+        assert run["measures"]["pass@1"] == load_evaluations(directory)[-1]["pass@1"]
     page = (out / "report.md").read_text()
-    assert "| a sampler lags (Eq. 1) | max lag_max: v = 3 > v = 1 |" in page
+    assert "| a sampler lags (Eq. 1) | max staleness/max: v = 3 > v = 1 |" in page
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")

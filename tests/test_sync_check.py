@@ -23,7 +23,7 @@ def build_check(policy) -> WeightSyncCheck:
 
 
 def checked(policy) -> tuple[LocalSampler, WeightSyncCheck]:
-    """A sampler of the policy, and a parity check that has found their grade."""
+    """A sampler of the policy, and a weight-sync check that has found their grade."""
     sampler, check = LocalSampler(copy_policy(policy), 0, 16, 64), build_check(policy)
     check.start(policy, sampler)
     return sampler, check
@@ -34,15 +34,15 @@ def test_the_grade_is_exact_if_all_products_are_ours():
     """Exact where all products are ours, and compared; else close, with what was measured."""
     policy = tiny_policy(dtype=torch.bfloat16, tau=0.7)
     sampler, check = checked(policy)
-    assert check.parity is not None
-    assert check.parity.grade == ("exact" if policy.model.exact else "close")
-    assert check.parity.tokens > 60
-    assert check(policy, sampler)["parity_mean"] <= check.parity.mean + 1e-3
+    assert check.agreement is not None
+    assert check.agreement.grade == ("exact" if policy.model.exact else "close")
+    assert check.agreement.tokens > 60
+    assert check(policy, sampler)["logp_difference_mean"] <= check.agreement.mean + 1e-3
     _, check = checked(tiny_policy())
-    assert check.parity is not None
-    assert check.parity.grade == "close"
-    assert check.parity.largest < 1e-4
-    assert "products of float32 are PyTorch's here" in str(check.parity)
+    assert check.agreement is not None
+    assert check.agreement.grade == "close"
+    assert check.agreement.largest < 1e-4
+    assert "products of float32 are PyTorch's here" in str(check.agreement)
 
 
 @either_computation
@@ -51,10 +51,10 @@ def test_a_sampler_that_should_agree_to_the_bit_and_does_not_is_close(monkeypatc
     logits = Model.logits
     monkeypatch.setattr(Model, "logits", lambda self, hidden: logits(self, hidden) * (1 + 2**-7))
     sampler, check = checked(policy)
-    assert check.parity is not None
-    assert check.parity.grade == "close"
-    assert "please report this processor" in str(check.parity)
-    assert 0 < check(policy, sampler)["parity_mean"] < 0.1
+    assert check.agreement is not None
+    assert check.agreement.grade == "close"
+    assert "please report this processor" in str(check.agreement)
+    assert 0 < check(policy, sampler)["logp_difference_mean"] < 0.1
 
 
 @either_computation
@@ -70,7 +70,7 @@ def test_the_check_stops_on_other_weights_and_another_version(dtype):
         with torch.no_grad():
             policy.model.head.weight.mul_(1.05)
         sampler.sync_weights(policy.weights, version)
-        assert check(policy, sampler)["parity_max"] < 0.1
+        assert check(policy, sampler)["logp_difference_max"] < 0.1
     with torch.no_grad():
         policy.model.head.weight.mul_(1.05)
     policy.weights.version = sampler.policy.weights.version = 3  # says so, and has the weights of before
@@ -101,7 +101,7 @@ def test_an_update_smaller_than_the_noise_passes_and_stale_weights_do_not():
         policy.weights.version = version
         if version < 5:
             sampler.sync_weights(policy.weights, version)
-            assert check(policy, sampler)["parity_mean"] < 0.1
+            assert check(policy, sampler)["logp_difference_mean"] < 0.1
     noisy.weights.version = 5
     with pytest.raises(WeightSyncError, match="is still serving stale weights"):
         check(policy, sampler)
@@ -151,7 +151,7 @@ def echo(policy, shift=0.0, tau=None) -> Any:
 
 
 class Echo:
-    """A sampler whose server computes as the learner does, shifted by `shift` nats, at the temperature `tau`."""
+    """A sampler whose server computes as the trainer does, shifted by `shift` nats, at the temperature `tau`."""
 
     def __init__(self, policy, shift, tau):
         self.policy, self.shift, self.tau = policy, shift, tau
@@ -175,8 +175,8 @@ class Echo:
 def test_a_server_within_the_tolerance_passes():
     policy = tiny_policy(tau=0.7)
     metrics = WeightSyncCheck(requests_for(policy, 3), torch.bfloat16)(policy, echo(policy, shift=0.05))
-    assert metrics["parity_mean"] == pytest.approx(0.05, abs=1e-5)
-    assert metrics["parity_kl"] == pytest.approx(math.expm1(-0.05) + 0.05, abs=1e-5)
+    assert metrics["logp_difference_mean"] == pytest.approx(0.05, abs=1e-5)
+    assert metrics["logp_difference_kl"] == pytest.approx(math.expm1(-0.05) + 0.05, abs=1e-5)
     assert policy.tau == 0.7
 
 

@@ -50,13 +50,13 @@ def test_a_run_is_recorded_shown_and_replayed(model, tmp_path):
         settings(model, tmp_path, checkpoint={"export_every": 1}, schedule={"sync_every": 2}, eval={"at_start": True})
     )
     rows = load_rollouts(result.run)
-    assert max(len(row["turns"]) for row in rows) == 5
+    assert max(len(row["messages"]) for row in rows) == 5
     for row in rows:
         assert row["reason"] == "after 3 turns" or row["reason"].startswith(("cut", "after 3 turns; cut"))
-        changes = sum(a != b for a, b in zip(row["sampled"], row["sampled"][1:], strict=False))
-        assert len(row["turns"]) == changes + 1
+        changes = sum(a != b for a, b in zip(row["loss_mask"], row["loss_mask"][1:], strict=False))
+        assert len(row["messages"]) == changes + 1
     metrics = load_metrics(result.run)
-    assert sum(line["tokens_sampled"] for line in metrics) == sum(sum(row["sampled"]) for row in rows)
+    assert sum(line["num_tokens"] for line in metrics) == sum(sum(row["loss_mask"]) for row in rows)
     report = verify_run(result.run, None)
     assert report.differences == []
     assert report.compared["episodes"] == 2 * len(rows)
@@ -75,8 +75,8 @@ def test_a_reply_that_was_changed_on_disk_is_found(model, tmp_path):
     path = run / "rollouts" / "step-000001.parquet"
     table = pq.read_table(path)
     rows = table.to_pylist()
-    changed = next(row for row in rows if len(row["turns"]) > 2)
-    changed["turns"][1] = "1/100"
+    changed = next(row for row in rows if len(row["messages"]) > 2)
+    changed["messages"][1] = "1/100"
     pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
     assert any(found.what == "replies" for found in verify_run(run).differences)
 
@@ -113,7 +113,7 @@ def test_tools_are_called(model, tmp_path):
     given["environment"] = {"tools": ["calculator"], "max_tokens": 20}
     rows = load_rollouts(lagrpo.train(given).run)
     assert rows[0]["prompt_text"].startswith("system: You can call functions:")
-    assert {len(row["turns"]) for row in rows} == {1}  # a random model calls nothing
+    assert {len(row["messages"]) for row in rows} == {1}  # a random model calls nothing
     assert {row["outcome"] for row in rows} == {"scored"}
 
 
@@ -121,7 +121,7 @@ def test_a_task_with_an_environment_of_its_own(model, tmp_path):
     given = settings(model, tmp_path, task={"name": "guess_number", "largest": 9}, rollout={"max_prompt_length": 100})
     del given["environment"]
     rows = load_rollouts(lagrpo.train(given).run)
-    assert any("My number is " in turn or "That is no number" in turn for row in rows for turn in row["turns"])
+    assert any("My number is " in turn or "That is no number" in turn for row in rows for turn in row["messages"])
 
 
 GUESSING = {"name": "guess_number", "largest": 9}
@@ -133,7 +133,7 @@ SETS: list[dict[str, Any]] = [
 
 
 def turns_of(run: Path, name: str) -> float:
-    return max(record["turns_mean"] for record in load_evaluation_records(run, name))
+    return max(record["num_turns"] for record in load_evaluation_records(run, name))
 
 
 def test_sets_beside_an_environment_have_its_turns_their_own_or_one(model, tmp_path):
@@ -147,7 +147,7 @@ def test_sets_beside_an_environment_have_its_turns_their_own_or_one(model, tmp_p
     assert turns_of(run, "before.guess") > 1
     assert turns_of(run, "before.vowels") == 1
     records = [load_evaluation_records(*of) for of in ((run, "before.own"), (plain, "before"))]
-    longest = [max(record["tokens_mean"] for record in each) for each in records]
+    longest = [max(record["mean_length"] for record in each) for each in records]
     assert longest[0] <= 20 < longest[1]
     report = verify_run(run)
     assert report.differences == []
@@ -222,7 +222,7 @@ def test_several_ranks_make_the_run_of_one(model, tmp_path):
     alone = lagrpo.train(settings(model, tmp_path / "one", **given)).run
     first, second = together(2, settings(model, tmp_path / "two", **given))
     assert first == second
-    compared = ("token_ids", "sampled", "turns", "outcome", "reward", "reason", "finished")
+    compared = ("token_ids", "loss_mask", "messages", "outcome", "reward", "reason", "finished")
     of_run, of_one = ([[row[name] for name in compared] for row in load_rollouts(run)] for run in (first.run, alone))
     assert of_run == of_one
     assert max(len(turns) for _, _, turns, *_ in of_run) > 2

@@ -78,7 +78,7 @@ def test_a_row_task_has_two_splits_and_bounds():
     assert isinstance(task, Task)
     assert (task.size("train"), task.size("test")) == (1, 0)
     prompt = task.prompt("train", 0)
-    assert (prompt.key, prompt.gold, prompt.token_ids) == (0, "2", ())
+    assert (prompt.key, prompt.answer, prompt.token_ids) == (0, "2", ())
     with pytest.raises(ValueError, match=r"no split 'validation'"):
         task.size("validation")
     with pytest.raises(IndexError):
@@ -135,7 +135,7 @@ def test_every_built_in_reward_can_be_loaded():
 
 def test_a_users_own_task_and_reward_are_found_in_the_current_directory(user_module):
     task = load_task(TaskSettings(name=f"{user_module}:task", digits=3), seed=5)
-    assert (task.name, task.prompt("train", 1).gold, task.prompt("test", 0).gold) == ("mine", 6, 3)
+    assert (task.name, task.prompt("train", 1).answer, task.prompt("test", 0).answer) == ("mine", 6, 3)
     sums = load_task(TaskSettings(name="arithmetic", reward=f"{user_module}:length"), seed=0)
     assert sums.reward("seven", "7") == 5.0
 

@@ -49,6 +49,6 @@ def test_questions_and_gold_answers():
         prompt = task.prompt("train", index)
         problem = prompt.messages[0]["content"].removeprefix("What is ").partition("?")[0]
         a, operation, b = problem.split()
-        assert int(prompt.gold) == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[operation]
-        assert judge(f"{problem} = {prompt.gold}", prompt.gold) == 1.0
-        assert judge(prompt.messages[0]["content"], prompt.gold) == 0.0
+        assert int(prompt.answer) == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[operation]
+        assert judge(f"{problem} = {prompt.answer}", prompt.answer) == 1.0
+        assert judge(prompt.messages[0]["content"], prompt.answer) == 0.0

@@ -77,8 +77,8 @@ def test_the_task():
     task = load_task(TaskSettings(name="countdown", numbers=3), seed=0)
     assert (task.size("train"), task.size("test")) == (10_000, 500)
     prompt = task.prompt("train", 0)
-    assert f"equals {prompt.gold['target']}." in prompt.messages[0]["content"]
-    assert ", ".join(map(str, prompt.gold["numbers"])) in prompt.messages[0]["content"]
+    assert f"equals {prompt.answer['target']}." in prompt.messages[0]["content"]
+    assert ", ".join(map(str, prompt.answer["numbers"])) in prompt.messages[0]["content"]
 
 
 @pytest.mark.parametrize(

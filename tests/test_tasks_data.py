@@ -59,7 +59,7 @@ def test_a_file_of_each_format_is_read_and_a_tenth_held_out(tmp_path, ending, ca
     assert (task.size("train"), task.size("test")) == (27, 3)
     assert "27 rows are for training, 3 chosen by seed 4 are held out for testing" in caplog.text
     prompts = [task.prompt(split, index) for split in ("train", "test") for index in range(task.size(split))]
-    assert {(p.messages[0]["content"], str(p.gold)) for p in prompts} == {(row["q"], row["a"]) for row in ROWS}
+    assert {(p.messages[0]["content"], str(p.answer)) for p in prompts} == {(row["q"], row["a"]) for row in ROWS}
     assert prompts[0].row is not None
     assert prompts[0].row["level"] in (0, 1, 2)
 
@@ -90,7 +90,7 @@ def test_gsm8k_takes_its_files_from_the_environment_and_the_number_after_the_mar
     write(tmp_path / "test.jsonl", [{"question": "999 + 1?", "answer": "#### 1,000"}])
     monkeypatch.setenv("LAGRPO_DATA", str(tmp_path))
     task = load_task(TaskSettings(name="gsm8k"), seed=0)
-    assert (task.size("train"), task.prompt("test", 0).gold) == (12, "1,000")
+    assert (task.size("train"), task.prompt("test", 0).answer) == (12, "1,000")
     assert task.prompt("test", 0).messages[0]["content"].startswith("999 + 1?\n\nReason")
 
 
@@ -105,7 +105,7 @@ def test_without_an_answer_column_the_answer_is_the_row(tmp_path, monkeypatch):
     (tmp_path / "row_rewards.py").write_text("def reward(completion, answer):\n    return answer['level']\n")
     monkeypatch.chdir(tmp_path)
     task = load(write(tmp_path / "rows.jsonl"), answer_column=None, reward="row_rewards:reward")
-    answer = task.prompt("train", 2).gold
+    answer = task.prompt("train", 2).answer
     assert set(answer) == {"q", "a", "level"}
     assert task.reward("", answer) == answer["level"]
 

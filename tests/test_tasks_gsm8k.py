@@ -41,7 +41,7 @@ def test_every_worked_solution_is_judged_right_by_each_way_of_giving_a_number(da
     assert isinstance(task, RowTask)
     for split in ("train", "test"):
         for index, row in enumerate(task.rows[split]):
-            gold = task.prompt(split, index).gold
+            gold = task.prompt(split, index).answer
             solution, _, number = row["answer"].rpartition("####")
             for answer in (
                 row["answer"],

@@ -62,7 +62,7 @@ def test_every_gold_answer_is_judged_right_against_itself(data):
     for test in ("math500_test", "aime24_test"):
         task = load_task(TaskSettings(name="math", data=data, test_split=test), seed=0)
         for index in range(task.size("test")):
-            gold = task.prompt("test", index).gold
+            gold = task.prompt("test", index).answer
             assert judge(f"So it is $\\boxed{{ {gold} }}$.", gold) == 1.0, gold
             assert judge("So it is $\\boxed{123456789}$.", gold) == 0.0, gold
 

@@ -32,19 +32,19 @@ def test_prompts_are_a_function_of_the_seed_and_splits_have_no_seed_in_common():
     prompts = [task.prompt(split, n) for split in ("train", "test") for n in range(task.size(split))]
     assert prompts[:40] == [again.prompt("train", n) for n in range(40)]
     assert prompts[0] != other.prompt("train", 0)
-    assert len({prompt.gold["index"] for prompt in prompts}) == 50
+    assert len({prompt.answer["index"] for prompt in prompts}) == 50
     assert prompts[0].messages[0]["content"].endswith("Put the final answer between <answer> and </answer>.")
-    assert all(json.loads(json.dumps(prompt.gold)) == prompt.gold for prompt in prompts)
+    assert all(json.loads(json.dumps(prompt.answer)) == prompt.answer for prompt in prompts)
 
 
 def test_answers_are_scored_by_the_package_with_partial_rewards():
     task = load()
-    gold = task.prompt("train", 3).gold
+    gold = task.prompt("train", 3).answer
     right = gold["answer"]
     texts = [f"so <answer>1</answer> no, <answer> {right} </answer>", right, f"<answer>{right}1</answer>", ""]
     assert [task.reward(text, gold) for text in texts] == [1.0, 1.0, len(right) / (len(right) + 1), 0.0]
     partly = load(name="reasoning_gym:letter_jumble", options={})
-    gold = partly.prompt("train", 0).gold
+    gold = partly.prompt("train", 0).answer
     words = gold["answer"].split()
     assert 0.01 < partly.reward(" ".join([*words[:-1], "x" * len(words[-1])]), gold) < 1.0
 
@@ -55,15 +55,15 @@ def test_the_judge_goes_to_a_worker_process_and_scores_there():
     import torch
 
     none = torch.zeros(0)
-    completions = [Completion(none, none, none, True, text) for text in (prompt.gold["answer"], "no")]
+    completions = [Completion(none, none, none, True, text) for text in (prompt.answer["answer"], "no")]
     with RewardPool(task.reward, workers=1, deadline=30.0) as pool:
-        (found,) = pool.score([Group(Prompt(0, (), prompt.gold), tuple(completions))])
+        (found,) = pool.score([Group(Prompt(0, (), prompt.answer), tuple(completions))])
     assert found.rewards == (1.0, 0.0)
 
 
 def test_a_generator_that_does_not_repeat_itself_scores_nothing():
     task = load()
-    gold = task.prompt("train", 0).gold
+    gold = task.prompt("train", 0).answer
     with pytest.raises(UnscorableError, match=r"chain_sum makes another puzzle.*PYTHONHASHSEED to 0"):
         pickle.loads(pickle.dumps(task.reward))("1", gold | {"digest": 0})
 

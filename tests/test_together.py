@@ -161,7 +161,7 @@ class Signal(Callback):
             os.kill(self.pid(), self.number)
 
     def on_batch(self, metrics, rollouts) -> None:
-        self.batches = metrics["batch"]
+        self.batches = metrics["step"]
 
 
 def strike(root: Path, phase: str, number: int, victim: int, rank: int, after: int = 2) -> list[Callback]:

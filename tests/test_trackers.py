@@ -57,15 +57,15 @@ def text(run: Path, tag: str) -> dict[int, str]:
 def test_tensorboard_shows_metrics_evaluations_settings_and_completions(begin):
     sets = [{"name": "own"}, {"name": "vowels", "task": {"name": "sample_task:load_vowels"}}]
     run = begin("tensorboard", eval={"sets": sets, "every": 2})
-    for name in ("reward_mean", "tokens_sampled", "lag_max"):
-        assert scalars(run, name) == [(m["batch"], pytest.approx(m[name])) for m in load_metrics(run)]
+    for name in ("reward", "num_tokens", "staleness/max"):
+        assert scalars(run, name) == [(m["step"], pytest.approx(m[name])) for m in load_metrics(run)]
     for name in ("own", "vowels"):
-        expected = [(e["batch"], pytest.approx(e["reward_mean"])) for e in load_evaluations(run) if e["set"] == name]
-        assert scalars(run, f"evaluation/{name}.reward_mean") == expected
+        expected = [(e["step"], pytest.approx(e["reward"])) for e in load_evaluations(run) if e["set"] == name]
+        assert scalars(run, f"eval/{name}/reward") == expected
     assert 'name = "sample_task:load"' in text(run, "settings")[0]
     tables = {batch: table.splitlines() for batch, table in text(run, "completion_texts").items()}
     assert {batch: len(lines) for batch, lines in tables.items()} == dict.fromkeys((1, 2, 3), 2 + 4)
-    assert tables[2][2].startswith(f"| {load_rollouts(run, [2])[0]['prompt_key']} | 0 | ")
+    assert tables[2][2].startswith(f"| {load_rollouts(run, [2])[0]['prompt_id']} | 0 | ")
 
 
 def test_a_resumed_run_hides_the_batches_that_it_makes_again_in_tensorboard(begin):
@@ -73,8 +73,8 @@ def test_a_resumed_run_hides_the_batches_that_it_makes_again_in_tensorboard(begi
     (run / "checkpoints" / "step-000003").rename(run / "removed")
     (run / "events.jsonl").write_bytes(b"".join((run / "events.jsonl").read_bytes().splitlines(True)[:-1]))
     resume(run)
-    assert [step for step, _ in scalars(run, "evaluation/pass_at_1")] == [e["batch"] for e in load_evaluations(run)]
-    assert scalars(run, "reward_mean") == [(m["batch"], pytest.approx(m["reward_mean"])) for m in load_metrics(run)]
+    assert [step for step, _ in scalars(run, "eval/pass@1")] == [e["step"] for e in load_evaluations(run)]
+    assert scalars(run, "reward") == [(m["step"], pytest.approx(m["reward"])) for m in load_metrics(run)]
     assert list(text(run, "settings")) == [0]
 
 
@@ -124,11 +124,12 @@ def test_packages_get_metrics_evaluations_and_tables_and_resume_their_run(begin,
     package = install(tracker)
     resume(begin(tracker))
     calls = package.named("log", "log_metrics")
-    logged = [(args[0], options.get("step", args[0].get("batch"))) for args, options in calls]
-    assert [batch for values, batch in logged if "reward_mean" in values] == [1, 2, 3, 4, 5]
-    assert [batch for values, batch in logged if "evaluation/pass_at_1" in values] == [0, 3, 5]
+    logged = [(args[0], options.get("step", args[0].get("step"))) for args, options in calls]
+    assert [batch for values, batch in logged if "reward" in values] == [1, 2, 3, 4, 5]
+    evaluated = "eval/pass_at_1" if tracker == "mlflow" else "eval/pass@1"
+    assert [batch for values, batch in logged if evaluated in values] == [0, 3, 5]
     tables = [values["completion_texts"]["data"] for values, _ in logged if "completion_texts" in values]
-    tables += [args[1]["text"] for args, _ in package.named("log_dict")]
+    tables += [args[1]["completion"] for args, _ in package.named("log_dict")]
     assert [len(table) for table in tables] == [4] * 5
     assert len(package.named("finish", "set_terminated")) == 2
     if tracker == "mlflow":
@@ -154,7 +155,10 @@ def test_the_packages_take_a_run_and_its_resume(begin, tmp_path, monkeypatch, ca
     if tracker == "wandb":
         assert len({file.name for file in run.glob("wandb/offline-run-*/*.wandb")}) == 1
         return
-    id, where = {"trackio": ("run_id", "instr(metrics, 'lag_max')"), "mlflow": ("run_uuid", "key = 'lag_max'")}[tracker]
+    id, where = {
+        "trackio": ("run_id", "instr(metrics, 'staleness/max')"),
+        "mlflow": ("run_uuid", "key = 'staleness/max'"),
+    }[tracker]
     with sqlite3.connect({"trackio": "lagrpo.db", "mlflow": "mlflow.db"}[tracker]) as database:
         steps, ids = zip(*database.execute(f"select step, {id} from metrics where {where} order by step"), strict=True)
     assert (steps, len(set(ids))) == ((1, 2, 3, 4, 5), 1)
@@ -176,7 +180,7 @@ def test_no_secret_reaches_a_tracker(install, tmp_path):
     settings: dict[str, Any] = {"run": {"output_dir": str(tmp_path), "name": "run"}, "paths": [Path("key=planted"), 3]}
     settings["task"] = {"data": "https://me:planted@host/?token=planted"}
     trackers.on_start(settings, {"id": "0", "command": "train --key planted"}, 0)
-    trackers.on_batch({"batch": 1, "loss": None}, [{"text": "a key=planted", "reason": "token=planted"}])
+    trackers.on_batch({"step": 1, "loss": None}, [{"completion": "a key=planted", "reason": "token=planted"}])
     assert package.named("init")[0][1]["config"]["paths"] == ["key=***", 3]
     assert "a key=***" in str(package.named("log")[-1])
     assert "planted" not in str(package.calls)

@@ -85,11 +85,10 @@ def test_untouched_run_agrees_with_its_replay(untouched):
     assert report.differences == []
     rows, done = load_rollouts(untouched), report.compared
     tokens = sum(len(row["token_ids"]) for row in rows)
-    assert done["samples"] == done["logp_alpha"] == done["logp_k"] == tokens > 100
+    assert done["samples"] == done["rollout_logprobs"] == done["old_logprobs"] == tokens > 100
     assert report.undecided["samples"] == 0  # in float32
-    assert done["advantages"] == 3 * len(rows) == 72  # masked, sigma, advantage
+    assert done["advantages"] == 3 * len(rows) == 72  # excluded_reason, group_std, advantage
     assert done["rewards"] == len(rows) + 2 * 2 * 3  # of evaluations before and after: two prompts, three samples
-    assert done["log π_k - log α"] == 2 * len(rows)
     assert all("not recomputed" in why for why in report.skipped)
 
 
@@ -130,8 +129,8 @@ def test_missing_weights_are_named_with_the_setting_that_keeps_them(model, tmp_p
     run = trained(model, tmp_path, run={"save_weights": False}, checkpoint={"export_every": 0})
     report = verify_run(run)
     assert report.differences == []
-    by_first = [row for row in load_rollouts(run) if set(row["versions"]) == {0}]
-    assert report.compared["logp_alpha"] == sum(len(row["token_ids"]) for row in by_first)
+    by_first = [row for row in load_rollouts(run) if set(row["policy_versions"]) == {0}]
+    assert report.compared["rollout_logprobs"] == sum(len(row["token_ids"]) for row in by_first)
     assert any("version 1 on disk: set checkpoint.export_every = 1" in why for why in report.skipped)
 
 
@@ -158,7 +157,7 @@ def test_flipped_token_is_found(run):
 
 
 @pytest.mark.parametrize(("name", "change"), [("untouched", 1e-3), ("in_bfloat16", 0.5)])
-@pytest.mark.parametrize("column", ["logp_alpha", "logp_k"])
+@pytest.mark.parametrize("column", ["rollout_logprobs", "old_logprobs"])
 def test_changed_log_prob_is_found(request, tmp_path, name, change, column):
     run = shutil.copytree(request.getfixturevalue(name), tmp_path / "run")
     recorded = load_rollouts(run, [1])[5][column]
@@ -176,12 +175,10 @@ def test_changed_reward_contradicts_task_advantages_and_metrics(run):
     (found,) = found_in(run, f"{FIRST}, row 2 ", "reward")
     assert (found.found, found.expected) == (recorded + 0.25, recorded)
     assert found_in(run, FIRST, "advantage")
-    assert found_in(run, "metrics.jsonl", "reward_mean")
+    assert found_in(run, "metrics.jsonl", "reward")
 
 
-@pytest.mark.parametrize(
-    ("column", "change"), [("advantage", 1e-4), ("sigma", 1e-6), ("log_ratio", 0.01), ("kl_alpha", 0.01)]
-)
+@pytest.mark.parametrize(("column", "change"), [("advantage", 1e-4), ("group_std", 1e-6)])
 def test_changed_number_of_a_row_is_found(run, column, change):
     file = "rollouts/step-000003.parquet"  # sampled by version 1, learned from by version 2
     recorded = load_rollouts(run, [3])[6][column]
@@ -192,9 +189,9 @@ def test_changed_number_of_a_row_is_found(run, column, change):
 
 @pytest.mark.parametrize(
     ("column", "value"),
-    [("batch", None), ("stage", 2), ("epoch", None), ("prompt_key", None), ("finished", None), ("pi_k_version", None),
-     ("gold", "{"), ("gold", None), ("log_ratio", None), ("kl_alpha", None), ("masked", "failed"),
-     ("text", "other"), ("prompt_token_ids", [5]), ("prompt_key", 99), ("lag", 7)],
+    [("step", None), ("epoch", None), ("prompt_id", None), ("finished", None), ("policy_version", None),
+     ("answer", "{"), ("answer", None), ("excluded_reason", "failed"),
+     ("completion", "other"), ("prompt_token_ids", [5]), ("prompt_id", 99), ("staleness", 7)],
 )  # fmt: skip
 def test_cell_that_does_not_fit_its_row_is_found(run, column, value):
     row = 0 if column.startswith("prompt") else 3
@@ -203,7 +200,7 @@ def test_cell_that_does_not_fit_its_row_is_found(run, column, value):
 
 
 def test_missing_rows_and_wrong_numbers_of_completions_are_found(run):
-    rewrite(run, lambda rows: rows[2].__setitem__("completion", 9))
+    rewrite(run, lambda rows: rows[2].__setitem__("sample_index", 9))
     assert found_in(run, FIRST, "completions")[0].found == [0, 1, 9, 3]
     rewrite(run, lambda rows: rows.clear())
     assert found_in(run, FIRST, "groups, and generated ones")[0].found == (0, 0)
@@ -218,17 +215,17 @@ def test_completions_that_pretend_to_be_offline_data_are_found(run):
 
 
 def test_changed_version_contradicts_schedule_and_log_probs(run):
-    rewrite(run, lambda rows: rows[4].update(versions=[1] * len(rows[4]["versions"])))
-    (found,) = found_in(run, f"{FIRST}, row 4 ", "versions")
+    rewrite(run, lambda rows: rows[4].update(policy_versions=[1] * len(rows[4]["policy_versions"])))
+    (found,) = found_in(run, f"{FIRST}, row 4 ", "policy_versions")
     assert (found.found, found.expected) == (1, 0)
-    assert {d.where.partition(" (")[0] for d in found_in(run, FIRST, "logp_alpha", None)} == {f"{FIRST}, row 4"}
+    assert {d.where.partition(" (")[0] for d in found_in(run, FIRST, "rollout_logprobs", None)} == {f"{FIRST}, row 4"}
 
 
 def test_swapped_weights_are_found(run):
     weights = run / "weights"
     for old, new in (("v000001", "away"), ("v000003", "v000001"), ("away", "v000003")):
         (weights / old).rename(weights / new)
-    wrong = [d.where[:28] for d in verify_run(run, None).differences if d.what == "logp_alpha"]
+    wrong = [d.where[:28] for d in verify_run(run, None).differences if d.what == "rollout_logprobs"]
     assert [wrong.count(f"rollouts/step-00000{n}.parquet") > 10 for n in (1, 2, 3)] == [False, True, True]
 
 
@@ -236,25 +233,26 @@ def test_swapped_weights_are_found(run):
 
 
 @pytest.mark.parametrize(
-    "name", ["reward_mean", "reward_std", "zero_variance_share", "tokens_sampled", "finished_share", "lag_mean",
-             "kl_alpha", "kl_sequence", "tv_sequence", "lag_ess", "lag_improvement"],
+    "name", ["reward", "reward_std", "frac_reward_zero_std", "num_tokens", "completions/clipped_ratio",
+             "staleness/mean", "rollout/kl", "rollout/ess", "rollout/logp_difference_max", "rollout/seq_kl",
+             "rollout/seq_tv", "rollout/seq_ess"],
 )  # fmt: skip
 def test_changed_metric_is_found(run, name):
     change_lines(run, lambda lines: lines[1].__setitem__(name, lines[1][name] + 0.125))
     (found,) = verify_run(run, 1).differences
-    assert (found.where, found.what) == ("metrics.jsonl, line 2 (batch 2)", name)
+    assert (found.where, found.what) == ("metrics.jsonl, line 2 (step 2)", name)
     assert found.found == pytest.approx(found.expected + 0.125)
 
 
 def test_float32_rounding_of_a_mean_ratio_is_no_difference(run):
-    change_lines(run, lambda lines: lines[0].__setitem__("ratio_mean", 1 + 2**-21))
+    change_lines(run, lambda lines: lines[0].__setitem__("rollout/ratio_mean", 1 + 2**-21))
     assert verify_run(run, 1).differences == []
 
 
 @pytest.mark.parametrize(
     ("order", "what"),
-    [((0, 2), "batch and keys"), ((1, 2), "batch and keys"), ((0, 1, 1, 2), "batch and keys"),
-     ((1, 0, 2), "batch and keys"), ((), "the line of batch 1")],
+    [((0, 2), "step and keys"), ((1, 2), "step and keys"), ((0, 1, 1, 2), "step and keys"),
+     ((1, 0, 2), "step and keys"), ((), "the line of step 1")],
 )  # fmt: skip
 def test_lines_that_are_missing_doubled_or_swapped_are_found(run, order, what):
     def reorder(lines):
@@ -266,7 +264,7 @@ def test_lines_that_are_missing_doubled_or_swapped_are_found(run, order, what):
 
 def test_line_without_a_key_is_found(run):
     change_lines(run, lambda lines: lines[1].pop("loss"))
-    assert found_in(run, "metrics.jsonl, line 2", "batch and keys")
+    assert found_in(run, "metrics.jsonl, line 2", "step and keys")
 
 
 def test_last_batch_of_a_killed_run_may_lack_its_line(run):
@@ -276,26 +274,26 @@ def test_last_batch_of_a_killed_run_may_lack_its_line(run):
 
 
 def test_weight_sync_that_the_schedule_does_not_have_is_found(run):
-    change_lines(run, lambda lines: lines[2].update(synced=1))
-    (found,) = found_in(run, "metrics.jsonl, line 3", "synced")
+    change_lines(run, lambda lines: lines[2].update({"weight_sync/performed": 1}))
+    (found,) = found_in(run, "metrics.jsonl, line 3", "weight_sync/performed")
     assert (found.found, found.expected) == (1, 0)
 
 
 def test_missing_event_of_a_weight_sync_is_found(run):
     (run / "events.jsonl").write_text("")
     found = found_in(run, "events.jsonl", "weight_sync")
-    assert [d.where for d in found] == ["events.jsonl, batch 1", "events.jsonl, batch 2"]
+    assert [d.where for d in found] == ["events.jsonl, step 1", "events.jsonl, step 2"]
     assert found[1].expected == ("schedule", 1)
 
 
 @pytest.mark.parametrize(("v", "delta", "reason"), [(3, 1e-9, "budget"), (2, 1e9, "cap")])
 def test_measured_kl_decides_about_the_next_weight_sync(model, tmp_path, v, delta, reason):
     run = trained(model, tmp_path, schedule={"kind": "budget", "sync_every": v, "delta": delta, "batches": 5})
-    synced = [(e["batch"], e["reason"]) for e in load_events(run) if e["event"] == "weight_sync"]
+    synced = [(e["step"], e["reason"]) for e in load_events(run) if e["event"] == "weight_sync"]
     assert synced == [(1, "start"), (3, reason), (5, reason)]
     assert verify_run(run, 1).differences == []
-    change_lines(run, lambda lines: lines[3].__setitem__("kl_sequence", 0.0 if reason == "budget" else 1e10))
-    assert [d.where for d in found_in(run, "events.jsonl", "weight_sync")] == ["events.jsonl, batch 5"]
+    change_lines(run, lambda lines: lines[3].__setitem__("rollout/seq_kl", 0.0 if reason == "budget" else 1e10))
+    assert [d.where for d in found_in(run, "events.jsonl", "weight_sync")] == ["events.jsonl, step 5"]
 
 
 # Changed evaluations
@@ -305,17 +303,17 @@ def test_changed_reward_of_an_evaluation_is_found(run):
     file = "evaluations/after.parquet"
     rewrite(run, lambda rows: rows[1]["rewards"].__setitem__(2, 2.0), file)
     assert found_in(run, f"{file}, row 1", "reward")
-    assert found_in(run, f"{file}, row 1", "reward_mean")
+    assert found_in(run, f"{file}, row 1", "reward")
 
 
-@pytest.mark.parametrize("column", ["prompt_key", "prompt", "gold"])
+@pytest.mark.parametrize("column", ["prompt_id", "prompt", "answer"])
 def test_other_prompt_of_an_evaluation_is_found(run, column):
     file = "evaluations/after.parquet"
-    rewrite(run, lambda rows: rows[1].__setitem__(column, 99 if column == "prompt_key" else "?"), file)
+    rewrite(run, lambda rows: rows[1].__setitem__(column, 99 if column == "prompt_id" else "?"), file)
     assert found_in(run, file, column)
 
 
-@pytest.mark.parametrize("name", ["batch", "version", "samples", "prompts", "without_reward", "pass_at_1", "pass_at_2"])
+@pytest.mark.parametrize("name", ["step", "policy_version", "samples", "prompts", "unscored", "pass@1", "pass@2"])
 def test_changed_or_missing_metric_of_an_evaluation_is_found(run, name):
     file = run / "evaluations/before.json"
     summary = json.loads(file.read_text())
@@ -363,7 +361,7 @@ def test_run_without_rollouts_or_with_a_broken_line_is_rejected(run):
 
 def test_run_whose_sampling_changed_on_resume_is_rejected(run):
     with (run / "events.jsonl").open("a") as events:
-        events.write('{"event": "resumed", "batch": 2, "changed": {"rollout.num_generations": [4, 3]}}\n')
+        events.write('{"event": "resumed", "step": 2, "changed": {"rollout.num_generations": [4, 3]}}\n')
     with pytest.raises(SettingsError, match=r"rollout\.num_generations"):
         verify_run(run, 1)
 

@@ -24,7 +24,8 @@ from tiny import save_tiny
 import lagrpo
 from lagrpo.runs import load_rollouts
 from lagrpo.runs.directory import locked
-from lagrpo.view import meanings, rollouts
+from lagrpo.runs.metrics import METRICS
+from lagrpo.view import rollouts
 from lagrpo.view.data import collect
 from lagrpo.view.page import make_page
 from lagrpo.view.payload import unpack
@@ -55,31 +56,31 @@ def columns(packed: bytes, number: int = 0):
 def test_page_holds_the_completions_of_a_real_run(trained):
     run, found = columns(collect([trained], 10_000))
     rows, r = load_rollouts(trained), run["rollouts"]
-    assert r["texts"] == [one["text"] for one in rows]
+    assert r["texts"] == [one["completion"] for one in rows]
     assert len(rows) == 3 * 2 * 4
-    for name in ("reward", "lag", "advantage"):
+    for name in ("reward", "staleness", "advantage"):
         assert np.allclose(found[name], [one[name] for one in rows])
     starts = found["first_token"]
     for c, one in enumerate(rows):
         own = slice(starts[c], starts[c + 1])
         assert [r["ids"][place] for place in found["token"][own]] == one["token_ids"]
-        assert np.abs(found["logp"][own] / 1000 - np.array(one["logp_alpha"])).max() <= 0.0005001
-        assert np.abs(found["logp_k"][own] / 1000 - np.array(one["logp_k"])).max() <= 0.0005001
+        assert np.abs(found["rollout_logprobs"][own] / 1000 - np.array(one["rollout_logprobs"])).max() <= 0.0005001
+        assert np.abs(found["old_logprobs"][own] / 1000 - np.array(one["old_logprobs"])).max() <= 0.0005001
         unknown = [rollouts.UNKNOWN] * len(one["token_ids"])
         entropy = [round(1000 * h) for h in one["entropy"]] if one["entropy"] else unknown
         assert np.abs(found["entropy"][own] - np.array(entropy)).max() <= 1
-        assert found["version"][own].tolist() == one["versions"]
+        assert found["version"][own].tolist() == one["policy_versions"]
         tokens = "".join(r["vocabulary"][place] for place in found["token"][own])
-        assert re.sub("<pad>|<eos>|<stop>", "", tokens) == one["text"]
+        assert re.sub("<pad>|<eos>|<stop>", "", tokens) == one["completion"]
     assert found["group_batch"].tolist() == [1, 1, 2, 2, 3, 3]
     assert found["group_first"].tolist() == list(range(0, 25, 4))
-    assert r["batches"] == [[1, 1, 0, 8, 8], [2, 1, 1, 8, 8], [3, 1, 2, 8, 8]]
+    assert r["batches"] == [[1, 0, 8, 8], [2, 1, 8, 8], [3, 2, 8, 8]]
 
 
 def test_page_holds_metrics_events_settings_and_evaluations_of_a_real_run(trained):
     header, _ = unpack(collect([trained], 10_000))
     run = header["runs"][0]
-    assert run["metrics"]["batch"] == [1, 2, 3]
+    assert run["metrics"]["step"] == [1, 2, 3]
     assert (run["status"][0], run["total"], run["notes"]) == ("finished", 3, [])
     assert [event["reason"] for event in run["events"] if event["event"] == "weight_sync"] == ["start", "schedule"]
     assert (run["settings"]["schedule.sync_every"], header["settings"]["schedule.sync_every"][1]) == (2, 1)
@@ -89,7 +90,7 @@ def test_page_holds_metrics_events_settings_and_evaluations_of_a_real_run(traine
 
 def test_every_metric_and_setting_of_a_real_run_has_a_meaning(trained):
     header, _ = unpack(collect([trained], 0))
-    known = {name for room in meanings.METRICS.values() for name in room}
+    known = {name for room in METRICS.values() for name in room if "NAME" not in name and "SET" not in name}
     assert set(header["runs"][0]["metrics"]) == known
     assert set(header["runs"][0]["settings"]) <= set(header["settings"])
 
@@ -103,15 +104,17 @@ def test_runs_with_one_name_are_told_apart_by_path(tmp_path):
 
 def test_unknown_numbers_and_context_stay_unknown(tmp_path):
     run = make_run(tmp_path)
-    odd = row("ab", None, lag=None, log_ratio=None, sigma=None, logp_alpha=[None, -40.0], sampled=[True, False])
-    odd |= {"logp_k": [-0.5, None], "entropy": [0.25, None]}
-    run.record_rollouts(1, [odd, row("", 0.0, completion=1, logp_k=None), row("c", 1.0, completion=2, logp_k=None)])
+    odd = row("ab", None, staleness=None, group_std=None, rollout_logprobs=[None, -40.0], loss_mask=[True, False])
+    odd |= {"old_logprobs": [-0.5, None], "entropy": [0.25, None]}
+    run.record_rollouts(
+        1, [odd, *(row(text, 0.0, sample_index=n, old_logprobs=None) for n, text in ((1, ""), (2, "c")))]
+    )
     made, found = columns(collect([run.path], 100))
-    assert found["logp"].tolist() == [rollouts.UNKNOWN, -32767, -250]
-    assert found["logp_k"].tolist() == [-500, rollouts.UNKNOWN, rollouts.UNKNOWN]
+    assert found["rollout_logprobs"].tolist() == [rollouts.UNKNOWN, -32767, -250]
+    assert found["old_logprobs"].tolist() == [-500, rollouts.UNKNOWN, rollouts.UNKNOWN]
     assert found["entropy"].tolist() == [250, rollouts.UNKNOWN, rollouts.UNKNOWN]
     assert found["sampled"].tolist() == [1, 0, 1]
-    assert np.isnan([found[name][0] for name in ("reward", "lag", "log_ratio", "sigma", "advantage")]).all()
+    assert np.isnan([found[name][0] for name in ("reward", "staleness", "log_ratio", "group_std", "advantage")]).all()
     assert made["rollouts"]["codes"]["outcome"] == ["unscored", "scored"]
 
 
@@ -128,7 +131,7 @@ def test_tokens_are_ids_without_the_right_tokenizer(tmp_path):
     assert columns(collect([run.path], 100))[0]["rollouts"]["vocabulary"] is None
     save_tokenizer(run)
     assert "a" in columns(collect([run.path], 100))[0]["rollouts"]["vocabulary"]
-    run.record_rollouts(5, [row("abc", 1.0) | {"text": "xyz"}])
+    run.record_rollouts(5, [row("abc", 1.0) | {"completion": "xyz"}])
     assert "gives other texts" in columns(collect([run.path], 1))[0]["rollouts"]["vocabulary_note"]
     (run.path / "weights" / "final" / "tokenizer.json").write_text('{"model": 3}')
     assert columns(collect([run.path], 100))[0]["rollouts"]["vocabulary"] is None
@@ -184,11 +187,11 @@ def hostile_run(root: Path):
     run = make_run(root, "a<b>&'\"<script>", task={"system_prompt": HOSTILE.replace("\x00", "")})
     run.record(metrics(1))
     run.record_event("warning", 1, text=HOSTILE)
-    rows = group(1, [1.0, 0.0, None], prompt_text=HOSTILE, gold=json.dumps(HOSTILE), reason=HOSTILE)
-    rows += [row(HOSTILE, 0.5, prompt_key=9)]
+    rows = group(1, [1.0, 0.0, None], prompt_text=HOSTILE, answer=json.dumps(HOSTILE), reason=HOSTILE)
+    rows += [row(HOSTILE, 0.5, prompt_id=9)]
     run.record_rollouts(1, rows)
-    record = {"prompt_key": 1, "prompt": HOSTILE, "gold": HOSTILE, "samples": 1, "scored": 1, "right": 0}
-    run.record_evaluation("before", {"batch": 0}, [record | {"completions": [HOSTILE], "rewards": [0.0]}])
+    record = {"prompt_id": 1, "prompt": HOSTILE, "answer": HOSTILE, "samples": 1, "scored": 1, "correct": 0}
+    run.record_evaluation("before", {"step": 0}, [record | {"completions": [HOSTILE], "rewards": [0.0]}])
     return run
 
 
@@ -252,9 +255,9 @@ def test_run_without_anything_says_what_is_missing(tmp_path):
 def test_torn_last_line_is_left_out_with_a_note(tmp_path):
     run = fill(make_run(tmp_path))
     with run.metrics.open("ab") as opened:
-        opened.write(b'{"batch": 5, "rew')
+        opened.write(b'{"step": 5, "rew')
     made, _ = columns(collect([run.path], 10))
-    assert made["metrics"]["batch"] == [1, 2, 3, 4]
+    assert made["metrics"]["step"] == [1, 2, 3, 4]
     assert ["metrics.jsonl is torn" in note for note in made["notes"]] == [True]
 
 
@@ -273,7 +276,7 @@ def test_status_of_a_run_that_goes_on_was_killed_or_resumed(tmp_path):
 
 DAMAGED = {
     "rollouts/step-000002.parquet": b"PAR1 no more",
-    "metrics.jsonl": b'{"batch": 1}\nno json\n{"batch": 3}\n',
+    "metrics.jsonl": b'{"step": 1}\nno json\n{"step": 3}\n',
     "evaluations/after.parquet": b"none",
     "evaluations/after.json": b"[]",
     "config.toml": b"= no toml",
@@ -293,7 +296,7 @@ def test_damaged_file_is_named_in_one_line_with_exit_code_2(tmp_path, name):
 
 def test_lists_of_different_lengths_are_rejected(tmp_path):
     run = make_run(tmp_path)
-    run.record_rollouts(3, [row("abc", 1.0, versions=[0])])
+    run.record_rollouts(3, [row("abc", 1.0, policy_versions=[0])])
     assert "differ in length" in command("view", run.path)[2]
 
 
@@ -365,7 +368,7 @@ def test_server_answers_with_the_page_and_with_newer_data_only(served):
     assert ask(server, f"/data?stamp={stamp}")[0] == 204
     run.record(metrics(5))
     status, _, packed = ask(server, f"/data?stamp={stamp}")
-    assert (status, unpack(packed)[0]["runs"][0]["metrics"]["batch"]) == (200, [1, 2, 3, 4, 5])
+    assert (status, unpack(packed)[0]["runs"][0]["metrics"]["step"]) == (200, [1, 2, 3, 4, 5])
 
 
 def test_server_rejects_other_names_and_other_paths(served):

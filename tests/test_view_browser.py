@@ -67,7 +67,7 @@ def test_click_on_the_trend_opens_the_batch(opened, run):
     assert "batch 4 of 4" in page.text("header")
     assert "finished" in page.text("header")
     assert page.js("document.querySelectorAll('.chart canvas').length") == 1
-    page.choose("metric", "kl_alpha")
+    page.choose("metric", "rollout/kl")
     assert "KL(α‖π_k)" in page.text(".bar")
     page.choose("over", "seconds")
     assert "wall time" in page.text(".chart")
@@ -75,7 +75,7 @@ def test_click_on_the_trend_opens_the_batch(opened, run):
     corner = "document.querySelector('.u-over').getBoundingClientRect()"
     x, y, width, height = (page.js(f"{corner}.{side}") for side in ("x", "y", "width", "height"))
     page.click_at(x + width * 0.66, y + height / 2)
-    assert page.text(".summary").startswith("batch 3, stage 2, π_k is version 2")
+    assert page.text(".summary").startswith("batch 3, π_k is version 2")
 
 
 def test_runs_are_laid_over_each_other_and_hidden_by_a_click(opened, tmp_path, run):
@@ -123,7 +123,7 @@ def test_group_shows_its_completions_side_by_side(opened, run):
     )
     assert tops[0] == tops[1]
     page.click(".card", 1)
-    assert "Σ ρ − 1 − ln ρ" in page.text(".opened")
+    assert "σ of its group" in page.text(".opened")
     page.click(".opened button")
     assert page.text(".opened") == ""
 
@@ -157,8 +157,8 @@ def test_tokens_are_colored_and_tell_their_numbers(opened, run):
         ({"outcome": "wrong"}, "3 groups · 7 matching completions"),
         ({"outcome": "unscored"}, "1 group · 1 matching completion"),
         ({"reward_low": "0.5"}, "2 groups · 4 matching completions"),
-        ({"lag_high": "0"}, "0 groups · 0 matching completions"),
-        ({"q": "question 3", "outcome": "right"}, "1 group · 2 matching completions"),
+        ({"staleness_high": "0"}, "0 groups · 0 matching completions"),
+        ({"q": "question 3", "outcome": "correct"}, "1 group · 2 matching completions"),
     ],
 )
 def test_completions_are_filtered(opened, run, fields, matches):
@@ -335,7 +335,7 @@ def test_served_page_follows_its_run_and_keeps_its_place(browser, run):
         page.type("input[name=q]", "answer")
         before = page.text(".group-head")
         run.record(metrics(5))
-        run.record_rollouts(5, [made | {"batch": 5} for made in group(1, [1.0, 0.0])])
+        run.record_rollouts(5, [made | {"step": 5} for made in group(1, [1.0, 0.0])])
         page.wait("document.querySelector('header').innerText.includes('batch 5 of')")
         assert page.text(".group-head") == before
         assert page.js("document.querySelector('input[name=q]').value") == "answer"

@@ -106,8 +106,8 @@ def test_trainer_and_server_agree_after_each_sync(request, model, tau, lora):
     for version in range(4):
         engine.sync_weights(policy.weights, version)
         metrics = check(policy, engine)
-        assert metrics["parity_mean"] < 1e-4
-        assert not version or metrics["parity_telling"] > 5
+        assert metrics["logp_difference_mean"] < 1e-4
+        assert not version or metrics["telling_tokens"] > 5
         for _, group in engine.sample(requests_for(policy, 3, batch=version), 4):
             assert versions(group.completions) == {version}
             assert distance(policy, group) < 2e-3
@@ -153,9 +153,9 @@ def test_completions_in_flight_at_a_sync(attached, model, tmp_path, in_flight):
     assert len(rows) == 6 * 2 * 4
     assert {row["outcome"] for row in rows} == {"scored"}
     for row in rows:
-        assert row["versions"] == sorted(row["versions"])
-        assert {row["pi_k_version"] - version for version in row["versions"]} <= {0, 1}
-        assert in_flight == "continue" or len({*row["versions"]}) == 1
+        assert row["policy_versions"] == sorted(row["policy_versions"])
+        assert {row["policy_version"] - version for version in row["policy_versions"]} <= {0, 1}
+        assert in_flight == "continue" or len({*row["policy_versions"]}) == 1
 
 
 def test_run_of_several_turns_is_replayed(attached, model, tmp_path):
@@ -164,8 +164,8 @@ def test_run_of_several_turns_is_replayed(attached, model, tmp_path):
         schedule={"kind": "lagged", "sync_every": 1, "batches": 4}, environment={"max_turns": 4, "max_tokens": 100},
         rollout={"max_completion_length": 40, "max_prompt_length": 100}, eval={"at_start": False},
     ).run  # fmt: skip
-    assert max(len(row["turns"]) for row in load_rollouts(directory)) > 1
-    assert [line["lag_max"] for line in load_metrics(directory)][1:] == [1, 1, 1]
+    assert max(len(row["messages"]) for row in load_rollouts(directory)) > 1
+    assert [line["staleness/max"] for line in load_metrics(directory)][1:] == [1, 1, 1]
     assert verify_run(directory, None).differences == []
 
 
@@ -174,9 +174,9 @@ def test_run_trains_adapters(adapting, model, tmp_path, monkeypatch):
     sections = {"model": {"lora_r": 8}, "vllm": {"on_weight_sync": "continue"}, "eval": {"sampler": "vllm"}}
     result = run(model, tmp_path, adapting, **sections, schedule={"kind": "lagged", "sync_every": 1, "batches": 4})
     metrics = load_metrics(result.run)
-    assert [line["lag_max"] for line in metrics][1:] == [1, 1, 1]
-    assert all(line["parity_mean"] < 1e-3 for line in metrics)
-    assert [one["version"] for one in load_evaluations(result.run)] == [0, 4]
+    assert [line["staleness/max"] for line in metrics][1:] == [1, 1, 1]
+    assert all(line["weight_sync/logp_difference"] < 1e-3 for line in metrics)
+    assert [one["policy_version"] for one in load_evaluations(result.run)] == [0, 4]
     assert not adapting.list_adapters()
 
 
@@ -191,13 +191,13 @@ def test_evaluations_by_the_server_change_no_record_of_training(attached, model,
         )
         for by in ("local", "vllm")
     ]
-    columns = ["batch", "prompt_key", "completion", "token_ids", "versions", "lag", "pi_k_version"]
+    columns = ["step", "prompt_id", "sample_index", "token_ids", "policy_versions", "staleness", "policy_version"]
     rows = [[{name: row[name] for name in columns} for row in load_rollouts(one.run)] for one in made]
     assert rows[0] == rows[1]
-    names = ("version", "synced", "lag_min", "lag_max", "reward_mean")
+    names = ("policy_version", "weight_sync/performed", "staleness/max", "reward")
     lines = [[[line[n] for n in names] for line in without_timings(load_metrics(one.run))] for one in made]
     assert lines[0] == lines[1]
-    found = [[(s["name"], s["version"]) for s in load_evaluations(one.run)] for one in made]
+    found = [[(s["name"], s["policy_version"]) for s in load_evaluations(one.run)] for one in made]
     assert found[0] == found[1]
 
 
@@ -209,7 +209,7 @@ def test_lagrpo_eval_by_a_server_finds_what_this_process_finds(attached, model, 
     by_server = ["--rollout.engine", "vllm", "--vllm.urls", attached.url, "--output", str(tmp_path / "vllm")]
     cli.main([*words, *by_server])
     assert "differs from this process by" in capsys.readouterr().err
-    means = [json.loads((tmp_path / by / "summary.json").read_bytes())["reward_mean"] for by in ("local", "vllm")]
+    means = [json.loads((tmp_path / by / "summary.json").read_bytes())["reward"] for by in ("local", "vllm")]
     assert means[0] == pytest.approx(means[1], abs=0.2)
 
 
@@ -224,8 +224,8 @@ def test_ranks_learn_from_what_a_server_samples(tmp_path, shard):
     found = together(2, settings)
     assert all(isinstance(one, Result) for one in found), "\n\n".join(map(str, found))
     metrics = load_metrics(found[0].run)
-    assert [(m["lag_min"], m["lag_max"]) for m in metrics] == [(lag, lag) for lag in (0, 0, 2, 0, 2, 0)]
-    assert all(m["parity_mean"] < 1e-3 for m in metrics if m["synced"])
+    assert [m["staleness/max"] for m in metrics] == [0, 0, 2, 0, 2, 0]
+    assert all(m["weight_sync/logp_difference"] < 1e-3 for m in metrics if m["weight_sync/performed"])
 
 
 # Runs that start a server, and lose it
@@ -257,12 +257,12 @@ def test_killed_server_loses_no_completion_and_counts_none_twice(model, tmp_path
     )  # fmt: skip
     rows, metrics = load_rollouts(result.run), load_metrics(result.run)
     assert sum(line["recoveries"] for line in metrics) == 1
-    keys = {(row["batch"], row["epoch"], row["prompt_key"], row["completion"]) for row in rows}
+    keys = {(row["step"], row["epoch"], row["prompt_id"], row["sample_index"]) for row in rows}
     assert len(keys) == len(rows) == 4 * 2 * 4
     assert {row["outcome"] for row in rows} == {"scored"}
     alpha = [0, 1, 2, 3] if v == 1 else [0, 1, 1, 3]
-    assert all({*row["versions"]} == {alpha[row["batch"] - 1]} for row in rows)
-    assert all(line["parity_mean"] < 1e-3 for line in metrics)
+    assert all({*row["policy_versions"]} == {alpha[row["step"] - 1]} for row in rows)
+    assert all(line["weight_sync/logp_difference"] < 1e-3 for line in metrics)
     assert (result.run / "vllm-1.log").is_file()
     assert not list((tmp_path / "transfer").iterdir())
     assert started[0].guard.poll() is not None
@@ -311,6 +311,6 @@ def test_run_attaches_as_lagrpo_serve_prints_and_ends_with_its_server(model, tmp
         os.killpg(serving.pid, signal.SIGKILL)
     again = serve()
     result = run(model, tmp_path, **merged(sections, {"run": {"resume": "auto"}}))
-    assert [line["batch"] for line in load_metrics(result.run)] == [1, 2, 3, 4]
+    assert [line["step"] for line in load_metrics(result.run)] == [1, 2, 3, 4]
     again.send_signal(signal.SIGINT)
     assert psutil.wait_procs([psutil.Process(again.pid)], timeout=30)[1] == []

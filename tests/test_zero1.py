@@ -58,19 +58,19 @@ def sampled(batch: int) -> list[Group]:
     return judge_groups([found[key] for key in sorted(found)], lambda g, j, c: float(j % 2))
 
 
-def rows_of(learner: Trainer, batch: int = 1) -> list[FreshMicroBatch]:
-    return micro_batches(assembled(learner.recipe, sampled(batch), batch), 40)
+def rows_of(trainer: Trainer, batch: int = 1) -> list[FreshMicroBatch]:
+    return micro_batches(assembled(trainer.recipe, sampled(batch), batch), 40)
 
 
-def learn(group: Any, learner: Trainer, batches: Sequence[tuple[int, int]], first_takes_all: bool = True) -> list[dict]:
+def learn(group: Any, trainer: Trainer, batches: Sequence[tuple[int, int]], first_takes_all: bool = True) -> list[dict]:
     """(batch, i): the metrics of i updates on each of the batches."""
     metrics = []
     for batch, i in batches:
-        rows, _ = learner.accumulate_first(share(group, rows_of(learner, batch), first_takes_all))
-        metrics.append(learner.update(rows))
+        rows, _ = trainer.accumulate_first(share(group, rows_of(trainer, batch), first_takes_all))
+        metrics.append(trainer.update(rows))
         for _ in range(i - 1):
-            learner.accumulate(rows)
-            metrics.append(learner.update(rows))
+            trainer.accumulate(rows)
+            metrics.append(trainer.update(rows))
     return metrics
 
 
@@ -87,9 +87,9 @@ def same(one: Any, other: Any) -> bool:
 
 
 def five_updates(group: Any, made: dict[str, Any], first_takes_all: bool) -> tuple[list[dict], dict, dict]:
-    learner = make(group, **made)
-    metrics = learn(group, learner, [(1, 3), (2, 2)], first_takes_all)
-    return metrics, copied(learner.state()), copied(learner.policy.weights)
+    trainer = make(group, **made)
+    metrics = learn(group, trainer, [(1, 3), (2, 2)], first_takes_all)
+    return metrics, copied(trainer.state()), copied(trainer.policy.weights)
 
 
 @pytest.mark.parametrize("R", [2, 3])
@@ -160,8 +160,8 @@ def test_moments_that_stay_on_the_host_go_on_from_a_checkpoint():
     learn(None, one, [(1, 2)])
     other.load_state(copied(one.state()), 2)
     homes = [tensor.data_ptr() for name, tensor in other.state().items() if name.startswith("exp_avg")]
-    for learner in (one, other):
-        learn(None, learner, [(2, 2)])
+    for trainer in (one, other):
+        learn(None, trainer, [(2, 2)])
     assert same(other.state(), one.state())
     assert homes == [tensor.data_ptr() for name, tensor in other.state().items() if name.startswith("exp_avg")]
 
@@ -176,7 +176,7 @@ def spans_and_masters(group: Any, sizes: Sequence[tuple[int, ...]], dtype: str) 
     policy = SimpleNamespace(
         model=SimpleNamespace(lm=model), weights=SimpleNamespace(version=0), version=0, device="cpu"
     )
-    learner = Trainer(
+    trainer = Trainer(
         policy,  # type: ignore[arg-type]
         SimpleNamespace(needs_pi_ref=False),  # type: ignore[arg-type]
         Optimization(0.1, max_grad_norm=None, weight_decay=0.3, seed=2),
@@ -185,8 +185,8 @@ def spans_and_masters(group: Any, sizes: Sequence[tuple[int, ...]], dtype: str) 
     for turn in range(2):
         if group is None or group.rank() == 0:
             sum((p.float() * (n + turn)).sin().sum() for n, p in enumerate(model.parameters())).backward()  # type: ignore[union-attr]
-        learner.update()
-    masters = learner.masters
+        trainer.update()
+    masters = trainer.masters
     return (
         [(span.name, span.start, span.stop) for span in masters.spans],
         [master.detach().reshape(-1) for master in masters.parameters],
@@ -252,19 +252,19 @@ def log_probs_after_updates(group: Any) -> list[tuple[bool, bool, bool]]:
     """By the kernels, from panels. After each of two updates: whether the log-probs are others than before, are those
     of a fresh policy with the same weights, and are those of a copy that reads the same panels."""
     policy = tiny_policy(dtype=torch.bfloat16, backend="c")
-    learner = Trainer(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-2), ranks=group)
+    trainer = Trainer(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-2), ranks=group)
     assert policy.model.exact
-    copy, rows, found = copy_policy(policy), rows_of(learner), []
+    copy, rows, found = copy_policy(policy), rows_of(trainer), []
     for _ in range(2):
-        before = learner.compute_logprobs(rows)
-        learner.accumulate_first(share(group, rows, False))
-        learner.update()
+        before = trainer.compute_logprobs(rows)
+        trainer.accumulate_first(share(group, rows, False))
+        trainer.update()
         fresh = tiny_policy(dtype=torch.bfloat16, backend="c")
         fresh.weights.load(policy.weights, policy.version)
         copy.load(policy.weights, policy.version)
         with torch.no_grad():
             expected, copied_T = ([p.logp(row.packed) for row in rows] for p in (fresh, copy))
-        after = learner.compute_logprobs(rows)
+        after = trainer.compute_logprobs(rows)
         equal = [all(map(torch.equal, after, other)) for other in (before, expected, copied_T)]
         found.append((not equal[0], equal[1], equal[2]))
     return found
@@ -278,27 +278,27 @@ def test_the_kernels_compute_by_the_new_weights_after_an_update(ranks, with_kern
 
 
 def refused(group: Any, on: int) -> tuple[str, bool, bool]:
-    """The message; whether nothing changed, and whether the next update is the one of a learner that was never
+    """The message; whether nothing changed, and whether the next update is the one of a trainer that was never
     refused. On one rank a weight is so large that the gradient overflows inside the model."""
-    learner, untouched = make(group, "bfloat16"), make(group, "bfloat16")
-    rows = share(group, rows_of(learner), False)
-    before, weights, weight_C = copied(learner.state()), copied(learner.policy.weights), rows[0].weight_C.clone()
+    trainer, untouched = make(group, "bfloat16"), make(group, "bfloat16")
+    rows = share(group, rows_of(trainer), False)
+    before, weights, weight_C = copied(trainer.state()), copied(trainer.policy.weights), rows[0].weight_C.clone()
     if group.rank() == on:
         rows[0].weight_C[0] = 1e37
-    scored, _ = learner.accumulate_first(rows)
+    scored, _ = trainer.accumulate_first(rows)
     with pytest.raises(FloatingPointError) as raised:
-        learner.update(scored)
-    unchanged = same(learner.state(), before) and same(copied(learner.policy.weights), weights)
+        trainer.update(scored)
+    unchanged = same(trainer.state(), before) and same(copied(trainer.policy.weights), weights)
     rows[0].weight_C.copy_(weight_C)
-    return str(raised.value), unchanged, as_untouched(learner, untouched, rows)
+    return str(raised.value), unchanged, as_untouched(trainer, untouched, rows)
 
 
-def as_untouched(learner: Trainer, untouched: Trainer, rows: list[FreshMicroBatch]) -> bool:
-    """Whether the next update is the first of a learner that was never refused."""
-    for one in (learner, untouched):
+def as_untouched(trainer: Trainer, untouched: Trainer, rows: list[FreshMicroBatch]) -> bool:
+    """Whether the next update is the first of a trainer that was never refused."""
+    for one in (trainer, untouched):
         one.accumulate_first(rows)
         one.update()
-    return same(learner.state(), untouched.state()) and learner.policy.version == 1
+    return same(trainer.state(), untouched.state()) and trainer.policy.version == 1
 
 
 @pytest.mark.parametrize("R", [2, 3])
@@ -316,13 +316,13 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all_and_nothing
 
 def state_after(group: Any, states: list[dict[str, Tensor]] | None, dtype: str, batch: int) -> tuple:
     """From `states`, or from the start: one update on a batch. The state that was loaded, and the one after it."""
-    learner = make(group, dtype, max_grad_norm=None)
+    trainer = make(group, dtype, max_grad_norm=None)
     if states is not None:
-        learner.load_state(MergedState([copied(state) for state in states]), 1)
-    loaded, version = copied(learner.state()), learner.policy.version
-    weights = copied(learner.policy.weights)
-    learn(group, learner, [(batch, 1)])
-    return version, loaded, weights, copied(learner.state()), copied(learner.policy.weights)
+        trainer.load_state(MergedState([copied(state) for state in states]), 1)
+    loaded, version = copied(trainer.state()), trainer.policy.version
+    weights = copied(trainer.policy.weights)
+    learn(group, trainer, [(batch, 1)])
+    return version, loaded, weights, copied(trainer.state()), copied(trainer.policy.weights)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -356,10 +356,10 @@ def test_a_state_of_any_number_of_ranks_is_taken_over_by_any_other(ranks, dtype)
     ],
 )
 def test_the_state_of_another_model_is_refused_before_anything_changes(changed, said):
-    learner = make(None, "bfloat16")
-    before, name = copied(learner.state()), "master/lm_head.weight"
+    trainer = make(None, "bfloat16")
+    before, name = copied(trainer.state()), "master/lm_head.weight"
     state = {n: t + 1 for n, t in before.items() if n != name} | changed(name, before[name])
     with pytest.raises(ValueError, match=said):
-        learner.load_state(state, 1)
-    assert same(learner.state(), before)
-    assert learner.policy.version == 0
+        trainer.load_state(state, 1)
+    assert same(trainer.state(), before)
+    assert trainer.policy.version == 0

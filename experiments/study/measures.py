@@ -1,12 +1,12 @@
 """Measures: numbers read from the files of a finished run.
 
-pass_at_1                  of the evaluation after training; `pass_at_1 before` of the one before training;
-                           SET.pass_at_1 or SET.reward_mean of an evaluation set
-mean reward_mean           a metric of metrics.jsonl, with mean, sum, max, min, first or last over the batches
+pass@1                  of the evaluation after training; `pass@1 before` of the one before training;
+                           SET.pass@1 or SET.reward of an evaluation set
+mean reward           a metric of metrics.jsonl, with mean, sum, max, min, first or last over the batches
 min NAME - NAME            the same for a difference of two metrics
-peak reward_mean           max of the smoothed metric; end: its last value; fall: its largest fall from the best so
+peak reward           max of the smoothed metric; end: its last value; fall: its largest fall from the best so
                            far. Smoothed: the mean of the last `smooth` batches
-seconds_total to 0.9       the sum of a metric until the smoothed reward reaches a level; None if it never does
+time/step to 0.9       the sum of a metric until the smoothed reward reaches a level; None if it never does
 """
 
 from __future__ import annotations
@@ -20,20 +20,27 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lagrpo.runs import load_evaluations, load_metrics
-from lagrpo.runs.environment import read_environment
+import torch
 
-REWARD = "reward_mean"
+from lagrpo.core import bounds
+from lagrpo.core.kl import prefers_bounded
+from lagrpo.core.recipes import resolve
+from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
+from lagrpo.runs.environment import read_environment
+from lagrpo.settings.toml import load_settings
+
+REWARD = "reward"
 OPERATIONS: dict[str, Callable[[Sequence[float]], float]] = {
     **{"mean": fmean, "sum": sum, "max": max, "min": min, "peak": max},
     **{"first": itemgetter(0), "last": itemgetter(-1), "end": itemgetter(-1)},
     "fall": lambda values: max(best - value for best, value in zip(accumulate(values, max), values, strict=True)),
 }
+BOUNDS = ("bounds/improvement", "bounds/theorem1", "bounds/identity")
 SMOOTHED = ("peak", "end", "fall")
 GRAMMAR = re.compile(
-    r"(?P<evaluated>pass_at_\d+|accuracy|(?P<set>[A-Za-z]\w*)\.(?P<result>[A-Za-z]\w*))(?P<before> before)?"
-    rf"|(?P<operation>{'|'.join(OPERATIONS)}) (?P<name>\w+)( - (?P<minus>\w+))?"
-    r"|(?P<cost>\w+) to (?P<level>\d+(\.\d*)?|\.\d+)"
+    r"(?P<evaluated>pass@\d+|accuracy|(?P<set>[A-Za-z]\w*)\.(?P<result>[A-Za-z][\w/@]*))(?P<before> before)?"
+    rf"|(?P<operation>{'|'.join(OPERATIONS)}) (?P<name>[\w/@]+)( - (?P<minus>[\w/@]+))?"
+    r"|(?P<cost>[\w/@]+) to (?P<level>\d+(\.\d*)?|\.\d+)"
 )
 
 
@@ -44,6 +51,7 @@ class RunResult:
     metrics: Sequence[dict[str, Any]]
     evaluations: Mapping[str, dict[str, Any]]
     where: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
 
     @staticmethod
     def load(run: Path) -> RunResult:
@@ -51,19 +59,41 @@ class RunResult:
         environment = read_environment(run)
         where = {name: environment.get(name) for name in ("cpu", "device_name", "threads", "dtype")}
         where["commit"] = (environment.get("git") or {}).get("commit")
-        return RunResult(load_metrics(run), {each["name"]: each for each in load_evaluations(run)}, where)
+        return RunResult(load_metrics(run), {each["name"]: each for each in load_evaluations(run)}, where, run)
 
     def curve(self, name: str) -> list[float | None]:
-        """A metric by batch; None if it is null or missing."""
+        """A metric by batch; None if it is null or missing. The bounds are computed from the rollouts."""
+        if name in BOUNDS and self.path is not None:
+            return [step_bounds(self.path, line["step"])[name] for line in self.metrics]
         return [line.get(name) for line in self.metrics]
+
+
+def step_bounds(run: Path, step: int) -> dict[str, float | None]:
+    """Both sides of the bounds on J(π_k) - J(α) (arXiv 2505.22257, Corollary 1 with α as π_k; reports/theory.md), as
+    means over the groups of a step, in units of the range of rewards. Its rewards must lie in that range."""
+    settings, rows = load_settings(run / "config.toml"), load_rollouts(run, [step])
+    eps_std = resolve(settings.loss.recipe, settings.loss.overrides).eps_std
+    groups: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for row in (row for row in rows if row["outcome"] == "scored"):
+        ratio = sum(k - a for k, a in zip(row["old_logprobs"], row["rollout_logprobs"], strict=True))
+        groups.setdefault((row["prompt_id"], row["epoch"]), []).append((row["reward"], ratio))
+    of_groups = [torch.tensor(group, dtype=torch.float64).T for group in groups.values() if len(group) > 1]
+    bounded = prefers_bounded(torch.cat([log_ratio for _, log_ratio in of_groups]))
+    sides = []
+    for rewards, log_ratio in of_groups:
+        scaled, same = bounds.scaled(rewards, *settings.task.reward_range), torch.zeros_like(log_ratio)
+        side = bounds.sampled(scaled, log_ratio, same, eps_std, bounded)
+        gain = side.gain - bounds.sampled(scaled, same, same, eps_std).gain
+        sides.append((float(gain), float(side.theorem1), float(side.identity_bound)))
+    return dict(zip(BOUNDS, map(fmean, zip(*sides, strict=True)), strict=True))
 
 
 def parse_measure(text: str) -> re.Match[str]:
     """Raises ValueError for text that is not a measure."""
     if (found := GRAMMAR.fullmatch(text)) is None:
         raise ValueError(
-            f"{text!r} is not a measure: write pass_at_1, SET.pass_at_1, an operation ({', '.join(OPERATIONS)}) and a "
-            "metric (`mean reward_mean`), or what a reward costs (`seconds_total to 0.9`)"
+            f"{text!r} is not a measure: write pass@1, SET.pass@1, an operation ({', '.join(OPERATIONS)}) and a "
+            "metric (`mean reward`), or what a reward costs (`time/step to 0.9`)"
         )
     return found
 

@@ -119,7 +119,7 @@ def format_interval(text: str, found: Interval | None) -> str:
     """A value of a measure; shares such as pass@1 in percent."""
     if found is None:
         return "–"
-    share = text.rpartition(".")[2].startswith(("pass_at_", "accuracy"))
+    share = text.rpartition(".")[2].startswith(("pass@", "accuracy"))
     digits = 1 if share or abs(found.mean) >= 10 else 3
     scale, unit = (100, " %") if share else (1, "")
     half = "" if found.half is None else f" ± {scale * found.half:.{digits}f}"

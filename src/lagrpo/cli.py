@@ -4,7 +4,7 @@
     lagrpo train [SETTINGS.toml] [--dry-run] [--section.name VALUE …]
     lagrpo eval MODEL [--task gsm8k] [--samples 50] …
     lagrpo merge ADAPTER --out DIRECTORY [--dtype float32]
-    lagrpo show RUN [--batch B] [--only right|wrong|unscored] …
+    lagrpo show RUN [--batch B] [--only correct|wrong|unscored] …
     lagrpo view RUN … [--serve] [--out FILE] [--open] [--completions N]
     lagrpo verify RUN [--rows N | --all]
     lagrpo serve MODEL [--port P] [--weight-sync directory|nccl] … [-- OPTIONS OF VLLM]
@@ -187,7 +187,7 @@ def show(
     batch: int | None = None,
     count: int = 8,
     prompt: int | None = None,
-    only: Literal["all", "right", "wrong", "unscored"] = "all",
+    only: Literal["all", "correct", "wrong", "unscored"] = "all",
 ) -> None:
     """Print completions of a run with their rewards, versions and lag.
 

@@ -12,14 +12,14 @@ Shape suffixes, used everywhere:
 `completion_T` the index (0 .. C-1) of the completion that each of those tokens belongs to. One group of two:
 
 >>> import torch
->>> prompt = Prompt(key=7, messages=({"role": "user", "content": "2+3="},), gold="5", token_ids=(11, 12, 13))
->>> right = Completion(
+>>> prompt = Prompt(key=7, messages=({"role": "user", "content": "2+3="},), answer="5", token_ids=(11, 12, 13))
+>>> correct = Completion(
 ...     token_ids=torch.tensor([5, 8, 2]), logp_alpha=torch.tensor([-0.1, -0.2, -0.3]),
 ...     versions=torch.tensor([4, 4, 4]), finished=True, text="5.", outcome=Outcome.scored(1.0))
 >>> wrong = Completion(
 ...     token_ids=torch.tensor([6, 2]), logp_alpha=torch.tensor([-2.0, -0.1]),
 ...     versions=torch.tensor([4, 4]), finished=True, text="6", outcome=Outcome.scored(0.0))
->>> group = Group(prompt, (right, wrong))
+>>> group = Group(prompt, (correct, wrong))
 >>> group.rewards
 (1.0, 0.0)
 """
@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:  # annotations only: the verifier's worker processes import this module and must start fast
+if TYPE_CHECKING:  # annotations only: reward workers import this module and must start fast
     import signal
     from pathlib import Path
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:  # annotations only: the verifier's worker processes import th
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt of a task. `key` is its index in its split and the address of its random numbers; `messages` is what
-    the chat template gets, `asked` what the task gave where an environment opens with other messages; `gold` is what a
-    completion is judged against (JSON-serializable); `token_ids` is the templated prompt, filled in once a tokenizer is
+    the chat template gets, `asked` what the task gave if an environment opens with other messages; `answer` is what a
+    reward compares with (JSON-serializable); `token_ids` is the templated prompt, filled in once a tokenizer is
     at hand."""
 
     key: int
     messages: tuple[Mapping[str, str], ...]
-    gold: Any
+    answer: Any
     token_ids: tuple[int, ...] = ()
     asked: tuple[Mapping[str, str], ...] = ()
     row: Mapping[str, Any] | None = None
@@ -60,7 +60,7 @@ Range = tuple[float, float]  # the least and the greatest reward of a task
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of a completion: *scored* (it has a reward), *unscored* (its answer could not be scored: unparsable
-    gold, an error in the judge, its deadline) or *failed* (infrastructure: the sampler died). Only scored ones enter
+    answer, an error in the judge, its deadline) or *failed* (infrastructure: the sampler died). Only scored ones enter
     group statistics and the loss; a failure is never a reward of 0."""
 
     kind: Kind
@@ -68,8 +68,8 @@ class Outcome:
     reason: str = ""
     parts: Mapping[str, float | None] = field(default_factory=dict, hash=False)
     """Of a task with several rewards each of them by its name, unweighted; None where it could not score."""
-    right: bool | None = None
-    """Of such a task: whether the rewards that decide it call it right. None: its reward decides (`is_right`)."""
+    correct: bool | None = None
+    """Of such a task: whether the rewards that decide it call it correct. None: its reward decides (`is_correct`)."""
 
     @staticmethod
     def scored(reward: float) -> Outcome:
@@ -84,11 +84,11 @@ class Outcome:
         return Outcome("failed", reason=reason)
 
 
-def is_right(reward: float, reward_range: Range, decided: bool | None = None) -> bool:
-    """Whether a scored completion counts as right: no reward of `task.reward_range` is greater than its own. `decided`
+def is_correct(reward: float, reward_range: Range, decided: bool | None = None) -> bool:
+    """Whether a scored completion counts as correct: its reward is the maximum of `task.reward_range`. `decided`
     is what the rewards of a task that has several say of it.
 
-    >>> is_right(1.0, (0.0, 1.0)), is_right(1.0, (0.0, 10.0)), is_right(0.0, (-1.0, 0.0))
+    >>> is_correct(1.0, (0.0, 1.0)), is_correct(1.0, (0.0, 10.0)), is_correct(0.0, (-1.0, 0.0))
     (True, False, True)
     """
     return reward >= reward_range[1] if decided is None else decided
@@ -121,7 +121,7 @@ class Completion:
     """of an episode, what the policy and its environment said in turn, without special tokens; else empty"""
 
     def __post_init__(self) -> None:
-        if self.sampled is None:  # written so because importing torch would slow down the verifier's workers
+        if self.sampled is None:  # written so because importing torch would slow down reward workers
             object.__setattr__(self, "sampled", self.token_ids == self.token_ids)
         elif self.sampled.shape != self.token_ids.shape:
             shapes = f"{list(self.sampled.shape)} and {list(self.token_ids.shape)}"

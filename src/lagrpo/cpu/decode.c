@@ -1,6 +1,6 @@
 /* Tokens of the active rows: their attention to prompts and to the rows' own tokens, and whole decoding steps.
  *
- * A step uses the functions of the learner's forward pass, so sampler and learner agree to the bit. */
+ * A step uses the functions of the trainer's forward pass, so sampler and trainer agree to the bit. */
 
 #include "attention.h"
 

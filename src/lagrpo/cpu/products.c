@@ -1,4 +1,4 @@
-/* Matrix products y = x wᵀ + bias of bfloat16: the forward products of learner and sampler.
+/* Matrix products y = x wᵀ + bias of bfloat16: the forward products of trainer and sampler.
  *
  * Every output is one sum in float32 over k from first to last, rounded to bfloat16 once. Neither the number of rows nor
  * the rows beside a row nor the number of threads can change it. The order within that sum is the instruction's:

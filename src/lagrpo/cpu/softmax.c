@@ -1,7 +1,7 @@
 /* The softmax over the vocabulary: log-probs of given tokens, their gradient, and drawing tokens.
  *
  * Sums run over blocks of BLOCK numbers in float32 and over the blocks in float64, in an order that only the vocabulary
- * decides. Sampler and learner share it, so they agree to the bit. */
+ * decides. Sampler and trainer share it, so they agree to the bit. */
 
 #include "kernels.h"
 #include "vectors.h"

@@ -7,16 +7,16 @@ One row per completion. Columns:
     completion         its text, tokenized here and ended with the end-of-sequence token where `finished` is true;
                        or a list of chat messages, of which the assistant's count as sampled (turns.py);
                        or token_ids, used as they are
-    reward             a finite number; null or absent: the task's judge decides, against `gold`
-    logp_alpha         log-probs of token_ids under the policy that generated them, nats (optional; null: unknown)
-    sampled            for each of token_ids whether a policy sampled it; the others are context (optional; all were)
-    finished, gold     optional
+    reward             a finite number; null or absent: the task's judge decides, against `answer`
+    rollout_logprobs   log-probs of token_ids under the policy that generated them, nats (optional; null: unknown)
+    loss_mask          for each of token_ids whether a policy sampled it; the others are context (optional; all were)
+    finished, answer   optional
 
-The rollouts of a run (schema lagrpo.rollouts/3, 2, which has no `turns`, or 1, which has no `sampled`) are read too:
-there prompt and completion are called prompt_text and text, and gold is JSON. Of these a file is a batch, and its
-groups stay groups; completions that failed are left out. Elsewhere rows of the same prompt form groups of at most G, in
-the order of the files. A completion without log-probs (no `logp_alpha`, or null for a sampled token) carries NaN, and
-only recipes that never read log α may use it; for the others it is left out where some have them. `left_out` counts.
+The rollouts of a run (schema lagrpo.rollouts/4) are read too: there the prompt is called prompt_text, and answer is
+JSON. Of these a file is a batch, and its groups stay groups; completions that failed are left out. Elsewhere rows of
+the same prompt form groups of at most G, in the order of the files. A completion without log-probs (no
+`rollout_logprobs`, or null for a sampled token) carries NaN, and only recipes that never read log α may use it; for the
+others it is left out where some have them. `left_out` counts.
 Its version is -1, of no policy of this run: versions that the file names belong to another run, whose policy 3 is not
 this run's.
 
@@ -181,10 +181,10 @@ def _record(table: Table, index: int, row: Mapping[str, Any], system_prompt: str
         text, ids = (None, None) if failed or turns else (_text(row), _completion_ids(row))
         if not turns and not failed and text is None and ids is None:
             raise ValueError("it has neither completion nor token_ids")
-        logp_alpha = _logp_alpha(row.get("logp_alpha"), len(ids)) if ids else None
-        sampled = _sampled(row.get("sampled"), len(ids)) if ids else None
+        logp_alpha = _logp_alpha(row.get("rollout_logprobs"), len(ids)) if ids else None
+        sampled = _sampled(row.get("loss_mask"), len(ids)) if ids else None
         ends, batch = (_finished(row), _outcome(row)), _batch(table.path, row)
-        recorded = _recorded_turns(row.get("turns")) if ids else ()
+        recorded = _recorded_turns(row.get("messages")) if ids else ()
         return Record(place, prompt, failed, text, ids, logp_alpha, sampled, *ends, batch, turns, recorded)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{place}: {error}") from error
@@ -192,23 +192,23 @@ def _record(table: Table, index: int, row: Mapping[str, Any], system_prompt: str
 
 def _prompt(row: Mapping[str, Any], system_prompt: str | None) -> Prompt:
     """The prompt of a row, without token ids where the chat template is to make them."""
-    question, gold = row.get("prompt"), row.get("gold")
+    question, answer = row.get("prompt"), row.get("answer")
     if "prompt_text" in row:
-        question, gold = row["prompt_text"], json.loads(gold or "null")
-    _check_gold(gold)
+        question, answer = row["prompt_text"], json.loads(answer or "null")
+    _check_answer(answer)
     if ids := row.get("prompt_token_ids"):
         messages = build_messages(question if question is not None else "")
-        return Prompt(0, messages, gold, tuple(_token_ids("prompt_token_ids", ids)))
+        return Prompt(0, messages, answer, tuple(_token_ids("prompt_token_ids", ids)))
     if not question:
         raise ValueError("it has neither prompt nor prompt_token_ids")
-    return Prompt(0, build_messages(question, system_prompt), gold)
+    return Prompt(0, build_messages(question, system_prompt), answer)
 
 
-def _check_gold(gold: Any) -> None:
+def _check_answer(answer: Any) -> None:
     try:
-        json.dumps(gold)
+        json.dumps(answer)
     except TypeError as error:
-        raise ValueError(f"its gold cannot be written as JSON: {error}") from error
+        raise ValueError(f"its answer cannot be written as JSON: {error}") from error
 
 
 def _batch(path: Path | str, row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -220,7 +220,7 @@ def _batch(path: Path | str, row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _text(row: Mapping[str, Any]) -> str | None:
-    text = row["text"] if "text" in row else row.get("completion")
+    text = row.get("completion")
     if text is not None and not isinstance(text, str):
         raise ValueError(f"its completion is {text!r:.80}, not a text")
     return text
@@ -232,7 +232,7 @@ def _completion_ids(row: Mapping[str, Any]) -> list[int] | None:
         if not _token_ids("token_ids", ids):
             raise ValueError("its completion has no tokens")
         return ids
-    for column in ("logp_alpha", "sampled"):
+    for column in ("rollout_logprobs", "loss_mask"):
         if row.get(column) is not None:
             raise ValueError(f"{column} needs token_ids: the text may be tokenized otherwise than it was sampled")
     return None
@@ -302,16 +302,16 @@ def _logp_alpha(values: Any, count: int) -> torch.Tensor:
     if values is None:
         return torch.full((count,), math.nan)
     if not isinstance(values, list):
-        raise ValueError(f"logp_alpha is {values!r}, not a list with a number for each token")
+        raise ValueError(f"rollout_logprobs is {values!r}, not a list with a number for each token")
     if len(values) != count:
-        raise ValueError(f"logp_alpha has {len(values)} entries for {count} tokens")
+        raise ValueError(f"rollout_logprobs has {len(values)} entries for {count} tokens")
     for n, value in enumerate(values):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and (value != value or LOWEST <= value <= ROUNDING)):
             said = f"{value:g}" if isinstance(value, float) else f"{value!r:.40}"
             raise ValueError(
-                f"logp_alpha[{n}] is {said}: the log-prob of a token that was sampled is a number of at most 0, or "
-                "null where nobody knows it"
+                f"rollout_logprobs[{n}] is {said}: the log-prob of a sampled token is a number of at most 0, "
+                "or null if it is unknown"
             )
     return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64).float()
 
@@ -321,7 +321,7 @@ def _sampled(values: Any, count: int) -> torch.Tensor:
     if values is None:
         return torch.ones(count, dtype=torch.bool)
     if not isinstance(values, list) or len(values) != count or any(value not in (True, False) for value in values):
-        raise ValueError(f"sampled is {values!r:.80}, not a list with true or false for each of the {count} tokens")
+        raise ValueError(f"loss_mask is {values!r:.80}, not a list with true or false for each of the {count} tokens")
     if not any(values):
         raise ValueError("none of its tokens was sampled: there is nothing to learn from")
     return torch.tensor(values, dtype=torch.bool)
@@ -332,7 +332,7 @@ def _recorded_turns(values: Any) -> tuple[str, ...]:
     if values is None:
         return ()
     if not isinstance(values, list) or not all(isinstance(text, str) for text in values):
-        raise ValueError(f"turns is {values!r:.80}, not a list of texts")
+        raise ValueError(f"messages is {values!r:.80}, not a list of texts")
     return tuple(values)
 
 

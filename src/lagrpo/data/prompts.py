@@ -60,8 +60,8 @@ class PromptSource:
             if place < self.N:
                 self.first.append((index, prompt))
 
-    def parity_prompts(self, count: int) -> list[Request]:
-        """Up to `count` training prompts for parity checks, at the address of batch 0, which no training batch has."""
+    def check_prompts(self, count: int) -> list[Request]:
+        """Up to `count` training prompts for weight-sync checks, with the keys of batch 0, which is not trained on."""
         return [Request(0, 0, self.tokenized("train", index)) for index in range(min(count, self._size))]
 
     def extra(self, b: int, taken: int, count: int) -> list[Request]:

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from lagrpo.errors import suggest
-from lagrpo.types import Completion, Outcome, Prompt, Range, is_right
+from lagrpo.types import Completion, Outcome, Prompt, Range, is_correct
 
 Style = Literal["ours", "trl", "verl"]
 PASSED: Mapping[Style, tuple[str, ...]] = {
@@ -121,19 +121,19 @@ class Reward:
 
 
 def _our_arguments(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-    values = (completion.text, prompt.gold, [*(prompt.asked or prompt.messages)], prompt.row)
+    values = (completion.text, prompt.answer, [*(prompt.asked or prompt.messages)], prompt.row)
     return dict(zip(PASSED["ours"], (*values, completion.finished, completion.length), strict=True))
 
 
 def _verl_arguments(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     row = prompt.row or {}
-    values = (row.get("data_source", ""), completion.text, prompt.gold, row.get("extra_info", dict(row)))
+    values = (row.get("data_source", ""), completion.text, prompt.answer, row.get("extra_info", dict(row)))
     return dict(zip(PASSED["verl"], values, strict=True))
 
 
 def _trl_arguments(prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
     """Lists with an entry for each completion. Completions are message lists if the prompt of the row is one."""
-    columns = {"answer": prompt.gold} | dict(prompt.row or {})
+    columns = {"answer": prompt.answer} | dict(prompt.row or {})
     asked = columns.pop("prompt", None) or [*(prompt.asked or prompt.messages)]
     texts = [c.text for c in completions]
     said = texts if isinstance(asked, str) else [[{"role": "assistant", "content": text}] for text in texts]
@@ -175,14 +175,14 @@ class Rewards:
         total = sum_up([reward.weight * value for reward, value in scored])
         if not math.isfinite(total):
             return Outcome("unscored", reason=f"the weighted sum of the rewards is {total}", parts=parts)
-        return Outcome("scored", total, parts=parts, right=self._is_correct(scored))
+        return Outcome("scored", total, parts=parts, correct=self._is_correct(scored))
 
     def _is_correct(self, scored: Sequence[tuple[Reward, float]]) -> bool:
         """Whether every reward that decides has its maximum; if none says that it decides, the first does."""
         deciding = [pair for pair in scored if pair[0].decides]
         if not any(reward.decides for reward in self.parts):
             deciding = scored[:1]
-        return bool(deciding) and all(is_right(value, reward.range) for reward, value in deciding)
+        return bool(deciding) and all(is_correct(value, reward.range) for reward, value in deciding)
 
 
 def as_rewards(given: Callable[..., Any] | Rewards) -> Rewards:

@@ -14,7 +14,7 @@ With the grade close, and with vLLM, a weight sync has to pass four tests. The l
    generated: that finds a server whose log-probs are of another temperature;
 3. the log-probs have changed at all, if the trainer's have on ENOUGH tokens; otherwise nothing was loaded (on fewer
    tokens, rounding may have swallowed the change on one side);
-4. of the tokens that tell old from new (`parity_telling`: the update moved them by more than twice the noise), no more
+4. of the tokens that tell old from new (`telling_tokens`: the update moved them by more than twice the noise), no more
    are nearer to the trainer's old log-probs than chance allows.
 
 Rounding never stops a run; other weights always do.
@@ -70,9 +70,9 @@ class Agreement:
 
     def __str__(self) -> str:
         if self.grade == "exact":
-            return f"exact: sampler and learner agree to the bit, compared on {self.tokens} tokens"
+            return f"exact: sampler and trainer agree to the bit, compared on {self.tokens} tokens"
         differ = f"differ by {self.mean:.2g} nats a token, at most {self.largest:.2g}, over {self.tokens} tokens"
-        return f"close: sampler and learner {differ} ({self.reason})"
+        return f"close: sampler and trainer {differ} ({self.reason})"
 
 
 class WeightSyncCheck:
@@ -82,7 +82,7 @@ class WeightSyncCheck:
     def __init__(self, requests: Sequence[Request], dtype: torch.dtype, tolerance: float | None = None) -> None:
         self.requests = list(requests)[:CHECK_PROMPTS]
         self.tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
-        self.parity: Agreement | None = None
+        self.agreement: Agreement | None = None
         self._items: list[Item] = []
         self._before: tuple[Tensor, Tensor] | None = None  # what `_compare` returned at the last sync that passed
         self._likeliest = -math.inf  # the highest mean log-prob that the trainer has given these tokens
@@ -90,18 +90,19 @@ class WeightSyncCheck:
     def start(self, policy: Policy, sampler: Sampler) -> Agreement:
         """Measure how far trainer and in-process sampler differ now; later syncs may differ NOISE times as far. Raises
         WeightSyncError if they compute different things."""
-        self.parity, self._items = _measure(policy, sampler, self.requests)
-        self.tolerance = max(self.tolerance, NOISE * self.parity.mean * policy.tau)
-        return self.parity
+        self.agreement, self._items = _measure(policy, sampler, self.requests)
+        self.tolerance = max(self.tolerance, NOISE * self.agreement.mean * policy.tau)
+        return self.agreement
 
     def __call__(self, policy: Policy, sampler: Sampler) -> Mapping[str, float]:
-        """parity_mean, parity_max: |Δ log-prob| a token, nats; parity_kl: mean of ρ - 1 - ln ρ with ρ = π/α; of the
-        worst server. parity_telling: how many tokens tell old from new; not after the first sync, nor if bits are
-        compared. Raises WeightSyncError if a test fails, SamplerError if a server is gone for good."""
+        """logp_difference_mean, logp_difference_max: |Δ log-prob| a token, nats; logp_difference_kl: mean of ρ - 1 - ln
+        ρ with ρ = π/α; of the worst server. telling_tokens: how many tokens tell old from new; not after the first
+        sync, nor if bits are compared. Raises WeightSyncError if a test fails, SamplerError if a server is gone for
+        good."""
         where = f"version {policy.version}"
         if sampler.version != policy.version:
             raise WeightSyncError(f"{where} was synced, but the sampler reports another: {sampler.describe_versions()}")
-        if self.parity is not None and self.parity.grade == "exact":
+        if self.agreement is not None and self.agreement.grade == "exact":
             return _check_bits(_compare(policy, sampler, self._items), where)
         self._items = self._items or self._generate(policy, sampler)
         compared = _compare(policy, sampler, self._items)
@@ -132,8 +133,8 @@ class WeightSyncCheck:
             found.append(self._check_distance(trainer_T, server_T, where_))
             if self._before is not None and len(self._before[1]) == len(servers_ST):  # a resumed run may have others
                 old_T, before_T = self._before[0], self._before[1][number]
-                found[-1]["parity_telling"] = check_fresh(old_T, trainer_T, before_T, server_T, where_)
-        return max(found, key=lambda metrics: metrics["parity_mean"])
+                found[-1]["telling_tokens"] = check_fresh(old_T, trainer_T, before_T, server_T, where_)
+        return max(found, key=lambda metrics: metrics["logp_difference_mean"])
 
     def _check_distance(self, trainer_T: Tensor, server_T: Tensor, where: str, tau: float = 1.0) -> dict[str, float]:
         """Test 2, at temperature tau."""
@@ -143,19 +144,21 @@ class WeightSyncCheck:
         if not mean <= tolerance:
             or_else = ", computes in a coarser dtype, or gives log-probs of another temperature (--logprobs-mode)"
             raise WeightSyncError(
-                f"{where}: learner and sampler differ by {mean:.3g} nats a token over {len(difference_T)} tokens, more "
-                f"than the tolerance of {tolerance:.3g}. The sampler serves other weights{or_else * (not self.parity)}"
+                f"{where}: trainer and sampler differ by {mean:.3g} nats a token over {len(difference_T)} tokens, more "
+                f"than the tolerance of {tolerance:.3g}. The sampler serves other weights"
+                + or_else
+                * (not self.agreement)
             )
         kl = float((torch.expm1(difference_T) - difference_T).mean())
-        return {"parity_mean": mean, "parity_max": largest, "parity_kl": kl}
+        return {"logp_difference_mean": mean, "logp_difference_max": largest, "logp_difference_kl": kl}
 
     def _generate(self, policy: Policy, sampler: Sampler) -> list[Item]:
         """What the first server generates. The log-probs that every server reports with its own completions must be the
         trainer's at the sampling temperature."""
         found: list[list[Item]] = []
         for number, server in enumerate(sampler.servers):
-            if self.parity is not None:
-                groups = _generate_later(sampler, self.requests, *LATER[self.parity.grade])
+            if self.agreement is not None:
+                groups = _generate_later(sampler, self.requests, *LATER[self.agreement.grade])
             else:
                 groups = sampler.generate_on_server(number, self.requests, 1, SERVER_TOKENS)
             if failed := next(filter(None, (group.completions[0].outcome for group in groups)), None):
@@ -183,7 +186,7 @@ def _measure(policy: Policy, sampler: Sampler, requests: Sequence[Request]) -> t
     mean, largest = float(difference_T.mean()), float(difference_T.max())
     if not mean <= TOO_FAR / policy.tau:
         raise WeightSyncError(
-            f"learner and in-process sampler differ by {mean:.3g} nats a token, with the same weights: this model "
+            f"trainer and in-process sampler differ by {mean:.3g} nats a token, with the same weights: this model "
             "computes something else when it decodes; it is not supported"
         )
     trainer_T, samplers_ST = _compare(policy, sampler, items)
@@ -206,10 +209,10 @@ def _check_bits(compared: tuple[Tensor, Tensor], where: str) -> Mapping[str, flo
     check_finite(trainer_T, where)
     if largest := float((samplers_ST - trainer_T).abs().max()):
         raise WeightSyncError(
-            f"{where}: learner and sampler differ by {largest:.3g} nats about a token, though their arithmetic is the "
+            f"{where}: trainer and sampler differ by {largest:.3g} nats about a token, though their arithmetic is the "
             "same to the bit: the sampler serves other weights"
         )
-    return {"parity_mean": 0.0, "parity_max": 0.0, "parity_kl": 0.0}
+    return {"logp_difference_mean": 0.0, "logp_difference_max": 0.0, "logp_difference_kl": 0.0}
 
 
 def check_finite(trainer_T: Tensor, where: str) -> None:

@@ -1,14 +1,14 @@
-"""The directory of a run, and everything that is put into it while it runs.
+"""The directory of a run, and everything that the run writes into it.
 
     runs/arithmetic-grpo-v10-i1-20261120-054512/
         config.toml                     the settings as resolved          environment.json   versions, machine, commit
-        metrics.jsonl                   one line of numbers per batch     reward.png         the reward curve
+        metrics.jsonl                   one line of numbers per step      reward.png         the reward curve
         events.jsonl                    weight syncs and why, warnings
         rollouts/step-000120.parquet    one row per completion
         evaluations/NAME.json, .parquet the summary, and one row per prompt
         weights/final, weights/v000120  Hugging Face model directories; weights/best, if the run asks for it
 
-Nothing but these files holds a run's state. Every file but the .jsonl appears whole, by a rename.
+Only these files hold a run's state. Every file but the .jsonl appears whole, by a rename.
 """
 
 from __future__ import annotations
@@ -29,14 +29,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from lagrpo.runs.environment import write_environment
-from lagrpo.runs.files import (
-    TEMPORARY,
-    append_line,
-    to_json,
-    write_atomically,
-    write_directory_atomically,
-    write_table,
-)
+from lagrpo.runs.files import TEMPORARY, append_line, to_json, write_atomically, write_directory_atomically, write_table
 from lagrpo.runs.rollouts import reward_columns, rollout_schema
 
 BEST = "evaluation.json"  # in weights/best: which result made it the best
@@ -44,7 +37,7 @@ LOCK, HOLDER = ".lock", ".lock-holder.json"
 
 
 class RunExistsError(FileExistsError):
-    """The directory of a new run already has something in it."""
+    """The directory of a new run is not empty."""
 
 
 class RunLockedError(OSError):
@@ -53,7 +46,7 @@ class RunLockedError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run on disk; it holds nothing but the path."""
+    """A run on disk; it holds only the path."""
 
     path: Path
 
@@ -84,25 +77,25 @@ class Run:
         return self.path / "events.jsonl"
 
     def record(self, metrics: Mapping[str, float | None]) -> None:
-        """Append the metrics of one batch to metrics.jsonl, flushed. NaN and infinities become null. Raises TypeError
-        for a value that is not a number: it belongs to `record_event`."""
+        """Append the metrics of one step to metrics.jsonl. NaN and infinities become null. Raises TypeError for a value
+        that is not a number: it belongs into `record_event`."""
         for key, value in metrics.items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
                 raise TypeError(f"metrics.jsonl holds numbers and nulls, but {key} is {value!r}")
         append_line(self.metrics, to_json(metrics))
 
-    def record_event(self, event: str, batch: int, **facts: Any) -> None:
-        """Append an event to events.jsonl: its name, its batch, and facts about it."""
-        append_line(self.events, to_json({"event": event, "batch": batch, **facts}))
+    def record_event(self, event: str, step: int, **facts: Any) -> None:
+        """Append an event to events.jsonl: its name, its step, and facts about it."""
+        append_line(self.events, to_json({"event": event, "step": step, **facts}))
 
-    def record_rollouts(self, batch: int, rows: Sequence[Mapping[str, Any]]) -> Path:
-        """Write rollouts/step-BATCH.parquet, with the rows of `rollouts.rollout_rows`."""
+    def record_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
+        """Write rollouts/step-STEP.parquet, with the rows of `rollouts.rollout_rows`."""
         schema = rollout_schema([*reward_columns(rows[0])] if rows else ())
-        return write_table(self.path / "rollouts" / f"step-{batch:06d}.parquet", rows, schema)
+        return write_table(self.path / "rollouts" / f"step-{step:06d}.parquet", rows, schema)
 
     def record_evaluation(self, name: str, summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Path:
         """Write evaluations/NAME.parquet, one row per prompt, then evaluations/NAME.json. The reward curve reads
-        `batch`, `pass_at_1`, `pass_at_1_low` and `pass_at_1_high` from the summary."""
+        `step`, `pass@1`, `pass@1_low` and `pass@1_high` from the summary."""
         folder = self.path / "evaluations"
         write_table(folder / f"{name}.parquet", records)
         return write_atomically(folder / f"{name}.json", to_json({"name": name, **summary}) + "\n")
@@ -151,7 +144,7 @@ def plain_name(name: str) -> str:
 
 def check_new(root: Path, name: str | None) -> None:
     """Raise what `Run.create` would, before anything heavy is loaded: RunExistsError, ValueError for a name that is not
-    the name of a directory, OSError for a root that cannot be written."""
+    a directory's name, OSError for a root that cannot be written."""
     if name is not None:
         if name in ("", ".", "..") or Path(name).name != name or not name.isprintable() or len(name.encode()) > 200:
             raise ValueError(f"run name {name!r:.80} is not the name of a directory: set run.output_dir for a path")
@@ -163,11 +156,11 @@ def check_new(root: Path, name: str | None) -> None:
 
 def check_writable(directory: Path) -> None:
     """Raise OSError for a directory that cannot be written, or be made."""
-    there = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
-    if not there.is_dir():
-        raise NotADirectoryError(f"{there} is a file, so nothing can be written to {directory}")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"{there} cannot be written, so nothing can be written to {directory}")
+    nearest = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
+    if not nearest.is_dir():
+        raise NotADirectoryError(f"{nearest} is a file, so nothing can be written to {directory}")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(f"{nearest} cannot be written, so nothing can be written to {directory}")
 
 
 def _new_directory(root: Path, name: str) -> Path:

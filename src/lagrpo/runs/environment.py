@@ -1,4 +1,4 @@
-"""Where a run ran: what is needed to repeat it, or to explain why a repetition differs."""
+"""Where a run ran: what one needs to repeat it, or to explain why a repetition differs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PACKAGES = ("lagrpo", "torch", "transformers", "numpy", "datasets", "math-verify
 
 
 def collect_environment(device: str = "cpu") -> dict[str, Any]:
-    """Versions, machine, its cores and how many of them this process can use, threads, device, git commit of the
-    working directory (None outside a repository), command line (without secrets) and the time of the start (UTC)."""
+    """Versions, machine, cores (all, and those that this process can use), threads, device, git commit of the working
+    directory (None outside a repository), command line without secrets, and the time of the start (UTC)."""
     import torch
 
     return {
@@ -52,7 +52,7 @@ def write_environment(run: Path, environment: Mapping[str, Any]) -> None:
 
 
 def read_environment(run: Path) -> dict[str, Any]:
-    """What environment.json of a run says; empty if there is none. Raises ValueError for a damaged one."""
+    """environment.json of a run; empty if there is none. Raises ValueError for a damaged one."""
     if not (file := run / FILE).exists():
         return {}
     try:

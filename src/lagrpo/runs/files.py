@@ -19,7 +19,7 @@ TEMPORARY = re.compile(r"\..+\.[0-9]+-[0-9a-f]{8}\.tmp")
 
 @contextmanager
 def _temporary_name(path: Path) -> Iterator[Path]:
-    """A name beside `path`, removed at the end. An error that names no file, such as a full disk, names `path`."""
+    """A name next to `path`, removed at the end. An error that names no file, such as a full disk, names `path`."""
     from safetensors import SafetensorError
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def write_atomically(path: Path, content: bytes | str | Callable[[Path], None]) 
 
 
 def write_directory_atomically(path: Path, write: Callable[[Path], None]) -> Path:
-    """Write a directory likewise: `write` fills a new one, which then replaces `path`."""
+    """Likewise a directory: `write` fills a new one, which then replaces `path`."""
     with _temporary_name(path) as scratch, _temporary_name(path) as old:
         scratch.mkdir()
         write(scratch)
@@ -78,7 +78,7 @@ def remove_leftovers(directory: Path) -> list[Path]:
 
 
 def numbered(folder: Path, before: str, after: str = "") -> dict[int, Path]:
-    """What a directory has under names of the form `before`, digits, `after`, by number."""
+    """The files of a folder named `before`, digits, `after`, by number."""
     form = re.compile(f"{re.escape(before)}([0-9]{{1,18}}){re.escape(after)}")
     return {int(name[1]): path for path in sorted(folder.glob("*")) if (name := form.fullmatch(path.name))}
 
@@ -123,9 +123,7 @@ def _plain(value: Any) -> Any:
 
 
 def _sync_to_disk(path: Path) -> None:
-    """Return when a file, or the names in a directory, are on the disk. Only POSIX can sync names."""
-    if path.is_dir() and os.name != "posix":
-        return
+    """Return when a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)

@@ -1,10 +1,9 @@
-"""The reward curve of a run as a PNG: reward and pass@1, the share of groups without a signal, and the measured lag."""
+"""The reward curve of a run as a PNG: reward and pass@1, the share of groups without a signal, and the staleness."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def reward_curve(run_dir: Run | Path | str) -> Path:
-    """Draw the run's reward.png and return its path. Raises RunNotFoundError if no batch is finished yet."""
+    """Draw the run's reward.png and return its path. Raises RunNotFoundError before the first step is finished."""
     run = open_run(run_dir)
     if not (metrics := load_metrics(run)):
         raise RunNotFoundError(f"{run.path} has no metrics yet: its first batch is not finished")
@@ -37,59 +36,55 @@ def draw(title: str, metrics: Rows, evaluations: Rows) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8.4, 6.6), layout="constrained", facecolor="white")
-    panels = reward, variance, lag = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": (4.2, 1.2, 1.2)})
+    panels = reward, variance, stale = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": (4, 1, 1)})
     for axes in panels:
         plain_axes(axes)
-        for before, after in pairwise(metrics):
-            if before.get("stage") != after.get("stage"):
-                axes.axvline(after["batch"] - 0.5, color=FAINT, linewidth=1, linestyle=(0, (5, 3)))
     _draw_reward(reward, metrics)
-    _draw_evaluations(reward, [e for e in evaluations if None not in (e.get("pass_at_1"), e.get("batch"))])
+    _draw_evaluations(reward, [e for e in evaluations if None not in (e.get("pass@1"), e.get("step"))])
     reward.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=5, frameon=False, fontsize=8.5)
-    _draw_steps(variance, metrics, "zero_variance_share", GREEN, "share of groups\nwithout signal")
-    _draw_steps(lag, metrics, "lag_max", PURPLE, "measured lag\n(updates)")
-    for axis in (lag.yaxis, lag.xaxis):
-        axis.set_major_locator(MaxNLocator(integer=True, nbins=4 if axis is lag.yaxis else "auto"))
-    lag.set_xlabel("batch k", color=INK)
+    _draw_steps(variance, metrics, "frac_reward_zero_std", GREEN, "share of groups\nwithout signal")
+    _draw_steps(stale, metrics, "staleness/max", PURPLE, "staleness\n(updates)")
+    stale.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
+    stale.xaxis.set_major_locator(MaxNLocator(integer=True))
+    stale.set_xlabel("step", color=INK)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
     return figure
 
 
 def _draw_reward(axes: Axes, metrics: Rows) -> None:
-    """The reward of each batch, and a running mean over a thirtieth of the run."""
-    points = [(m["batch"], m["reward_mean"]) for m in metrics if m.get("reward_mean") is not None]
-    batches, values = [batch for batch, _ in points], [value for _, value in points]
+    """The reward of each step, and a running mean over a thirtieth of the run."""
+    points = [(m["step"], m["reward"]) for m in metrics if m.get("reward") is not None]
+    steps, values = [step for step, _ in points], [value for _, value in points]
     half = max(1, len(values) // 30)
     windows = [values[max(0, at - half) : at + half + 1] for at in range(len(values))]
-    axes.plot(batches, values, ".", color=BLUE, alpha=0.4, label="reward of a batch")
+    axes.plot(steps, values, ".", color=BLUE, alpha=0.4, label="reward of a step")
     if len(values) > 2 * half + 1:
         means = [sum(window) / len(window) for window in windows]
-        axes.plot(batches, means, color=BLUE, linewidth=1.8, label=f"mean of {2 * half + 1} batches")
+        axes.plot(steps, means, color=BLUE, linewidth=1.8, label=f"mean of {2 * half + 1} steps")
     if all(0 <= value <= 1 for value in values):
         axes.set_ylim(-0.03, 1.06)
     axes.set_ylabel("reward", color=INK)
 
 
 def _draw_evaluations(axes: Axes, evaluations: Rows) -> None:
-    """pass@1 with its intervals, and the first and last value in words. If there are several sets, the first one."""
-    of_set = evaluations[0].get("set") if evaluations else None
+    """pass@1 of the first set with its intervals, and the first and last value in words."""
+    if not evaluations:
+        return
+    of_set = evaluations[0].get("set")
     points = [e for e in evaluations if e.get("set") == of_set]
-    at, values = [e["batch"] for e in points], [e["pass_at_1"] for e in points]
-    ends = [
-        [abs(e.get(f"pass_at_1_{end}", e["pass_at_1"]) - e["pass_at_1"]) for e in points] for end in ("low", "high")
-    ]
-    if points:
-        label, style = f"pass@1, {of_set or 'held-out prompts'}", {"fmt": "o", "capsize": 3.5, "zorder": 5}
-        axes.errorbar(at, values, yerr=ends, color=ORANGE, label=label, **style)
-    for n in {0, len(points) - 1} if points else ():
+    at, values = [e["step"] for e in points], [e["pass@1"] for e in points]
+    ends = [[abs(e.get(f"pass@1_{end}", e["pass@1"]) - e["pass@1"]) for e in points] for end in ("low", "high")]
+    label = f"pass@1, {of_set or 'held-out prompts'}"
+    axes.errorbar(at, values, yerr=ends, color=ORANGE, label=label, fmt="o", capsize=3.5, zorder=5)
+    for n in {0, len(points) - 1}:
         place: dict[str, Any] = {"xytext": (8 if n == 0 else -8, 6), "ha": "left" if n == 0 else "right"}
         place |= {"color": ORANGE, "fontweight": "bold", "textcoords": "offset points"}
         axes.annotate(f"{values[n]:.1%}", (at[n], values[n]), **place)
 
 
 def _draw_steps(axes: Axes, metrics: Rows, key: str, color: str, label: str) -> None:
-    """A metric as steps of a batch each, filled down to 0; a gap if there is none."""
-    edges = [m["batch"] - 0.5 for m in metrics] + [metrics[-1]["batch"] + 0.5]
+    """A metric as a stair, filled down to 0; a gap where it is null."""
+    edges = [m["step"] - 0.5 for m in metrics] + [metrics[-1]["step"] + 0.5]
     values = [math.nan if m.get(key) is None else float(m[key]) for m in metrics]
     axes.stairs(values, edges, fill=True, color=color, alpha=0.25, linewidth=0)
     axes.stairs(values, edges, baseline=None, color=color, linewidth=1.0 if len(values) <= 300 else 0.4)

@@ -1,4 +1,4 @@
-"""A run read back: metrics, evaluations and rollouts, whether the run is finished, killed or still going."""
+"""A run read back: metrics, evaluations and rollouts, whether the run is finished, killed or still running."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class RunNotFoundError(FileNotFoundError):
-    """There is no run there, or it has not yet written what was asked for."""
+    """The directory is not a run, or has not yet what was asked for."""
 
 
 def open_run(run: Run | Path | str) -> Run:
-    """The run in a directory. Raises RunNotFoundError, which names the runs nearby, if there is none."""
+    """The run in a directory. Raises RunNotFoundError, which names the runs nearby, if it is not one."""
     path = run.path if isinstance(run, Run) else Path(run).expanduser()
     if (path / "config.toml").is_file():
         return Run(path)
@@ -37,8 +37,8 @@ def open_run(run: Run | Path | str) -> Run:
 
 
 def load_reward_range(run: Run | Path | str) -> tuple[float, float]:
-    """The smallest and the largest reward of the run's task, by its config.toml; 0 and 1 if that does not say. Raises
-    ValueError for a config.toml that is not TOML."""
+    """The smallest and the largest reward of the run's task, by its config.toml; by default 0 and 1. Raises ValueError
+    for a config.toml that is not TOML."""
     path = open_run(run).path / "config.toml"
     try:
         low, high = tomllib.loads(path.read_text("utf-8")).get("task", {}).get("reward_range", (0.0, 1.0))
@@ -48,13 +48,13 @@ def load_reward_range(run: Run | Path | str) -> tuple[float, float]:
 
 
 def load_metrics(run: Run | Path | str) -> list[dict[str, Any]]:
-    """The metrics of the batches so far, in order; empty before the first. A torn last line (the run was killed
-    while it wrote, or is writing now) is left out; a broken line anywhere else raises ValueError with its number."""
+    """The metrics of the steps so far, in order. A torn last line (the run was killed while it wrote, or is writing) is
+    left out; a broken line anywhere else raises ValueError with its number."""
     return _load_lines(open_run(run).metrics)
 
 
 def load_events(run: Run | Path | str) -> list[dict[str, Any]]:
-    """The events of the run so far, in order: weight syncs with their reasons, and warnings. Read as metrics are."""
+    """The events of the run so far, in order: weight syncs with their reasons, warnings. Read as metrics are."""
     return _load_lines(open_run(run).events)
 
 
@@ -73,20 +73,18 @@ def _load_objects(path: Path, text: bytes) -> list[dict[str, Any]]:
 
 
 def load_evaluations(run: Run | Path | str) -> list[dict[str, Any]]:
-    """The summaries of the run's evaluations, in the order of the batch they were made at. Raises ValueError for a file
-    that is not a summary."""
+    """The summaries of the run's evaluations, in the order of their steps. Raises ValueError for a damaged file."""
     found = []
     for path in (open_run(run).path / "evaluations").glob("*.json"):
         summary = [*_load_objects(path, path.read_bytes().strip() + b"\n"), {}][0]
-        if summary.get("name") != path.stem or not isinstance(summary.get("batch", 0), int | None):
-            raise ValueError(f"{path} is not the summary of an evaluation, which has its name and a batch")
+        if summary.get("name") != path.stem or not isinstance(summary.get("step", 0), int | None):
+            raise ValueError(f"{path} is not the summary of an evaluation, which has its name and a step")
         found.append(summary)
-    return sorted(found, key=lambda summary: (summary.get("batch") or 0, summary["name"]))
+    return sorted(found, key=lambda summary: (summary.get("step") or 0, summary["name"]))
 
 
 def load_evaluation_records(run: Run | Path | str, name: str) -> list[dict[str, Any]]:
-    """One dict per prompt of the evaluation of that name; empty if it has no Parquet file. Raises ValueError for a
-    damaged one."""
+    """One dict per prompt of an evaluation; empty if it has no Parquet file. Raises ValueError for a damaged one."""
     path = open_run(run).path / "evaluations" / f"{name}.parquet"
     if not path.exists():
         return []
@@ -95,30 +93,30 @@ def load_evaluation_records(run: Run | Path | str, name: str) -> list[dict[str, 
 
 
 def rollout_batches(run: Run | Path | str) -> list[int]:
-    """The batches whose rollouts are on disk, in order."""
+    """The steps whose rollouts are on disk, in order."""
     return sorted(numbered(open_run(run).path / "rollouts", "step-", ".parquet"))
 
 
 def load_rollouts(
-    run: Run | Path | str, batches: Iterable[int] | None = None, columns: list[str] | None = None
+    run: Run | Path | str, steps: Iterable[int] | None = None, columns: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """One dict per completion of these batches (default: all), in their order; `gold` is still JSON text. Raises
-    RunNotFoundError for a batch that is not on disk, ValueError for a damaged file or one of another schema."""
+    """One dict per completion of these steps (default: all), in their order; `answer` is still JSON text. Raises
+    RunNotFoundError for a step that is not on disk, ValueError for a damaged file or one of another schema."""
     run, rows = open_run(run), list[dict[str, Any]]()
     there = rollout_batches(run)
-    for batch in there if batches is None else batches:
-        if batch not in there:
-            span = f"batches {there[0]} to {there[-1]}" if there else "no batch at all"
-            raise RunNotFoundError(f"{run.path} has no rollouts of batch {batch}; it has {span}")
-        with opened_rollouts(run, batch) as file:
+    for step in there if steps is None else steps:
+        if step not in there:
+            span = f"steps {there[0]} to {there[-1]}" if there else "none"
+            raise RunNotFoundError(f"{run.path} has no rollouts of step {step}; it has {span}")
+        with opened_rollouts(run, step) as file:
             rows += file.read(columns).to_pylist()
     return rows
 
 
 @contextmanager
-def opened_rollouts(run: Run | Path | str, batch: int) -> Iterator[pyarrow.parquet.ParquetFile]:
-    """The rollouts of one batch, for reading column by column. Raises ValueError as `load_rollouts` does."""
-    path = open_run(run).path / "rollouts" / f"step-{batch:06d}.parquet"
+def opened_rollouts(run: Run | Path | str, step: int) -> Iterator[pyarrow.parquet.ParquetFile]:
+    """The rollouts of one step, for reading column by column. Raises ValueError as `load_rollouts` does."""
+    path = open_run(run).path / "rollouts" / f"step-{step:06d}.parquet"
     with _opened_table(path) as file:
         schema = (file.schema_arrow.metadata or {}).get(SCHEMA_KEY, b"no schema").decode(errors="replace")
         if schema != SCHEMA_NAME:

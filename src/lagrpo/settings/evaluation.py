@@ -12,7 +12,7 @@ from lagrpo.settings.rewards import NAME
 from lagrpo.settings.section import Section
 from lagrpo.settings.task import TaskSettings
 
-OF_A_SET = ("pass_at_1", "reward_mean")
+OF_A_SET = ("pass@1", "reward")
 """What metrics.jsonl has of a set."""
 
 
@@ -51,12 +51,12 @@ class EvaluationSettings(Section):
     temperature: float | None = Field(default=None, gt=0)
     """Sampling temperature of the evaluation; by default training's."""
     sampler: Literal["local", "vllm"] = "local"
-    """What generates: the learner's own policy in this process, or the run's vLLM servers, which get its weights for
+    """What generates: the trainer's own policy in this process, or the run's vLLM servers, which get its weights for
     that."""
     sets: tuple[EvaluationSet, ...] = ()
     """Several evaluations in place of one, each a table [[eval.sets]] (docs/evaluation.md)."""
     best_metric: str | None = None
-    """Which result makes the best policy, such as pass_at_1, or SET.pass_at_1 with sets: the policy with the greatest
+    """Which result makes the best policy, such as pass@1, or SET.pass@1 with sets: the policy with the greatest
     one is kept in weights/best. Unset: no weights are kept for that."""
 
     @model_validator(mode="after")
@@ -72,9 +72,9 @@ class EvaluationSettings(Section):
             form = f"SET.METRIC with SET one of {', '.join(names)}" if names else "a metric alone, as there are no sets"
             raise ValueError(f"best_metric = {self.best_metric!r}: write {form}")
         samples = (chosen.num_samples if chosen is not None else None) or self.num_samples
-        passes = [f"pass_at_{k}" for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))})]
-        known = ("reward_mean", *passes)
-        if metric not in known and not re.fullmatch(r"reward_\w+_mean", metric):
+        passes = [f"pass@{k}" for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))})]
+        known = ("reward", *passes)
+        if metric not in known and not re.fullmatch(r"rewards/\w+/mean", metric):
             raise ValueError(
                 f"best_metric = {self.best_metric!r}: there is no metric {metric!r}; there are {', '.join(known)}"
             )

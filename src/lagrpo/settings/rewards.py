@@ -36,8 +36,6 @@ class RewardSettings(Section):
     def _check(self) -> RewardSettings:
         if not NAME.fullmatch(self.name):
             raise ValueError(f"name = {self.name!r}: a name has letters, digits and _, and begins with a letter")
-        if self.name == "mean":  # evaluations have a column reward_mean
-            raise ValueError("name = 'mean': reward_mean is the mean of the weighted sum; call the reward otherwise")
         if not self.range[0] < self.range[1]:
             raise ValueError(f"range goes from the least to the greatest value, not {self.range}")
         return self

@@ -37,8 +37,6 @@ class RunSettings(Section):
     score_lag: bool = True
     """Where alpha lags, also score the completions that the loss leaves out, so that the metrics of the lag cover all
     completions. Without it these metrics are null where the loss leaves any out. The schedule budget needs it."""
-    score_update: bool = False
-    """Score each batch again after its updates, for both sides of the bounds on the step (one forward pass)."""
     entropy: bool = False
     """Measure the policy's entropy over the tokens that it learns from, in nats per token."""
     report_to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...], ONE_OR_MORE] = ()
@@ -71,14 +69,14 @@ class ModelSettings(Section):
     path: str = "smollm2"
     """Hub id or directory of a causal language model, or "smollm2", the embedded SmolLM2-135M-Instruct."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """dtype that sampler and learner compute in; with bfloat16 the optimizer keeps float32 masters. auto: bfloat16
+    """dtype that sampler and trainer compute in; with bfloat16 the optimizer keeps float32 masters. auto: bfloat16
     where the device multiplies it in hardware, else float32."""
     device: str = "auto"
     """cpu, cuda, cuda:1 …; auto: a GPU where there is one."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; default: OMP_NUM_THREADS, else the physical cores within the container's quota."""
     kernels: Literal["auto", "c", "torch"] = "auto"
-    """What computes beside PyTorch. c: lagrpo's C kernels (CPU), which make sampler and learner agree to the bit in
+    """What computes beside PyTorch. c: lagrpo's C kernels (CPU), which make sampler and trainer agree to the bit in
     bfloat16. torch: PyTorch alone. auto: the kernels if there is a C compiler."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the tokenizer's."""
@@ -106,7 +104,7 @@ class RolloutSettings(Section):
     num_generations: int = Field(default=16, ge=1)
     """Completions per prompt, the size of a group."""
     temperature: float = Field(default=1.0, gt=0)
-    """tau: divides the logits in sampler and learner alike."""
+    """tau: divides the logits in sampler and trainer alike."""
     max_completion_length: int = Field(default=256, ge=1)
     """Longest completion; a longer one is cut."""
     max_prompt_length: int = Field(default=1024, ge=1)
@@ -117,7 +115,7 @@ class RolloutSettings(Section):
     """With v > 1, generate the batches up to the next weight sync together. The records stay the same; unfinished
     completions keep their memory while the policy learns."""
     parity_check: bool = True
-    """After every weight sync, check that sampler and learner compute the same. Off: stale weights go unnoticed."""
+    """After every weight sync, check that sampler and trainer compute the same. Off: stale weights go unnoticed."""
     dynamic_sampling_rounds: int = Field(default=0, ge=0)
     """Rounds in which further prompts replace groups of equal rewards (DAPO's dynamic sampling)."""
 

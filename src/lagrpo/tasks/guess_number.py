@@ -52,7 +52,7 @@ class GuessNumber:
     """One game."""
 
     def reset(self, prompt: Prompt, key: Key) -> Messages:
-        self.number, self.guesses = int(prompt.gold), 0
+        self.number, self.guesses = int(prompt.answer), 0
         return prompt.messages
 
     def step(self, text: str) -> StepResult:

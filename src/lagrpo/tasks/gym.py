@@ -56,7 +56,7 @@ class Gym:
         self.name, self.system_prompt, self.steps, self.reward = name, system_prompt, list[str](), 0.0
 
     def reset(self, prompt: Prompt, key: Key) -> Messages:
-        self.seed = int(prompt.gold)
+        self.seed = int(prompt.answer)
         return build_messages(self._begin()[1], self.system_prompt)
 
     def step(self, text: str) -> StepResult:

@@ -101,7 +101,7 @@ class Talking:
         self.tools = tools
 
     def reset(self, prompt: Prompt, key: Key) -> Messages:
-        self.answer = prompt.gold
+        self.answer = prompt.answer
         return add_system(prompt.messages, self.tools.system)
 
     def step(self, text: str) -> StepResult:

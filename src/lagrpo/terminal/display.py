@@ -22,7 +22,7 @@ from rich.text import Text
 
 from lagrpo.errors import visible
 from lagrpo.terminal.text import ABSENT, MARKS, clipped, count_of, duration, finite, formatted, formatted_interval
-from lagrpo.types import is_right
+from lagrpo.types import is_correct
 
 Metrics = Mapping[str, Any]
 ROWS = 10  # batches in the live table
@@ -42,33 +42,27 @@ def number(key: str, form: str) -> Callable[[Metrics], str]:
     return lambda metrics: formatted(metrics.get(key), form)
 
 
-def lag(metrics: Metrics) -> str:
-    """The measured lag of the batch's tokens: one number, or the smallest and the largest."""
-    low, high = (formatted(metrics.get(key), ".0f") for key in ("lag_min", "lag_max"))
-    return low if low == high else f"{low}..{high}"
-
-
 def clip_share(metrics: Metrics) -> str:
-    """The share of tokens outside the clip range on either side, at the last update on the batch."""
-    shares = [finite(metrics.get(f"clip_{side}_share_last")) for side in ("low", "high")]
+    """The share of tokens outside the clip range on either side, at the updates on the batch."""
+    shares = [finite(metrics.get(f"clip_ratio/{side}_mean")) for side in ("low", "high")]
     return formatted(sum(share for share in shares if share is not None) if shares != [None, None] else None, ".1%")
 
 
 LEGEND = (
-    "no signal: groups with all rewards equal · lag: in updates, read from the tokens\n"
+    "no signal: groups with all rewards equal · staleness: largest, in updates\n"
     "clipped: tokens outside the clip range · sampled/s, learned/s: tokens a second"
 )
 # In order of importance: a narrow terminal shows the first ones.
 COLUMNS = (
-    Column("batch", 6, number("batch", "d")),
-    Column("reward", 7, number("reward_mean", ".3f")),
-    Column("no signal", 9, number("zero_variance_share", ".0%")),
-    Column("lag", 7, lag),
-    Column("KL to α", 8, number("kl_alpha", ".1e")),
+    Column("step", 6, number("step", "d")),
+    Column("reward", 7, number("reward", ".3f")),
+    Column("no signal", 9, number("frac_reward_zero_std", ".0%")),
+    Column("staleness", 9, number("staleness/max", ".0f")),
+    Column("KL to α", 8, number("rollout/kl", ".1e")),
     Column("clipped", 7, clip_share),
-    Column("sampled/s", 9, number("tokens_per_s_sampling", ",.0f")),
-    Column("learned/s", 9, number("tokens_per_s_learning", ",.0f")),
-    Column("seconds", 7, number("seconds_total", ".1f")),
+    Column("sampled/s", 9, number("tokens_per_s/generate", ",.0f")),
+    Column("learned/s", 9, number("tokens_per_s/train", ",.0f")),
+    Column("seconds", 7, number("time/step", ".1f")),
 )
 
 
@@ -133,12 +127,12 @@ class PlainDisplay(Display):
     def time_left(self) -> str:
         """The time that the remaining batches will take, for example 2:41, at the median pace of the recent ones. The
         first batch does not count: it warms up."""
-        paces = [pace for row in self.rows[1:] if (pace := finite(row.get("seconds_total"))) is not None]
+        paces = [pace for row in self.rows[1:] if (pace := finite(row.get("time/step"))) is not None]
         return duration((self.total - self.done()) * median(paces)) if paces else ABSENT
 
     def done(self) -> int:
         """How many batches are finished."""
-        return int(finite(self.rows[-1].get("batch")) or 0) if self.rows else 0
+        return int(finite(self.rows[-1].get("step")) or 0) if self.rows else 0
 
     def on_end(self, status: str, detail: str) -> None:
         """Unless the run failed, print pass@1 before and after, completions side by side, and the next commands."""
@@ -163,7 +157,7 @@ class PlainDisplay(Display):
         lines += [
             f"pass@1 {moment:<7}{_pass_at_1(e)}" for moment, (e, _) in (("before", before), ("after", after)) if e
         ]
-        if after[0].get("pass_at_1_change") is not None:
+        if after[0].get("pass@1_change") is not None:
             lines.append(f"change        {_change(after[0])}")
         for line in lines:
             self.console.print(Text(f"  {line}"), soft_wrap=True)
@@ -229,17 +223,17 @@ def _side_by_side(before: Sequence[Metrics], after: Sequence[Metrics], scale: An
 def _sample(record: Metrics, scale: Any) -> Text:
     if not record:
         return Text(ABSENT)
-    reward, text, decided = record["rewards"][0], record["completions"][0], record.get("is_right", [None])[0]
-    mark, style = MARKS[None if reward is None else is_right(reward, scale, decided)]
+    reward, text, decided = record["rewards"][0], record["completions"][0], record.get("is_correct", [None])[0]
+    mark, style = MARKS[None if reward is None else is_correct(reward, scale, decided)]
     return Text.assemble((f"{mark} ", f"bold {style}"), clipped(visible(text or "(empty)"), 300))
 
 
 def _pass_at_1(summary: Metrics) -> str:
     counts = (("prompts", "held-out prompt", ""), ("samples", "sample", " of each"))
     said = [count_of(summary[key], one) + rest for key, one, rest in counts if summary.get(key) is not None]
-    return formatted_interval(summary, "pass_at_1", ".1%") + (f"   ({', '.join(said)})" if said else "")
+    return formatted_interval(summary, "pass@1", ".1%") + (f"   ({', '.join(said)})" if said else "")
 
 
 def _change(after: Metrics) -> str:
-    value, low, high = (formatted(100 * after[f"pass_at_1_change{end}"], "+.1f") for end in ("", "_low", "_high"))
+    value, low, high = (formatted(100 * after[f"pass@1_change{end}"], "+.1f") for end in ("", "_low", "_high"))
     return f"{value:>6} points   95 % interval {low} to {high}   (paired by prompt; intervals: for all such prompts)"

@@ -86,7 +86,7 @@ class FreshMicroBatch:
     batch: Batch
 
     def name(self, c: int) -> str:
-        """The c-th completion of the row as the rollouts have it (columns `completion` and `prompt_key`), both from
+        """The c-th completion of the row as the rollouts have it (columns `completion` and `prompt_id`), both from
         0."""
         group, number = self.batch.member_C[self.members[c]]
         return f"completion {number} of prompt {self.batch.groups[group].prompt.key}"

@@ -13,15 +13,15 @@ from lagrpo.runs import Run, RunExistsError, collect_environment
 from lagrpo.runs.directory import locked
 from lagrpo.settings.schema import RunSettings
 from lagrpo.settings.toml import to_toml
-from lagrpo.training.build import Parts
+from lagrpo.training.build import TrainerComponents
 
 READ_OF_TASK = {"reward_range": "", "system_prompt": " (of questions in offline.data)"}
 """What is read of settings.task if the task is the caller's object, and for what."""
 
 
-def describe_environment(parts: Parts, identity: str | None = None) -> dict[str, Any]:
+def describe_environment(parts: TrainerComponents, identity: str | None = None) -> dict[str, Any]:
     """What environment.json says: the run's identity (a new one by default), versions, machine, and what computes."""
-    policy, dtype = parts.learner.policy, parts.settings.model.dtype
+    policy, dtype = parts.trainer.policy, parts.settings.model.dtype
     own = {"id": secrets.token_hex(8) if identity is None else identity}
     environment = own | collect_environment(str(policy.device))
     environment["ranks"] = parts.ranks.size
@@ -30,12 +30,12 @@ def describe_environment(parts: Parts, identity: str | None = None) -> dict[str,
     environment["computation"] = policy.model.computation
     environment["decoding"] = parts.sampled.model.decoding if parts.sampled else "by vLLM"
     environment["dtype"], environment["dtype_reason"] = pick_dtype(dtype, policy.device)
-    environment["parity"] = asdict(parts.parity) if parts.parity else None
+    environment["agreement"] = asdict(parts.agreement) if parts.agreement else None
     environment["offline"] = str(parts.offline) if parts.offline is not None else None
     return environment
 
 
-def write_config(parts: Parts) -> str:
+def write_config(parts: TrainerComponents) -> str:
     """config.toml: the settings, and what they do not say if the task is the caller's object."""
     kind = type(parts.task)
     read = f"of [task] only {' and '.join(name + what for name, what in READ_OF_TASK.items())} were read"

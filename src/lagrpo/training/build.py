@@ -35,7 +35,7 @@ from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
 from lagrpo.tasks import Task, check_task, load_task
 from lagrpo.tasks.environments import load_environment
 from lagrpo.training.checks import chat_template
-from lagrpo.training.environments import OF_RUN, check_environment, find_talks, replied
+from lagrpo.training.environments import OF_RUN, check_environment, find_environment_setups, replied
 from lagrpo.training.fsdp import copy_sharded, copy_whole, why_not_shardable, with_modules, without_values
 from lagrpo.training.ranks import (
     FirstRankEvaluator,
@@ -119,22 +119,22 @@ def load_data(settings: Settings, task: Task | None) -> RunData:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class TrainerComponents:
     """What a run is made of, on this rank."""
 
     settings: Settings
     task: Task
     own_task: bool  # the caller gave the task as an object
     model: str  # the fingerprint of the initial weights
-    learner: Trainer  # with the policy, the recipe and the reference
+    trainer: Trainer  # with the policy, the recipe and the reference
     sampler: LocalSampler | VllmEngine | FirstRankSampler
     evaluator: LocalSampler | VllmEvaluator | FirstRankEvaluator
     prefetcher: Prefetcher
     prompts: PromptSource
     offline: OfflineData | None  # completions of files
-    verifier: RewardPool
+    reward_pool: RewardPool
     schedule: Schedule
-    check_parity: WeightSyncCheck | None  # None if the run asks for no check
+    check_weight_sync: WeightSyncCheck | None  # None if the run asks for no check
     check_evaluated: WeightSyncCheck | None = None  # of servers that evaluate
     others: Mapping[str, tuple[Task, RewardPool]] = field(default_factory=dict)  # of evaluation sets
     ranks: Ranks = field(default_factory=Ranks)
@@ -143,7 +143,9 @@ class Parts:
     skeleton: Any = None  # the model of transformers without its numbers, if layers are sharded
 
     @staticmethod
-    def build(settings: Settings, recipe: Recipe, task: Task | None = None, ranks: Ranks | None = None) -> Parts:
+    def build(
+        settings: Settings, recipe: Recipe, task: Task | None = None, ranks: Ranks | None = None
+    ) -> TrainerComponents:
         """The data first, then the model: errors that are cheap to find come first. After an error, whatever was
         started is ended. Raises SettingsError for data or a model that is missing, or does not fit."""
         ranks = ranks or Ranks()
@@ -154,7 +156,7 @@ class Parts:
                     check_files(resolve_model(settings.model.path))
                 opened = open_servers(settings, replied(settings, data.task))
                 servers = [undo.enter_context(closing(server)) for server in opened]
-            parts = Parts._build(settings, recipe, data, task is not None, servers, undo, ranks)
+            parts = TrainerComponents._build(settings, recipe, data, task is not None, servers, undo, ranks)
             undo.pop_all()
             return parts
 
@@ -162,42 +164,42 @@ class Parts:
     def _build(
         settings: Settings, recipe: Recipe, data: RunData, own_task: bool, servers: list[VllmClient], undo: ExitStack,
         ranks: Ranks,
-    ) -> Parts:  # fmt: skip
+    ) -> TrainerComponents:  # fmt: skip
         task = data.task
         longest = settings.longest + replied(settings, task, *data.of_sets.values())
         policy = build_policy(settings.model, settings.rollout.temperature, longest, settings.run.seed)
         model = check_same_model(ranks, fingerprint(policy.all_weights))
-        talks = find_talks(settings, task, data.of_sets, policy.chat)
+        talks = find_environment_setups(settings, task, data.of_sets, policy.chat)
         talking = {name: talk.start(settings, policy.chat, undo) for name, talk in talks.items()}
         asking = {name: talk.asking(talking[name]) for name, talk in talks.items()}
         prompts = build_prompts(settings, task, policy, asking.get(OF_RUN, {}))
         offline = build_offline(settings, recipe, policy, data.records) if data.records else None
         sampler = build_sampler(settings, policy, servers, talking.get(OF_RUN), ranks)
         skeleton = without_values(policy.model.lm) if ranks.mesh is not None else None
-        learner, evaluator = build_learner(settings, recipe, policy, ranks)
-        policy, evaluator.known = learner.policy, talking
-        verifier = undo.enter_context(build_verifier(settings, task, ranks))
+        trainer, evaluator = build_trainer(settings, recipe, policy, ranks)
+        policy, evaluator.known = trainer.policy, talking
+        reward_pool = undo.enter_context(build_reward_pool(settings, task, ranks))
         others = {
-            name: (each, undo.enter_context(build_verifier(settings, each, ranks)))
+            name: (each, undo.enter_context(build_reward_pool(settings, each, ranks)))
             for name, each in data.of_sets.items()
         }
-        check = build_parity_check(settings, policy, prompts, sampler) if settings.rollout.parity_check else None
+        check = build_weight_sync_check(settings, policy, prompts, sampler) if settings.rollout.parity_check else None
         lent = settings.eval.sampler == "vllm" and not isinstance(sampler, LocalSampler)
-        return Parts(
+        return TrainerComponents(
             settings=settings,
             task=task,
             own_task=own_task,
             model=model,
-            learner=learner,
+            trainer=trainer,
             sampler=sampler,
             evaluator=build_vllm_evaluator(sampler) if lent else evaluator,
             prefetcher=Prefetcher(sampler, prompts.batch, settings.rollout.num_generations),
             prompts=prompts,
             offline=offline,
-            verifier=verifier,
+            reward_pool=reward_pool,
             schedule=Schedule(settings.schedule.kind, settings.schedule.sync_every, settings.schedule.delta),
-            check_parity=check,
-            check_evaluated=build_parity_check(settings, policy, prompts, sampler) if check and lent else None,
+            check_weight_sync=check,
+            check_evaluated=build_weight_sync_check(settings, policy, prompts, sampler) if check and lent else None,
             others=others,
             asking=asking,
             ranks=ranks,
@@ -207,13 +209,13 @@ class Parts:
 
     @property
     def sampled(self) -> Policy | PolicyCopy | None:
-        """The policy of the in-process sampler, which computes as the learner does, up to rounding; None for vLLM."""
+        """The policy of the in-process sampler, which computes as the trainer does, up to rounding; None for vLLM."""
         return self.sampler.policy if isinstance(self.sampler, LocalSampler) else None
 
     @property
-    def parity(self) -> Agreement | None:
-        """How far learner and in-process sampler agree; None if that was not measured."""
-        return self.check_parity.parity if self.check_parity is not None else None
+    def agreement(self) -> Agreement | None:
+        """How far trainer and in-process sampler agree; None if that was not measured."""
+        return self.check_weight_sync.agreement if self.check_weight_sync is not None else None
 
     def read_offline(self, b: int) -> Sequence[Group]:
         """The groups of batch b that come from a file."""
@@ -221,14 +223,14 @@ class Parts:
 
     def whole_weights(self) -> dict[str, Tensor] | None:
         """What `save_policy` writes, on rank 0, if layers are sharded. Collective."""
-        policy = self.learner.policy
+        policy = self.trainer.policy
         if self.ranks.mesh is None:
             return None
         return self.ranks.gather_whole(policy.all_weights if self.settings.model.lora_merge else policy.weights)
 
     def save_policy(self, directory: Path, whole: Mapping[str, Tensor] | None) -> None:
         """Write π as it is now, a model or its adapter; `whole` are `whole_weights`."""
-        policy, merge = self.learner.policy, self.settings.model.lora_merge
+        policy, merge = self.trainer.policy, self.settings.model.lora_merge
         if whole is None:
             return policy.save_merged(directory) if merge else policy.save(directory)
         if merge:
@@ -243,7 +245,7 @@ class Parts:
         """End the workers and the servers that were started."""
         judges = [judge for _, judge in self.others.values()]
         with ExitStack() as last:
-            for part in (self.sampler, self.verifier, *judges):
+            for part in (self.sampler, self.reward_pool, *judges):
                 last.callback(part.close)
             for episodes in self.talking.values():
                 last.callback(episodes.environments.close)
@@ -312,8 +314,8 @@ def build_vllm_evaluator(sampler: Any) -> VllmEvaluator | FirstRankEvaluator:
     return FirstRankEvaluator(sampler) if isinstance(sampler, FirstRankSampler) else VllmEvaluator(sampler)
 
 
-def build_learner(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ranks) -> tuple[Trainer, LocalSampler]:
-    """The learner, with a reference if the recipe has a KL term, and what samples evaluations from its policy. If
+def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ranks) -> tuple[Trainer, LocalSampler]:
+    """The trainer, with a reference if the recipe has a KL term, and what samples evaluations from its policy. If
     layers are sharded, the policy given is used up. Raises SettingsError for a model whose layers cannot be."""
     o, s = settings.optimizer, settings.schedule
     same = {"lr": o.learning_rate, "weight_decay": o.weight_decay, "schedule": o.lr_scheduler_type}
@@ -332,19 +334,19 @@ def build_learner(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ran
         reference = copy_policy(policy) if recipe.needs_pi_ref else None
         if ranks.size == 1:
             return Trainer(policy, recipe, optimization, reference, *given), LocalSampler(policy, *evaluating)
-        learner = RankTrainer(ranks, policy, recipe, optimization, reference, *given)
-        return learner, RankSampler(ranks, policy, *evaluating)
+        trainer = RankTrainer(ranks, policy, recipe, optimization, reference, *given)
+        return trainer, RankSampler(ranks, policy, *evaluating)
     if reason := why_not_shardable(policy):
         raise SettingsError(f"distributed.strategy = 'fsdp2' cannot shard this model: {reason}")
     whole = copy_whole if isinstance(policy.weights, AdapterWeights) else copy_policy
     evaluator, policy = RankBorrower(ranks, whole(policy), *evaluating), with_modules(policy)
     reference = copy_sharded(policy, ranks.mesh) if recipe.needs_pi_ref else None
-    learner = RankTrainer(ranks, policy, recipe, optimization, reference, *given)
-    evaluator.source = learner.policy
-    return learner, evaluator
+    trainer = RankTrainer(ranks, policy, recipe, optimization, reference, *given)
+    evaluator.source = trainer.policy
+    return trainer, evaluator
 
 
-def build_verifier(settings: Settings | EvalSettings, task: Task, ranks: Ranks | None = None) -> RewardPool:
+def build_reward_pool(settings: Settings | EvalSettings, task: Task, ranks: Ranks | None = None) -> RewardPool:
     """The task's rewards in worker processes. Raises SettingsError for functions of another signature."""
     with refusing("task"):
         if ranks is None or ranks.size == 1:
@@ -352,15 +354,15 @@ def build_verifier(settings: Settings | EvalSettings, task: Task, ranks: Ranks |
         return RankRewardPool(ranks, task.reward, **settings.verifier.of_a_batch)
 
 
-def build_parity_check(settings: Settings, policy: Policy, source: PromptSource, sampler: Any) -> WeightSyncCheck:
+def build_weight_sync_check(settings: Settings, policy: Policy, source: PromptSource, sampler: Any) -> WeightSyncCheck:
     """The check after every weight sync. Raises SettingsError if the in-process sampler computes something else than
-    the learner."""
-    parity_prompts = source.parity_prompts(CHECK_PROMPTS)
+    the trainer."""
+    check_prompts = source.check_prompts(CHECK_PROMPTS)
     if not isinstance(sampler, LocalSampler):
         return WeightSyncCheck(
-            parity_prompts, sampler.dtype if isinstance(sampler, FirstRankSampler) else sampler.weights.dtype
+            check_prompts, sampler.dtype if isinstance(sampler, FirstRankSampler) else sampler.weights.dtype
         )
-    check = WeightSyncCheck(parity_prompts, policy.dtype)
+    check = WeightSyncCheck(check_prompts, policy.dtype)
     with refusing("model.path", WeightSyncError):
         check.start(policy, sampler)
     return check
@@ -382,8 +384,8 @@ def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: R
         found = OfflineData(records, policy, sampling.num_generations, settings.run.seed, **limits)
     if recipe.needs_logp_alpha and not found.has_logp:
         raise SettingsError(
-            f"offline.data = {', '.join(data)} does not say how likely its completions were (logp_alpha), and recipe "
-            f"{recipe.name!r} reads that; use one that does not, such as reinforce, asymre, red_drop, red_weight"
+            f"offline.data = {', '.join(data)} does not say how likely its completions were (rollout_logprobs), and "
+            f"recipe {recipe.name!r} reads that; use one that does not, such as reinforce, asymre, red_drop, red_weight"
         )
     if found.longest > sampling.max_completion_length:
         has = f"offline.data has a completion of {found.longest} tokens"

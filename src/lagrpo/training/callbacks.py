@@ -21,7 +21,7 @@ class Callback:
         """A batch is finished: its line of metrics.jsonl, and one row per completion (docs/metrics.md)."""
 
     def on_evaluation(self, name: str, summary: Row, records: Sequence[Row]) -> None:
-        """The policy was evaluated after summary["batch"] batches; `records` has one row per prompt."""
+        """The policy was evaluated after summary["step"] batches; `records` has one row per prompt."""
 
     def on_end(self, status: Status, detail: str) -> None:
         """The run is over. Nothing else is called after it."""

@@ -43,7 +43,7 @@ from lagrpo.training.optimizer_state import MergedState
 from lagrpo.types import Completion, Group, Outcome
 
 if TYPE_CHECKING:
-    from lagrpo.training.build import Parts
+    from lagrpo.training.build import TrainerComponents
 
 SCHEMA = "lagrpo.checkpoint/2"
 STATE, ROLLOUTS = "state.json", "rollouts.parquet"
@@ -203,7 +203,7 @@ class CheckpointManager:
         self.written = [*self.written, batch][-max(1, self.keep) :]
         self.prune(self.written)
         size = sum(file.stat().st_size for file in path.iterdir())
-        self._news.append({"batch": batch, "bytes": size, "seconds": time.monotonic() - started})
+        self._news.append({"step": batch, "bytes": size, "seconds": time.monotonic() - started})
 
     def _fill(self, state: dict[str, Any], files: Mapping[str, Any], rows: Any, folder: Path) -> None:
         for name, tensors in files.items():
@@ -254,26 +254,26 @@ class TrainState:
     loop: LoopState
     version: int
     """of π"""
-    parity: Mapping[str, Any] | None
+    agreement: Mapping[str, Any] | None
     """what the weight-sync check compares with; None without a check"""
     synced: Sequence[Tensor]
     """sample of the weights of the last sync"""
 
     @staticmethod
-    def from_parts(a: Parts, loop: LoopState) -> TrainState:
-        parity = a.check_parity.memory() if a.check_parity is not None else None
-        return TrainState(loop, a.learner.policy.version, parity, a.learner.synced)
+    def from_parts(a: TrainerComponents, loop: LoopState) -> TrainState:
+        agreement = a.check_weight_sync.memory() if a.check_weight_sync is not None else None
+        return TrainState(loop, a.trainer.policy.version, agreement, a.trainer.synced)
 
 
 def save_checkpoint(
-    manager: CheckpointManager, a: Parts, stand: TrainState, further: Mapping[str, Any], finish: bool = True
+    manager: CheckpointManager, a: TrainerComponents, stand: TrainState, further: Mapping[str, Any], finish: bool = True
 ) -> None:
     """Save where the run stands and its policy; `further` goes into the JSON. Collective. With `finish` the local
     engine completes what it was asked for first: it would do so before the next weight sync anyway, with the same rows
     side by side, so that even inexact arithmetic repeats it."""
     if finish and a.sampled is not None:
         a.prefetcher.finish()
-    loop, version, reference = stand.loop, a.learner.policy.version, a.learner.reference
+    loop, version, reference = stand.loop, a.trainer.policy.version, a.trainer.reference
     waiting, announced = a.prefetcher.waiting(loop.asked_ahead)
     rows = [row for b, groups in waiting.items() for row in _rows(groups, b, version)]
     alpha, of_alpha = a.sampler.current_weights() if needs_alpha(a, loop) else (None, {})
@@ -284,18 +284,18 @@ def save_checkpoint(
         "loop": asdict(loop),
         "versions": {"policy": version, "alpha": alpha, "pi_ref": pi_ref},
         "announced": announced,
-        "parity": stand.parity,
+        "agreement": stand.agreement,
         "data": fingerprint_data(a),
     }
     others = {v: a.ranks.gather_whole(of) for v, of in weights.items() if v not in (0, version)}
     if a.ranks.is_first:
-        trainer = a.learner.state() | {f"synced/{n}": tensor for n, tensor in enumerate(stand.synced)}
+        trainer = a.trainer.state() | {f"synced/{n}": tensor for n, tensor in enumerate(stand.synced)}
         manager.save({**state, **further}, trainer, others, rows)
     else:
-        manager.save_shard(loop.batch, a.learner.state())
+        manager.save_shard(loop.batch, a.trainer.state())
 
 
-def needs_alpha(a: Parts, loop: LoopState) -> bool:
+def needs_alpha(a: TrainerComponents, loop: LoopState) -> bool:
     """Whether the engine will sample from its present weights once more."""
     schedule = a.settings.schedule
     prefetch = a.settings.rollout.prefetch and not a.settings.rollout.dynamic_sampling_rounds
@@ -303,14 +303,14 @@ def needs_alpha(a: Parts, loop: LoopState) -> bool:
     return loop.alpha >= 0 and (a.prefetcher.missing(loop.asked_ahead) or (not due.reason and bool(due.to_generate)))
 
 
-def fingerprint_data(a: Parts) -> str:
+def fingerprint_data(a: TrainerComponents) -> str:
     """Tells data apart: the size of the split, the prompts of the first batch, the offline completions."""
-    prompts = [(index, prompt.token_ids, str(prompt.gold)) for index, prompt in a.prompts.first]
+    prompts = [(index, prompt.token_ids, str(prompt.answer)) for index, prompt in a.prompts.first]
     seen = repr((a.task.size("train"), prompts, str(a.offline)))
     return hashlib.blake2b(seen.encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 
-def restore_checkpoint(a: Parts, checkpoint: Checkpoint) -> LoopState:
+def restore_checkpoint(a: TrainerComponents, checkpoint: Checkpoint) -> LoopState:
     """Restore newly built parts from a checkpoint. Each version goes where it was, and what the engine gets is checked
     as after a weight sync. Raises SettingsError if the model or the data is not the run's, WeightSyncError if the
     engine does not compute as the policy did, CheckpointError for files that cannot be read."""
@@ -326,7 +326,7 @@ def restore_checkpoint(a: Parts, checkpoint: Checkpoint) -> LoopState:
     return LoopState(**{**loop, "prefetched": tuple(loop["prefetched"])})
 
 
-def _check_model_and_data(a: Parts, saved: Mapping[str, Any]) -> None:
+def _check_model_and_data(a: TrainerComponents, saved: Mapping[str, Any]) -> None:
     if a.model != saved["model"]:
         raise SettingsError(f"model.path = {a.settings.model.path!r} is not the model that the run began with")
     if fingerprint_data(a) != saved["data"]:
@@ -336,36 +336,36 @@ def _check_model_and_data(a: Parts, saved: Mapping[str, Any]) -> None:
         )
 
 
-def _load_versions(a: Parts, checkpoint: Checkpoint) -> None:
-    parity, versions = checkpoint.state["parity"], checkpoint.state["versions"]
+def _load_versions(a: TrainerComponents, checkpoint: Checkpoint) -> None:
+    agreement, versions = checkpoint.state["agreement"], checkpoint.state["versions"]
     pi, alpha, pi_ref = (versions[name] for name in ("policy", "alpha", "pi_ref"))
-    if a.check_parity is not None and parity is not None:
-        a.check_parity.remember({**parity, "before": None})
+    if a.check_weight_sync is not None and agreement is not None:
+        a.check_weight_sync.remember({**agreement, "before": None})
     for version in sorted({alpha, pi_ref, pi} - {None}, key=lambda v: (v == pi, v)):  # π last: it stays
         if version == pi:
             state = checkpoint.load_trainer()
-            a.learner.load_state(state, pi)
+            a.trainer.load_state(state, pi)
             synced = sorted((name for name in state if name.startswith("synced/")), key=lambda name: int(name[7:]))
-            a.learner.synced = [state[name] for name in synced]
+            a.trainer.synced = [state[name] for name in synced]
         elif version:  # 0, the initial policy, is there
-            a.learner.load_weights(checkpoint.load_weights(version), version)
-        if version == pi_ref and a.learner.reference is not None:
-            a.learner.load_reference()
+            a.trainer.load_weights(checkpoint.load_weights(version), version)
+        if version == pi_ref and a.trainer.reference is not None:
+            a.trainer.load_reference()
         if version == alpha:
-            a.sampler.sync_weights(a.learner.policy.weights, version)
-            if a.check_parity is not None:
-                a.check_parity(a.learner.policy, a.sampler)
-    if a.check_parity is not None and parity is not None:
-        a.check_parity.remember(parity)
+            a.sampler.sync_weights(a.trainer.policy.weights, version)
+            if a.check_weight_sync is not None:
+                a.check_weight_sync(a.trainer.policy, a.sampler)
+    if a.check_weight_sync is not None and agreement is not None:
+        a.check_weight_sync.remember(agreement)
 
 
-def _groups(a: Parts, rows: Sequence[Mapping[str, Any]]) -> dict[int, list[Group]]:
+def _groups(a: TrainerComponents, rows: Sequence[Mapping[str, Any]]) -> dict[int, list[Group]]:
     """By batch, the finished groups that wait for it."""
     found: dict[int, list[Group]] = {}
-    for batch in sorted({row["batch"] for row in rows}):
+    for batch in sorted({row["step"] for row in rows}):
         for request in a.prompts.batch(batch):
             key = batch, request.epoch, request.prompt.key
-            own = [row for row in rows if (row["batch"], row["epoch"], row["prompt_key"]) == key]
+            own = [row for row in rows if (row["step"], row["epoch"], row["prompt_id"]) == key]
             if own:
                 found.setdefault(batch, []).append(Group(request.prompt, tuple(map(_completion, own)), request.epoch))
     return found
@@ -373,18 +373,18 @@ def _groups(a: Parts, rows: Sequence[Mapping[str, Any]]) -> dict[int, list[Group
 
 def _rows(groups: Sequence[Group], batch: int, version: int) -> Iterator[dict[str, Any]]:
     nothing = [[{}] * len(group.completions) for group in groups]
-    return rollout_rows(groups, nothing, batch=batch, stage=0, pi_k_version=version)
+    return rollout_rows(groups, nothing, step=batch, policy_version=version)
 
 
 def _completion(row: Mapping[str, Any]) -> Completion:
     """The completion of a row. It was not scored yet: an outcome is a failure's, or its environment's."""
     return Completion(
         token_ids=torch.tensor(row["token_ids"], dtype=torch.long),
-        logp_alpha=torch.tensor([math.nan if p is None else p for p in row["logp_alpha"]], dtype=torch.float32),
-        versions=torch.tensor(row["versions"], dtype=torch.long),
+        logp_alpha=torch.tensor([math.nan if p is None else p for p in row["rollout_logprobs"]], dtype=torch.float32),
+        versions=torch.tensor(row["policy_versions"], dtype=torch.long),
         finished=row["finished"],
-        text=row["text"],
+        text=row["completion"],
         outcome=Outcome(row["outcome"], row["reward"], row["reason"]) if row["outcome"] else None,
-        turns=tuple(row["turns"] or ()),
-        sampled=torch.tensor(row["sampled"], dtype=torch.bool),
+        turns=tuple(row["messages"] or ()),
+        sampled=torch.tensor(row["loss_mask"], dtype=torch.bool),
     )

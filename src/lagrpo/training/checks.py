@@ -51,10 +51,10 @@ def check_best(settings: Settings, task: Task | None) -> None:
     if not (e.at_start or every):
         raise SettingsError(f"eval.best_metric = {best!r} is never found: set eval.every, or eval.at_start")
     asked = chosen.task if chosen is not None and chosen.task is not None else settings.task
-    rewards = [f"reward_{each.name}_mean" for each in asked.rewards]
+    rewards = [f"rewards/{each.name}/mean" for each in asked.rewards]
     unknown = not rewards and ((task is not None and asked is settings.task) or is_reference(asked.name))
-    known = ("reward_mean", *rewards)
-    if metric.startswith("reward_") and metric not in known and not unknown:
+    known = ("reward", *rewards)
+    if metric.startswith("reward") and metric not in known and not unknown:
         raise SettingsError(f"eval.best_metric = {best!r}: there is no metric {metric!r}; there are {', '.join(known)}")
 
 

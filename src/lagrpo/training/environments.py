@@ -23,7 +23,7 @@ OF_RUN = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class EnvironmentSetup:
     """What completions talk to: `make` makes an environment for each, `role` replies, and `tools` are JSON schemas for
     the chat template, None without tools or if it does not take them."""
 
@@ -32,18 +32,18 @@ class Talk:
     tools: list[dict[str, Any]] | None = None
 
     @staticmethod
-    def find(settings: EnvironmentSettings, task: Task, chat: Chat) -> Talk | None:
+    def find(settings: EnvironmentSettings, task: Task, chat: Chat) -> EnvironmentSetup | None:
         """The environment that the settings or the task name; None for completions of one turn. Raises SettingsError
         for functions that do not exist or do not say how they are called."""
         with refusing("environment", TemplateError):
             make = load_environment(settings, task)
             schemas = make.schemas() if isinstance(make, Tools) else []
             if not isinstance(make, Tools) or not schemas:
-                return Talk(make) if make is not None else None
+                return EnvironmentSetup(make) if make is not None else None
             said = chat.render(OPENING, schemas)
             if all(f'"{schema["function"]["name"]}"' in said for schema in schemas):
-                return Talk(make, "tool", schemas)
-            return Talk(replace(make, system=system_text(schemas)), "tool")
+                return EnvironmentSetup(make, "tool", schemas)
+            return EnvironmentSetup(replace(make, system=system_text(schemas)), "tool")
 
     def start(self, settings: Settings | EvalSettings, chat: Chat, undo: ExitStack) -> Episodes:
         """Start the processes. Raises SettingsError for an environment that cannot be sent to them, and a chat template
@@ -60,11 +60,13 @@ class Talk:
         return {"tools": self.tools, "opening": episodes.environments.open}
 
 
-def find_talks(settings: Settings, task: Task, of_sets: Mapping[str, Task], chat: Chat) -> dict[str, Talk]:
-    """The environments of the run and of evaluation sets with their own tasks, by name. Raises as Talk.find."""
+def find_environment_setups(
+    settings: Settings, task: Task, of_sets: Mapping[str, Task], chat: Chat
+) -> dict[str, EnvironmentSetup]:
+    """The environments of the run and of evaluation sets with their own tasks, by name. Raises as `find`."""
     alone = settings.environment.model_copy(update={"name": None, "tools": ()})
-    found = {OF_RUN: Talk.find(settings.environment, task, chat)}
-    found |= {name: Talk.find(alone, other, chat) for name, other in of_sets.items()}
+    found = {OF_RUN: EnvironmentSetup.find(settings.environment, task, chat)}
+    found |= {name: EnvironmentSetup.find(alone, other, chat) for name, other in of_sets.items()}
     return {name: talk for name, talk in found.items() if talk is not None}
 
 

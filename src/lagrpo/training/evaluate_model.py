@@ -22,13 +22,12 @@ from lagrpo.rollout.vllm.engine import VllmEvaluator, build_engine
 from lagrpo.rollout.vllm.server import open_servers
 from lagrpo.runs.directory import plain_name
 from lagrpo.runs.files import to_json, write_atomically, write_table
-from lagrpo.runs.rollouts import REWARD
 from lagrpo.settings.schema import EvalSettings, Settings
 from lagrpo.tasks import Task, load_task, reward_names
 from lagrpo.threads import choose_threads, fixed_threads
-from lagrpo.training.build import build_parity_check, build_policy, build_verifier, loading
+from lagrpo.training.build import build_policy, build_reward_pool, build_weight_sync_check, loading
 from lagrpo.training.checks import check_evaluation
-from lagrpo.training.environments import Talk, replied
+from lagrpo.training.environments import EnvironmentSetup, replied
 from lagrpo.training.evaluation import PURPOSE, Evaluation, evaluate, few_prompts, interval
 from lagrpo.training.memory import explained
 
@@ -64,7 +63,7 @@ def _evaluate_model(settings: EvalSettings, task: Task, stack: ExitStack) -> Eva
     longest = settings.max_prompt_tokens + settings.max_tokens + replied(settings, task)
     policy = build_policy(settings.model, settings.temperature, longest)
     episodes, asking = None, dict[str, Any]()
-    if (talk := Talk.find(settings.environment, task, policy.chat)) is not None:
+    if (talk := EnvironmentSetup.find(settings.environment, task, policy.chat)) is not None:
         if servers:
             raise SettingsError("rollout.engine = 'vllm' evaluates completions of one turn: take 'local'")
         episodes = talk.start(settings, policy.chat, stack)
@@ -77,9 +76,9 @@ def _evaluate_model(settings: EvalSettings, task: Task, stack: ExitStack) -> Eva
     if servers:
         evaluator, decoding = _use_servers(settings, policy, prompts, servers, stack)
     print(f"computing with {policy.model.computation}; decoding {decoding}", file=sys.stderr, flush=True)
-    verifier = stack.enter_context(build_verifier(settings, task))
+    reward_pool = stack.enter_context(build_reward_pool(settings, task))
     scale, rewards = settings.task.reward_range, reward_names(task.reward)
-    return evaluate(evaluator, verifier, requests, settings.samples, settings.seed, scale, rewards)
+    return evaluate(evaluator, reward_pool, requests, settings.samples, settings.seed, scale, rewards)
 
 
 def _use_servers(
@@ -89,7 +88,7 @@ def _use_servers(
     run = _as_run(settings)
     sampler = stack.enter_context(closing(build_engine(run, policy, servers)))
     sampler.sync_weights(policy.weights, policy.version)
-    mean = build_parity_check(run, policy, prompts, sampler)(policy, sampler)["parity_mean"]
+    mean = build_weight_sync_check(run, policy, prompts, sampler)(policy, sampler)["logp_difference_mean"]
     evaluator = VllmEvaluator(sampler)
     evaluator.set_sampling_params(SamplingParams(PURPOSE, settings.temperature, settings.max_tokens))
     who = ", ".join(map(str, servers))
@@ -130,13 +129,13 @@ def _choose_output(settings: EvalSettings, task: str) -> Path:
 def _print(summary: dict[str, Any], output: Path) -> None:
     print(f"{summary['model']} on {summary['task']}: {summary['prompts']} prompts x {summary['samples']} samples")
     names = [name for name in summary if f"{name}_low" in summary]
-    for name in names if summary.get("reward_mean") != summary.get("pass_at_1") else names[1:]:
+    for name in names if summary.get("reward") != summary.get("pass@1") else names[1:]:
         print(f"  {interval(summary, name)}")
     for name, value in summary.items():
-        if name.startswith(REWARD) and name.endswith("_mean") and name != "reward_mean":
-            print(f"  {name.removeprefix(REWARD).removesuffix('_mean') + ', mean':<11} {value:.3f}")
-    if summary["without_reward"]:
-        print(f"  {summary['without_reward']} completions could not be scored and are not counted")
+        if name.startswith("rewards/"):
+            print(f"  {name.split('/')[1] + ', mean':<11} {value:.3f}")
+    if summary["unscored"]:
+        print(f"  {summary['unscored']} completions could not be scored and are not counted")
     print("  intervals: for the mean over all the prompts that these were drawn from")
     if warning := few_prompts(summary["prompts"]):
         print(f"  {warning}")

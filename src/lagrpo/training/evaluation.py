@@ -30,15 +30,15 @@ from lagrpo.runs.rollouts import REWARD
 from lagrpo.settings.evaluation import OF_A_SET, EvaluationSet
 from lagrpo.tasks import reward_names
 from lagrpo.terminal.text import count_of, formatted_interval
-from lagrpo.training.build import Parts, concerning_set
+from lagrpo.training.build import TrainerComponents, concerning_set
 from lagrpo.training.checkpoint import needs_alpha
 from lagrpo.training.environments import OF_RUN
 from lagrpo.training.ranks import FirstRankEvaluator
-from lagrpo.types import Group, Outcome, Range, is_right
+from lagrpo.types import Group, Outcome, Range, is_correct
 
 ENOUGH_PROMPTS = 50
 PURPOSE = "evaluate"
-OF_PLACE = ("batch", "version", "set", "reward_range")
+OF_PLACE = ("step", "policy_version", "set", "reward_range")
 """What the JSON file of an evaluation says about where and how it was made."""
 
 
@@ -60,7 +60,7 @@ class Evaluator(Protocol):
 
 def evaluate(
     evaluator: Evaluator,
-    verifier: RewardPool,
+    reward_pool: RewardPool,
     requests: Sequence[Request],
     samples: int,
     seed: int,
@@ -72,47 +72,47 @@ def evaluate(
     if not requests:
         raise ValueError("there are no test prompts to evaluate on")
     generated = (group for _, group in evaluator.sample(requests, samples))
-    groups = sorted(verifier.score(generated), key=lambda group: group.prompt.key)
+    groups = sorted(reward_pool.score(generated), key=lambda group: group.prompt.key)
     records = [_record(group, reward_range, rewards) for group in groups]
     summary = _summary(records, samples, seed, reward_range)
     for column in (f"{REWARD}{name}" for name in rewards):
         found = [[value for value in record[column] if value is not None] for record in records]
         if means := [sum(values) / len(values) for values in found if values]:
-            summary[f"{column}_mean"] = sum(means) / len(means)
+            summary[f"rewards/{column.removeprefix(REWARD)}/mean"] = sum(means) / len(means)
     return Evaluation(summary, records)
 
 
 def _record(group: Group, reward_range: Range, names: Sequence[str]) -> dict[str, Any]:
     rewards, completions = group.rewards, group.completions
     outcomes = [c.outcome or Outcome.unscored("") for c in completions]
-    right = sum(is_right(o.reward, reward_range, o.right) for o in outcomes if o.reward is not None)
+    correct = sum(is_correct(o.reward, reward_range, o.correct) for o in outcomes if o.reward is not None)
     record = {
-        "prompt_key": group.prompt.key,
+        "prompt_id": group.prompt.key,
         "prompt": group.prompt.messages[-1]["content"],
-        "gold": str(group.prompt.gold),
+        "answer": str(group.prompt.answer),
         "samples": len(completions),
         "scored": len(rewards),
-        "right": right,
-        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
-        "pass_at_1": right / len(rewards) if rewards else None,
-        "tokens_mean": sum(c.length for c in completions) / len(completions),
-        "finished_share": sum(c.finished for c in completions) / len(completions),
-        "turns_mean": sum(c.policy_turns for c in completions) / len(completions),
+        "correct": correct,
+        "reward": sum(rewards) / len(rewards) if rewards else None,
+        "pass@1": correct / len(rewards) if rewards else None,
+        "mean_length": sum(c.length for c in completions) / len(completions),
+        "clipped_ratio": sum(not c.finished for c in completions) / len(completions),
+        "num_turns": sum(c.policy_turns for c in completions) / len(completions),
         "completions": [c.text for c in completions],
         "rewards": [c.reward for c in completions],
     }
     if names:
         record |= {f"{REWARD}{name}": [o.parts.get(name) for o in outcomes] for name in names}
-        record |= {"is_right": [o.right for o in outcomes], "tokens": [c.length for c in completions]}
+        record |= {"is_correct": [o.correct for o in outcomes], "tokens": [c.length for c in completions]}
     return record
 
 
 def _summary(records: list[dict[str, Any]], samples: int, seed: int, reward_range: Range) -> dict[str, Any]:
-    without_reward = sum(r["samples"] - r["scored"] for r in records)
-    summary: dict[str, Any] = {"prompts": len(records), "samples": samples, "without_reward": without_reward}
+    unscored = sum(r["samples"] - r["scored"] for r in records)
+    summary: dict[str, Any] = {"prompts": len(records), "samples": samples, "unscored": unscored}
     for name, (values, tries) in _measures(records, samples).items():
         if values:
-            ends = reward_range if name == "reward_mean" else (0.0, 1.0)
+            ends = reward_range if name == "reward" else (0.0, 1.0)
             low, high = _interval(list(values.values()), tries, seed, ends)
             summary |= {name: sum(values.values()) / len(values), f"{name}_low": low, f"{name}_high": high}
     return summary
@@ -121,10 +121,10 @@ def _summary(records: list[dict[str, Any]], samples: int, seed: int, reward_rang
 def _measures(records: list[dict[str, Any]], samples: int) -> dict[str, tuple[dict[int, float], float]]:
     """Each metric by prompt, without prompts that have too few scored completions; and how many independent tries of it
     the samples of a prompt hold: one try of pass@k takes k samples."""
-    measures = {"reward_mean": ({r["prompt_key"]: r["reward_mean"] for r in records if r["scored"]}, float(samples))}
+    measures = {"reward": ({r["prompt_id"]: r["reward"] for r in records if r["scored"]}, float(samples))}
     for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))}):
-        by_prompt = {r["prompt_key"]: pass_at_k(r["scored"], r["right"], k) for r in records if r["scored"] >= k}
-        measures[f"pass_at_{k}"] = by_prompt, samples / k
+        by_prompt = {r["prompt_id"]: pass_at_k(r["scored"], r["correct"], k) for r in records if r["scored"] >= k}
+        measures[f"pass@{k}"] = by_prompt, samples / k
     return measures
 
 
@@ -145,7 +145,7 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, float]:
     old, new = (_measures(e.records, after.summary["samples"]) for e in (before, after))
     for name, (values, tries) in new.items():
         both = sorted(old[name][0].keys() & values.keys())
-        if both and name != "reward_mean":
+        if both and name != "reward":
             b_N, a_N = (torch.tensor([m[key] for key in both], dtype=torch.float64) for m in (old[name][0], values))
             low, high = paired_interval(b_N, a_N, tries)
             difference = float(a_N.mean() - b_N.mean())
@@ -166,11 +166,11 @@ def few_prompts(prompts: int) -> str | None:
 def interval(summary: Mapping[str, Any], name: str) -> str:
     """One metric of a summary with its interval, for people.
 
-    >>> interval({"pass_at_1": 0.5, "pass_at_1_low": 0.25, "pass_at_1_high": 0.7}, "pass_at_1")
+    >>> interval({"pass@1": 0.5, "pass@1_low": 0.25, "pass@1_high": 0.7}, "pass@1")
     'pass@1       50.0%   95 % interval 25.0% to 70.0%'
     """
-    heading = name.replace("_at_", "@").replace("_", " ")
-    return f"{heading:<11} {formatted_interval(summary, name, '.3f' if name == 'reward_mean' else '.1%')}"
+    heading = name.replace("_", " ")
+    return f"{heading:<11} {formatted_interval(summary, name, '.3f' if name == 'reward' else '.1%')}"
 
 
 # What a run evaluates, and when
@@ -184,11 +184,11 @@ class EvalSet:
     """"" if the run has no sets"""
     every: int
     """batches between evaluations; 0: only before and after"""
-    manner: SamplingParams
+    sampling_params: SamplingParams
     samples: int
     seed: int
     requests: Sequence[Request]
-    verifier: RewardPool
+    reward_pool: RewardPool
     reward_range: Range
     rewards: Sequence[str]
 
@@ -198,12 +198,12 @@ class EvalSet:
 
     def evaluate(self, evaluator: Evaluator) -> Evaluation:
         """Evaluate the policy that the evaluator samples from."""
-        evaluator.set_sampling_params(self.manner)
+        evaluator.set_sampling_params(self.sampling_params)
         scoring = self.seed, self.reward_range, self.rewards
-        return evaluate(evaluator, self.verifier, self.requests, self.samples, *scoring)
+        return evaluate(evaluator, self.reward_pool, self.requests, self.samples, *scoring)
 
 
-def build_eval_sets(a: Parts) -> tuple[EvalSet, ...]:
+def build_eval_sets(a: TrainerComponents) -> tuple[EvalSet, ...]:
     """The evaluation sets of a run, or a single one without a name. Raises SettingsError for a set whose prompts do not
     fit."""
     e = a.settings.eval
@@ -216,16 +216,16 @@ def build_eval_sets(a: Parts) -> tuple[EvalSet, ...]:
     return tuple(sets)
 
 
-def _build_eval_set(a: Parts, each: EvaluationSet, name: str) -> EvalSet:
+def _build_eval_set(a: TrainerComponents, each: EvaluationSet, name: str) -> EvalSet:
     e, s, seed = a.settings.eval, a.settings.rollout, a.settings.run.seed
-    source, verifier, task, environment = a.prompts, a.verifier, a.settings.task, OF_RUN
+    source, reward_pool, task, environment = a.prompts, a.reward_pool, a.settings.task, OF_RUN
     if each.task is not None:
-        (own, verifier), task, environment = a.others[name], each.task, name
-        source = PromptSource(own, a.learner.policy, seed, 1, s.max_prompt_length, **a.asking.get(name, {}))
+        (own, reward_pool), task, environment = a.others[name], each.task, name
+        source = PromptSource(own, a.trainer.policy, seed, 1, s.max_prompt_length, **a.asking.get(name, {}))
     return EvalSet(
         name=name,
         every=e.every if each.every is None else each.every,
-        manner=SamplingParams(
+        sampling_params=SamplingParams(
             purpose=f"{PURPOSE} {name}".rstrip(),
             tau=each.temperature or e.temperature or s.temperature,
             max_tokens=each.max_completion_length or s.max_completion_length,
@@ -234,7 +234,7 @@ def _build_eval_set(a: Parts, each: EvaluationSet, name: str) -> EvalSet:
         samples=each.num_samples or e.num_samples,
         seed=seed,
         requests=source.held_out(each.num_prompts or e.num_prompts),
-        verifier=verifier,
+        reward_pool=reward_pool,
         reward_range=task.reward_range,
         rewards=reward_names(source.task.reward),
     )
@@ -246,7 +246,7 @@ class Evaluations:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: TrainerComponents,
         record: Callable[..., None],
         note: Callable[[str], None],
         warn: Callable[[str], None],
@@ -278,7 +278,7 @@ class Evaluations:
             self.warn(f"evaluation of {each.name}: {warning}" if each.name else warning)
         self.made[name] = found
         of_set = {"set": each.name, "reward_range": list(each.reward_range)} if each.name else {}
-        place = {"batch": batch, "version": self.parts.learner.policy.version}
+        place = {"step": batch, "policy_version": self.parts.trainer.policy.version}
         self.record(name, place | of_set | found.summary, found.records)
         self.note(f"evaluation ({shown}): {_headline(found.summary)}")
 
@@ -288,7 +288,7 @@ class Evaluations:
         metrics: dict[str, float | None] = {}
         for each in (each for each in self.sets if each.name):
             made = self.made.get(each.file_name(moment_of(batch)))
-            metrics |= {f"eval_{each.name}_{name}": made.summary.get(name) if made else None for name in OF_A_SET}
+            metrics |= {f"eval/{each.name}/{name}": made.summary.get(name) if made else None for name in OF_A_SET}
         return metrics
 
     def summary(self, moment: str) -> dict[str, Any] | None:
@@ -306,9 +306,9 @@ class Evaluations:
             return None
         file = run.path / "weights" / "best" / BEST
         so_far = json.loads(file.read_bytes()) if file.exists() else {}
-        if so_far.get("best") == best and so_far["value"] >= value and so_far["batch"] != batch:
+        if so_far.get("best") == best and so_far["value"] >= value and so_far["step"] != batch:
             return None
-        return {"best": best, "value": value, "batch": batch, "version": self.parts.learner.policy.version}
+        return {"best": best, "value": value, "step": batch, "policy_version": self.parts.trainer.policy.version}
 
 
 def load_run_evaluations(run: Run, batch: int, total: int) -> dict[str, Evaluation]:
@@ -318,12 +318,12 @@ def load_run_evaluations(run: Run, batch: int, total: int) -> dict[str, Evaluati
     for summary in load_evaluations(run):
         name = summary.pop("name")
         records, (moment, dot, of_set) = load_evaluation_records(run, name), name.partition(".")
-        ahead, renamed = (summary.get("batch") or 0) > batch, moment == "after" and summary["batch"] < total
+        ahead, renamed = (summary.get("step") or 0) > batch, moment == "after" and summary["step"] < total
         if ahead or renamed:
             for ending in ("json", "parquet"):
                 (run.path / "evaluations" / f"{name}.{ending}").unlink(missing_ok=True)
         if renamed and not ahead:
-            name = f"{moment_of(summary['batch'])}{dot}{of_set}"
+            name = f"{moment_of(summary['step'])}{dot}{of_set}"
             run.record_evaluation(name, summary, records)
         if not ahead:
             made[name] = Evaluation({k: v for k, v in summary.items() if k not in OF_PLACE}, records)
@@ -340,16 +340,16 @@ def moment_of(batch: int) -> str:
 
 
 def _headline(summary: Mapping[str, Any]) -> str:
-    mean = summary.get("reward_mean")
-    graded = f", mean reward {mean:.3f}" if mean not in (None, summary.get("pass_at_1")) else ""
-    return f"{interval(summary, 'pass_at_1')}{graded}"
+    mean = summary.get("reward")
+    graded = f", mean reward {mean:.3f}" if mean not in (None, summary.get("pass@1")) else ""
+    return f"{interval(summary, 'pass@1')}{graded}"
 
 
 @contextmanager
-def sampling_from_policy(parts: Parts, state: LoopState) -> Iterator[None]:
+def sampling_from_policy(parts: TrainerComponents, state: LoopState) -> Iterator[None]:
     """Inside, the evaluator samples from π. vLLM servers have α: they finish what they were asked for, get π under its
     version, checked as after any weight sync, and then get α back if it is to sample more."""
-    evaluator, policy = parts.evaluator, parts.learner.policy
+    evaluator, policy = parts.evaluator, parts.trainer.policy
     if not isinstance(evaluator, VllmEvaluator | FirstRankEvaluator):
         yield
         return

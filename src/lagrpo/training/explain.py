@@ -18,7 +18,7 @@ from lagrpo.model.lora import count_of_adapters, count_parameters
 from lagrpo.rollout.schedule import Schedule, lags
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import count_of
-from lagrpo.training.build import Parts, loading, lora_of, offline_prompts
+from lagrpo.training.build import TrainerComponents, loading, lora_of, offline_prompts
 from lagrpo.training.checks import local_size, world_size
 from lagrpo.training.environments import OF_RUN
 
@@ -28,10 +28,10 @@ PROGRAM = 400 * 2**20  # Python, torch and transformers themselves
 IDLE = 0.15  # gaps that the allocator cannot fill
 
 
-def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> list[str]:
+def meaning(settings: Settings, recipe: Recipe, parts: TrainerComponents | None = None) -> list[str]:
     """One line for each thing that people get wrong about a run. Without its parts the model's sizes are read from its
     config; no weights are loaded."""
-    s, sampling, policy = settings.schedule, settings.rollout, parts.learner.policy if parts else None
+    s, sampling, policy = settings.schedule, settings.rollout, parts.trainer.policy if parts else None
     per_batch, batches, ranks = s.prompts_per_batch * sampling.num_generations, s.stages * s.batches, world_size()
     config, parameters, adapters = _sizes(settings, policy.model.lm if policy else None)
     device = policy.device if policy else pick_device(settings.model.device)
@@ -64,7 +64,7 @@ def meaning(settings: Settings, recipe: Recipe, parts: Parts | None = None) -> l
         )
         + (f"; {policy.model.computation}" if policy else ""),
         *([f"decoding    {parts.sampled.model.decoding}"] if parts and parts.sampled else []),
-        *([f"parity      {parts.parity}"] if parts and parts.parity else []),
+        *([f"agreement   {parts.agreement}"] if parts and parts.agreement else []),
         *([f"offline     {parts.offline}"] if parts and parts.offline is not None else []),
     ]
 
@@ -82,7 +82,7 @@ def _weight_syncs(settings: Settings) -> str:
     return f"{schedule}: new weights {when}, {updates} per weight sync; largest possible lag {lag}"
 
 
-def _environment(settings: Settings, parts: Parts | None) -> list[str]:
+def _environment(settings: Settings, parts: TrainerComponents | None) -> list[str]:
     if not settings.replied and (parts is None or OF_RUN not in parts.talking):
         return []
     e, deadline = settings.environment, settings.verifier.deadline
@@ -95,7 +95,7 @@ def _environment(settings: Settings, parts: Parts | None) -> list[str]:
 
 def _sampler(settings: Settings) -> list[str]:
     """Who samples, how weights get there, and whether they are checked."""
-    v, off = settings.vllm, ["parity      off (rollout.parity_check = false)"]
+    v, off = settings.vllm, ["agreement   off (rollout.parity_check = false)"]
     off = [] if settings.rollout.parity_check else off
     if settings.rollout.engine == "local":
         return off

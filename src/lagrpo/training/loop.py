@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from torch import Tensor
-
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.training.batch import Batch, FreshMicroBatch, MicroBatch, assemble, has_zero_variance, left_out
-from lagrpo.training.build import Parts
+from lagrpo.training.build import TrainerComponents
 from lagrpo.training.clock import Clock
-from lagrpo.training.lag import lag_is_complete, measure_spending
+from lagrpo.training.lag import measure_spending
 from lagrpo.types import Group
 
 
@@ -31,10 +29,9 @@ class Step:
     reason: str  # why the sampler's weights were synced just before this batch; "" if they were not
     sampling: Mapping[str, float]  # metrics of the sampler since the batch before
     batch: Batch
-    rows: Sequence[MicroBatch]
-    """the micro-batches of the objective; then, if the run measures the lag, the completions that it leaves out"""
+    rows: Sequence[MicroBatch]  # what the updates compute
+    left_out: Sequence[MicroBatch]  # the other scored completions, if the run measures the lag
     updates: Sequence[dict[str, float]]  # the metrics of each of the i updates
-    after_T: Sequence[Tensor] | None  # log-probs of the rows under π after the updates, if the run asks for them
     clock: Clock
     state: LoopState
 
@@ -44,16 +41,18 @@ class Step:
         return self.state.alpha
 
 
-def train_loop(a: Parts, state: LoopState, tell: Callable[[str], None] = lambda phase: None) -> Iterator[Step]:
+def train_loop(
+    a: TrainerComponents, state: LoopState, tell: Callable[[str], None] = lambda phase: None
+) -> Iterator[Step]:
     """Yield every batch after `state`. The first batch syncs the initial policy: the paper leaves α undefined for k <
     v. `tell` hears what is being done from then on. Raises Interrupted before a batch or while it is sampled."""
-    learner, policy, s = a.learner, a.learner.policy, a.settings.schedule
+    trainer, policy, s = a.trainer, a.trainer.policy, a.settings.schedule
     prefetch = a.settings.rollout.prefetch and not a.settings.rollout.dynamic_sampling_rounds
     while state.batch < s.stages * s.batches:  # 5, 6   stage s, k = 1 .. M
         a.ranks.raise_if_asked()
         stage, b, clock = state.batch // s.batches + 1, state.batch + 1, Clock(tell)
         if stage > 1 and state.batch % s.batches == 0:
-            learner.end_stage(s.reset_optimizer)  # 16   π_ref <- π_θ
+            trainer.end_stage(s.reset_optimizer)  # 16   π_ref <- π_θ
             state = state.after_stage(policy.version)
         book_earlier_sampling(a, clock)
         due = a.schedule.next(state, s.stages, s.batches, prefetch)
@@ -68,28 +67,26 @@ def train_loop(a: Parts, state: LoopState, tell: Callable[[str], None] = lambda 
         version = policy.version
         with clock("learning"):
             batch = assemble(
-                groups, learner.recipe, a.settings.rollout.max_completion_length, a.settings.run.seed, b
+                groups, trainer.recipe, a.settings.rollout.max_completion_length, a.settings.run.seed, b
             )  # 12-13
-            fresh = learner.pack(batch, a.settings.optimizer.micro_batch_tokens)
+            fresh = trainer.pack(batch, a.settings.optimizer.micro_batch_tokens)
         rest = score_left_out(a, clock, batch, fresh)
         with clock("learning"):
             rows, updates = update(a, batch, fresh, s.num_iterations)  # 14-15   Eq. 7 or 8
-        rows += rest
-        after_T = score_update(a, clock, rows)
-        state = state.after_batch(measure_spending(a.settings, batch, rows))
-        yield Step(stage, b, version, reason, a.sampler.pop_metrics(), batch, rows, updates, after_T, clock, state)
+        state = state.after_batch(measure_spending(a.settings, batch, [*rows, *rest]))
+        yield Step(stage, b, version, reason, a.sampler.pop_metrics(), batch, rows, rest, updates, clock, state)
 
 
-def book_earlier_sampling(a: Parts, clock: Clock) -> None:
+def book_earlier_sampling(a: TrainerComponents, clock: Clock) -> None:
     """Book what was generated since the batch before: evaluations and checkpoints finish completions under way."""
     seconds, tokens = a.prefetcher.pop_metrics()
     clock.add("sampling", seconds)
     clock.generated += tokens
 
 
-def sync_weights(a: Parts, clock: Clock) -> Mapping[str, float]:
-    """α <- π_θ, checked; returns the metrics of the sync and of the parity check."""
-    policy = a.learner.policy
+def sync_weights(a: TrainerComponents, clock: Clock) -> Mapping[str, float]:
+    """α <- π_θ, checked; returns the metrics of the sync and of the weight-sync check."""
+    policy = a.trainer.policy
     clock.tell("weight sync")
     with clock("sampling"):
         a.prefetcher.before_sync()
@@ -97,16 +94,16 @@ def sync_weights(a: Parts, clock: Clock) -> Mapping[str, float]:
     with clock("sync"):
         cost = a.sampler.sync_weights(policy.weights, policy.version)
         a.prefetcher.on_sync(policy.version)
-        checked = a.check_parity(policy, a.sampler) if a.check_parity is not None else {}
-        return {**cost, **a.learner.on_sync(), **checked}
+        checked = a.check_weight_sync(policy, a.sampler) if a.check_weight_sync is not None else {}
+        return {**cost, **a.trainer.on_sync(), **checked}
 
 
-def score_groups(a: Parts, clock: Clock, groups: Iterator[Group]) -> list[Group]:
+def score_groups(a: TrainerComponents, clock: Clock, groups: Iterator[Group]) -> list[Group]:
     """The groups with their outcomes; rewards are computed while other groups are still being sampled."""
     clock.tell("sampling")
     done = []
     with clock("judging"):
-        for group in a.verifier.score(groups):
+        for group in a.reward_pool.score(groups):
             done.append(group)
             if a.ranks.size == 1:
                 raise_if_asked()
@@ -116,7 +113,7 @@ def score_groups(a: Parts, clock: Clock, groups: Iterator[Group]) -> list[Group]
     return done
 
 
-def replace_zero_variance(a: Parts, state: LoopState, clock: Clock, groups: list[Group]) -> list[Group]:
+def replace_zero_variance(a: TrainerComponents, state: LoopState, clock: Clock, groups: list[Group]) -> list[Group]:
     """DAPO's dynamic sampling, bounded: groups of other prompts replace groups whose rewards are all equal."""
     b, taken = state.batch + 1, 0
     for _ in range(a.settings.rollout.dynamic_sampling_rounds):
@@ -131,31 +128,25 @@ def replace_zero_variance(a: Parts, state: LoopState, clock: Clock, groups: list
 
 
 def update(
-    a: Parts, batch: Batch, fresh: Sequence[FreshMicroBatch], i: int
+    a: TrainerComponents, batch: Batch, fresh: Sequence[FreshMicroBatch], i: int
 ) -> tuple[list[MicroBatch], list[dict[str, float]]]:
     """i optimizer updates. The first one starts at π_k, and its forward pass gives log π_k to the others."""
-    rows, first = a.learner.first_step(fresh, batch.in_objective)
-    return rows, [first, *(a.learner.step(rows, batch.in_objective) for _ in range(i - 1))]
+    rows, first = a.trainer.first_step(fresh, batch.in_objective)
+    return rows, [first, *(a.trainer.step(rows, batch.in_objective) for _ in range(i - 1))]
 
 
-def score_left_out(a: Parts, clock: Clock, batch: Batch, rows: Sequence[FreshMicroBatch]) -> list[MicroBatch]:
+def score_left_out(
+    a: TrainerComponents, clock: Clock, batch: Batch, rows: Sequence[FreshMicroBatch]
+) -> list[MicroBatch]:
     """The completions that the objective leaves out, with log π_k, if the run asks for it. If π_k itself sampled them
-    in this process, log α is log π_k up to the rounding that the parity check measures."""
+    in this process, log α is log π_k up to the rounding that the weight-sync check measures."""
     if not a.settings.run.score_lag:
         return []
-    learner, version = a.learner, a.learner.policy.version
+    trainer, version = a.trainer, a.trainer.policy.version
     with clock("scoring"):
-        rest = left_out(batch, rows, a.settings.optimizer.micro_batch_tokens, learner.policy.device)
+        rest = left_out(batch, rows, a.settings.optimizer.micro_batch_tokens, trainer.policy.device)
         completions = [batch.completion(c) for micro in rest for c in micro.members]
         own = a.sampled is not None and all(bool((c.versions[c.sampled] == version).all()) for c in completions)
         known = [micro.logp_alpha_T for micro in rest if micro.logp_alpha_T is not None]
-        scores = known if own else learner.compute_logprobs(rest)
+        scores = known if own else trainer.compute_logprobs(rest)
         return [micro.with_logprobs(logp_T) for micro, logp_T in zip(rest, scores, strict=True)]
-
-
-def score_update(a: Parts, clock: Clock, rows: Sequence[MicroBatch]) -> list[Tensor] | None:
-    """log π after the updates, for the two sides of the bounds on them, if the run asks for it."""
-    if not (a.settings.run.score_update and lag_is_complete(a.settings, a.learner.recipe)):
-        return None
-    with clock("scoring"):
-        return a.learner.compute_logprobs(rows)

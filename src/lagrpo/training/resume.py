@@ -118,7 +118,7 @@ class ResumeState:
 
 def _had_checkpoint(run: Run) -> bool:
     events = load_events(run)
-    return any(e.get("event") == "checkpoint" or (e.get("event") == "resumed" and e.get("batch")) for e in events)
+    return any(e.get("event") == "checkpoint" or (e.get("event") == "resumed" and e.get("step")) for e in events)
 
 
 def cut_back(resume: ResumeState, moved: Mapping[str, Any], ahead: int) -> list[str]:
@@ -127,7 +127,7 @@ def cut_back(resume: ResumeState, moved: Mapping[str, Any], ahead: int) -> list[
     run, checkpoint = resume.run, resume.checkpoint
     batch, version = (checkpoint.batch, checkpoint.state["versions"]["policy"]) if checkpoint else (-1, -1)
     for file, lines in ((run.metrics, load_metrics(run)), (run.events, load_events(run))):
-        write_atomically(file, "".join(f"{to_json(line)}\n" for line in lines if line["batch"] <= batch))
+        write_atomically(file, "".join(f"{to_json(line)}\n" for line in lines if line["step"] <= batch))
     run.record_event("resumed", max(batch, 0), changed=resume.changed, moved=moved, ahead=ahead)
     for number, file in numbered(run.path / "rollouts", "step-", ".parquet").items():
         if number > batch:

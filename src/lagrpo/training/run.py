@@ -10,7 +10,6 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
@@ -39,7 +38,7 @@ from lagrpo.terminal.display import make_display
 from lagrpo.terminal.text import count_of
 from lagrpo.threads import choose_threads, fixed_threads
 from lagrpo.training.beginning import create_run, describe_environment, write_config
-from lagrpo.training.build import Parts
+from lagrpo.training.build import TrainerComponents
 from lagrpo.training.callbacks import Callback, CallbackList, Status, check_callbacks
 from lagrpo.training.checkpoint import (
     CheckpointError,
@@ -54,7 +53,7 @@ from lagrpo.training.explain import meaning
 from lagrpo.training.lag import completion_columns, lag_is_complete, lag_metrics
 from lagrpo.training.loop import Step, train_loop
 from lagrpo.training.memory import NoMemoryError, explained
-from lagrpo.training.metrics import batch_metrics, reward_metrics, sampler_metrics
+from lagrpo.training.metrics import batch_metrics, reward_metrics
 from lagrpo.training.ranks import Ranks, joined
 from lagrpo.training.resume import ResumeState, check_dtype, cut_back, describe_move, find_run, recorded_threads
 from lagrpo.training.trackers import Trackers
@@ -112,7 +111,7 @@ def run_rank(
             among = f", with {count_of(ranks.size, 'rank')}" if ranks.size > 1 else ""
             print(f"loading {settings.model.path} on {pick_device(settings.model.device)}{among} …", flush=True)
         with explained(lambda: "loading"):
-            parts = Parts.build(settings, recipe, task, ranks)
+            parts = TrainerComponents.build(settings, recipe, task, ranks)
         with closing(parts):
             return Training(parts, callbacks, earlier).run()
 
@@ -120,8 +119,10 @@ def run_rank(
 class Training:
     """One run, on this rank; `earlier` is the run that it resumes. Rank 0 shows and records it, and calls callbacks."""
 
-    def __init__(self, parts: Parts, callbacks: Sequence[Callback] = (), earlier: ResumeState | None = None) -> None:
-        self.parts, self.settings, self.policy, self.ranks = parts, parts.settings, parts.learner.policy, parts.ranks
+    def __init__(
+        self, parts: TrainerComponents, callbacks: Sequence[Callback] = (), earlier: ResumeState | None = None
+    ) -> None:
+        self.parts, self.settings, self.policy, self.ranks = parts, parts.settings, parts.trainer.policy, parts.ranks
         run, self.earlier, first = self.settings.run, earlier, parts.ranks.is_first
         self.display, self.now = make_display(run.display if first else "none"), "start"
         self.evaluations = Evaluations(parts, self.record_evaluation, self.display.note, self.warn, self.phase)
@@ -136,7 +137,7 @@ class Training:
         place = {"rank": self.ranks.rank, "size": self.ranks.size}
         self.checkpoints = CheckpointManager(self.store.path / "checkpoints", *when, **place)
         self.callbacks = CallbackList([Trackers(run.report_to, run.log_completions), *callbacks] if first else [])
-        self.started, self.seconds_checkpoint = False, 0.0  # whether callbacks know of the run
+        self.started = False  # whether callbacks know of the run
         self.warnings = Warnings(self.settings, str(self.policy.dtype).removeprefix("torch."), parts.task.size("train"))
         self.total = self.settings.schedule.stages * self.settings.schedule.batches
         self.restored = earlier is None  # π is the run's
@@ -205,7 +206,7 @@ class Training:
         settings["run"] |= {"name": self.store.path.name, "directory": str(self.store.path.parent)}
         self.display.on_start(settings, self.environment, 0)
         if self.ranks.is_first:
-            lines = meaning(self.settings, self.parts.learner.recipe, self.parts)
+            lines = meaning(self.settings, self.parts.trainer.recipe, self.parts)
             for line in [*lines, f"threads     {self.environment['threads']}"]:
                 self.display.note(line)
         if self.earlier is not None:
@@ -263,12 +264,11 @@ class Training:
         metrics, rows = dict[str, Any](), list[dict[str, Any]]()
         if self.ranks.is_first:
             metrics, names = self.measure(step), reward_names(self.parts.task.reward)
-            columns = completion_columns(step.batch, step.rows, self.parts.learner.recipe.eps_std)
-            place = {"batch": step.b, "stage": step.stage, "pi_k_version": step.version}
+            columns = completion_columns(step.batch, [*step.rows, *step.left_out], self.parts.trainer.recipe.eps_std)
+            place = {"step": step.b, "policy_version": step.version}
             rows = list(rollout_rows(step.batch.groups, columns, **place, rewards=names))
             self.store.record_rollouts(step.b, rows)
-            if step.reason:
-                self.store.record_event("weight_sync", step.b, reason=step.reason, version=step.alpha)
+            self.record_events(step)
             self.store.record(metrics)
         self.stand = TrainState.from_parts(self.parts, step.state)
         warnings = self.warnings.look(step)
@@ -279,18 +279,24 @@ class Training:
         if (every := self.settings.checkpoint.export_every) and step.b % every == 0:
             self.write_weights(self.policy.version)
 
+    def record_events(self, step: Step) -> None:
+        """Record what happened before the batch was trained on: a new reference, a weight sync, servers that died."""
+        if step.stage > 1 and (step.b - 1) % self.settings.schedule.batches == 0:
+            self.store.record_event("reference_sync", step.b, stage=step.stage)
+        if step.reason:
+            facts = {"reason": step.reason, "policy_version": step.alpha}
+            self.store.record_event("weight_sync", step.b, **facts, **step.state.sync)
+        if step.sampling.get("recoveries"):
+            self.store.record_event("recovery", step.b, **step.sampling)
+
     def measure(self, step: Step) -> dict[str, Any]:
-        """The metrics of a batch. Metrics of the lag are null if the run leaves out completions that they need."""
-        s, recipe = self.settings, self.parts.learner.recipe
-        rows, after_T = (step.rows, step.after_T) if lag_is_complete(s, recipe) else ((), None)
-        spent, self.seconds_checkpoint = self.seconds_checkpoint, 0.0
+        """The metrics of a batch. Metrics of whole completions are null if the run leaves out some that they need."""
+        rows = [*step.rows, *step.left_out] if lag_is_complete(self.settings, self.parts.trainer.recipe) else []
         return (
             batch_metrics(step)
-            | sampler_metrics(step.state.sync, step.sampling)
-            | lag_metrics(step.batch, rows, recipe.eps_std, s.task.reward_range, after_T)
+            | lag_metrics(step.batch, rows, self.settings.task.reward_range)
             | reward_metrics(step.batch.groups, reward_names(self.parts.task.reward))
             | self.evaluations.metrics(step.b - 1)
-            | {"seconds_checkpoint": spent}
         )
 
     def evaluate_where_due(self) -> None:
@@ -315,15 +321,12 @@ class Training:
 
     def write_checkpoint(self, finish: bool = True) -> None:
         """A checkpoint of this batch, written in the background."""
-        started, waited = time.perf_counter(), self.parts.prefetcher.seconds
         self.phase("checkpoint")
         self.checkpoints.wait()
         if self.batches in self.checkpoints.written:
             return
         further = {"model": self.parts.model, "warnings": self.warnings.memory()}
         save_checkpoint(self.checkpoints, self.parts, self.stand, further, finish)
-        sampling = self.parts.prefetcher.seconds - waited  # the next batch counts it
-        self.seconds_checkpoint += time.perf_counter() - started - sampling
 
     def record_checkpoints(self, wait: bool = True) -> None:
         """Record the checkpoints that were written; with `wait` when all are."""

@@ -22,8 +22,8 @@ logger = logging.getLogger("lagrpo")
 
 PROJECT = "lagrpo"  # project or experiment of the runs, unless the tracker's environment variable names one
 TABLE = "completion_texts"  # name of the table of completions; `completions` is a metric
-COLUMNS = ("prompt_key", "completion", "prompt_text", "text", "reward", "outcome", "reason")
-COLUMNS += ("advantage", "masked", "lag", "finished")  # the columns of the rollouts that trackers get
+COLUMNS = ("prompt_id", "sample_index", "prompt_text", "completion", "reward", "outcome", "reason")
+COLUMNS += ("advantage", "excluded_reason", "staleness", "finished")  # the columns of the rollouts that trackers get
 
 
 def check_installed(names: Iterable[str]) -> None:
@@ -50,18 +50,19 @@ class Trackers(Callback):
 
     def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:
         """Log the metrics of a batch, and some of its completions as a table."""
-        batch, count = metrics["batch"], min(self.completions, len(rollouts))
-        self._log(lambda tracker: tracker.log(batch, only_numbers(metrics)))
+        batch, count = metrics["step"], min(self.completions, len(rollouts))
+        values = {name: value for name, value in only_numbers(metrics).items() if not name.startswith("eval/")}
+        self._log(lambda tracker: tracker.log(batch, values))
         if count and self.active:
             rows = [rollouts[n * len(rollouts) // count] for n in range(count)]
             table = without_secrets([{name: row.get(name) for name in COLUMNS} for row in rows])
             self._log(lambda tracker: tracker.log_table(batch, table))
 
     def on_evaluation(self, name: str, summary: Row, records: Sequence[Row]) -> None:
-        """Log the numbers of an evaluation's summary as evaluation/NAME, or evaluation/SET.NAME for a named set."""
-        prefix = f"evaluation/{summary['set']}." if summary.get("set") else "evaluation/"
-        values = {f"{prefix}{key}": value for key, value in only_numbers(summary).items() if key != "batch"}
-        self._log(lambda tracker: tracker.log(summary["batch"], values))
+        """Log the numbers of an evaluation's summary as eval/NAME, or eval/SET/NAME for a named set."""
+        prefix = f"eval/{summary['set']}/" if summary.get("set") else "eval/"
+        values = {f"{prefix}{key}": value for key, value in only_numbers(summary).items() if key != "step"}
+        self._log(lambda tracker: tracker.log(summary["step"], values))
 
     def on_end(self, status: Status, detail: str) -> None:
         """Finish the trackers' runs. A package may wait here until everything is uploaded."""
@@ -164,13 +165,13 @@ class Wandb:
             dir=os.environ.get("WANDB_DIR") or str(info.path),
             config=info.config,
         )
-        self._run.define_metric("*", step_metric="batch")
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, batch: int, values: Mapping[str, float]) -> None:
-        self._run.log({**values, "batch": batch})
+        self._run.log({**values, "step": batch})
 
     def log_table(self, batch: int, rows: Sequence[Row]) -> None:
-        self._run.log({TABLE: _make_table(self._package, rows, allow_mixed_types=True), "batch": batch})
+        self._run.log({TABLE: _make_table(self._package, rows, allow_mixed_types=True), "step": batch})
 
     def finish(self, status: Status) -> None:
         self._run.finish(exit_code=0 if status == "finished" else 1)
@@ -220,7 +221,8 @@ class Mlflow:
         mlflow.log_params(params, run_id=self._id)
 
     def log(self, batch: int, values: Mapping[str, float]) -> None:
-        self._package.log_metrics(values, step=batch, run_id=self._id)
+        allowed = {name.replace("@", "_at_"): value for name, value in values.items()}  # MLflow forbids @
+        self._package.log_metrics(allowed, step=batch, run_id=self._id)
 
     def log_table(self, batch: int, rows: Sequence[Row]) -> None:
         columns = {name: [row[name] for row in rows] for name in rows[0]}

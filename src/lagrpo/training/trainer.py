@@ -238,14 +238,14 @@ class Trainer:
         return found
 
     def on_sync(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, float]:
-        """The share of the policy's weights whose bits changed since the weight sync before, as `moved_synced`; nothing
-        at the first one. A sample of about a million weights tells: the share p has a standard error of about √(p /
-        10⁶)."""
+        """The share of the policy's weights whose bits changed since the weight sync before, as `changed_fraction`;
+        nothing at the first one. A sample of about a million weights tells: the share p has a standard error of about
+        √(p / 10⁶)."""
         last, self.synced = self.synced, sample_weights(self.policy.weights if weights is None else weights)
         if not last:
             return {}
         moved = sum(count_differing(new, old.to(new.device)) for new, old in zip(self.synced, last, strict=True))
-        return {"moved_synced": int(moved) / sum(map(len, last))}
+        return {"changed_fraction": int(moved) / sum(map(len, last))}
 
     def end_stage(self, reset_optimizer: bool) -> None:
         """Line 16 of Algorithm 1: π_ref <- π. With `reset_optimizer` the next stage starts with moments at zero."""

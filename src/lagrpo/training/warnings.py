@@ -36,7 +36,7 @@ class Warnings:
         return list(found.values())
 
     def _find(self, step: Step) -> Iterator[tuple[str, str]]:
-        share = step.state.sync.get("moved_synced")
+        share = step.state.sync.get("changed_fraction")
         if step.reason and self._pushed and share is not None and share < STILL:
             yield "standstill", self._standstill(step.alpha, share)
         keys = [group.prompt.key for group in step.batch.groups if group.source == "sampler"]

@@ -16,13 +16,13 @@ from lagrpo.runs.environment import read_environment
 from lagrpo.settings.toml import load_settings
 
 Row = dict[str, Any]
-"""A completion as recorded, with `where` it stands and `group`, its batch and the number of its group there."""
+"""A completion as recorded, with `where` it stands and `group`, its step and the number of its group there."""
 HARMLESS = ("run.", "checkpoint.", "eval.", "vllm.", "schedule.batches", "distributed.")
 """Settings, or how their names begin, that a resumed run may change without an effect on what is checked here."""
 
 
 class RecordedRun:
-    """A run on disk: rows by batch, the `lines` of metrics.jsonl and the same by batch with their numbers (`metrics`),
+    """A run on disk: rows by step (`steps`), the `lines` of metrics.jsonl and by step with their numbers (`metrics`),
     events, evaluations and their `records`. Raises RunNotFoundError for no run, SettingsError for a broken file."""
 
     def __init__(self, run: Path | str) -> None:
@@ -32,27 +32,27 @@ class RecordedRun:
             self.recipe = resolve(self.settings.loss.recipe, self.settings.loss.knobs)
             self.own_task = "# The task was the caller's own object" in (path / "config.toml").read_text("utf-8")
             self.lines, self.events = reading.load_metrics(path), reading.load_events(path)
-            self.metrics = {line["batch"]: (n, line) for n, line in enumerate(self.lines, start=1)}
+            self.metrics = {line["step"]: (n, line) for n, line in enumerate(self.lines, start=1)}
             self.evaluations = reading.load_evaluations(path)
             self.records = {e["name"]: reading.load_evaluation_records(path, e["name"]) for e in self.evaluations}
-            self.batches = {batch: list(_read_rows(path, batch)) for batch in reading.rollout_batches(path)}
+            self.steps = {step: list(_read_rows(path, step)) for step in reading.rollout_batches(path)}
             self.changed = {name for event in self.events for name in event.get("changed") or ()}
             if wrong := [name for name in self.changed if not name.startswith(HARMLESS)]:
                 raise ValueError(f"{wrong[0]} was changed when the run was resumed")
-            if not self.batches:
+            if not self.steps:
                 raise ValueError("it has no rollouts yet: its first batch is not finished")
         offline, count = self.settings.offline, self.settings.schedule.prompts_per_batch
         self.fresh_prompts = count - (0 if offline.data is None else max(1, round(offline.fraction * count)))
 
 
-def _read_rows(path: Path, batch: int) -> Iterator[Row]:
-    """The rows of a batch. A group begins where completions start at 0 again, or another prompt comes."""
+def _read_rows(path: Path, step: int) -> Iterator[Row]:
+    """The rows of a step. A group begins where completions start at 0 again, or another prompt comes."""
     group, before = -1, None
-    for number, row in enumerate(reading.load_rollouts(path, [batch])):
-        prompt = row["source"], row["epoch"], row["prompt_key"]
-        group += prompt != before or row["completion"] == 0
-        where = f"row {number} (prompt {row['prompt_key']}, completion {row['completion']})"
-        yield row | {"where": f"rollouts/step-{batch:06d}.parquet, {where}", "group": (batch, group)}
+    for number, row in enumerate(reading.load_rollouts(path, [step])):
+        prompt = row["source"], row["epoch"], row["prompt_id"]
+        group += prompt != before or row["sample_index"] == 0
+        where = f"row {number} (prompt {row['prompt_id']}, completion {row['sample_index']})"
+        yield row | {"where": f"rollouts/step-{step:06d}.parquet, {where}", "group": (step, group)}
         before = prompt
 
 
@@ -63,7 +63,7 @@ def groups_of(rows: Iterable[Row]) -> list[list[Row]]:
 
 def sampled(row: Row, column: str) -> list[Any]:
     """The values of a token column for the tokens that a policy sampled."""
-    return [value for value, own in zip(row[column], row["sampled"], strict=True) if own]
+    return [value for value, own in zip(row[column], row["loss_mask"], strict=True) if own]
 
 
 def is_generated(row: Row) -> bool:

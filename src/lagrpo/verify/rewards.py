@@ -40,7 +40,7 @@ def check_rewards(run: RecordedRun, weights: Weights, rows: Sequence[Row], task:
             asked[id(task)][1].append(to_score(task, members))
             continue
         for row in (row for row in members if row["outcome"] == "scored"):
-            check_episode(run, make(), task.prompt("train", row["prompt_key"]), row, report)
+            check_episode(run, make(), task.prompt("train", row["prompt_id"]), row, report)
     for other, groups in check_evaluations(run, task, make is not None, report):
         asked.setdefault(id(other), (other, []))[1].extend(groups)
     for other, groups in asked.values():
@@ -68,8 +68,8 @@ def check_texts(run: RecordedRun, weights: Weights, rows: Sequence[Row], report:
         return report.skip(f"prompts, ends and texts: no tokenizer: {error}", len(rows))
     for row in rows:
         tokens = row["token_ids"]
-        expected = {"text": tokenizer.decode(tokens, skip_special_tokens=True)}
-        if not row["turns"]:
+        expected = {"completion": tokenizer.decode(tokens, skip_special_tokens=True)}
+        if not row["messages"]:
             end = next((t for t, token in enumerate(tokens, start=1) if token in ends), None)
             expected |= {"tokens": end or run.settings.rollout.max_completion_length, "finished": end is not None}
         report.compare("texts", row["where"], expected, row | {"tokens": len(tokens)})
@@ -80,17 +80,17 @@ def check_prompts(run: RecordedRun, tokenizer: Any, task: Task, rows: Sequence[R
     """Which prompts a batch has, a function of the seed and the batch; their answers; their tokens by the template."""
     before, size, seed = Counter[int](), task.size("train"), run.settings.run.seed
     for members in (members for members in groups_of(rows) if members[0]["source"] == "sampler"):
-        batch, first = members[0]["batch"], members[0]
+        batch, first = members[0]["step"], members[0]
         epoch, place = divmod((batch - 1) * run.fresh_prompts + before[batch], size)
         before[batch] += 1
-        prompt, expected = task.prompt("train", first["prompt_key"] % size), dict[str, Any]()
+        prompt, expected = task.prompt("train", first["prompt_id"] % size), dict[str, Any]()
         if first["epoch"] >= 0:  # a negative one stands for a prompt that dynamic sampling generated instead
-            expected |= {"epoch": epoch, "prompt_key": int(permutation(size, seed, "prompt order", epoch)[place])}
+            expected |= {"epoch": epoch, "prompt_id": int(permutation(size, seed, "prompt order", epoch)[place])}
         if tokenizer is not None:
             expected["prompt_token_ids"] = templated(tokenizer, [dict(message) for message in prompt.messages])
         report.compare("prompts", first["where"], expected, first)
         for row in members:
-            report.compare("prompts", row["where"], {"gold": json.dumps(prompt.gold, ensure_ascii=False)}, row)
+            report.compare("prompts", row["where"], {"answer": json.dumps(prompt.answer, ensure_ascii=False)}, row)
 
 
 def templated(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
@@ -102,9 +102,9 @@ def templated(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
 
 def check_episode(run: RecordedRun, environment: Any, prompt: Prompt, row: Row, report: Report) -> None:
     """The environment starts again and hears what the policy said: its replies and the reward are as recorded."""
-    key = run.settings.run.seed, "sample", row["batch"], row["epoch"], row["prompt_key"], row["completion"]
+    key = run.settings.run.seed, "sample", row["step"], row["epoch"], row["prompt_id"], row["sample_index"]
     environment.reset(prompt, key)
-    said, replies, turns = StepResult(), list[str](), row["turns"]
+    said, replies, turns = StepResult(), list[str](), row["messages"]
     for text in turns[::2]:
         said = environment.step(text)
         if said.done:
@@ -116,8 +116,8 @@ def check_episode(run: RecordedRun, environment: Any, prompt: Prompt, row: Row, 
 
 def to_score(task: Task, members: Sequence[Row]) -> list[Scored]:
     """The rewards of a group of rollouts."""
-    prompt = task.prompt("train", members[0]["prompt_key"] % task.size("train"))
-    made = [to_completion(row["text"], sum(row["sampled"]), row["finished"]) for row in members]
+    prompt = task.prompt("train", members[0]["prompt_id"] % task.size("train"))
+    made = [to_completion(row["completion"], sum(row["loss_mask"]), row["finished"]) for row in members]
     return [(row["where"], prompt, completion, row) for row, completion in zip(members, made, strict=True)]
 
 
@@ -174,8 +174,8 @@ def check_evaluations(
         best = given.get("task", run.settings.task).reward_range[1]
         for name, summary in there.items():
             if summary.get("set") == given.get("name"):
-                found, file = {"prompt_key": [r["prompt_key"] for r in run.records[name]]}, f"evaluations/{name}"
-                report.compare("evaluations", f"{file}.parquet", {"prompt_key": keys}, found)
+                found, file = {"prompt_id": [r["prompt_id"] for r in run.records[name]]}, f"evaluations/{name}"
+                report.compare("evaluations", f"{file}.parquet", {"prompt_id": keys}, found)
                 expected = expected_summary(run, name, samples)
                 report.compare(f"evaluation {name}", f"{file}.json", expected, summary, 1e-9)
                 yield own, list(check_records(run, own, name, best, report))
@@ -184,13 +184,13 @@ def check_evaluations(
 def check_records(run: RecordedRun, task: Task, name: str, best: float, report: Report) -> Iterator[list[Scored]]:
     """The prompts of an evaluation, the counts and means of each; yields what is to be scored."""
     for n, record in enumerate(run.records[name]):
-        prompt = task.prompt("test", record["prompt_key"] % task.size("test"))
+        prompt = task.prompt("test", record["prompt_id"] % task.size("test"))
         where, rewards = f"evaluations/{name}.parquet, row {n}", record["rewards"]
-        decided = record.get("is_right") or [None] * len(rewards)
+        decided = record.get("is_correct") or [None] * len(rewards)
         known = [(x, x >= best if d is None else d) for x, d in zip(rewards, decided, strict=True) if x is not None]
-        expected = {"prompt": prompt.messages[-1]["content"], "gold": str(prompt.gold), "scored": len(known)}
-        expected |= {"right": sum(right for _, right in known), "reward_mean": mean([x for x, _ in known])}
-        expected |= {"pass_at_1": mean([right for _, right in known])}
+        expected = {"prompt": prompt.messages[-1]["content"], "answer": str(prompt.answer), "scored": len(known)}
+        expected |= {"correct": sum(correct for _, correct in known), "reward": mean([x for x, _ in known])}
+        expected |= {"pass@1": mean([correct for _, correct in known])}
         report.compare(f"evaluation {name}", where, expected, record, 1e-9)
         parts = {part: values for part, values in reward_columns(record).items() if isinstance(values, list)}
         tokens, group = record.get("tokens") or [0] * len(rewards), list[Scored]()
@@ -204,10 +204,10 @@ def expected_summary(run: RecordedRun, name: str, samples: int) -> dict[str, Any
     """After which batch an evaluation was made, of which version, and means over prompts."""
     moment, last, records = name.partition(".")[0], max(run.metrics, default=0), run.records[name]
     batch = int(moment.removeprefix("batch-")) if moment.startswith("batch-") else 0 if moment == "before" else last
-    found: dict[str, Any] = {"batch": batch, "prompts": len(records), "samples": samples}
-    found |= {"version": run.metrics[batch + 1][1]["version"]} if batch + 1 in run.metrics else {}
-    found["without_reward"] = sum(r["samples"] - r["scored"] for r in records)
-    found["reward_mean"] = mean([r["reward_mean"] for r in records if r["scored"]])
+    found: dict[str, Any] = {"step": batch, "prompts": len(records), "samples": samples}
+    found |= {"policy_version": run.metrics[batch + 1][1]["policy_version"]} if batch + 1 in run.metrics else {}
+    found["unscored"] = sum(r["samples"] - r["scored"] for r in records)
+    found["reward"] = mean([r["reward"] for r in records if r["scored"]])
     for k in {samples, *(1 << n for n in range(samples.bit_length()))}:
-        found[f"pass_at_{k}"] = mean([pass_at_k(r["scored"], r["right"], k) for r in records if r["scored"] >= k])
+        found[f"pass@{k}"] = mean([pass_at_k(r["scored"], r["correct"], k) for r in records if r["scored"] >= k])
     return found

@@ -44,7 +44,9 @@ class Weights:
         except (OSError, ValueError) as error:
             self.absent = f"model.path = {name!r} is not here: {one_line(str(error), 100)}"
         self.folders |= {int(v.name[1:]): str(v) for v in sorted(saved.glob("v[0-9]*")) if v.name[1:].isdigit()}
-        after = [e["version"] for e in run.evaluations if e["name"].startswith("after") and "version" in e]
+        after = [
+            e["policy_version"] for e in run.evaluations if e["name"].startswith("after") and "policy_version" in e
+        ]
         if after and (saved / "final").is_dir():
             self.folders.setdefault(after[0], str(saved / "final"))
 
@@ -115,7 +117,7 @@ def read_tokens(scaled_TV: Tensor, token_T: Tensor, uniform_T: Tensor) -> Readin
 def read_row(run: RecordedRun, model: Any, row: Row) -> Reading:
     """One sequence, without a cache; at most CHUNK probabilities are in memory."""
     ids, tau = torch.tensor(row["token_ids"]), run.settings.rollout.temperature
-    key = row["batch"], row["epoch"], row["prompt_key"], row["completion"]
+    key = row["step"], row["epoch"], row["prompt_id"], row["sample_index"]
     uniform = torch.from_numpy(uniforms(len(ids), run.settings.run.seed, "sample", *key))
     sequence = torch.tensor([[*row["prompt_token_ids"], *row["token_ids"]]])
     logits = model(input_ids=sequence, use_cache=False, logits_to_keep=len(ids) + 1).logits[0, :-1]
@@ -130,7 +132,7 @@ def check_tokens(
     """Check samples, log α and log π_k for `count` completions (None: all)."""
     chosen, readings = choose_rows(weights, rows, count, seed, report), list[tuple[Row, int, Reading]]()
     for version in sorted(weights.folders):
-        due = [row for row in chosen if version in (row["pi_k_version"], *sampled(row, "versions"))]
+        due = [row for row in chosen if version in (row["policy_version"], *sampled(row, "policy_versions"))]
         model = weights.load_model(version) if due else None
         readings += [(row, version, read_row(run, model, row)) for row in due]
     noise = measure_noise(readings, *NOISE[run.environment["dtype"]])
@@ -142,8 +144,8 @@ def choose_rows(weights: Weights, rows: Sequence[Row], count: int | None, seed: 
     """A random choice of the completions whose weights are on disk."""
     what, known = "samples and log-probs of completions:", list[Row]()
     report.skip(f"{what} offline data", sum(row["source"] != "sampler" for row in rows))
-    for row in (row for row in rows if is_generated(row) and any(row["sampled"])):
-        if lacking := sorted(set(sampled(row, "versions")) - set(weights.folders)):
+    for row in (row for row in rows if is_generated(row) and any(row["loss_mask"])):
+        if lacking := sorted(set(sampled(row, "policy_versions")) - set(weights.folders)):
             report.skip(f"{what} no weights of version {lacking[0]} on disk: {KEEP if lacking[0] else weights.absent}")
         known += [] if lacking else [row]
     order = permutation(len(known), seed, "replay").tolist()
@@ -159,14 +161,14 @@ def column_of(row: Row, name: str) -> Tensor:
 
 def sampled_by(row: Row, version: int) -> Tensor:
     """Which tokens a version sampled, bool [t]."""
-    return torch.tensor(row["sampled"]) & (torch.tensor(row["versions"]) == version)
+    return torch.tensor(row["loss_mask"]) & (torch.tensor(row["policy_versions"]) == version)
 
 
 def measure_noise(readings: Sequence[tuple[Row, int, Reading]], least: float, most: float) -> float:
     """The median error of a token's log-odds, between what the dtype explains at least and at most."""
     errors = [torch.empty(0, dtype=torch.float64)]
     for row, version, read in readings:
-        gap = ((column_of(row, "logp_alpha") - read.logp).abs() - read.grain).clamp(min=0)
+        gap = ((column_of(row, "rollout_logprobs") - read.logp).abs() - read.grain).clamp(min=0)
         errors.append((gap / read.room)[sampled_by(row, version) & (read.room > 1e-3) & ~gap.isnan()])
     return min(max(torch.cat(errors).median().item(), least), most) if any(map(len, errors)) else least
 
@@ -179,8 +181,8 @@ def check_row(run: RecordedRun, row: Row, version: int, read: Reading, noise: fl
         expected = int(read.expected[t]) if far > EDGE * noise else token
         report.compare("samples", f"{row['where']}, token {t}", {"token_ids": expected}, {"token_ids": token})
         report.undecided["samples"] += abs(far) <= EDGE * noise
-    k = torch.tensor(row["sampled"]) if version == row["pi_k_version"] else own & False
-    for name, which in (("logp_alpha", own), ("logp_k", k)):
+    k = torch.tensor(row["loss_mask"]) if version == row["policy_version"] else own & False
+    for name, which in (("rollout_logprobs", own), ("old_logprobs", k)):
         recorded = column_of(row, name)
         for t in (which & ~recorded.isnan()).nonzero().squeeze(1).tolist():
             expected, found = {name: read.logp[t].item()}, {name: recorded[t].item()}

@@ -16,6 +16,7 @@ from lagrpo.redaction import HIDDEN, is_secret, redact
 from lagrpo.runs.directory import HOLDER, Run, read_holder
 from lagrpo.runs.environment import FILE as ENVIRONMENT
 from lagrpo.runs.environment import read_environment
+from lagrpo.runs.metrics import describe_metrics
 from lagrpo.runs.reading import (
     load_evaluation_records,
     load_evaluations,
@@ -27,7 +28,6 @@ from lagrpo.runs.reading import (
 from lagrpo.runs.rollouts import reward_columns
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import flatten, list_settings, load_settings, read_toml
-from lagrpo.view import meanings
 from lagrpo.view.payload import Arrays, Table
 from lagrpo.view.rollouts import Size, measure, read_rollouts, share
 
@@ -55,7 +55,7 @@ def collect(paths: Sequence[Path | str], most: int) -> bytes:
         ]
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     header = {"format": 1, "stamp": stamp, "created": now, "version": version("lagrpo"), "most": most}
-    metrics = meanings.of_names([name for run in found for name in run["metrics"]])
+    metrics = describe_metrics([name for run in found for name in run["metrics"]])
     return arrays.pack(header | {"runs": found, "metrics": metrics, "settings": _meanings_of_settings()})
 
 
@@ -149,16 +149,18 @@ def read_evaluations(run: Run, most: int) -> dict[str, Any]:
         most -= count if keeps else 0
         made[index] = [_evaluation_row(record, prompts, texts, keeps) for record in records[index]]
     kept = (int, float, str, list)
-    facts = [{k: v for k, v in s.items() if isinstance(v, kept)} | {"batch": s.get("batch") or 0} for s in summaries]
+    facts = [{k: v for k, v in s.items() if isinstance(v, kept)} | {"step": s.get("step") or 0} for s in summaries]
     return {"summaries": facts, "rows": made, "prompts": [list(prompt) for prompt in prompts], "texts": list(texts)}
 
 
 def _evaluation_row(record: Mapping[str, Any], prompts: Table, texts: Table, keeps: bool) -> dict[str, Any]:
-    prompt = record["prompt_key"], record["prompt"] or "", str(record.get("gold") or "")
-    row = {name: record[name] for name in ("samples", "scored", "right")}
-    row |= {"prompt": prompts.number(prompt), "reward": record.get("reward_mean")}
+    prompt = record["prompt_id"], record["prompt"] or "", str(record.get("answer") or "")
+    row = {name: record[name] for name in ("samples", "scored", "correct")}
+    row |= {"prompt": prompts.number(prompt), "reward": record.get("reward")}
     if keeps:
         row |= {"texts": [texts.number(text or "") for text in record["completions"]], "rewards": record["rewards"]}
         parts = {name: values for name, values in reward_columns(record).items() if isinstance(values, list)}
-        row |= ({"parts": parts} if parts else {}) | ({"decided": record["is_right"]} if record.get("is_right") else {})
+        row |= ({"parts": parts} if parts else {}) | (
+            {"decided": record["is_correct"]} if record.get("is_correct") else {}
+        )
     return row

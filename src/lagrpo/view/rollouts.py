@@ -21,13 +21,14 @@ from lagrpo.view.payload import Arrays, Table, shortest_unsigned
 LEAST = 32  # completions of a batch
 PER_NAT = 1000  # log-probs and entropies are rounded to thousandths of a nat
 UNKNOWN = -(1 << 15)  # instead of a log-prob that was not recorded
-MEASURED = ("logp_k", "entropy")  # token columns that a completion may lack
-TOKENS: dict[str, Any] = {"token_ids": np.int64, "logp_alpha": np.float64, "versions": np.int32, "sampled": np.uint8}
+MEASURED = ("old_logprobs", "entropy")  # token columns that a completion may lack
+TOKENS: dict[str, Any] = {"token_ids": np.int64, "rollout_logprobs": np.float64, "policy_versions": np.int32}
+TOKENS["loss_mask"] = np.uint8
 TOKENS |= dict.fromkeys(MEASURED, np.float64)
-NUMBERS = ("reward", "advantage", "sigma", "log_ratio", "kl_alpha", "lag")
-PLAIN = ("completion", "finished", "stage", "pi_k_version")
-TEXTS = ("outcome", "masked", "reason", "source")
-IDENTITY = ("text", "prompt_key", "prompt_text", "gold", "epoch")
+NUMBERS = ("reward", "advantage", "group_std", "staleness")
+PLAIN = ("sample_index", "finished", "policy_version")
+TEXTS = ("outcome", "excluded_reason", "reason", "source")
+IDENTITY = ("completion", "prompt_id", "prompt_text", "answer", "epoch")
 
 Rows = dict[str, Any]
 
@@ -86,7 +87,7 @@ def read_rollouts(run: Run, sizes: Mapping[int, Size], most: int, config: Mappin
     coded = {name: shortest_unsigned([codes[name].number(value or "") for value in rows[name]]) for name in TEXTS}
     ids, places = np.unique(rows["token_ids"], return_inverse=True)
     texts, note = vocabulary.texts_of(run.path, config, ids, rows)
-    further = [name for name in rows if name.startswith(REWARD) or name == "right"]
+    further = [name for name in rows if name.startswith(REWARD) or name == "correct"]
     columns = groups | coded | _columns(rows, places) | {name: rows[name].astype(np.float32) for name in further}
     return {
         "batches": [_about(rows, batch, sizes[batch].completions) for batch in chosen],
@@ -94,7 +95,7 @@ def read_rollouts(run: Run, sizes: Mapping[int, Size], most: int, config: Mappin
         "completions_on_disk": sum(size.completions for size in sizes.values()),
         "prompts": prompts,
         "codes": {name: list(table) for name, table in codes.items()},
-        "texts": rows["text"],
+        "texts": rows["completion"],
         "vocabulary": texts,
         "ids": ids.tolist(),
         "vocabulary_note": note,
@@ -104,9 +105,9 @@ def read_rollouts(run: Run, sizes: Mapping[int, Size], most: int, config: Mappin
 
 
 def _about(rows: Rows, batch: int, on_disk: int) -> list[int]:
-    """Batch, stage, version of π_k, completions on disk and in the page."""
-    first = rows["batch"].index(batch)
-    return [batch, *(int(rows[name][first]) for name in ("stage", "pi_k_version")), on_disk, rows["batch"].count(batch)]
+    """Step, version of π_k, completions on disk and in the page."""
+    first = rows["step"].index(batch)
+    return [batch, int(rows["policy_version"][first]), on_disk, rows["step"].count(batch)]
 
 
 def _read_rows(run: Run, chosen: Mapping[int, int]) -> Rows:
@@ -117,11 +118,11 @@ def _read_rows(run: Run, chosen: Mapping[int, int]) -> Rows:
     for batch, most in chosen.items():
         with opened_rollouts(run, batch) as file:
             table = file.read()
-            tables.append(table.slice(0, _whole_groups(table.column("completion").to_pylist(), most)))
+            tables.append(table.slice(0, _whole_groups(table.column("sample_index").to_pylist(), most)))
             batches += [batch] * len(tables[-1])
     found = pa.concat_tables(tables, promote_options="default").to_pydict()
-    rows: Rows = {name: found[name] for name in (*TEXTS, *IDENTITY)} | {"batch": batches}
-    further = [name for name in found if name.startswith(REWARD) or name == "right"]
+    rows: Rows = {name: found[name] for name in (*TEXTS, *IDENTITY)} | {"step": batches}
+    further = [name for name in found if name.startswith(REWARD) or name == "correct"]
     rows |= {name: np.array(found[name], dtype=np.float64) for name in (*NUMBERS, *PLAIN, *further)}
     lengths = [len(ids or ()) for ids in found["token_ids"]]
     for name, kind in TOKENS.items():
@@ -145,13 +146,13 @@ def _whole_groups(completions: list[int], most: int) -> int:
 
 def _group(rows: Rows) -> tuple[list[list[Any]], dict[str, np.ndarray]]:
     """The distinct prompts, and for each group its batch, its prompt, its epoch and its first completion."""
-    count = len(rows["text"])
-    place = list(zip(rows["batch"], rows["prompt_key"], rows["epoch"], rows["completion"], strict=True))
+    count = len(rows["completion"])
+    place = list(zip(rows["step"], rows["prompt_id"], rows["epoch"], rows["sample_index"], strict=True))
     starts = [c for c in range(count) if not c or place[c][:3] != place[c - 1][:3] or place[c][3] <= place[c - 1][3]]
     prompts = Table()
-    asked = [prompts.number((rows["prompt_key"][c], rows["prompt_text"][c], _gold(rows["gold"][c]))) for c in starts]
+    asked = [prompts.number((rows["prompt_id"][c], rows["prompt_text"][c], _answer(rows["answer"][c]))) for c in starts]
     groups = {
-        "group_batch": shortest_unsigned([rows["batch"][c] for c in starts]),
+        "group_batch": shortest_unsigned([rows["step"][c] for c in starts]),
         "group_prompt": shortest_unsigned(asked),
         "group_epoch": np.array([rows["epoch"][c] for c in starts], dtype=np.int32),
         "group_first": np.array([*starts, count], dtype=np.uint32),
@@ -159,28 +160,35 @@ def _group(rows: Rows) -> tuple[list[list[Any]], dict[str, np.ndarray]]:
     return [list(prompt) for prompt in prompts], groups
 
 
-def _gold(text: str | None) -> str:
+def _answer(text: str | None) -> str:
     """The reference answer as it is read: JSON text, unless that is only a text in quotation marks."""
     try:
-        gold = json.loads(text or "null")
+        answer = json.loads(text or "null")
     except ValueError:
         return text or ""
-    return gold if isinstance(gold, str) else text or ""
+    return answer if isinstance(answer, str) else text or ""
 
 
 def _columns(rows: Rows, places: np.ndarray) -> dict[str, np.ndarray]:
     """The arrays of completions and tokens; `places` are the tokens' places in the vocabulary."""
     return {name: rows[name].astype(np.float32) for name in NUMBERS} | {
         "reward": rows["reward"],
-        "number": shortest_unsigned(rows["completion"]),
+        "sample_index": shortest_unsigned(rows["sample_index"]),
         "finished": rows["finished"].astype(np.uint8),
         "first_token": np.concatenate([[0], np.cumsum(rows["length"])]).astype(np.uint32),
         "token": shortest_unsigned(places),
-        "logp": _thousandths(rows["logp_alpha"]),
-        "version": rows["versions"],
-        "sampled": rows["sampled"],
+        "rollout_logprobs": _thousandths(rows["rollout_logprobs"]),
+        "log_ratio": _log_ratios(rows),
+        "version": rows["policy_versions"],
+        "sampled": rows["loss_mask"],
         **{name: _thousandths(rows[name]) for name in MEASURED if not np.isnan(rows[name]).all()},
     }
+
+
+def _log_ratios(rows: Rows) -> np.ndarray:
+    """log π_k - log α of each completion, nats; NaN if a sampled token lacks one of them."""
+    own_T = np.where(rows["loss_mask"] == 1, rows["old_logprobs"] - rows["rollout_logprobs"], 0.0)
+    return np.array([part.sum() for part in np.split(own_T, np.cumsum(rows["length"])[:-1])], dtype=np.float32)
 
 
 def _thousandths(logp: np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ def texts_of(
         return None, "the tokenizer of the run's model is not on this machine, so tokens are shown by their ids"
     lengths = rows["length"][:PROBED]
     probed = [rows["token_ids"][end - n : end].tolist() for end, n in zip(np.cumsum(lengths), lengths, strict=True)]
-    if not fits(tokenizer, probed, rows["text"][: len(probed)]):
+    if not fits(tokenizer, probed, rows["completion"][: len(probed)]):
         return None, "the tokenizer found for the run's model gives other texts, so tokens are shown by their ids"
     return token_texts(tokenizer, ids.tolist()), ""
 

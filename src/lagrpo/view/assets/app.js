@@ -8,7 +8,7 @@ const TABS = {
 };
 const START = {
   tab: "trend",
-  metric: "reward_mean",
+  metric: "reward",
   x: "batch",
   smooth: 1,
   log: false,
@@ -35,8 +35,8 @@ const KEPT = new Set([
   "reward_high",
   "tokens_low",
   "tokens_high",
-  "lag_low",
-  "lag_high",
+  "staleness_low",
+  "staleness_high",
   "group",
   "completion",
   "color",
@@ -134,7 +134,7 @@ function restoreField(root, old) {
 function runChip(app, run) {
   const hidden = app.state.hidden.includes(run.index),
     [word, detail] = run.status;
-  const done = run.metrics.get("batch")?.at(-1) ?? 0,
+  const done = run.metrics.get("step")?.at(-1) ?? 0,
     of = run.total ? ` of ${show(run.total)}` : "";
   const toggle = () =>
     app.update({

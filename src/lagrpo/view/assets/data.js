@@ -44,28 +44,28 @@ function prepare(run, index, arrays) {
   rollouts.byId = new Map(rollouts.groups.map((group) => [group.id, group]));
 }
 
-/** What is known of a group: mean and spread of its rewards, who has none, lag and length. */
+/** What is known of a group: mean and spread of its rewards, who has none, staleness and length. */
 function summarize(run, g) {
   const r = run.rollouts,
     first = r.group_first[g],
     end = r.group_first[g + 1];
   const group = { g, first, end, size: end - first, batch: r.group_batch[g], prompt: r.group_prompt[g] };
-  const [key, text, gold] = r.prompts[group.prompt];
+  const [key, text, answer] = r.prompts[group.prompt];
   Object.assign(group, {
     key,
     text,
-    gold,
+    answer,
     epoch: r.group_epoch[g],
     version: versionOf(run, group.batch),
     scored: 0,
-    lag: NaN,
+    staleness: NaN,
     length: 0,
   });
   let sum = 0,
     squares = 0;
   for (let c = first; c < end; c++) {
     group.length += (r.first_token[c + 1] - r.first_token[c]) / group.size;
-    if (!(r.lag[c] <= group.lag)) group.lag = Number.isNaN(r.lag[c]) ? group.lag : r.lag[c];
+    if (!(r.staleness[c] <= group.staleness)) group.staleness = Number.isNaN(r.staleness[c]) ? group.staleness : r.staleness[c];
     if (r.outcome[c] !== r.scored) continue;
     group.scored += 1;
     sum += r.reward[c];
@@ -73,13 +73,13 @@ function summarize(run, g) {
   group.mean = group.scored ? sum / group.scored : NaN;
   for (let c = first; c < end; c++) if (r.outcome[c] === r.scored) squares += (r.reward[c] - group.mean) ** 2;
   group.spread = group.scored ? Math.sqrt(squares / group.scored) : NaN;
-  group.flat = r.codes.masked[r.masked[first]] === "zero_variance" || (group.scored > 1 && squares === 0);
+  group.flat = r.codes.excluded_reason[r.excluded_reason[first]] === "zero_variance" || (group.scored > 1 && squares === 0);
   group.id = `${group.batch}:${key}:${group.epoch}:${ordinal(run, g)}`;
   return group;
 }
 
 /** The version of π_k in a batch. */
-const versionOf = (run, batch) => run.rollouts.batches.find(([one]) => one === batch)[2];
+const versionOf = (run, batch) => run.rollouts.batches.find(([one]) => one === batch)[1];
 
 /** Groups of one prompt in one batch are told apart by a number. */
 function ordinal(run, g) {
@@ -93,10 +93,10 @@ function ordinal(run, g) {
 
 const outcomeOf = (run, c) => run.rollouts.codes.outcome[run.rollouts.outcome[c]];
 const isScored = (run, c) => run.rollouts.outcome[c] === run.rollouts.scored;
-/** Of a task with several rewards the run recorded what is right. */
-const isRight = (run, c) =>
+/** With several rewards the run recorded what is correct. */
+const isCorrect = (run, c) =>
   isScored(run, c) &&
-  (Number.isNaN(run.rollouts.right?.[c] ?? NaN) ? run.rollouts.reward[c] >= run.range[1] : run.rollouts.right[c] === 1);
+  (Number.isNaN(run.rollouts.correct?.[c] ?? NaN) ? run.rollouts.reward[c] >= run.range[1] : run.rollouts.correct[c] === 1);
 const lengthOf = (run, c) => run.rollouts.first_token[c + 1] - run.rollouts.first_token[c];
 const batchesOf = (run) => run.rollouts.batches.map(([batch]) => batch);
 
@@ -106,9 +106,9 @@ function height(run, reward) {
   return high > low ? Math.min(1, Math.max(0, (reward - low) / (high - low))) : Number(reward >= high);
 }
 
-/** pass@k of a set of prompts, or of the only: "hard pass_at_1" is ["hard", "pass_at_1"]; null for other metrics. */
+/** pass@k of a set of prompts, or of the only: "hard pass@1" is ["hard", "pass@1"]; null for other metrics. */
 function evaluated(metric) {
-  const found = /^(?:(\w+) )?(pass_at_\d+)$/.exec(metric);
+  const found = /^(?:(\w+) )?(pass@\d+)$/.exec(metric);
   return found ? [found[1] ?? "", found[2]] : null;
 }
 
@@ -120,8 +120,8 @@ function series(run, metric) {
   const [set, name] = evaluated(metric) ?? [];
   if (name) {
     const made = madeOf(run, set).filter((one) => !missing(one[name]));
-    return [made.map((one) => one.batch), made.map((one) => one[name]), made];
+    return [made.map((one) => one.step), made.map((one) => one[name]), made];
   }
-  const batches = run.metrics.get("batch") ?? [];
+  const batches = run.metrics.get("step") ?? [];
   return [batches, run.metrics.get(metric) ?? batches.map(() => null), null];
 }

@@ -9,7 +9,7 @@ const CHANGES = {
 
 /** pass@1 with its interval, drawn between 0 and 1. */
 function intervalBar(summary, color) {
-  const [low, mid, high] = ["_low", "", "_high"].map((end) => 100 * (summary[`pass_at_1${end}`] ?? NaN));
+  const [low, mid, high] = ["_low", "", "_high"].map((end) => 100 * (summary[`pass@1${end}`] ?? NaN));
   const bar = el("span", { class: "interval", title: `95 % interval ${percent(low / 100)} to ${percent(high / 100)}` });
   if (!Number.isNaN(low + high))
     bar.append(el("i", { class: "range", style: { left: `${low}%`, width: `${high - low}%`, background: color } }));
@@ -18,33 +18,33 @@ function intervalBar(summary, color) {
 }
 
 function changeText(summary) {
-  if (missing(summary.pass_at_1_change)) return "–";
-  const [low, high] = ["_low", "_high"].map((end) => signed(100 * summary[`pass_at_1_change${end}`], 1));
-  return `${signed(100 * summary.pass_at_1_change, 1)} points (${low} to ${high})`;
+  if (missing(summary["pass@1_change"])) return "–";
+  const [low, high] = ["_low", "_high"].map((end) => signed(100 * summary[`pass@1_change${end}`], 1));
+  return `${signed(100 * summary["pass@1_change"], 1)} points (${low} to ${high})`;
 }
 
 /** What an evaluation says besides pass@k and the mean reward: the mean of each of several rewards. */
 function furtherResults(one) {
-  const means = Object.keys(one).filter((key) => /^reward_\w+_mean$/.test(key));
+  const means = Object.keys(one).filter((key) => /^rewards\/\w+\/mean$/.test(key));
   return means.map((key) => `${visible(key)} ${show(one[key])}`).join(" · ");
 }
 
 function evaluationTable(run) {
   const passes = [
-    ...new Set(run.evaluations.summaries.flatMap((one) => Object.keys(one).filter((key) => /^pass_at_\d+$/.test(key)))),
+    ...new Set(run.evaluations.summaries.flatMap((one) => Object.keys(one).filter((key) => /^pass@\d+$/.test(key)))),
   ].slice(1);
   const further = run.evaluations.summaries.some(furtherResults);
   const headings = [
     "evaluation",
-    "batch",
+    "step",
     "pass@1",
     "",
     "change to the first",
-    ...passes.map((name) => `pass@${name.slice(8)}`),
+    ...passes,
     "mean reward",
     "prompts",
     "samples",
-    "without reward",
+    "unscored",
     ...(further ? ["further"] : []),
   ];
   const rows = run.evaluations.summaries.map((one) =>
@@ -52,19 +52,19 @@ function evaluationTable(run) {
       "tr",
       {},
       el("td", { text: visible(one.name) }),
-      el("td", { text: show(one.batch) }),
-      el("td", { text: percent(one.pass_at_1) }),
+      el("td", { text: show(one.step) }),
+      el("td", { text: percent(one["pass@1"]) }),
       el("td", {}, intervalBar(one, runColor(run.index))),
       el("td", { text: changeText(one) }),
       passes.map((name) => el("td", { text: percent(one[name]) })),
-      ["reward_mean", "prompts", "samples", "without_reward"].map((name) => el("td", { text: show(one[name]) })),
+      ["reward", "prompts", "samples", "unscored"].map((name) => el("td", { text: show(one[name]) })),
       further ? el("td", { class: "dim", text: furtherResults(one) }) : null,
     ),
   );
   return table(headings, rows, "numbers");
 }
 
-const rate = (row) => (row && row.scored ? row.right / row.scored : NaN);
+const rate = (row) => (row && row.scored ? row.correct / row.scored : NaN);
 
 /** The prompts that both evaluations have, those with the greatest change first. */
 function compare(run, before, after) {
@@ -87,8 +87,8 @@ function evaluationCompletions(run, row, title, range) {
     );
   const items = row.texts.map((text, n) => {
     const reward = row.rewards[n],
-      right = !missing(reward) && (row.decided?.[n] ?? reward >= range[1]),
-      kind = missing(reward) ? "none" : right ? "right" : "wrong",
+      correct = !missing(reward) && (row.decided?.[n] ?? reward >= range[1]),
+      kind = missing(reward) ? "none" : correct ? "right" : "wrong",
       parts = Object.entries(row.parts ?? {}).map(([name, values]) => `${visible(name)} ${show(values[n])}`);
     return el(
       "li",
@@ -104,7 +104,7 @@ function evaluationCompletions(run, row, title, range) {
 function promptRows(app, run, row, after) {
   const open = app.state.prompt === row.index,
     kind = row.change < 0 ? "wrong" : row.change > 0 ? "right" : "";
-  const share = (one) => `${one.right} of ${one.scored}`;
+  const share = (one) => `${one.correct} of ${one.scored}`;
   const line = el(
     "tr",
     { class: "clickable", tabindex: "0", on: { click: () => app.update({ prompt: open ? -1 : row.index }) } },
@@ -115,7 +115,7 @@ function promptRows(app, run, row, after) {
     el("td", { class: kind, text: row.change ? `${signed(100 * row.change, 0)} points` : "0" }),
   );
   if (!open) return [line];
-  const [, text, gold] = row.prompt,
+  const [, text, answer] = row.prompt,
     range = run.evaluations.summaries[after].reward_range ?? run.range;
   return [
     line,
@@ -126,7 +126,7 @@ function promptRows(app, run, row, after) {
         "td",
         { colspan: 5 },
         el("div", { class: "text prompt-text", dir: "auto", text: visible(text) }),
-        gold ? el("p", { class: "gold" }, el("b", { text: "gold " }), el("span", { text: visible(gold) })) : null,
+        answer ? el("p", { class: "gold" }, el("b", { text: "answer " }), el("span", { text: visible(answer) })) : null,
         el(
           "div",
           { class: "sides" },
@@ -159,7 +159,7 @@ function evaluationsTab(app) {
       el("div", { class: "bar" }, runs),
       el("p", { class: "empty", text: "This run has no evaluations." }),
     );
-  const names = summaries.map((one, n) => [n, `${visible(one.name)} (batch ${one.batch})`]);
+  const names = summaries.map((one, n) => [n, `${visible(one.name)} (step ${one.step})`]);
   const after = Math.min(state.after === "" ? names.length - 1 : Number(state.after), names.length - 1);
   const first = summaries.findIndex((one) => one.set === summaries[after].set);
   const before = Math.min((state.before ?? "") === "" ? first : Number(state.before), names.length - 1);
@@ -186,7 +186,7 @@ function evaluationsTab(app) {
     ),
     shown.length
       ? table(
-          ["prompt", "", "right before", "right after", "change"],
+          ["prompt", "", "correct before", "correct after", "change"],
           shown.slice(0, 1000).flatMap((row) => promptRows(app, run, row, after)),
           "prompts",
         )

@@ -1,29 +1,29 @@
 // Which groups are shown, in which order.
 
 const SORTS = {
-  spread: ["reward spread, greatest first", (group) => -group.spread],
-  low: ["mean reward, least first", (group) => group.mean],
-  high: ["mean reward, greatest first", (group) => -group.mean],
-  lag: ["lag, greatest first", (group) => -group.lag],
+  spread: ["reward spread, largest first", (group) => -group.spread],
+  low: ["mean reward, smallest first", (group) => group.mean],
+  high: ["mean reward, largest first", (group) => -group.mean],
+  staleness: ["staleness, largest first", (group) => -group.staleness],
   length: ["length, longest first", (group) => -group.length],
   order: ["as in the batch", (group) => group.g],
 };
 
 const OUTCOMES = {
   all: ["all", () => true],
-  right: ["right", (run, c) => isRight(run, c)],
-  wrong: ["wrong", (run, c) => isScored(run, c) && !isRight(run, c)],
+  correct: ["correct", (run, c) => isCorrect(run, c)],
+  wrong: ["wrong", (run, c) => isScored(run, c) && !isCorrect(run, c)],
   unscored: ["unscored", (run, c) => outcomeOf(run, c) === "unscored"],
   failed: ["failed", (run, c) => outcomeOf(run, c) === "failed"],
   cut: ["cut at the limit", (run, c) => !run.rollouts.finished[c]],
-  masked: ["not in the objective", (run, c) => run.rollouts.codes.masked[run.rollouts.masked[c]] !== ""],
+  excluded: ["not in the objective", (run, c) => excludedReason(run.rollouts, c) !== ""],
 };
 
 /** Bounds of the filter: [name, label, value of a completion]. */
 const BOUNDS = [
   ["reward", "reward", (run, c) => run.rollouts.reward[c]],
   ["tokens", "tokens", lengthOf],
-  ["lag", "lag", (run, c) => run.rollouts.lag[c]],
+  ["staleness", "staleness", (run, c) => run.rollouts.staleness[c]],
 ];
 
 function within(value, low, high) {
@@ -44,6 +44,7 @@ function makeFilter(run, state) {
       [run.rollouts.texts[c], group.text, reasonOf(run, c)].some((text) => text.toLowerCase().includes(sought)));
 }
 
+const excludedReason = (r, c) => r.codes.excluded_reason[r.excluded_reason[c]];
 const reasonOf = (run, c) => run.rollouts.codes.reason[run.rollouts.reason[c]];
 
 const isFiltered = (state) =>

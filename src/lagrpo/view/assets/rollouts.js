@@ -136,8 +136,8 @@ const NO_FILTER = {
   reward_high: "",
   tokens_low: "",
   tokens_high: "",
-  lag_low: "",
-  lag_high: "",
+  staleness_low: "",
+  staleness_high: "",
 };
 
 function stepBatch(app, step) {
@@ -155,8 +155,8 @@ function summaryOf(run, state, found) {
     row = rows.find(([one]) => one === batch);
   const parts = [`${plural(found.groups.length, "group")}`];
   if (isFiltered(state)) parts.push(`${plural(found.matches, "matching completion")}`);
-  if (row) parts.unshift(`batch ${batch}, stage ${row[1]}, π_k is version ${row[2]}`);
-  if (row && row[4] < row[3]) parts.push(`${show(row[4])} of its ${show(row[3])} completions are in this page`);
+  if (row) parts.unshift(`batch ${batch}, π_k is version ${row[1]}`);
+  if (row && row[3] < row[2]) parts.push(`${show(row[3])} of its ${show(row[2])} completions are in this page`);
   return parts.join(" · ");
 }
 
@@ -188,8 +188,8 @@ function groupPane(app, run, group, passes) {
   const facts = [
     `mean ${show(group.mean)}`,
     `standard deviation ${show(group.spread)}`,
-    `σ ${show(run.rollouts.sigma[group.first])}`,
-    `lag ${show(group.lag)}`,
+    `σ ${show(run.rollouts.group_std[group.first])}`,
+    `staleness ${show(group.staleness)}`,
     `${show(group.length)} tokens on average`,
   ];
   const colorings = Object.entries(COLORINGS);
@@ -199,8 +199,8 @@ function groupPane(app, run, group, passes) {
     el("h2", {}, `Prompt ${group.key} in batch ${group.batch}`, badges(run, group)),
     el("p", { class: "dim", text: facts.join(" · ") }),
     el("div", { class: "text prompt-text", dir: "auto", text: visible(group.text) }),
-    group.gold
-      ? el("p", { class: "gold" }, el("b", { text: "gold " }), el("span", { dir: "auto", text: visible(group.gold) }))
+    group.answer
+      ? el("p", { class: "gold" }, el("b", { text: "answer " }), el("span", { dir: "auto", text: visible(group.answer) }))
       : null,
     el(
       "div",
@@ -222,7 +222,7 @@ function groupPane(app, run, group, passes) {
 }
 
 const MARKS = { right: "✓", wrong: "✗", none: "?" };
-const kindOf = (run, c) => (!isScored(run, c) ? "none" : isRight(run, c) ? "right" : "wrong");
+const kindOf = (run, c) => (!isScored(run, c) ? "none" : isCorrect(run, c) ? "right" : "wrong");
 
 function completionHead(run, c) {
   const r = run.rollouts,
@@ -237,7 +237,7 @@ function completionHead(run, c) {
       text: `A ${signed(r.advantage[c])}`,
       title: "advantage, as the objective uses it",
     }),
-    el("span", { class: "dim", text: `${r.number[c] + 1}` }),
+    el("span", { class: "dim", text: `${r.sample_index[c] + 1}` }),
   );
 }
 
@@ -245,11 +245,11 @@ function completionFacts(run, c) {
   const r = run.rollouts,
     facts = [plural(lengthOf(run, c), "token")];
   if (!r.finished[c]) facts.push("cut at the limit");
-  if (!Number.isNaN(r.lag[c])) facts.push(`lag ${show(r.lag[c])}`);
+  if (!Number.isNaN(r.staleness[c])) facts.push(`staleness ${show(r.staleness[c])}`);
   if (!Number.isNaN(r.log_ratio[c])) facts.push(`log π_k/α ${signed(r.log_ratio[c])}`);
   for (const name of r.rewards) facts.push(`${visible(name)} ${show(r[`reward_${name}`][c])}`);
-  const masked = r.codes.masked[r.masked[c]];
-  if (masked) facts.push(`not in the objective: ${visible(masked)}`);
+  const excluded = excludedReason(r, c);
+  if (excluded) facts.push(`not in the objective: ${visible(excluded)}`);
   return el("p", { class: "dim facts", text: facts.join(" · ") });
 }
 
@@ -285,9 +285,8 @@ function openedCompletion(app, run, group, c) {
     reason = reasonOf(run, c);
   const numbers = [
     ["advantage", signed(r.advantage[c])],
-    ["σ of its group", show(r.sigma[c])],
+    ["σ of its group", show(r.group_std[c])],
     ["log π_k − log α", signed(r.log_ratio[c], 4)],
-    ["Σ ρ − 1 − ln ρ", show(r.kl_alpha[c])],
     ["source", r.codes.source[r.source[c]]],
     ["epoch", String(group.epoch)],
   ];

@@ -18,7 +18,7 @@ function nats(values, t) {
   return !values || values[t] === UNKNOWN ? NaN : values[t] / PER_NAT;
 }
 
-const ratioOf = (r, t) => nats(r.logp_k, t) - nats(r.logp, t);
+const ratioOf = (r, t) => nats(r.old_logprobs, t) - nats(r.rollout_logprobs, t);
 
 /** The shade of a value: none at 0, full where it is `most` or more. */
 const shade = (hue, value, most) => `hsl(${hue} 95% 50% / ${(0.75 * Math.min(1, value / most)).toFixed(3)})`;
@@ -31,7 +31,7 @@ function tokenText(r, t) {
 function tokenColor(r, t, coloring) {
   if (!r.sampled[t]) return null;
   if (coloring === "version") return `hsl(${HUES[Math.max(0, r.version[t]) % HUES.length]} 80% 50% / 0.28)`;
-  const value = { logp: -nats(r.logp, t), ratio: ratioOf(r, t), entropy: nats(r.entropy, t) }[coloring] ?? NaN;
+  const value = { logp: -nats(r.rollout_logprobs, t), ratio: ratioOf(r, t), entropy: nats(r.entropy, t) }[coloring] ?? NaN;
   if (Number.isNaN(value)) return null;
   if (coloring === "ratio") return shade(value > 0 ? 210 : 22, Math.abs(value), RATIO_SATURATED);
   return coloring === "entropy" ? shade(280, value, ENTROPY_SATURATED) : shade(22, value, SATURATED);
@@ -74,7 +74,7 @@ function tokenStrip(run, c, coloring, most) {
 /** What is known of a token, as [name, value] pairs. */
 function tokenFacts(run, c, t) {
   const r = run.rollouts,
-    logp = nats(r.logp, t),
+    logp = nats(r.rollout_logprobs, t),
     ratio = ratioOf(r, t),
     entropy = nats(r.entropy, t);
   const facts = [
@@ -83,13 +83,13 @@ function tokenFacts(run, c, t) {
     ["id", String(r.ids[r.token[t]])],
   ];
   if (!r.sampled[t]) return [...facts, ["context", "no policy sampled it"]];
-  const low = r.logp[t] === UNKNOWN + 1 ? "≤ " : "";
+  const low = r.rollout_logprobs[t] === UNKNOWN + 1 ? "≤ " : "";
   facts.push(["log α", Number.isNaN(logp) ? "not recorded" : `${low}${logp.toFixed(3)} nats`]);
   if (!Number.isNaN(logp)) facts.push(["α", Math.exp(logp).toPrecision(3)]);
   if (!Number.isNaN(ratio)) facts.push(["log π_k − log α", `${ratio.toFixed(3)} nats`]);
   if (!Number.isNaN(entropy)) facts.push(["entropy of π_k", `${entropy.toFixed(3)} nats`]);
   if (r.version[t] < 0) return [...facts, ["version", "offline data"]];
-  return [...facts, ["version", String(r.version[t])], ["lag", String(r.groups[r.groupOf[c]].version - r.version[t])]];
+  return [...facts, ["version", String(r.version[t])], ["staleness", String(r.groups[r.groupOf[c]].version - r.version[t])]];
 }
 
 const tip = el("div", { id: "tip", role: "tooltip", hidden: true });
@@ -128,7 +128,7 @@ function legend(run, coloring) {
   if (coloring === "version") notes.push(el("span", { text: "a color for each version that sampled tokens" }));
   if (coloring === "ratio") {
     const text = `orange: π_k makes it less likely than α did, blue: more likely; full at ${RATIO_SATURATED} nats`;
-    notes.push(el("span", { text: run.rollouts.logp_k ? text : "log π_k was not recorded" }));
+    notes.push(el("span", { text: run.rollouts.old_logprobs ? text : "log π_k was not recorded" }));
   }
   if (coloring === "entropy") {
     const text = `entropy of the distribution at each token; full at ${ENTROPY_SATURATED} nats`;

@@ -1,6 +1,6 @@
 // Metrics over batches: one in large, of several runs, and the telling ones in small beside it.
 
-const AXES = { batch: "batch", seconds: "wall time, seconds", tokens_sampled: "tokens sampled" };
+const AXES = { batch: "step", seconds: "wall time, seconds", num_tokens: "completion tokens" };
 const SMOOTHINGS = [
   [1, "none"],
   [5, "5 batches"],
@@ -12,23 +12,23 @@ const WHOLE = [1, 2, 5].flatMap((n) => [...Array(9).keys()].map((power) => n * 1
 
 /** Metrics in small: [metric, when a value is worth a look, why]. */
 const TELLING = [
-  ["reward_mean"],
-  ["zero_variance_share", (value) => value > 0.7, "most groups have equal rewards and give no signal"],
-  ["unscored", (value) => value > 0, "completions could not be scored: see their reasons"],
-  ["finished_share", (value) => value < 0.5, "most completions were cut at the token limit"],
-  ["tokens_mean"],
-  ["lag_max"],
-  ["kl_alpha"],
-  ["ess", (value) => value < 0.5, "the ratio π/α leaves less than half of the tokens in effect"],
-  ["clip_high_share_last", (value) => value > 0.3, "the clip holds back many tokens"],
+  ["reward"],
+  ["frac_reward_zero_std", (value) => value > 0.7, "most groups have equal rewards and give no signal"],
+  ["completions/unscored", (value) => value > 0, "completions could not be scored: see their reasons"],
+  ["completions/clipped_ratio", (value) => value > 0.5, "most completions were cut at the token limit"],
+  ["completions/mean_length"],
+  ["staleness/max"],
+  ["rollout/kl"],
+  ["rollout/ess", (value) => value < 0.5, "the ratio π/α leaves less than half of the tokens in effect"],
+  ["clip_ratio/high_mean", (value) => value > 0.3, "the clip holds back many tokens"],
   ["grad_norm"],
-  ["moved", (value) => value < 1e-4, "the update changed next to no weight"],
-  ["seconds_total"],
+  ["weight_sync/changed_fraction", (value) => value < 1e-4, "the weight sync changed next to no weight"],
+  ["time/step"],
 ];
 
 function meaningOf(data, metric) {
   const [set, pass] = evaluated(metric) ?? [];
-  if (pass) return `pass@${pass.slice(8)} of the evaluations${set ? ` of ${set}` : ""}, with 95 % intervals`;
+  if (pass) return `${pass} of the evaluations${set ? ` of ${set}` : ""}, with 95 % intervals`;
   return (
     Object.values(data.metrics)
       .map((room) => room[metric])
@@ -52,7 +52,7 @@ function metricOptions(data) {
     data.runs.flatMap((run) =>
       run.evaluations.summaries.flatMap((one) =>
         Object.keys(one)
-          .filter((key) => /^pass_at_\d+$/.test(key))
+          .filter((key) => /^pass@\d+$/.test(key))
           .map((key) => (one.set ? `${one.set} ${key}` : key)),
       ),
     ),
@@ -73,8 +73,8 @@ function smooth(values, width) {
 function placer(run, axis) {
   if (axis === "batch") return (batch) => batch;
   const spent = new Map([[0, 0]]),
-    batches = run.metrics.get("batch") ?? [];
-  const steps = run.metrics.get(axis === "seconds" ? "seconds_total" : axis) ?? [];
+    batches = run.metrics.get("step") ?? [];
+  const steps = run.metrics.get(axis === "seconds" ? "time/step" : axis) ?? [];
   batches.reduce((sum, batch, at) => {
     spent.set(batch, sum + (steps[at] ?? 0));
     return spent.get(batch);
@@ -128,8 +128,8 @@ function markRun(chart, run, state, row) {
   }
   for (const event of run.events) {
     if (event.event === "weight_sync")
-      line(at(event.batch), bottom - (10 + 12 * row) * ratio, bottom - 12 * row * ratio);
-    if (event.event === "warning") ctx.fillText("▲", at(event.batch) - 5 * ratio, bottom - (13 + 12 * row) * ratio);
+      line(at(event.step), bottom - (10 + 12 * row) * ratio, bottom - 12 * row * ratio);
+    if (event.event === "warning") ctx.fillText("▲", at(event.step) - 5 * ratio, bottom - (13 + 12 * row) * ratio);
   }
   markIntervals(chart, run, state, at, line);
 }
@@ -137,15 +137,13 @@ function markRun(chart, run, state, row) {
 function markIntervals(chart, run, state, at, line) {
   for (const one of series(run, state.metric)[2] ?? []) {
     const ends = ["_low", "_high"].map((end) => one[evaluated(state.metric)[1] + end]);
-    if (!ends.some(missing)) line(at(one.batch), ...ends.map((end) => chart.valToPos(end, "y", true)));
+    if (!ends.some(missing)) line(at(one.step), ...ends.map((end) => chart.valToPos(end, "y", true)));
   }
 }
 
 /** The first batch of each stage after the first. */
 function stagesOf(run) {
-  const stages = run.metrics.get("stage") ?? [],
-    batches = run.metrics.get("batch") ?? [];
-  return stages.map((stage, n) => [stage, batches[n]]).filter(([stage], n) => n > 0 && stage !== stages[n - 1]);
+  return run.events.filter((one) => one.event === "reference_sync").map((one) => [one.stage, one.step]);
 }
 
 function axisStyle(label) {
@@ -200,7 +198,7 @@ function drawChart(box, runs, state, open) {
 /** The batch of the first run that lies nearest to a place on the x axis. */
 function batchAt(run, axis, x) {
   const place = placer(run, axis),
-    batches = run.metrics.get("batch") ?? [];
+    batches = run.metrics.get("step") ?? [];
   const distance = (batch) => Math.abs(place(batch) - x);
   return batches.reduce((near, one) => (near === null || distance(one) < distance(near) ? one : near), null);
 }
@@ -255,20 +253,21 @@ function differences(kind, event) {
 }
 
 const EVENT_TEXT = {
-  weight_sync: (event) => `weight sync: version ${event.version} (${event.reason})`,
+  weight_sync: (event) => `weight sync: version ${event.policy_version} (${event.reason})`,
   warning: (event) => event.text,
+  reference_sync: (event) => `stage ${event.stage} begins: the reference becomes the policy`,
   checkpoint: (event) => `checkpoint: ${show(event.bytes / 1e6)} MB in ${show(event.seconds)} s`,
   resumed: (event) => ["resumed", ...differences("changed", event), ...differences("moved", event)].join("; "),
   end: (event) => `${event.status}: ${event.detail}`,
 };
-const QUIET = new Set(["weight_sync", "checkpoint"]);
+const QUIET = new Set(["weight_sync", "reference_sync", "checkpoint"]);
 
 /** What happened, the newest first; weight syncs and checkpoints only where they are asked for. */
 function eventList(run, all, open) {
   const shown = run.events.filter((event) => all || !QUIET.has(event.event)).reverse();
   const rows = shown.slice(0, 500).map((event) => {
     const text = EVENT_TEXT[event.event]?.(event) ?? JSON.stringify(event);
-    const place = button(`batch ${event.batch}`, "open this batch", () => open(run, event.batch));
+    const place = button(`batch ${event.step}`, "open this batch", () => open(run, event.step));
     return el("li", { class: event.event }, place, el("span", { text: visible(text) }));
   });
   if (shown.length > rows.length)
