@@ -119,10 +119,10 @@ def test_directory_with_content_is_rejected_and_an_empty_one_is_taken(run, tmp_p
     assert Run.create(tmp_path, "empty", SETTINGS, "", {}).path == tmp_path / "empty"
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", "/tmp", "a/", "a\nb", "a" * 300])
-def test_name_that_would_leave_the_root_is_rejected(tmp_path, name):
-    with pytest.raises(ValueError, match="run name"):
-        Run.create(tmp_path, name, SETTINGS, "", {})
+def test_name_that_would_leave_the_root_is_rejected(tmp_path):
+    for name in ("", "..", "a/b", "/tmp", "a/", "a\nb", "a" * 300):
+        with pytest.raises(ValueError, match="run name"):
+            Run.create(tmp_path, name, SETTINGS, "", {})
 
 
 # Metrics and events
@@ -135,10 +135,10 @@ def test_metrics_come_back_with_null_for_what_is_not_finite(run):
     assert load_metrics(run) == [expected, {"step": 2}]
 
 
-@pytest.mark.parametrize("value", ["cap", True, [1, 2], torch.tensor(1.0)])
-def test_metric_that_is_not_a_number_is_rejected_by_its_key(run, value):
-    with pytest.raises(TypeError, match="loss"):
-        run.record({"step": 1, "loss": value})
+def test_metric_that_is_not_a_number_is_rejected_by_its_key(run):
+    for value in ("cap", True, [1, 2], torch.tensor(1.0)):
+        with pytest.raises(TypeError, match="loss"):
+            run.record({"step": 1, "loss": value})
 
 
 def test_events_come_back_as_written(run):
@@ -356,11 +356,9 @@ def test_right_is_the_largest_reward_of_the_runs_range(tmp_path):
 # The reward curve and the environment
 
 
-@pytest.mark.parametrize("count", [1, 2, 40])
-def test_curve_is_drawn_from_whatever_metrics_there_are(run, count):
-    for k in range(1, count + 1):
-        run.record({"step": k, "reward": k / count})
-    run.record({"step": count + 1, "reward": math.nan})
+def test_curve_is_drawn_from_whatever_metrics_there_are(run):
+    run.record({"step": 1, "reward": 0.5})
+    run.record({"step": 2, "reward": math.nan})
     assert reward_curve(run).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -376,8 +374,8 @@ def test_curve_shows_the_numbers_of_the_run():
     assert {text.get_text() for text in reward.texts} == {"15.0%", "98.0%"}
     low, high = (segment[:, 1].tolist() for segment in reward.containers[0].lines[2][0].get_segments())
     assert [low, high] == [pytest.approx([0.12, 0.19]), pytest.approx([0.96, 1.0])]
-    assert list(lag.patches[1].get_data().values) == [k % 10 for k in range(1, 41)]
-    assert set(variance.patches[1].get_data().values) == {0.25}
+    assert list(lag.get_lines()[0].get_ydata()) == [k % 10 for k in range(1, 41)]
+    assert set(variance.get_lines()[0].get_ydata()) == {0.25}
 
 
 def test_environment_says_what_one_needs_to_repeat_a_run():

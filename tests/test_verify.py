@@ -102,13 +102,8 @@ def test_untouched_bfloat16_run_agrees_with_its_replay(in_bfloat16):
     "sections",
     [
         {"loss": {"recipe": "red_drop"}, "schedule": {"kind": "lagged", "sync_every": 1}},
-        {
-            "loss": {"recipe": "dapo", "overrides": {"overlong_buffer": 4}},
-            "rollout": {"dynamic_sampling_rounds": 2, "temperature": 0.7},
-        },
         {"loss": {"recipe": "rloo"}, "schedule": {"kind": "budget", "delta": 0.01, "num_iterations": 2}},
-        {"loss": {"recipe": "off_policy_grpo_exact"}, "schedule": {"stages": 2, "prompts_per_batch": 5}},
-        {"loss": {"recipe": "grpo_masked"}, "task": {"name": "sample_task:load_even"}},
+        {"loss": {"recipe": "grpo_masked"}, "schedule": {"stages": 2}, "rollout": {"dynamic_sampling_rounds": 2}},
     ],
     ids=lambda sections: sections["loss"]["recipe"],
 )
@@ -156,8 +151,9 @@ def test_flipped_token_is_found(run):
     assert (first.found, first.expected) == (flipped, recorded[2])
 
 
-@pytest.mark.parametrize(("name", "change"), [("untouched", 1e-3), ("in_bfloat16", 0.5)])
-@pytest.mark.parametrize("column", ["rollout_logprobs", "old_logprobs"])
+@pytest.mark.parametrize(
+    ("name", "change", "column"), [("untouched", 1e-3, "rollout_logprobs"), ("in_bfloat16", 0.5, "old_logprobs")]
+)
 def test_changed_log_prob_is_found(request, tmp_path, name, change, column):
     run = shutil.copytree(request.getfixturevalue(name), tmp_path / "run")
     recorded = load_rollouts(run, [1])[5][column]
@@ -178,25 +174,28 @@ def test_changed_reward_contradicts_task_advantages_and_metrics(run):
     assert found_in(run, "metrics.jsonl", "reward")
 
 
-@pytest.mark.parametrize(("column", "change"), [("advantage", 1e-4), ("group_std", 1e-6)])
-def test_changed_number_of_a_row_is_found(run, column, change):
-    file = "rollouts/step-000003.parquet"  # sampled by version 1, learned from by version 2
-    recorded = load_rollouts(run, [3])[6][column]
-    rewrite(run, lambda rows: rows[6].__setitem__(column, recorded + change), file)
-    (found,) = found_in(run, f"{file}, row 6 ", column)
-    assert (found.found, found.expected) == (recorded + change, pytest.approx(recorded, abs=change / 10))
+def test_changed_advantage_is_found(run):
+    recorded = load_rollouts(run, [1])[6]["advantage"]
+    rewrite(run, lambda rows: rows[6].__setitem__("advantage", recorded + 1e-4))
+    (found,) = found_in(run, f"{FIRST}, row 6 ", "advantage")
+    assert (found.found, found.expected) == (recorded + 1e-4, pytest.approx(recorded, abs=1e-5))
 
 
 @pytest.mark.parametrize(
     ("column", "value"),
-    [("step", None), ("epoch", None), ("prompt_id", None), ("finished", None), ("policy_version", None),
-     ("answer", "{"), ("answer", None), ("excluded_reason", "failed"),
-     ("completion", "other"), ("prompt_token_ids", [5]), ("prompt_id", 99), ("staleness", 7)],
+    [("answer", "{"), ("excluded_reason", "failed"), ("completion", "other"), ("prompt_token_ids", [5]),
+     ("prompt_id", 99), ("staleness", 7)],
 )  # fmt: skip
 def test_cell_that_does_not_fit_its_row_is_found(run, column, value):
     row = 0 if column.startswith("prompt") else 3
     rewrite(run, lambda rows: rows[row].__setitem__(column, value))
     assert any(d.where.startswith(f"{FIRST}, row {row} ") for d in verify_run(run, 1).differences)
+
+
+def test_row_without_a_value_is_rejected(run):
+    rewrite(run, lambda rows: rows[3].__setitem__("policy_version", None))
+    with pytest.raises(SettingsError, match="cannot be replayed"):
+        verify_run(run, 1)
 
 
 def test_missing_rows_and_wrong_numbers_of_completions_are_found(run):
@@ -206,12 +205,6 @@ def test_missing_rows_and_wrong_numbers_of_completions_are_found(run):
     assert found_in(run, FIRST, "groups, and generated ones")[0].found == (0, 0)
     (run / FIRST).unlink()
     assert found_in(run, FIRST, "groups, and generated ones")[0].found == "no file"
-
-
-def test_completions_that_pretend_to_be_offline_data_are_found(run):
-    rewrite(run, lambda rows: [row.__setitem__("source", "file") for row in rows[:4]])
-    (found,) = found_in(run, FIRST, "groups, and generated ones")
-    assert (found.found, found.expected) == ((2, 1), (2, 2))
 
 
 def test_changed_version_contradicts_schedule_and_log_probs(run):
@@ -233,10 +226,8 @@ def test_swapped_weights_are_found(run):
 
 
 @pytest.mark.parametrize(
-    "name", ["reward", "reward_std", "frac_reward_zero_std", "num_tokens", "completions/clipped_ratio",
-             "staleness/mean", "rollout/kl", "rollout/ess", "rollout/logp_difference_max", "rollout/seq_kl",
-             "rollout/seq_tv", "rollout/seq_ess"],
-)  # fmt: skip
+    "name", ["reward", "frac_reward_zero_std", "completions/clipped_ratio", "rollout/ess", "rollout/seq_kl"]
+)
 def test_changed_metric_is_found(run, name):
     change_lines(run, lambda lines: lines[1].__setitem__(name, lines[1][name] + 0.125))
     (found,) = verify_run(run, 1).differences
@@ -251,20 +242,14 @@ def test_float32_rounding_of_a_mean_ratio_is_no_difference(run):
 
 @pytest.mark.parametrize(
     ("order", "what"),
-    [((0, 2), "step and keys"), ((1, 2), "step and keys"), ((0, 1, 1, 2), "step and keys"),
-     ((1, 0, 2), "step and keys"), ((), "the line of step 1")],
-)  # fmt: skip
+    [((0, 2), "step and keys"), ((0, 1, 1, 2), "step and keys"), ((), "the line of step 1")],
+)
 def test_lines_that_are_missing_doubled_or_swapped_are_found(run, order, what):
     def reorder(lines):
         lines[:] = [lines[n] for n in order]
 
     change_lines(run, reorder)
     assert found_in(run, "metrics.jsonl", what)
-
-
-def test_line_without_a_key_is_found(run):
-    change_lines(run, lambda lines: lines[1].pop("loss"))
-    assert found_in(run, "metrics.jsonl, line 2", "step and keys")
 
 
 def test_last_batch_of_a_killed_run_may_lack_its_line(run):
@@ -306,34 +291,26 @@ def test_changed_reward_of_an_evaluation_is_found(run):
     assert found_in(run, f"{file}, row 1", "reward")
 
 
-@pytest.mark.parametrize("column", ["prompt_id", "prompt", "answer"])
+@pytest.mark.parametrize("column", ["prompt_id", "answer"])
 def test_other_prompt_of_an_evaluation_is_found(run, column):
     file = "evaluations/after.parquet"
     rewrite(run, lambda rows: rows[1].__setitem__(column, 99 if column == "prompt_id" else "?"), file)
     assert found_in(run, file, column)
 
 
-@pytest.mark.parametrize("name", ["step", "policy_version", "samples", "prompts", "unscored", "pass@1", "pass@2"])
-def test_changed_or_missing_metric_of_an_evaluation_is_found(run, name):
+def test_changed_metric_of_an_evaluation_is_found(run):
     file = run / "evaluations/before.json"
     summary = json.loads(file.read_text())
-    for changed in (summary | {name: summary[name] + 1}, {k: v for k, v in summary.items() if k != name}):
-        file.write_text(json.dumps(changed))
-        assert found_in(run, "evaluations/before.json", name)
-
-
-def test_missing_evaluation_is_found(run):
-    (run / "evaluations/before.json").unlink()
-    assert found_in(run, "evaluations/before.json", "the file")
+    names = ("policy_version", "samples", "unscored", "pass@2")
+    file.write_text(json.dumps(summary | {name: summary[name] + 1 for name in names}))
+    found = verify_run(run, 1).differences
+    assert {d.what for d in found if d.where == "evaluations/before.json"} == set(names)
 
 
 # The command, and runs that cannot be read
 
 
-@pytest.mark.parametrize(
-    "name", [FIRST, "environment.json", "config.toml", "weights/v000001/model.safetensors", "evaluations/after.parquet",
-             "evaluations/after.json"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", [FIRST, "config.toml", "weights/v000001/model.safetensors", "evaluations/after.json"])
 def test_half_written_file_ends_the_command_with_exit_code_2(run, name, capsys):
     content = (run / name).read_bytes()
     broken = b"\n[" if name == "config.toml" else b""  # half of a TOML file may be TOML

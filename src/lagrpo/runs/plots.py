@@ -33,63 +33,50 @@ def reward_curve(run_dir: Run | Path | str) -> Path:
 def draw(title: str, metrics: Rows, evaluations: Rows) -> Figure:
     """The figure, made of matplotlib's objects: no global state, no window."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8.4, 6.6), layout="constrained", facecolor="white")
     panels = reward, variance, stale = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": (4, 1, 1)})
     for axes in panels:
         plain_axes(axes)
-    _draw_reward(reward, metrics)
-    _draw_evaluations(reward, [e for e in evaluations if None not in (e.get("pass@1"), e.get("step"))])
+    steps = [m["step"] for m in metrics]
+    rewards = _curve(metrics, "reward")
+    half = max(1, len(rewards) // 30)
+    smooth = [_mean(rewards[max(0, at - half) : at + half + 1]) for at in range(len(rewards))]
+    reward.plot(steps, rewards, ".", color=BLUE, alpha=0.4, label="reward of a step")
+    reward.plot(steps, smooth, color=BLUE, linewidth=1.8, label=f"mean of {2 * half + 1} steps")
+    _draw_evaluations(reward, [e for e in evaluations if e.get("pass@1") is not None])
     reward.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=5, frameon=False, fontsize=8.5)
-    _draw_steps(variance, metrics, "frac_reward_zero_std", GREEN, "share of groups\nwithout signal")
-    _draw_steps(stale, metrics, "staleness/max", PURPLE, "staleness\n(updates)")
-    stale.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
-    stale.xaxis.set_major_locator(MaxNLocator(integer=True))
+    labels = ("reward", "share of groups\nwithout signal", "staleness\n(updates)")
+    for axes, key, color in ((variance, "frac_reward_zero_std", GREEN), (stale, "staleness/max", PURPLE)):
+        axes.step(steps, _curve(metrics, key), where="mid", color=color, linewidth=1)
+        axes.set_ylim(bottom=0)
+    for axes, label in zip(panels, labels, strict=True):
+        axes.set_ylabel(label, color=INK, fontsize=9)
     stale.set_xlabel("step", color=INK)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
     return figure
 
 
-def _draw_reward(axes: Axes, metrics: Rows) -> None:
-    """The reward of each step, and a running mean over a thirtieth of the run."""
-    points = [(m["step"], m["reward"]) for m in metrics if m.get("reward") is not None]
-    steps, values = [step for step, _ in points], [value for _, value in points]
-    half = max(1, len(values) // 30)
-    windows = [values[max(0, at - half) : at + half + 1] for at in range(len(values))]
-    axes.plot(steps, values, ".", color=BLUE, alpha=0.4, label="reward of a step")
-    if len(values) > 2 * half + 1:
-        means = [sum(window) / len(window) for window in windows]
-        axes.plot(steps, means, color=BLUE, linewidth=1.8, label=f"mean of {2 * half + 1} steps")
-    if all(0 <= value <= 1 for value in values):
-        axes.set_ylim(-0.03, 1.06)
-    axes.set_ylabel("reward", color=INK)
+def _curve(metrics: Rows, key: str) -> list[float]:
+    return [math.nan if m.get(key) is None else float(m[key]) for m in metrics]
+
+
+def _mean(values: list[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def _draw_evaluations(axes: Axes, evaluations: Rows) -> None:
     """pass@1 of the first set with its intervals, and the first and last value in words."""
-    if not evaluations:
+    points = [e for e in evaluations if e.get("set") == evaluations[0].get("set")]
+    if not points:
         return
-    of_set = evaluations[0].get("set")
-    points = [e for e in evaluations if e.get("set") == of_set]
-    at, values = [e["step"] for e in points], [e["pass@1"] for e in points]
+    at, values = [e.get("step") or 0 for e in points], [e["pass@1"] for e in points]
     ends = [[abs(e.get(f"pass@1_{end}", e["pass@1"]) - e["pass@1"]) for e in points] for end in ("low", "high")]
-    label = f"pass@1, {of_set or 'held-out prompts'}"
+    label = f"pass@1, {points[0].get('set') or 'held-out prompts'}"
     axes.errorbar(at, values, yerr=ends, color=ORANGE, label=label, fmt="o", capsize=3.5, zorder=5)
     for n in {0, len(points) - 1}:
-        place: dict[str, Any] = {"xytext": (8 if n == 0 else -8, 6), "ha": "left" if n == 0 else "right"}
-        place |= {"color": ORANGE, "fontweight": "bold", "textcoords": "offset points"}
-        axes.annotate(f"{values[n]:.1%}", (at[n], values[n]), **place)
-
-
-def _draw_steps(axes: Axes, metrics: Rows, key: str, color: str, label: str) -> None:
-    """A metric as a stair, filled down to 0; a gap where it is null."""
-    edges = [m["step"] - 0.5 for m in metrics] + [metrics[-1]["step"] + 0.5]
-    values = [math.nan if m.get(key) is None else float(m[key]) for m in metrics]
-    axes.stairs(values, edges, fill=True, color=color, alpha=0.25, linewidth=0)
-    axes.stairs(values, edges, baseline=None, color=color, linewidth=1.0 if len(values) <= 300 else 0.4)
-    axes.set_ylim(0, 1.05 * max([1.0, *(value for value in values if not math.isnan(value))]))
-    axes.set_ylabel(label, color=INK, fontsize=9)
+        axes.annotate(f"{values[n]:.1%}", (at[n], values[n]), (4, 6), textcoords="offset points", color=ORANGE)
 
 
 def plain_axes(axes: Axes) -> None:

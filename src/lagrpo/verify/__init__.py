@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lagrpo.errors import refusing
 from lagrpo.tasks import Task
 from lagrpo.verify import rewards, rows, tokens
 from lagrpo.verify.record import Difference, RecordedRun, Report, print_report
@@ -19,12 +20,13 @@ def verify_run(run: Path | str, count: int | None = 128, seed: int = 0, task: Ta
     Raises RunNotFoundError for no run or no finished batch, SettingsError for a broken file."""
     recorded = RecordedRun(run)
     report = Report(str(recorded.path))
-    whole = rows.check_rows(recorded, report)
-    weights = tokens.Weights(recorded)
-    rewards.check_rewards(recorded, weights, whole, task, report)
-    tokens.check_tokens(recorded, weights, whole, count, seed, report)
-    rows.check_syncs(recorded, report)
-    rows.check_versions(recorded, whole, report)
-    rows.check_groups(recorded, whole, report)
-    rows.check_metrics(recorded, whole, report)
+    with refusing(f"{recorded.path} cannot be replayed: a value is missing", KeyError, TypeError):
+        completions = rows.check_rows(recorded, report)
+        weights = tokens.Weights(recorded)
+        rewards.check_rewards(recorded, weights, completions, task, report)
+        tokens.check_tokens(recorded, weights, completions, count, seed, report)
+        rows.check_syncs(recorded, report)
+        rows.check_versions(recorded, completions, report)
+        rows.check_groups(recorded, completions, report)
+        rows.check_metrics(recorded, completions, report)
     return report

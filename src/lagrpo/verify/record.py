@@ -18,7 +18,7 @@ from lagrpo.settings.toml import load_settings
 Row = dict[str, Any]
 """A completion as recorded, with `where` it stands and `group`, its step and the number of its group there."""
 HARMLESS = ("run.", "checkpoint.", "eval.", "vllm.", "schedule.batches", "distributed.")
-"""Settings, or how their names begin, that a resumed run may change without an effect on what is checked here."""
+"""How the names of settings begin that a resumed run may change without an effect on what is checked here."""
 
 
 class RecordedRun:
@@ -36,8 +36,8 @@ class RecordedRun:
             self.evaluations = reading.load_evaluations(path)
             self.records = {e["name"]: reading.load_evaluation_records(path, e["name"]) for e in self.evaluations}
             self.steps = {step: list(_read_rows(path, step)) for step in reading.rollout_batches(path)}
-            self.changed = {name for event in self.events for name in event.get("changed") or ()}
-            if wrong := [name for name in self.changed if not name.startswith(HARMLESS)]:
+            changed = {name for event in self.events for name in event.get("changed") or ()}
+            if wrong := [name for name in changed if not name.startswith(HARMLESS)]:
                 raise ValueError(f"{wrong[0]} was changed when the run was resumed")
             if not self.steps:
                 raise ValueError("it has no rollouts yet: its first batch is not finished")

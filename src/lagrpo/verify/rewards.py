@@ -34,21 +34,16 @@ def check_rewards(run: RecordedRun, weights: Weights, rows: Sequence[Row], task:
         return
     make = load_environment(run.settings.environment, task)
     check_prompts(run, None if make else tokenizer, task, rows, report)
-    asked: dict[int, tuple[Task, list[list[Scored]]]] = {id(task): (task, [])}
-    for members in groups_of(own):
-        if make is None:
-            asked[id(task)][1].append(to_score(task, members))
-            continue
-        for row in (row for row in members if row["outcome"] == "scored"):
+    if make is None:
+        score_again(run, task.reward, [to_score(task, members) for members in groups_of(own)], report)
+    else:
+        for row in (row for row in own if row["outcome"] == "scored"):
             check_episode(run, make(), task.prompt("train", row["prompt_id"]), row, report)
-    for other, groups in check_evaluations(run, task, make is not None, report):
-        asked.setdefault(id(other), (other, []))[1].extend(groups)
-    for other, groups in asked.values():
-        score_again(run, other.reward, groups, report)
+    check_evaluations(run, task, make is not None, report)
 
 
 def find_task(run: RecordedRun, report: Report) -> Task | None:
-    """The task of the settings; None, with the reason in the report, if it cannot be had."""
+    """The task of the settings; None, with the reason in the report, if it cannot be loaded."""
     why = "the run was given a Task: pass it to lagrpo.verify.verify_run"
     try:
         if not run.own_task:
@@ -77,20 +72,20 @@ def check_texts(run: RecordedRun, weights: Weights, rows: Sequence[Row], report:
 
 
 def check_prompts(run: RecordedRun, tokenizer: Any, task: Task, rows: Sequence[Row], report: Report) -> None:
-    """Which prompts a batch has, a function of the seed and the batch; their answers; their tokens by the template."""
+    """Which prompts a step has, a function of the seed and the step; their answers; their tokens by the template."""
     before, size, seed = Counter[int](), task.size("train"), run.settings.run.seed
     for members in (members for members in groups_of(rows) if members[0]["source"] == "sampler"):
-        batch, first = members[0]["step"], members[0]
-        epoch, place = divmod((batch - 1) * run.fresh_prompts + before[batch], size)
-        before[batch] += 1
-        prompt, expected = task.prompt("train", first["prompt_id"] % size), dict[str, Any]()
+        step, first = members[0]["step"], members[0]
+        epoch, place = divmod((step - 1) * run.fresh_prompts + before[step], size)
+        before[step] += 1
+        prompt = task.prompt("train", first["prompt_id"] % size)
+        expected: dict[str, Any] = {"answer": json.dumps(prompt.answer, ensure_ascii=False)}
         if first["epoch"] >= 0:  # a negative one stands for a prompt that dynamic sampling generated instead
             expected |= {"epoch": epoch, "prompt_id": int(permutation(size, seed, "prompt order", epoch)[place])}
         if tokenizer is not None:
             expected["prompt_token_ids"] = templated(tokenizer, [dict(message) for message in prompt.messages])
-        report.compare("prompts", first["where"], expected, first)
         for row in members:
-            report.compare("prompts", row["where"], {"answer": json.dumps(prompt.answer, ensure_ascii=False)}, row)
+            report.compare("prompts", row["where"], expected, row)
 
 
 def templated(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
@@ -131,13 +126,14 @@ def score_again(run: RecordedRun, reward: Any, groups: Sequence[Sequence[Scored]
     """Score completions again in worker processes, unless a server scored them, which might answer differently."""
     if isinstance(reward, Rewards) and not all(each.repeats for each in reward.parts):
         return report.skip("rewards: a server gave them, and might give others", sum(map(len, groups)))
+    if not groups:
+        return
     asked = [Group(group[0][1], tuple(completion for _, _, completion, _ in group)) for group in groups]
     settings = run.settings.verifier.model_copy(update={"max_without_reward": 1.0})
-    if asked:
-        with RewardPool(reward, **settings.of_a_batch) as pool:
-            outcomes = [completion.outcome for group in pool.score(asked) for completion in group.completions]
-        for (where, *_, recorded), again in zip((one for group in groups for one in group), outcomes, strict=True):
-            compare_outcome(where, recorded, again or Outcome.failed(""), report)
+    with RewardPool(reward, **settings.of_a_batch) as pool:
+        outcomes = [completion.outcome for group in pool.score(asked) for completion in group.completions]
+    for (where, *_, recorded), again in zip((one for group in groups for one in group), outcomes, strict=True):
+        compare_outcome(where, recorded, again or Outcome.failed(""), report)
 
 
 def compare_outcome(where: str, recorded: dict[str, Any], again: Outcome, report: Report) -> None:
@@ -150,35 +146,24 @@ def compare_outcome(where: str, recorded: dict[str, Any], again: Outcome, report
         report.compare("rewards", where, {"reward": again.reward} | parts, recorded)
 
 
-def check_evaluations(
-    run: RecordedRun, task: Task, talks: bool, report: Report
-) -> Iterator[tuple[Task, list[list[Scored]]]]:
-    """Whether evaluations are missing (the last batch may have ended before its own), and each of them; yields what is
-    to be scored, with its task."""
-    e, there = run.settings.eval, {summary["name"]: summary for summary in run.evaluations}
-    if any(name.startswith("eval.") for name in run.changed):
-        return report.skip("evaluations: their settings were changed when the run was resumed")
-    for one in e.sets or [None]:
-        given = {k: v for k, v in dict(one or ()).items() if v is not None}
-        names = ("every", "num_prompts", "num_samples")
-        every, prompts, samples = (given.get(name, getattr(e, name)) for name in names)
-        due = [f"batch-{b:06d}" for b in range(every, max(run.metrics, default=0), every)] if every else []
-        for moment in ["before"] * e.at_start + due:
-            file = f"{moment}.{one.name}" if one else moment
-            report.compare("evaluations", f"evaluations/{file}.json", {"the file": True}, {"the file": file in there})
-        own = load_task(given["task"], run.settings.run.seed) if "task" in given else task
+def check_evaluations(run: RecordedRun, task: Task, talks: bool, report: Report) -> None:
+    """The prompts of each evaluation, their counts and means, the summary, and the rewards."""
+    e, of_sets = run.settings.eval, {each.name: each for each in run.settings.eval.sets}
+    for summary in run.evaluations:
+        each = of_sets.get(summary.get("set") or "")
+        chosen = each.task if each is not None and each.task is not None else None
+        own = load_task(chosen, run.settings.run.seed) if chosen is not None else task
         if isinstance(own, TaskWithEnvironment) or (talks and own is task):
             report.skip("evaluations: their completions have several turns, recorded as one text")
             continue
-        keys = sorted(permutation(own.size("test"), run.settings.run.seed, "prompt order", -1).tolist()[:prompts])
-        best = given.get("task", run.settings.task).reward_range[1]
-        for name, summary in there.items():
-            if summary.get("set") == given.get("name"):
-                found, file = {"prompt_id": [r["prompt_id"] for r in run.records[name]]}, f"evaluations/{name}"
-                report.compare("evaluations", f"{file}.parquet", {"prompt_id": keys}, found)
-                expected = expected_summary(run, name, samples)
-                report.compare(f"evaluation {name}", f"{file}.json", expected, summary, 1e-9)
-                yield own, list(check_records(run, own, name, best, report))
+        name, best = summary["name"], (chosen or run.settings.task).reward_range[1]
+        prompts, samples = ((each and getattr(each, key)) or getattr(e, key) for key in ("num_prompts", "num_samples"))
+        asked = sorted(permutation(own.size("test"), run.settings.run.seed, "prompt order", -1).tolist()[:prompts])
+        found = {"prompt_id": [record["prompt_id"] for record in run.records[name]]}
+        report.compare("evaluations", f"evaluations/{name}.parquet", {"prompt_id": asked}, found)
+        expected = expected_summary(run, name, samples)
+        report.compare(f"evaluation {name}", f"evaluations/{name}.json", expected, summary, 1e-9)
+        score_again(run, own.reward, list(check_records(run, own, name, best, report)), report)
 
 
 def check_records(run: RecordedRun, task: Task, name: str, best: float, report: Report) -> Iterator[list[Scored]]:
@@ -190,7 +175,6 @@ def check_records(run: RecordedRun, task: Task, name: str, best: float, report: 
         known = [(x, x >= best if d is None else d) for x, d in zip(rewards, decided, strict=True) if x is not None]
         expected = {"prompt": prompt.messages[-1]["content"], "answer": str(prompt.answer), "scored": len(known)}
         expected |= {"correct": sum(correct for _, correct in known), "reward": mean([x for x, _ in known])}
-        expected |= {"pass@1": mean([correct for _, correct in known])}
         report.compare(f"evaluation {name}", where, expected, record, 1e-9)
         parts = {part: values for part, values in reward_columns(record).items() if isinstance(values, list)}
         tokens, group = record.get("tokens") or [0] * len(rewards), list[Scored]()
@@ -201,11 +185,11 @@ def check_records(run: RecordedRun, task: Task, name: str, best: float, report: 
 
 
 def expected_summary(run: RecordedRun, name: str, samples: int) -> dict[str, Any]:
-    """After which batch an evaluation was made, of which version, and means over prompts."""
+    """After which step an evaluation was made, of which version, and means over prompts."""
     moment, last, records = name.partition(".")[0], max(run.metrics, default=0), run.records[name]
-    batch = int(moment.removeprefix("batch-")) if moment.startswith("batch-") else 0 if moment == "before" else last
-    found: dict[str, Any] = {"step": batch, "prompts": len(records), "samples": samples}
-    found |= {"policy_version": run.metrics[batch + 1][1]["policy_version"]} if batch + 1 in run.metrics else {}
+    step = int(moment.removeprefix("batch-")) if moment.startswith("batch-") else 0 if moment == "before" else last
+    found: dict[str, Any] = {"step": step, "prompts": len(records), "samples": samples}
+    found |= {"policy_version": run.metrics[step + 1][1]["policy_version"]} if step + 1 in run.metrics else {}
     found["unscored"] = sum(r["samples"] - r["scored"] for r in records)
     found["reward"] = mean([r["reward"] for r in records if r["scored"]])
     for k in {samples, *(1 << n for n in range(samples.bit_length()))}:

@@ -13,13 +13,12 @@ from lagrpo.rng import uniforms
 from lagrpo.runs.rollouts import reward_columns
 from lagrpo.verify.record import RecordedRun, Report, Row, groups_of, is_generated, sampled
 
-NEVER_NULL = ("epoch", "prompt_id", "policy_version", "finished", "outcome")
 FLOAT64, FLOAT32 = 1e-9, 2.0**-22  # relative rounding of sums of float64 in another order, and of an advantage
 
 
 def check_rows(run: RecordedRun, report: Report) -> list[Row]:
-    """The rows whose columns fit together; no other check reads the rest. And whether every batch has its groups."""
-    whole, s = list[Row](), run.settings
+    """All rows. Whether every step has its groups, with their completions."""
+    s = run.settings
     for step in range(1, max([*run.metrics, *run.steps]) + 1):
         rows, file = run.steps.get(step, []), f"rollouts/step-{step:06d}.parquet"
         groups = groups_of(rows)
@@ -31,19 +30,8 @@ def check_rows(run: RecordedRun, report: Report) -> list[Row]:
             found = {"completions": [row["sample_index"] for row in members]}
             report.compare("rows", members[0]["where"], {"completions": list(range(s.rollout.num_generations))}, found)
         for row in rows:
-            report.compare("rows", row["where"], {"step": step} | missing_columns(row), row)
-            whole += [] if missing_columns(row) or row["step"] != step else [row]
-    return whole
-
-
-def missing_columns(row: Row) -> dict[str, str]:
-    """The columns without a value, or with one for another number of tokens or another outcome than the row's."""
-    scored, tokens = row["outcome"] == "scored", len(row["token_ids"] or ())
-    fits = {name: row[name] is not None for name in NEVER_NULL}
-    fits |= {name: len(row[name] or ()) == tokens for name in ("rollout_logprobs", "policy_versions", "loss_mask")}
-    for name in ("reward", "advantage"):
-        fits[name] = scored == math.isfinite(math.nan if row[name] is None else row[name])
-    return {name: "another value" for name, fit in fits.items() if not fit}
+            report.compare("rows", row["where"], {"step": step}, row)
+    return [row for rows in run.steps.values() for row in rows]
 
 
 def check_syncs(run: RecordedRun, report: Report) -> None:

@@ -44,9 +44,7 @@ class Weights:
         except (OSError, ValueError) as error:
             self.absent = f"model.path = {name!r} is not here: {one_line(str(error), 100)}"
         self.folders |= {int(v.name[1:]): str(v) for v in sorted(saved.glob("v[0-9]*")) if v.name[1:].isdigit()}
-        after = [
-            e["policy_version"] for e in run.evaluations if e["name"].startswith("after") and "policy_version" in e
-        ]
+        after = [e["policy_version"] for e in run.evaluations if e["name"].startswith("after")]
         if after and (saved / "final").is_dir():
             self.folders.setdefault(after[0], str(saved / "final"))
 
@@ -154,7 +152,7 @@ def choose_rows(weights: Weights, rows: Sequence[Row], count: int | None, seed: 
 
 
 def column_of(row: Row, name: str) -> Tensor:
-    """A column of log-probs [t], NaN where there is none."""
+    """A column of log-probs [t], NaN where it is null."""
     values = row[name] or [None] * len(row["token_ids"])
     return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
